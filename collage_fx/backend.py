@@ -1,0 +1,295 @@
+"""The Dynamo backend: from a Dynamo graph to a callable that binds residuals."""
+
+import functools
+import operator
+import re
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd.descriptors import (
+    BufferAOTInput,
+    ParamAOTInput,
+    PlainAOTInput,
+)
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch.compiler import config as compiler_config
+from torch.fx import GraphModule, Node
+from torch.optim import Optimizer
+
+from collage_fx import checkpoint
+from collage_fx.config import CollageConfig, split_options
+from collage_fx.ownership import Owned, live_optimizers, owners_of
+from collage_fx.passes import run_passes
+from collage_fx.passes.program import Carried, Owner, Program
+from collage_fx.runtime.errors import CollageWarning
+from collage_fx.runtime.residuals import STORE, Residual
+
+
+@dataclass
+class Compiled:
+    """One graph that the backend compiled, for `explain` and for reports."""
+
+    program: Program
+    source_code: str = ""
+    runs: int = 0
+
+
+@dataclass
+class Session:
+    """What one user of the backend (an optimizer, a function) has asked for and got."""
+
+    config: CollageConfig
+    inductor: dict[str, Any] = field(default_factory=dict)
+    optimizer: Callable[[], Optimizer | None] = lambda: None
+    """A weak reference to the optimizer, where `collage_fx.compile` was given one."""
+    named: bool = False
+    """Whether the user knows that residuals of ownerless tensors are theirs to save."""
+    compiled: list[Compiled] = field(default_factory=list)
+    keep: bool = False
+    """Whether `compiled` is filled in; programs are large."""
+    calls: int = 0
+    """How often a graph of this session has run, compensated or not."""
+    warned: set[str] = field(default_factory=set)
+
+    def warn_once(self, message: str) -> None:
+        """Warn unless this session has said the same before."""
+        if message not in self.warned:
+            self.warned.add(message)
+            warnings.warn(f"collage_fx: {message}", CollageWarning, stacklevel=2)
+
+    def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile one Dynamo graph; the callable that a Dynamo backend returns."""
+        return _Graph(self, gm).compile(example_inputs)
+
+
+_SESSIONS: dict[str, Session] = {}
+
+
+def collage(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Compile a graph with compensated carried states: `torch.compile(..., backend="collage")`.
+
+    Options are the fields of `CollageConfig`; other names are settings of Inductor, as is `mode`.
+    Raises OptionError for unknown names and values.
+    """
+    config, inductor = split_options(options or {}, mode)
+    # One session per configuration, so that a warning is not repeated at every recompilation.
+    session = _SESSIONS.setdefault(
+        repr((config, sorted(inductor.items()))), Session(config, inductor)
+    )
+    return session(gm, example_inputs)
+
+
+class _Graph:
+    """One Dynamo graph on its way to a callable."""
+
+    def __init__(self, session: Session, gm: GraphModule) -> None:
+        self.session = session
+        self.gm = gm
+        optimizer = session.optimizer()
+        self.owners = owners_of([optimizer] if optimizer is not None else live_optimizers())
+        self.sources = [
+            (_source_name(node), node.meta.get("example_value"))
+            for node in gm.graph.find_nodes(op="placeholder")
+        ]
+        self.locate: dict[int, Callable[[tuple[Any, ...]], Tensor | None]] = {}
+        """Position of a carried state -> how to find its tensor from the arguments of a call."""
+        self.residuals: _Residuals | None = None
+
+    def compile(self, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Return the callable for Dynamo."""
+        # The cache of AOTAutograd sees neither our inner_compile nor the residuals it binds.
+        with functorch_config.patch(enable_autograd_cache=False):
+            run = compile_fx(
+                self.gm,
+                list(example_inputs),
+                inner_compile=self.inner,
+                config_patches=self.session.inductor or None,
+            )
+        session, residuals = self.session, self.residuals
+        del self.owners  # it keeps optimizers alive
+
+        def step(*args: Any) -> Any:
+            if residuals is not None:
+                residuals.gather(args)
+            result = run(*args)
+            session.calls += 1
+            if residuals is not None:
+                residuals.settle()
+            return result
+
+        return step
+
+    def inner(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        """Rewrite the functional graph, compile it and bind its residuals."""
+        if not kwargs.get("is_inference", False):
+            return compile_fx_inner(gm, example_inputs, **kwargs)
+        program = run_passes(Program(gm, self.session.config.settings, self.describe))
+        compiled = Compiled(program)
+        if self.session.keep:
+            self.session.compiled.append(compiled)
+        self._warn(program)
+        if program.result is None:
+            inner = compile_fx_inner(gm, example_inputs, **kwargs)
+            compiled.source_code = getattr(inner, "source_code", "")
+            return inner
+        count = len(list(gm.graph.find_nodes(op="placeholder")))
+        carried = program.residual_inputs
+        kwargs["static_input_idxs"] = [
+            *kwargs.get("static_input_idxs", ()),
+            *(count + i for i, c in enumerate(carried) if c.static),
+        ]
+        placeholders = list(program.result.graph.find_nodes(op="placeholder"))
+        fakes = [n.meta["val"] for n in placeholders[count:]]
+        tag = compiler_config.cache_key_tag + "collage_fx:" + self.session.config.fingerprint
+        with compiler_config.patch(cache_key_tag=tag):
+            inner = compile_fx_inner(program.result, [*example_inputs, *fakes], **kwargs)
+        compiled.source_code = getattr(inner, "source_code", "")
+        where = [self.locate[c.index] for c in carried]
+        self.residuals = _Residuals(self.session, carried, where)
+        return self.residuals.bind(inner)
+
+    def describe(self, index: int, placeholder: Node) -> Carried:
+        """Say which tensor a placeholder is."""
+        descriptor = placeholder.meta.get("desc")
+        val = placeholder.meta["val"]
+        if isinstance(descriptor, ParamAOTInput | BufferAOTInput):
+            tensor = functools.reduce(getattr, descriptor.target.split("."), self.gm)
+            self.locate[index] = _Static(tensor)
+            owned = self.owners.get(id(tensor))
+            source = self.gm._param_name_to_source.get(descriptor.target)  # type: ignore[union-attr, operator]
+            name = owned[1].name if owned else _pretty(_name(source)) or descriptor.target
+            owner = owned[1].owner if owned else _owner(tensor)
+            return Carried(index, name, owner, True, val, pinned=STORE.get(tensor) is not None)
+        if isinstance(descriptor, PlainAOTInput):
+            self.locate[index] = operator.itemgetter(descriptor.idx)
+            source_name, example = self.sources[descriptor.idx]
+            name = _pretty(source_name) or placeholder.name
+            return Carried(index, name, _owner(example), False, val)
+        return Carried(
+            index, f"an input that overlaps others ({placeholder.name})", "tensor", False, val
+        )
+
+    def _warn(self, program: Program) -> None:
+        refused = [f"{s.name} ({s.reason})" for s in program.plan if s.refused]
+        if refused:
+            self.session.warn_once(f"not compensated: {'; '.join(refused)}")
+        floating = [s for s in program.plan if s.dtype.is_floating_point and s.shape]
+        if floating and not refused and program.result is None:
+            dtypes = ", ".join(sorted({str(s.dtype).removeprefix("torch.") for s in floating}))
+            self.session.warn_once(
+                f"nothing needed compensation: the states of this step are {dtypes}, and none of "
+                "them loses updates in its dtype; collage_fx.explain gives the reason for each"
+            )
+
+
+class _Static:
+    """Finds a tensor whose identity Dynamo guards, without keeping it alive."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.reference = weakref.ref(tensor)
+
+    def __call__(self, args: tuple[Any, ...]) -> Tensor | None:
+        return self.reference()
+
+
+class _Residuals:
+    """Finds the residuals of a graph's carried states at each call.
+
+    Before the call of the compiled function and not within it: AOTAutograd counts up the versions
+    of some mutated inputs before it runs the graph.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        carried: list[Carried],
+        locate: list[Callable[[tuple[Any, ...]], Tensor | None]],
+    ) -> None:
+        self.session = session
+        self.carried = carried
+        self.locate = locate
+        self.current: list[tuple[Tensor, Residual]] = []
+
+    def gather(self, args: tuple[Any, ...]) -> None:
+        """Find the residuals for this call and make sure that each belongs to its tensor."""
+        tensors = [tensor for f in self.locate if (tensor := f(args)) is not None]
+        storage = self.session.config.storage
+        if any(STORE.get(tensor) is None for tensor in tensors):
+            self._introduce(tensors)
+        self.current = [
+            (tensor, STORE.ensure(tensor, storage, c.name))
+            for tensor, c in zip(tensors, self.carried, strict=True)
+        ]
+        for tensor, residual in self.current:
+            residual.validate(tensor)
+
+    def bind(self, inner: Any) -> Callable[[list[Any]], Any]:
+        """Return a boxed callable that appends the residual tensors to the inputs of inner."""
+
+        def run(args: list[Any]) -> Any:
+            full = [*args, *(c for _, residual in self.current for c in residual.components)]
+            args.clear()
+            return inner(full)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    def settle(self) -> None:
+        """Record, after the step, that the residuals belong to what was written."""
+        for tensor, residual in self.current:
+            residual.settle(tensor)
+        self.current = []
+
+    def _introduce(self, tensors: list[Tensor]) -> None:
+        """Attach the optimizers of tensors that are seen for the first time."""
+        optimizer = self.session.optimizer()
+        owners = owners_of([optimizer] if optimizer is not None else live_optimizers())
+        found: list[tuple[Optimizer, Owned]] = []
+        ownerless = []
+        for tensor, c in zip(tensors, self.carried, strict=True):
+            if id(tensor) in owners:
+                found.append(owners[id(tensor)])
+                c.name = found[-1][1].name
+            elif STORE.get(tensor) is None:
+                ownerless.append(c.name)
+        for owner, _ in found:
+            checkpoint.attach(owner)
+        if ownerless and not self.session.named:
+            self.session.warn_once(
+                f"{', '.join(ownerless)} belong to no torch.optim.Optimizer, so no state_dict() "
+                "holds their residuals. Save collage_fx.residuals(tensor) beside each tensor and "
+                "give them back with collage_fx.load_residuals(tensor, components); "
+                "collage_fx.compile(function) instead of the backend string silences this"
+            )
+
+
+def _owner(tensor: Any) -> Owner:
+    is_leaf = isinstance(tensor, Tensor) and tensor.requires_grad and tensor.is_leaf
+    return "param" if is_leaf else "tensor"
+
+
+def _name(source: Any) -> str:
+    name = getattr(source, "name", "")
+    return name() if callable(name) else str(name)
+
+
+def _source_name(placeholder: Node) -> str:
+    return _name(getattr(placeholder, "_dynamo_source", None))
+
+
+def _pretty(source: str) -> str:
+    """Return `params[0]` for Dynamo's `L['params'][0]`, `param_groups[0].params[1]` likewise."""
+    text = re.sub(r"^L\['(\w+)'\]", r"\1", source)
+    text = re.sub(r"\['(\w+)'\]", r".\1", text)
+    return text.removeprefix("self.")

@@ -1,0 +1,87 @@
+"""The user's configuration: frozen, validated, and part of the compile cache's key."""
+
+import dataclasses
+import hashlib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args
+
+from torch._inductor import config as inductor_config
+
+import collage_fx.passes
+import collage_fx.runtime
+from collage_fx.passes.program import Arithmetic, Level, Settings
+from collage_fx.runtime.errors import OptionError
+from collage_fx.runtime.storage import STORAGES
+
+_ALLOWED: dict[str, tuple[str, ...]] = {
+    "level": get_args(Level),
+    "arithmetic": get_args(Arithmetic),
+    "storage": tuple(STORAGES),
+}
+
+
+@dataclass(frozen=True)
+class CollageConfig:
+    """What is compensated and how. Raises OptionError for a value that does not exist."""
+
+    level: Level = "auto"
+    """Which carried states get residuals: `light` (parameters), `plus` (and states whose decay
+    rounds away, such as Adam's second moment), `auto` (what the analysis finds critical), `all`."""
+    arithmetic: Arithmetic = "eft"
+    """`eft`: each operation on the carried path in the state's own dtype with its error caught, as
+    in the Collage paper. `wide`: the step in fp32 registers, split once at the store."""
+    storage: str = "mcf2"
+    """How an expansion is laid out in memory; `mcf2` is hi and lo in the state's dtype."""
+
+    def __post_init__(self) -> None:
+        for name, allowed in _ALLOWED.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                raise OptionError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}")
+
+    @property
+    def settings(self) -> Settings:
+        """The part of the configuration that the passes see."""
+        return Settings(self.level, self.arithmetic, self.storage)
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of this configuration and of the source of the passes and the arithmetic."""
+        text = repr(dataclasses.astuple(self)) + _source_digest()
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def split_options(
+    options: dict[str, Any], mode: str | None = None
+) -> tuple[CollageConfig, dict[str, Any]]:
+    """Return the configuration and the Inductor settings that options and mode ask for.
+
+    Raises OptionError for a name that neither collage_fx nor Inductor knows.
+    """
+    fields = {field.name for field in dataclasses.fields(CollageConfig)}
+    mine = {k: v for k, v in options.items() if k in fields}
+    theirs = {k.replace("-", "_"): v for k, v in options.items() if k not in fields}
+    known = inductor_config.get_config_copy()
+    for name in theirs:
+        if name not in known:
+            raise OptionError(
+                f"unknown option {name!r}; collage_fx knows {', '.join(sorted(fields))}, "
+                "and any name of torch._inductor.config is passed through"
+            )
+    if mode and mode != "default":
+        from torch._inductor import list_mode_options
+
+        theirs = {**list_mode_options(mode), **theirs}
+    return CollageConfig(**mine), theirs
+
+
+@cache
+def _source_digest() -> str:
+    digest = hashlib.sha256()
+    for package in (collage_fx.passes, collage_fx.runtime):
+        for folder in package.__path__:
+            for path in sorted(Path(folder).rglob("*.py")):
+                digest.update(path.read_bytes())
+    return digest.hexdigest()

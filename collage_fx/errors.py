@@ -1,0 +1,19 @@
+"""The error classes of collage_fx: one per cause, all derived from CollageError."""
+
+from collage_fx.runtime.errors import (
+    CheckpointError,
+    CollageError,
+    CollageWarning,
+    LegalityError,
+    OptionError,
+    ResidualError,
+)
+
+__all__ = [
+    "CheckpointError",
+    "CollageError",
+    "CollageWarning",
+    "LegalityError",
+    "OptionError",
+    "ResidualError",
+]

@@ -1,0 +1,50 @@
+"""Pass 1: find the carried states of the graph."""
+
+import torch
+from collage_fx.passes.program import LOW_PRECISION, Carried, Program
+from torch._functorch._aot_autograd.descriptors import SyntheticBaseAOTInput, ViewBaseAOTInput
+from torch.fx import Node
+
+aten = torch.ops.aten
+
+
+def mutations(program: Program) -> dict[Node, Node]:
+    """Return placeholder -> new value, for each trailing aten.copy_ onto a placeholder."""
+    return {
+        node.args[0]: node.args[1]  # type: ignore[misc]
+        for node in program.source.graph.nodes
+        if node.target is aten.copy_.default and node.args[0].op == "placeholder"
+    }
+
+
+def capture(program: Program) -> None:
+    """List the carried states, each with its name, owner and what forbids a residual for it.
+
+    Before::
+
+        mul = aten.mul.Tensor(arg0_1, 0.999)
+        copy_ = aten.copy_.default(arg0_1, mul)
+
+    `arg0_1` is carried. The graph does not change.
+    """
+    mutated = mutations(program)
+    placeholders = program.source.graph.find_nodes(op="placeholder")
+    for index, placeholder in enumerate(placeholders):
+        if placeholder in mutated:
+            carried = program.describe(index, placeholder)
+            carried.refusal = _refusal(placeholder, carried)
+            program.carried.append(carried)
+
+
+def _refusal(placeholder: Node, carried: Carried) -> str:
+    descriptor = placeholder.meta.get("desc")
+    if isinstance(descriptor, SyntheticBaseAOTInput | ViewBaseAOTInput):
+        return "it overlaps another input in memory; pass tensors that do not share storage"
+    dtype = carried.val.dtype
+    if dtype in LOW_PRECISION:
+        return ""
+    if dtype.is_complex:
+        return f"{dtype} has no storage for residuals; it is updated as it stands"
+    if dtype.is_floating_point and dtype.itemsize == 1:
+        return f"{dtype} has no storage for residuals yet; keep this state in bfloat16"
+    return ""

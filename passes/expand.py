@@ -1,0 +1,247 @@
+"""Pass 6: rewrite the representative of each class on expansions."""
+
+import operator
+import re
+from typing import Any
+
+import torch
+from collage_fx.passes.program import LOW_PRECISION, Program, Rewritten, value_of
+from collage_fx.passes.rules import RULES
+from collage_fx.passes.rules.joined import join_op_split
+from collage_fx.passes.rules.registry import Pair
+from collage_fx.runtime.eft import WIDER
+from collage_fx.runtime.ops import collage
+from torch.fx import Graph, GraphModule, Node
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+_getitem = operator.getitem
+_CONVERT = prims.convert_element_type.default
+
+
+def expand(program: Program) -> None:
+    """Make the expanded graph of each class: the one that a person reads.
+
+    Arithmetic `eft`: operations on a carried path become collage:: operations by the rules, all
+    others stay as they are, in the dtype they had; an expansion that leaves its own carried path is
+    read as its high word. Run eagerly, this graph is the reference for the compiled step.
+
+    Before (beta2 = 0.999)::
+
+        mul = aten.mul.Tensor(exp_avg_sq, 0.999)
+        add = aten.add.Tensor(mul, square)
+
+    After::
+
+        mul = collage.mul.constant(exp_avg_sq, exp_avg_sq_lo, 1.0, -0.000999451)
+        grow = collage.grow(mul[0], mul[1], square)
+
+    Arithmetic `wide`: compensated states are joined, everything is computed in fp32 without
+    rounding in between, and new values are split (or rounded, where the state is plain) at the end.
+    """
+    make = _Wide if program.settings.arithmetic == "wide" else _Eft
+    for rewritten in program.rewritten:
+        rewritten.expanded = make(rewritten).run()
+
+
+class _Expander:
+    """What both arithmetics share: inputs, outputs and appending operations."""
+
+    def __init__(self, rewritten: Rewritten) -> None:
+        self.rewritten = rewritten
+        self.part = rewritten.members[0]
+        self.graph = Graph()
+        self.env: dict[Node, Any] = {}
+        self.origin: Node | None = None
+
+    def op(self, target: Any, *args: Any, dtype: torch.dtype, **kwargs: Any) -> Node:
+        """Append an operation with one result of this dtype."""
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta["dtype"] = dtype
+        if self.origin is not None and "stack_trace" in self.origin.meta:
+            node.meta["stack_trace"] = self.origin.meta["stack_trace"]
+        return node
+
+    def two(self, target: Any, *args: Any, dtype: torch.dtype) -> Pair:
+        """Append an operation that returns an expansion of this dtype."""
+        both = self.op(target, *args, dtype=dtype)
+        hi = self.op(_getitem, both, 0, dtype=dtype)
+        return hi, self.op(_getitem, both, 1, dtype=dtype)
+
+    def convert(self, x: Node, dtype: torch.dtype) -> Node:
+        """Return x in dtype."""
+        return x if x.meta["dtype"] == dtype else self.op(_CONVERT, x, dtype, dtype=dtype)
+
+    def placeholders(self) -> list[tuple[Node, Node]]:
+        """Append the inputs; return (old value in the slice, residual placeholder) pairs."""
+        names = {at: _short(c.name, c.owner) for c, at, _ in self.part.states}
+        for at, node in enumerate(self.part.inputs):
+            new = self.graph.placeholder(names.get(at, f"in{at}"))
+            new.meta["dtype"] = value_of(node).dtype
+            new.meta["scalar"] = value_of(node).dim() == 0
+            self.env[node] = new
+        residuals = []
+        for i in self.rewritten.compensated:
+            _, at, _ = self.part.states[i]
+            old = self.part.inputs[at]
+            lo = self.graph.placeholder(f"{names[at]}_lo")
+            lo.meta.update(self.env[old].meta)
+            residuals.append((old, lo))
+        return residuals
+
+    def finish(self, outputs: list[Node]) -> GraphModule:
+        """Append the output and return the graph as a module."""
+        self.graph.output(tuple(outputs))
+        self.graph.eliminate_dead_code()
+        self.graph.lint()
+        return GraphModule(torch.nn.Module(), self.graph)
+
+    def new_values(self) -> list[Node]:
+        """Return the new value of each compensated state, as a node of the slice."""
+        return [self.part.states[i][2] for i in self.rewritten.compensated]
+
+
+def _short(name: str, owner: str) -> str:
+    word = name.split(" of ")[0] if " of " in name else "param" if owner == "param" else name
+    return re.sub(r"\W+", "_", word).strip("_") or "state"
+
+
+class _Eft(_Expander):
+    """Every operation in the storage dtype, those on carried paths with their error caught."""
+
+    dtype: torch.dtype
+
+    def run(self) -> GraphModule:
+        """Return the expanded graph."""
+        residuals = self.placeholders()
+        for old, lo in residuals:
+            self.env[old] = (self.env[old], lo)
+        before = self._spines()
+        for node in self.part.nodes:
+            self.origin = node
+            self.env[node] = (
+                self._on_path(node, before[node]) if node in before else self._plain_op(node)
+            )
+        outputs = [self.plain(n) for n in self.part.outputs]
+        return self.finish(outputs + [self.env[n][1] for n in self.new_values()])
+
+    def _spines(self) -> dict[Node, Node]:
+        """Return, for each node on a carried path, the node before it on that path."""
+        before: dict[Node, Node] = {}
+        for i in self.rewritten.compensated:
+            _, at, _ = self.part.states[i]
+            previous = self.part.inputs[at]
+            for node in self.rewritten.recurrences[i].spine:
+                before[node] = previous
+                previous = node
+        return before
+
+    def _on_path(self, node: Node, previous: Node) -> Pair:
+        pair = self.env[previous]
+        self.dtype = pair[0].meta["dtype"]
+        at = node.args.index(previous)
+        twice = sum(a is previous for a in node.args) > 1
+        rule = join_op_split if twice else RULES.get(node.target, join_op_split)
+        return rule(self, node, pair, at)
+
+    def _plain_op(self, node: Node) -> Node:
+        dtype = value_of(node).dtype
+        if node.target is aten.lerp.Scalar:
+            return self._plain_lerp(node, dtype)
+        return self.again(node, [self._number_or_plain(a) for a in node.args], dtype)
+
+    def _plain_lerp(self, node: Node, dtype: torch.dtype) -> Node:
+        wide = WIDER.get(dtype, dtype) if dtype in LOW_PRECISION else dtype
+        start, end = (self.convert(self.plain(a), wide) for a in node.args[:2])
+        return self.convert(lerp(self, start, end, node.args[2], wide), dtype)
+
+    def _number_or_plain(self, operand: Any) -> Any:
+        return torch.fx.node.map_arg(operand, self.plain)
+
+    # What follows is the interface that rules see; see rules/registry.py.
+
+    def plain(self, operand: Any) -> Any:
+        """Return operand in the new graph; of an expansion the high word."""
+        if not isinstance(operand, Node):
+            return operand
+        value = self.env[operand]
+        return value[0] if isinstance(value, tuple) else value
+
+    def rounded(self, operand: Any) -> Node:
+        """Return a tensor operand in the storage dtype."""
+        return self.convert(self.plain(operand), self.dtype)
+
+    def is_number(self, operand: Any) -> bool:
+        """Tell whether operand is a Python number."""
+        return isinstance(operand, int | float)
+
+    def pair(self, target: Any, *args: Any) -> Pair:
+        """Append an operation that returns an expansion of the storage dtype."""
+        return self.two(target, *args, dtype=self.dtype)
+
+    def again(self, node: Node, args: list[Any], dtype: torch.dtype) -> Node:
+        """Append the operation of node on other operands."""
+        kwargs = torch.fx.node.map_arg(dict(node.kwargs), self.plain)
+        return self.op(node.target, *args, dtype=dtype, **kwargs)
+
+    def joined(self, node: Node) -> None:
+        """Note that node ran as join - op - split."""
+        self.rewritten.joined.append(str(node.target))
+
+
+class _Wide(_Expander):
+    """Everything in fp32, split or rounded once at the end."""
+
+    def run(self) -> GraphModule:
+        """Return the expanded graph."""
+        residuals = dict(self.placeholders())
+        for node in self.part.inputs:
+            new = self.env[node]
+            dtype = new.meta["dtype"]
+            if node in residuals:
+                self.env[node] = self.op(
+                    collage.join.default, new, residuals[node], dtype=WIDER[dtype]
+                )
+            elif dtype in LOW_PRECISION:
+                self.env[node] = self.convert(new, WIDER[dtype])
+        for node in self.part.nodes:
+            self.origin = node
+            self.env[node] = self._wide_op(node)
+        return self._outputs()
+
+    def _wide_op(self, node: Node) -> Node:
+        dtype = value_of(node).dtype
+        if node.target in (_CONVERT, aten._to_copy.default) and dtype.is_floating_point:
+            x: Node = self.env[node.args[0]]  # type: ignore[index]
+            if dtype in LOW_PRECISION or x.meta["dtype"] == dtype:
+                return x
+        wide = WIDER[dtype] if dtype in LOW_PRECISION else dtype
+        if node.target is aten.lerp.Scalar:
+            start, end = (self.env[a] for a in node.args[:2])  # type: ignore[index]
+            return lerp(self, start, end, node.args[2], wide)
+        args = torch.fx.node.map_arg(node.args, lambda n: self.env[n])
+        kwargs = torch.fx.node.map_arg(dict(node.kwargs), lambda n: self.env[n])
+        return self.op(node.target, *args, dtype=wide, **kwargs)
+
+    def _outputs(self) -> GraphModule:
+        pairs = {
+            new: self.two(
+                collage.split.default, self.env[new], value_of(new).dtype, dtype=value_of(new).dtype
+            )
+            for new in self.new_values()
+        }
+        outputs = [
+            pairs[n][0] if n in pairs else self.convert(self.env[n], value_of(n).dtype)
+            for n in self.part.outputs
+        ]
+        return self.finish(outputs + [lo for _, lo in pairs.values()])
+
+
+def lerp(b: _Expander, start: Node, end: Node, weight: Any, dtype: torch.dtype) -> Node:
+    """Return lerp as ATen computes it: from the nearer end."""
+    difference = b.op(aten.sub.Tensor, end, start, dtype=dtype)
+    if weight < 0.5:
+        step = b.op(aten.mul.Tensor, difference, weight, dtype=dtype)
+        return b.op(aten.add.Tensor, start, step, dtype=dtype)
+    step = b.op(aten.mul.Tensor, difference, 1 - weight, dtype=dtype)
+    return b.op(aten.sub.Tensor, end, step, dtype=dtype)

@@ -1,0 +1,156 @@
+"""What flows through the passes: one optimizer-step graph and what has been found out about it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import sympy
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+Level = Literal["light", "plus", "auto", "all"]
+Arithmetic = Literal["eft", "wide"]
+Owner = Literal["param", "state", "tensor"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the passes need to know of the user's configuration."""
+
+    level: Level = "auto"
+    arithmetic: Arithmetic = "eft"
+    storage: str = "mcf2"
+
+
+@dataclass
+class Carried:
+    """A carried state: a tensor input of the graph that the graph overwrites."""
+
+    index: int
+    """Position of its placeholder among the inputs of the graph."""
+    name: str
+    owner: Owner
+    static: bool
+    """Whether Dynamo guards its identity, so that the graph always sees the same tensor."""
+    val: Tensor
+    """A fake tensor of its shape and dtype."""
+    pinned: bool = False
+    """Whether it has a residual already, which no later graph may drop."""
+    refusal: str = ""
+    """Why it cannot be compensated; empty if it can."""
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """How a step changes a carried state: x' = a*x + B, B independent of x or not linear in it."""
+
+    kind: Literal["overwritten", "unchanged", "linear", "nonlinear"]
+    a: sympy.Expr | float
+    text: str
+    spine: tuple[Node, ...] = ()
+    """The carried path: nodes of the slice from the old value (excluded) to the new one."""
+
+
+@dataclass
+class Slice:
+    """The elementwise subgraph that updates one parameter and its states."""
+
+    nodes: list[Node]
+    inputs: list[Node]
+    outputs: list[Node]
+    states: list[tuple[Carried, int, Node]]
+    """Each carried state, the position of its old value in `inputs`, and its new value."""
+    key: str = ""
+    """Equal for isomorphic slices: everything but shapes and tensors."""
+
+
+@dataclass
+class StateClass:
+    """Slices that are isomorphic but for shapes and tensors, with what they share."""
+
+    members: list[Slice]
+    recurrences: list[Recurrence] = field(default_factory=list)
+    """One for each entry of `states` of a member."""
+
+    @property
+    def representative(self) -> Slice:
+        """The member that stands for all in analysis and rewriting."""
+        return self.members[0]
+
+
+@dataclass
+class StatePlan:
+    """The verdict on one carried state."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    recurrence: str
+    compensated: bool
+    reason: str
+    storage: str
+    residual_bytes: int
+    refused: bool = False
+    index: int = -1
+    """Position of its placeholder among the inputs of the graph."""
+
+
+@dataclass
+class Rewritten:
+    """One class with one set of compensated states: rewritten once, stamped out for its members."""
+
+    members: list[Slice]
+    compensated: tuple[int, ...]
+    """Positions in `Slice.states` of the states that get residuals."""
+    recurrences: list[Recurrence]
+    expanded: GraphModule | None = None
+    """Inputs: those of the slice, then the residuals of the compensated states in order. Outputs:
+    those of the slice, then the new residuals in the same order."""
+    lowered: GraphModule | None = None
+    """The same signature; every rounding to 16 bits is a collage::round, all else is fp32."""
+    joined: list[str] = field(default_factory=list)
+    """Operations on a carried path that have no rule and ran as join - op - split."""
+
+
+@dataclass
+class Program:
+    """One graph on its way through the passes; each pass fills in the fields that it owns."""
+
+    source: GraphModule
+    """The functional aten graph as it came, mutations as trailing aten.copy_(placeholder, value)."""
+    settings: Settings
+    describe: Callable[[int, Node], Carried]
+    """Tells name, owner and identity of the carried state at a placeholder."""
+    carried: list[Carried] = field(default_factory=list)
+    canonical: GraphModule | None = None
+    classes: list[StateClass] = field(default_factory=list)
+    plan: list[StatePlan] = field(default_factory=list)
+    rewritten: list[Rewritten] = field(default_factory=list)
+    result: GraphModule | None = None
+    """What Inductor compiles: residual placeholders appended, in the order of `residual_inputs`."""
+    residual_inputs: list[Carried] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Time spent in each pass."""
+
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+def graph_of(module: GraphModule | None) -> GraphModule:
+    """Return module, which an earlier pass must have made."""
+    if module is None:
+        raise AssertionError("a pass ran before the one that makes its input")
+    return module
+
+
+def value_of(node: Node) -> Tensor:
+    """Return the fake tensor that node stands for."""
+    val = node.meta["val"]
+    assert isinstance(val, Tensor), f"{node.name} is not a tensor"
+    return val
+
+
+def is_tensor(node: object) -> bool:
+    """Tell whether node is a graph node that stands for one tensor."""
+    return isinstance(node, Node) and isinstance(node.meta.get("val"), Tensor)

@@ -1,0 +1,144 @@
+"""Pass 4: for each class, how a step changes each carried state, x' = a*x + B."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from collage_fx.passes.program import Program, Recurrence, StateClass, value_of
+from torch.fx import Node
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+Coefficient = sympy.Expr | float
+
+
+@dataclass(frozen=True)
+class Form:
+    """Abstract value a*x + b: a is known, of b only what it has to do with x."""
+
+    a: Coefficient
+    b: str = "zero"
+    """`zero`, `free` (independent of x) or `nonlinear` (depends on x otherwise than through a)."""
+
+    @property
+    def depends(self) -> bool:
+        """Whether the value depends on x."""
+        return self.b == "nonlinear" or self.a != 0
+
+    def plus(self, other: "Form", sign: int = 1) -> "Form":
+        """Return the form of the sum, or of the difference for sign -1."""
+        worst = max(self.b, other.b, key=("zero", "free", "nonlinear").index)
+        return Form(self.a + sign * other.a, worst)
+
+    def times(self, factor: Coefficient) -> "Form":
+        """Return the form of the product with something that does not depend on x."""
+        return Form(self.a * factor, self.b)
+
+
+_FREE = Form(0.0, "free")
+_CAST = {prims.convert_element_type.default, aten._to_copy.default, aten.clone.default}
+
+
+def recurrence(program: Program) -> None:
+    """Give every class the recurrence of each of its carried states.
+
+    Abstract interpretation of the representative: one walk for each state, with the coefficient of
+    x carried as a number or a sympy expression in the slice's scalar inputs. The graph does not
+    change.
+    """
+    for group in program.classes:
+        group.recurrences = [_analyse(group, i) for i in range(len(group.representative.states))]
+
+
+def _analyse(group: StateClass, which: int) -> Recurrence:
+    part = group.representative
+    _, position, new = part.states[which]
+    x = part.inputs[position]
+    forms: dict[Node, Form] = {x: Form(1.0)}
+    for node in part.nodes:
+        forms[node] = _transfer(node, forms)
+    form = forms[new]
+    if not form.depends:
+        return Recurrence("overwritten", 0.0, "x' = B")
+    spine = tuple(_spine(x, new, forms, _distances(x, part.nodes)))
+    if form.b == "zero" and form.a == 1:
+        return Recurrence("unchanged", 1.0, "x' = x", spine)
+    if form.a == 0:
+        return Recurrence("nonlinear", 0.0, "x' = B(x)", spine)
+    rest = {"zero": "", "free": " + B", "nonlinear": " + B(x)"}[form.b]
+    return Recurrence("linear", form.a, f"x' = {_coefficient(form.a)}x{rest}", spine)
+
+
+def _coefficient(a: Coefficient) -> str:
+    if a == 1:
+        return ""
+    text = f"{float(a):.9g}" if isinstance(a, int | float) or a.is_number else str(a)
+    return f"({text})*" if " " in text else f"{text}*"
+
+
+def _transfer(node: Node, forms: dict[Node, Form]) -> Form:
+    """Return the form of node from those of its operands."""
+
+    def form(operand: Any) -> Form:
+        return forms.get(operand, _FREE) if isinstance(operand, Node) else _FREE
+
+    operands = [form(a) for a in node.args]
+    if not any(f.depends for f in operands):
+        return _FREE
+    first = operands[0]
+    if node.target in _CAST:
+        return first
+    if node.target is aten.neg.default:
+        return first.times(-1.0)
+    if node.target in (aten.add.Tensor, aten.sub.Tensor):
+        sign = 1 if node.target is aten.add.Tensor else -1
+        scale = _factor(node.kwargs.get("alpha", 1))
+        return first.plus(operands[1].times(scale), sign)
+    if node.target is aten.mul.Tensor and not (first.depends and operands[1].depends):
+        linear, factor = (0, 1) if first.depends else (1, 0)
+        return operands[linear].times(_factor(node.args[factor]))
+    if node.target is aten.div.Tensor and not operands[1].depends:
+        return first.times(1 / _factor(node.args[1]))
+    if node.target is aten.lerp.Scalar:
+        weight = _factor(node.args[2])
+        return first.times(1 - weight).plus(operands[1].times(weight))
+    return Form(0.0, "nonlinear")
+
+
+def _factor(value: Any) -> Coefficient:
+    """Return a number or, for a tensor, a symbol with the node's name."""
+    if isinstance(value, Node):
+        return (
+            sympy.Symbol(value.name)
+            if value_of(value).dim() == 0
+            else sympy.Symbol("t_" + value.name)
+        )
+    return float(value)
+
+
+def _distances(x: Node, nodes: list[Node]) -> dict[Node, int]:
+    """Return how many operations lie between x and each node that depends on it."""
+    distance = {x: 0}
+    for node in nodes:
+        near = [distance[a] for a in node.all_input_nodes if a in distance]
+        if near:
+            distance[node] = 1 + min(near)
+    return distance
+
+
+def _spine(x: Node, new: Node, forms: dict[Node, Form], distance: dict[Node, int]) -> list[Node]:
+    """Return the carried path: backwards from the new value, by the shortest way to x.
+
+    Where x enters twice (weight decay added to the gradient, say) the longer way is part of B: it
+    reads the high word.
+    """
+    path: list[Node] = []
+    node = new
+    while node is not x:
+        path.append(node)
+        node = min(
+            (a for a in node.all_input_nodes if a in distance),
+            key=lambda a: (forms[a].a == 0, distance[a]),
+        )
+    return path[::-1]

@@ -1,0 +1,13 @@
+"""Structural rules: operations that do not change the value."""
+
+import torch
+from collage_fx.passes.rules.registry import Builder, Pair, rule
+from torch.fx import Node
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+
+@rule(prims.convert_element_type.default, aten._to_copy.default, aten.clone.default)
+def keep(b: Builder, node: Node, x: Pair, at: int) -> Pair:
+    """An expansion keeps its dtype through conversions: it is as precise as what they widen to."""
+    return x

@@ -1,0 +1,67 @@
+"""Arithmetic on expansions of two components: the only source of arithmetic in the project.
+
+An expansion is a pair (hi, lo) of tensors of one dtype with value hi + lo and hi = RN(hi + lo). The
+same functions are the eager reference, which anyone can call on bf16, fp16 or fp32 tensors, and the
+text that `passes/lower.py` traces into a compiled graph. u is the unit roundoff 2^-p (bf16: 2^-8,
+fp16: 2^-11, fp32: 2^-24).
+
+Where hi is infinite or NaN it is what plain arithmetic on hi would give, and lo is zero: a residual
+is always finite, so that a parameter which is restored afterwards is whole again.
+"""
+
+import torch
+from collage_fx.runtime.eft import fast_two_sum, two_prod, two_sum
+from torch import Tensor
+
+Expansion = tuple[Tensor, Tensor]
+Component = Tensor | float
+
+
+def finite_or_zero(x: Tensor) -> Tensor:
+    """Return x with infinities and NaNs replaced by zero."""
+    return torch.where(torch.isfinite(x), x, 0.0)
+
+
+def normalize(hi: Tensor, lo: Tensor) -> Expansion:
+    """Return the expansion of hi + lo, for |hi| >= |lo| or hi = 0.
+
+    Fast2Sum, except that a hi which is not finite comes back unchanged, with lo zero.
+    """
+    s, t = fast_two_sum(hi, finite_or_zero(lo))
+    return s, finite_or_zero(t)
+
+
+def grow(hi: Tensor, lo: Tensor, a: Tensor) -> Expansion:
+    """Return the expansion of (hi + lo) + a, where a is one float.
+
+    `Grow` of the Collage paper (arXiv 2405.03637) with 2Sum as its first step, which is DWPlusFP:
+    relative error at most 2u^2 (Joldes, Muller, Popescu, TOMS 44(2), 2017).
+    """
+    s, t = two_sum(hi, a)
+    return normalize(s, lo + t)
+
+
+def mul(hi: Tensor, lo: Tensor, b_hi: Component, b_lo: Component) -> Expansion:
+    """Return the expansion of (hi + lo) * (b_hi + b_lo).
+
+    `Mul` of the Collage paper, which is DWTimesDW1: relative error at most 5u^2 (Muller, Rideau,
+    TOMS 48(1), 2022) while the product's error does not underflow (see `eft.two_prod`). `b_hi` and
+    `b_lo` are tensors of the dtype of hi, or Python numbers that it represents.
+    """
+    p, e = two_prod(hi, b_hi)
+    cross = lo * b_hi + hi * b_lo
+    return normalize(p, cross + e)
+
+
+def neg(hi: Tensor, lo: Tensor) -> Expansion:
+    """Return the expansion of -(hi + lo); exact."""
+    return -hi, -lo
+
+
+def split_constant(c: float, dtype: torch.dtype) -> tuple[float, float]:
+    """Return (hi, lo), both representable in dtype, with hi + lo = c up to u^2 relative.
+
+    For instance 0.999 in bf16 is (1.0, -0.000999451): its high word alone would never decay.
+    """
+    hi = float(torch.tensor(c, dtype=torch.float64).to(dtype))
+    return hi, float(torch.tensor(c - hi, dtype=torch.float64).to(dtype))

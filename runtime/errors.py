@@ -1,0 +1,28 @@
+"""One error class per cause, and the one warning category. `collage_fx.errors` is their public name.
+
+They live here because every layer raises them and imports point from collage_fx to runtime.
+"""
+
+
+class CollageError(Exception):
+    """Base class of every error that collage_fx raises on purpose."""
+
+
+class OptionError(CollageError, ValueError):
+    """An option, or a value of one, that does not exist."""
+
+
+class CheckpointError(CollageError, ValueError):
+    """Residuals in a checkpoint that do not fit the optimizer that loads them."""
+
+
+class ResidualError(CollageError, ValueError):
+    """Residuals given for a tensor that cannot have them."""
+
+
+class LegalityError(CollageError, RuntimeError):
+    """A graph between two passes breaks its specification: a defect of collage_fx."""
+
+
+class CollageWarning(UserWarning):
+    """Something was not compensated, or a residual was lost: what, where and the remedy."""

@@ -1,0 +1,44 @@
+"""The `collage::` operators: `runtime/arithmetic.py` and `runtime/storage.py` as graph nodes.
+
+All but `round` are composite: run eagerly they are the functions themselves, and a tracer goes
+through them. `round` is opaque to the compiler, which is its purpose.
+"""
+
+import torch
+from collage_fx.runtime import arithmetic, storage
+from torch import Tensor
+
+_LIBRARY = torch.library.Library("collage", "DEF")
+
+
+def _define(schema: str, implementation: object) -> None:
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(schema.partition("(")[0], implementation, "CompositeImplicitAutograd")
+
+
+_define("grow(Tensor hi, Tensor lo, Tensor a) -> (Tensor, Tensor)", arithmetic.grow)
+_define("mul(Tensor hi, Tensor lo, Tensor b_hi, Tensor b_lo) -> (Tensor, Tensor)", arithmetic.mul)
+_define(
+    "mul.constant(Tensor hi, Tensor lo, float b_hi, float b_lo) -> (Tensor, Tensor)",
+    arithmetic.mul,
+)
+_define("neg(Tensor hi, Tensor lo) -> (Tensor, Tensor)", arithmetic.neg)
+_define("join(Tensor hi, Tensor lo) -> Tensor", storage.join)
+_define("split(Tensor x, ScalarType dtype) -> (Tensor, Tensor)", storage.split)
+
+# round(x, dtype): x, of a wide dtype, rounded to the nearest value of dtype; the result stays wide.
+_LIBRARY.define("round(Tensor x, ScalarType dtype) -> Tensor", tags=(torch.Tag.pointwise,))
+
+
+def _round(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype).to(x.dtype)
+
+
+def _round_meta(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(x)
+
+
+_LIBRARY.impl("round", _round, "CompositeExplicitAutograd")
+_LIBRARY.impl("round", _round_meta, "Meta")
+
+collage = torch.ops.collage

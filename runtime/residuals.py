@@ -1,0 +1,161 @@
+"""The residual store: which tensor has which residual, and whether it still belongs to it."""
+
+import warnings
+from collections.abc import Iterator, Sequence
+
+import torch
+from collage_fx.runtime.errors import CollageWarning, ResidualError
+from collage_fx.runtime.storage import STORAGES
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+_CHUNK = 1 << 22
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """Return an int64 0-d tensor on the device of tensor that depends on each element's bits and place.
+
+    It tells whether a residual from a checkpoint belongs to the values it is loaded beside.
+    """
+    words = tensor.detach().reshape(-1).view(torch.int16)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, words.numel(), _CHUNK):
+        chunk = words[start : start + _CHUNK].to(torch.int64)
+        place = torch.arange(start, start + chunk.numel(), device=tensor.device)
+        total += (chunk * (2 * place + 1)).sum()
+    return total
+
+
+def _version(tensor: Tensor) -> int:
+    # An inference tensor counts no versions; writes from outside to one go unnoticed.
+    return -1 if tensor.is_inference() else tensor._version
+
+
+class Residual:
+    """The residual components of one tensor, and what the tensor was when they were last valid.
+
+    It never refers to its tensor, which is the weak key it is stored under.
+    """
+
+    __slots__ = ("address", "components", "expected_checksum", "name", "storage", "version")
+
+    def __init__(self, tensor: Tensor, storage: str, name: str) -> None:
+        self.storage = storage
+        self.name = name
+        self.components: tuple[Tensor, ...] = tuple(
+            torch.zeros_like(tensor, requires_grad=False)
+            for _ in range(STORAGES[storage].residuals)
+        )
+        self.expected_checksum: int | None = None
+        self.settle(tensor)
+
+    def settle(self, tensor: Tensor) -> None:
+        """Record that the residual belongs to the present value of tensor."""
+        self.version = _version(tensor)
+        self.address = tensor.data_ptr()
+
+    def clear(self) -> None:
+        """Set every component to zero."""
+        self.expected_checksum = None
+        for component in self.components:
+            component.zero_()
+
+    def validate(self, tensor: Tensor) -> None:
+        """Make sure that the residual belongs to tensor: otherwise clear it, with one warning."""
+        if self.expected_checksum is not None:
+            if int(checksum(tensor)) != self.expected_checksum:
+                self.clear()
+                _warn_cleared(self.name, "its values are not those the residual was saved with")
+            self.expected_checksum = None
+            self.settle(tensor)
+        elif self.version != _version(tensor) or self.address != tensor.data_ptr():
+            if any(bool(component.any()) for component in self.components):
+                self.clear()
+                _warn_cleared(self.name, "it was written from outside the compiled step")
+            self.settle(tensor)
+
+    def load(self, tensor: Tensor, components: Sequence[Tensor], expected: int | None) -> None:
+        """Take over components; with a checksum they are checked at the next step, not now."""
+        for mine, theirs in zip(self.components, components, strict=True):
+            mine.copy_(theirs)
+        self.expected_checksum = expected
+        self.settle(tensor)
+
+
+def _warn_cleared(name: str, why: str) -> None:
+    warnings.warn(
+        f"collage_fx: the residual of {name} was cleared, because {why}. The step goes on from its "
+        "stored value. Write it before the first step, or load a checkpoint, to avoid this.",
+        CollageWarning,
+        stacklevel=2,
+    )
+
+
+class ResidualStore:
+    """Residuals by identity of their tensors; an entry goes when its tensor does."""
+
+    def __init__(self) -> None:
+        self._residuals: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def get(self, tensor: Tensor) -> Residual | None:
+        """Return the residual of tensor, or None."""
+        return self._residuals.get(tensor)
+
+    def ensure(self, tensor: Tensor, storage: str, name: str) -> Residual:
+        """Return the residual of tensor, made of zeros if there was none of this shape yet."""
+        residual = self._residuals.get(tensor)
+        if residual is None or not _fits(tensor, residual.components):
+            residual = self._residuals[tensor] = Residual(tensor, storage, name)
+        return residual
+
+    def load(
+        self,
+        tensor: Tensor,
+        components: Sequence[Tensor],
+        *,
+        storage: str = "mcf2",
+        name: str = "a tensor",
+        expected: int | None = None,
+    ) -> None:
+        """Give tensor these residual components, copied.
+
+        Raises ResidualError if the storage does not exist or components do not fit it and tensor.
+        """
+        check_components(tensor, components, storage, name)
+        self.ensure(tensor, storage, name).load(tensor, components, expected)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Residual]]:
+        return iter(list(self._residuals.items()))
+
+
+def _fits(tensor: Tensor, components: Sequence[Tensor]) -> bool:
+    return all(
+        c.shape == tensor.shape and c.dtype == tensor.dtype and c.device == tensor.device
+        for c in components
+    )
+
+
+def check_components(tensor: Tensor, components: Sequence[Tensor], storage: str, name: str) -> None:
+    """Raise ResidualError unless components are residuals that tensor can have in this storage."""
+    known = STORAGES.get(storage)
+    if known is None:
+        raise ResidualError(
+            f"the residual of {name} has storage {storage!r}; known here: {', '.join(STORAGES)}"
+        )
+    if tensor.dtype not in known.dtypes:
+        raise ResidualError(f"{name} is {tensor.dtype}, which storage {storage!r} does not hold")
+    if len(components) != known.residuals:
+        raise ResidualError(
+            f"{name} was given {len(components)} residual components; "
+            f"storage {storage!r} has {known.residuals}"
+        )
+    for component in components:
+        if component.shape != tensor.shape or component.dtype != tensor.dtype:
+            raise ResidualError(
+                f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}; its residual is "
+                f"{component.dtype} of shape {tuple(component.shape)}"
+            )
+
+
+STORE = ResidualStore()
+"""The residuals of this process."""
