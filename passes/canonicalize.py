@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch._inductor.inductor_prims  # registers torch.ops.prims.fma
 from collage_fx.passes.program import LOW_PRECISION, Program, is_tensor, value_of
 from collage_fx.runtime.eft import WIDER
 from torch import Tensor
@@ -145,15 +146,17 @@ class _Builder:
             )
         return self.widened[x]
 
-    def once(self, out: Tensor, build: Callable[..., Node], *tensors: Node) -> Node:
-        """Compute build(wide, *tensors) in the precision that PyTorch uses and round it once."""
+    def once(self, out: Tensor, build: Callable[..., Node], *operands: Any) -> Node:
+        """Compute build(wide, *operands) in the precision that PyTorch uses and round it once."""
         if out.dtype not in LOW_PRECISION:
-            return build(out, *tensors)
+            return build(out, *operands)
         wide = WIDER[out.dtype]
-        operands = [
-            t if value_of(t).dim() == 0 and out.dim() else self.convert(t, wide) for t in tensors
-        ]
-        return self.convert(build(_as(out, wide), *operands), out.dtype)
+        widened = [x if _is_scalar(x, out) else self.convert(x, wide) for x in operands]
+        return self.convert(build(_as(out, wide), *widened), out.dtype)
+
+
+def _is_scalar(x: Any, out: Tensor) -> bool:
+    return not isinstance(x, Node) or (value_of(x).dim() == 0 and out.dim() > 0)
 
 
 def _as(val: Tensor, dtype: torch.dtype) -> Tensor:
@@ -189,11 +192,20 @@ def _sub(b: _Builder, out: Tensor, x: Any, y: Any, *, alpha: Any = 1) -> Node:
 
 
 def _add_or_sub(b: _Builder, out: Tensor, op: Any, x: Any, y: Any, alpha: Any) -> Node:
-    if alpha == 1 or not isinstance(y, Node) or not isinstance(x, Node):
-        return b.call(op, x, y, val=out) if alpha == 1 else b.call(op, x, y, val=out, alpha=alpha)
+    if not isinstance(y, Node):
+        return _binary(b, out, op, x, y * alpha)
+    if alpha == 1:
+        return _binary(b, out, op, x, y)
     if op is aten.add.Tensor and isinstance(alpha, float) and _is_difference(y, x):
         return b.call(aten.lerp.Scalar, x, y.args[0], alpha, val=out)
     return b.once(out, lambda wide, x, y: b.call(op, x, _scaled(b, wide, y, alpha), val=wide), x, y)
+
+
+def _binary(b: _Builder, out: Tensor, op: Any, x: Any, y: Any) -> Node:
+    """Keep an operation of two tensors; with a scalar, which eager PyTorch may round, be explicit."""
+    if _is_scalar(x, out) or _is_scalar(y, out):
+        return b.once(out, lambda wide, x, y: b.call(op, x, y, val=wide), x, y)
+    return b.call(op, x, y, val=out)
 
 
 def _is_difference(y: Node, x: Node) -> bool:
@@ -257,6 +269,8 @@ def _copy(b: _Builder, out: Tensor, x: Node, source: Any, *_: Any, **__: Any) ->
 _DECOMPOSED: dict[Any, Callable[..., Node]] = {
     aten.add.Tensor: _add,
     aten.sub.Tensor: _sub,
+    aten.div.Tensor: lambda b, out, x, y: _binary(b, out, aten.div.Tensor, x, y),
+    aten.pow.Tensor_Scalar: lambda b, out, x, y: _binary(b, out, aten.pow.Tensor_Scalar, x, y),
     aten.addcmul.default: _addcmul,
     aten.addcdiv.default: _addcdiv,
     aten.copy.default: _copy,

@@ -1,11 +1,14 @@
-"""Pass 8: stamp the lowered slices out for every member, with residuals as inputs."""
+"""Pass 8: put the lowered slices into one graph for Inductor, with residuals as inputs."""
 
 import contextlib
+import operator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from collage_fx.passes.program import Program, Rewritten, Slice, graph_of, value_of
-from torch import Tensor
+from collage_fx.passes.region import register_region
+from collage_fx.runtime.ops import collage
 from torch.fx import Graph, GraphModule, Node
 
 aten = torch.ops.aten
@@ -14,15 +17,37 @@ aten = torch.ops.aten
 def emit(program: Program) -> None:
     """Make the graph that Inductor compiles.
 
-    The residual of each compensated state is an input after the graph's own inputs, and is
-    overwritten at the end like the states themselves::
+    Each member of a class becomes one `collage::region` node; what is in no rewritten slice is
+    copied. The residual of each compensated state is an input after the graph's own inputs, and is
+    overwritten at the end like the states themselves.
 
+    After::
+
+        region = collage.region([arg0_1, arg1_1, arg0_1_lo], "5f0c...", [bfloat16, bfloat16])
+        hi, lo = region[0], region[1]
         copy_ = aten.copy_.default(arg0_1, hi)        # as before
         copy__1 = aten.copy_.default(arg0_1_lo, lo)   # new
 
-    Every node of a rewritten slice is replaced; nodes in no such slice are copied.
+    A member whose slice a reduction leaves and enters again (a norm of the update that scales the
+    update) becomes several regions, each as soon as its inputs are there.
     """
     _Emitter(program).run()
+
+
+@dataclass
+class _Stamp:
+    """One member of a class on its way into the graph."""
+
+    rewritten: Rewritten
+    member: Slice
+    residuals: list[Node]
+    pending: list[int] = field(default_factory=list)
+    """Positions of the lowered graph's results that are not in the graph yet."""
+    new_residuals: dict[int, Node] = field(default_factory=dict)
+    """Position among the compensated states -> new residual."""
+
+    def __post_init__(self) -> None:
+        self.pending = list(range(len(self.member.outputs) + len(self.residuals)))
 
 
 class _Emitter:
@@ -31,9 +56,8 @@ class _Emitter:
         self.canonical = graph_of(program.canonical)
         self.graph = Graph()
         self.env: dict[Node, Node] = {}
-        self.stamps: dict[Node, _Stamp] = {}
-        """Every node of a rewritten slice -> the stamp of its member."""
-        self.residual_new: list[tuple[Node, _Stamp, int]] = []
+        self.stamps: list[_Stamp] = []
+        self.parts: dict[tuple[int, tuple[int, ...]], _Part] = {}
 
     def run(self) -> None:
         """Fill in `result` and `residual_inputs` of the program."""
@@ -45,18 +69,22 @@ class _Emitter:
                 self._copy(node)
             for rewritten in self.program.rewritten:
                 for member in rewritten.members:
-                    self._member(rewritten, member)
-            for node in nodes[len(placeholders) :]:
-                self._take(node)
+                    self._residual_placeholders(rewritten, member)
+            replaced = {n for stamp in self.stamps for n in stamp.member.nodes}
+            last = [n for n in nodes if n.op == "output" or n.target is aten.copy_.default]
+            rest = set(nodes) - replaced - set(last) - set(placeholders)
+            self._interleave([n for n in nodes if n in rest])
+            for node in last[:-1]:
+                self._copy(node)
+            self._write_residuals()
+            self._copy(last[-1])
         self.graph.lint()
         self.program.result = GraphModule(self.canonical, self.graph)
 
     def _copy(self, node: Node) -> None:
-        new = self.graph.node_copy(node, lambda n: self.env[n])
-        self.env[node] = new
+        self.env[node] = self.graph.node_copy(node, lambda n: self.env[n])
 
-    def _member(self, rewritten: Rewritten, member: Slice) -> None:
-        """Append the residual placeholders of a member and prepare its stamp."""
+    def _residual_placeholders(self, rewritten: Rewritten, member: Slice) -> None:
         residuals = []
         for i in rewritten.compensated:
             carried, at, _ = member.states[i]
@@ -64,82 +92,98 @@ class _Emitter:
             lo.meta["val"] = torch.zeros_like(carried.val)
             residuals.append(lo)
             self.program.residual_inputs.append(carried)
-        stamp = _Stamp(self, graph_of(rewritten.lowered), member, residuals)
-        self.stamps.update(dict.fromkeys(member.nodes, stamp))
-        self.residual_new += [(lo, stamp, i) for i, lo in enumerate(residuals)]
+        self.stamps.append(_Stamp(rewritten, member, residuals))
 
-    def _take(self, node: Node) -> None:
-        stamp = self.stamps.get(node)
-        if stamp is None:
-            if node.op == "output":
-                self._residual_copies()
-            self._copy(node)
-        elif node in stamp.outputs:
-            # Its inputs precede it in the old graph, so they are in the new one by now.
-            self.env[node] = stamp.output(stamp.outputs[node])
+    def _interleave(self, rest: list[Node]) -> None:
+        """Append other nodes and regions in turn, each when its inputs are there."""
+        stamps = list(self.stamps)
+        while rest or stamps:
+            waiting = []
+            for node in rest:
+                if all(a in self.env for a in node.all_input_nodes):
+                    self._copy(node)
+                else:
+                    waiting.append(node)
+            before = len(waiting) + sum(len(s.pending) for s in stamps)
+            rest = waiting
+            for stamp in stamps:
+                self._regions(stamp)
+            stamps = [s for s in stamps if s.pending]
+            assert rest == [] or len(rest) + sum(len(s.pending) for s in stamps) < before
 
-    def _residual_copies(self) -> None:
-        for lo, stamp, i in self.residual_new:
-            new = self.graph.call_function(
-                aten.copy_.default, (lo, stamp.output(len(stamp.outputs) + i))
-            )
-            new.meta["val"] = lo.meta["val"]
+    def _regions(self, stamp: _Stamp) -> None:
+        """Append one region for all pending results of a member whose inputs are there."""
+        count = len(stamp.member.inputs)
+        have = {i for i, n in enumerate(stamp.member.inputs) if n in self.env}
+        have |= set(range(count, count + len(stamp.residuals)))
+        needs = _needs(stamp.rewritten)
+        ready = tuple(i for i in stamp.pending if needs[i] <= have)
+        if not ready:
+            return
+        key = (id(stamp.rewritten), ready)
+        part = self.parts.get(key)
+        if part is None:
+            part = self.parts[key] = _Part(graph_of(stamp.rewritten.lowered), ready)
+        sources = [self.env.get(n) for n in stamp.member.inputs] + list(stamp.residuals)
+        inputs = [n for i in part.inputs if (n := sources[i]) is not None]
+        self._append_region(stamp, part, inputs)
 
+    def _append_region(self, stamp: _Stamp, part: "_Part", inputs: list[Node]) -> None:
+        region = self.graph.call_function(
+            collage.region.default, (inputs, part.key, list(part.dtypes))
+        )
+        region.meta["val"] = collage.region.default(
+            [value_of(n) for n in inputs], part.key, list(part.dtypes)
+        )
+        for k, i in enumerate(part.results):
+            item = self.graph.call_function(operator.getitem, (region, k))
+            item.meta["val"] = region.meta["val"][k]
+            if i < len(stamp.member.outputs):
+                self.env[stamp.member.outputs[i]] = item
+                item.meta["stack_trace"] = stamp.member.outputs[i].meta.get("stack_trace")
+            else:
+                stamp.new_residuals[i - len(stamp.member.outputs)] = item
+            stamp.pending.remove(i)
 
-class _Stamp:
-    """The lowered graph of a class with the tensors of one member, appended output by output.
-
-    Output by output, because a reduction outside the slice may lie between two of its outputs.
-    """
-
-    def __init__(
-        self, emitter: _Emitter, lowered: GraphModule, member: Slice, residuals: list[Node]
-    ) -> None:
-        self.emitter = emitter
-        self.member = member
-        self.outputs = {node: i for i, node in enumerate(member.outputs)}
-        self.results: tuple[Node, ...] = lowered.graph.output_node().args[0]  # type: ignore[assignment]
-        self.sources: dict[Node, Node] = {}
-        self.env: dict[Node, Node] = {}
-        placeholders = lowered.graph.find_nodes(op="placeholder")
-        for placeholder, node in zip(placeholders, member.inputs, strict=False):
-            self.sources[placeholder] = node
-        for placeholder, lo in zip(placeholders[len(member.inputs) :], residuals, strict=True):
-            self.env[placeholder] = lo
-
-    def output(self, i: int) -> Node:
-        """Return the i-th result of the lowered graph, appending what it needs."""
-        stack = [self.results[i]]
-        while stack:
-            node = stack[-1]
-            missing = [a for a in node.all_input_nodes if not self._has(a)]
-            if missing:
-                stack += missing
-                continue
-            stack.pop()
-            if not self._has(node):
-                self._append(node)
-        return self._get(self.results[i])
-
-    def _has(self, node: Node) -> bool:
-        return node in self.env or node in self.sources
-
-    def _get(self, node: Node) -> Node:
-        return self.env[node] if node in self.env else self.emitter.env[self.sources[node]]
-
-    def _append(self, node: Node) -> None:
-        new = self.emitter.graph.node_copy(node, self._get)
-        new.meta = {"val": _result(node.meta["dtype"], [value_of(a) for a in new.all_input_nodes])}
-        self.env[node] = new
+    def _write_residuals(self) -> None:
+        for stamp in self.stamps:
+            for i, lo in enumerate(stamp.residuals):
+                node = self.graph.call_function(aten.copy_.default, (lo, stamp.new_residuals[i]))
+                node.meta["val"] = lo.meta["val"]
 
 
-def _result(dtype: torch.dtype, operands: list[Tensor]) -> Tensor:
-    """Return a fake tensor of the shape that the operands broadcast to."""
-    largest = max(operands, key=lambda t: t.dim())
-    if any(t.dim() and t.shape != largest.shape for t in operands):
-        shape: Any = torch.broadcast_shapes(*(t.shape for t in operands))
-        return torch.empty(shape, dtype=dtype, device=largest.device)
-    return torch.empty_strided(largest.shape, largest.stride(), dtype=dtype, device=largest.device)
+class _Part:
+    """Some results of a lowered graph, as a region of their own."""
+
+    def __init__(self, lowered: GraphModule, results: tuple[int, ...]) -> None:
+        self.results = results
+        all_results: Any = lowered.graph.output_node().args[0]
+        graph, env = Graph(), {}
+        for node in lowered.graph.nodes:
+            if node.op != "output":
+                env[node] = graph.node_copy(node, lambda n: env[n])
+        graph.output(tuple(env[all_results[i]] for i in results))
+        graph.eliminate_dead_code()
+        placeholders = list(graph.find_nodes(op="placeholder"))
+        self.inputs = [i for i, n in enumerate(placeholders) if n.users]
+        for node in placeholders:
+            if not node.users:
+                graph.erase_node(node)
+        self.dtypes = [all_results[i].meta["dtype"] for i in results]
+        self.key = register_region(GraphModule(torch.nn.Module(), graph))
+
+
+def _needs(rewritten: Rewritten) -> list[set[int]]:
+    """Return, for each result of the lowered graph, the positions of the inputs it depends on."""
+    reach: dict[Node, set[int]] = {}
+    lowered = graph_of(rewritten.lowered)
+    for node in lowered.graph.nodes:
+        if node.op == "placeholder":
+            reach[node] = {len(reach)}
+        elif node.op == "call_function":
+            reach[node] = set().union(*(reach[a] for a in node.all_input_nodes))
+    results: Any = lowered.graph.output_node().args[0]
+    return [reach[n] for n in results]
 
 
 def _fake_mode(node: Node) -> Any:

@@ -1,6 +1,5 @@
 """Pass 7: replace collage:: operations by their arithmetic and make every rounding explicit."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,9 +7,6 @@ from collage_fx.passes.program import LOW_PRECISION, Program, graph_of
 from collage_fx.runtime.eft import WIDER
 from collage_fx.runtime.ops import collage
 from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.ir import TensorBox
-from torch._inductor.lowering import make_pointwise, register_lowering
-from torch._inductor.virtualized import ops
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -155,25 +151,3 @@ class _Rounding:
 
 def _dtype(node: Node) -> torch.dtype:
     return node.meta["val"].dtype
-
-
-def lower_round(x: TensorBox, dtype: torch.dtype) -> TensorBox:
-    """Inductor's lowering of collage::round: a conversion to dtype and back that really happens.
-
-    `use_compute_types=False` is what keeps Inductor from treating the 16-bit type as fp32.
-    """
-    source = x.get_dtype()
-
-    def body(value: Any) -> Any:
-        rounded = ops.to_dtype(value, dtype, src_dtype=source, use_compute_types=False)
-        return ops.to_dtype(rounded, source, src_dtype=dtype)
-
-    return make_pointwise(body, override_return_dtype=source)(x)
-
-
-def set_round_lowering(function: Callable[[TensorBox, torch.dtype], TensorBox]) -> None:
-    """Make Inductor lower collage::round by function; tests put a wrong one here."""
-    register_lowering(collage.round.default, type_promotion_kind=None)(function)
-
-
-set_round_lowering(lower_round)

@@ -9,6 +9,8 @@ Where hi is infinite or NaN it is what plain arithmetic on hi would give, and lo
 is always finite, so that a parameter which is restored afterwards is whole again.
 """
 
+import math
+
 import torch
 from collage_fx.runtime.eft import fast_two_sum, two_prod, two_sum
 from torch import Tensor
@@ -19,7 +21,7 @@ Component = Tensor | float
 
 def finite_or_zero(x: Tensor) -> Tensor:
     """Return x with infinities and NaNs replaced by zero."""
-    return torch.where(torch.isfinite(x), x, 0.0)
+    return torch.where(x.abs() < math.inf, x, 0.0)
 
 
 def normalize(hi: Tensor, lo: Tensor) -> Expansion:

@@ -1,8 +1,9 @@
 """How much of an optimizer's update survives being stored.
 
-Two numbers, both computed in float64 from detached tensors, so that they measure the storage and not
-themselves. Neither knows about expansions: a caller which stores a weight as hi + lo passes the sum
-when it asks about the whole expansion, and hi alone when it asks about what the model computes with.
+Two numbers, both computed in float64 from detached tensors, so that they measure the storage and
+not themselves. Neither knows about expansions: a caller which stores a weight as hi + lo passes the
+sum when it asks about the whole expansion, and hi alone when it asks about what the model computes
+with.
 
 Source of both, the lost update ("lost arithmetic") and the Effective Descent Quality: the Collage
 paper, arXiv 2405.03637.
@@ -46,8 +47,8 @@ def lost_update_share(before: Tensor, after: Tensor, intended: Tensor) -> float:
     """Share of the elements meant to change whose stored value did not.
 
     An element is lost when ``intended`` is non-zero there and ``before == after``. Elements with an
-    intended update of zero are not counted at all, so the share is over those that should have moved;
-    it is 0 when there are none. A NaN never equals itself and so is never counted as lost.
+    intended update of zero are not counted at all, so the share is over those that should have
+    moved; it is 0 when there are none. A NaN never equals itself and so is never counted as lost.
 
     ``before`` and ``after`` must hold everything which is stored: for an expansion the sum of its
     components in float64, where hi + lo of two 16-bit floats fits unless they lie more than 2**44

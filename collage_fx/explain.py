@@ -1,0 +1,229 @@
+"""`explain`: what is compensated, what not and why, and the graphs before and after."""
+
+import copy
+import types
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+
+from collage_fx.backend import Compiled, Session
+from collage_fx.config import CollageConfig, split_options
+from collage_fx.passes.program import LOW_PRECISION, Program, StatePlan
+from collage_fx.runtime.errors import CollageError
+
+
+@dataclass
+class Explanation:
+    """What collage_fx does to a step; str() of it is the report."""
+
+    subject: str
+    config: CollageConfig
+    plan: list[StatePlan]
+    """The verdict on each carried state."""
+    before: list[GraphModule]
+    """The functional graphs as they came from Dynamo and AOTAutograd."""
+    expanded: list[GraphModule]
+    """For each class of slices its graph of collage:: operations, which is also the eager reference."""
+    lowered: list[GraphModule]
+    """For each class its graph of fp32 operations and collage::round."""
+    after: list[GraphModule]
+    """The graphs that Inductor compiled."""
+    output_code: list[str]
+    """Inductor's output code of each graph."""
+    members: list[int] = field(default_factory=list)
+    """How many slices each class has."""
+    joined: list[str] = field(default_factory=list)
+    """Operations on carried paths that ran as join - op - split, for want of a rule."""
+    notes: list[str] = field(default_factory=list)
+    """The warnings that compiling the step gives."""
+
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes of all residuals together."""
+        return sum(state.residual_bytes for state in self.plan)
+
+    @property
+    def refused(self) -> list[StatePlan]:
+        """The states that should be compensated and cannot be."""
+        return [state for state in self.plan if state.refused]
+
+    def __str__(self) -> str:
+        lines = [
+            f"collage_fx: {self.subject}, level={self.config.level}, "
+            f"arithmetic={self.config.arithmetic}, storage={self.config.storage}",
+            "",
+            *_table(self.plan),
+            "",
+            f"operations before: {_count(self.before)}",
+            f"operations after:  {_count(self.lowered)} per class, "
+            f"{len(self.lowered)} classes with {self.members} members",
+            f"residuals: {self.residual_bytes:,} bytes for "
+            f"{sum(s.compensated for s in self.plan)} of {len(self.plan)} carried states",
+        ]
+        for state in self.refused:
+            lines.append(f"refused: {state.name}: {state.reason}")
+        if self.joined:
+            lines.append(
+                f"joined in fp32, for want of a rule: {', '.join(sorted(set(self.joined)))}"
+            )
+        lines += [f"warning: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+def explain(
+    optimizer_or_function: Optimizer | Callable[..., Any], *args: Any, **options: Any
+) -> Explanation:
+    """Say what collage_fx would do to a step, without changing anything.
+
+    Args:
+        optimizer_or_function: an optimizer, a step made by `collage_fx.compile`, or a function.
+        *args: for a function, the arguments of one call; they are copied.
+        **options: as for `collage_fx.compile`; by default those the step was compiled with.
+
+    Returns:
+        An Explanation. The step runs twice on a copy of the optimizer (of its parameters and
+        states too, so it takes their memory once more); gradients that are None everywhere are
+        taken as zeros, else parameters without a gradient are left out, as a step would.
+
+    Raises:
+        OptionError: an option or value that does not exist.
+        CollageError: the step cannot be run.
+    """
+    subject, step, known = _prepare(optimizer_or_function, args)
+    config, inductor = split_options({**known, **options})
+    owner = getattr(step, "__self__", None)
+    session = Session(config, inductor, named=True, keep=True)
+    if isinstance(owner, Optimizer):
+        session.optimizer = weakref.ref(owner)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        compiled = torch.compile(step, backend=session)
+        try:
+            # Twice: some optimizers make their states in the first step and carry them later.
+            for _ in range(2):
+                compiled(*_copied(args))
+        except Exception as error:
+            raise CollageError(f"the step of {subject} cannot be explained: {error}") from error
+    notes = [str(w.message) for w in caught if str(w.message).startswith("collage_fx")]
+    return _explanation(subject, config, session.compiled, notes)
+
+
+def _prepare(
+    subject: Optimizer | Callable[..., Any], args: tuple[Any, ...]
+) -> tuple[str, Callable[..., Any], dict[str, Any]]:
+    """Return a name, a step on copies and the options it was compiled with."""
+    options: dict[str, Any] = {}
+    session = getattr(subject, "_collage", None)
+    if isinstance(session, Session):
+        options = {**vars(session.config), **session.inductor}
+        subject = subject.__self__  # type: ignore[union-attr]
+    elif session is not None:
+        subject, options = session
+    if isinstance(getattr(subject, "__self__", None), Optimizer):
+        subject = subject.__self__  # type: ignore[union-attr]
+    if isinstance(subject, Optimizer):
+        twin = _twin(subject)
+        return type(subject).__name__, types.MethodType(type(twin).step, twin), options
+    if not callable(subject):
+        raise TypeError(f"expected an optimizer or a function, got {type(subject)}")
+    return getattr(subject, "__name__", repr(subject)), subject, options
+
+
+def _twin(optimizer: Optimizer) -> Optimizer:
+    """Return a copy of the optimizer with its own parameters, states and gradients."""
+    twin = copy.deepcopy(optimizer)
+    pairs = [
+        (p, q)
+        for group, copied in zip(optimizer.param_groups, twin.param_groups, strict=True)
+        for p, q in zip(group["params"], copied["params"], strict=True)
+    ]
+    none = all(p.grad is None for p, _ in pairs)
+    for p, q in pairs:
+        if p.grad is not None:
+            q.grad = p.grad.detach().clone()
+        elif none and p.requires_grad:
+            q.grad = torch.zeros_like(p)
+    return twin
+
+
+def _copied(args: tuple[Any, ...]) -> Any:
+    """Copy the tensors of a call, the same tensor twice being one copy."""
+    copies: dict[int, Tensor] = {}
+
+    def one(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if id(x) not in copies:
+            copies[id(x)] = x.detach().clone().requires_grad_(x.requires_grad)
+        return copies[id(x)]
+
+    return tree_map(one, args)
+
+
+def _explanation(
+    subject: str, config: CollageConfig, compiled: list[Compiled], notes: list[str]
+) -> Explanation:
+    states: dict[str, StatePlan] = {}
+    latest: list[Compiled] = []
+    for one in compiled:
+        names = {state.name for state in one.program.plan}
+        # A later graph over the same states replaces an earlier one.
+        latest = [c for c in latest if not names & {s.name for s in c.program.plan}] + [one]
+        states.update({state.name: state for state in one.program.plan})
+    programs: list[Program] = [c.program for c in latest]
+    rewritten = [r for p in programs for r in p.rewritten if r.lowered is not None]
+    return Explanation(
+        subject=subject,
+        config=config,
+        plan=list(states.values()),
+        before=[p.source for p in programs],
+        expanded=[r.expanded for r in rewritten if r.expanded is not None],
+        lowered=[r.lowered for r in rewritten if r.lowered is not None],
+        after=[p.result for p in programs if p.result is not None],
+        output_code=[c.source_code for c in latest],
+        members=[len(r.members) for r in rewritten],
+        joined=[op for r in rewritten for op in r.joined],
+        notes=notes,
+    )
+
+
+def _count(modules: list[GraphModule]) -> str:
+    counts = Counter(
+        str(node.target).removeprefix("aten.").partition(".")[0]
+        for module in modules
+        for node in module.graph.nodes
+        if node.op == "call_function" and "getitem" not in str(node.target)
+    )
+    return ", ".join(f"{n} {name}" for name, n in counts.most_common()) or "none"
+
+
+def _table(plan: list[StatePlan]) -> list[str]:
+    rows = [("state", "dtype", "recurrence", "verdict", "storage", "bytes")]
+    for state in plan:
+        low = state.dtype in LOW_PRECISION
+        verdict = (
+            "compensated" if state.compensated else "plain" if low or not state.refused else ""
+        )
+        rows.append(
+            (
+                state.name,
+                str(state.dtype).removeprefix("torch."),
+                state.recurrence or "-",
+                f"{verdict or 'refused'}: {state.reason}",
+                state.storage or "-",
+                f"{state.residual_bytes:,}",
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]

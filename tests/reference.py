@@ -1,0 +1,60 @@
+"""AdamW written out on the eager functions of `collage_fx.runtime.arithmetic`: an oracle for bits."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from collage_fx.runtime.arithmetic import grow, mul, split_constant
+
+
+def rounded_sqrt(x: Tensor) -> Tensor:
+    """Return RN(sqrt(x)); eager fp32 sqrt on the CPU is off by an ulp here and there."""
+    return x.double().sqrt().float().to(x.dtype)
+
+
+@dataclass
+class AdamW:
+    """One 16-bit parameter with its states at level plus, in torch.optim.AdamW's own order."""
+
+    p: Tensor
+    foreach: bool = True
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    wd: float = 0.01
+
+    def __post_init__(self) -> None:
+        self.p_lo, self.m, self.v, self.v_lo = (torch.zeros_like(self.p) for _ in range(4))
+        self.t = torch.zeros(())
+
+    def step(self, g: Tensor) -> None:
+        dtype, (beta1, beta2) = self.p.dtype, self.betas
+        self.t = self.t + 1
+        self.p, self.p_lo = mul(self.p, self.p_lo, *split_constant(1 - self.lr * self.wd, dtype))
+        m, g32 = self.m.float(), g.float()
+        self.m = (m + (g32 - m) * (1 - beta1)).to(dtype)
+        square = (g32 * (1 - beta2) * g32).to(dtype)
+        self.v, self.v_lo = grow(*mul(self.v, self.v_lo, *split_constant(beta2, dtype)), square)
+        denominator = self._foreach_denominator() if self.foreach else self._denominator()
+        update = (self.m.float() / denominator.float()).to(dtype)
+        self.p, self.p_lo = grow(self.p, self.p_lo, update)
+
+    def _foreach_denominator(self) -> Tensor:
+        beta1, beta2 = self.betas
+        step_size = torch.reciprocal((torch.pow(beta1, self.t) - 1) / self.lr)
+        root = torch.sqrt(-(torch.pow(beta2, self.t) - 1))
+        scaled = rounded_sqrt(self.v) / root
+        return (scaled.float() + self.eps).to(self.p.dtype) / step_size
+
+    def _denominator(self) -> Tensor:
+        beta1, beta2 = self.betas
+        step_size = -(torch.reciprocal(1 - torch.pow(beta1, self.t)) * self.lr)
+        root = torch.sqrt(1 - torch.pow(beta2, self.t))
+        scaled = rounded_sqrt(self.v) / (root * step_size)
+        return (scaled.float() + torch.reciprocal(step_size) * self.eps).to(self.p.dtype)
+
+    @property
+    def stored(self) -> dict[str, Tensor]:
+        """Every tensor that the step keeps."""
+        return {"p": self.p, "p_lo": self.p_lo, "m": self.m, "v": self.v, "v_lo": self.v_lo}
