@@ -8,7 +8,7 @@ import torch
 from collage_fx.passes.program import LOW_PRECISION, Program, Rewritten, value_of
 from collage_fx.passes.rules import RULES
 from collage_fx.passes.rules.joined import join_op_split
-from collage_fx.passes.rules.registry import Pair
+from collage_fx.passes.rules.registry import Decayed, Expanded, Pair
 from collage_fx.runtime.eft import WIDER
 from collage_fx.runtime.ops import collage
 from torch.fx import Graph, GraphModule, Node
@@ -58,6 +58,7 @@ class _Expander:
         """Append an operation with one result of this dtype."""
         node = self.graph.call_function(target, args, kwargs)
         node.meta["dtype"] = dtype
+        node.meta["scalar"] = all(n.meta["scalar"] for n in node.all_input_nodes)
         if self.origin is not None and "stack_trace" in self.origin.meta:
             node.meta["stack_trace"] = self.origin.meta["stack_trace"]
         return node
@@ -123,7 +124,7 @@ class _Eft(_Expander):
                 self._on_path(node, before[node]) if node in before else self._plain_op(node)
             )
         outputs = [self.plain(n) for n in self.part.outputs]
-        return self.finish(outputs + [self.env[n][1] for n in self.new_values()])
+        return self.finish(outputs + [self.settled(n)[1] for n in self.new_values()])
 
     def _spines(self) -> dict[Node, Node]:
         """Return, for each node on a carried path, the node before it on that path."""
@@ -136,13 +137,19 @@ class _Eft(_Expander):
                 previous = node
         return before
 
-    def _on_path(self, node: Node, previous: Node) -> Pair:
-        pair = self.env[previous]
-        self.dtype = pair[0].meta["dtype"]
+    def _on_path(self, node: Node, previous: Node) -> Expanded:
+        x: Expanded = self.env[previous]
+        self.dtype = (x.pair if isinstance(x, Decayed) else x)[0].meta["dtype"]
         at = node.args.index(previous)
         twice = sum(a is previous for a in node.args) > 1
         rule = join_op_split if twice else RULES.get(node.target, join_op_split)
-        return rule(self, node, pair, at)
+        return rule(self, node, x, at)
+
+    def settled(self, node: Node) -> Pair:
+        """Return the expansion that a node of the slice became."""
+        if isinstance(self.env[node], Decayed):
+            self.env[node] = self.settle(self.env[node])
+        return self.env[node]
 
     def _plain_op(self, node: Node) -> Node:
         dtype = value_of(node).dtype
@@ -165,11 +172,32 @@ class _Eft(_Expander):
         if not isinstance(operand, Node):
             return operand
         value = self.env[operand]
-        return value[0] if isinstance(value, tuple) else value
+        return self.settled(operand)[0] if isinstance(value, tuple | Decayed) else value
 
     def rounded(self, operand: Any) -> Node:
         """Return a tensor operand in the storage dtype."""
         return self.convert(self.plain(operand), self.dtype)
+
+    def narrowed(self, node: Node) -> Node:
+        """Return a node of the new graph in the storage dtype."""
+        return self.convert(node, self.dtype)
+
+    def widened(self, operand: Any) -> Any:
+        """Return a tensor operand in the wide dtype; a number or a scalar as it is."""
+        plain = self.plain(operand)
+        if not isinstance(plain, Node) or plain.meta["scalar"]:
+            return plain
+        return self.convert(plain, WIDER[self.dtype])
+
+    def settle(self, x: Expanded) -> Pair:
+        """Add up a decayed expansion."""
+        if not isinstance(x, Decayed):
+            return x
+        dtype = x.pair[0].meta["dtype"]
+        if x.small:
+            return self.two(collage.grow.default, *x.pair, self.convert(x.term, dtype), dtype=dtype)
+        term = self.two(collage.split.default, x.term, dtype, dtype=dtype)
+        return self.two(collage.add.default, *x.pair, *term, dtype=dtype)
 
     def is_number(self, operand: Any) -> bool:
         """Tell whether operand is a Python number."""

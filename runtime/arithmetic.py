@@ -43,6 +43,17 @@ def grow(hi: Tensor, lo: Tensor, a: Tensor) -> Expansion:
     return normalize(s, lo + t)
 
 
+def add(hi: Tensor, lo: Tensor, b_hi: Tensor, b_lo: Tensor) -> Expansion:
+    """Return the expansion of (hi + lo) + (b_hi + b_lo).
+
+    AccurateDWPlusDW: relative error at most 3u^2 / (1 - 4u) (Joldes, Muller, Popescu 2017).
+    """
+    s, t = two_sum(hi, b_hi)
+    tail, rest = two_sum(lo, b_lo)
+    s, t = normalize(s, t + tail)
+    return normalize(s, rest + t)
+
+
 def mul(hi: Tensor, lo: Tensor, b_hi: Component, b_lo: Component) -> Expansion:
     """Return the expansion of (hi + lo) * (b_hi + b_lo).
 

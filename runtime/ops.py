@@ -23,6 +23,8 @@ _define(
     arithmetic.mul,
 )
 _define("neg(Tensor hi, Tensor lo) -> (Tensor, Tensor)", arithmetic.neg)
+_define("decay(Tensor hi, Tensor lo, Tensor gap) -> Tensor", storage.decay)
+_define("decay.constant(Tensor hi, Tensor lo, float gap) -> Tensor", storage.decay)
 _define("join(Tensor hi, Tensor lo) -> Tensor", storage.join)
 _define("split(Tensor x, ScalarType dtype) -> (Tensor, Tensor)", storage.split)
 

@@ -19,6 +19,15 @@ def join(hi: Tensor, lo: Tensor) -> Tensor:
     return hi.to(wide) + lo.to(wide)
 
 
+def decay(hi: Tensor, lo: Tensor, gap: Tensor | float) -> Tensor:
+    """Return (hi + lo) * gap in the wide dtype; zero where hi is not finite.
+
+    With gap = c - 1 it is what turns x into c * x when added to it. An infinite x then stays
+    infinite, as in plain arithmetic, instead of becoming inf - inf.
+    """
+    return finite_or_zero(join(hi, lo)) * gap
+
+
 def split(x: Tensor, dtype: torch.dtype) -> Expansion:
     """Return (hi, lo) of dtype with hi = RN(x) and lo = RN(x - hi).
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from collage_fx.runtime.arithmetic import grow, mul, split_constant
+from collage_fx.runtime.storage import decay
 
 
 def rounded_sqrt(x: Tensor) -> Tensor:
@@ -31,14 +32,22 @@ class AdamW:
     def step(self, g: Tensor) -> None:
         dtype, (beta1, beta2) = self.p.dtype, self.betas
         self.t = self.t + 1
-        self.p, self.p_lo = mul(self.p, self.p_lo, *split_constant(1 - self.lr * self.wd, dtype))
+        weight_decay = decay(self.p, self.p_lo, (1 - self.lr * self.wd) - 1)
         m, g32 = self.m.float(), g.float()
         self.m = (m + (g32 - m) * (1 - beta1)).to(dtype)
-        square = (g32 * (1 - beta2) * g32).to(dtype)
-        self.v, self.v_lo = grow(*mul(self.v, self.v_lo, *split_constant(beta2, dtype)), square)
+        self._second_moment(g32 * (1 - beta2) * g32, beta2)
         denominator = self._foreach_denominator() if self.foreach else self._denominator()
-        update = (self.m.float() / denominator.float()).to(dtype)
-        self.p, self.p_lo = grow(self.p, self.p_lo, update)
+        update = weight_decay + self.m.float() / denominator.float()
+        self.p, self.p_lo = grow(self.p, self.p_lo, update.to(dtype))
+
+    def _second_moment(self, square: Tensor, beta2: float) -> None:
+        dtype = self.v.dtype
+        if 1 - beta2 <= 5 * torch.finfo(dtype).eps / 2:
+            term = decay(self.v, self.v_lo, beta2 - 1) + square
+            self.v, self.v_lo = grow(self.v, self.v_lo, term.to(dtype))
+        else:
+            decayed = mul(self.v, self.v_lo, *split_constant(beta2, dtype))
+            self.v, self.v_lo = grow(*decayed, square.to(dtype))
 
     def _foreach_denominator(self) -> Tensor:
         beta1, beta2 = self.betas

@@ -1,51 +1,65 @@
 """Linear rules: sums and differences with plain terms; the term is rounded once to the storage."""
 
+from typing import Any
+
 import torch
+from torch.fx import Node
+
 from collage_fx.passes.rules.joined import join_op_split
 from collage_fx.passes.rules.product import times
-from collage_fx.passes.rules.registry import Builder, Pair, rule
+from collage_fx.passes.rules.registry import Builder, Decayed, Expanded, Pair, rule
+from collage_fx.runtime.eft import WIDER
 from collage_fx.runtime.ops import collage
-from torch.fx import Node
 
 aten = torch.ops.aten
 
 
-def _has_alpha(node: Node) -> bool:
-    return bool(node.kwargs)
+def plus(b: Builder, x: Expanded, term: Any, operation: Any) -> Pair:
+    """Return x + term or x - term, as operation is aten.add.Tensor or aten.sub.Tensor."""
+    if isinstance(x, Decayed):
+        total = b.op(operation, x.term, b.widened(term), dtype=WIDER[b.dtype])
+        return b.settle(Decayed(x.pair, total, x.small))
+    rounded = b.rounded(term)
+    if operation is aten.sub.Tensor:
+        rounded = b.op(aten.neg.default, rounded, dtype=b.dtype)
+    return b.pair(collage.grow.default, *x, rounded)
 
 
 @rule(aten.add.Tensor)
-def add(b: Builder, node: Node, x: Pair, at: int) -> Pair:
+def add(b: Builder, node: Node, x: Expanded, at: int) -> Expanded:
     """x + t = grow(x, t)."""
     term = node.args[1 - at]
-    if b.is_number(term) or _has_alpha(node):
+    if b.is_number(term) or node.kwargs:
         return join_op_split(b, node, x, at)
-    return b.pair(collage.grow.default, *x, b.rounded(term))
+    return plus(b, x, term, aten.add.Tensor)
 
 
 @rule(aten.sub.Tensor)
-def sub(b: Builder, node: Node, x: Pair, at: int) -> Pair:
+def sub(b: Builder, node: Node, x: Expanded, at: int) -> Expanded:
     """x - t = grow(x, -t); t - x = grow(-x, t)."""
     term = node.args[1 - at]
-    if b.is_number(term) or _has_alpha(node):
+    if b.is_number(term) or node.kwargs:
         return join_op_split(b, node, x, at)
     if at == 1:
-        return b.pair(collage.grow.default, *b.pair(collage.neg.default, *x), b.rounded(term))
-    minus = b.op(aten.neg.default, b.rounded(term), dtype=b.dtype)
-    return b.pair(collage.grow.default, *x, minus)
+        return plus(b, b.pair(collage.neg.default, *b.settle(x)), term, aten.add.Tensor)
+    return plus(b, x, term, aten.sub.Tensor)
 
 
 @rule(aten.neg.default)
-def neg(b: Builder, node: Node, x: Pair, at: int) -> Pair:
+def neg(b: Builder, node: Node, x: Expanded, at: int) -> Expanded:
     """-x."""
-    return b.pair(collage.neg.default, *x)
+    return b.pair(collage.neg.default, *b.settle(x))
 
 
 @rule(aten.lerp.Scalar)
-def lerp(b: Builder, node: Node, x: Pair, at: int) -> Pair:
+def lerp(b: Builder, node: Node, x: Expanded, at: int) -> Expanded:
     """lerp(x, end, w) = (1-w)*x + w*end, so that the decay acts on the whole expansion."""
-    weight = node.args[2]
-    assert isinstance(weight, int | float)
+    weight: Any = node.args[2]
     decay, other = (1 - weight, node.args[1]) if at == 0 else (weight, node.args[0])
-    term = b.op(aten.mul.Tensor, b.plain(other), 1 - decay, dtype=b.dtype)
-    return b.pair(collage.grow.default, *times(b, x, decay), term)
+    wide = WIDER[b.dtype]
+    term = b.op(aten.mul.Tensor, b.widened(other), 1 - decay, dtype=wide)
+    decayed = times(b, b.settle(x), decay)
+    if isinstance(decayed, Decayed):
+        total = b.op(aten.add.Tensor, decayed.term, term, dtype=wide)
+        return b.settle(Decayed(decayed.pair, total, decayed.small))
+    return b.pair(collage.grow.default, *decayed, b.narrowed(term))

@@ -3,25 +3,42 @@
 from typing import Any
 
 import torch
-from collage_fx.passes.rules.registry import Builder, Pair, rule
-from collage_fx.runtime.arithmetic import split_constant
-from collage_fx.runtime.ops import collage
 from torch.fx import Node
+
+from collage_fx.passes.rules.registry import Builder, Decayed, Expanded, Pair, rule
+from collage_fx.runtime.arithmetic import split_constant
+from collage_fx.runtime.eft import WIDER
+from collage_fx.runtime.ops import collage
 
 aten = torch.ops.aten
 
 
-def times(b: Builder, x: Pair, factor: Any) -> Pair:
-    """Return x * factor; a factor that the storage does not represent becomes an expansion."""
+def times(b: Builder, x: Pair, factor: Any) -> Expanded:
+    """Return x * factor.
+
+    A constant within 5u of one, and a scalar tensor (1 - lr * weight_decay), become a decay. Any
+    other constant becomes an expansion: beta2 = 0.95 is (0.94921875, 0.000782013) in bf16.
+    """
+    unit = torch.finfo(b.dtype).eps / 2
     if b.is_number(factor):
+        if abs(1 - factor) <= 5 * unit:
+            return _decayed(b, x, factor - 1, small=True)
         return b.pair(collage.mul.constant, *x, *split_constant(float(factor), b.dtype))
     plain = b.plain(factor)
+    if plain.meta["scalar"]:
+        gap = b.op(aten.sub.Tensor, plain, 1, dtype=plain.meta["dtype"])
+        return _decayed(b, x, gap, small=False)
     if plain.meta["dtype"] == b.dtype:
         return b.pair(collage.mul.default, *x, plain, 0.0)
     return b.pair(collage.mul.default, *x, *b.pair(collage.split.default, plain, b.dtype))
 
 
+def _decayed(b: Builder, x: Pair, gap: Any, *, small: bool) -> Decayed:
+    decay = collage.decay.constant if b.is_number(gap) else collage.decay.default
+    return Decayed(x, b.op(decay, *x, gap, dtype=WIDER[b.dtype]), small)
+
+
 @rule(aten.mul.Tensor)
-def mul(b: Builder, node: Node, x: Pair, at: int) -> Pair:
-    """x * c, where a constant such as beta2 = 0.999 is (1.0, -0.000999451) in bf16."""
-    return times(b, x, node.args[1 - at])
+def mul(b: Builder, node: Node, x: Expanded, at: int) -> Expanded:
+    """x * c."""
+    return times(b, b.settle(x), node.args[1 - at])

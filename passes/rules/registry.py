@@ -1,6 +1,7 @@
 """The registry of rules, and what a rule may use to build the expanded graph."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -8,6 +9,26 @@ from torch.fx import Node
 
 Pair = tuple[Node, Node]
 """An expansion in the expanded graph: the nodes of hi and lo."""
+
+
+@dataclass(frozen=True)
+class Decayed:
+    """An expansion that was multiplied by a factor near one, x + (factor - 1)*x, not yet added up.
+
+    A decay is mostly followed by the update. The terms of both are added to each other in the wide
+    dtype and then to the expansion, once: one rounding less, and no factor whose distance from one
+    is rounded. The Collage paper folds weight decay into the update for the same reason.
+    """
+
+    pair: Pair
+    term: Node
+    """(factor - 1) * x, of the wide dtype."""
+    small: bool
+    """Whether the term is at most 5u of x, so that rounding it to one float costs no more than the
+    5u^2 of a product."""
+
+
+Expanded = Pair | Decayed
 
 
 class Builder(Protocol):
@@ -22,6 +43,12 @@ class Builder(Protocol):
     def rounded(self, operand: Any) -> Node:
         """Return a tensor operand rounded to the storage dtype, once."""
 
+    def narrowed(self, node: Node) -> Node:
+        """Return a node of the new graph rounded to the storage dtype, once."""
+
+    def widened(self, operand: Any) -> Any:
+        """Return a tensor operand in the wide dtype; a number or a scalar as it is."""
+
     def is_number(self, operand: Any) -> bool:
         """Tell whether operand is a Python number."""
 
@@ -31,6 +58,9 @@ class Builder(Protocol):
     def pair(self, target: Any, *args: Any) -> Pair:
         """Append a collage:: operation that returns an expansion."""
 
+    def settle(self, x: Expanded) -> Pair:
+        """Add up a decayed expansion."""
+
     def again(self, node: Node, args: list[Any], dtype: torch.dtype) -> Node:
         """Append the operation of node on other operands, with its keyword arguments."""
 
@@ -38,7 +68,7 @@ class Builder(Protocol):
         """Note for the plan that node ran as join - op - split."""
 
 
-Rule = Callable[[Builder, Node, Pair, int], Pair]
+Rule = Callable[[Builder, Node, Expanded, int], Expanded]
 """(builder, node, expansion on the path, its position in node.args) -> expansion."""
 
 RULES: dict[Any, Rule] = {}
