@@ -15,6 +15,7 @@ from collage_fx.backend import Session
 from collage_fx.config import split_options
 from collage_fx.ownership import live_optimizers, owners_of
 from collage_fx.runtime.residuals import STORE
+from collage_fx.watch import has_gradient, why_not_compiled
 
 
 def compile(
@@ -67,40 +68,12 @@ def _compile_optimizer(optimizer: Optimizer, session: Session) -> Callable[..., 
         # A closure runs the model: eagerly, or as the user compiled it, not as part of the step.
         result = compiled() if closure is None else compiled(torch.compiler.disable(closure))
         self._opt_called = True  # type: ignore[attr-defined]  # what schedulers look at
-        if session.calls == runs and _has_gradient(self):
-            session.warn_once(_not_compiled(self))
+        if session.calls == runs and has_gradient(self):
+            session.warn_once(why_not_compiled(self))
         return result
 
     step._collage = session  # type: ignore[attr-defined]
     return types.MethodType(step, optimizer)
-
-
-def _has_gradient(optimizer: Optimizer) -> bool:
-    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
-
-
-def _not_compiled(optimizer: Optimizer) -> str:
-    name = type(optimizer).__name__
-    if any(group.get("fused") for group in optimizer.param_groups):
-        cause, remedy = (
-            "fused=True calls one kernel that is not traced",
-            "construct it without fused",
-        )
-    elif any(
-        p.grad is not None and p.grad.is_sparse
-        for group in optimizer.param_groups
-        for p in group["params"]
-    ):
-        cause, remedy = "its gradients are sparse", "use dense gradients (sparse=False)"
-    else:
-        cause = "torch.compile found no graph in it (" + _graph_break() + ")"
-        remedy = "see TORCH_LOGS=graph_breaks, and avoid .item() and data-dependent branches"
-    return f"the step of {name} ran without compensation: {cause}; {remedy}"
-
-
-def _graph_break() -> str:
-    reasons = torch._dynamo.utils.counters["graph_break"]
-    return " ".join(next(iter(reasons)).split())[:200] if reasons else "the frame was skipped"
 
 
 def residuals(tensor: Tensor) -> tuple[Tensor, ...]:

@@ -21,13 +21,13 @@ from torch.compiler import config as compiler_config
 from torch.fx import GraphModule, Node
 from torch.optim import Optimizer
 
-from collage_fx import checkpoint
+from collage_fx import checkpoint, watch
 from collage_fx.config import CollageConfig, split_options
 from collage_fx.ownership import Owned, live_optimizers, owners_of
 from collage_fx.passes import run_passes
 from collage_fx.passes.program import Carried, Owner, Program
 from collage_fx.runtime.errors import CollageWarning
-from collage_fx.runtime.residuals import STORE, Residual
+from collage_fx.runtime.residuals import STORE, Residual, clear_stale
 
 
 @dataclass
@@ -82,12 +82,16 @@ def collage(
     Options are the fields of `CollageConfig`; other names are settings of Inductor, as is `mode`.
     Raises OptionError for unknown names and values.
     """
+    watch.count_graph()
     config, inductor = split_options(options or {}, mode)
     # One session per configuration, so that a warning is not repeated at every recompilation.
     session = _SESSIONS.setdefault(
         repr((config, sorted(inductor.items()))), Session(config, inductor)
     )
     return session(gm, example_inputs)
+
+
+watch.install(collage)
 
 
 class _Graph:
@@ -231,8 +235,7 @@ class _Residuals:
             (tensor, STORE.ensure(tensor, storage, c.name))
             for tensor, c in zip(tensors, self.carried, strict=True)
         ]
-        for tensor, residual in self.current:
-            residual.validate(tensor)
+        clear_stale(self.current)
 
     def bind(self, inner: Any) -> Callable[[list[Any]], Any]:
         """Return a boxed callable that appends the residual tensors to the inputs of inner."""

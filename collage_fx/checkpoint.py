@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from collage_fx.ownership import PARAM, owned_tensors, tensors_in
 from collage_fx.runtime.errors import CheckpointError, CollageWarning, ResidualError
-from collage_fx.runtime.residuals import STORE, check_components, checksum
+from collage_fx.runtime.residuals import STORE, check_components, checksum, clear_stale
 
 ENTRY = "collage_fx"
 FORMAT = 1
@@ -49,7 +49,7 @@ def _save(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         residual = STORE.get(owned.tensor)
         if residual is None:
             continue
-        residual.validate(owned.tensor)
+        clear_stale([(owned.tensor, residual)])
         entries.append({"storage": residual.storage, "components": list(residual.components)})
         sums.append(checksum(owned.tensor).cpu())
         residuals[owned.group].setdefault(owned.param, {})[owned.key] = entries[-1]

@@ -17,6 +17,7 @@ def _define(schema: str, implementation: object) -> None:
 
 
 _define("grow(Tensor hi, Tensor lo, Tensor a) -> (Tensor, Tensor)", arithmetic.grow)
+_define("add(Tensor hi, Tensor lo, Tensor b_hi, Tensor b_lo) -> (Tensor, Tensor)", arithmetic.add)
 _define("mul(Tensor hi, Tensor lo, Tensor b_hi, Tensor b_lo) -> (Tensor, Tensor)", arithmetic.mul)
 _define(
     "mul.constant(Tensor hi, Tensor lo, float b_hi, float b_lo) -> (Tensor, Tensor)",

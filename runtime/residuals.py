@@ -1,7 +1,7 @@
 """The residual store: which tensor has which residual, and whether it still belongs to it."""
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from collage_fx.runtime.errors import CollageWarning, ResidualError
@@ -60,19 +60,23 @@ class Residual:
         for component in self.components:
             component.zero_()
 
-    def validate(self, tensor: Tensor) -> None:
-        """Make sure that the residual belongs to tensor: otherwise clear it, with one warning."""
+    def stale(self, tensor: Tensor) -> str:
+        """Say why the residual does not belong to the present value of tensor; empty if it does.
+
+        A residual without content belongs to any value, and is settled on the present one.
+        """
+        why = ""
         if self.expected_checksum is not None:
             if int(checksum(tensor)) != self.expected_checksum:
-                self.clear()
-                _warn_cleared(self.name, "its values are not those the residual was saved with")
+                why = "its values are not those that its residual was saved with"
             self.expected_checksum = None
-            self.settle(tensor)
         elif self.version != _version(tensor) or self.address != tensor.data_ptr():
             if any(bool(component.any()) for component in self.components):
-                self.clear()
-                _warn_cleared(self.name, "it was written from outside the compiled step")
-            self.settle(tensor)
+                why = "it was written from outside the compiled step"
+        else:
+            return ""
+        self.settle(tensor)
+        return why
 
     def load(self, tensor: Tensor, components: Sequence[Tensor], expected: int | None) -> None:
         """Take over components; with a checksum they are checked at the next step, not now."""
@@ -82,13 +86,23 @@ class Residual:
         self.settle(tensor)
 
 
-def _warn_cleared(name: str, why: str) -> None:
-    warnings.warn(
-        f"collage_fx: the residual of {name} was cleared, because {why}. The step goes on from its "
-        "stored value. Write it before the first step, or load a checkpoint, to avoid this.",
-        CollageWarning,
-        stacklevel=2,
-    )
+def clear_stale(pairs: Iterable[tuple[Tensor, Residual]]) -> None:
+    """Clear every residual that does not belong to its tensor any more, with one warning for all."""
+    cleared: dict[str, list[str]] = {}
+    for tensor, residual in pairs:
+        why = residual.stale(tensor)
+        if why:
+            residual.clear()
+            cleared.setdefault(why, []).append(residual.name)
+    for why, names in cleared.items():
+        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if names[4:] else "")
+        warnings.warn(
+            f"collage_fx: the residual of {shown} was cleared, because {why}. The step goes on from "
+            "the stored value. To keep a residual write the tensor before the first step, or load "
+            "weights and optimizer from one checkpoint.",
+            CollageWarning,
+            stacklevel=2,
+        )
 
 
 class ResidualStore:

@@ -1,0 +1,98 @@
+"""Notice an optimizer step that torch.compile never hands to the backend.
+
+`fused=True`, sparse gradients and `.item()` make Dynamo run a step eagerly without a word, and a
+backend that is not called cannot say so. `collage_fx.compile` sees it from outside. With the backend
+string the step's own global hooks are used, at the moment when Dynamo traces through them.
+"""
+
+import warnings
+from typing import Any
+
+import torch
+from torch._dynamo.utils import counters
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from collage_fx.ownership import live_optimizers
+from collage_fx.runtime.errors import CollageWarning
+
+
+class _Watch:
+    """What has been seen of the step being traced."""
+
+    backend: Any = None
+    """The backend whose steps are watched."""
+    graphs = 0
+    """How many graphs that backend has been given."""
+    graphs_before = 0
+    warned: set[str] = set()  # noqa: RUF012 - one watch per process
+
+
+def install(backend: Any) -> None:
+    """Watch the optimizer steps that are compiled with this backend."""
+    _Watch.backend = backend
+    register_optimizer_step_pre_hook(_before)
+    register_optimizer_step_post_hook(_after)
+
+
+def count_graph() -> None:
+    """Note that the watched backend was given a graph."""
+    _Watch.graphs += 1
+
+
+def has_gradient(optimizer: Optimizer) -> bool:
+    """Tell whether a step of the optimizer has anything to do."""
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+
+
+def why_not_compiled(optimizer: Optimizer) -> str:
+    """Return the warning for a step that ran without a compiled graph: who, why and the remedy."""
+    groups = optimizer.param_groups
+    if any(group.get("fused") for group in groups):
+        cause, remedy = "fused=True is one kernel that is not traced", "construct it without fused"
+    elif any(p.grad is not None and p.grad.is_sparse for g in groups for p in g["params"]):
+        cause, remedy = "its gradients are sparse", "use dense gradients"
+    else:
+        reasons = [" ".join(reason.split()) for reason in counters["graph_break"]]
+        cause = (
+            f"torch.compile found no graph in it ({reasons[-1][:160] if reasons else 'skipped'})"
+        )
+        remedy = "TORCH_LOGS=graph_breaks shows where; avoid .item() and data-dependent branches"
+    name = type(optimizer).__name__
+    return f"the step of {name} ran without compensation: {cause}; {remedy}"
+
+
+def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
+        _trace_begins()
+
+
+def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
+        _trace_ends(type(optimizer).__name__)
+
+
+# Dynamo calls functions with this mark while it traces, and puts their result into the graph.
+@torch._dynamo.assume_constant_result
+def _trace_begins() -> bool:
+    _Watch.graphs_before = _Watch.graphs
+    return True
+
+
+@torch._dynamo.assume_constant_result
+def _trace_ends(name: str) -> bool:
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    output = InstructionTranslator.current_tx().output
+    watched = getattr(output.compiler_fn, "compiler_fn", None) is _Watch.backend
+    empty = output.count_calls() == 0 and _Watch.graphs == _Watch.graphs_before
+    if watched and empty:
+        steppers = [o for o in live_optimizers() if type(o).__name__ == name and has_gradient(o)]
+        message = why_not_compiled(steppers[-1]) if steppers else ""
+        if message and message not in _Watch.warned:
+            _Watch.warned.add(message)
+            warnings.warn(f"collage_fx: {message}", CollageWarning, stacklevel=2)
+    return True
