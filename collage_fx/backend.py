@@ -114,7 +114,7 @@ class _Graph:
         """Return the callable for Dynamo."""
         # The cache of AOTAutograd sees neither our inner_compile nor the residuals it binds.
         with functorch_config.patch(enable_autograd_cache=False):
-            run = compile_fx(
+            run: Any = compile_fx(
                 self.gm,
                 list(example_inputs),
                 inner_compile=self.inner,
@@ -156,7 +156,7 @@ class _Graph:
         placeholders = list(program.result.graph.find_nodes(op="placeholder"))
         fakes = [n.meta["val"] for n in placeholders[count:]]
         tag = compiler_config.cache_key_tag + "collage_fx:" + self.session.config.fingerprint
-        with compiler_config.patch(cache_key_tag=tag):
+        with compiler_config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
             inner = compile_fx_inner(program.result, [*example_inputs, *fakes], **kwargs)
         compiled.source_code = getattr(inner, "source_code", "")
         where = [self.locate[c.index] for c in carried]
@@ -168,7 +168,7 @@ class _Graph:
         descriptor = placeholder.meta.get("desc")
         val = placeholder.meta["val"]
         if isinstance(descriptor, ParamAOTInput | BufferAOTInput):
-            tensor = functools.reduce(getattr, descriptor.target.split("."), self.gm)
+            tensor: Any = functools.reduce(getattr, descriptor.target.split("."), self.gm)
             self.locate[index] = _Static(tensor)
             owned = self.owners.get(id(tensor))
             source = self.gm._param_name_to_source.get(descriptor.target)  # type: ignore[union-attr, operator]

@@ -104,8 +104,8 @@ def _load(optimizer: Optimizer) -> None:
             residual.clear()
             residual.settle(owned.tensor)
     warnings.warn(
-        f"collage_fx: the checkpoint that {type(optimizer).__name__} loaded holds no residuals; they "
-        "start at zero, as if its weights and states had just been rounded to their dtype.",
+        f"collage_fx: the checkpoint that {type(optimizer).__name__} loaded holds no residuals; "
+        "they start at zero, as if its weights and states had just been rounded to their dtype.",
         CollageWarning,
         stacklevel=3,
     )

@@ -32,7 +32,7 @@ class Explanation:
     before: list[GraphModule]
     """The functional graphs as they came from Dynamo and AOTAutograd."""
     expanded: list[GraphModule]
-    """For each class of slices its graph of collage:: operations, which is also the eager reference."""
+    """For each class of slices its graph of collage:: operations; run eagerly, the reference."""
     lowered: list[GraphModule]
     """For each class its graph of fp32 operations and collage::round."""
     after: list[GraphModule]

@@ -1,8 +1,8 @@
 """Notice an optimizer step that torch.compile never hands to the backend.
 
 `fused=True`, sparse gradients and `.item()` make Dynamo run a step eagerly without a word, and a
-backend that is not called cannot say so. `collage_fx.compile` sees it from outside. With the backend
-string the step's own global hooks are used, at the moment when Dynamo traces through them.
+backend that is not called cannot say so. `collage_fx.compile` sees it from outside. For the backend
+string there are global hooks of Optimizer.step, at the moment when Dynamo traces through them.
 """
 
 import warnings

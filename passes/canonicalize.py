@@ -202,7 +202,7 @@ def _add_or_sub(b: _Builder, out: Tensor, op: Any, x: Any, y: Any, alpha: Any) -
 
 
 def _binary(b: _Builder, out: Tensor, op: Any, x: Any, y: Any) -> Node:
-    """Keep an operation of two tensors; with a scalar, which eager PyTorch may round, be explicit."""
+    """Keep an operation of two tensors; with a scalar, which eager PyTorch may round, go wide."""
     if _is_scalar(x, out) or _is_scalar(y, out):
         return b.once(out, lambda wide, x, y: b.call(op, x, y, val=wide), x, y)
     return b.call(op, x, y, val=out)

@@ -11,7 +11,7 @@ aten = torch.ops.aten
 def mutations(program: Program) -> dict[Node, Node]:
     """Return placeholder -> new value, for each trailing aten.copy_ onto a placeholder."""
     return {
-        node.args[0]: node.args[1]  # type: ignore[misc]
+        node.args[0]: node.args[1]
         for node in program.source.graph.nodes
         if node.target is aten.copy_.default and node.args[0].op == "placeholder"
     }

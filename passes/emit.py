@@ -172,7 +172,8 @@ class _Part:
     def __init__(self, lowered: GraphModule, results: tuple[int, ...]) -> None:
         self.results = results
         all_results: Any = lowered.graph.output_node().args[0]
-        graph, env = Graph(), {}
+        graph = Graph()
+        env: dict[Node, Node] = {}
         for node in lowered.graph.nodes:
             if node.op != "output":
                 env[node] = graph.node_copy(node, lambda n: env[n])

@@ -118,7 +118,7 @@ class Program:
     """One graph on its way through the passes; each pass fills in the fields that it owns."""
 
     source: GraphModule
-    """The functional aten graph as it came, mutations as trailing aten.copy_(placeholder, value)."""
+    """The functional aten graph as it came; mutations are trailing aten.copy_ onto placeholders."""
     settings: Settings
     describe: Callable[[int, Node], Carried]
     """Tells name, owner and identity of the carried state at a placeholder."""

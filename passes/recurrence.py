@@ -1,7 +1,7 @@
 """Pass 4: for each class, how a step changes each carried state, x' = a*x + B."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import sympy
 import torch
@@ -10,7 +10,7 @@ from torch.fx import Node
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-Coefficient = sympy.Expr | float
+Coefficient: TypeAlias = sympy.Expr | float
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """A lowered slice as one node of Inductor's graph: `collage::region`.
 
-Stamped out node by node, an eft AdamW step is some 200 operations for each tensor, whose values have
-two or three users each; Inductor then keeps a buffer for every dozen of them and takes five times
-as long to compile them as the plain step (measured: 5.0 s against 1.0 s for each tensor). As one
-node a slice is as many buffers as it has outputs. Each is a pointwise loop over the whole
+Stamped out node by node, an eft AdamW step is some 200 operations for each tensor, whose values
+have two or three users each; Inductor then keeps a buffer for every dozen of them and takes five
+times as long to compile them as the plain step (measured: 5.0 s against 1.0 s for each tensor). As
+one node a slice is as many buffers as it has outputs. Each is a pointwise loop over the whole
 arithmetic that it depends on; they are fused into one kernel, in which Inductor's common
 subexpression elimination leaves every operation once.
 """
@@ -57,8 +57,8 @@ _LIBRARY.impl("region", _run_meta, "Meta")
 class _Memo:
     """Values of a region's nodes at one index, while one output is being computed.
 
-    Inductor evaluates a pointwise value by calling its operands' loaders, once for each use; without
-    a memo, a chain of error-free transformations takes exponentially many calls.
+    Inductor evaluates a pointwise value by calling its operands' loaders, once for each use;
+    without a memo, a chain of error-free transformations takes exponentially many calls.
     """
 
     def __init__(self) -> None:

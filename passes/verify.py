@@ -51,7 +51,7 @@ def _expanded(program: Program) -> None:
 
 
 def _lowered(program: Program) -> None:
-    """16-bit values are only converted from and to: no operation on them is left to the compiler."""
+    """16-bit values are only converted: no operation on them is left to the compiler."""
     for r in program.rewritten:
         _signature(r, r.lowered)
         assert r.lowered is not None

@@ -1,4 +1,4 @@
-"""One error class per cause, and the one warning category. `collage_fx.errors` is their public name.
+"""One error class per cause, and the one warning category; public as `collage_fx.errors`.
 
 They live here because every layer raises them and imports point from collage_fx to runtime.
 """

@@ -13,7 +13,7 @@ _CHUNK = 1 << 22
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Return an int64 0-d tensor on the device of tensor that depends on each element's bits and place.
+    """Return an int64 0-d tensor that depends on the bits and the place of each element of tensor.
 
     It tells whether a residual from a checkpoint belongs to the values it is loaded beside.
     """
@@ -87,7 +87,7 @@ class Residual:
 
 
 def clear_stale(pairs: Iterable[tuple[Tensor, Residual]]) -> None:
-    """Clear every residual that does not belong to its tensor any more, with one warning for all."""
+    """Clear every residual that no longer belongs to its tensor, with one warning for all."""
     cleared: dict[str, list[str]] = {}
     for tensor, residual in pairs:
         why = residual.stale(tensor)
@@ -97,8 +97,8 @@ def clear_stale(pairs: Iterable[tuple[Tensor, Residual]]) -> None:
     for why, names in cleared.items():
         shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if names[4:] else "")
         warnings.warn(
-            f"collage_fx: the residual of {shown} was cleared, because {why}. The step goes on from "
-            "the stored value. To keep a residual write the tensor before the first step, or load "
+            f"collage_fx: the residual of {shown} was cleared, because {why}. The step goes on "
+            "from the stored value. To keep a residual write the tensor before the first step, or load "
             "weights and optimizer from one checkpoint.",
             CollageWarning,
             stacklevel=2,

@@ -1,4 +1,4 @@
-"""Shared fixtures: every test starts without compiled code, and GPU tests are skipped without one."""
+"""Every test starts without compiled code, and GPU tests are skipped where there is no GPU."""
 
 from collections.abc import Iterator
 

@@ -1,12 +1,11 @@
-"""AdamW written out on the eager functions of `collage_fx.runtime.arithmetic`: an oracle for bits."""
+"""AdamW written out on the eager functions of `runtime.arithmetic`: an oracle for bits."""
 
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-
 from collage_fx.runtime.arithmetic import grow, mul, split_constant
 from collage_fx.runtime.storage import decay
+from torch import Tensor
 
 
 def rounded_sqrt(x: Tensor) -> Tensor:

@@ -275,7 +275,8 @@ def test_backend_string_works_in_a_process_that_never_imported_collage_fx() -> N
 import sys, torch
 p = torch.ones(8).bfloat16().requires_grad_()
 p.grad = torch.full_like(p, 1e-3)
-step = torch.compile(torch.optim.SGD([p], lr=1e-2).step, backend="collage", options={"level": "light"})
+sgd = torch.optim.SGD([p], lr=1e-2)
+step = torch.compile(sgd.step, backend="collage", options={"level": "light"})
 for _ in range(3):
     step()
 import collage_fx

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from collage_fx.passes.region import lower_round, set_round_lowering
 from reference import AdamW
 from torch import Tensor
 from torch._inductor.ir import TensorBox
 from torch._inductor.lowering import to_dtype
 
 import collage_fx
-from collage_fx.passes.region import lower_round, set_round_lowering
 
 HALF = 2048
 

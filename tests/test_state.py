@@ -1,4 +1,4 @@
-"""Residuals live as long as their tensors: over recompilations, checkpoints and writes from outside."""
+"""Residuals live as long as their tensors: over recompilations, checkpoints, foreign writes."""
 
 import subprocess
 import sys

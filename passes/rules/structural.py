@@ -1,9 +1,8 @@
 """Structural rules: operations that do not change the value."""
 
 import torch
-from torch.fx import Node
-
 from collage_fx.passes.rules.registry import Builder, Expanded, rule
+from torch.fx import Node
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

@@ -1,0 +1,41 @@
+# Two commands do everything on a fresh Linux machine with Python >= 3.11 and a C++ compiler:
+#   make demo    train a small transformer on real text under four strategies
+#   make test    lint, types and the test suite, under ten minutes on two cores
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test test-all lint bench clean
+
+demo: $(READY)
+	$(BIN)/python examples/train_bytes.py
+
+test: lint
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: lint
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	# passes/ and runtime/ are installed inside collage_fx; mypy sees them where they will be.
+	rm -rf build/typed && mkdir -p build/typed && cp -r collage_fx build/typed
+	cp -r passes runtime build/typed/collage_fx
+	cd build/typed && ../../$(BIN)/mypy --config-file ../../pyproject.toml --package collage_fx
+
+bench: $(READY)
+	$(BIN)/python benchmarks/replay.py
+	$(BIN)/python benchmarks/compile_time.py
+
+$(READY): requirements.txt pyproject.toml
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed"'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --requirement requirements.txt
+	$(BIN)/python -m pip install --quiet --no-build-isolation --editable .
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

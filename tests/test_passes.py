@@ -1,0 +1,184 @@
+"""What the passes make of the steps of PyTorch's optimizers, and where they must not act."""
+
+from typing import Any
+
+import pytest
+import torch
+from collage_fx.passes import PASSES
+from collage_fx.passes.program import Arithmetic, Level
+from graphs import (
+    BF16,
+    FP16,
+    capture,
+    capture_optimizer,
+    differing,
+    operations,
+    random_bits,
+    random_inputs,
+    verdicts,
+)
+from torch import Tensor, optim
+from torch.optim import Optimizer
+
+TWELVE = ((4, 3), (5,), (2, 3, 4), (1,), (7, 1), (16,), (3, 3), (2, 2), (9,), (1, 8), (6,), (4, 4))
+MANY_TENSORS = [
+    (optim.AdamW, {"foreach": True}),
+    (optim.AdamW, {"foreach": False}),
+    (optim.Adam, {"foreach": True, "weight_decay": 0.1}),
+    (optim.SGD, {"lr": 0.1}),
+    (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+]
+OPTIMIZERS: list[tuple[type[Optimizer], dict[str, Any]]] = [
+    (optim.Adadelta, {}),
+    (optim.Adagrad, {}),
+    (optim.Adam, {"weight_decay": 0.1, "amsgrad": True}),
+    (optim.Adamax, {}),
+    (optim.AdamW, {}),
+    (optim.ASGD, {}),
+    (optim.NAdam, {}),
+    (optim.RAdam, {}),
+    (optim.RMSprop, {"momentum": 0.9, "centered": True}),
+    (optim.Rprop, {}),
+    (optim.SGD, {"momentum": 0.9, "weight_decay": 0.01, "dampening": 0.1}),
+]
+
+
+def named(value: object) -> str | None:
+    """A readable parameter id."""
+    if isinstance(value, dict):
+        return "-".join(f"{k}={v}" for k, v in value.items()) or "default"
+    return getattr(value, "__name__", None)
+
+
+@pytest.mark.parametrize("kind, options", MANY_TENSORS, ids=named)
+def test_twelve_parameters_are_one_class(kind: type[Optimizer], options: dict[str, Any]) -> None:
+    program = capture_optimizer(kind, shapes=TWELVE, **options).program()
+    (only,) = program.classes
+    assert len(only.members) == len(TWELVE)
+    (rewritten,) = program.rewritten
+    assert len(rewritten.members) == len(TWELVE)
+    assert rewritten.joined == []
+    assert len(program.residual_inputs) == len(TWELVE) * len(rewritten.compensated)
+
+
+def test_every_write_survives_and_every_residual_is_written() -> None:
+    captured = capture_optimizer(optim.AdamW, shapes=TWELVE, foreach=True)
+    program = captured.program()
+    writes = operations(captured.functional).count("aten.copy_.default")
+    residuals = len(program.residual_inputs)
+    assert operations(program.result).count("aten.copy_.default") == writes + residuals
+    assert operations(program.result).count("collage.region.default") == len(TWELVE)
+
+
+def test_dtypes_are_classes_of_their_own() -> None:
+    params = [torch.nn.Parameter(torch.ones(3, dtype=d)) for d in (BF16, FP16, BF16)]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    step = optim.SGD(params, foreach=False).step
+    program = capture(step).program()
+    assert sorted(len(group.members) for group in program.classes) == [1, 2]
+
+
+def test_settings_of_groups_are_classes_of_their_own() -> None:
+    params = [torch.nn.Parameter(torch.ones(3, dtype=BF16)) for _ in range(3)]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.5}]
+    program = capture(optim.SGD(groups, lr=0.1).step).program()
+    assert [len(group.members) for group in program.classes] == [2, 1]
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize("kind, options", OPTIMIZERS, ids=named)
+def test_expanded_graph_is_the_reference_of_the_lowered_one(
+    kind: type[Optimizer], options: dict[str, Any], foreach: bool
+) -> None:
+    """Run eagerly, both give the same bits: for ordinary values and for any bit pattern."""
+    captured = capture_optimizer(kind, foreach=foreach, **options)
+    settings: list[tuple[Level, Arithmetic]] = [("auto", "eft"), ("all", "eft"), ("auto", "wide")]
+    for level, arithmetic in settings:
+        (rewritten,) = captured.program(level, arithmetic).rewritten
+        assert rewritten.expanded is not None and rewritten.lowered is not None
+        for inputs in (random_inputs(rewritten.expanded), random_bits(rewritten.expanded)):
+            pairs = zip(rewritten.expanded(*inputs), rewritten.lowered(*inputs), strict=True)
+            assert [differing(a, b) for a, b in pairs] == [0] * len(rewritten.lowered(*inputs)), (
+                level,
+                arithmetic,
+            )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("level", ["light", "plus", "auto", "all"])
+def test_nothing_is_rewritten_in_a_wide_dtype(dtype: torch.dtype, level: Level) -> None:
+    program = capture_optimizer(optim.AdamW, dtype=dtype).program(level)
+    assert program.result is None and not program.rewritten
+    assert "expand" not in program.seconds
+    assert {s.compensated for s in program.plan} == {False}
+    assert {s.reason.partition(":")[0] for s in program.plan} <= {"float32", "float64"}
+
+
+def test_only_the_low_precision_half_of_a_mixed_step_is_rewritten() -> None:
+    """bf16 weights with fp32 momentum, the common remedy."""
+
+    def step(p: Tensor, m: Tensor, g: Tensor) -> None:
+        m.mul_(0.999).add_(g.float())
+        p.sub_(0.1 * m)
+
+    p, m, g = torch.ones(4, dtype=BF16), torch.ones(4), torch.ones(4, dtype=BF16)
+    program = capture(step, p, m, g).program()
+    assert {s.name: s.compensated for s in program.plan} == {"p": True, "m": False}
+    (rewritten,) = program.rewritten
+    assert len(rewritten.members) == 1 and len(program.residual_inputs) == 1
+
+
+@pytest.mark.parametrize("level", ["auto", "plus", "light"])
+def test_a_running_maximum_is_left_alone(level: Level) -> None:
+    program = capture_optimizer(optim.AdamW, amsgrad=True).program(level)
+    state = verdicts(program)["max_exp_avg_sq"]
+    assert not state.compensated and state.residual_bytes == 0
+    assert "nothing accumulates" in state.reason or level == "light"
+    assert verdicts(program)["param"].compensated
+
+
+def overwritten(p: Tensor, q: Tensor) -> None:
+    p.copy_(2 * q)
+
+
+def unchanged(p: Tensor, q: Tensor) -> None:
+    p.mul_(1.0).add_(0 * q.sign(), alpha=0.0)
+
+
+@pytest.mark.parametrize("level", ["light", "auto", "all"])
+def test_an_overwritten_state_is_left_alone(level: Level) -> None:
+    ones = torch.ones(4, dtype=BF16)
+    program = capture(overwritten, ones, ones.clone()).program(level)
+    assert program.result is None
+    (state,) = program.plan
+    assert state.reason.startswith("overwritten")
+
+
+def test_an_update_through_a_matrix_product_is_refused_by_name() -> None:
+    def step(p: Tensor, q: Tensor) -> None:
+        p.copy_(p @ q)
+
+    program = capture(step, torch.eye(3, dtype=BF16), torch.eye(3, dtype=BF16)).program("all")
+    (state,) = program.plan
+    assert program.result is None and state.refused
+    assert "aten.mm.default" in state.reason
+
+
+def test_complex_states_are_refused_by_name() -> None:
+    def step(p: Tensor, q: Tensor) -> None:
+        p.add_(q)
+
+    program = capture(step, torch.ones(3, dtype=torch.complex32), torch.ones(3)).program("all")
+    (state,) = program.plan
+    assert state.refused and "complex32" in state.reason
+
+
+def test_passes_leave_the_source_graph_as_it_was() -> None:
+    captured = capture_optimizer(optim.AdamW)
+    before = str(captured.functional.graph)
+    captured.program("all")
+    assert str(captured.functional.graph) == before
+    assert len({run.__name__ for run in PASSES}) == len(PASSES)
