@@ -39,9 +39,25 @@ def expand(program: Program) -> None:
     Arithmetic `wide`: compensated states are joined, everything is computed in fp32 without
     rounding in between, and new values are split (or rounded, where the state is plain) at the end.
     """
-    make = _Wide if program.settings.arithmetic == "wide" else _Eft
     for rewritten in program.rewritten:
-        rewritten.expanded = make(rewritten).run()
+        wide = program.settings.arithmetic == "wide"
+        if not wide and _has_side_way(rewritten):
+            rewritten.joined.append("a slice in which a state enters its own update twice")
+            wide = True
+        rewritten.expanded = (_Wide if wide else _Eft)(rewritten).run()
+
+
+def _has_side_way(rewritten: Rewritten) -> bool:
+    """Tell whether a compensated state comes into its update beside the spine, with weight.
+
+    There eft reads its high word only and would lose side * lo; up to 4u of the state that is
+    within the bounds of its storage, as the weight decay that SGD adds to a gradient is.
+    """
+    return any(
+        abs(rewritten.recurrences[i].side) > 2 * torch.finfo(state.val.dtype).eps
+        for i, (state, _, _) in enumerate(rewritten.members[0].states)
+        if i in rewritten.compensated
+    )
 
 
 class _Expander:

@@ -12,6 +12,7 @@ from collage_fx.passes.program import (
     StatePlan,
 )
 from collage_fx.runtime.storage import STORAGES
+from torch.fx import Node
 
 AUTO_THRESHOLD = 4.0
 """A decaying state is critical where 1 - a is at most this many unit roundoffs: its update then
@@ -29,8 +30,15 @@ def plan(program: Program) -> None:
     verdicts: dict[int, tuple[bool, str, str]] = {}
     for group in program.classes:
         for member in group.members:
+            taken: set[Node] = set()
             for (carried, _, _), found in zip(member.states, group.recurrences, strict=True):
                 keep, reason = _verdict(carried, found, program)
+                if keep and not taken.isdisjoint(found.spine):
+                    # A node has one expansion on it; the second residual would be dropped there.
+                    carried.refusal = "it is computed on the carried path of another state"
+                    keep, reason = False, carried.refusal
+                if keep:
+                    taken.update(found.spine)
                 verdicts[carried.index] = (keep, reason, found.text)
         program.rewritten += _by_compensated(group, verdicts)
     for carried in program.carried:

@@ -50,6 +50,8 @@ class Recurrence:
     text: str
     spine: tuple[Node, ...] = ()
     """The carried path: nodes of the slice from the old value (excluded) to the new one."""
+    side: float = 0.0
+    """The part of a constant `a` that comes to the new value by other ways than the spine."""
 
 
 @dataclass

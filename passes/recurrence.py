@@ -66,8 +66,22 @@ def _analyse(group: StateClass, which: int) -> Recurrence:
         return Recurrence("unchanged", 1.0, "x' = x", spine)
     if form.a == 0:
         return Recurrence("nonlinear", 0.0, "x' = B(x)", spine)
+    side = form.a - _along(spine, x)
     rest = {"zero": "", "free": " + B", "nonlinear": " + B(x)"}[form.b]
-    return Recurrence("linear", form.a, f"x' = {_coefficient(form.a)}x{rest}", spine)
+    return Recurrence("linear", form.a, f"x' = {_coefficient(form.a)}x{rest}", spine, _number(side))
+
+
+def _along(spine: tuple[Node, ...], x: Node) -> Coefficient:
+    """Return the coefficient of x along the spine alone."""
+    form, previous = Form(1.0), x
+    for node in spine:
+        form, previous = _transfer(node, {previous: form}), node
+    return form.a
+
+
+def _number(a: Coefficient) -> float:
+    """Return a constant coefficient; a symbolic one (lr * weight_decay, say) counts as small."""
+    return float(a) if isinstance(a, int | float) or a.is_number else 0.0
 
 
 def _coefficient(a: Coefficient) -> str:
