@@ -98,8 +98,8 @@ def clear_stale(pairs: Iterable[tuple[Tensor, Residual]]) -> None:
         shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if names[4:] else "")
         warnings.warn(
             f"collage_fx: the residual of {shown} was cleared, because {why}. The step goes on "
-            "from the stored value. To keep a residual write the tensor before the first step or load "
-            "weights and optimizer from one checkpoint.",
+            "from the stored value. To keep a residual, write the tensor before the first step or "
+            "load weights and optimizer from one checkpoint.",
             CollageWarning,
             stacklevel=2,
         )

@@ -4,8 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from collage_fx.passes import PASSES
-from collage_fx.passes.program import Arithmetic, Level
 from graphs import (
     BF16,
     FP16,
@@ -19,6 +17,9 @@ from graphs import (
 )
 from torch import Tensor, optim
 from torch.optim import Optimizer
+
+from collage_fx.passes import PASSES
+from collage_fx.passes.program import Arithmetic, Level
 
 TWELVE = ((4, 3), (5,), (2, 3, 4), (1,), (7, 1), (16,), (3, 3), (2, 2), (9,), (1, 8), (6,), (4, 4))
 MANY_TENSORS = [
@@ -95,16 +96,14 @@ def test_expanded_graph_is_the_reference_of_the_lowered_one(
 ) -> None:
     """Run eagerly, both give the same bits: for ordinary values and for any bit pattern."""
     captured = capture_optimizer(kind, foreach=foreach, **options)
-    settings: list[tuple[Level, Arithmetic]] = [("auto", "eft"), ("all", "eft"), ("auto", "wide")]
+    settings: list[tuple[Level, Arithmetic]] = [("all", "eft"), ("auto", "wide")]
     for level, arithmetic in settings:
         (rewritten,) = captured.program(level, arithmetic).rewritten
         assert rewritten.expanded is not None and rewritten.lowered is not None
         for inputs in (random_inputs(rewritten.expanded), random_bits(rewritten.expanded)):
             pairs = zip(rewritten.expanded(*inputs), rewritten.lowered(*inputs), strict=True)
-            assert [differing(a, b) for a, b in pairs] == [0] * len(rewritten.lowered(*inputs)), (
-                level,
-                arithmetic,
-            )
+            found = [differing(a, b) for a, b in pairs]
+            assert not any(found), (level, arithmetic, found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -144,10 +143,6 @@ def overwritten(p: Tensor, q: Tensor) -> None:
     p.copy_(2 * q)
 
 
-def unchanged(p: Tensor, q: Tensor) -> None:
-    p.mul_(1.0).add_(0 * q.sign(), alpha=0.0)
-
-
 @pytest.mark.parametrize("level", ["light", "auto", "all"])
 def test_an_overwritten_state_is_left_alone(level: Level) -> None:
     ones = torch.ones(4, dtype=BF16)
@@ -171,9 +166,9 @@ def test_complex_states_are_refused_by_name() -> None:
     def step(p: Tensor, q: Tensor) -> None:
         p.add_(q)
 
-    program = capture(step, torch.ones(3, dtype=torch.complex32), torch.ones(3)).program("all")
+    program = capture(step, torch.ones(3, dtype=torch.complex64), torch.ones(3)).program("all")
     (state,) = program.plan
-    assert state.refused and "complex32" in state.reason
+    assert state.refused and "complex64" in state.reason
 
 
 def test_passes_leave_the_source_graph_as_it_was() -> None:
