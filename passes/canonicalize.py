@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 import torch._inductor.inductor_prims  # registers torch.ops.prims.fma
-from collage_fx.passes.program import LOW_PRECISION, Program, is_tensor, value_of
-from collage_fx.runtime.eft import WIDER
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
+
+from collage_fx.passes.program import LOW_PRECISION, Program, is_tensor, value_of
+from collage_fx.runtime.eft import WIDER
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

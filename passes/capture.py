@@ -1,9 +1,10 @@
 """Pass 1: find the carried states of the graph."""
 
 import torch
-from collage_fx.passes.program import LOW_PRECISION, Carried, Program
 from torch._functorch._aot_autograd.descriptors import SyntheticBaseAOTInput, ViewBaseAOTInput
 from torch.fx import Node
+
+from collage_fx.passes.program import LOW_PRECISION, Carried, Program
 
 aten = torch.ops.aten
 

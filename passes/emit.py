@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.fx import Graph, GraphModule, Node
+
 from collage_fx.passes.program import Program, Rewritten, Slice, graph_of, value_of
 from collage_fx.passes.region import register_region
 from collage_fx.runtime.ops import collage
-from torch.fx import Graph, GraphModule, Node
 
 aten = torch.ops.aten
 

@@ -5,13 +5,14 @@ import re
 from typing import Any
 
 import torch
+from torch.fx import Graph, GraphModule, Node
+
 from collage_fx.passes.program import LOW_PRECISION, Program, Rewritten, value_of
 from collage_fx.passes.rules import RULES
 from collage_fx.passes.rules.joined import join_op_split
 from collage_fx.passes.rules.registry import Decayed, Expanded, Pair
 from collage_fx.runtime.eft import WIDER
 from collage_fx.runtime.ops import collage
-from torch.fx import Graph, GraphModule, Node
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

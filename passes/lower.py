@@ -3,13 +3,14 @@
 from typing import Any
 
 import torch
-from collage_fx.passes.program import LOW_PRECISION, Program, graph_of
-from collage_fx.runtime.eft import WIDER
-from collage_fx.runtime.ops import collage
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+
+from collage_fx.passes.program import LOW_PRECISION, Program, graph_of
+from collage_fx.runtime.eft import WIDER
+from collage_fx.runtime.ops import collage
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

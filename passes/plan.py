@@ -2,6 +2,8 @@
 
 import sympy
 import torch
+from torch.fx import Node
+
 from collage_fx.passes.program import (
     LOW_PRECISION,
     Carried,
@@ -12,7 +14,6 @@ from collage_fx.passes.program import (
     StatePlan,
 )
 from collage_fx.runtime.storage import STORAGES
-from torch.fx import Node
 
 AUTO_THRESHOLD = 4.0
 """A decaying state is critical where 1 - a is at most this many unit roundoffs: its update then

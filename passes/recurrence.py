@@ -5,8 +5,9 @@ from typing import Any, TypeAlias
 
 import sympy
 import torch
-from collage_fx.passes.program import Program, Recurrence, StateClass, value_of
 from torch.fx import Node
+
+from collage_fx.passes.program import Program, Recurrence, StateClass, value_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

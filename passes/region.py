@@ -13,12 +13,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from collage_fx.runtime.ops import collage
 from torch import Tensor
 from torch._inductor.ir import Pointwise, TensorBox
 from torch._inductor.lowering import lowerings, make_pointwise, register_lowering
 from torch._inductor.virtualized import ops
 from torch.fx import GraphModule, Node
+
+from collage_fx.runtime.ops import collage
 
 _REGIONS: dict[str, GraphModule] = {}
 

@@ -3,6 +3,8 @@
 from typing import Any
 
 import torch
+from torch.fx import Node
+
 from collage_fx.passes.program import (
     LOW_PRECISION,
     Carried,
@@ -13,7 +15,6 @@ from collage_fx.passes.program import (
     is_tensor,
     value_of,
 )
-from torch.fx import Node
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

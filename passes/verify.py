@@ -1,9 +1,10 @@
 """The specification of the graph between passes, checked after each of them."""
 
 import torch
+from torch.fx import Node
+
 from collage_fx.passes.program import LOW_PRECISION, Program, Rewritten
 from collage_fx.runtime.errors import LegalityError
-from torch.fx import Node
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

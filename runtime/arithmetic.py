@@ -12,8 +12,9 @@ is always finite, so that a parameter which is restored afterwards is whole agai
 import math
 
 import torch
-from collage_fx.runtime.eft import fast_two_sum, two_prod, two_sum
 from torch import Tensor
+
+from collage_fx.runtime.eft import fast_two_sum, two_prod, two_sum
 
 Expansion = tuple[Tensor, Tensor]
 Component = Tensor | float

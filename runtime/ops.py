@@ -5,8 +5,9 @@ through them. `round` is opaque to the compiler, which is its purpose.
 """
 
 import torch
-from collage_fx.runtime import arithmetic, storage
 from torch import Tensor
+
+from collage_fx.runtime import arithmetic, storage
 
 _LIBRARY = torch.library.Library("collage", "DEF")
 

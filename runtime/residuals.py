@@ -4,10 +4,11 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-from collage_fx.runtime.errors import CollageWarning, ResidualError
-from collage_fx.runtime.storage import STORAGES
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
+
+from collage_fx.runtime.errors import CollageWarning, ResidualError
+from collage_fx.runtime.storage import STORAGES
 
 _CHUNK = 1 << 22
 

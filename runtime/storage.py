@@ -4,9 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
 from collage_fx.runtime.arithmetic import Expansion, finite_or_zero
 from collage_fx.runtime.eft import WIDER
-from torch import Tensor
 
 
 def join(hi: Tensor, lo: Tensor) -> Tensor:

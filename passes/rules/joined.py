@@ -1,9 +1,10 @@
 """What happens to an operation on a carried path that has no rule: join - op - split."""
 
+from torch.fx import Node
+
 from collage_fx.passes.rules.registry import Builder, Expanded
 from collage_fx.runtime.eft import WIDER
 from collage_fx.runtime.ops import collage
-from torch.fx import Node
 
 
 def join_op_split(b: Builder, node: Node, x: Expanded, at: int) -> Expanded:

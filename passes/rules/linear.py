@@ -3,12 +3,13 @@
 from typing import Any
 
 import torch
+from torch.fx import Node
+
 from collage_fx.passes.rules.joined import join_op_split
 from collage_fx.passes.rules.product import times
 from collage_fx.passes.rules.registry import Builder, Decayed, Expanded, Pair, rule
 from collage_fx.runtime.eft import WIDER
 from collage_fx.runtime.ops import collage
-from torch.fx import Node
 
 aten = torch.ops.aten
 

@@ -3,11 +3,12 @@
 from typing import Any
 
 import torch
+from torch.fx import Node
+
 from collage_fx.passes.rules.registry import Builder, Decayed, Expanded, Pair, rule
 from collage_fx.runtime.arithmetic import split_constant
 from collage_fx.runtime.eft import WIDER
 from collage_fx.runtime.ops import collage
-from torch.fx import Node
 
 aten = torch.ops.aten
 

@@ -1,8 +1,9 @@
 """Structural rules: operations that do not change the value."""
 
 import torch
-from collage_fx.passes.rules.registry import Builder, Expanded, rule
 from torch.fx import Node
+
+from collage_fx.passes.rules.registry import Builder, Expanded, rule
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
