@@ -24,7 +24,7 @@ def emit(program: Program) -> None:
 
     After::
 
-        region = collage.region([arg0_1, arg1_1, arg0_1_lo], "5f0c...", [bfloat16, bfloat16])
+        region = collage.region([arg0_1, arg1_1, arg0_1_lo], "5f0c...")
         hi, lo = region[0], region[1]
         copy_ = aten.copy_.default(arg0_1, hi)        # as before
         copy__1 = aten.copy_.default(arg0_1_lo, lo)   # new
@@ -144,12 +144,8 @@ class _Emitter:
         self._append_region(stamp, part, inputs)
 
     def _append_region(self, stamp: _Stamp, part: "_Part", inputs: list[Node]) -> None:
-        region = self.graph.call_function(
-            collage.region.default, (inputs, part.key, list(part.dtypes))
-        )
-        region.meta["val"] = collage.region.default(
-            [value_of(n) for n in inputs], part.key, list(part.dtypes)
-        )
+        region = self.graph.call_function(collage.region.default, (inputs, part.key))
+        region.meta["val"] = collage.region.default([value_of(n) for n in inputs], part.key)
         for k, i in enumerate(part.results):
             item = self.graph.call_function(operator.getitem, (region, k))
             item.meta["val"] = region.meta["val"][k]
@@ -185,7 +181,6 @@ class _Part:
         for node in placeholders:
             if not node.users:
                 graph.erase_node(node)
-        self.dtypes = [all_results[i].meta["dtype"] for i in results]
         self.key = register_region(GraphModule(torch.nn.Module(), graph))
 
 

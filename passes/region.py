@@ -18,13 +18,14 @@ from torch._inductor.ir import Pointwise, TensorBox
 from torch._inductor.lowering import lowerings, make_pointwise, register_lowering
 from torch._inductor.virtualized import ops
 from torch.fx import GraphModule, Node
+from torch.torch_version import TorchVersion
 
 from collage_fx.runtime.ops import collage
 
 _REGIONS: dict[str, GraphModule] = {}
 
 _LIBRARY = torch.library.Library("collage", "FRAGMENT")
-_LIBRARY.define("region(Tensor[] inputs, str key, ScalarType[] dtypes) -> Tensor[]")
+_LIBRARY.define("region(Tensor[] inputs, str key) -> Tensor[]")
 
 
 def register_region(lowered: GraphModule) -> str:
@@ -39,11 +40,13 @@ def register_region(lowered: GraphModule) -> str:
     return key
 
 
-def _run(inputs: list[Tensor], key: str, dtypes: list[torch.dtype]) -> list[Tensor]:
+def _run(inputs: list[Tensor], key: str) -> list[Tensor]:
     return list(_REGIONS[key](*inputs))
 
 
-def _run_meta(inputs: list[Tensor], key: str, dtypes: list[torch.dtype]) -> list[Tensor]:
+def _run_meta(inputs: list[Tensor], key: str) -> list[Tensor]:
+    results: Any = _REGIONS[key].graph.output_node().args[0]
+    dtypes = [node.meta["dtype"] for node in results]
     largest = max(inputs, key=lambda t: t.dim())
     shape = torch.broadcast_shapes(*(t.shape for t in inputs))
     if shape == largest.shape:
@@ -93,7 +96,7 @@ def _box(like: TensorBox, loader: Callable[[Any], Any]) -> TensorBox:
     )
 
 
-def _lower_region(inputs: list[TensorBox], key: str, dtypes: list[torch.dtype]) -> list[TensorBox]:
+def _lower_region(inputs: list[TensorBox], key: str) -> list[TensorBox]:
     """Inductor's lowering: the lowerings of the region's operations, evaluated with a memo."""
     lowered = _REGIONS[key]
     memo = _Memo()
@@ -112,16 +115,25 @@ def _lower_region(inputs: list[TensorBox], key: str, dtypes: list[torch.dtype]) 
 register_lowering(collage.region.default, type_promotion_kind=None, broadcast=False)(_lower_region)
 
 
+# Before 2.13 Inductor's C++ kernels drop a conversion to 16 bits and back, and go on with the value
+# from before it, whatever the lowering says; by way of float64 they keep it.
+_DETOUR = TorchVersion(torch.__version__) < "2.13"
+
+
 def lower_round(x: TensorBox, dtype: torch.dtype) -> TensorBox:
     """Inductor's lowering of collage::round: a conversion to dtype and back that really happens.
 
     `use_compute_types=False` is what keeps Inductor from treating the 16-bit type as fp32.
     """
     source = x.get_dtype()
+    detour = _DETOUR and x.get_device_or_error().type == "cpu"
 
     def body(value: Any) -> Any:
-        rounded = ops.to_dtype(value, dtype, src_dtype=source, use_compute_types=False)
-        return ops.to_dtype(rounded, source, src_dtype=dtype)
+        rounded, now = ops.to_dtype(value, dtype, src_dtype=source, use_compute_types=False), dtype
+        if detour:
+            now = torch.float64
+            rounded = ops.to_dtype(rounded, now, src_dtype=dtype, use_compute_types=False)
+        return ops.to_dtype(rounded, source, src_dtype=now)
 
     return make_pointwise(body, override_return_dtype=source)(x)
 
