@@ -54,8 +54,8 @@ def canonicalize(program: Program) -> None:
     """Rewrite the graph into single-tensor operations that round at most once.
 
     - `_foreach_*` lists become one node for each tensor.
-    - `lerp`, which Dynamo expands into sub and addcmul with a full() of weights, is put together
-      again; `prims.fma` becomes addcmul or add.
+    - `lerp`, which Dynamo expands into a difference and its multiple, is put together again;
+      `prims.fma` becomes addcmul or add.
     - In 16 bits, operations that PyTorch computes in fp32 and rounds once (addcmul, addcdiv, add
       with alpha) become fp32 operations and one conversion, so that the rounding is in the graph.
 
@@ -193,12 +193,15 @@ def _sub(b: _Builder, out: Tensor, x: Any, y: Any, *, alpha: Any = 1) -> Node:
 
 
 def _add_or_sub(b: _Builder, out: Tensor, op: Any, x: Any, y: Any, alpha: Any) -> Node:
+    x, y = _scalar(x, out), _scalar(y, out)
     if not isinstance(y, Node):
         return _binary(b, out, op, x, y * alpha)
+    if op is aten.add.Tensor:
+        polyfill = _lerp(x, y, alpha) or (_lerp(y, x, 1) if alpha == 1 else None)
+        if polyfill:
+            return b.call(aten.lerp.Scalar, *polyfill, val=out)
     if alpha == 1:
         return _binary(b, out, op, x, y)
-    if op is aten.add.Tensor and isinstance(alpha, float) and _is_difference(y, x):
-        return b.call(aten.lerp.Scalar, x, y.args[0], alpha, val=out)
     return b.once(out, lambda wide, x, y: b.call(op, x, _scaled(b, wide, y, alpha), val=wide), x, y)
 
 
@@ -209,9 +212,40 @@ def _binary(b: _Builder, out: Tensor, op: Any, x: Any, y: Any) -> Node:
     return b.call(op, x, y, val=out)
 
 
-def _is_difference(y: Node, x: Node) -> bool:
-    """Tell whether y is `end - x`, so that x + w*y is Dynamo's polyfill of lerp(x, end, w)."""
-    return y.target is aten.sub.Tensor and y.args[1] is x and isinstance(y.args[0], Node)
+def _lerp(x: Any, y: Any, weight: Any) -> tuple[Node, Node, float] | None:
+    """Return (x, end, w) if x + weight*y is lerp(x, end, w) as Dynamo's polyfills write it.
+
+    That is y = end - x with the weight beside it, or y = w * (end - x).
+    """
+    if isinstance(y, Node) and y.target is aten.mul.Tensor and weight == 1:
+        y, weight = y.args
+    if not isinstance(y, Node) or y.target is not aten.sub.Tensor or y.args[1] is not x:
+        return None
+    end = y.args[0]
+    if not isinstance(end, Node) or not isinstance(x, Node) or not isinstance(weight, float):
+        return None
+    return x, end, weight
+
+
+def _scalar(x: Any, out: Tensor) -> Any:
+    """Return the number that x is everywhere, if it is a constant and out is not 0-d, or x."""
+    number = _constant(x) if out.dim() and isinstance(x, Node) and not value_of(x).dim() else None
+    return x if number is None else number
+
+
+def _mul(b: _Builder, out: Tensor, x: Any, y: Any) -> Node:
+    x, y = _scalar(x, out), _scalar(y, out)
+    x, y = (x, y) if isinstance(x, Node) else (y, x)
+    return b.call(aten.mul.Tensor, x, y, val=out)
+
+
+def _where(b: _Builder, out: Tensor, condition: Any, x: Any, y: Any) -> Node:
+    known = _constant(condition)
+    if known is None:
+        return b.call(aten.where.self, condition, x, y, val=out)
+    chosen: Node = x if known else y
+    same = value_of(chosen).shape == out.shape and value_of(chosen).dtype == out.dtype
+    return chosen if same else b.call(aten.where.self, condition, x, y, val=out)
 
 
 def _addcmul(
@@ -270,6 +304,8 @@ def _copy(b: _Builder, out: Tensor, x: Node, source: Any, *_: Any, **__: Any) ->
 _DECOMPOSED: dict[Any, Callable[..., Node]] = {
     aten.add.Tensor: _add,
     aten.sub.Tensor: _sub,
+    aten.mul.Tensor: _mul,
+    aten.where.self: _where,
     aten.div.Tensor: lambda b, out, x, y: _binary(b, out, aten.div.Tensor, x, y),
     aten.pow.Tensor_Scalar: lambda b, out, x, y: _binary(b, out, aten.pow.Tensor_Scalar, x, y),
     aten.addcmul.default: _addcmul,

@@ -100,7 +100,7 @@ def test_own_optimizer_with_closure_and_checkpoint() -> None:
         loss.backward()
         return loss
 
-    losses = [float(step(closure)) for _ in range(3)]
+    losses = [float(step(closure).detach()) for _ in range(3)]
     assert losses[0] > 0
     saved = optimizer.state_dict()["param_groups"][0]["collage_fx"]["residuals"]
     assert sorted(saved) == [0, 1]
