@@ -199,7 +199,8 @@ def _add_or_sub(b: _Builder, out: Tensor, op: Any, x: Any, y: Any, alpha: Any) -
     if op is aten.add.Tensor:
         polyfill = _lerp(x, y, alpha) or (_lerp(y, x, 1) if alpha == 1 else None)
         if polyfill:
-            return b.call(aten.lerp.Scalar, *polyfill, val=out)
+            op = aten.lerp.Tensor if isinstance(polyfill[2], Node) else aten.lerp.Scalar
+            return b.call(op, *polyfill, val=out)
     if alpha == 1:
         return _binary(b, out, op, x, y)
     return b.once(out, lambda wide, x, y: b.call(op, x, _scaled(b, wide, y, alpha), val=wide), x, y)
@@ -212,19 +213,21 @@ def _binary(b: _Builder, out: Tensor, op: Any, x: Any, y: Any) -> Node:
     return b.call(op, x, y, val=out)
 
 
-def _lerp(x: Any, y: Any, weight: Any) -> tuple[Node, Node, float] | None:
+def _lerp(x: Any, y: Any, weight: Any) -> tuple[Node, Node, Any] | None:
     """Return (x, end, w) if x + weight*y is lerp(x, end, w) as Dynamo's polyfills write it.
 
     That is y = end - x with the weight beside it, or y = w * (end - x).
     """
     if isinstance(y, Node) and y.target is aten.mul.Tensor and weight == 1:
-        y, weight = y.args
+        y, weight = y.args  # a scalar stands second, by _mul
     if not isinstance(y, Node) or y.target is not aten.sub.Tensor or y.args[1] is not x:
         return None
     end = y.args[0]
-    if not isinstance(end, Node) or not isinstance(x, Node) or not isinstance(weight, float):
+    if not isinstance(end, Node) or not isinstance(x, Node):
         return None
-    return x, end, weight
+    known = isinstance(weight, float)
+    scalar = isinstance(weight, Node) and value_of(weight).dim() == 0 and value_of(x).dim() > 0
+    return (x, end, weight) if known or scalar else None
 
 
 def _scalar(x: Any, out: Tensor) -> Any:
@@ -235,7 +238,8 @@ def _scalar(x: Any, out: Tensor) -> Any:
 
 def _mul(b: _Builder, out: Tensor, x: Any, y: Any) -> Node:
     x, y = _scalar(x, out), _scalar(y, out)
-    x, y = (x, y) if isinstance(x, Node) else (y, x)
+    if _is_scalar(x, out):  # eager PyTorch rounds a scalar that comes first, and not one behind
+        x, y = y, x
     return b.call(aten.mul.Tensor, x, y, val=out)
 
 
@@ -311,5 +315,7 @@ _DECOMPOSED: dict[Any, Callable[..., Node]] = {
     aten.addcmul.default: _addcmul,
     aten.addcdiv.default: _addcdiv,
     aten.copy.default: _copy,
+    aten._to_copy.default: lambda b, out, x, **_: b.convert(x, out.dtype),
+    prims.convert_element_type.default: lambda b, out, x, dtype: b.convert(x, dtype),
     prims.fma.default: _fma,
 }

@@ -83,20 +83,19 @@ class _Emitter:
         self.program.result = GraphModule(self.canonical, self.graph)
 
     def _copy(self, node: Node) -> None:
-        if node.target is aten.lerp.Scalar:
+        if node.target in (aten.lerp.Scalar, aten.lerp.Tensor):
             self.env[node] = self._polyfilled_lerp(node)
         else:
             self.env[node] = self.graph.node_copy(node, lambda n: self.env[n])
 
     def _polyfilled_lerp(self, node: Node) -> Node:
         """Return lerp as Dynamo had it before `canonicalize`; Inductor has no lowering for it."""
-        start, end = (self.env[a] for a in node.args[:2])  # type: ignore[index]
+        start, end, weight = torch.fx.node.map_arg(node.args, lambda n: self.env[n])
         difference = self.graph.call_function(aten.sub.Tensor, (end, start))
-        result = self.graph.call_function(
-            aten.add.Tensor, (start, difference), {"alpha": node.args[2]}
-        )
-        difference.meta = dict(node.meta)
-        result.meta = dict(node.meta)
+        step = self.graph.call_function(aten.mul.Tensor, (difference, weight))
+        result = self.graph.call_function(aten.add.Tensor, (start, step))
+        for new in (difference, step, result):
+            new.meta = dict(node.meta)
         return result
 
     def _residual_placeholders(self, rewritten: Rewritten, member: Slice) -> None:

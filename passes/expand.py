@@ -93,8 +93,9 @@ class _Expander:
     def placeholders(self) -> list[tuple[Node, Node]]:
         """Append the inputs; return (old value in the slice, residual placeholder) pairs."""
         names = {at: _short(c.name, c.owner) for c, at, _ in self.part.states}
+        taken: set[str] = set()
         for at, node in enumerate(self.part.inputs):
-            new = self.graph.placeholder(names.get(at, f"in{at}"))
+            new = self.graph.placeholder(_unique(names.get(at, f"in{at}"), taken))
             new.meta["dtype"] = value_of(node).dtype
             new.meta["scalar"] = value_of(node).dim() == 0
             self.env[node] = new
@@ -102,7 +103,7 @@ class _Expander:
         for i in self.rewritten.compensated:
             _, at, _ = self.part.states[i]
             old = self.part.inputs[at]
-            lo = self.graph.placeholder(f"{names[at]}_lo")
+            lo = self.graph.placeholder(_unique(f"{self.env[old].target}_lo", taken))
             lo.meta.update(self.env[old].meta)
             residuals.append((old, lo))
         return residuals
@@ -117,6 +118,16 @@ class _Expander:
     def new_values(self) -> list[Node]:
         """Return the new value of each compensated state, as a node of the slice."""
         return [self.part.states[i][2] for i in self.rewritten.compensated]
+
+
+def _unique(name: str, taken: set[str]) -> str:
+    """Return name, with a number if it is taken, and take it."""
+    number, found = 0, name
+    while found in taken:
+        number += 1
+        found = f"{name}_{number}"
+    taken.add(found)
+    return found
 
 
 def _short(name: str, owner: str) -> str:
@@ -170,14 +181,14 @@ class _Eft(_Expander):
 
     def _plain_op(self, node: Node) -> Node:
         dtype = value_of(node).dtype
-        if node.target is aten.lerp.Scalar:
+        if node.target in (aten.lerp.Scalar, aten.lerp.Tensor):
             return self._plain_lerp(node, dtype)
         return self.again(node, [self._number_or_plain(a) for a in node.args], dtype)
 
     def _plain_lerp(self, node: Node, dtype: torch.dtype) -> Node:
         wide = WIDER.get(dtype, dtype) if dtype in LOW_PRECISION else dtype
         start, end = (self.convert(self.plain(a), wide) for a in node.args[:2])
-        return self.convert(lerp(self, start, end, node.args[2], wide), dtype)
+        return self.convert(lerp(self, start, end, self.plain(node.args[2]), wide), dtype)
 
     def _number_or_plain(self, operand: Any) -> Any:
         return torch.fx.node.map_arg(operand, self.plain)
@@ -185,11 +196,12 @@ class _Eft(_Expander):
     # What follows is the interface that rules see; see rules/registry.py.
 
     def plain(self, operand: Any) -> Any:
-        """Return operand in the new graph; of an expansion the high word."""
+        """Return operand in the new graph; of an expansion the high word, in operand's dtype."""
         if not isinstance(operand, Node):
             return operand
-        value = self.env[operand]
-        return self.settled(operand)[0] if isinstance(value, tuple | Decayed) else value
+        if not isinstance(self.env[operand], tuple | Decayed):
+            return self.env[operand]
+        return self.convert(self.settled(operand)[0], value_of(operand).dtype)
 
     def rounded(self, operand: Any) -> Node:
         """Return a tensor operand in the storage dtype."""
@@ -203,6 +215,8 @@ class _Eft(_Expander):
         """Return a tensor operand in the wide dtype; a number or a scalar as it is."""
         plain = self.plain(operand)
         if not isinstance(plain, Node) or plain.meta["scalar"]:
+            return plain
+        if plain.meta["dtype"] not in LOW_PRECISION:
             return plain
         return self.convert(plain, WIDER[self.dtype])
 
@@ -261,9 +275,8 @@ class _Wide(_Expander):
             if dtype in LOW_PRECISION or x.meta["dtype"] == dtype:
                 return x
         wide = WIDER[dtype] if dtype in LOW_PRECISION else dtype
-        if node.target is aten.lerp.Scalar:
-            start, end = (self.env[a] for a in node.args[:2])  # type: ignore[index]
-            return lerp(self, start, end, node.args[2], wide)
+        if node.target in (aten.lerp.Scalar, aten.lerp.Tensor):
+            return lerp(self, *torch.fx.node.map_arg(node.args, lambda n: self.env[n]), wide)
         args = torch.fx.node.map_arg(node.args, lambda n: self.env[n])
         kwargs = torch.fx.node.map_arg(dict(node.kwargs), lambda n: self.env[n])
         return self.op(node.target, *args, dtype=wide, **kwargs)
@@ -283,9 +296,9 @@ class _Wide(_Expander):
 
 
 def lerp(b: _Expander, start: Node, end: Node, weight: Any, dtype: torch.dtype) -> Node:
-    """Return lerp as ATen computes it: from the nearer end."""
+    """Return lerp as ATen computes it: from the nearer end, if the weight is known."""
     difference = b.op(aten.sub.Tensor, end, start, dtype=dtype)
-    if weight < 0.5:
+    if isinstance(weight, Node) or weight < 0.5:
         step = b.op(aten.mul.Tensor, difference, weight, dtype=dtype)
         return b.op(aten.add.Tensor, start, step, dtype=dtype)
     step = b.op(aten.mul.Tensor, difference, 1 - weight, dtype=dtype)

@@ -94,11 +94,9 @@ def _is_number(a: sympy.Expr | float) -> bool:
 def _critical(found: Recurrence, dtype: torch.dtype, level: str) -> tuple[bool, str]:
     """Tell whether the storage dtype loses part of the update."""
     if found.kind == "nonlinear":
-        adds = any("add" in str(n.target) or "sub" in str(n.target) for n in found.spine)
-        return (
-            adds,
-            "nonlinear, adds a term" if adds else "selected or rescaled, nothing accumulates",
-        )
+        if found.adds:
+            return True, "nonlinear, adds a term"
+        return False, "selected or rescaled, nothing accumulates"
     if not _is_number(found.a):
         return True, "its factor is not a constant and may be arbitrarily near 1"
     gap = 1 - abs(float(found.a))

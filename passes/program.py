@@ -51,7 +51,10 @@ class Recurrence:
     spine: tuple[Node, ...] = ()
     """The carried path: nodes of the slice from the old value (excluded) to the new one."""
     side: float = 0.0
-    """The part of a constant `a` that comes to the new value by other ways than the spine."""
+    """The part of a constant `a` that comes to the new value by other ways than the spine; 1 if x
+    meets itself on the spine otherwise than in a sum."""
+    adds: bool = True
+    """Whether a term is added to x, or only selected and rescaled."""
 
 
 @dataclass

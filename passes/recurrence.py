@@ -21,6 +21,8 @@ class Form:
     a: Coefficient
     b: str = "zero"
     """`zero`, `free` (independent of x) or `nonlinear` (depends on x otherwise than through a)."""
+    selects: bool = False
+    """Whether b may be x itself, chosen by a condition or a maximum."""
 
     @property
     def depends(self) -> bool:
@@ -30,14 +32,23 @@ class Form:
     def plus(self, other: "Form", sign: int = 1) -> "Form":
         """Return the form of the sum, or of the difference for sign -1."""
         worst = max(self.b, other.b, key=("zero", "free", "nonlinear").index)
-        return Form(self.a + sign * other.a, worst)
+        return Form(self.a + sign * other.a, worst, self.selects or other.selects)
 
     def times(self, factor: Coefficient) -> "Form":
         """Return the form of the product with something that does not depend on x."""
-        return Form(self.a * factor, self.b)
+        return Form(self.a * factor, self.b, self.selects)
 
 
-_FREE = Form(0.0, "free")
+_FREE = Form(0, "free")
+_ADDING = {aten.add.Tensor, aten.sub.Tensor, aten.lerp.Scalar, aten.lerp.Tensor}
+_SELECTING = {
+    aten.where.self,
+    aten.maximum.default,
+    aten.minimum.default,
+    aten.clamp.default,
+    aten.clamp_min.default,
+    aten.clamp_max.default,
+}
 _CAST = {prims.convert_element_type.default, aten._to_copy.default, aten.clone.default}
 
 
@@ -56,7 +67,7 @@ def _analyse(group: StateClass, which: int) -> Recurrence:
     part = group.representative
     _, position, new = part.states[which]
     x = part.inputs[position]
-    forms: dict[Node, Form] = {x: Form(1.0)}
+    forms: dict[Node, Form] = {x: Form(1)}
     for node in part.nodes:
         forms[node] = _transfer(node, forms)
     form = forms[new]
@@ -65,16 +76,52 @@ def _analyse(group: StateClass, which: int) -> Recurrence:
     spine = tuple(_spine(x, new, forms, _distances(x, part.nodes)))
     if form.b == "zero" and form.a == 1:
         return Recurrence("unchanged", 1.0, "x' = x", spine)
+    tangled = _tangled(spine, x, forms)
     if form.a == 0:
-        return Recurrence("nonlinear", 0.0, "x' = B(x)", spine)
+        return Recurrence(
+            "nonlinear", 0.0, "x' = B(x)", spine, float(tangled), _adds(x, new, forms)
+        )
     side = form.a - _along(spine, x)
     rest = {"zero": "", "free": " + B", "nonlinear": " + B(x)"}[form.b]
-    return Recurrence("linear", form.a, f"x' = {_coefficient(form.a)}x{rest}", spine, _number(side))
+    return Recurrence(
+        "linear",
+        form.a,
+        f"x' = {_coefficient(form.a)}x{rest}",
+        spine,
+        max(_number(side), float(tangled)),
+    )
+
+
+def _tangled(spine: tuple[Node, ...], x: Node, forms: dict[Node, Form]) -> bool:
+    """Tell whether x meets itself on the spine: in other than a sum, or whole, by a selection."""
+    previous = x
+    for node in spine:
+        others = [forms[a] for a in node.all_input_nodes if a is not previous and a in forms]
+        if node.args.count(previous) == 1:
+            if any(f.selects for f in others):
+                return True
+            if node.target not in _ADDING and any(f.depends for f in others):
+                return True
+        previous = node
+    return False
+
+
+def _adds(x: Node, new: Node, forms: dict[Node, Form]) -> bool:
+    """Tell whether, on any way from x to the new value, a term is added."""
+    seen, stack = {x}, [new]
+    while stack:
+        node = stack.pop()
+        near = [a for a in node.all_input_nodes if a in forms and forms[a].depends]
+        if node is not x and near and node.target in _ADDING:
+            return True
+        stack += [a for a in near if a not in seen]
+        seen.update(near)
+    return False
 
 
 def _along(spine: tuple[Node, ...], x: Node) -> Coefficient:
     """Return the coefficient of x along the spine alone."""
-    form, previous = Form(1.0), x
+    form, previous = Form(1), x
     for node in spine:
         form, previous = _transfer(node, {previous: form}), node
     return form.a
@@ -105,7 +152,7 @@ def _transfer(node: Node, forms: dict[Node, Form]) -> Form:
     if node.target in _CAST:
         return first
     if node.target is aten.neg.default:
-        return first.times(-1.0)
+        return first.times(-1)
     if node.target in (aten.add.Tensor, aten.sub.Tensor):
         sign = 1 if node.target is aten.add.Tensor else -1
         scale = _factor(node.kwargs.get("alpha", 1))
@@ -113,12 +160,12 @@ def _transfer(node: Node, forms: dict[Node, Form]) -> Form:
     if node.target is aten.mul.Tensor and not (first.depends and operands[1].depends):
         linear, factor = (0, 1) if first.depends else (1, 0)
         return operands[linear].times(_factor(node.args[factor]))
-    if node.target is aten.div.Tensor and not operands[1].depends:
+    if node.target is aten.div.Tensor and not operands[1].depends and node.args[1] != 0:
         return first.times(1 / _factor(node.args[1]))
-    if node.target is aten.lerp.Scalar:
+    if node.target in (aten.lerp.Scalar, aten.lerp.Tensor) and not form(node.args[2]).depends:
         weight = _factor(node.args[2])
         return first.times(1 - weight).plus(operands[1].times(weight))
-    return Form(0.0, "nonlinear")
+    return Form(0, "nonlinear", node.target in _SELECTING)
 
 
 def _factor(value: Any) -> Coefficient:
@@ -129,7 +176,7 @@ def _factor(value: Any) -> Coefficient:
             if value_of(value).dim() == 0
             else sympy.Symbol("t_" + value.name)
         )
-    return float(value)
+    return value
 
 
 def _distances(x: Node, nodes: list[Node]) -> dict[Node, int]:

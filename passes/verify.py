@@ -57,6 +57,11 @@ def _lowered(program: Program) -> None:
         _signature(r, r.lowered)
         assert r.lowered is not None
         for node in r.lowered.graph.nodes:
+            if node.op == "placeholder" and node.meta["dtype"] in LOW_PRECISION:
+                _demand(
+                    all(u.op == "output" or u.target == _CONVERT for u in node.users),
+                    f"{node.name} is read without being widened",
+                )
             if node.op != "call_function":
                 continue
             _demand(

@@ -5,8 +5,9 @@ same functions are the eager reference, which anyone can call on bf16, fp16 or f
 text that `passes/lower.py` traces into a compiled graph. u is the unit roundoff 2^-p (bf16: 2^-8,
 fp16: 2^-11, fp32: 2^-24).
 
-Where hi is infinite or NaN it is what plain arithmetic on hi would give, and lo is zero: a residual
-is always finite, so that a parameter which is restored afterwards is whole again.
+Where hi is infinite or NaN it is what plain arithmetic on hi would give (or the exact result is
+beyond the largest number), and lo is zero: a residual is always finite, so that a parameter which
+is restored afterwards is whole again.
 """
 
 import math

@@ -21,7 +21,8 @@ def two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Return (s, t) with s = RN(a + b) and s + t = a + b exactly, unless s overflows.
 
     Knuth, TAOCP vol. 2; Moller 1965. No condition on the magnitudes. When s is not finite, t is
-    NaN.
+    NaN; so it is too, with a finite s, where |a| is the largest number and b about -1.5 of its ulp
+    (Boldo, Graillat, Muller, TOMS 44(1), 2017).
     """
     s = a + b
     a_part = s - b
@@ -42,8 +43,8 @@ def two_prod(a: Tensor, b: Tensor | float) -> tuple[Tensor, Tensor]:
     """Return (p, e) with p = RN(a * b) and p + e = a * b exactly.
 
     The product is formed exactly in `WIDER[a.dtype]`, which is what an FMA would do (2ProdFMA). `b`
-    may be a Python number that the dtype represents. e is exact where |a * b| is at least 2^-119
-    (bf16), 2^-4 (fp16) or 2^-103 (fp32); below, it is rounded or flushed. When p is not finite, e
+    may be a Python number that the dtype represents. e is exact where |a * b| is at least 2^-118
+    (bf16), 2^-3 (fp16) or 2^-102 (fp32); below, it is rounded or flushed. When p is not finite, e
     is not finite either.
     """
     wide = WIDER[a.dtype]

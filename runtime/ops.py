@@ -24,6 +24,10 @@ _define(
     "mul.constant(Tensor hi, Tensor lo, float b_hi, float b_lo) -> (Tensor, Tensor)",
     arithmetic.mul,
 )
+_define(
+    "mul.float(Tensor hi, Tensor lo, Tensor b) -> (Tensor, Tensor)",
+    lambda hi, lo, b: arithmetic.mul(hi, lo, b, 0.0),
+)
 _define("neg(Tensor hi, Tensor lo) -> (Tensor, Tensor)", arithmetic.neg)
 _define("decay(Tensor hi, Tensor lo, Tensor gap) -> Tensor", storage.decay)
 _define("decay.constant(Tensor hi, Tensor lo, float gap) -> Tensor", storage.decay)

@@ -23,8 +23,8 @@ def join(hi: Tensor, lo: Tensor) -> Tensor:
 def decay(hi: Tensor, lo: Tensor, gap: Tensor | float) -> Tensor:
     """Return (hi + lo) * gap in the wide dtype; zero where hi is not finite.
 
-    With gap = c - 1 it is what turns x into c * x when added to it. An infinite x then stays
-    infinite, as in plain arithmetic, instead of becoming inf - inf.
+    With gap = c - 1 it is what turns x into c * x when added to it, for c > 0. An infinite x then
+    stays infinite, as in plain arithmetic, instead of becoming inf - inf.
     """
     return finite_or_zero(join(hi, lo)) * gap
 

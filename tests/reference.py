@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
 from collage_fx.runtime.arithmetic import grow, mul, split_constant
 from collage_fx.runtime.storage import decay
-from torch import Tensor
 
 
 def rounded_sqrt(x: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """What the passes make of the steps of PyTorch's optimizers, and where they must not act."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -7,9 +8,12 @@ import torch
 from graphs import (
     BF16,
     FP16,
+    OPTIMIZERS,
     capture,
     capture_optimizer,
     differing,
+    mistyped,
+    named,
     operations,
     random_bits,
     random_inputs,
@@ -29,26 +33,6 @@ MANY_TENSORS = [
     (optim.SGD, {"lr": 0.1}),
     (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
 ]
-OPTIMIZERS: list[tuple[type[Optimizer], dict[str, Any]]] = [
-    (optim.Adadelta, {}),
-    (optim.Adagrad, {}),
-    (optim.Adam, {"weight_decay": 0.1, "amsgrad": True}),
-    (optim.Adamax, {}),
-    (optim.AdamW, {}),
-    (optim.ASGD, {}),
-    (optim.NAdam, {}),
-    (optim.RAdam, {}),
-    (optim.RMSprop, {"momentum": 0.9, "centered": True}),
-    (optim.Rprop, {}),
-    (optim.SGD, {"momentum": 0.9, "weight_decay": 0.01, "dampening": 0.1}),
-]
-
-
-def named(value: object) -> str | None:
-    """A readable parameter id."""
-    if isinstance(value, dict):
-        return "-".join(f"{k}={v}" for k, v in value.items()) or "default"
-    return getattr(value, "__name__", None)
 
 
 @pytest.mark.parametrize("kind, options", MANY_TENSORS, ids=named)
@@ -89,21 +73,44 @@ def test_settings_of_groups_are_classes_of_their_own() -> None:
     assert [len(group.members) for group in program.classes] == [2, 1]
 
 
-@pytest.mark.parametrize("foreach", [True, False])
 @pytest.mark.parametrize("kind, options", OPTIMIZERS, ids=named)
 def test_expanded_graph_is_the_reference_of_the_lowered_one(
-    kind: type[Optimizer], options: dict[str, Any], foreach: bool
+    kind: type[Optimizer], options: dict[str, Any]
 ) -> None:
     """Run eagerly, both give the same bits: for ordinary values and for any bit pattern."""
-    captured = capture_optimizer(kind, foreach=foreach, **options)
+    captured = capture_optimizer(kind, **options)
     settings: list[tuple[Level, Arithmetic]] = [("all", "eft"), ("auto", "wide")]
     for level, arithmetic in settings:
-        (rewritten,) = captured.program(level, arithmetic).rewritten
+        rewritten = captured.rewritten(level, arithmetic)
         assert rewritten.expanded is not None and rewritten.lowered is not None
         for inputs in (random_inputs(rewritten.expanded), random_bits(rewritten.expanded)):
             pairs = zip(rewritten.expanded(*inputs), rewritten.lowered(*inputs), strict=True)
             found = [differing(a, b) for a, b in pairs]
             assert not any(found), (level, arithmetic, found)
+
+
+@pytest.mark.parametrize("kind, options", OPTIMIZERS, ids=named)
+def test_results_have_the_dtypes_that_nodes_claim(
+    kind: type[Optimizer], options: dict[str, Any]
+) -> None:
+    rewritten = capture_optimizer(kind, **options).rewritten("all")
+    inputs = random_inputs(rewritten.expanded, size=2)
+    assert mistyped(rewritten.expanded, inputs) == {}
+    assert mistyped(rewritten.lowered, inputs) == {}
+
+
+def test_a_conversion_is_kept_for_those_who_read_it_beside_the_path() -> None:
+    """In fp16 it is what keeps 1e6 * p finite."""
+
+    def step(p: Tensor, q: Tensor) -> None:
+        wide = p.float()
+        p.copy_(wide + wide * 1e6 * 1e-9)
+
+    p, q = torch.ones(4, dtype=FP16), torch.zeros(4, dtype=FP16)
+    rewritten = capture(step, p, q).rewritten()
+    assert rewritten.expanded is not None
+    hi, lo = rewritten.expanded(p, q)
+    assert (hi.double() + lo.double()).tolist() == pytest.approx([1.001] * 4, abs=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -152,6 +159,31 @@ def test_an_overwritten_state_is_left_alone(level: Level) -> None:
     assert state.reason.startswith("overwritten")
 
 
+def moving_together(p: Tensor, q: Tensor) -> None:
+    p.add_(q)
+    q.mul_(0.999)
+
+
+def like_an_input(in1: Tensor, q: Tensor) -> None:
+    in1.add_(q)
+
+
+def like_a_residual(a: Tensor, a_lo: Tensor) -> None:
+    a.add_(a_lo)
+    a_lo.mul_(0.999)
+
+
+@pytest.mark.parametrize("step", [moving_together, like_an_input, like_a_residual], ids=named)
+@pytest.mark.parametrize("is_param", [False, True])
+def test_names_of_states_do_not_clash(step: Callable[..., None], is_param: bool) -> None:
+    p, q = (torch.ones(4, dtype=BF16, requires_grad=is_param) for _ in range(2))
+    rewritten = capture(step, p, q).rewritten("all")
+    for module in (rewritten.expanded, rewritten.lowered):
+        assert module is not None
+        names = [n.target for n in module.graph.find_nodes(op="placeholder")]
+        assert len(set(names)) == len(names)
+
+
 def test_an_update_through_a_matrix_product_is_refused_by_name() -> None:
     def step(p: Tensor, q: Tensor) -> None:
         p.copy_(p @ q)
@@ -160,6 +192,16 @@ def test_an_update_through_a_matrix_product_is_refused_by_name() -> None:
     (state,) = program.plan
     assert program.result is None and state.refused
     assert "aten.mm.default" in state.reason
+
+
+def test_overlapping_states_are_refused() -> None:
+    def step(p: Tensor, q: Tensor) -> None:
+        p.add_(q)
+
+    base = torch.ones(8, dtype=BF16)
+    program = capture(step, base[:4], base[2:6]).program("all")
+    (state,) = program.plan
+    assert program.result is None and state.refused and "overlaps" in state.reason
 
 
 def test_complex_states_are_refused_by_name() -> None:

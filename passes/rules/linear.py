@@ -6,7 +6,7 @@ import torch
 from torch.fx import Node
 
 from collage_fx.passes.rules.joined import join_op_split
-from collage_fx.passes.rules.product import times
+from collage_fx.passes.rules.product import decayed, near_one, times
 from collage_fx.passes.rules.registry import Builder, Decayed, Expanded, Pair, rule
 from collage_fx.runtime.eft import WIDER
 from collage_fx.runtime.ops import collage
@@ -51,15 +51,25 @@ def neg(b: Builder, node: Node, x: Expanded, at: int) -> Expanded:
     return b.pair(collage.neg.default, *b.settle(x))
 
 
-@rule(aten.lerp.Scalar)
+@rule(aten.lerp.Scalar, aten.lerp.Tensor)
 def lerp(b: Builder, node: Node, x: Expanded, at: int) -> Expanded:
     """lerp(x, end, w) = (1-w)*x + w*end, so that the decay acts on the whole expansion."""
     weight: Any = node.args[2]
-    decay, other = (1 - weight, node.args[1]) if at == 0 else (weight, node.args[0])
-    wide = WIDER[b.dtype]
-    term = b.op(aten.mul.Tensor, b.widened(other), 1 - decay, dtype=wide)
-    decayed = times(b, b.settle(x), decay)
-    if isinstance(decayed, Decayed):
-        total = b.op(aten.add.Tensor, decayed.term, term, dtype=wide)
-        return b.settle(Decayed(decayed.pair, total, decayed.small))
-    return b.pair(collage.grow.default, *decayed, b.narrowed(term))
+    if at == 1 and b.is_number(weight):
+        term = b.op(aten.mul.Tensor, b.widened(node.args[0]), 1 - weight, dtype=WIDER[b.dtype])
+        return b.pair(
+            collage.grow.default, *b.settle(times(b, b.settle(x), weight)), b.narrowed(term)
+        )
+    if at != 0:
+        return join_op_split(b, node, x, at)
+    pair, wide, number = b.settle(x), WIDER[b.dtype], b.is_number(weight)
+    towards = b.op(aten.mul.Tensor, b.widened(node.args[1]), b.plain(weight), dtype=wide)
+    if number and not near_one(b, 1 - weight):
+        return b.pair(
+            collage.grow.default, *b.settle(times(b, pair, 1 - weight)), b.narrowed(towards)
+        )
+    plain = b.plain(weight)
+    gap = -weight if number else b.op(aten.neg.default, plain, dtype=plain.meta["dtype"])
+    away = decayed(b, pair, gap, small=number)
+    total = b.op(aten.add.Tensor, away.term, towards, dtype=wide)
+    return b.settle(Decayed(pair, total, small=number))

@@ -38,7 +38,7 @@ class Builder(Protocol):
     """The dtype of the state on whose carried path the node lies."""
 
     def plain(self, operand: Any) -> Any:
-        """Return operand in the new graph; of an expansion the high word; a number as it is."""
+        """Return operand in the new graph; of an expansion one value; a number as it is."""
 
     def rounded(self, operand: Any) -> Node:
         """Return a tensor operand rounded to the storage dtype, once."""
@@ -47,7 +47,7 @@ class Builder(Protocol):
         """Return a node of the new graph rounded to the storage dtype, once."""
 
     def widened(self, operand: Any) -> Any:
-        """Return a tensor operand in the wide dtype; a number or a scalar as it is."""
+        """Return a 16-bit tensor operand in the wide dtype; any other operand as it is."""
 
     def is_number(self, operand: Any) -> bool:
         """Tell whether operand is a Python number."""

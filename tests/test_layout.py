@@ -1,0 +1,115 @@
+"""What holds of the source tree as a whole."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from torch import optim
+
+ROOT = Path(__file__).parents[1]
+LAYERS = ("collage_fx", "passes", "runtime")
+"""From the top to the bottom: a layer imports itself and what is below it."""
+
+
+def sources(layer: str) -> list[Path]:
+    return sorted((ROOT / layer).rglob("*.py"))
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The modules that a file imports, anywhere in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import hides which layer it reaches"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def layer_of(module: str) -> str | None:
+    """The layer that a module of collage_fx belongs to."""
+    parts = module.split(".")
+    if parts[0] != "collage_fx":
+        return None
+    return parts[1] if parts[1:] and parts[1] in LAYERS else "collage_fx"
+
+
+def code(path: Path) -> str:
+    """The code of a file without comments and docstrings."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            node.body = [s for s in body if not _is_text(s)] or [ast.Pass()]  # type: ignore[attr-defined]
+    return ast.unparse(tree)
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    return (
+        isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Constant)
+        and isinstance(statement.value.value, str)
+    )
+
+
+def test_listed_packages_are_those_of_the_tree() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = {p: p.replace(".", "/") for p in settings["packages"]}
+    for package, folder in settings["package-dir"].items():
+        for p in folders:
+            if p == package or p.startswith(package + "."):
+                folders[p] = folder + p.removeprefix(package).replace(".", "/")
+    inits = (p for layer in LAYERS for p in sources(layer) if p.name == "__init__.py")
+    assert sorted(folders.values()) == sorted(p.parent.relative_to(ROOT).as_posix() for p in inits)
+
+
+def test_every_folder_with_code_is_a_package() -> None:
+    for layer in LAYERS:
+        for path in sources(layer):
+            assert (path.parent / "__init__.py").exists(), path
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_imports_point_one_way(layer: str) -> None:
+    allowed = {None, *LAYERS[LAYERS.index(layer) :]}
+    for path in sources(layer):
+        reached = {m: layer_of(m) for m in imported(path)}
+        upwards = [m for m, target in reached.items() if target not in allowed]
+        assert not upwards, f"{path.relative_to(ROOT)} imports {upwards}"
+
+
+@pytest.mark.parametrize("layer", LAYERS[1:])
+def test_nothing_is_imported_by_its_second_name(layer: str) -> None:
+    for path in (p for other in LAYERS for p in sources(other)):
+        assert layer not in {m.partition(".")[0] for m in imported(path)}, path
+
+
+@pytest.mark.parametrize("package", ["passes", "passes.rules", "runtime"])
+def test_packages_refuse_their_second_name(package: str) -> None:
+    """From the repository root, where `import passes` would otherwise work."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"import {package}"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "ImportError: this package is collage_fx." in done.stderr
+
+
+@pytest.mark.parametrize("layer", ["passes", "runtime"])
+def test_no_optimizer_is_named_below_the_top(layer: str) -> None:
+    classes = {n for n in vars(optim) if isinstance(getattr(optim, n), type)} - {"Optimizer"}
+    states = ["exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "max_exp_avg_sq"]
+    known = re.compile(rf"\b({'|'.join([*classes, *states])})\b", re.IGNORECASE)
+    assert {"AdamW", "SGD", "Muon"} <= classes
+    for path in sources(layer):
+        found = {m.group() for m in known.finditer(code(path))}
+        assert not found, f"{path.relative_to(ROOT)} names {found}"
+
+
+def test_tests_stay_below_three_hundred_lines() -> None:
+    """A long test file is one that nobody reads."""
+    for path in sources("tests"):
+        assert len(path.read_text().splitlines()) < 300, path
