@@ -276,7 +276,8 @@ class _Wide(_Expander):
                 return x
         wide = WIDER[dtype] if dtype in LOW_PRECISION else dtype
         if node.target in (aten.lerp.Scalar, aten.lerp.Tensor):
-            return lerp(self, *torch.fx.node.map_arg(node.args, lambda n: self.env[n]), wide)
+            operands: Any = torch.fx.node.map_arg(node.args, lambda n: self.env[n])
+            return lerp(self, operands[0], operands[1], operands[2], wide)
         args = torch.fx.node.map_arg(node.args, lambda n: self.env[n])
         kwargs = torch.fx.node.map_arg(dict(node.kwargs), lambda n: self.env[n])
         return self.op(node.target, *args, dtype=wide, **kwargs)

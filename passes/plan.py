@@ -15,9 +15,9 @@ from collage_fx.passes.program import (
 )
 from collage_fx.runtime.storage import STORAGES
 
-AUTO_THRESHOLD = 4.0
+AUTO_THRESHOLD = 8.0
 """A decaying state is critical where 1 - a is at most this many unit roundoffs: its update then
-stalls, see docs/criticality.md for the measured bias."""
+stalls; benchmarks/criticality.py measures the bias of a plain state."""
 PLUS_THRESHOLD = 16.0
 """Level `plus` also takes states whose decay is biased measurably, by 0.4% and more."""
 
