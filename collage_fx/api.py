@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo import config as dynamo_config
 from torch.optim import Optimizer
 
 from collage_fx import checkpoint
@@ -16,6 +17,9 @@ from collage_fx.config import split_options
 from collage_fx.ownership import live_optimizers, owners_of
 from collage_fx.runtime.residuals import STORE
 from collage_fx.watch import has_gradient, why_not_compiled
+
+RECOMPILE_LIMIT = 256
+"""How many graphs Dynamo may keep for the step of one class of optimizers."""
 
 
 def compile(
@@ -65,8 +69,11 @@ def _compile_optimizer(optimizer: Optimizer, session: Session) -> Callable[..., 
     @functools.wraps(type(optimizer).step)
     def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         runs = session.calls
-        # A closure runs the model: eagerly, or as the user compiled it, not as part of the step.
-        result = compiled() if closure is None else compiled(torch.compiler.disable(closure))
+        # All optimizers of a class share one function, whose graphs Dynamo counts together: its
+        # default limit of 8 is soon reached, and the step would go on eagerly.
+        with dynamo_config.patch(recompile_limit=RECOMPILE_LIMIT):
+            # A closure runs the model: eagerly or as the user compiled it, not as part of the step.
+            result = compiled() if closure is None else compiled(torch.compiler.disable(closure))
         self._opt_called = True  # type: ignore[attr-defined]  # what schedulers look at
         if session.calls == runs and has_gradient(self):
             session.warn_once(why_not_compiled(self))
@@ -79,10 +86,13 @@ def _compile_optimizer(optimizer: Optimizer, session: Session) -> Callable[..., 
 def residuals(tensor: Tensor) -> tuple[Tensor, ...]:
     """Return the residual components of tensor, themselves, not copies; () if it has none.
 
-    Each has the shape, dtype and device of tensor; tensor plus all of them is its full value.
+    Each has the shape, dtype and device of tensor; tensor plus all of them is its full value. A
+    residual whose tensor was written since from outside does not count; the next step clears it.
     """
     residual = STORE.get(tensor)
-    return () if residual is None else residual.components
+    if residual is None or not (residual.expected_checksum is not None or residual.belongs(tensor)):
+        return ()
+    return residual.components
 
 
 def value(tensor: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:

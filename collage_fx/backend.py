@@ -1,5 +1,6 @@
 """The Dynamo backend: from a Dynamo graph to a callable that binds residuals."""
 
+import copy
 import functools
 import operator
 import re
@@ -16,7 +17,9 @@ from torch._functorch._aot_autograd.descriptors import (
     ParamAOTInput,
     PlainAOTInput,
 )
+from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.exc import InductorError
 from torch.compiler import config as compiler_config
 from torch.fx import GraphModule, Node
 from torch.optim import Optimizer
@@ -25,7 +28,7 @@ from collage_fx import checkpoint, watch
 from collage_fx.config import CollageConfig, split_options
 from collage_fx.ownership import Owned, live_optimizers, owners_of
 from collage_fx.passes import run_passes
-from collage_fx.passes.program import Carried, Owner, Program
+from collage_fx.passes.program import LOW_PRECISION, Carried, Owner, Program
 from collage_fx.runtime.errors import CollageWarning
 from collage_fx.runtime.residuals import STORE, Residual, clear_stale
 
@@ -64,6 +67,7 @@ class Session:
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one Dynamo graph; the callable that a Dynamo backend returns."""
+        watch.count_graph()
         return _Graph(self, gm).compile(example_inputs)
 
 
@@ -82,7 +86,6 @@ def collage(
     Options are the fields of `CollageConfig`; other names are settings of Inductor, as is `mode`.
     Raises OptionError for unknown names and values.
     """
-    watch.count_graph()
     config, inductor = split_options(options or {}, mode)
     # One session per configuration, so that a warning is not repeated at every recompilation.
     session = _SESSIONS.setdefault(
@@ -137,6 +140,7 @@ class _Graph:
     def inner(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         """Rewrite the functional graph, compile it and bind its residuals."""
         if not kwargs.get("is_inference", False):
+            self._warn_differentiated(gm)
             return compile_fx_inner(gm, example_inputs, **kwargs)
         program = run_passes(Program(gm, self.session.config.settings, self.describe))
         compiled = Compiled(program)
@@ -157,7 +161,7 @@ class _Graph:
         fakes = [n.meta["val"] for n in placeholders[count:]]
         tag = compiler_config.cache_key_tag + "collage_fx:" + self.session.config.fingerprint
         with compiler_config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
-            inner = compile_fx_inner(program.result, [*example_inputs, *fakes], **kwargs)
+            inner = _compile_rewritten(program.result, [*example_inputs, *fakes], kwargs)
         compiled.source_code = getattr(inner, "source_code", "")
         where = [self.locate[c.index] for c in carried]
         self.residuals = _Residuals(self.session, carried, where)
@@ -184,6 +188,15 @@ class _Graph:
             index, f"an input that overlaps others ({placeholder.name})", "tensor", False, val
         )
 
+    def _warn_differentiated(self, gm: GraphModule) -> None:
+        """Say that a graph whose outputs are differentiated is compiled as it stands."""
+        written = [n.args[0] for n in gm.graph.nodes if str(n.target) == "aten.copy_.default"]
+        if any(n.op == "placeholder" and n.meta["val"].dtype in LOW_PRECISION for n in written):
+            self.session.warn_once(
+                "a graph that updates 16-bit tensors is part of a differentiated computation, and "
+                "runs without compensation; compile the update by itself, under torch.no_grad()"
+            )
+
     def _warn(self, program: Program) -> None:
         refused = [f"{s.name} ({s.reason})" for s in program.plan if s.refused]
         if refused:
@@ -195,6 +208,17 @@ class _Graph:
                 f"nothing needed compensation: the states of this step are {dtypes}, and none of "
                 "them loses updates in its dtype; collage_fx.explain gives the reason for each"
             )
+
+
+def _compile_rewritten(gm: GraphModule, inputs: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Compile a rewritten graph; without fusion, if Inductor's fusion of it fails."""
+    try:
+        return compile_fx_inner(copy.deepcopy(gm), inputs, **kwargs)
+    except InductorError:
+        # 2.13 fuses the outer loops of a row-wise reduction and of the update behind it, and looks
+        # for a read that a buffer's in-place user does not have (KeyError in cpp.py).
+        with inductor_config.patch(max_fusion_size=1):
+            return compile_fx_inner(gm, inputs, **kwargs)
 
 
 class _Static:
@@ -229,13 +253,15 @@ class _Residuals:
         """Find the residuals for this call and make sure that each belongs to its tensor."""
         tensors = [tensor for f in self.locate if (tensor := f(args)) is not None]
         storage = self.session.config.storage
-        if any(STORE.get(tensor) is None for tensor in tensors):
-            self._introduce(tensors)
+        fresh = any(STORE.get(tensor) is None for tensor in tensors)
+        ownerless = self._introduce(tensors) if fresh else []
         self.current = [
             (tensor, STORE.ensure(tensor, storage, c.name))
             for tensor, c in zip(tensors, self.carried, strict=True)
         ]
         clear_stale(self.current)
+        for tensor in ownerless:
+            STORE.share_by_memory(tensor)
 
     def bind(self, inner: Any) -> Callable[[list[Any]], Any]:
         """Return a boxed callable that appends the residual tensors to the inputs of inner."""
@@ -254,18 +280,18 @@ class _Residuals:
             residual.settle(tensor)
         self.current = []
 
-    def _introduce(self, tensors: list[Tensor]) -> None:
-        """Attach the optimizers of tensors that are seen for the first time."""
+    def _introduce(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Attach the optimizers of tensors that are seen for the first time; return the others."""
         optimizer = self.session.optimizer()
         owners = owners_of([optimizer] if optimizer is not None else live_optimizers())
         found: list[tuple[Optimizer, Owned]] = []
-        ownerless = []
+        ownerless: dict[str, Tensor] = {}
         for tensor, c in zip(tensors, self.carried, strict=True):
             if id(tensor) in owners:
                 found.append(owners[id(tensor)])
                 c.name = found[-1][1].name
             elif STORE.get(tensor) is None:
-                ownerless.append(c.name)
+                ownerless[c.name] = tensor
         for owner, _ in found:
             checkpoint.attach(owner)
         if ownerless and not self.session.named:
@@ -275,6 +301,7 @@ class _Residuals:
                 "give them back with collage_fx.load_residuals(tensor, components); "
                 "collage_fx.compile(function) instead of the backend string silences this"
             )
+        return list(ownerless.values())
 
 
 def _owner(tensor: Any) -> Owner:

@@ -9,6 +9,8 @@ import warnings
 from typing import Any
 
 import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._dynamo import config as dynamo_config
 from torch._dynamo.utils import counters
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -57,10 +59,9 @@ def why_not_compiled(optimizer: Optimizer) -> str:
         cause, remedy = "its gradients are sparse", "use dense gradients"
     else:
         reasons = [" ".join(reason.split()) for reason in counters["graph_break"]]
-        cause = (
-            f"torch.compile found no graph in it ({reasons[-1][:160] if reasons else 'skipped'})"
-        )
-        remedy = "TORCH_LOGS=graph_breaks shows where; avoid .item() and data-dependent branches"
+        last = f" (the last graph break: {reasons[-1][:160]})" if reasons else ""
+        cause = f"torch.compile ran no graph of it{last}"
+        remedy = "TORCH_LOGS=graph_breaks,recompiles shows why; avoid .item() and branches on data"
     name = type(optimizer).__name__
     return f"the step of {name} ran without compensation: {cause}; {remedy}"
 
@@ -68,6 +69,19 @@ def why_not_compiled(optimizer: Optimizer) -> str:
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         _trace_begins()
+    elif get_eval_frame_callback() is False and _Watch.graphs:
+        # False, not None: within a compiled function, but Dynamo may only run what it has.
+        _warn_once(
+            f"the step of {type(optimizer).__name__} ran without compensation: torch.compile gave "
+            f"up after torch._dynamo.config.recompile_limit = {dynamo_config.recompile_limit} "
+            "graphs of one function; raise it, or use collage_fx.compile, which does"
+        )
+
+
+def _warn_once(message: str) -> None:
+    if message and message not in _Watch.warned:
+        _Watch.warned.add(message)
+        warnings.warn(f"collage_fx: {message}", CollageWarning, stacklevel=2)
 
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -91,8 +105,5 @@ def _trace_ends(name: str) -> bool:
     empty = output.count_calls() == 0 and _Watch.graphs == _Watch.graphs_before
     if watched and empty:
         steppers = [o for o in live_optimizers() if type(o).__name__ == name and has_gradient(o)]
-        message = why_not_compiled(steppers[-1]) if steppers else ""
-        if message and message not in _Watch.warned:
-            _Watch.warned.add(message)
-            warnings.warn(f"collage_fx: {message}", CollageWarning, stacklevel=2)
+        _warn_once(why_not_compiled(steppers[-1]) if steppers else "")
     return True

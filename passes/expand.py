@@ -213,6 +213,9 @@ class _Eft(_Expander):
 
     def widened(self, operand: Any) -> Any:
         """Return a tensor operand in the wide dtype; a number or a scalar as it is."""
+        if isinstance(operand, Node) and isinstance(self.env[operand], tuple | Decayed):
+            hi, lo = self.settled(operand)
+            return self.op(collage.join.default, hi, lo, dtype=WIDER[hi.meta["dtype"]])
         plain = self.plain(operand)
         if not isinstance(plain, Node) or plain.meta["scalar"]:
             return plain

@@ -7,7 +7,7 @@ import sympy
 import torch
 from torch.fx import Node
 
-from collage_fx.passes.program import Program, Recurrence, StateClass, value_of
+from collage_fx.passes.program import LOW_PRECISION, Program, Recurrence, StateClass, value_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -41,6 +41,7 @@ class Form:
 
 _FREE = Form(0, "free")
 _ADDING = {aten.add.Tensor, aten.sub.Tensor, aten.lerp.Scalar, aten.lerp.Tensor}
+_SCALING = {aten.mul.Tensor, aten.div.Tensor}
 _SELECTING = {
     aten.where.self,
     aten.maximum.default,
@@ -102,8 +103,25 @@ def _tangled(spine: tuple[Node, ...], x: Node, forms: dict[Node, Form]) -> bool:
                 return True
             if node.target not in _ADDING and any(f.depends for f in others):
                 return True
+            if node.target in _SCALING and any(
+                _computed_factor(a, x) for a in node.args[:2] if a is not previous
+            ):
+                return True
         previous = node
     return False
+
+
+def _computed_factor(operand: Any, x: Node) -> bool:
+    """Tell whether operand is a 16-bit tensor of the step's own making, such as exp(-lr * g).
+
+    It may have been rounded to one on the way, so eft would multiply by nothing.
+    """
+    if not isinstance(operand, Node) or operand.op == "placeholder" or operand is x:
+        return False
+    near = operand.target in _CAST and isinstance(operand.args[0], Node)
+    return value_of(operand).dtype in LOW_PRECISION or (
+        near and _computed_factor(operand.args[0], x)
+    )
 
 
 def _adds(x: Node, new: Node, forms: dict[Node, Form]) -> bool:

@@ -2,9 +2,11 @@
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
 from collage_fx.runtime.errors import CollageWarning, ResidualError
@@ -61,6 +63,10 @@ class Residual:
         for component in self.components:
             component.zero_()
 
+    def belongs(self, tensor: Tensor) -> bool:
+        """Tell whether tensor is as it was when the residual was last settled."""
+        return self.version == _version(tensor) and self.address == tensor.data_ptr()
+
     def stale(self, tensor: Tensor) -> str:
         """Say why the residual does not belong to the present value of tensor; empty if it does.
 
@@ -71,7 +77,7 @@ class Residual:
             if int(checksum(tensor)) != self.expected_checksum:
                 why = "its values are not those that its residual was saved with"
             self.expected_checksum = None
-        elif self.version != _version(tensor) or self.address != tensor.data_ptr():
+        elif not self.belongs(tensor):
             if any(bool(component.any()) for component in self.components):
                 why = "it was written from outside the compiled step"
         else:
@@ -111,14 +117,29 @@ class ResidualStore:
 
     def __init__(self) -> None:
         self._residuals: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._of_memory: dict[tuple[Any, ...], Residual] = {}
+        """For tensors that are made anew at each call, as `p.data` is: storage and layout."""
 
     def get(self, tensor: Tensor) -> Residual | None:
-        """Return the residual of tensor, or None."""
-        return self._residuals.get(tensor)
+        """Return the residual of tensor, or of another one that is the same piece of memory."""
+        residual: Residual | None = self._residuals.get(tensor)
+        if residual is None and self._of_memory and tensor.layout == torch.strided:
+            residual = self._of_memory.get(_memory(tensor))
+            if residual is not None:
+                # Its version counter may be a new one, which tells nothing of what happened before.
+                self._residuals[tensor] = residual
+                residual.settle(tensor)
+        return residual
+
+    def share_by_memory(self, tensor: Tensor) -> None:
+        """Let later tensors on the same memory have the residual of this one."""
+        for key in [key for key in self._of_memory if key[0].expired()]:
+            del self._of_memory[key]
+        self._of_memory[_memory(tensor)] = self._residuals[tensor]
 
     def ensure(self, tensor: Tensor, storage: str, name: str) -> Residual:
         """Return the residual of tensor, made of zeros if there was none of this shape yet."""
-        residual = self._residuals.get(tensor)
+        residual = self.get(tensor)
         if residual is None or not _fits(tensor, residual.components):
             residual = self._residuals[tensor] = Residual(tensor, storage, name)
         return residual
@@ -141,6 +162,11 @@ class ResidualStore:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Residual]]:
         return iter(list(self._residuals.items()))
+
+
+def _memory(tensor: Tensor) -> tuple[Any, ...]:
+    storage = StorageWeakRef(tensor.untyped_storage())
+    return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _fits(tensor: Tensor, components: Sequence[Tensor]) -> bool:

@@ -1,0 +1,94 @@
+"""What would lose updates without a word: each is compensated, or named in one warning."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import collage_fx
+from collage_fx.errors import CollageWarning
+
+
+def bf16(*shape: int) -> Tensor:
+    return torch.randn(shape).bfloat16().requires_grad_()
+
+
+def with_grads(params: list[Tensor]) -> list[Tensor]:
+    for p in params:
+        p.grad = torch.randn_like(p)
+    return params
+
+
+def test_many_optimizers_of_a_class_in_one_process() -> None:
+    """Dynamo counts their graphs together and gives up after 8 by default."""
+    for _ in range(10):
+        (p,) = with_grads([bf16(4)])
+        collage_fx.compile(torch.optim.SGD([p]))()
+        assert collage_fx.residuals(p)
+
+
+def test_backend_string_says_when_dynamo_gives_up() -> None:
+    with (
+        torch._dynamo.config.patch(recompile_limit=1),
+        pytest.warns(CollageWarning, match="SGD.*recompile_limit") as caught,
+    ):
+        for _ in range(3):
+            (p,) = with_grads([bf16(4)])
+            step = torch.compile(torch.optim.SGD([p]).step, backend="collage")
+            step()
+            step()
+    assert sum("recompile_limit" in str(w.message) for w in caught) == 1
+
+
+def test_tensors_made_anew_at_each_call_keep_one_residual() -> None:
+    p = nn.Parameter(torch.ones(6).bfloat16())
+    step = collage_fx.compile(lambda p, g: p.sub_(g, alpha=1e-3))
+    for _ in range(20):
+        step(p.data, torch.full((6,), 0.1).bfloat16())
+    moved = 1 - collage_fx.value(p)
+    assert torch.allclose(moved, torch.full((6,), 20 * 1e-4).double(), rtol=0.01)
+
+
+def test_differentiated_graph_is_named() -> None:
+    def step(w: Tensor, m: Tensor) -> Tensor:
+        m.mul_(0.999).add_(w.detach(), alpha=0.001)
+        return (w * w).sum()
+
+    with pytest.warns(CollageWarning, match="differentiated"):
+        collage_fx.compile(step)(bf16(4), torch.zeros(4).bfloat16())
+
+
+def test_value_ignores_a_residual_that_no_longer_belongs() -> None:
+    (p,) = with_grads([bf16(4)])
+    step = collage_fx.compile(torch.optim.SGD([p]))
+    step()
+    assert collage_fx.residuals(p)
+    with torch.no_grad():
+        p.zero_()
+    assert not collage_fx.residuals(p) and not bool(collage_fx.value(p).any())
+
+
+def test_reduction_between_two_updates_of_a_state() -> None:
+    def step(x: Tensor, g: Tensor) -> None:
+        x.sub_(1e-3 * g)
+        x.div_(x.norm(dim=-1, keepdim=True))
+
+    x, g = torch.randn(16, 32).bfloat16(), torch.randn(16, 32).bfloat16()
+    exact = x.double()
+    compiled = collage_fx.compile(step, level="all")
+    for _ in range(30):
+        compiled(x, g)
+        step(exact, g.double())
+    assert float((collage_fx.value(x) - exact).norm() / exact.norm()) < 2e-4
+
+
+def test_factor_computed_in_the_step_is_not_rounded_to_one() -> None:
+    def step(x: Tensor, g: Tensor) -> None:
+        x.mul_(torch.exp(-1e-3 * g))
+
+    x, g = torch.ones(8).bfloat16(), torch.full((8,), 0.5).bfloat16()
+    exact = x.double()
+    compiled = collage_fx.compile(step)
+    for _ in range(30):
+        compiled(x, g)
+        step(exact, g.double())
+    assert torch.allclose(1 - collage_fx.value(x), 1 - exact, rtol=0.05)
