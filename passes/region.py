@@ -109,11 +109,7 @@ def _lower_region(inputs: list[TensorBox], key: str) -> list[TensorBox]:
             value = lowerings[node.target](*args, **kwargs)
             env[node] = _box(value, memo.loader(node, value.make_loader()))
     results: Any = lowered.graph.output_node().args[0]
-    boxes = [_box(env[n], env[n].make_loader()) for n in results]
-    for box in boxes:
-        # What else reads the region, a reduction say, reads a buffer and not all of the arithmetic.
-        box.realize()
-    return boxes
+    return [_box(env[n], env[n].make_loader()) for n in results]
 
 
 register_lowering(collage.region.default, type_promotion_kind=None, broadcast=False)(_lower_region)
