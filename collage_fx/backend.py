@@ -28,7 +28,7 @@ from collage_fx import checkpoint, watch
 from collage_fx.config import CollageConfig, split_options
 from collage_fx.ownership import Owned, live_optimizers, owners_of
 from collage_fx.passes import run_passes
-from collage_fx.passes.program import LOW_PRECISION, Carried, Owner, Program
+from collage_fx.passes.program import LOW_PRECISION, Carried, Owner, Program, StatePlan
 from collage_fx.runtime.errors import CollageWarning
 from collage_fx.runtime.residuals import STORE, Residual, clear_stale
 
@@ -164,7 +164,7 @@ class _Graph:
             inner = _compile_rewritten(program.result, [*example_inputs, *fakes], kwargs)
         compiled.source_code = getattr(inner, "source_code", "")
         where = [self.locate[c.index] for c in carried]
-        self.residuals = _Residuals(self.session, carried, where)
+        self.residuals = _Residuals(self.session, carried, where, program.plan)
         return self.residuals.bind(inner)
 
     def describe(self, index: int, placeholder: Node) -> Carried:
@@ -243,10 +243,12 @@ class _Residuals:
         session: Session,
         carried: list[Carried],
         locate: list[Callable[[tuple[Any, ...]], Tensor | None]],
+        plan: list[StatePlan],
     ) -> None:
         self.session = session
         self.carried = carried
         self.locate = locate
+        self.plan = {state.index: state for state in plan}
         self.current: list[tuple[Tensor, Residual]] = []
 
     def gather(self, args: tuple[Any, ...]) -> None:
@@ -289,7 +291,8 @@ class _Residuals:
         for tensor, c in zip(tensors, self.carried, strict=True):
             if id(tensor) in owners:
                 found.append(owners[id(tensor)])
-                c.name = found[-1][1].name
+                # Known only now, for a state that Dynamo passes as an argument.
+                c.name = self.plan[c.index].name = found[-1][1].name
             elif STORE.get(tensor) is None:
                 ownerless[c.name] = tensor
         for owner, _ in found:

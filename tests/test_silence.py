@@ -57,6 +57,29 @@ def test_differentiated_graph_is_named() -> None:
         collage_fx.compile(step)(bf16(4), torch.zeros(4).bfloat16())
 
 
+class Momentum(torch.optim.Optimizer):
+    """An optimizer that a user wrote; Dynamo passes its states as arguments."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        super().__init__(params, {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["m"] = torch.zeros_like(p)
+                state["m"].mul_(0.99).add_(p.grad)
+                p.sub_(state["m"], alpha=group["lr"])
+
+
+def test_states_of_an_own_optimizer_go_by_their_names() -> None:
+    found = collage_fx.explain(Momentum(with_grads([bf16(4)])))
+    names = {state.name for state in found.plan if state.compensated}
+    assert names == {"param_groups[0].params[0]", "m of param_groups[0].params[0]"}
+
+
 def test_value_ignores_a_residual_that_no_longer_belongs() -> None:
     (p,) = with_grads([bf16(4)])
     step = collage_fx.compile(torch.optim.SGD([p]))
