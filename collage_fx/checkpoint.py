@@ -45,11 +45,9 @@ def _save(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     residuals: dict[int, dict[int, dict[str, Any]]] = {
         g: {} for g in range(len(optimizer.param_groups))
     }
-    for owned in owned_tensors(optimizer):
-        residual = STORE.get(owned.tensor)
-        if residual is None:
-            continue
-        clear_stale([(owned.tensor, residual)])
+    found = [(o, r) for o in owned_tensors(optimizer) if (r := STORE.get(o.tensor)) is not None]
+    clear_stale((owned.tensor, residual) for owned, residual in found)
+    for owned, residual in found:
         entries.append({"storage": residual.storage, "components": list(residual.components)})
         sums.append(checksum(owned.tensor).cpu())
         residuals[owned.group].setdefault(owned.param, {})[owned.key] = entries[-1]

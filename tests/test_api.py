@@ -7,20 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from tensors import bf16, with_grads
 from torch import Tensor, nn
 
 import collage_fx
 from collage_fx.errors import CollageWarning, OptionError, ResidualError
-
-
-def bf16(*shape: int) -> Tensor:
-    return torch.randn(shape).bfloat16().requires_grad_()
-
-
-def with_grads(params: list[Tensor]) -> list[Tensor]:
-    for p in params:
-        p.grad = torch.randn_like(p)
-    return params
 
 
 def sgd_step(params: list[Tensor], grads: list[Tensor], momenta: list[Tensor]) -> None:

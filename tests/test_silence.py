@@ -2,20 +2,11 @@
 
 import pytest
 import torch
+from tensors import bf16, with_grads
 from torch import Tensor, nn
 
 import collage_fx
 from collage_fx.errors import CollageWarning
-
-
-def bf16(*shape: int) -> Tensor:
-    return torch.randn(shape).bfloat16().requires_grad_()
-
-
-def with_grads(params: list[Tensor]) -> list[Tensor]:
-    for p in params:
-        p.grad = torch.randn_like(p)
-    return params
 
 
 def test_many_optimizers_of_a_class_in_one_process() -> None:
