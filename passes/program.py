@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import sympy
 import torch
@@ -149,10 +149,30 @@ def graph_of(module: GraphModule | None) -> GraphModule:
     return module
 
 
-def value_of(node: Node) -> Tensor:
-    """Return the fake tensor that node stands for."""
+class Value:
+    """A real tensor in the place of a graph node, where the passes' rules work without a graph."""
+
+    __slots__ = ("meta",)
+    op = "call_function"
+    target = None
+    args: tuple[Any, ...] = ()
+
+    def __init__(self, val: Tensor) -> None:
+        self.meta = {"val": val, "dtype": val.dtype, "scalar": val.dim() == 0}
+
+
+Operand = Node | Value
+
+
+def is_value(x: object) -> bool:
+    """Tell whether x stands for a tensor, and is not a number."""
+    return isinstance(x, Node | Value)
+
+
+def value_of(node: Operand) -> Tensor:
+    """Return the tensor, mostly a fake one, that node stands for."""
     val = node.meta["val"]
-    assert isinstance(val, Tensor), f"{node.name} is not a tensor"
+    assert isinstance(val, Tensor), f"{node} is not a tensor"
     return val
 
 

@@ -1,0 +1,203 @@
+"""What one operation is made of: single-tensor operations that round at most once.
+
+The functions build on whatever the builder they are given stands for: nodes of a graph
+(`canonicalize`) or real tensors (`eager`).
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch._inductor.inductor_prims  # registers torch.ops.prims.fma
+from torch import Tensor
+
+from collage_fx.passes.program import LOW_PRECISION, Operand, is_value, value_of
+from collage_fx.runtime.eft import WIDER
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+
+class Builder(Protocol):
+    """What decompositions are built with."""
+
+    def call(self, target: Any, *args: Any, val: Tensor, **kwargs: Any) -> Any:
+        """Append an operation whose result has shape and dtype of val."""
+
+    def convert(self, x: Any, dtype: torch.dtype) -> Any:
+        """Return x in dtype."""
+
+
+def once(b: Builder, out: Tensor, build: Callable[..., Operand], *operands: Any) -> Any:
+    """Compute build(wide, *operands) in the precision that PyTorch uses and round it once."""
+    if out.dtype not in LOW_PRECISION:
+        return build(out, *operands)
+    wide = WIDER[out.dtype]
+    widened = [x if is_scalar(x, out) else b.convert(x, wide) for x in operands]
+    return b.convert(build(like(out, wide), *widened), out.dtype)
+
+
+def is_scalar(x: Any, out: Tensor) -> bool:
+    """Tell whether x is a number, or a 0-d tensor beside larger ones."""
+    return not is_value(x) or (value_of(x).dim() == 0 and out.dim() > 0)
+
+
+def like(val: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor without data that has the shape of val and this dtype."""
+    mode = getattr(val, "fake_mode", None)
+    if mode is None:
+        return torch.empty_like(val, dtype=dtype, device="meta")
+    with mode:
+        return torch.empty_strided(val.size(), val.stride(), dtype=dtype, device=val.device)
+
+
+def _constant(x: Any) -> float | None:
+    """Return the number that a full() node holds everywhere, or None."""
+    if is_value(x) and x.target is aten.full.default and isinstance(x.args[1], int | float):
+        return x.args[1]
+    return None
+
+
+def _scaled(b: Builder, wide: Tensor, x: Operand, scale: Any) -> Any:
+    """Return x * scale in the dtype of wide, or x itself when scale is one."""
+    return x if scale == 1 else b.call(aten.mul.Tensor, x, scale, val=like(value_of(x), wide.dtype))
+
+
+def _add(b: Builder, out: Tensor, x: Any, y: Any, *, alpha: Any = 1) -> Any:
+    return _add_or_sub(b, out, aten.add.Tensor, x, y, alpha)
+
+
+def _sub(b: Builder, out: Tensor, x: Any, y: Any, *, alpha: Any = 1) -> Any:
+    return _add_or_sub(b, out, aten.sub.Tensor, x, y, alpha)
+
+
+def _add_or_sub(b: Builder, out: Tensor, op: Any, x: Any, y: Any, alpha: Any) -> Any:
+    x, y = _scalar(x, out), _scalar(y, out)
+    if not is_value(y):
+        return _binary(b, out, op, x, y * alpha)
+    if op is aten.add.Tensor:
+        polyfill = _lerp(x, y, alpha) or (_lerp(y, x, 1) if alpha == 1 else None)
+        if polyfill:
+            op = aten.lerp.Tensor if is_value(polyfill[2]) else aten.lerp.Scalar
+            return b.call(op, *polyfill, val=out)
+    if alpha == 1:
+        return _binary(b, out, op, x, y)
+    return once(
+        b, out, lambda wide, x, y: b.call(op, x, _scaled(b, wide, y, alpha), val=wide), x, y
+    )
+
+
+def _binary(b: Builder, out: Tensor, op: Any, x: Any, y: Any) -> Any:
+    """Keep an operation of two tensors; with a scalar, which eager PyTorch may round, go wide."""
+    if is_scalar(x, out) or is_scalar(y, out):
+        return once(b, out, lambda wide, x, y: b.call(op, x, y, val=wide), x, y)
+    return b.call(op, x, y, val=out)
+
+
+def _lerp(x: Any, y: Any, weight: Any) -> tuple[Any, Any, Any] | None:
+    """Return (x, end, w) if x + weight*y is lerp(x, end, w) as Dynamo's polyfills write it.
+
+    That is y = end - x with the weight beside it, or y = w * (end - x).
+    """
+    if is_value(y) and y.target is aten.mul.Tensor and weight == 1:
+        y, weight = y.args  # a scalar stands second, by _mul
+    if not is_value(y) or y.target is not aten.sub.Tensor or y.args[1] is not x:
+        return None
+    end = y.args[0]
+    if not is_value(end) or not is_value(x):
+        return None
+    known = isinstance(weight, float)
+    scalar = is_value(weight) and value_of(weight).dim() == 0 and value_of(x).dim() > 0
+    return (x, end, weight) if known or scalar else None
+
+
+def _scalar(x: Any, out: Tensor) -> Any:
+    """Return the number that x is everywhere, if it is a constant and out is not 0-d, or x."""
+    number = _constant(x) if out.dim() and is_value(x) and not value_of(x).dim() else None
+    return x if number is None else number
+
+
+def _mul(b: Builder, out: Tensor, x: Any, y: Any) -> Any:
+    x, y = _scalar(x, out), _scalar(y, out)
+    if is_scalar(x, out):  # eager PyTorch rounds a scalar that comes first, and not one behind
+        x, y = y, x
+    return b.call(aten.mul.Tensor, x, y, val=out)
+
+
+def _where(b: Builder, out: Tensor, condition: Any, x: Any, y: Any) -> Any:
+    known = _constant(condition)
+    if known is None:
+        return b.call(aten.where.self, condition, x, y, val=out)
+    chosen: Operand = x if known else y
+    same = value_of(chosen).shape == out.shape and value_of(chosen).dtype == out.dtype
+    return chosen if same else b.call(aten.where.self, condition, x, y, val=out)
+
+
+def _addcmul(
+    b: Builder, out: Tensor, x: Operand, t1: Any, t2: Any, *extra: Any, value: Any = 1
+) -> Any:
+    value = extra[0] if extra else value
+    for weight, other in ((t1, t2), (t2, t1)):
+        if _constant(weight) is not None:
+            return _add(b, out, x, other, alpha=_constant(weight) * value)
+    return once(
+        b,
+        out,
+        lambda wide, x, t1, t2: b.call(
+            aten.add.Tensor,
+            x,
+            b.call(aten.mul.Tensor, _scaled(b, wide, t1, value), t2, val=wide),
+            val=wide,
+        ),
+        *(x, t1, t2),
+    )
+
+
+def _addcdiv(
+    b: Builder, out: Tensor, x: Operand, t1: Operand, t2: Operand, *extra: Any, value: Any = 1
+) -> Any:
+    value = extra[0] if extra else value
+    return once(
+        b,
+        out,
+        lambda wide, x, t1, t2: b.call(
+            aten.add.Tensor,
+            x,
+            b.call(aten.div.Tensor, _scaled(b, wide, t1, value), t2, val=wide),
+            val=wide,
+        ),
+        *(x, t1, t2),
+    )
+
+
+def _fma(b: Builder, out: Tensor, x: Any, y: Any, z: Any) -> Any:
+    if isinstance(x, int | float):
+        x, y = y, x
+    if not is_value(z) or not is_value(x):
+        return b.call(prims.fma.default, x, y, z, val=out)
+    if is_value(y):
+        return _addcmul(b, out, z, x, y)
+    if x.target is aten.mul.Tensor and all(is_value(a) for a in x.args):
+        return _addcmul(b, out, z, *x.args, value=y)
+    return _add(b, out, z, x, alpha=y)
+
+
+def _copy(b: Builder, out: Tensor, x: Operand, source: Any, *_: Any, **__: Any) -> Any:
+    if is_value(source) and value_of(source).shape == out.shape:
+        return b.convert(source, out.dtype)
+    return b.call(aten.copy.default, x, source, val=out)
+
+
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    aten.add.Tensor: _add,
+    aten.sub.Tensor: _sub,
+    aten.mul.Tensor: _mul,
+    aten.where.self: _where,
+    aten.div.Tensor: lambda b, out, x, y: _binary(b, out, aten.div.Tensor, x, y),
+    aten.pow.Tensor_Scalar: lambda b, out, x, y: _binary(b, out, aten.pow.Tensor_Scalar, x, y),
+    aten.addcmul.default: _addcmul,
+    aten.addcdiv.default: _addcdiv,
+    aten.copy.default: _copy,
+    aten._to_copy.default: lambda b, out, x, **_: b.convert(x, out.dtype),
+    prims.convert_element_type.default: lambda b, out, x, dtype: b.convert(x, dtype),
+    prims.fma.default: _fma,
+}
