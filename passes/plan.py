@@ -7,6 +7,7 @@ from torch.fx import Node
 from collage_fx.passes.program import (
     LOW_PRECISION,
     Carried,
+    Level,
     Program,
     Recurrence,
     Rewritten,
@@ -29,11 +30,12 @@ def plan(program: Program) -> None:
     it whatever the level says. The graph does not change.
     """
     verdicts: dict[int, tuple[bool, str, str]] = {}
+    has_param = any(c.owner == "param" for c in program.carried)
     for group in program.classes:
         for member in group.members:
             taken: set[Node] = set()
             for (carried, _, _), found in zip(member.states, group.recurrences, strict=True):
-                keep, reason = _verdict(carried, found, program)
+                keep, reason = verdict(carried, found, program.settings.level, has_param)
                 if keep and not taken.isdisjoint(found.spine):
                     # A node has one expansion on it; the second residual would be dropped there.
                     carried.refusal = "it is computed on the carried path of another state"
@@ -57,27 +59,33 @@ def _by_compensated(
     return list(chosen.values())
 
 
-def _verdict(carried: Carried, found: Recurrence, program: Program) -> tuple[bool, str]:
-    """Return whether the state is compensated, and the reason."""
+def verdict(carried: Carried, found: Recurrence, level: Level, has_param: bool) -> tuple[bool, str]:
+    """Return whether a state is compensated, and the reason.
+
+    Args:
+        carried: the state: its refusal, owner, dtype, and whether it has a residual already.
+        found: how a step changes it.
+        level: what the user asks for.
+        has_param: whether any state of the same step is known to be a parameter.
+    """
     if carried.refusal:
         return False, carried.refusal
     if found.kind in ("overwritten", "unchanged"):
         return False, f"{found.kind}: nothing accumulates"
     if carried.pinned:
         return True, "it has a residual from an earlier graph"
-    level = program.settings.level
     if level == "all":
         return True, "level all"
     if carried.owner == "param" and level in ("light", "plus"):
         return True, f"parameter, level {level}"
     if level == "light":
-        return _light(carried, found, program)
+        return _light(carried, found, has_param)
     return _critical(found, carried.val.dtype, level)
 
 
-def _light(carried: Carried, found: Recurrence, program: Program) -> tuple[bool, str]:
+def _light(carried: Carried, found: Recurrence, has_param: bool) -> tuple[bool, str]:
     """Decide level light for a tensor that is not known to be a parameter."""
-    if any(c.owner == "param" for c in program.carried) or carried.owner == "state":
+    if has_param or carried.owner == "state":
         return False, "level light compensates parameters only"
     keep, reason = _critical(found, carried.val.dtype, "auto")
     return keep and _near_one(found), f"{reason}; no tensor of this graph is a known parameter"

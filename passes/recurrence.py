@@ -1,5 +1,6 @@
 """Pass 4: for each class, how a step changes each carried state, x' = a*x + B."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -7,7 +8,14 @@ import sympy
 import torch
 from torch.fx import Node
 
-from collage_fx.passes.program import LOW_PRECISION, Program, Recurrence, StateClass, value_of
+from collage_fx.passes.program import (
+    LOW_PRECISION,
+    Program,
+    Recurrence,
+    StateClass,
+    is_value,
+    value_of,
+)
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -23,6 +31,8 @@ class Form:
     """`zero`, `free` (independent of x) or `nonlinear` (depends on x otherwise than through a)."""
     selects: bool = False
     """Whether b may be x itself, chosen by a condition or a maximum."""
+    adds: bool = False
+    """Whether, on any way from x to here, a term is added."""
 
     @property
     def depends(self) -> bool:
@@ -32,11 +42,11 @@ class Form:
     def plus(self, other: "Form", sign: int = 1) -> "Form":
         """Return the form of the sum, or of the difference for sign -1."""
         worst = max(self.b, other.b, key=("zero", "free", "nonlinear").index)
-        return Form(self.a + sign * other.a, worst, self.selects or other.selects)
+        return Form(self.a + sign * other.a, worst, self.selects or other.selects, True)
 
     def times(self, factor: Coefficient) -> "Form":
         """Return the form of the product with something that does not depend on x."""
-        return Form(self.a * factor, self.b, self.selects)
+        return Form(self.a * factor, self.b, self.selects, self.adds)
 
 
 _FREE = Form(0, "free")
@@ -70,27 +80,33 @@ def _analyse(group: StateClass, which: int) -> Recurrence:
     x = part.inputs[position]
     forms: dict[Node, Form] = {x: Form(1)}
     for node in part.nodes:
-        forms[node] = _transfer(node, forms)
+        forms[node] = transfer(node, forms)
     form = forms[new]
     if not form.depends:
-        return Recurrence("overwritten", 0.0, "x' = B")
+        return recurrence_of(form)
     spine = tuple(_spine(x, new, forms, _distances(x, part.nodes)))
+    side = float(_tangled(spine, x, forms))
+    if form.a != 0:
+        side = max(side, _number(form.a - _along(spine, x)))
+    return recurrence_of(form, spine, side)
+
+
+def recurrence_of(form: Form, spine: tuple[Node, ...] = (), side: float = 0.0) -> Recurrence:
+    """Return the recurrence of a state whose new value has this form in its old value.
+
+    Args:
+        form: what `transfer` makes of Form(1), the old value, on the way to the new one.
+        spine: the carried path, where there is a graph.
+        side: see Recurrence.
+    """
+    if not form.depends:
+        return Recurrence("overwritten", 0.0, "x' = B")
     if form.b == "zero" and form.a == 1:
         return Recurrence("unchanged", 1.0, "x' = x", spine)
-    tangled = _tangled(spine, x, forms)
     if form.a == 0:
-        return Recurrence(
-            "nonlinear", 0.0, "x' = B(x)", spine, float(tangled), _adds(x, new, forms)
-        )
-    side = form.a - _along(spine, x)
+        return Recurrence("nonlinear", 0.0, "x' = B(x)", spine, side, form.adds)
     rest = {"zero": "", "free": " + B", "nonlinear": " + B(x)"}[form.b]
-    return Recurrence(
-        "linear",
-        form.a,
-        f"x' = {_coefficient(form.a)}x{rest}",
-        spine,
-        max(_number(side), float(tangled)),
-    )
+    return Recurrence("linear", form.a, f"x' = {_coefficient(form.a)}x{rest}", spine, side)
 
 
 def _tangled(spine: tuple[Node, ...], x: Node, forms: dict[Node, Form]) -> bool:
@@ -124,24 +140,11 @@ def _computed_factor(operand: Any, x: Node) -> bool:
     )
 
 
-def _adds(x: Node, new: Node, forms: dict[Node, Form]) -> bool:
-    """Tell whether, on any way from x to the new value, a term is added."""
-    seen, stack = {x}, [new]
-    while stack:
-        node = stack.pop()
-        near = [a for a in node.all_input_nodes if a in forms and forms[a].depends]
-        if node is not x and near and node.target in _ADDING:
-            return True
-        stack += [a for a in near if a not in seen]
-        seen.update(near)
-    return False
-
-
 def _along(spine: tuple[Node, ...], x: Node) -> Coefficient:
     """Return the coefficient of x along the spine alone."""
     form, previous = Form(1), x
     for node in spine:
-        form, previous = _transfer(node, {previous: form}), node
+        form, previous = transfer(node, {previous: form}), node
     return form.a
 
 
@@ -157,11 +160,17 @@ def _coefficient(a: Coefficient) -> str:
     return f"({text})*" if " " in text else f"{text}*"
 
 
-def _transfer(node: Node, forms: dict[Node, Form]) -> Form:
-    """Return the form of node from those of its operands."""
+def transfer(node: Any, forms: Mapping[Any, Form]) -> Form:
+    """Return the form of what a call computes from the forms of its operands.
+
+    Args:
+        node: a graph node, or any object with its `target`, `args` and `kwargs`.
+        forms: the forms of operands, graph nodes or Values, that depend on the old value; all
+            others do not.
+    """
 
     def form(operand: Any) -> Form:
-        return forms.get(operand, _FREE) if isinstance(operand, Node) else _FREE
+        return forms.get(operand, _FREE) if is_value(operand) else _FREE
 
     operands = [form(a) for a in node.args]
     if not any(f.depends for f in operands):
@@ -178,23 +187,22 @@ def _transfer(node: Node, forms: dict[Node, Form]) -> Form:
     if node.target is aten.mul.Tensor and not (first.depends and operands[1].depends):
         linear, factor = (0, 1) if first.depends else (1, 0)
         return operands[linear].times(_factor(node.args[factor]))
-    if node.target is aten.div.Tensor and not operands[1].depends and node.args[1] != 0:
+    by_number = node.target is aten.div.Tensor and not operands[1].depends
+    if by_number and (is_value(node.args[1]) or node.args[1] != 0):
         return first.times(1 / _factor(node.args[1]))
     if node.target in (aten.lerp.Scalar, aten.lerp.Tensor) and not form(node.args[2]).depends:
         weight = _factor(node.args[2])
         return first.times(1 - weight).plus(operands[1].times(weight))
-    return Form(0, "nonlinear", node.target in _SELECTING)
+    adds = node.target in _ADDING or any(f.adds for f in operands)
+    return Form(0, "nonlinear", node.target in _SELECTING, adds)
 
 
 def _factor(value: Any) -> Coefficient:
     """Return a number or, for a tensor, a symbol with the node's name."""
-    if isinstance(value, Node):
-        return (
-            sympy.Symbol(value.name)
-            if value_of(value).dim() == 0
-            else sympy.Symbol("t_" + value.name)
-        )
-    return value
+    if not is_value(value):
+        return value
+    name = value.name if isinstance(value, Node) else f"s{id(value):x}"
+    return sympy.Symbol(name if value_of(value).dim() == 0 else "t_" + name)
 
 
 def _distances(x: Node, nodes: list[Node]) -> dict[Node, int]:
