@@ -9,14 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._dynamo import config as dynamo_config
+from torch.compiler import disable
 from torch.optim import Optimizer
 
 from collage_fx import checkpoint
 from collage_fx.backend import Session
 from collage_fx.config import split_options
-from collage_fx.ownership import live_optimizers, owners_of
+from collage_fx.errors import CollageError
+from collage_fx.ownership import live_optimizers, owned_tensors, owners_of, state_count
+from collage_fx.report import Report
 from collage_fx.runtime.residuals import STORE
-from collage_fx.watch import has_gradient, why_not_compiled
+from collage_fx.storm import Storm
+from collage_fx.supervisor import Supervisor
 
 RECOMPILE_LIMIT = 256
 """How many graphs Dynamo may keep for the step of one class of optimizers."""
@@ -64,23 +68,62 @@ def compile(
 def _compile_optimizer(optimizer: Optimizer, session: Session) -> Callable[..., Any]:
     """Return a method bound to the optimizer that runs its class's step compiled."""
     # The class's own step: optimizer.step may be wrapped by a scheduler, or be ours already.
-    compiled = torch.compile(types.MethodType(type(optimizer).step, optimizer), backend=session)
+    plain = types.MethodType(type(optimizer).step, optimizer)
+    compiled = torch.compile(plain, backend=session)
+    reference = weakref.ref(optimizer)
+    supervisor = Supervisor(
+        session.config,
+        lambda: owned_tensors(_alive(reference)),
+        lambda: state_count(_alive(reference)),
+        session.warn_once,
+        f"the step of {type(optimizer).__name__}",
+    )
+    session.supervisor = weakref.ref(supervisor)
+    storm = Storm(session)
 
     @functools.wraps(type(optimizer).step)
     def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        runs = session.calls
-        # All optimizers of a class share one function, whose graphs Dynamo counts together: its
-        # default limit of 8 is soon reached, and the step would go on eagerly.
-        with dynamo_config.patch(recompile_limit=RECOMPILE_LIMIT):
-            # A closure runs the model: eagerly or as the user compiled it, not as part of the step.
-            result = compiled() if closure is None else compiled(torch.compiler.disable(closure))
+        with supervisor.step() as engine, storm.watch() as calm:
+            run = compiled if calm else plain
+            # All optimizers of a class share one function, whose graphs Dynamo counts together: its
+            # default limit of 8 is soon reached.
+            with dynamo_config.patch(recompile_limit=RECOMPILE_LIMIT):
+                # A closure runs the model, eagerly or as the user compiled it: no part of the step.
+                arguments = () if closure is None else (disable(engine.suspended(closure)),)
+                result = run(*arguments)
         self._opt_called = True  # type: ignore[attr-defined]  # what schedulers look at
-        if session.calls == runs and has_gradient(self):
-            session.warn_once(why_not_compiled(self))
         return result
 
     step._collage = session  # type: ignore[attr-defined]
+    step._supervisor = supervisor  # type: ignore[attr-defined]
     return types.MethodType(step, optimizer)
+
+
+def _alive(reference: Callable[[], Optimizer | None]) -> Optimizer:
+    optimizer = reference()
+    assert optimizer is not None, "the step outlived its optimizer"
+    return optimizer
+
+
+def report(step_or_optimizer: Callable[..., Any] | Optimizer) -> Report:
+    """Say which engine served each carried state of a step, how often, and with what verdict.
+
+    Args:
+        step_or_optimizer: what `collage_fx.compile` returned, or an optimizer whose `step` it is.
+
+    Raises:
+        CollageError: it was not made by `collage_fx.compile`.
+    """
+    step = step_or_optimizer
+    if isinstance(step, Optimizer):
+        step = step.step
+    supervisor = getattr(step, "_supervisor", None)
+    session = getattr(step, "_collage", None)
+    if supervisor is None or session is None:
+        raise CollageError(
+            f"{step_or_optimizer!r} was not made by collage_fx.compile, which keeps the record"
+        )
+    return Report(supervisor.subject, list(supervisor.served.values()), sorted(session.warned))
 
 
 def residuals(tensor: Tensor) -> tuple[Tensor, ...]:

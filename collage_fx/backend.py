@@ -5,7 +5,6 @@ import functools
 import operator
 import re
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,13 +23,15 @@ from torch.compiler import config as compiler_config
 from torch.fx import GraphModule, Node
 from torch.optim import Optimizer
 
-from collage_fx import checkpoint, watch
+from collage_fx import watch
+from collage_fx.binding import Residuals, Static
 from collage_fx.config import CollageConfig, split_options
-from collage_fx.ownership import Owned, live_optimizers, owners_of
+from collage_fx.ownership import live_optimizers, owners_of
 from collage_fx.passes import run_passes
 from collage_fx.passes.program import LOW_PRECISION, Carried, Owner, Program, StatePlan
 from collage_fx.runtime.errors import CollageWarning
-from collage_fx.runtime.residuals import STORE, Residual, clear_stale
+from collage_fx.runtime.residuals import STORE
+from collage_fx.supervisor import Supervisor
 
 
 @dataclass
@@ -55,6 +56,11 @@ class Session:
     compiled: list[Compiled] = field(default_factory=list)
     keep: bool = False
     """Whether `compiled` is filled in; programs are large."""
+    supervisor: Callable[[], Supervisor | None] = lambda: None
+    """A weak reference to what watches the steps, where `collage_fx.compile` made the step: it
+    holds the tensors, which Dynamo's cache must not keep alive."""
+    graphs: int = 0
+    """How many graphs have been compiled."""
     calls: int = 0
     """How often a graph of this session has run, compensated or not."""
     warned: set[str] = field(default_factory=set)
@@ -68,7 +74,8 @@ class Session:
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one Dynamo graph; the callable that a Dynamo backend returns."""
         watch.count_graph()
-        return _Graph(self, gm).compile(example_inputs)
+        self.graphs += 1
+        return _Step(self, gm, example_inputs)
 
 
 _SESSIONS: dict[str, Session] = {}
@@ -97,12 +104,78 @@ def collage(
 watch.install(collage)
 
 
+class _Step:
+    """The callable that Dynamo gets for one of its graphs."""
+
+    def __init__(self, session: Session, gm: GraphModule, example_inputs: Sequence[Any]) -> None:
+        self.session = session
+        self.code = _Graph(session, gm).compile(example_inputs)
+        supervisor = session.supervisor()
+        if supervisor is not None:
+            supervisor.sources[self] = gm
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the graph, or do what it does by the eager engine if it cannot be compensated."""
+        self.session.calls += 1
+        supervisor = self.session.supervisor()
+        if supervisor is None or not supervisor.active:
+            return self.code.run(args)
+        if self.code.refused:
+            return supervisor.sources[self](*args)
+        if self.code.drops_residual(args):
+            # Another graph, or the eager engine, has since given a residual to a state that this
+            # graph writes.
+            gm = supervisor.sources[self]
+            self.code = _Graph(self.session, gm, args).compile(args)
+        with supervisor.graph(self.code.written(args)) as outputs:
+            result = self.code.run(args)
+            outputs(result)
+        return result
+
+
+@dataclass
+class _Code:
+    """A compiled graph with what it does to the carried states."""
+
+    function: Callable[..., Any]
+    residuals: Residuals | None
+    states: list[tuple[Callable[[tuple[Any, ...]], Tensor | None], StatePlan]]
+    """The carried states of 16 bits: how to find each, and its verdict."""
+
+    @property
+    def refused(self) -> bool:
+        """Whether a state that needs a residual cannot have one in this graph."""
+        return any(plan.refused for _, plan in self.states)
+
+    def run(self, args: tuple[Any, ...]) -> Any:
+        """Run the graph with its residuals."""
+        if self.residuals is None:
+            return self.function(*args)
+        self.residuals.gather(args)
+        result = self.function(*args)
+        self.residuals.settle()
+        return result
+
+    def written(self, args: tuple[Any, ...]) -> list[tuple[Tensor, StatePlan]]:
+        """Return the tensors of 16 bits that a call writes."""
+        return [(t, plan) for find, plan in self.states if (t := find(args)) is not None]
+
+    def drops_residual(self, args: tuple[Any, ...]) -> bool:
+        """Tell whether a state has a residual that this graph does not know of."""
+        return any(
+            not plan.compensated and not plan.replaced and STORE.get(tensor) is not None
+            for tensor, plan in self.written(args)
+        )
+
+
 class _Graph:
     """One Dynamo graph on its way to a callable."""
 
-    def __init__(self, session: Session, gm: GraphModule) -> None:
+    def __init__(self, session: Session, gm: GraphModule, args: tuple[Any, ...] = ()) -> None:
         self.session = session
         self.gm = gm
+        self.args = args
+        """The arguments of the call for which the graph is compiled anew; () at first."""
         optimizer = session.optimizer()
         self.owners = owners_of([optimizer] if optimizer is not None else live_optimizers())
         self.sources = [
@@ -111,31 +184,25 @@ class _Graph:
         ]
         self.locate: dict[int, Callable[[tuple[Any, ...]], Tensor | None]] = {}
         """Position of a carried state -> how to find its tensor from the arguments of a call."""
-        self.residuals: _Residuals | None = None
+        self.residuals: Residuals | None = None
+        self.plan: list[StatePlan] = []
 
-    def compile(self, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Return the callable for Dynamo."""
+    def compile(self, example_inputs: Sequence[Any]) -> _Code:
+        """Compile the graph."""
         # The cache of AOTAutograd sees neither our inner_compile nor the residuals it binds.
         with functorch_config.patch(enable_autograd_cache=False):
-            run: Any = compile_fx(
+            function: Any = compile_fx(
                 self.gm,
                 list(example_inputs),
                 inner_compile=self.inner,
                 config_patches=self.session.inductor or None,
             )
-        session, residuals = self.session, self.residuals
-        del self.owners  # it keeps optimizers alive
-
-        def step(*args: Any) -> Any:
-            if residuals is not None:
-                residuals.gather(args)
-            result = run(*args)
-            session.calls += 1
-            if residuals is not None:
-                residuals.settle()
-            return result
-
-        return step
+        states = [
+            (self.locate[s.index], s)
+            for s in self.plan
+            if s.dtype in LOW_PRECISION and s.index in self.locate
+        ]
+        return _Code(function, self.residuals, states)
 
     def inner(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         """Rewrite the functional graph, compile it and bind its residuals."""
@@ -146,6 +213,7 @@ class _Graph:
         compiled = Compiled(program)
         if self.session.keep:
             self.session.compiled.append(compiled)
+        self.plan = program.plan
         self._warn(program)
         if program.result is None:
             inner = compile_fx_inner(gm, example_inputs, **kwargs)
@@ -164,7 +232,7 @@ class _Graph:
             inner = _compile_rewritten(program.result, [*example_inputs, *fakes], kwargs)
         compiled.source_code = getattr(inner, "source_code", "")
         where = [self.locate[c.index] for c in carried]
-        self.residuals = _Residuals(self.session, carried, where, program.plan)
+        self.residuals = Residuals(self.session, carried, where, program.plan)
         return self.residuals.bind(inner)
 
     def describe(self, index: int, placeholder: Node) -> Carried:
@@ -173,7 +241,7 @@ class _Graph:
         val = placeholder.meta["val"]
         if isinstance(descriptor, ParamAOTInput | BufferAOTInput):
             tensor: Any = functools.reduce(getattr, descriptor.target.split("."), self.gm)
-            self.locate[index] = _Static(tensor)
+            self.locate[index] = Static(tensor)
             owned = self.owners.get(id(tensor))
             source = self.gm._param_name_to_source.get(descriptor.target)  # type: ignore[union-attr, operator]
             name = owned[1].name if owned else _pretty(_name(source)) or descriptor.target
@@ -183,7 +251,9 @@ class _Graph:
             self.locate[index] = operator.itemgetter(descriptor.idx)
             source_name, example = self.sources[descriptor.idx]
             name = _pretty(source_name) or placeholder.name
-            return Carried(index, name, _owner(example), False, val)
+            tensor = self.args[descriptor.idx] if self.args else None
+            pinned = tensor is not None and STORE.get(tensor) is not None
+            return Carried(index, name, _owner(example), False, val, pinned=pinned)
         return Carried(
             index, f"an input that overlaps others ({placeholder.name})", "tensor", False, val
         )
@@ -199,6 +269,8 @@ class _Graph:
 
     def _warn(self, program: Program) -> None:
         refused = [f"{s.name} ({s.reason})" for s in program.plan if s.refused]
+        if refused and self.session.supervisor() is not None:
+            return  # the eager engine does what this graph does
         if refused:
             self.session.warn_once(f"not compensated: {'; '.join(refused)}")
         floating = [s for s in program.plan if s.dtype.is_floating_point and s.shape]
@@ -219,92 +291,6 @@ def _compile_rewritten(gm: GraphModule, inputs: list[Any], kwargs: dict[str, Any
         # for a read that a buffer's in-place user does not have (KeyError in cpp.py).
         with inductor_config.patch(max_fusion_size=1):
             return compile_fx_inner(gm, inputs, **kwargs)
-
-
-class _Static:
-    """Finds a tensor whose identity Dynamo guards, without keeping it alive."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.reference = weakref.ref(tensor)
-
-    def __call__(self, args: tuple[Any, ...]) -> Tensor | None:
-        return self.reference()
-
-
-class _Residuals:
-    """Finds the residuals of a graph's carried states at each call.
-
-    Before the call of the compiled function and not within it: AOTAutograd counts up the versions
-    of some mutated inputs before it runs the graph.
-    """
-
-    def __init__(
-        self,
-        session: Session,
-        carried: list[Carried],
-        locate: list[Callable[[tuple[Any, ...]], Tensor | None]],
-        plan: list[StatePlan],
-    ) -> None:
-        self.session = session
-        self.carried = carried
-        self.locate = locate
-        self.plan = {state.index: state for state in plan}
-        self.current: list[tuple[Tensor, Residual]] = []
-
-    def gather(self, args: tuple[Any, ...]) -> None:
-        """Find the residuals for this call and make sure that each belongs to its tensor."""
-        tensors = [tensor for f in self.locate if (tensor := f(args)) is not None]
-        storage = self.session.config.storage
-        fresh = any(STORE.get(tensor) is None for tensor in tensors)
-        ownerless = self._introduce(tensors) if fresh else []
-        self.current = [
-            (tensor, STORE.ensure(tensor, storage, c.name))
-            for tensor, c in zip(tensors, self.carried, strict=True)
-        ]
-        clear_stale(self.current)
-        for tensor in ownerless:
-            STORE.share_by_memory(tensor)
-
-    def bind(self, inner: Any) -> Callable[[list[Any]], Any]:
-        """Return a boxed callable that appends the residual tensors to the inputs of inner."""
-
-        def run(args: list[Any]) -> Any:
-            full = [*args, *(c for _, residual in self.current for c in residual.components)]
-            args.clear()
-            return inner(full)
-
-        run._boxed_call = True  # type: ignore[attr-defined]
-        return run
-
-    def settle(self) -> None:
-        """Record, after the step, that the residuals belong to what was written."""
-        for tensor, residual in self.current:
-            residual.settle(tensor)
-        self.current = []
-
-    def _introduce(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Attach the optimizers of tensors that are seen for the first time; return the others."""
-        optimizer = self.session.optimizer()
-        owners = owners_of([optimizer] if optimizer is not None else live_optimizers())
-        found: list[tuple[Optimizer, Owned]] = []
-        ownerless: dict[str, Tensor] = {}
-        for tensor, c in zip(tensors, self.carried, strict=True):
-            if id(tensor) in owners:
-                found.append(owners[id(tensor)])
-                # Known only now, for a state that Dynamo passes as an argument.
-                c.name = self.plan[c.index].name = found[-1][1].name
-            elif STORE.get(tensor) is None:
-                ownerless[c.name] = tensor
-        for owner, _ in found:
-            checkpoint.attach(owner)
-        if ownerless and not self.session.named:
-            self.session.warn_once(
-                f"{', '.join(ownerless)} belong to no torch.optim.Optimizer, so no state_dict() "
-                "holds their residuals. Save collage_fx.residuals(tensor) beside each tensor and "
-                "give them back with collage_fx.load_residuals(tensor, components); "
-                "collage_fx.compile(function) instead of the backend string silences this"
-            )
-        return list(ownerless.values())
 
 
 def _owner(tensor: Any) -> Owner:

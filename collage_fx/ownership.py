@@ -44,6 +44,11 @@ def owned_tensors(optimizer: Optimizer) -> Iterator[Owned]:
             index += 1
 
 
+def state_count(optimizer: Optimizer) -> int:
+    """Return a number that changes when the optimizer makes a state."""
+    return sum(len(state) for state in optimizer.state.values() if isinstance(state, dict))
+
+
 def tensors_in(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield (dotted path, tensor) for each tensor in nested dicts and sequences."""
     if isinstance(tree, Tensor):

@@ -15,7 +15,7 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 # _foreach_<name> -> the operation on one tensor; overloads that differ by the second operand's kind
 # all accept a Python number or a tensor there.
-_FOREACH: dict[str, Any] = {
+FOREACH: dict[str, Any] = {
     "_foreach_abs": aten.abs.default,
     "_foreach_add": aten.add.Tensor,
     "_foreach_addcdiv": aten.addcdiv.default,
@@ -97,8 +97,8 @@ class _Builder:
         name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
         if node.target is operator.getitem and isinstance(self.env[node.args[0]], list):  # type: ignore[index]
             self.env[node] = self.env[node.args[0]][node.args[1]]  # type: ignore[index]
-        elif name.startswith("aten::_foreach_") and name[6:] in _FOREACH:
-            self.env[node] = self._each(node, _FOREACH[name[6:]])
+        elif name.startswith("aten::_foreach_") and name[6:] in FOREACH:
+            self.env[node] = self._each(node, FOREACH[name[6:]])
         elif node.target in DECOMPOSITIONS and is_tensor(node):
             args, kwargs = self._map(node.args), self._map(node.kwargs)
             self.env[node] = DECOMPOSITIONS[node.target](self, value_of(node), *args, **kwargs)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from collage_fx.passes.program import LOW_PRECISION, Program, Rewritten, value_of
+from collage_fx.passes.program import LOW_PRECISION, Program, Rewritten, is_value, value_of
 from collage_fx.passes.rules import RULES
 from collage_fx.passes.rules.joined import join_op_split
 from collage_fx.passes.rules.registry import Decayed, Expanded, Pair
@@ -45,7 +45,7 @@ def expand(program: Program) -> None:
         if not wide and _has_side_way(rewritten):
             rewritten.joined.append("a slice in which a state enters its own update twice")
             wide = True
-        rewritten.expanded = (_Wide if wide else _Eft)(rewritten).run()
+        rewritten.expanded = (_Wide if wide else Eft)(rewritten).run()
 
 
 def _has_side_way(rewritten: Rewritten) -> bool:
@@ -135,7 +135,7 @@ def _short(name: str, owner: str) -> str:
     return re.sub(r"\W+", "_", word).strip("_") or "state"
 
 
-class _Eft(_Expander):
+class Eft(_Expander):
     """Every operation in the storage dtype, those on carried paths with their error caught."""
 
     dtype: torch.dtype
@@ -197,7 +197,7 @@ class _Eft(_Expander):
 
     def plain(self, operand: Any) -> Any:
         """Return operand in the new graph; of an expansion the high word, in operand's dtype."""
-        if not isinstance(operand, Node):
+        if not is_value(operand):
             return operand
         if not isinstance(self.env[operand], tuple | Decayed):
             return self.env[operand]
@@ -213,11 +213,11 @@ class _Eft(_Expander):
 
     def widened(self, operand: Any) -> Any:
         """Return a tensor operand in the wide dtype; a number or a scalar as it is."""
-        if isinstance(operand, Node) and isinstance(self.env[operand], tuple | Decayed):
+        if is_value(operand) and isinstance(self.env[operand], tuple | Decayed):
             hi, lo = self.settled(operand)
             return self.op(collage.join.default, hi, lo, dtype=WIDER[hi.meta["dtype"]])
         plain = self.plain(operand)
-        if not isinstance(plain, Node) or plain.meta["scalar"]:
+        if not is_value(plain) or plain.meta["scalar"]:
             return plain
         if plain.meta["dtype"] not in LOW_PRECISION:
             return plain

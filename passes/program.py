@@ -100,6 +100,11 @@ class StatePlan:
     index: int = -1
     """Position of its placeholder among the inputs of the graph."""
 
+    @property
+    def replaced(self) -> bool:
+        """Whether the new value has nothing to do with the old one."""
+        return self.recurrence in ("", "x' = B")
+
 
 @dataclass
 class Rewritten:
@@ -153,6 +158,7 @@ class Value:
     """A real tensor in the place of a graph node, where the passes' rules work without a graph."""
 
     __slots__ = ("meta",)
+    name = "value"
     op = "call_function"
     target = None
     args: tuple[Any, ...] = ()

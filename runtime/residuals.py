@@ -144,6 +144,13 @@ class ResidualStore:
             residual = self._residuals[tensor] = Residual(tensor, storage, name)
         return residual
 
+    def adopt(self, tensor: Tensor, lo: Tensor | None, storage: str, name: str) -> Residual:
+        """Make lo, or zeros, the residual of tensor, itself and not a copy."""
+        residual = self._residuals[tensor] = Residual(tensor, storage, name)
+        if lo is not None:
+            residual.components = (lo,)
+        return residual
+
     def load(
         self,
         tensor: Tensor,

@@ -156,7 +156,6 @@ def test_explain_a_function_and_a_compiled_step() -> None:
     assert all(s.compensated for s in found.plan) and len(found.plan) == 2
 
 
-@pytest.mark.parametrize("how", ["compile", "string"])
 @pytest.mark.parametrize(
     ("kind", "options", "cause"),
     [
@@ -166,7 +165,7 @@ def test_explain_a_function_and_a_compiled_step() -> None:
     ],
 )
 def test_step_that_dynamo_never_hands_over_is_named(
-    how: str, kind: type, options: dict[str, Any], cause: str
+    kind: type, options: dict[str, Any], cause: str
 ) -> None:
     from collage_fx.watch import _Watch
 
@@ -175,10 +174,7 @@ def test_step_that_dynamo_never_hands_over_is_named(
     g = torch.randn_like(p)
     p.grad = g.to_sparse() if kind is torch.optim.SparseAdam else g
     optimizer = kind([p], **options)
-    if how == "compile":
-        step = collage_fx.compile(optimizer)
-    else:
-        step = torch.compile(optimizer.step, backend="collage")
+    step = torch.compile(optimizer.step, backend="collage")
     with pytest.warns(CollageWarning, match=cause) as caught:
         step()
         step()

@@ -12,3 +12,6 @@ aten, prims = torch.ops.aten, torch.ops.prims
 def keep(b: Builder, node: Node, x: Expanded, at: int) -> Expanded:
     """An expansion keeps its dtype through conversions: it is as precise as what they widen to."""
     return x
+
+
+STRUCTURE = {aten.clone.default, aten.stack.default, aten.cat.default}

@@ -1,0 +1,100 @@
+"""From the carried states of a compiled graph to their residuals, at each call."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from collage_fx import checkpoint
+from collage_fx.ownership import Owned, live_optimizers, owners_of
+from collage_fx.passes.program import Carried, StatePlan
+from collage_fx.runtime.residuals import STORE, Residual, clear_stale
+
+
+class Static:
+    """Finds a tensor whose identity Dynamo guards, without keeping it alive."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.reference = weakref.ref(tensor)
+
+    def __call__(self, args: tuple[Any, ...]) -> Tensor | None:
+        """Return the tensor, whatever the arguments of the call."""
+        return self.reference()
+
+
+class Residuals:
+    """Finds the residuals of a graph's carried states at each call.
+
+    Before the call of the compiled function and not within it: AOTAutograd counts up the versions
+    of some mutated inputs before it runs the graph.
+    """
+
+    def __init__(
+        self,
+        session: Any,
+        carried: list[Carried],
+        locate: list[Callable[[tuple[Any, ...]], Tensor | None]],
+        plan: list[StatePlan],
+    ) -> None:
+        self.session = session
+        self.carried = carried
+        self.locate = locate
+        self.plan = {state.index: state for state in plan}
+        self.current: list[tuple[Tensor, Residual]] = []
+
+    def gather(self, args: tuple[Any, ...]) -> None:
+        """Find the residuals for this call and make sure that each belongs to its tensor."""
+        tensors = [tensor for f in self.locate if (tensor := f(args)) is not None]
+        storage = self.session.config.storage
+        fresh = any(STORE.get(tensor) is None for tensor in tensors)
+        ownerless = self._introduce(tensors) if fresh else []
+        self.current = [
+            (tensor, STORE.ensure(tensor, storage, c.name))
+            for tensor, c in zip(tensors, self.carried, strict=True)
+        ]
+        clear_stale(self.current)
+        for tensor in ownerless:
+            STORE.share_by_memory(tensor)
+
+    def bind(self, inner: Any) -> Callable[[list[Any]], Any]:
+        """Return a boxed callable that appends the residual tensors to the inputs of inner."""
+
+        def run(args: list[Any]) -> Any:
+            full = [*args, *(c for _, residual in self.current for c in residual.components)]
+            args.clear()
+            return inner(full)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    def settle(self) -> None:
+        """Record, after the step, that the residuals belong to what was written."""
+        for tensor, residual in self.current:
+            residual.settle(tensor)
+        self.current = []
+
+    def _introduce(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Attach the optimizers of tensors that are seen for the first time; return the others."""
+        optimizer = self.session.optimizer()
+        owners = owners_of([optimizer] if optimizer is not None else live_optimizers())
+        found: list[tuple[Optimizer, Owned]] = []
+        ownerless: dict[str, Tensor] = {}
+        for tensor, c in zip(tensors, self.carried, strict=True):
+            if id(tensor) in owners:
+                found.append(owners[id(tensor)])
+                # Known only now, for a state that Dynamo passes as an argument.
+                c.name = self.plan[c.index].name = found[-1][1].name
+            elif STORE.get(tensor) is None:
+                ownerless[c.name] = tensor
+        for owner, _ in found:
+            checkpoint.attach(owner)
+        if ownerless and not self.session.named:
+            self.session.warn_once(
+                f"{', '.join(ownerless)} belong to no torch.optim.Optimizer, so no state_dict() "
+                "holds their residuals. Save collage_fx.residuals(tensor) beside each tensor and "
+                "give them back with collage_fx.load_residuals(tensor, components); "
+                "collage_fx.compile(function) instead of the backend string silences this"
+            )
+        return list(ownerless.values())

@@ -1,0 +1,446 @@
+"""The eager engine: compensation for what a step does outside compiled graphs.
+
+A TorchDispatchMode around the step sees every operation on a known state before it happens, and
+does it by the rules and the arithmetic of the compiled graphs, one operation at a time. Compiled
+graphs run under it untouched.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
+from torch.utils._pytree import tree_leaves, tree_map
+
+from collage_fx.passes.eager import Call, Forms, Operation, Traced, expansion_of, supports
+from collage_fx.passes.overloads import functional, is_foreach, overwrites, written
+from collage_fx.passes.program import LOW_PRECISION, Arithmetic
+from collage_fx.passes.recurrence import Form
+from collage_fx.passes.rules.structural import STRUCTURE
+from collage_fx.runtime.eft import WIDER
+from collage_fx.runtime.storage import join, split
+from collage_fx.shadows import Shadow, Shadows, has_memory
+
+aten = torch.ops.aten
+
+_COPIES = {aten._to_copy.default, aten.clone.default, aten.copy.default}
+_NONLINEAR = Form(0, "nonlinear", adds=True)
+_DECAYS = {
+    "exp_avgs": "beta1",
+    "exp_avg_sqs": "beta2",
+    "momentum_buffer_list": "momentum",
+    "state_sums": "",
+}
+"""Arguments of PyTorch's fused kernels that are averages -> the argument that they decay by."""
+
+
+@dataclass(eq=False)
+class Write:
+    """What a step does to one tensor that it knows."""
+
+    tensor: Tensor
+    shadow: Shadow
+    prepare: Callable[["Write"], None]
+    """Called before the first write of a step."""
+    version: int = 0
+    """The version of the tensor when the last write was seen; that write may still add one."""
+    address: int = 0
+    wrote: bool = False
+    """Whether the engine wrote the present value."""
+    eager: bool = False
+    """Whether the engine has written it in this step."""
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self.version, self.address = self.tensor._version, self.tensor.data_ptr()
+        self.wrote = self.eager = False
+
+    @property
+    def accounted(self) -> bool:
+        """Whether every change of the tensor was seen."""
+        return self.tensor._version - self.version <= self.wrote
+
+
+class Engine(TorchDispatchMode):
+    """Does the operations of a step on expansions where an operand has a residual.
+
+    `enlist` is called when a 16-bit tensor is written that is not known; it tells the engine of new
+    states by `know`.
+    """
+
+    def __init__(
+        self, arithmetic: Arithmetic, enlist: Callable[[], None], missing: Callable[[str], None]
+    ) -> None:
+        super().__init__()
+        self.arithmetic = arithmetic
+        self.enlist = enlist
+        self.missing = missing
+        self.shadows = Shadows()
+        self.writes: dict[Shadow, Write] = {}
+        self.paused = False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let Dynamo compile under this mode."""
+        return True
+
+    # What the session tells the engine.
+
+    def know(self, tensor: Tensor, prepare: Callable[[Write], None]) -> Write:
+        """Take up a carried state; prepare is called before the first write to it in a step."""
+        shadow = self.shadows.add(tensor, None, {})
+        write = Write(tensor, shadow, prepare)
+        write.begin()
+        self.writes[shadow] = write
+        return write
+
+    def forget(self) -> None:
+        """Drop everything known of the step that is over."""
+        self.shadows.clear()
+        self.writes.clear()
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Let operations pass, as within a compiled graph."""
+        before, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = before
+
+    def suspended(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return closure run as if this mode were not there: it computes gradients."""
+
+        def run() -> Any:
+            with _pop_mode_temporarily():
+                return closure()
+
+        return run
+
+    # Dispatch.
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.paused or not isinstance(func, torch._ops.OpOverload) or func.is_view:
+            return func(*args, **kwargs)
+        names = written(func)
+        if names:
+            return self._write(func, names, args, kwargs)
+        if not any(self.shadows.find(t) for t in _tensors((args, kwargs))):
+            return func(*args, **kwargs)
+        op = functional(func)
+        if is_foreach(func) and op is not None:
+            return [self._read(op, op, *each) for each in _each(args, kwargs)]
+        return self._read(func, op, args, kwargs)
+
+    def _write(self, func: Any, names: tuple[str, ...], args: Any, kwargs: Any) -> Any:
+        """Do an operation that writes: by its rule, or on joined values if it has none."""
+        arguments = [a.name for a in func._schema.arguments]
+        targets = {
+            name: kwargs[name] if name in kwargs else args[arguments.index(name)]
+            for name in names
+            if name in kwargs or arguments.index(name) < len(args)
+        }
+        self._enlist(targets)
+        if not any(self.shadows.find(t) for t in _tensors((args, kwargs))):
+            return func(*args, **kwargs)
+        op = functional(func)
+        by_rule = supports(op) or op is aten.copy.default or overwrites(func)
+        if len(targets) > 1 or not by_rule:
+            return self._together(func, targets, args, kwargs)
+        target = next(iter(targets.values()))
+        if is_foreach(func):
+            for single, more in _each(args, kwargs):
+                self._write_one(func, op, single[0], single, more)
+            return None
+        if "out" in targets:
+            more = {k: v for k, v in kwargs.items() if k != "out"}
+            self._write_one(func, op, target, args, more, out=True)
+        else:
+            self._write_one(func, op, target, args, kwargs)
+        return target
+
+    def _enlist(self, targets: Any) -> None:
+        """Prepare the states among targets; a 16-bit tensor that is not known may be a new one."""
+        for tensor in _tensors(targets):
+            if tensor.dtype in LOW_PRECISION and self.shadows.find(tensor) is None:
+                self.enlist()
+                break
+        for tensor in _tensors(targets):
+            write = self.writes.get(self.shadows.find(tensor))  # type: ignore[arg-type]
+            if write is not None and not write.wrote:
+                write.prepare(write)
+                write.wrote = write.eager = True
+
+    # Reading: results that follow from expansions.
+
+    def _read(self, func: Any, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = list(_tensors((args, kwargs)))
+        dtype = _storage_dtype(tensors, self)
+        if func in STRUCTURE or op in STRUCTURE or _keeps(func, args, kwargs):
+            return self._structural(func, args, kwargs)
+        if dtype is not None and supports(op) and _result_dtype(tensors) == dtype:
+            return self._keep(self._by_rule(op, dtype, args, kwargs), tensors)
+        wider = any(t.dtype in WIDER.values() and t.dim() for t in tensors) or func in _COPIES
+        result = func(*tree_map(self._joined, args), **kwargs) if wider else func(*args, **kwargs)
+        if isinstance(result, Tensor) and result.is_floating_point() and has_memory(result):
+            forms = self._forms(op, tensors, args, kwargs)
+            if forms:
+                self.shadows.add(result, None, forms)
+        return result
+
+    def _by_rule(self, op: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> Traced:
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        shape = torch.broadcast_shapes(*(t.shape for t in tensors))
+        out = torch.empty(shape, dtype=dtype, device="meta")
+        made: dict[int, Traced] = {}
+        operands = tree_map(lambda a: self._operand(a, made), (args, kwargs))
+        operation = Operation(dtype, self.arithmetic)
+        result = operation.run(Call(op, *operands), out)
+        for name in operation.without_rule:
+            self.missing(name)
+        return result
+
+    def _operand(self, x: Any, made: dict[int, Traced]) -> Any:
+        """Return what stands for x, the same for the same tensor."""
+        if not isinstance(x, Tensor):
+            return x
+        if id(x) not in made:
+            shadow = self.shadows.find(x)
+            low = shadow.low(x) if shadow else None
+            made[id(x)] = expansion_of(x, low, dict(shadow.forms) if shadow else None)
+        return made[id(x)]
+
+    def _keep(self, result: Traced, operands: Sequence[Tensor]) -> Tensor:
+        """Return the tensor of a result, with a shadow where there is something to know."""
+        hi: Tensor = result.meta["val"]
+        lo = result.expanded[1].meta["val"] if isinstance(result.expanded, tuple) else None
+        if any(hi is t for t in operands):
+            hi, lo = hi.clone(), None if lo is None else lo.clone()
+        if lo is not None or result.forms:
+            self.shadows.add(hi, lo, result.forms)
+        return hi
+
+    def _structural(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        """Do an operation that only moves elements, to high and low words alike."""
+        made: dict[int, Traced] = {}
+        operands = [self._operand(t, made) for t in _tensors(args)]
+        hi: Tensor = func(*args, **kwargs)
+        lo = None
+        if any(o.expanded for o in operands):
+            lo = func(*tree_map(lambda a: self._low_or_zero(a), args), **kwargs)
+        forms = {k: f for o in operands for k, f in o.forms.items()}
+        if len(operands) > 1:
+            forms = dict.fromkeys(forms, Form(0, "nonlinear", True))
+        if lo is not None or forms:
+            self.shadows.add(hi, lo, forms)
+        return hi
+
+    def _low_or_zero(self, x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return x
+        shadow = self.shadows.find(x)
+        low = shadow.low(x) if shadow else None
+        return torch.zeros_like(x) if low is None else low
+
+    def _joined(self, x: Any) -> Any:
+        """Return the value of x with its low word, in the wide dtype; x itself if it has none."""
+        if isinstance(x, list | tuple):
+            return type(x)(self._joined(a) for a in x)
+        shadow = self.shadows.find(x) if isinstance(x, Tensor) else None
+        low = shadow.low(x) if shadow else None
+        return x if low is None else join(x, low)
+
+    def _forms(self, op: Any, tensors: list[Tensor], args: Any, kwargs: Any) -> Forms:
+        """Return how the result of a plain operation depends on the states that are followed."""
+        shadows = [s for t in tensors if (s := self.shadows.find(t))]
+        if not any(s.forms for s in shadows):
+            return {}
+        if op in _COPIES:
+            return dict(shadows[0].forms)
+        if supports(op):
+            made: dict[int, Traced] = {}
+            operands = tree_map(lambda a: self._meta(a, made), (args, kwargs))
+            shape = torch.broadcast_shapes(*(t.shape for t in tensors))
+            dtype = _result_dtype(tensors)
+            out = torch.empty(shape, dtype=dtype, device="meta")
+            return Operation(torch.bfloat16, self.arithmetic).run(Call(op, *operands), out).forms
+        return {key: _NONLINEAR for s in shadows for key in s.forms}
+
+    def _meta(self, x: Any, made: dict[int, Traced]) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if id(x) not in made:
+            shadow = self.shadows.find(x)
+            made[id(x)] = Traced(x.to("meta"), None, dict(shadow.forms) if shadow else None)
+        return made[id(x)]
+
+    # Writing.
+
+    def _write_one(
+        self, func: Any, op: Any, dest: Tensor, args: Any, kwargs: Any, *, out: bool = False
+    ) -> None:
+        """Do one operation and put its result, high and low word, where it belongs."""
+        shadow = self.shadows.find(dest)
+        tensors = list(_tensors((args, kwargs)))
+        if overwrites(func):
+            self._call(func, op, dest, args, kwargs, out)
+            self._wrote(dest, shadow, None, {})
+        elif op is aten.copy.default:
+            self._copy(dest, shadow, args[1])
+        elif dest.dtype not in LOW_PRECISION or not self._expanded([dest, *tensors]):
+            forms = self._forms(op, tensors, args, kwargs)
+            self._call(func, op, dest, tree_map(self._joined_unless(dest), args), kwargs, out)
+            self._wrote(dest, shadow, None, forms)
+        else:
+            self._assign(dest, shadow, self._by_rule(op, dest.dtype, args, kwargs))
+
+    def _expanded(self, tensors: list[Tensor]) -> bool:
+        return any((s := self.shadows.find(t)) and s.lo is not None for t in tensors)
+
+    def _joined_unless(self, dest: Tensor) -> Callable[[Any], Any]:
+        """Return what gives operands their low words where dest is wide enough to hold them."""
+        if dest.dtype in LOW_PRECISION:
+            return lambda x: x
+        return self._joined
+
+    def _call(self, func: Any, op: Any, dest: Tensor, args: Any, kwargs: Any, out: bool) -> None:
+        """Do the operation itself; of a _foreach operation one tensor's share."""
+        if out:
+            func(*args, out=dest, **kwargs)
+        elif not is_foreach(func):
+            func(*args, **kwargs)
+        elif op is None:
+            dest.zero_()
+        else:
+            dest.copy_(op(*args, **kwargs))
+
+    def _assign(self, dest: Tensor, shadow: Shadow | None, result: Traced) -> None:
+        dest.copy_(result.meta["val"])
+        pair = result.expanded
+        self._wrote(dest, shadow, pair[1].meta["val"] if pair else None, result.forms)  # type: ignore[index]
+
+    def _copy(self, dest: Tensor, shadow: Shadow | None, source: Any) -> None:
+        """dest.copy_(source), low word and all."""
+        if not isinstance(source, Tensor):
+            dest.fill_(source)
+            return self._wrote(dest, shadow, None, {})
+        theirs = self.shadows.find(source)
+        low = theirs.low(source) if theirs else None
+        forms = dict(theirs.forms) if theirs else {}
+        held = shadow is not None and shadow.lo is not None
+        if low is not None and source.dtype != dest.dtype:
+            source, low = join(source, low), None
+        if held and source.is_floating_point() and source.dtype not in LOW_PRECISION:
+            hi, low = split(source, dest.dtype)
+            dest.copy_(hi)
+        else:
+            dest.copy_(source)
+        self._wrote(dest, shadow, None if low is None else low.expand_as(dest), forms)
+
+    def _together(self, func: Any, targets: dict[str, Any], args: Any, kwargs: Any) -> Any:
+        """Do an operation without a rule on joined values, and split what it wrote.
+
+        PyTorch's fused optimizer kernels are such: they compute in fp32 themselves.
+        """
+        before = list(_tensors((args, kwargs)))
+        if not self._expanded(list(_tensors(targets))):
+            result = func(*args, **kwargs)
+            for name, tree in targets.items():
+                for tensor in _tensors(tree):
+                    forms = self._unknown(before, tensor, name, kwargs)
+                    self._wrote(tensor, self.shadows.find(tensor), None, forms)
+            return result
+        if "_fused_" not in func._schema.name:
+            self.missing(str(func))
+        wide: dict[int, Tensor] = {}
+        swapped = tree_map(lambda a: self._widened(a, wide), (args, kwargs))
+        result = func(*swapped[0], **swapped[1])
+        for name, tree in targets.items():
+            for tensor in _tensors(tree):
+                forms = self._unknown(before, tensor, name, kwargs)
+                lo = None
+                if id(tensor) in wide:
+                    hi, lo = split(wide[id(tensor)], tensor.dtype)
+                    tensor.copy_(hi)
+                self._wrote(tensor, self.shadows.find(tensor), lo, forms)
+        written = {id(w): t for t in before if (w := wide.get(id(t))) is not None}
+        return tree_map(lambda r: written.get(id(r), r), result)
+
+    def _unknown(self, operands: list[Tensor], tensor: Tensor, name: str, kwargs: Any) -> Forms:
+        """Return the forms of what an operation without a rule wrote to an argument."""
+        forms = {k: _NONLINEAR for t in operands if (s := self.shadows.find(t)) for k in s.forms}
+        shadow = self.shadows.find(tensor)
+        write = self.writes.get(shadow) if shadow else None
+        if write in forms and name in _DECAYS:
+            return {write: Form(float(kwargs.get(_DECAYS[name], 1.0)), "free")}
+        return forms
+
+    def _widened(self, x: Any, wide: dict[int, Tensor]) -> Any:
+        """Return x, if it is of 16 bits, in the wide dtype and in memory of its own."""
+        if not isinstance(x, Tensor) or x.dtype not in LOW_PRECISION:
+            return x
+        if id(x) not in wide:
+            joined = self._joined(x)
+            wide[id(x)] = joined.to(WIDER[x.dtype])
+        return wide[id(x)]
+
+    def _wrote(self, dest: Tensor, shadow: Shadow | None, lo: Tensor | None, forms: Forms) -> None:
+        """Store the low word of a tensor that was just written, and note the write."""
+        write = self.writes.get(shadow) if shadow else None
+        if shadow is None or (write is None and not shadow.same(dest)):
+            if (lo is not None or forms) and has_memory(dest):
+                self.shadows.add(dest, lo, forms)
+            return
+        low = shadow.low(dest)
+        if low is not None:
+            low.zero_() if lo is None else low.copy_(lo)
+        elif write is None:
+            shadow.made = lo
+        if write is not None:
+            write.version = write.tensor._version
+        if not shadow.same(dest):
+            forms = {**shadow.forms, **dict.fromkeys(forms, _NONLINEAR)}
+            forms = {k: Form(f.a, "nonlinear", adds=True) for k, f in forms.items()}
+        shadow.forms = forms
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    return (x for x in tree_leaves(tree) if isinstance(x, Tensor))
+
+
+def _each(args: Any, kwargs: Any) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Yield the arguments of a _foreach operation for each tensor."""
+    for i in range(len(args[0])):
+
+        def pick(a: Any, i: int = i) -> Any:
+            return a[i] if isinstance(a, list | tuple) else a
+
+        yield tuple(map(pick, args)), {k: pick(v) for k, v in kwargs.items()}
+
+
+def _storage_dtype(tensors: list[Tensor], engine: Engine) -> torch.dtype | None:
+    """Return the dtype of the expansions among tensors; None if there is none, or several."""
+    dtypes = {t.dtype for t in tensors if (s := engine.shadows.find(t)) and s.lo is not None}
+    return dtypes.pop() if len(dtypes) == 1 else None
+
+
+def _result_dtype(tensors: list[Tensor]) -> torch.dtype:
+    """Return the dtype that PyTorch's promotion gives tensors."""
+    result = tensors[0]
+    dtype = result.dtype
+    for other in tensors[1:]:
+        dtype = torch.promote_types(dtype, other.dtype) if other.dim() else dtype
+    return dtype
+
+
+def _keeps(func: Any, args: Any, kwargs: Any) -> bool:
+    """Tell whether func is a copy in the same dtype."""
+    return func is aten.clone.default or (
+        func is aten._to_copy.default and kwargs.get("dtype") in (None, args[0].dtype)
+    )

@@ -1,0 +1,53 @@
+"""Which engine served each carried state, and how often."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass
+class Served:
+    """What became of one carried state, step by step."""
+
+    name: str
+    dtype: torch.dtype
+    compensated: bool = False
+    reason: str = ""
+    graph: int = 0
+    """Steps in which a compiled graph wrote it."""
+    eager: int = 0
+    """Steps in which the eager engine wrote it."""
+    unaccounted: int = 0
+    """Steps in which something else wrote it."""
+    judged: int = 0
+    """Steps on which the eager engine's verdict rests."""
+
+    @property
+    def engine(self) -> str:
+        """`graph`, `eager`, `graph + eager` or `none`."""
+        return " + ".join(e for e in ("graph", "eager") if getattr(self, e)) or "none"
+
+
+@dataclass
+class Report:
+    """What `collage_fx.compile` did for a step so far; str() of it is a table."""
+
+    subject: str
+    states: list[Served] = field(default_factory=list)
+    """The 16-bit states that were written, in the order in which they were met."""
+    notes: list[str] = field(default_factory=list)
+    """The warnings given."""
+
+    def __str__(self) -> str:
+        rows = [("state", "dtype", "served by", "steps", "verdict")]
+        for s in self.states:
+            verdict = "compensated" if s.compensated else "plain"
+            steps = f"{s.graph} graph, {s.eager} eager"
+            steps += f", {s.unaccounted} unaccounted" if s.unaccounted else ""
+            dtype = str(s.dtype).removeprefix("torch.")
+            rows.append((s.name, dtype, s.engine, steps, f"{verdict}: {s.reason}"))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        table = [
+            "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
+        ]
+        return "\n".join([f"collage_fx: {self.subject}", "", *table, *self.notes])

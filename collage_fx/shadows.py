@@ -1,0 +1,130 @@
+"""Which residual lies beside which memory while a step runs outside compiled graphs.
+
+A tensor is looked up by its memory, so that `p`, `p.data`, `p.view(-1)` and `p[0]` are one state.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from collage_fx.passes.eager import Forms
+
+_PURGE = 64
+
+
+@dataclass(eq=False)
+class Shadow:
+    """What is known of one tensor: its low word, and which carried states it depends on how."""
+
+    storage: StorageWeakRef
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    made: Tensor | None
+    forms: Forms = field(default_factory=dict)
+    make: Callable[[], Tensor] | None = None
+    """Makes the low word when it is first needed."""
+
+    @property
+    def lo(self) -> Tensor | None:
+        """The low word of all of it, or None."""
+        if self.made is None and self.make is not None:
+            self.made, self.make = self.make(), None
+        return self.made
+
+    @classmethod
+    def of(cls, tensor: Tensor, lo: Tensor | None, forms: Forms) -> "Shadow":
+        """Return the shadow of tensor."""
+        storage = StorageWeakRef(tensor.untyped_storage())
+        where = tensor.storage_offset()
+        return cls(storage, tensor.size(), tensor.stride(), where, tensor.dtype, lo, forms)
+
+    def same(self, tensor: Tensor) -> bool:
+        """Tell whether tensor is all of it, element for element."""
+        return (
+            tensor.storage_offset() == self.offset
+            and tensor.size() == self.size
+            and tensor.stride() == self.stride
+            and tensor.dtype == self.dtype
+        )
+
+    def covers(self, tensor: Tensor) -> bool:
+        """Tell whether all of tensor lies within it."""
+        start = tensor.storage_offset()
+        return (
+            tensor.dtype == self.dtype
+            and self.offset <= start
+            and start + _extent(tensor.size(), tensor.stride())
+            <= self.offset + _extent(self.size, self.stride)
+        )
+
+    def low(self, tensor: Tensor) -> Tensor | None:
+        """Return the low word of tensor, which is the whole or a view of it; None if unknown."""
+        lo = self.lo
+        if lo is None or self.same(tensor):
+            return lo
+        if lo.stride() != self.stride:
+            return None
+        offset = tensor.storage_offset() - self.offset + lo.storage_offset()
+        return lo.as_strided(tensor.size(), tensor.stride(), offset)
+
+
+def _extent(size: torch.Size, stride: tuple[int, ...]) -> int:
+    if 0 in size:
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+
+
+class Shadows:
+    """Shadows by memory; one is forgotten when its memory is freed."""
+
+    def __init__(self) -> None:
+        self._by_storage: dict[int, list[Shadow]] = {}
+        self._added = 0
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._by_storage.clear()
+
+    def find(self, tensor: Tensor) -> Shadow | None:
+        """Return the shadow that covers tensor, the latest if there are several."""
+        if not self._by_storage or not has_memory(tensor):
+            return None
+        shadows = self._by_storage.get(tensor.untyped_storage()._cdata, ())
+        if shadows and shadows[0].storage.expired():
+            del self._by_storage[tensor.untyped_storage()._cdata]
+            return None
+        return next((s for s in reversed(shadows) if s.same(tensor) or s.covers(tensor)), None)
+
+    def add(self, tensor: Tensor, lo: Tensor | None, forms: Forms) -> Shadow:
+        """Make a shadow for tensor, in the place of one of the same elements."""
+        shadow = Shadow.of(tensor, lo, forms)
+        key = tensor.untyped_storage()._cdata
+        beside = [
+            s
+            for s in self._by_storage.get(key, ())
+            if not s.storage.expired() and not s.same(tensor)
+        ]
+        self._by_storage[key] = [*beside, shadow]
+        self._added += 1
+        if self._added % _PURGE == 0:
+            self._purge()
+        return shadow
+
+    def _purge(self) -> None:
+        dead = [k for k, shadows in self._by_storage.items() if shadows[0].storage.expired()]
+        for key in dead:
+            del self._by_storage[key]
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Tell whether tensor is a plain strided tensor with memory of its own."""
+    return (
+        tensor.layout == torch.strided
+        and not tensor.is_meta
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )

@@ -1,0 +1,41 @@
+"""Notice a step that makes a new graph at each call, and stop compiling it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch._dynamo.utils import counters
+
+from collage_fx.backend import Session
+
+STORM = 4
+"""Calls in a row that each made a new graph, after which a step is not compiled any more.
+
+The first calls differ by nature: states are made, a changed learning rate becomes an input.
+"""
+_SETTLING = 3
+
+
+class Storm:
+    """Counts the calls in a row that compiled something."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.calls = 0
+        self.row = 0
+        self.given_up = False
+
+    @contextmanager
+    def watch(self) -> Iterator[bool]:
+        """Watch one call; whether it should be compiled."""
+        graphs = counters["stats"]["unique_graphs"]
+        yield not self.given_up
+        self.calls += 1
+        compiled = counters["stats"]["unique_graphs"] > graphs
+        self.row = self.row + 1 if compiled and self.calls > _SETTLING else 0
+        if self.row >= STORM and not self.given_up:
+            self.given_up = True
+            self.session.warn_once(
+                f"the step makes a new graph at each call ({self.session.graphs} so far), since a "
+                "Python number that changes enters its arithmetic as a constant; the eager engine "
+                "serves it from now on. TORCH_LOGS=recompiles names the number; keep it in a tensor"
+            )

@@ -1,0 +1,283 @@
+"""One step under supervision: which states there are, who wrote them, and what that calls for."""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.utils.weak import WeakIdKeyDictionary
+
+from collage_fx.config import CollageConfig
+from collage_fx.eager import Engine, Write
+from collage_fx.ownership import Owned
+from collage_fx.passes.plan import verdict
+from collage_fx.passes.program import LOW_PRECISION, Carried, StatePlan
+from collage_fx.passes.recurrence import Form, recurrence_of
+from collage_fx.report import Served
+from collage_fx.runtime.residuals import STORE, clear_stale
+from collage_fx.shadows import Shadow, has_memory
+
+_TRIED = 2
+"""Steps in which a state has a residual until its recurrence has shown whether it needs one. Later
+its recurrence is followed all the same: a coefficient may come near one as training goes on."""
+
+
+class Supervisor:
+    """Watches the steps of one optimizer or function.
+
+    `owned` lists the states. A state that is written outside compiled graphs gets a residual by the
+    same verdict as in a graph, from the recurrence that its first writes show. At the end of a step
+    the version counter of each state is compared with the writes that were accounted for.
+    """
+
+    def __init__(
+        self,
+        config: CollageConfig,
+        owned: Callable[[], Iterable[Owned]],
+        count: Callable[[], int],
+        warn: Callable[[str], None],
+        subject: str,
+    ) -> None:
+        self.config = config
+        self.count = count
+        self.counted = 0
+        self.has_param = True
+        self.owned = owned
+        self.warn = warn
+        self.subject = subject
+        self.served: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self.engine = Engine(config.arithmetic, self._enlist, self._missing)
+        self.states: dict[Any, tuple[Owned, Write]] = {}
+        """Place of a state -> its tensor at the beginning of the step."""
+        self.by_graph: set[int] = set()
+        self.returned: set[int] = set()
+        self.sources: dict[Any, GraphModule] = {}
+        """What Dynamo handed to the backend, to be compiled anew or run by the eager engine."""
+        self.active = False
+        self.without_rule: set[str] = set()
+        """Operations that the eager engine did as join - op - split."""
+
+    @contextmanager
+    def step(self) -> Iterator[Engine]:
+        """Supervise one step."""
+        self._begin()
+        self.active = True
+        try:
+            with self.engine:
+                yield self.engine
+        finally:
+            self.active = False
+            self._end()
+
+    # The beginning.
+
+    def _begin(self) -> None:
+        """Take up the states as they are now."""
+        self.counted = self.count()
+        self.by_graph.clear()
+        self.returned.clear()
+        present = list(self._low())
+        if not self._same(present):
+            self.engine.forget()
+            self.states.clear()
+            for owned in present:
+                self._know(owned)
+        for _, write in self.states.values():
+            write.begin()
+            self._refresh(write)
+
+    def _same(self, present: list[Owned]) -> bool:
+        """Tell whether these are the states of the step before, in the same memory."""
+        if len(present) != len(self.states):
+            return False
+        for owned in present:
+            state = self.states.get(_place(owned))
+            if state is None or state[0].tensor is not owned.tensor:
+                return False
+            if state[1].address != owned.tensor.data_ptr() or not state[1].shadow.same(
+                owned.tensor
+            ):
+                return False
+        return True
+
+    def _refresh(self, write: Write) -> None:
+        """Give a state its residual or, while the verdict is open, one for the time being."""
+        tensor, shadow = write.tensor, write.shadow
+        served, residual = self.served[tensor], STORE.get(tensor)
+        shadow.forms, shadow.make, shadow.made = {}, None, None
+        if residual is not None:
+            if served.eager:
+                clear_stale([(tensor, residual)])
+            shadow.made = residual.components[0]
+        elif served.judged < _TRIED:
+            shadow.make = functools.partial(torch.zeros_like, tensor, requires_grad=False)
+        if not served.compensated:
+            shadow.forms = {write: Form(1)}
+
+    def _low(self) -> Iterator[Owned]:
+        seen: set[int] = set()
+        for owned in self.owned():
+            tensor = owned.tensor
+            if tensor.dtype in LOW_PRECISION and has_memory(tensor) and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield owned
+
+    def _know(self, owned: Owned) -> None:
+        tensor = owned.tensor
+        served = self.served.get(tensor)
+        if served is None:
+            served = self.served[tensor] = Served(owned.name, tensor.dtype)
+        served.name = owned.name  # a graph may have known it as an argument only
+        write = self.engine.know(tensor, self._prepare)
+        self._refresh(write)
+        self.states[_place(owned)] = owned, write
+
+    def _enlist(self) -> None:
+        """Take up the states that the step has made since it began."""
+        count = self.count()
+        if count != self.counted:
+            self.counted = count
+            for owned in self._low():
+                if _place(owned) not in self.states:
+                    self._know(owned)
+
+    def _prepare(self, write: Write) -> None:
+        """Before the first write to a state in a step: see that its residual belongs to it."""
+        residual = STORE.get(write.tensor)
+        if residual is not None:
+            clear_stale([(write.tensor, residual)])
+            write.shadow.made = residual.components[0]
+
+    # Compiled graphs within the step.
+
+    @contextmanager
+    def graph(self, written: list[tuple[Tensor, StatePlan]]) -> Iterator[Callable[[Any], None]]:
+        """Let a compiled graph run that writes these states; give it a function for its results."""
+        self._hand_over(written)
+        with self.engine.pause():
+            yield self._results
+        self._account(written)
+
+    def _hand_over(self, written: list[tuple[Tensor, StatePlan]]) -> None:
+        """Put into the store what the eager engine holds of the states that a graph is to write."""
+        for tensor, _ in written:
+            write = self._write_of(tensor)
+            if write is None or not write.wrote or not write.accounted:
+                continue
+            if STORE.get(tensor) is None and write.shadow.made is not None:
+                STORE.adopt(
+                    tensor, write.shadow.made, self.config.storage, self.served[tensor].name
+                )
+            if (residual := STORE.get(tensor)) is not None:
+                residual.settle(tensor)
+
+    def _results(self, results: Any) -> None:
+        """Note what a graph returned: states that are put in the place of others, maybe."""
+        for tensor in results if isinstance(results, list | tuple) else ():
+            if isinstance(tensor, Tensor) and tensor.dtype in LOW_PRECISION:
+                self.returned.add(id(tensor))
+
+    def _account(self, written: list[tuple[Tensor, StatePlan]]) -> None:
+        for tensor, plan in written:
+            served = self.served.get(tensor)
+            if served is None:
+                served = self.served[tensor] = Served(plan.name, tensor.dtype)
+            if id(tensor) not in self.by_graph:
+                served.graph += 1
+                self.by_graph.add(id(tensor))
+            if plan.compensated or not served.compensated:
+                served.compensated, served.reason = plan.compensated, plan.reason
+            residual = STORE.get(tensor)
+            if residual is not None and not plan.compensated:
+                residual.clear()  # replaced as a whole
+                residual.settle(tensor)
+            write = self._write_of(tensor)
+            if write is not None:
+                write.version, write.wrote = tensor._version, False
+                write.shadow.made = None if residual is None else residual.components[0]
+
+    def _write_of(self, tensor: Tensor) -> Write | None:
+        shadow = self.engine.shadows.find(tensor)
+        return self.engine.writes.get(shadow) if shadow is not None else None
+
+    # The end.
+
+    def _end(self) -> None:
+        for owned in list(self._low()):
+            state = self.states.get(_place(owned))
+            if state is None:
+                self._know(owned)
+            elif state[0].tensor is not owned.tensor or state[1].address != owned.tensor.data_ptr():
+                self._replaced(owned, state[1])
+        unaccounted = []
+        for owned, write in self.states.values():
+            served = self.served[write.tensor]
+            if not write.accounted:
+                served.unaccounted += 1
+                unaccounted.append(owned.name)
+            elif write.eager:
+                served.eager += 1
+                self._judge(owned, write, write.shadow)
+        if unaccounted:
+            self._warn_unaccounted(unaccounted)
+
+    def _judge(self, owned: Owned, write: Write, shadow: Shadow) -> None:
+        """Decide whether a state that the engine wrote keeps its residual; settle it."""
+        tensor, served = owned.tensor, self.served[write.tensor]
+        if not served.compensated:
+            served.judged += 1
+            found = recurrence_of(shadow.forms.get(write, Form(0, "free")))
+            carried = Carried(-1, owned.name, owned.owner, False, tensor)
+            keep, reason = verdict(carried, found, self.config.level, self.has_param)
+            source = self._source(write, shadow)
+            if not keep and source:
+                keep, reason = True, f"takes over the value of {source}"
+            served.compensated, served.reason = keep, reason
+        if served.compensated:
+            lo = shadow.low(tensor)
+            residual = STORE.get(tensor)
+            if residual is None or (lo is not None and residual.components[0] is not lo):
+                STORE.adopt(tensor, lo, self.config.storage, owned.name)
+            else:
+                residual.settle(tensor)
+
+    def _source(self, write: Write, shadow: Shadow) -> str:
+        """Return the name of a compensated state whose value this one has taken over."""
+        for origin, form in shadow.forms.items():
+            if origin is not write and form.a != 0 and self.served[origin.tensor].compensated:
+                return str(self.served[origin.tensor].name)
+        return ""
+
+    def _replaced(self, owned: Owned, old: Write) -> None:
+        """Go on where a step put another tensor, or other memory, in the place of a state."""
+        shadow = self.engine.shadows.find(owned.tensor)
+        if shadow in self.engine.writes and shadow is not old.shadow:
+            return  # two states changed places
+        served = self.served[owned.tensor] = self.served[old.tensor]
+        old.version = old.tensor._version
+        if shadow is None or not (shadow.forms or shadow.lo is not None):
+            if id(owned.tensor) in self.returned:
+                served.unaccounted += 1
+                self._warn_unaccounted([owned.name])
+            return
+        served.eager += 1
+        self._judge(owned, old, shadow)
+
+    def _warn_unaccounted(self, names: list[str]) -> None:
+        more = f" and {len(names) - 4} more" if names[4:] else ""
+        self.warn(
+            f"{self.subject} wrote {', '.join(names[:4])}{more} in a way that neither a compiled "
+            "graph nor the eager engine saw, so without compensation: with a kernel of its own, or "
+            "by putting a new tensor in the place of the old; update it in place by PyTorch's "
+            "operations"
+        )
+
+    def _missing(self, name: str) -> None:
+        self.without_rule.add(name)
+
+
+def _place(owned: Owned) -> Any:
+    return owned.group, owned.param, owned.key

@@ -1,0 +1,71 @@
+"""Which functional single-tensor operation an operation of eager PyTorch is a form of."""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from collage_fx.passes.canonicalize import FOREACH
+from collage_fx.passes.eager import supports
+
+aten = torch.ops.aten
+
+
+@cache
+def written(op: OpOverload) -> tuple[str, ...]:
+    """Return the names of the arguments that op writes."""
+    return tuple(
+        a.name
+        for a in op._schema.arguments
+        if a.alias_info is not None and a.alias_info.is_write and "Tensor" in str(a.type)
+    )
+
+
+@cache
+def is_foreach(op: OpOverload) -> bool:
+    """Tell whether op does one operation for each tensor of a list."""
+    return op._schema.name.startswith("aten::_foreach_")
+
+
+@cache
+def functional(op: OpOverload) -> Any:
+    """Return the operation on single tensors, without side effect, that op is a form of.
+
+    `aten._foreach_add_.Scalar` and `aten.add.Scalar` are forms of `aten.add.Tensor`, which takes a
+    number too. None if there is none.
+    """
+    name = op._schema.name.removeprefix("aten::").removesuffix("_")
+    if name.startswith("_foreach_"):
+        return FOREACH.get(name)
+    if not op._schema.name.startswith("aten::") or not hasattr(aten, name):
+        return None
+    packet = getattr(aten, name)
+    overload = op._overloadname
+    wanted = [overload, overload.removesuffix("out").removesuffix("_"), "Tensor", "default"]
+    known = [getattr(packet, o) for o in wanted if o in packet.overloads()]
+    return next((o for o in known if supports(o)), known[0] if known else None)
+
+
+OVERWRITING = frozenset(
+    {
+        "zero_",
+        "fill_",
+        "normal_",
+        "uniform_",
+        "random_",
+        "bernoulli_",
+        "exponential_",
+        "log_normal_",
+        "cauchy_",
+        "geometric_",
+        "_foreach_zero_",
+    }
+)
+"""Operations whose result has nothing to do with what was there before."""
+
+
+@cache
+def overwrites(op: OpOverload) -> bool:
+    """Tell whether op replaces what it writes by something that no other tensor determines."""
+    return op._schema.name.removeprefix("aten::") in OVERWRITING
