@@ -19,7 +19,7 @@ from collage_fx.errors import CollageError
 from collage_fx.ownership import live_optimizers, owned_tensors, owners_of, state_count
 from collage_fx.report import Report
 from collage_fx.runtime.residuals import STORE
-from collage_fx.storm import Storm
+from collage_fx.storm import Storm, symbolic_math
 from collage_fx.supervisor import Supervisor
 
 RECOMPILE_LIMIT = 256
@@ -87,7 +87,7 @@ def _compile_optimizer(optimizer: Optimizer, session: Session) -> Callable[..., 
             run = compiled if calm else plain
             # All optimizers of a class share one function, whose graphs Dynamo counts together: its
             # default limit of 8 is soon reached.
-            with dynamo_config.patch(recompile_limit=RECOMPILE_LIMIT):
+            with dynamo_config.patch(recompile_limit=RECOMPILE_LIMIT), symbolic_math():
                 # A closure runs the model, eagerly or as the user compiled it: no part of the step.
                 arguments = () if closure is None else (disable(engine.suspended(closure)),)
                 result = run(*arguments)

@@ -1,18 +1,25 @@
-"""Notice a step that makes a new graph at each call, and stop compiling it."""
+"""Storms of recompilation: a step that makes a new graph at each call.
 
+A Python number that changes makes Dynamo trace again. Most enter the next graph as a symbol; those
+that cannot make a graph for each value.
+"""
+
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest.mock import patch
 
+import torch
 from torch._dynamo.utils import counters
 
 from collage_fx.backend import Session
 
-STORM = 4
+STORM = 3
 """Calls in a row that each made a new graph, after which a step is not compiled any more.
 
 The first calls differ by nature: states are made, a changed learning rate becomes an input.
 """
-_SETTLING = 3
+_SETTLING = 2
 
 
 class Storm:
@@ -39,3 +46,18 @@ class Storm:
                 "Python number that changes enters its arithmetic as a constant; the eager engine "
                 "serves it from now on. TORCH_LOGS=recompiles names the number; keep it in a tensor"
             )
+
+
+_pow = math.pow
+
+
+def _traceable_pow(x: float, y: float, /) -> float:
+    """math.pow, which Dynamo evaluates for each step count that a bias correction raises to."""
+    return 1.0 * x**y if torch.compiler.is_compiling() else _pow(x, y)
+
+
+@contextmanager
+def symbolic_math() -> Iterator[None]:
+    """Let Dynamo trace math.pow of a symbolic step count, as it does the operator `**`."""
+    with patch.object(math, "pow", _traceable_pow):
+        yield

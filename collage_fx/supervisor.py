@@ -188,7 +188,7 @@ class Supervisor:
             if id(tensor) not in self.by_graph:
                 served.graph += 1
                 self.by_graph.add(id(tensor))
-            if plan.compensated or not served.compensated:
+            if not served.compensated:
                 served.compensated, served.reason = plan.compensated, plan.reason
             residual = STORE.get(tensor)
             if residual is not None and not plan.compensated:

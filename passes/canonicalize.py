@@ -49,6 +49,10 @@ _WITH_NUMBER: dict[Any, Any] = {
 }
 
 
+_WITH_TENSOR = {number: tensor for tensor, number in _WITH_NUMBER.items()}
+"""The other way round, where the number is symbolic and becomes a 0-d tensor."""
+
+
 def canonicalize(program: Program) -> None:
     """Rewrite the graph into single-tensor operations that round at most once.
 
@@ -71,7 +75,9 @@ def canonicalize(program: Program) -> None:
         add = aten.add.Tensor(v32, mul_1)
         v_new = prims.convert_element_type(add, torch.bfloat16)
     """
-    builder = _Builder()
+    inputs = [n.meta["val"] for n in program.source.graph.find_nodes(op="placeholder")]
+    tensors = [v for v in inputs if isinstance(v, Tensor)]
+    builder = _Builder(max(tensors, key=lambda t: t.dim(), default=torch.empty(())))
     for node in program.source.graph.nodes:
         builder.take(node)
     builder.graph.eliminate_dead_code(
@@ -85,11 +91,15 @@ def canonicalize(program: Program) -> None:
 class _Builder:
     """Builds the canonical graph node by node."""
 
-    def __init__(self) -> None:
+    def __init__(self, sample: Tensor) -> None:
         self.graph = Graph()
+        self.sample = sample
+        """A tensor of the graph that is on the device where it computes."""
         self.env: dict[Node, Any] = {}
         self.widened: dict[Node, Node] = {}
         self.origin: Node | None = None
+        self.numbers: dict[Node, Node] = {}
+        """Symbolic number -> the 0-d tensor that holds it."""
 
     def take(self, node: Node) -> None:
         """Translate one node of the source graph."""
@@ -99,15 +109,28 @@ class _Builder:
             self.env[node] = self.env[node.args[0]][node.args[1]]  # type: ignore[index]
         elif name.startswith("aten::_foreach_") and name[6:] in FOREACH:
             self.env[node] = self._each(node, FOREACH[name[6:]])
-        elif node.target in DECOMPOSITIONS and is_tensor(node):
+        elif is_tensor(node) and (node.target in DECOMPOSITIONS or node.target in _WITH_TENSOR):
             args, kwargs = self._map(node.args), self._map(node.kwargs)
-            self.env[node] = DECOMPOSITIONS[node.target](self, value_of(node), *args, **kwargs)
+            self.env[node] = self._single(node.target, value_of(node), args, kwargs)
         else:
             new = self.graph.node_copy(node, lambda n: self.env[n])
             self.env[node] = new
 
     def _map(self, tree: Any) -> Any:
-        return torch.fx.node.map_arg(tree, lambda n: self.env[n])
+        return torch.fx.node.map_arg(tree, self._operand)
+
+    def _operand(self, node: Node) -> Any:
+        """Return what node became; of a symbolic number a 0-d tensor, which slices can take in."""
+        new = self.env[node]
+        number = node.meta.get("val")
+        if not isinstance(number, torch.SymFloat | torch.SymInt):
+            return new
+        if node not in self.numbers:
+            dtype = torch.float64 if isinstance(number, torch.SymFloat) else torch.int64
+            val = like(self.sample, dtype).new_empty(())
+            target, device = aten.scalar_tensor.default, self.sample.device
+            self.numbers[node] = self.call(target, new, val=val, dtype=dtype, device=device)
+        return self.numbers[node]
 
     def _each(self, node: Node, target: Any) -> list[Node]:
         """Return one node for each tensor of a _foreach operation."""
@@ -121,11 +144,15 @@ class _Builder:
                 op = aten.pow.Scalar
             elif target in _WITH_NUMBER and not isinstance(args[-1], Node):
                 op = _WITH_NUMBER[target]
-            if op in DECOMPOSITIONS:
-                results.append(DECOMPOSITIONS[op](self, val, *args, **kwargs))
-            else:
-                results.append(self.call(op, *args, val=val, **kwargs))
+            results.append(self._single(op, val, args, kwargs))
         return results
+
+    def _single(self, op: Any, val: Tensor, args: Any, kwargs: Any) -> Any:
+        if op in _WITH_TENSOR and isinstance(args[-1], Node):
+            op = _WITH_TENSOR[op]
+        if op in DECOMPOSITIONS:
+            return DECOMPOSITIONS[op](self, val, *args, **kwargs)
+        return self.call(op, *args, val=val, **kwargs)
 
     def call(self, target: Any, *args: Any, val: Tensor, **kwargs: Any) -> Node:
         """Append a node that has the value val and the provenance of the node being translated."""

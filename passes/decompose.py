@@ -137,7 +137,7 @@ def _addcmul(
 ) -> Any:
     value = extra[0] if extra else value
     for weight, other in ((t1, t2), (t2, t1)):
-        if _constant(weight) is not None:
+        if _constant(weight) is not None and not is_value(value):
             return _add(b, out, x, other, alpha=_constant(weight) * value)
     return once(
         b,
