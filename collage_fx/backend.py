@@ -142,10 +142,8 @@ class _Code:
     states: list[tuple[Callable[[tuple[Any, ...]], Tensor | None], StatePlan]]
     """The carried states of 16 bits: how to find each, and its verdict."""
 
-    @property
-    def refused(self) -> bool:
-        """Whether a state that needs a residual cannot have one in this graph."""
-        return any(plan.refused for _, plan in self.states)
+    refused: bool
+    """Whether a state that needs a residual cannot have one in this graph."""
 
     def run(self, args: tuple[Any, ...]) -> Any:
         """Run the graph with its residuals."""
@@ -186,6 +184,7 @@ class _Graph:
         """Position of a carried state -> how to find its tensor from the arguments of a call."""
         self.residuals: Residuals | None = None
         self.plan: list[StatePlan] = []
+        self.refused = False
 
     def compile(self, example_inputs: Sequence[Any]) -> _Code:
         """Compile the graph."""
@@ -202,7 +201,8 @@ class _Graph:
             for s in self.plan
             if s.dtype in LOW_PRECISION and s.index in self.locate
         ]
-        return _Code(function, self.residuals, states)
+        refused = self.refused or any(s.refused and s.dtype in LOW_PRECISION for s in self.plan)
+        return _Code(function, self.residuals, states, refused)
 
     def inner(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         """Rewrite the functional graph, compile it and bind its residuals."""
@@ -262,6 +262,9 @@ class _Graph:
         """Say that a graph whose outputs are differentiated is compiled as it stands."""
         written = [n.args[0] for n in gm.graph.nodes if str(n.target) == "aten.copy_.default"]
         if any(n.op == "placeholder" and n.meta["val"].dtype in LOW_PRECISION for n in written):
+            self.refused = True
+            if self.session.supervisor() is not None:
+                return  # the eager engine does what this graph does
             self.session.warn_once(
                 "a graph that updates 16-bit tensors is part of a differentiated computation, and "
                 "runs without compensation; compile the update by itself, under torch.no_grad()"

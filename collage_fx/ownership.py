@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -16,20 +16,24 @@ PARAM = "<param>"
 
 @dataclass(frozen=True)
 class Owned:
-    """One tensor of an optimizer."""
+    """One tensor that a step may carry."""
 
     tensor: Tensor
     group: int
     param: int
-    """Position among all parameters, as in the optimizer's state_dict()."""
+    """Position among all parameters, as in the optimizer's state_dict(); -1 for what belongs to no
+    parameter."""
     key: str
     """PARAM, or the path of a state such as `exp_avg` or `history.0`."""
     name: str
+    of_optimizer: bool = True
 
     @property
     def owner(self) -> Owner:
-        """Whether the tensor is a parameter or a state."""
-        return "param" if self.key == PARAM else "state"
+        """Whether the tensor is a parameter, a state of an optimizer, or neither."""
+        if self.key == PARAM:
+            return "param"
+        return "state" if self.of_optimizer else "tensor"
 
 
 def owned_tensors(optimizer: Optimizer) -> Iterator[Owned]:
@@ -44,9 +48,56 @@ def owned_tensors(optimizer: Optimizer) -> Iterator[Owned]:
             index += 1
 
 
+def held_tensors(optimizer: Optimizer) -> Iterator[Owned]:
+    """Yield the owned tensors, and those that the optimizer keeps elsewhere.
+
+    That is in its parameter groups, under other keys of its state, in attributes, and in
+    optimizers that it wraps. They are in no place that a checkpoint could name.
+    """
+    for n, one in enumerate(_family(optimizer)):
+        for owned in owned_tensors(one):
+            yield owned if one is optimizer else replace(owned, group=1000 * n + owned.group)
+        params = {id(p) for group in one.param_groups for p in group["params"]}
+        elsewhere = {
+            "state": {k: v for k, v in one.state.items() if id(k) not in params},
+            "param_groups": [
+                {k: v for k, v in group.items() if k != "params"} for group in one.param_groups
+            ],
+            **{k: v for k, v in vars(one).items() if k not in ("state", "param_groups")},
+        }
+        for path, tensor in tensors_in(elsewhere):
+            if id(tensor) not in params:
+                yield Owned(tensor, n, -1, path, f"{path} of {type(one).__name__}")
+
+
+def _family(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizer and those that it wraps."""
+    found = [optimizer]
+    for one in found:
+        for value in vars(one).values():
+            for inner in value if isinstance(value, list | tuple) else [value]:
+                if issubclass(type(inner), Optimizer) and inner not in found:
+                    found.append(inner)
+    return found
+
+
 def state_count(optimizer: Optimizer) -> int:
     """Return a number that changes when the optimizer makes a state."""
-    return sum(len(state) for state in optimizer.state.values() if isinstance(state, dict))
+    return sum(
+        len(state)
+        for one in _family(optimizer)
+        for state in one.state.values()
+        if isinstance(state, dict)
+    )
+
+
+def argument_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Owned]:
+    """Yield every tensor among the arguments of a function."""
+    for i, argument in enumerate(args):
+        for path, tensor in tensors_in(argument, str(i)):
+            yield Owned(tensor, 0, -1, path, f"argument {path}", of_optimizer=False)
+    for path, tensor in tensors_in(kwargs):
+        yield Owned(tensor, 0, -1, path, path, of_optimizer=False)
 
 
 def tensors_in(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:

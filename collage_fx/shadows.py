@@ -3,7 +3,7 @@
 A tensor is looked up by its memory, so that `p`, `p.data`, `p.view(-1)` and `p[0]` are one state.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -53,13 +53,13 @@ class Shadow:
         )
 
     def covers(self, tensor: Tensor) -> bool:
-        """Tell whether all of tensor lies within it."""
-        start = tensor.storage_offset()
+        """Tell whether all of tensor lies within it, and it has no gaps."""
+        start, extent = tensor.storage_offset(), _extent(self.size, self.stride)
         return (
             tensor.dtype == self.dtype
+            and extent == self.size.numel()
             and self.offset <= start
-            and start + _extent(tensor.size(), tensor.stride())
-            <= self.offset + _extent(self.size, self.stride)
+            and start + _extent(tensor.size(), tensor.stride()) <= self.offset + extent
         )
 
     def low(self, tensor: Tensor) -> Tensor | None:
@@ -71,6 +71,23 @@ class Shadow:
             return None
         offset = tensor.storage_offset() - self.offset + lo.storage_offset()
         return lo.as_strided(tensor.size(), tensor.stride(), offset)
+
+
+def overlapping(tensors: Iterable[Tensor]) -> set[int]:
+    """Return the ids of tensors that may share an element with another, other than all of them."""
+    by_storage: dict[int, list[Tensor]] = {}
+    for tensor in tensors:
+        by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+    found: set[int] = set()
+    for shared in by_storage.values():
+        shared.sort(key=lambda t: t.storage_offset())
+        for i, a in enumerate(shared):
+            end = a.storage_offset() + _extent(a.size(), a.stride())
+            for b in shared[i + 1 :]:
+                if b.storage_offset() >= end:
+                    break
+                found |= {id(a), id(b)}
+    return found
 
 
 def _extent(size: torch.Size, stride: tuple[int, ...]) -> int:
@@ -91,14 +108,15 @@ class Shadows:
         self._by_storage.clear()
 
     def find(self, tensor: Tensor) -> Shadow | None:
-        """Return the shadow that covers tensor, the latest if there are several."""
+        """Return the shadow of tensor, or that of a dense one that tensor is a view of."""
         if not self._by_storage or not has_memory(tensor):
             return None
         shadows = self._by_storage.get(tensor.untyped_storage()._cdata, ())
         if shadows and shadows[0].storage.expired():
             del self._by_storage[tensor.untyped_storage()._cdata]
             return None
-        return next((s for s in reversed(shadows) if s.same(tensor) or s.covers(tensor)), None)
+        whole = next((s for s in shadows if s.same(tensor)), None)
+        return whole or next((s for s in shadows if s.covers(tensor)), None)
 
     def add(self, tensor: Tensor, lo: Tensor | None, forms: Forms) -> Shadow:
         """Make a shadow for tensor, in the place of one of the same elements."""

@@ -18,7 +18,7 @@ from collage_fx.passes.program import LOW_PRECISION, Carried, StatePlan
 from collage_fx.passes.recurrence import Form, recurrence_of
 from collage_fx.report import Served
 from collage_fx.runtime.residuals import STORE, clear_stale
-from collage_fx.shadows import Shadow, has_memory
+from collage_fx.shadows import Shadow, has_memory, overlapping
 
 _TRIED = 2
 """Steps in which a state has a residual until its recurrence has shown whether it needs one. Later
@@ -40,11 +40,14 @@ class Supervisor:
         count: Callable[[], int],
         warn: Callable[[str], None],
         subject: str,
+        *,
+        keeps: bool = True,
     ) -> None:
         self.config = config
+        self.keeps = keeps
+        """Whether the states are mostly those of the step before, and may be kept alive."""
         self.count = count
         self.counted = 0
-        self.has_param = True
         self.owned = owned
         self.warn = warn
         self.subject = subject
@@ -79,7 +82,7 @@ class Supervisor:
         self.counted = self.count()
         self.by_graph.clear()
         self.returned.clear()
-        present = list(self._low())
+        present = self._low()
         if not self._same(present):
             self.engine.forget()
             self.states.clear()
@@ -117,13 +120,22 @@ class Supervisor:
         if not served.compensated:
             shadow.forms = {write: Form(1)}
 
-    def _low(self) -> Iterator[Owned]:
-        seen: set[int] = set()
+    def _low(self) -> list[Owned]:
+        """Return the states of 16 bits, each piece of memory once."""
+        seen: set[Any] = set()
+        found = []
         for owned in self.owned():
             tensor = owned.tensor
-            if tensor.dtype in LOW_PRECISION and has_memory(tensor) and id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield owned
+            if tensor.dtype in LOW_PRECISION and has_memory(tensor):
+                where = tensor.data_ptr(), tensor.shape, tensor.stride()
+                if id(tensor) not in seen and (where not in seen or not tensor.numel()):
+                    seen.update((id(tensor), where))
+                    found.append(owned)
+        shared = overlapping(o.tensor for o in found)
+        if shared:
+            names = ", ".join(o.name for o in found if id(o.tensor) in shared)
+            self.warn(f"not compensated: {names} overlap in memory; give each memory of its own")
+        return [o for o in found if id(o.tensor) not in shared]
 
     def _know(self, owned: Owned) -> None:
         tensor = owned.tensor
@@ -206,7 +218,7 @@ class Supervisor:
     # The end.
 
     def _end(self) -> None:
-        for owned in list(self._low()):
+        for owned in self._low():
             state = self.states.get(_place(owned))
             if state is None:
                 self._know(owned)
@@ -223,6 +235,9 @@ class Supervisor:
                 self._judge(owned, write, write.shadow)
         if unaccounted:
             self._warn_unaccounted(unaccounted)
+        if not self.keeps:
+            self.engine.forget()
+            self.states.clear()
 
     def _judge(self, owned: Owned, write: Write, shadow: Shadow) -> None:
         """Decide whether a state that the engine wrote keeps its residual; settle it."""
@@ -230,8 +245,9 @@ class Supervisor:
         if not served.compensated:
             served.judged += 1
             found = recurrence_of(shadow.forms.get(write, Form(0, "free")))
+            has_param = any(o.owner == "param" for o, _ in self.states.values())
             carried = Carried(-1, owned.name, owned.owner, False, tensor)
-            keep, reason = verdict(carried, found, self.config.level, self.has_param)
+            keep, reason = verdict(carried, found, self.config.level, has_param)
             source = self._source(write, shadow)
             if not keep and source:
                 keep, reason = True, f"takes over the value of {source}"
@@ -241,6 +257,8 @@ class Supervisor:
             residual = STORE.get(tensor)
             if residual is None or (lo is not None and residual.components[0] is not lo):
                 STORE.adopt(tensor, lo, self.config.storage, owned.name)
+                if owned.owner == "tensor":
+                    STORE.share_by_memory(tensor)
             else:
                 residual.settle(tensor)
 
