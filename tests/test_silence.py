@@ -47,13 +47,15 @@ def test_differentiated_graph_is_named() -> None:
     with pytest.warns(CollageWarning, match="differentiated"):
         torch.compile(step, backend="collage")(bf16(4), torch.zeros(4).bfloat16())
     w, m = torch.ones(4).bfloat16().requires_grad_(), torch.zeros(4).bfloat16()
+    plain = m.clone()
     compiled = collage_fx.compile(step)
     for _ in range(30):
         compiled(w, m).backward()
+        step(w, plain)
     assert torch.equal(w.grad, 60 * torch.ones(4).bfloat16())
     exact = torch.full((4,), 1 - 0.999**30).double()
     assert torch.allclose(collage_fx.value(m), exact, rtol=1e-3)
-    assert not torch.allclose(m.double(), exact, rtol=1e-3)
+    assert not torch.allclose(plain.double(), exact, rtol=1e-2)
 
 
 class Momentum(torch.optim.Optimizer):
