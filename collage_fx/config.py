@@ -11,7 +11,7 @@ from torch._inductor import config as inductor_config
 
 import collage_fx.passes
 import collage_fx.runtime
-from collage_fx.passes.program import Arithmetic, Level, Settings
+from collage_fx.passes.program import Arithmetic, Level, OnUnsupported, Settings
 from collage_fx.runtime.errors import OptionError
 from collage_fx.runtime.storage import STORAGES
 
@@ -19,6 +19,7 @@ _ALLOWED: dict[str, tuple[str, ...]] = {
     "level": get_args(Level),
     "arithmetic": get_args(Arithmetic),
     "storage": tuple(STORAGES),
+    "on_unsupported": get_args(OnUnsupported),
 }
 
 
@@ -34,6 +35,10 @@ class CollageConfig:
     in the Collage paper. `wide`: the step in fp32 registers, split once at the store."""
     storage: str = "mcf2"
     """How an expansion is laid out in memory; `mcf2` is hi and lo in the state's dtype."""
+    on_unsupported: OnUnsupported = "join"
+    """What an operation on a carried path does that has no rule in `eft`: `join` applies it in fp32
+    to the joined value, splits its result and lists it in the plan; `error` raises
+    UnsupportedError."""
 
     def __post_init__(self) -> None:
         for name, allowed in _ALLOWED.items():
@@ -44,7 +49,7 @@ class CollageConfig:
     @property
     def settings(self) -> Settings:
         """The part of the configuration that the passes see."""
-        return Settings(self.level, self.arithmetic, self.storage)
+        return Settings(self.level, self.arithmetic, self.storage, self.on_unsupported)
 
     @property
     def fingerprint(self) -> str:

@@ -182,7 +182,8 @@ class Engine(TorchDispatchMode):
     def _read(self, func: Any, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = list(_tensors((args, kwargs)))
         dtype = _storage_dtype(tensors, self)
-        if func in STRUCTURE or op in STRUCTURE or _keeps(func, args, kwargs):
+        one_dtype = len({t.dtype for t in tensors if t.is_floating_point()}) == 1
+        if one_dtype and (op in STRUCTURE or _keeps(func, args, kwargs)):
             return self._structural(func, args, kwargs)
         if dtype is not None and supports(op) and _result_dtype(tensors) == dtype:
             return self._keep(self._by_rule(op, dtype, args, kwargs), tensors)

@@ -7,6 +7,8 @@ from collage_fx.runtime.errors import (
     LegalityError,
     OptionError,
     ResidualError,
+    RuleError,
+    UnsupportedError,
 )
 
 __all__ = [
@@ -16,4 +18,6 @@ __all__ = [
     "LegalityError",
     "OptionError",
     "ResidualError",
+    "RuleError",
+    "UnsupportedError",
 ]

@@ -98,8 +98,7 @@ class Operation(Eft):
             return Traced(
                 self.op(target, *args, dtype=val.dtype, **kwargs).meta["val"], None, forms
             )
-        twice = sum(a is args[at] for a in args) > 1
-        rule = join_op_split if self.wide or twice else RULES.get(target, join_op_split)
+        rule = join_op_split if self.wide else RULES.get(target, join_op_split)
         return Traced(like(val, val.dtype), rule(self, call, args[at].expanded, at), forms)  # type: ignore[arg-type]
 
     def convert(self, x: Any, dtype: torch.dtype) -> Any:

@@ -7,11 +7,19 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from collage_fx.passes.program import LOW_PRECISION, Program, Rewritten, is_value, value_of
+from collage_fx.passes.program import (
+    LOW_PRECISION,
+    Program,
+    Rewritten,
+    Settings,
+    is_value,
+    value_of,
+)
 from collage_fx.passes.rules import RULES
 from collage_fx.passes.rules.joined import join_op_split
-from collage_fx.passes.rules.registry import Decayed, Expanded, Pair
+from collage_fx.passes.rules.registry import Call, Decayed, Expanded, Pair
 from collage_fx.runtime.eft import WIDER
+from collage_fx.runtime.errors import RuleError, UnsupportedError
 from collage_fx.runtime.ops import collage
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -25,7 +33,8 @@ def expand(program: Program) -> None:
 
     Arithmetic `eft`: operations on a carried path become collage:: operations by the rules, all
     others stay as they are, in the dtype they had; an expansion that leaves its own carried path is
-    read as its high word. Run eagerly, this graph is the reference for the compiled step.
+    read as its high word or, where the program has widened it, joined in that dtype. Run eagerly,
+    this graph is the reference for the compiled step.
 
     Before (beta2 = 0.999)::
 
@@ -45,7 +54,8 @@ def expand(program: Program) -> None:
         if not wide and _has_side_way(rewritten):
             rewritten.joined.append("a slice in which a state enters its own update twice")
             wide = True
-        rewritten.expanded = (_Wide if wide else Eft)(rewritten).run()
+        expander = _Wide(rewritten) if wide else Eft(rewritten, program.settings)
+        rewritten.expanded = expander.run()
 
 
 def _has_side_way(rewritten: Rewritten) -> bool:
@@ -140,6 +150,10 @@ class Eft(_Expander):
 
     dtype: torch.dtype
 
+    def __init__(self, rewritten: Rewritten, settings: Settings) -> None:
+        super().__init__(rewritten)
+        self.settings = settings
+
     def run(self) -> GraphModule:
         """Return the expanded graph."""
         residuals = self.placeholders()
@@ -169,9 +183,26 @@ class Eft(_Expander):
         x: Expanded = self.env[previous]
         self.dtype = (x.pair if isinstance(x, Decayed) else x)[0].meta["dtype"]
         at = node.args.index(previous)
-        twice = sum(a is previous for a in node.args) > 1
-        rule = join_op_split if twice else RULES.get(node.target, join_op_split)
-        return rule(self, node, x, at)
+        rule = RULES.get(node.target)
+        if rule is None and self.settings.on_unsupported == "error":
+            raise UnsupportedError(f"{node.target} has no rule: {self._facts(node)}. {_WAY_OUT}")
+        try:
+            return (rule or join_op_split)(self, node, x, at)
+        except Exception as error:
+            raise RuleError(
+                f"the rule of {node.target} failed with {type(error).__name__}: {error}; "
+                f"{self._facts(node)}. Please report this; arithmetic='wide' needs no rules"
+            ) from error
+
+    def _facts(self, node: Node) -> str:
+        """Say which node it is, on whose carried path, and where the user wrote it."""
+        states = [
+            self.part.states[i][0].name
+            for i in self.rewritten.compensated
+            if node in self.rewritten.recurrences[i].spine
+        ]
+        trace = node.meta.get("stack_trace") or "unknown: it has no stack trace"
+        return f"node {node.name}, on the path of {', '.join(states)}; written at {_line_of(trace)}"
 
     def settled(self, node: Node) -> Pair:
         """Return the expansion that a node of the slice became."""
@@ -196,12 +227,27 @@ class Eft(_Expander):
     # What follows is the interface that rules see; see rules/registry.py.
 
     def plain(self, operand: Any) -> Any:
-        """Return operand in the new graph; of an expansion the high word, in operand's dtype."""
+        """Return operand in the new graph; of an expansion the high word, or the wider join."""
         if not is_value(operand):
             return operand
         if not isinstance(self.env[operand], tuple | Decayed):
             return self.env[operand]
-        return self.convert(self.settled(operand)[0], value_of(operand).dtype)
+        pair, dtype = self.settled(operand), value_of(operand).dtype
+        if dtype in LOW_PRECISION or not dtype.is_floating_point:
+            return self.convert(pair[0], dtype)
+        return self.convert(self._join(pair), dtype)
+
+    def expansion(self, operand: Any) -> Pair | None:
+        """Return the expansion that operand is, in the storage dtype, or None."""
+        if not is_value(operand) or not isinstance(self.env[operand], tuple | Decayed):
+            return None
+        pair = self.settled(operand)
+        if pair[0].meta["dtype"] == self.dtype:
+            return pair
+        return self.pair(collage.split.default, self._join(pair), self.dtype)
+
+    def _join(self, pair: Pair) -> Node:
+        return self.op(collage.join.default, *pair, dtype=WIDER[pair[0].meta["dtype"]])
 
     def rounded(self, operand: Any) -> Node:
         """Return a tensor operand in the storage dtype."""
@@ -214,8 +260,7 @@ class Eft(_Expander):
     def widened(self, operand: Any) -> Any:
         """Return a tensor operand in the wide dtype; a number or a scalar as it is."""
         if is_value(operand) and isinstance(self.env[operand], tuple | Decayed):
-            hi, lo = self.settled(operand)
-            return self.op(collage.join.default, hi, lo, dtype=WIDER[hi.meta["dtype"]])
+            return self._join(self.settled(operand))
         plain = self.plain(operand)
         if not is_value(plain) or plain.meta["scalar"]:
             return plain
@@ -241,14 +286,27 @@ class Eft(_Expander):
         """Append an operation that returns an expansion of the storage dtype."""
         return self.two(target, *args, dtype=self.dtype)
 
-    def again(self, node: Node, args: list[Any], dtype: torch.dtype) -> Node:
+    def again(self, node: Call, args: list[Any], dtype: torch.dtype) -> Node:
         """Append the operation of node on other operands."""
         kwargs = torch.fx.node.map_arg(dict(node.kwargs), self.plain)
         return self.op(node.target, *args, dtype=dtype, **kwargs)
 
-    def joined(self, node: Node) -> None:
+    def joined(self, node: Call) -> None:
         """Note that node ran as join - op - split."""
         self.rewritten.joined.append(str(node.target))
+
+
+_WAY_OUT = (
+    "on_unsupported='join' applies it in fp32 to the whole value, arithmetic='wide' does so for "
+    "the whole step; or write the update with operations that collage_fx.passes.rules.RULES lists"
+)
+
+
+def _line_of(trace: str) -> str:
+    """Return the innermost line of a stack trace and its text, as one line."""
+    lines = [line.strip() for line in trace.strip().splitlines()]
+    starts = [i for i, line in enumerate(lines) if line.startswith("File ")]
+    return ": ".join(lines[starts[-1] : starts[-1] + 2]) if starts else lines[-1]
 
 
 class _Wide(_Expander):

@@ -17,6 +17,13 @@ aten, prims = torch.ops.aten, torch.ops.prims
 _CONVERT = prims.convert_element_type.default
 _CASTS = {_CONVERT, aten._to_copy.default}
 _NUMBERS = {aten.full.default: 1, aten.scalar_tensor.default: 0}
+# By which of the two sides are numbers.
+_WHERE: dict[tuple[bool, ...], Any] = {
+    (False, False): aten.where.self,
+    (False, True): aten.where.ScalarOther,
+    (True, False): aten.where.ScalarSelf,
+    (True, True): aten.where.Scalar,
+}
 # Results that are one of the operands, or its negation: nothing to round.
 _EXACT = {
     aten.neg.default,
@@ -121,6 +128,8 @@ class _Rounding:
     def _cast(self, node: Node) -> Any:
         source: Node = node.args[0]  # type: ignore[assignment]
         x, to = self._carrier(source), _dtype(node)
+        if not isinstance(x, Node):
+            return torch.tensor(x, dtype=torch.float64).to(to).item()
         if to not in LOW_PRECISION:
             return x if x.meta["dtype"] == to else self._op(_CONVERT, x, to, dtype=to)
         if _dtype(source) == to:
@@ -142,8 +151,9 @@ class _Rounding:
         args = torch.fx.node.map_arg(node.args, operand)
         kwargs = torch.fx.node.map_arg(dict(node.kwargs), operand)
         target = node.target
-        if target is aten.where.self and not isinstance(args[2], Node):
-            target = aten.where.ScalarOther
+        if target is aten.where.self:
+            numbers = tuple(not isinstance(a, Node) for a in args[1:])
+            target = _WHERE[numbers]
         new = self._op(target, *args, dtype=wide, **kwargs)
         if dtype in LOW_PRECISION and node.target not in _EXACT:
             return self._op(collage.round.default, new, dtype, dtype=wide)

@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 
 Level = Literal["light", "plus", "auto", "all"]
 Arithmetic = Literal["eft", "wide"]
+OnUnsupported = Literal["join", "error"]
 Owner = Literal["param", "state", "tensor"]
 
 
@@ -21,6 +22,7 @@ class Settings:
     level: Level = "auto"
     arithmetic: Arithmetic = "eft"
     storage: str = "mcf2"
+    on_unsupported: OnUnsupported = "join"
 
 
 @dataclass

@@ -11,11 +11,12 @@ is restored afterwards is whole again.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from collage_fx.runtime.eft import fast_two_sum, two_prod, two_sum
+from collage_fx.runtime.eft import WIDER, fast_two_sum, two_prod, two_sum
 
 Expansion = tuple[Tensor, Tensor]
 Component = Tensor | float
@@ -66,6 +67,41 @@ def mul(hi: Tensor, lo: Tensor, b_hi: Component, b_lo: Component) -> Expansion:
     p, e = two_prod(hi, b_hi)
     cross = lo * b_hi + hi * b_lo
     return normalize(p, cross + e)
+
+
+def div(hi: Tensor, lo: Component, b_hi: Component, b_lo: Component) -> Expansion:
+    """Return the expansion of (hi + lo) / (b_hi + b_lo).
+
+    DWDivFP3 and DWDivDW2 of Joldes, Muller, Popescu 2017 (3u^2 and 15u^2 + 56u^3) with the
+    remainder kept in `WIDER[hi.dtype]`, which leaves one rounding in the low word: hi - q*b_hi is
+    exact there, so is q*b_lo, and of the quotient they and lo are at most u each. So the relative
+    error is at most 3u^2 + 8u^3, and 2u^2 + 8u^3 for b_lo = 0, where u times the quotient is a
+    normal number. A q that a device rounds otherwise than to nearest is corrected as well.
+    """
+    wide = WIDER[hi.dtype]
+    q = hi / b_hi
+    numerator, tail, divisor, rest = (_widened(c, wide) for c in (hi, lo, b_hi, b_lo))
+    remainder = ((numerator - q.to(wide) * divisor) + tail) - q.to(wide) * rest
+    return normalize(q, (remainder / (divisor + rest)).to(hi.dtype))
+
+
+def sqrt(hi: Tensor, lo: Tensor) -> Expansion:
+    """Return the expansion of the square root of hi + lo.
+
+    One Newton step from s = RN(sqrt(hi)), whose remainder hi - s*s is exact in the wide dtype. With
+    d = sqrt(hi + lo) - s, at most 1.5u of s: the step leaves d^2/(2s), at most 9/8 u^2, and its
+    rounding 1.5u^2, 21/8 u^2 in all and O(u^3). It is SQRTDWtoDW, for which 25/8 u^2 is proven
+    (Lefevre, Louvet, Muller, Picot, Rideau, TOMS 49(1), 2023). Zero where hi is zero.
+    """
+    wide = WIDER[hi.dtype]
+    s = hi.sqrt()
+    root = s.to(wide)
+    remainder = (hi.to(wide) - root * root) + lo.to(wide)
+    return normalize(s, (remainder / (root + root)).to(hi.dtype))
+
+
+def _widened(x: Component, wide: torch.dtype) -> Any:
+    return x.to(wide) if isinstance(x, Tensor) else x
 
 
 def neg(hi: Tensor, lo: Tensor) -> Expansion:

@@ -24,5 +24,13 @@ class LegalityError(CollageError, RuntimeError):
     """A graph between two passes breaks its specification: a defect of collage_fx."""
 
 
+class UnsupportedError(CollageError, NotImplementedError):
+    """An operation on a carried path has no rule, and `on_unsupported="error"` was asked for."""
+
+
+class RuleError(CollageError, RuntimeError):
+    """The rule of an operation on a carried path failed: a defect of that rule."""
+
+
 class CollageWarning(UserWarning):
     """Something was not compensated, or a residual was lost: what, where and the remedy."""

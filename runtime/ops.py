@@ -28,6 +28,20 @@ _define(
     "mul.float(Tensor hi, Tensor lo, Tensor b) -> (Tensor, Tensor)",
     lambda hi, lo, b: arithmetic.mul(hi, lo, b, 0.0),
 )
+_define("div(Tensor hi, Tensor lo, Tensor b_hi, Tensor b_lo) -> (Tensor, Tensor)", arithmetic.div)
+_define(
+    "div.constant(Tensor hi, Tensor lo, float b_hi, float b_lo) -> (Tensor, Tensor)",
+    arithmetic.div,
+)
+_define(
+    "div.float(Tensor hi, Tensor lo, Tensor b) -> (Tensor, Tensor)",
+    lambda hi, lo, b: arithmetic.div(hi, lo, b, 0.0),
+)
+_define(
+    "div.into(Tensor a, Tensor hi, Tensor lo) -> (Tensor, Tensor)",
+    lambda a, hi, lo: arithmetic.div(a, 0.0, hi, lo),
+)
+_define("sqrt(Tensor hi, Tensor lo) -> (Tensor, Tensor)", arithmetic.sqrt)
 _define("neg(Tensor hi, Tensor lo) -> (Tensor, Tensor)", arithmetic.neg)
 _define("decay(Tensor hi, Tensor lo, Tensor gap) -> Tensor", storage.decay)
 _define("decay.constant(Tensor hi, Tensor lo, float gap) -> Tensor", storage.decay)

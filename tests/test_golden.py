@@ -127,14 +127,14 @@ in0: bf16
 param: bf16
 param_lo: bf16
 cast0: fp32 = prims.convert_element_type(in0, fp32)
-cast1: fp32 = prims.convert_element_type(param, fp32)
-mul0: fp32 = aten.mul.Tensor(cast1, 0.01)
+join0: fp32 = collage.join(param, param_lo)
+mul0: fp32 = aten.mul.Tensor(join0, 0.01)
 add0: fp32 = aten.add.Tensor(cast0, mul0)
-cast2: bf16 = prims.convert_element_type(add0, bf16)
-cast3: fp32 = prims.convert_element_type(cast2, fp32)
-mul1: fp32 = aten.mul.Tensor(cast3, -0.1)
-cast4: bf16 = prims.convert_element_type(mul1, bf16)
-grow0: bf16 = collage.grow(param, param_lo, cast4)
+cast1: bf16 = prims.convert_element_type(add0, bf16)
+cast2: fp32 = prims.convert_element_type(cast1, fp32)
+mul1: fp32 = aten.mul.Tensor(cast2, -0.1)
+cast3: bf16 = prims.convert_element_type(mul1, bf16)
+grow0: bf16 = collage.grow(param, param_lo, cast3)
 item0: bf16 = getitem(grow0, 0)
 item1: bf16 = getitem(grow0, 1)
 return item0, item1""",

@@ -1,13 +1,14 @@
 """The rules of eft arithmetic: what an operation on a carried path becomes, one family per module.
 
-A rule receives the expansion that comes along the carried path and returns the expansion that goes
-on; every other operand is plain. Operations without a rule take `joined.join_op_split`.
+A rule receives the expansion that comes along the carried path and returns the one that goes on;
+other operands are plain, or expansions that `Builder.expansion` gives. Operations without a rule
+take `joined.join_op_split`, and the plan names them.
 """
 
 if __name__ != "collage_fx.passes.rules":
     raise ImportError(f"this package is collage_fx.passes.rules, not {__name__!r}")
 
-from collage_fx.passes.rules import linear, product, structural
+from collage_fx.passes.rules import linear, product, select, structural
 from collage_fx.passes.rules.registry import RULES, Rule, rule
 
-__all__ = ["RULES", "Rule", "linear", "product", "rule", "structural"]
+__all__ = ["RULES", "Rule", "linear", "product", "rule", "select", "structural"]

@@ -1,19 +1,34 @@
-"""What happens to an operation on a carried path that has no rule: join - op - split."""
+"""Operations applied to the whole value: join, apply in the wide dtype, split again."""
 
-from torch.fx import Node
+from collections.abc import Callable
+from typing import Any
 
-from collage_fx.passes.rules.registry import Builder, Expanded
+from collage_fx.passes.rules.registry import Builder, Call, Expanded, Pair
 from collage_fx.runtime.eft import WIDER
 from collage_fx.runtime.ops import collage
 
 
-def join_op_split(b: Builder, node: Node, x: Expanded, at: int) -> Expanded:
-    """Join the expansion in the wide dtype, apply the operation there and split its result.
+def mapped(function: Callable[[Any], Any], operand: Any) -> Any:
+    """Return function(operand), or the list of it for each member of a list."""
+    if isinstance(operand, list | tuple):
+        return [mapped(function, a) for a in operand]
+    return function(operand)
 
-    Relative error: that of the operation in fp32 plus that of the storage, about u^2.
+
+def apply_wide(b: Builder, node: Call, x: Expanded, at: int) -> Pair:
+    """Join every expansion, apply the operation in the wide dtype and split its result.
+
+    Relative error: that of the operation in the wide dtype, on operands that are off by 2^-24 where
+    the exponents of hi and lo are more than 24 apart, plus u^2/2 for the split.
     """
-    b.joined(node)
     wide = WIDER[b.dtype]
     whole = b.op(collage.join.default, *b.settle(x), dtype=wide)
-    args = [whole if a is node.args[at] else b.widened(a) for a in node.args]
+    subject = node.args[at]
+    args = [whole if a is subject else mapped(b.widened, a) for a in node.args]
     return b.pair(collage.split.default, b.again(node, args, wide), b.dtype)
+
+
+def join_op_split(b: Builder, node: Call, x: Expanded, at: int) -> Expanded:
+    """What becomes of an operation without a rule: `apply_wide`, and a note for the plan."""
+    b.joined(node)
+    return apply_wide(b, node, x, at)

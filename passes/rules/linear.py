@@ -1,13 +1,15 @@
-"""Linear rules: sums and differences with plain terms; the term is rounded once to the storage."""
+"""Linear rules: sums, differences and averages.
+
+A plain term is rounded once to the storage; a term that is an expansion keeps its low word.
+"""
 
 from typing import Any
 
 import torch
-from torch.fx import Node
 
-from collage_fx.passes.rules.joined import join_op_split
+from collage_fx.passes.rules.joined import apply_wide
 from collage_fx.passes.rules.product import decayed, near_one, times
-from collage_fx.passes.rules.registry import Builder, Decayed, Expanded, Pair, rule
+from collage_fx.passes.rules.registry import Builder, Call, Decayed, Expanded, Pair, Term, rule
 from collage_fx.runtime.eft import WIDER
 from collage_fx.runtime.ops import collage
 
@@ -16,6 +18,11 @@ aten = torch.ops.aten
 
 def plus(b: Builder, x: Expanded, term: Any, operation: Any) -> Pair:
     """Return x + term or x - term, as operation is aten.add.Tensor or aten.sub.Tensor."""
+    other = b.expansion(term)
+    if other is not None:
+        if operation is aten.sub.Tensor:
+            other = b.pair(collage.neg.default, *other)
+        return b.pair(collage.add.default, *b.settle(x), *other)
     if isinstance(x, Decayed):
         total = b.op(operation, x.term, b.widened(term), dtype=WIDER[b.dtype])
         return b.settle(Decayed(x.pair, total, x.small))
@@ -26,50 +33,64 @@ def plus(b: Builder, x: Expanded, term: Any, operation: Any) -> Pair:
 
 
 @rule(aten.add.Tensor)
-def add(b: Builder, node: Node, x: Expanded, at: int) -> Expanded:
-    """x + t = grow(x, t)."""
+def add(b: Builder, node: Call, x: Expanded, at: int) -> Expanded:
+    """x + t = grow(x, t), 2u^2; with an expansion, add, 3u^2/(1-4u); with a number, in wide."""
     term = node.args[1 - at]
     if b.is_number(term) or node.kwargs:
-        return join_op_split(b, node, x, at)
+        return apply_wide(b, node, x, at)
     return plus(b, x, term, aten.add.Tensor)
 
 
 @rule(aten.sub.Tensor)
-def sub(b: Builder, node: Node, x: Expanded, at: int) -> Expanded:
-    """x - t = grow(x, -t); t - x = grow(-x, t)."""
+def sub(b: Builder, node: Call, x: Expanded, at: int) -> Expanded:
+    """x - t and t - x: as the sum with -t, or of -x with t; the bounds of `add`."""
     term = node.args[1 - at]
     if b.is_number(term) or node.kwargs:
-        return join_op_split(b, node, x, at)
+        return apply_wide(b, node, x, at)
     if at == 1:
         return plus(b, b.pair(collage.neg.default, *b.settle(x)), term, aten.add.Tensor)
     return plus(b, x, term, aten.sub.Tensor)
 
 
 @rule(aten.neg.default)
-def neg(b: Builder, node: Node, x: Expanded, at: int) -> Expanded:
-    """-x."""
+def neg(b: Builder, node: Call, x: Expanded, at: int) -> Expanded:
+    """-x, exact."""
     return b.pair(collage.neg.default, *b.settle(x))
 
 
 @rule(aten.lerp.Scalar, aten.lerp.Tensor)
-def lerp(b: Builder, node: Node, x: Expanded, at: int) -> Expanded:
-    """lerp(x, end, w) = (1-w)*x + w*end, so that the decay acts on the whole expansion."""
+def lerp(b: Builder, node: Call, x: Expanded, at: int) -> Expanded:
+    """lerp(x, end, w) = (1-w)*x + w*end, so that the decay acts on the whole expansion.
+
+    Error: 5u^2 of (1-w)*x and 3u^2/(1-4u) of the sum, plus u of w*end where end is plain, since
+    that is rounded to the storage, and 2u^2 of it where end is an expansion.
+    """
     weight: Any = node.args[2]
-    if at == 1 and b.is_number(weight):
-        term = b.op(aten.mul.Tensor, b.widened(node.args[0]), 1 - weight, dtype=WIDER[b.dtype])
-        return b.pair(
-            collage.grow.default, *b.settle(times(b, b.settle(x), weight)), b.narrowed(term)
-        )
-    if at != 0:
-        return join_op_split(b, node, x, at)
-    pair, wide, number = b.settle(x), WIDER[b.dtype], b.is_number(weight)
+    number = b.is_number(weight)
+    if at == 2 or (at == 1 and not number):
+        return apply_wide(b, node, x, at)
+    if at == 1:
+        return _mostly_end(b, node, b.settle(x))
+    pair, wide, whole = b.settle(x), WIDER[b.dtype], b.expansion(node.args[1]) is not None
     towards = b.op(aten.mul.Tensor, b.widened(node.args[1]), b.plain(weight), dtype=wide)
     if number and not near_one(b, 1 - weight):
-        return b.pair(
-            collage.grow.default, *b.settle(times(b, pair, 1 - weight)), b.narrowed(towards)
-        )
+        return _plus_wide(b, b.settle(times(b, pair, 1 - weight)), towards, whole)
     plain = b.plain(weight)
     gap = -weight if number else b.op(aten.neg.default, plain, dtype=plain.meta["dtype"])
     away = decayed(b, pair, gap, small=number)
     total = b.op(aten.add.Tensor, away.term, towards, dtype=wide)
-    return b.settle(Decayed(pair, total, small=number))
+    return b.settle(Decayed(pair, total, small=number and not whole))
+
+
+def _mostly_end(b: Builder, node: Call, x: Pair) -> Pair:
+    """lerp(start, x, w) for a number w."""
+    start, _, weight = node.args
+    term = b.op(aten.mul.Tensor, b.widened(start), 1 - weight, dtype=WIDER[b.dtype])
+    return _plus_wide(b, b.settle(times(b, x, weight)), term, b.expansion(start) is not None)
+
+
+def _plus_wide(b: Builder, x: Pair, term: Term, whole: bool) -> Pair:
+    """Return x + term, a term of the wide dtype: rounded, or split if it holds an expansion."""
+    if whole:
+        return b.pair(collage.add.default, *x, *b.pair(collage.split.default, term, b.dtype))
+    return b.pair(collage.grow.default, *x, b.narrowed(term))

@@ -1,11 +1,11 @@
-"""Product rules: an expansion times a constant, a scalar tensor or a tensor."""
+"""Product rules: products, quotients and roots of expansions."""
 
 from typing import Any
 
 import torch
-from torch.fx import Node
 
-from collage_fx.passes.rules.registry import Builder, Decayed, Expanded, Pair, rule
+from collage_fx.passes.rules.joined import apply_wide
+from collage_fx.passes.rules.registry import Builder, Call, Decayed, Expanded, Pair, rule
 from collage_fx.runtime.arithmetic import split_constant
 from collage_fx.runtime.eft import WIDER
 from collage_fx.runtime.ops import collage
@@ -22,13 +22,16 @@ def times(b: Builder, x: Pair, factor: Any) -> Expanded:
     if b.is_number(factor):
         if near_one(b, factor):
             return decayed(b, x, factor - 1, small=True)
-        hi, lo = split_constant(float(factor), b.dtype)
-        if abs(hi + lo - factor) <= _unit(b) ** 2 * abs(factor):
-            return b.pair(collage.mul.constant, *x, hi, lo)
+        both = _constant(b, factor)
+        if both:
+            return b.pair(collage.mul.constant, *x, *both)
         # Outside the range of the dtype, as 1e5 and 1e-7 are in fp16.
         whole = b.op(collage.join.default, *x, dtype=WIDER[b.dtype])
         product = b.op(aten.mul.Tensor, whole, factor, dtype=WIDER[b.dtype])
         return b.pair(collage.split.default, product, b.dtype)
+    other = b.expansion(factor)
+    if other is not None:
+        return b.pair(collage.mul.default, *x, *other)
     plain = b.plain(factor)
     if plain.meta["scalar"]:
         gap = b.op(aten.sub.Tensor, plain, 1, dtype=plain.meta["dtype"])
@@ -36,6 +39,12 @@ def times(b: Builder, x: Pair, factor: Any) -> Expanded:
     if plain.meta["dtype"] == b.dtype:
         return b.pair(collage.mul.float, *x, plain)
     return b.pair(collage.mul.default, *x, *b.pair(collage.split.default, plain, b.dtype))
+
+
+def _constant(b: Builder, c: float) -> tuple[float, float] | None:
+    """Return a number as an expansion; None if it is outside the range of the dtype."""
+    hi, lo = split_constant(float(c), b.dtype)
+    return (hi, lo) if abs(hi + lo - c) <= _unit(b) ** 2 * abs(c) else None
 
 
 def _unit(b: Builder) -> float:
@@ -54,6 +63,49 @@ def decayed(b: Builder, x: Pair, gap: Any, *, small: bool) -> Decayed:
 
 
 @rule(aten.mul.Tensor)
-def mul(b: Builder, node: Node, x: Expanded, at: int) -> Expanded:
-    """x * c."""
+def mul(b: Builder, node: Call, x: Expanded, at: int) -> Expanded:
+    """x * c, 5u^2; a constant, as an expansion, is off by u^2/2 more."""
     return times(b, b.settle(x), node.args[1 - at])
+
+
+@rule(aten.div.Tensor)
+def div(b: Builder, node: Call, x: Expanded, at: int) -> Expanded:
+    """x / t and t / x, 3u^2 + 8u^3; a constant, as an expansion, is off by u^2/2 more.
+
+    A number within 5u of one becomes the decay by its inverse. What is not of the storage dtype (a
+    scalar tensor, a number in the dividend or out of range) divides the joined value: rounding it
+    to the storage first would overflow or lose what it is wider by.
+    """
+    other = node.args[1 - at]
+    if b.is_number(other):
+        if at == 0 and near_one(b, other):
+            return decayed(b, b.settle(x), (1 - other) / other, small=True)
+        both = _constant(b, other) if at == 0 else None
+        return (
+            b.pair(collage.div.constant, *b.settle(x), *both)
+            if both
+            else apply_wide(b, node, x, at)
+        )
+    pair = b.expansion(other)
+    if pair is not None:
+        dividend, divisor = (b.settle(x), pair) if at == 0 else (pair, b.settle(x))
+        return b.pair(collage.div.default, *dividend, *divisor)
+    plain = b.plain(other)
+    if plain.meta["scalar"] or plain.meta["dtype"] != b.dtype:
+        return apply_wide(b, node, x, at)
+    if at == 0:
+        return b.pair(collage.div.float, *b.settle(x), plain)
+    return b.pair(collage.div.into, plain, *b.settle(x))
+
+
+@rule(aten.reciprocal.default)
+def reciprocal(b: Builder, node: Call, x: Expanded, at: int) -> Expanded:
+    """1 / x, 3u^2 + 8u^3."""
+    pair = b.settle(x)
+    return b.pair(collage.div.into, b.op(aten.ones_like.default, pair[0], dtype=b.dtype), *pair)
+
+
+@rule(aten.sqrt.default)
+def sqrt(b: Builder, node: Call, x: Expanded, at: int) -> Expanded:
+    """sqrt(x), 25/8 u^2."""
+    return b.pair(collage.sqrt.default, *b.settle(x))

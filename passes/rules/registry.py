@@ -5,10 +5,29 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.fx import Node
 
-Pair = tuple[Node, Node]
-"""An expansion in the expanded graph: the nodes of hi and lo."""
+Term = Any
+"""A tensor that a builder knows: a node of the graph it builds, or a real tensor in its place.
+
+Rules may read its `.meta["dtype"]` and `.meta["scalar"]` (0-d), and nothing else of it."""
+Pair = tuple[Term, Term]
+"""An expansion: its hi and lo."""
+
+
+class Call(Protocol):
+    """The operation that a rule rewrites, on the operands of the user's program."""
+
+    @property
+    def target(self) -> Any:
+        """The operation."""
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """Its positional operands."""
+
+    @property
+    def kwargs(self) -> Any:
+        """Its keyword operands."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +40,7 @@ class Decayed:
     """
 
     pair: Pair
-    term: Node
+    term: Term
     """(factor - 1) * x, of the wide dtype."""
     small: bool
     """Whether the term is at most 5u of x, so that rounding it to one float costs no more than the
@@ -32,27 +51,31 @@ Expanded = Pair | Decayed
 
 
 class Builder(Protocol):
-    """The side of `expand` that rules see. Operands are those of the node being rewritten."""
+    """What a rule may use. Operands are those of the operation being rewritten."""
 
     dtype: torch.dtype
     """The dtype of the state on whose carried path the node lies."""
 
     def plain(self, operand: Any) -> Any:
-        """Return operand in the new graph; of an expansion one value; a number as it is."""
+        """Return an operand as one value: of an expansion the high word or, where the operand is
+        wider than the storage, the join in its dtype; a number as it is."""
 
-    def rounded(self, operand: Any) -> Node:
+    def expansion(self, operand: Any) -> Pair | None:
+        """Return the expansion, of the storage dtype, that operand is; None if it is plain."""
+
+    def rounded(self, operand: Any) -> Term:
         """Return a tensor operand rounded to the storage dtype, once."""
 
-    def narrowed(self, node: Node) -> Node:
-        """Return a node of the new graph rounded to the storage dtype, once."""
+    def narrowed(self, term: Term) -> Term:
+        """Return a result of this builder rounded to the storage dtype, once."""
 
     def widened(self, operand: Any) -> Any:
-        """Return a 16-bit tensor operand in the wide dtype; any other operand as it is."""
+        """Return a 16-bit operand in the wide dtype, an expansion joined, others as they are."""
 
     def is_number(self, operand: Any) -> bool:
         """Tell whether operand is a Python number."""
 
-    def op(self, target: Any, *args: Any, dtype: torch.dtype) -> Node:
+    def op(self, target: Any, *args: Any, dtype: torch.dtype) -> Term:
         """Append an operation with one result."""
 
     def pair(self, target: Any, *args: Any) -> Pair:
@@ -61,15 +84,18 @@ class Builder(Protocol):
     def settle(self, x: Expanded) -> Pair:
         """Add up a decayed expansion."""
 
-    def again(self, node: Node, args: list[Any], dtype: torch.dtype) -> Node:
+    def again(self, node: Call, args: list[Any], dtype: torch.dtype) -> Term:
         """Append the operation of node on other operands, with its keyword arguments."""
 
-    def joined(self, node: Node) -> None:
+    def joined(self, node: Call) -> None:
         """Note for the plan that node ran as join - op - split."""
 
 
-Rule = Callable[[Builder, Node, Expanded, int], Expanded]
-"""(builder, node, expansion on the path, its position in node.args) -> expansion."""
+Rule = Callable[[Builder, Call, Expanded, int], Expanded]
+"""(builder, operation, expansion on the path, its position in args) -> expansion.
+
+The same expansion may stand at other positions too. Where an operation takes a list of tensors the
+position is that of the list."""
 
 RULES: dict[Any, Rule] = {}
 

@@ -1,17 +1,91 @@
-"""Structural rules: operations that do not change the value."""
+"""Structural rules: operations that move values and do not change them. All are exact."""
+
+from typing import Any
 
 import torch
-from torch.fx import Node
 
-from collage_fx.passes.rules.registry import Builder, Expanded, rule
+from collage_fx.passes.rules.joined import mapped
+from collage_fx.passes.rules.registry import Builder, Call, Expanded, Pair, rule
+from collage_fx.runtime.ops import collage
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
+_KEEPING = (prims.convert_element_type.default, aten.clone.default)
+_MOVING = (
+    aten.alias.default,
+    aten.contiguous.default,
+    aten.detach.default,
+    aten.diagonal.default,
+    aten.expand.default,
+    aten.flip.default,
+    aten.gather.default,
+    aten.index.Tensor,
+    aten.index_select.default,
+    aten.permute.default,
+    aten.repeat.default,
+    aten.reshape.default,
+    aten.roll.default,
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.t.default,
+    aten.transpose.int,
+    aten.unsqueeze.default,
+    aten.view.default,
+    aten._unsafe_view.default,
+)
+_GATHERING = (aten.cat.default, aten.stack.default)
+STRUCTURE = frozenset((*_KEEPING, *_MOVING, *_GATHERING, aten.where.self))
+"""The operations that act on each component by itself, without rounding."""
 
-@rule(prims.convert_element_type.default, aten.clone.default)
-def keep(b: Builder, node: Node, x: Expanded, at: int) -> Expanded:
+
+@rule(*_KEEPING)
+def keep(b: Builder, node: Call, x: Expanded, at: int) -> Expanded:
     """An expansion keeps its dtype through conversions: it is as precise as what they widen to."""
     return x
 
 
-STRUCTURE = {aten.clone.default, aten.stack.default, aten.cat.default}
+@rule(*_MOVING)
+def move(b: Builder, node: Call, x: Expanded, at: int) -> Expanded:
+    """The same elements of hi and of lo; exact."""
+    hi, lo = (
+        b.again(node, [c if i == at else mapped(b.plain, a) for i, a in enumerate(node.args)], kind)
+        for c, kind in ((c, c.meta["dtype"]) for c in b.settle(x))
+    )
+    return hi, lo
+
+
+@rule(*_GATHERING)
+def gather(b: Builder, node: Call, x: Expanded, at: int) -> Expanded:
+    """Tensors put together: all high words, and all low words; exact."""
+    parts = [as_pair(b, a) for a in node.args[at]]
+    hi, lo = (
+        b.again(node, [[p[i] for p in parts], *node.args[at + 1 :]], b.dtype) for i in range(2)
+    )
+    return hi, lo
+
+
+@rule(aten.where.self)
+def where(b: Builder, node: Call, x: Expanded, at: int) -> Expanded:
+    """Each component chosen by the same condition; exact but for a wide alternative's split."""
+    condition, *sides = node.args
+    pairs = [b.settle(x) if i + 1 == at else as_pair(b, a) for i, a in enumerate(sides)]
+    hi, lo = (
+        b.op(aten.where.self, b.plain(condition), *values, dtype=b.dtype)
+        for values in zip(*pairs, strict=True)
+    )
+    return hi, lo
+
+
+def as_pair(b: Builder, operand: Any) -> Pair:
+    """Return an operand as an expansion: a plain one of the storage dtype has a low word of zero,
+    a wider one is split."""
+    found = b.expansion(operand)
+    if found is not None:
+        return found
+    plain = b.plain(operand)
+    if plain.meta["dtype"] == b.dtype:
+        return plain, b.op(aten.zeros_like.default, plain, dtype=b.dtype)
+    return b.pair(collage.split.default, plain, b.dtype)
