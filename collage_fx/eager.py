@@ -185,7 +185,8 @@ class Engine(TorchDispatchMode):
         one_dtype = len({t.dtype for t in tensors if t.is_floating_point()}) == 1
         if one_dtype and (op in STRUCTURE or _keeps(func, args, kwargs)):
             return self._structural(func, args, kwargs)
-        if dtype is not None and supports(op) and _result_dtype(tensors) == dtype:
+        by_rule = dtype is not None and supports(op) and func not in _COPIES
+        if by_rule and _result_dtype(tensors) == dtype:
             return self._keep(self._by_rule(op, dtype, args, kwargs), tensors)
         wider = any(t.dtype in WIDER.values() and t.dim() for t in tensors) or func in _COPIES
         result = func(*tree_map(self._joined, args), **kwargs) if wider else func(*args, **kwargs)

@@ -72,6 +72,7 @@ class Views(Optimizer):
                 p.view(-1)[::2].add_(p.grad.reshape(-1)[::2], alpha=-group["lr"])
                 p.t().mul_(1 - 1e-5)
                 wide = p.float()
+                assert wide.dtype == torch.float32
                 wide.sub_(p.grad.float(), alpha=group["lr"])
                 p.copy_(torch.where(p.grad > 3, p, wide))
 
