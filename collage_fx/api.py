@@ -34,8 +34,8 @@ def compile(
         optimizer_or_function: a torch.optim.Optimizer (its class may be the user's own), or a
             function over tensors that updates some of them in place.
         mode: a mode of torch.compile, for Inductor.
-        **options: fields of CollageConfig (`level`, `arithmetic`, `storage`); other names are
-            settings of torch._inductor.config.
+        **options: fields of CollageConfig (`level`, `arithmetic`, `storage`, `states`); other names
+            are settings of torch._inductor.config.
 
     Returns:
         For an optimizer a method bound to it, to be called in place of `optimizer.step`; it can be

@@ -1,0 +1,48 @@
+"""When a 16-bit state loses part of its update: the thresholds, and what they are compared with."""
+
+import torch
+
+from collage_fx.passes.forms import is_number
+from collage_fx.passes.program import Coefficient, Level, Recurrence
+
+AUTO_THRESHOLD = 8.0
+"""A decaying state is critical where 1 - |a| is at most this many unit roundoffs: its update then
+stalls. benchmarks/criticality.py measures the bias of a plain state; the table is in README.md."""
+PLUS_THRESHOLD = 16.0
+"""Level `plus` also takes states a little farther from pure accumulation, at 8 to 16 u, where the
+measured bias is below 0.5%."""
+
+
+def critical(found: Recurrence, dtype: torch.dtype, level: Level) -> tuple[bool, str]:
+    """Tell whether the storage dtype loses part of the update, and why."""
+    if found.kind == "nonlinear":
+        keep, reason = True, "not linear in x: what it adds to x may be below the last bit of x"
+    elif found.kind == "selected":
+        keep, reason = _selected(found, dtype, level)
+    else:
+        keep, reason = _decaying(found.a, dtype, level)
+    return keep, f"{found.together}: {reason}" if found.together else reason
+
+
+def _selected(found: Recurrence, dtype: torch.dtype, level: Level) -> tuple[bool, str]:
+    """Judge each branch of a selection; x itself, -x or something new only takes a value over."""
+    for branch in found.branches:
+        takes_over = branch.a == 0 or (not branch.adds and branch.a in (1, -1))
+        if not takes_over:
+            keep, reason = _decaying(branch.a, dtype, level)
+            if keep:
+                return True, f"one branch of a selection: {reason}"
+    return False, "a maximum or selection, which takes a value over: nothing accumulates"
+
+
+def _decaying(a: Coefficient, dtype: torch.dtype, level: Level) -> tuple[bool, str]:
+    if not is_number(a):
+        return True, "its factor is not a constant and may be arbitrarily near 1"
+    gap = 1 - abs(float(a))
+    if gap <= 0:
+        return True, "pure accumulation"
+    units = gap / (torch.finfo(dtype).eps / 2)
+    limit = PLUS_THRESHOLD if level == "plus" else AUTO_THRESHOLD
+    if units <= limit:
+        return True, f"1-a = {gap:.3g} is {units:.2g} u, at most {limit:g} u: the decay rounds away"
+    return False, f"1-a = {gap:.3g} is {units:.2g} u, above {limit:g} u: rounding averages out"
