@@ -52,8 +52,8 @@ def compile(
             of the arguments that its first results take the place of, in order. With
             `carries=("p", "m")` a call `p, m = step(p, grad, m)` updates p and m in place, and
             returns them.
-        **options: fields of CollageConfig (`level`, `arithmetic`, `storage`); other names are
-            settings of torch._inductor.config.
+        **options: fields of CollageConfig (`level`, `arithmetic`, `storage`, `states`); other names
+            are settings of torch._inductor.config.
 
     Returns:
         For an optimizer a method bound to it, to be called in place of `optimizer.step`; it can be

@@ -28,6 +28,7 @@ from collage_fx.binding import Residuals, Static
 from collage_fx.config import CollageConfig, split_options
 from collage_fx.ownership import live_optimizers, owners_of
 from collage_fx.passes import run_passes
+from collage_fx.passes.plan import spare
 from collage_fx.passes.program import LOW_PRECISION, Carried, Owner, Program, StatePlan
 from collage_fx.runtime.errors import CollageWarning
 from collage_fx.runtime.residuals import STORE
@@ -119,6 +120,11 @@ class _Step:
         self.session.calls += 1
         supervisor = self.session.supervisor()
         if supervisor is None or not supervisor.active:
+            if names := self.code.drops_residual(args):
+                self.session.warn_once(
+                    f"{', '.join(names)}: updated by several graphs, of which one has no use for a "
+                    "residual and drops it; collage_fx.compile compiles that one again, with it"
+                )
             return self.code.run(args)
         if self.code.refused:
             return supervisor.sources[self](*args)
@@ -141,7 +147,6 @@ class _Code:
     residuals: Residuals | None
     states: list[tuple[Callable[[tuple[Any, ...]], Tensor | None], StatePlan]]
     """The carried states of 16 bits: how to find each, and its verdict."""
-
     refused: bool
     """Whether a state that needs a residual cannot have one in this graph."""
 
@@ -158,12 +163,13 @@ class _Code:
         """Return the tensors of 16 bits that a call writes."""
         return [(t, plan) for find, plan in self.states if (t := find(args)) is not None]
 
-    def drops_residual(self, args: tuple[Any, ...]) -> bool:
-        """Tell whether a state has a residual that this graph does not know of."""
-        return any(
-            not plan.compensated and not plan.replaced and STORE.get(tensor) is not None
+    def drops_residual(self, args: tuple[Any, ...]) -> list[str]:
+        """Return the names of states that have a residual which this graph does not know of."""
+        return [
+            plan.name
             for tensor, plan in self.written(args)
-        )
+            if not plan.compensated and not plan.replaced and STORE.get(tensor) is not None
+        ]
 
 
 class _Graph:
@@ -176,10 +182,9 @@ class _Graph:
         """The arguments of the call for which the graph is compiled anew; () at first."""
         optimizer = session.optimizer()
         self.owners = owners_of([optimizer] if optimizer is not None else live_optimizers())
-        self.sources = [
-            (_source_name(node), node.meta.get("example_value"))
-            for node in gm.graph.find_nodes(op="placeholder")
-        ]
+        self.sources = [_source_name(node) for node in gm.graph.find_nodes(op="placeholder")]
+        self.inputs: Sequence[Any] = ()
+        """The arguments of the call that made Dynamo compile."""
         self.locate: dict[int, Callable[[tuple[Any, ...]], Tensor | None]] = {}
         """Position of a carried state -> how to find its tensor from the arguments of a call."""
         self.residuals: Residuals | None = None
@@ -188,6 +193,7 @@ class _Graph:
 
     def compile(self, example_inputs: Sequence[Any]) -> _Code:
         """Compile the graph."""
+        self.inputs = self.args or example_inputs
         # The cache of AOTAutograd sees neither our inner_compile nor the residuals it binds.
         with functorch_config.patch(enable_autograd_cache=False):
             function: Any = compile_fx(
@@ -202,6 +208,7 @@ class _Graph:
             if s.dtype in LOW_PRECISION and s.index in self.locate
         ]
         refused = self.refused or any(s.refused and s.dtype in LOW_PRECISION for s in self.plan)
+        del self.owners, self.inputs  # they keep optimizers and tensors alive
         return _Code(function, self.residuals, states, refused)
 
     def inner(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -209,18 +216,23 @@ class _Graph:
         if not kwargs.get("is_inference", False):
             self._warn_differentiated(gm)
             return compile_fx_inner(gm, example_inputs, **kwargs)
-        program = run_passes(Program(gm, self.session.config.settings, self.describe))
+        settings = self.session.config.settings
+        program = run_passes(Program(gm, settings, self.describe, self.label))
         compiled = Compiled(program)
         if self.session.keep:
             self.session.compiled.append(compiled)
         self.plan = program.plan
         self._warn(program)
+        carried = program.residual_inputs
+        where = [self.locate[c.index] for c in carried]
+        left = [s.index for s in program.plan if s.dtype in LOW_PRECISION and not s.compensated]
+        others = [self.locate[index] for index in left if index in self.locate]
+        self.residuals = Residuals(self.session, carried, where, others, program.plan)
         if program.result is None:
             inner = compile_fx_inner(gm, example_inputs, **kwargs)
             compiled.source_code = getattr(inner, "source_code", "")
             return inner
         count = len(list(gm.graph.find_nodes(op="placeholder")))
-        carried = program.residual_inputs
         kwargs["static_input_idxs"] = [
             *kwargs.get("static_input_idxs", ()),
             *(count + i for i, c in enumerate(carried) if c.static),
@@ -231,8 +243,6 @@ class _Graph:
         with compiler_config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
             inner = _compile_rewritten(program.result, [*example_inputs, *fakes], kwargs)
         compiled.source_code = getattr(inner, "source_code", "")
-        where = [self.locate[c.index] for c in carried]
-        self.residuals = Residuals(self.session, carried, where, program.plan)
         return self.residuals.bind(inner)
 
     def describe(self, index: int, placeholder: Node) -> Carried:
@@ -242,32 +252,62 @@ class _Graph:
         if isinstance(descriptor, ParamAOTInput | BufferAOTInput):
             tensor: Any = functools.reduce(getattr, descriptor.target.split("."), self.gm)
             self.locate[index] = Static(tensor)
-            owned = self.owners.get(id(tensor))
             source = self.gm._param_name_to_source.get(descriptor.target)  # type: ignore[union-attr, operator]
-            name = owned[1].name if owned else _pretty(_name(source)) or descriptor.target
-            owner = owned[1].owner if owned else _owner(tensor)
-            return Carried(index, name, owner, True, val, pinned=STORE.get(tensor) is not None)
+            name = _pretty(_name(source)) or descriptor.target
+            carried = self._named(index, name, _is_buffer(_name(source)), tensor, val)
+            carried.static, carried.pinned = True, STORE.get(tensor) is not None
+            return carried
         if isinstance(descriptor, PlainAOTInput):
             self.locate[index] = operator.itemgetter(descriptor.idx)
-            source_name, example = self.sources[descriptor.idx]
+            source_name = self.sources[descriptor.idx]
             name = _pretty(source_name) or placeholder.name
-            tensor = self.args[descriptor.idx] if self.args else None
-            pinned = tensor is not None and STORE.get(tensor) is not None
-            return Carried(index, name, _owner(example), False, val, pinned=pinned)
+            tensor = self.inputs[descriptor.idx]
+            carried = self._named(index, name, _is_buffer(source_name), tensor, val)
+            carried.pinned = bool(self.args) and STORE.get(tensor) is not None
+            return carried
         return Carried(
             index, f"an input that overlaps others ({placeholder.name})", "tensor", False, val
         )
 
+    def _named(self, index: int, name: str, is_buffer: bool, tensor: Any, val: Tensor) -> Carried:
+        """Return a carried state by the name that its optimizer has for it, else by its source."""
+        owned = self.owners.get(id(tensor))
+        if owned is not None:
+            return Carried(index, owned[1].name, owned[1].owner, False, val, owned=True)
+        owner: Owner = "buffer" if is_buffer else _owner(tensor)
+        # An attribute of the optimizer being compiled, though not in its state.
+        own = self.session.optimizer() is not None and not is_buffer
+        return Carried(index, name, owner, False, val, owned=own)
+
+    def label(self, placeholder: Node) -> str:
+        """Return `lr` for a 0-d input that is the `lr` of a parameter group."""
+        descriptor = placeholder.meta.get("desc")
+        source = self.sources[descriptor.idx] if isinstance(descriptor, PlainAOTInput) else ""
+        words = re.findall(r"[A-Za-z_]\w*", source)
+        return words[-1] if words else placeholder.name
+
     def _warn_differentiated(self, gm: GraphModule) -> None:
-        """Say that a graph whose outputs are differentiated is compiled as it stands."""
-        written = [n.args[0] for n in gm.graph.nodes if str(n.target) == "aten.copy_.default"]
-        if any(n.op == "placeholder" and n.meta["val"].dtype in LOW_PRECISION for n in written):
+        """Say that a graph whose outputs are differentiated is compiled as it stands.
+
+        Statistics of a model that is being trained are no optimizer's states: not a word on them.
+        """
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        written = {n.args[0] for n in gm.graph.nodes if str(n.target) == "aten.copy_.default"}
+        carried = [
+            self.describe(index, node)
+            for index, node in enumerate(placeholders)
+            if node in written and node.meta["val"].dtype in LOW_PRECISION
+        ]
+        spare(carried, self.session.config.states)
+        names = [c.name for c in carried if not c.spared]
+        if names:
             self.refused = True
             if self.session.supervisor() is not None:
                 return  # the eager engine does what this graph does
             self.session.warn_once(
-                "a graph that updates 16-bit tensors is part of a differentiated computation, and "
-                "runs without compensation; compile the update by itself, under torch.no_grad()"
+                f"a graph that updates 16-bit tensors ({', '.join(names)}) is part of a "
+                "differentiated computation, and runs without compensation; compile the update by "
+                "itself, under torch.no_grad()"
             )
 
     def _warn(self, program: Program) -> None:
@@ -276,7 +316,9 @@ class _Graph:
             return  # the eager engine does what this graph does
         if refused:
             self.session.warn_once(f"not compensated: {'; '.join(refused)}")
-        floating = [s for s in program.plan if s.dtype.is_floating_point and s.shape]
+        spared = {c.index for c in program.carried if c.spared}
+        mine = [s for s in program.plan if s.index not in spared]
+        floating = [s for s in mine if s.dtype.is_floating_point and s.shape]
         if floating and not refused and program.result is None:
             dtypes = ", ".join(sorted({str(s.dtype).removeprefix("torch.") for s in floating}))
             self.session.warn_once(
@@ -301,6 +343,11 @@ def _owner(tensor: Any) -> Owner:
     return "param" if is_leaf else "tensor"
 
 
+def _is_buffer(source: str) -> bool:
+    """Tell whether a source is a buffer of a module: L['model']._modules['bn']._buffers['mean']."""
+    return "._buffers[" in source
+
+
 def _name(source: Any) -> str:
     name = getattr(source, "name", "")
     return name() if callable(name) else str(name)
@@ -311,7 +358,8 @@ def _source_name(placeholder: Node) -> str:
 
 
 def _pretty(source: str) -> str:
-    """Return `params[0]` for Dynamo's `L['params'][0]`, `param_groups[0].params[1]` likewise."""
+    """Return `params[0]` for Dynamo's `L['params'][0]`, `model.bn.weight` for a module's."""
     text = re.sub(r"^L\['(\w+)'\]", r"\1", source)
     text = re.sub(r"\['(\w+)'\]", r".\1", text)
+    text = re.sub(r"\._(modules|buffers|parameters)\b", "", text)
     return text.removeprefix("self.")

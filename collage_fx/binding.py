@@ -36,13 +36,17 @@ class Residuals:
         session: Any,
         carried: list[Carried],
         locate: list[Callable[[tuple[Any, ...]], Tensor | None]],
+        others: list[Callable[[tuple[Any, ...]], Tensor | None]],
         plan: list[StatePlan],
     ) -> None:
         self.session = session
         self.carried = carried
         self.locate = locate
+        self.others = others
+        """How to find the 16-bit states that this graph writes without compensation."""
         self.plan = {state.index: state for state in plan}
         self.current: list[tuple[Tensor, Residual]] = []
+        self.replaced: list[tuple[Tensor, Residual]] = []
 
     def gather(self, args: tuple[Any, ...]) -> None:
         """Find the residuals for this call and make sure that each belongs to its tensor."""
@@ -57,6 +61,8 @@ class Residuals:
         clear_stale(self.current)
         for tensor in ownerless:
             STORE.share_by_memory(tensor)
+        written = [tensor for f in self.others if (tensor := f(args)) is not None]
+        self.replaced = [(t, r) for t in written if (r := STORE.get(t)) is not None]
 
     def bind(self, inner: Any) -> Callable[[list[Any]], Any]:
         """Return a boxed callable that appends the residual tensors to the inputs of inner."""
@@ -73,7 +79,11 @@ class Residuals:
         """Record, after the step, that the residuals belong to what was written."""
         for tensor, residual in self.current:
             residual.settle(tensor)
-        self.current = []
+        for tensor, residual in self.replaced:
+            # A value taken over from another tensor: what the old one had beside it is gone too.
+            residual.clear()
+            residual.settle(tensor)
+        self.current = self.replaced = []
 
     def _introduce(self, tensors: list[Tensor]) -> list[Tensor]:
         """Attach the optimizers of tensors that are seen for the first time; return the others."""

@@ -39,17 +39,25 @@ class CollageConfig:
     """What an operation on a carried path does that has no rule in `eft`: `join` applies it in fp32
     to the joined value, splits its result and lists it in the plan; `error` raises
     UnsupportedError."""
+    states: tuple[str, ...] = ()
+    """Patterns (as in fnmatch) of names of states that may be compensated although no optimizer
+    owns them: buffers of modules, and other tensors that a compiled train step updates beside an
+    optimizer's states. Names are those that `explain` shows."""
 
     def __post_init__(self) -> None:
         for name, allowed in _ALLOWED.items():
             value = getattr(self, name)
             if value not in allowed:
                 raise OptionError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}")
+        names = (self.states,) if isinstance(self.states, str) else self.states
+        if not isinstance(names, list | tuple) or not all(isinstance(n, str) for n in names):
+            raise OptionError(f"states={self.states!r} is not a sequence of names or patterns")
+        object.__setattr__(self, "states", tuple(names))
 
     @property
     def settings(self) -> Settings:
         """The part of the configuration that the passes see."""
-        return Settings(self.level, self.arithmetic, self.storage, self.on_unsupported)
+        return Settings(self.level, self.arithmetic, self.storage, self.on_unsupported, self.states)
 
     @property
     def fingerprint(self) -> str:

@@ -203,9 +203,6 @@ class Supervisor:
             if not served.compensated:
                 served.compensated, served.reason = plan.compensated, plan.reason
             residual = STORE.get(tensor)
-            if residual is not None and not plan.compensated:
-                residual.clear()  # replaced as a whole
-                residual.settle(tensor)
             write = self._write_of(tensor)
             if write is not None:
                 write.version, write.wrote = tensor._version, False

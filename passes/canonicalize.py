@@ -61,6 +61,7 @@ def canonicalize(program: Program) -> None:
       `prims.fma` becomes addcmul or add.
     - In 16 bits, operations that PyTorch computes in fp32 and rounds once (addcmul, addcdiv, add
       with alpha) become fp32 operations and one conversion, so that the rounding is in the graph.
+    - A state that takes over the old value of another has an operation for it, a clone.
 
     Before::
 
@@ -100,10 +101,13 @@ class _Builder:
         self.origin: Node | None = None
         self.numbers: dict[Node, Node] = {}
         """Symbolic number -> the 0-d tensor that holds it."""
+        self.inputs: set[Any] = set()
 
     def take(self, node: Node) -> None:
         """Translate one node of the source graph."""
         self.origin = node
+        if node.op == "placeholder":
+            self.inputs.add(node)
         name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
         if node.target is operator.getitem and isinstance(self.env[node.args[0]], list):  # type: ignore[index]
             self.env[node] = self.env[node.args[0]][node.args[1]]  # type: ignore[index]
@@ -112,6 +116,11 @@ class _Builder:
         elif is_tensor(node) and (node.target in DECOMPOSITIONS or node.target in _WITH_TENSOR):
             args, kwargs = self._map(node.args), self._map(node.kwargs)
             self.env[node] = self._single(node.target, value_of(node), args, kwargs)
+        elif node.target is aten.copy_.default and node.args[1] in self.inputs:
+            written, taken = (self.env[a] for a in node.all_input_nodes)
+            moved = self.call(aten.clone.default, taken, val=value_of(taken))
+            self.env[node] = self.graph.call_function(node.target, (written, moved))
+            self.env[node].meta = dict(node.meta)
         else:
             new = self.graph.node_copy(node, lambda n: self.env[n])
             self.env[node] = new

@@ -4,7 +4,7 @@ import torch
 from torch._functorch._aot_autograd.descriptors import SyntheticBaseAOTInput, ViewBaseAOTInput
 from torch.fx import Node
 
-from collage_fx.passes.program import LOW_PRECISION, Carried, Program
+from collage_fx.passes.program import LOW_PRECISION, Carried, Program, is_tensor, value_of
 
 aten = torch.ops.aten
 
@@ -31,10 +31,16 @@ def capture(program: Program) -> None:
     mutated = mutations(program)
     placeholders = program.source.graph.find_nodes(op="placeholder")
     for index, placeholder in enumerate(placeholders):
+        label = ""
         if placeholder in mutated:
             carried = program.describe(index, placeholder)
             carried.refusal = _refusal(placeholder, carried)
             program.carried.append(carried)
+            label = carried.name.partition(" of ")[0]
+        if is_tensor(placeholder) and value_of(placeholder).dim() == 0:
+            label = label or program.label(placeholder)
+            taken = any(p.meta.get("label") == label for p in placeholders[:index])
+            placeholder.meta["label"] = placeholder.name if taken else label
 
 
 def _refusal(placeholder: Node, carried: Carried) -> str:

@@ -66,7 +66,7 @@ def _has_side_way(rewritten: Rewritten) -> bool:
     """
     return any(
         abs(rewritten.recurrences[i].side) > 2 * torch.finfo(state.val.dtype).eps
-        for i, (state, _, _) in enumerate(rewritten.members[0].states)
+        for i, (state, _, _) in enumerate(rewritten.model.states)
         if i in rewritten.compensated
     )
 
@@ -76,7 +76,7 @@ class _Expander:
 
     def __init__(self, rewritten: Rewritten) -> None:
         self.rewritten = rewritten
-        self.part = rewritten.members[0]
+        self.part = rewritten.model
         self.graph = Graph()
         self.env: dict[Node, Any] = {}
         self.origin: Node | None = None
@@ -173,8 +173,9 @@ class Eft(_Expander):
         before: dict[Node, Node] = {}
         for i in self.rewritten.compensated:
             _, at, _ = self.part.states[i]
-            previous = self.part.inputs[at]
-            for node in self.rewritten.recurrences[i].spine:
+            found = self.rewritten.recurrences[i]
+            previous = found.source or self.part.inputs[at]
+            for node in found.spine:
                 before[node] = previous
                 previous = node
         return before
@@ -354,7 +355,7 @@ class _Wide(_Expander):
             pairs[n][0] if n in pairs else self.convert(self.env[n], value_of(n).dtype)
             for n in self.part.outputs
         ]
-        return self.finish(outputs + [lo for _, lo in pairs.values()])
+        return self.finish(outputs + [pairs[new][1] for new in self.new_values()])
 
 
 def lerp(b: _Expander, start: Node, end: Node, weight: Any, dtype: torch.dtype) -> Node:

@@ -1,9 +1,12 @@
 """Pass 5: decide which carried states get residuals, and say why."""
 
-import sympy
-import torch
+from fnmatch import fnmatchcase
+from typing import TypeAlias
+
 from torch.fx import Node
 
+from collage_fx.passes.criticality import critical
+from collage_fx.passes.forms import is_number
 from collage_fx.passes.program import (
     LOW_PRECISION,
     Carried,
@@ -11,16 +14,14 @@ from collage_fx.passes.program import (
     Program,
     Recurrence,
     Rewritten,
+    Slice,
     StateClass,
     StatePlan,
 )
 from collage_fx.runtime.storage import STORAGES
 
-AUTO_THRESHOLD = 8.0
-"""A decaying state is critical where 1 - a is at most this many unit roundoffs: its update then
-stalls; benchmarks/criticality.py measures the bias of a plain state."""
-PLUS_THRESHOLD = 16.0
-"""Level `plus` also takes states whose decay is biased measurably, by 0.4% and more."""
+Verdict: TypeAlias = tuple[bool, str, str]
+"""Whether a state is compensated, the reason, and the text of its recurrence."""
 
 
 def plan(program: Program) -> None:
@@ -29,33 +30,91 @@ def plan(program: Program) -> None:
     Members of one class may differ in what they compensate, since a state that has a residual keeps
     it whatever the level says. The graph does not change.
     """
-    verdicts: dict[int, tuple[bool, str, str]] = {}
-    has_param = any(c.owner == "param" for c in program.carried)
+    verdicts: dict[int, Verdict] = {}
+    spare(program.carried, program.settings.states)
     for group in program.classes:
         for member in group.members:
-            taken: set[Node] = set()
-            for (carried, _, _), found in zip(member.states, group.recurrences, strict=True):
-                keep, reason = verdict(carried, found, program.settings.level, has_param)
-                if keep and not taken.isdisjoint(found.spine):
-                    # A node has one expansion on it; the second residual would be dropped there.
-                    carried.refusal = "it is computed on the carried path of another state"
-                    keep, reason = False, carried.refusal
-                if keep:
-                    taken.update(found.spine)
-                verdicts[carried.index] = (keep, reason, found.text)
+            verdicts.update(_member(program, group, member))
         program.rewritten += _by_compensated(group, verdicts)
     for carried in program.carried:
         program.plan.append(_entry(carried, verdicts.get(carried.index), program))
 
 
-def _by_compensated(
-    group: StateClass, verdicts: dict[int, tuple[bool, str, str]]
-) -> list[Rewritten]:
+def spare(carried: list[Carried], named: tuple[str, ...]) -> None:
+    """Mark the states of one step that are left alone, being nobody's optimizer state.
+
+    Those are the buffers of modules (statistics of a batch norm, caches); and where an optimizer
+    owns some of the states, all others. What the user names is not left alone.
+    """
+    any_owned = any(c.owned for c in carried)
+    for c in carried:
+        # As it stands too, since the brackets of params[0] mean something else in a pattern.
+        mine = c.owned or any(c.name == name or fnmatchcase(c.name, name) for name in named)
+        if not mine and (any_owned or c.owner == "buffer"):
+            c.spared = f"not an optimizer's state; name it with states=({c.name!r},)"
+
+
+def _member(program: Program, group: StateClass, member: Slice) -> dict[int, Verdict]:
+    """Return the verdicts on the states of one slice, by index."""
+    has_param = any(c.owner == "param" for c in program.carried)
+    model, found = group.representative, group.recurrences
+    verdicts = [
+        verdict(carried, one, program.settings.level, has_param)
+        for (carried, _, _), one in zip(member.states, found, strict=True)
+    ]
+    before: dict[Node, Node] = {}
+    # What is linear in a state comes first: what is not may be computed from its new value.
+    for i in sorted(range(len(found)), key=lambda i: _ORDER.index(found[i].kind)):
+        path = (found[i].source or _old(model, i), *found[i].spine)
+        steps = dict(zip(path[1:], path, strict=False))
+        if verdicts[i][0] and any(before.get(n, p) is not p for n, p in steps.items()):
+            verdicts[i] = _second(member.states[i][0], found, verdicts, i, model)
+        if verdicts[i][0]:
+            before.update(steps)
+    sources = {_old(model, i): i for i in range(len(found))}
+    for _ in found:
+        for i, one in enumerate(found):
+            if verdicts[i][0] and one.source is not None and not verdicts[sources[one.source]][0]:
+                verdicts[i] = False, f"{one.together}, which has no residual to take over"
+    return {
+        carried.index: (*verdicts[i], found[i].text)
+        for i, (carried, _, _) in enumerate(member.states)
+    }
+
+
+_ORDER = ("overwritten", "unchanged", "linear", "selected", "nonlinear")
+
+
+def _second(
+    carried: Carried,
+    found: list[Recurrence],
+    verdicts: list[tuple[bool, str]],
+    which: int,
+    model: Slice,
+) -> tuple[bool, str]:
+    """Return the verdict on a state whose carried path runs into that of another.
+
+    A node has one expansion on it; a second residual would be dropped there.
+    """
+    for i, (other, _, new) in enumerate(model.states):
+        if i != which and verdicts[i][0] and new in found[which].spine:
+            return False, f"computed anew from {other.name.partition(' of ')[0]}, which accumulates"
+    carried.refusal = "it is computed on the carried path of another state"
+    return False, carried.refusal
+
+
+def _old(part: Slice, which: int) -> Node:
+    return part.inputs[part.states[which][1]]
+
+
+def _by_compensated(group: StateClass, verdicts: dict[int, Verdict]) -> list[Rewritten]:
     chosen: dict[tuple[int, ...], Rewritten] = {}
     for member in group.members:
         which = tuple(i for i, (c, _, _) in enumerate(member.states) if verdicts[c.index][0])
         if which:
-            chosen.setdefault(which, Rewritten([], which, group.recurrences)).members.append(member)
+            chosen.setdefault(
+                which, Rewritten([], which, group.recurrences, group.representative)
+            ).members.append(member)
     return list(chosen.values())
 
 
@@ -70,7 +129,9 @@ def verdict(carried: Carried, found: Recurrence, level: Level, has_param: bool) 
     """
     if carried.refusal:
         return False, carried.refusal
-    if found.kind in ("overwritten", "unchanged"):
+    if carried.spared:
+        return False, carried.spared
+    if found.kind in ("overwritten", "unchanged") and not found.together:
         return False, f"{found.kind}: nothing accumulates"
     if carried.pinned:
         return True, "it has a residual from an earlier graph"
@@ -80,44 +141,19 @@ def verdict(carried: Carried, found: Recurrence, level: Level, has_param: bool) 
         return True, f"parameter, level {level}"
     if level == "light":
         return _light(carried, found, has_param)
-    return _critical(found, carried.val.dtype, level)
+    return critical(found, carried.val.dtype, level)
 
 
 def _light(carried: Carried, found: Recurrence, has_param: bool) -> tuple[bool, str]:
     """Decide level light for a tensor that is not known to be a parameter."""
     if has_param or carried.owner == "state":
         return False, "level light compensates parameters only"
-    keep, reason = _critical(found, carried.val.dtype, "auto")
-    return keep and _near_one(found), f"{reason}; no tensor of this graph is a known parameter"
+    keep, reason = critical(found, carried.val.dtype, "auto")
+    near = not is_number(found.a) or abs(1 - float(found.a)) < 1e-3
+    return keep and near, f"{reason}; no tensor of this graph is a known parameter"
 
 
-def _near_one(found: Recurrence) -> bool:
-    return not _is_number(found.a) or abs(1 - float(found.a)) < 1e-3
-
-
-def _is_number(a: sympy.Expr | float) -> bool:
-    return isinstance(a, int | float) or bool(a.is_number)
-
-
-def _critical(found: Recurrence, dtype: torch.dtype, level: str) -> tuple[bool, str]:
-    """Tell whether the storage dtype loses part of the update."""
-    if found.kind == "nonlinear":
-        if found.adds:
-            return True, "nonlinear, adds a term"
-        return False, "selected or rescaled, nothing accumulates"
-    if not _is_number(found.a):
-        return True, "its factor is not a constant and may be arbitrarily near 1"
-    gap = 1 - abs(float(found.a))
-    if gap <= 0:
-        return True, "pure accumulation"
-    units = gap / (torch.finfo(dtype).eps / 2)
-    limit = PLUS_THRESHOLD if level == "plus" else AUTO_THRESHOLD
-    if units <= limit:
-        return True, f"1-a = {gap:.3g} is {units:.2g} u, at most {limit:g} u: the decay rounds away"
-    return False, f"1-a = {gap:.3g} is {units:.2g} u, above {limit:g} u: rounding averages out"
-
-
-def _entry(carried: Carried, verdict: tuple[bool, str, str] | None, program: Program) -> StatePlan:
+def _entry(carried: Carried, verdict: Verdict | None, program: Program) -> StatePlan:
     storage = STORAGES[program.settings.storage]
     compensated, reason, text = verdict or (False, carried.refusal or _outside(carried), "")
     low = carried.val.dtype in LOW_PRECISION or carried.val.dtype.is_complex
@@ -137,5 +173,5 @@ def _entry(carried: Carried, verdict: tuple[bool, str, str] | None, program: Pro
 
 def _outside(carried: Carried) -> str:
     if carried.val.dtype in LOW_PRECISION:
-        return "overwritten: nothing accumulates"
+        return carried.spared or "overwritten: nothing accumulates"
     return f"{str(carried.val.dtype).removeprefix('torch.')}: updated as it stands"

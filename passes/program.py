@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import sympy
 import torch
@@ -12,7 +12,8 @@ from torch.fx import GraphModule, Node
 Level = Literal["light", "plus", "auto", "all"]
 Arithmetic = Literal["eft", "wide"]
 OnUnsupported = Literal["join", "error"]
-Owner = Literal["param", "state", "tensor"]
+Owner = Literal["param", "state", "tensor", "buffer"]
+Coefficient: TypeAlias = sympy.Expr | float
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Settings:
     arithmetic: Arithmetic = "eft"
     storage: str = "mcf2"
     on_unsupported: OnUnsupported = "join"
+    states: tuple[str, ...] = ()
 
 
 @dataclass
@@ -41,22 +43,37 @@ class Carried:
     """Whether it has a residual already, which no later graph may drop."""
     refusal: str = ""
     """Why it cannot be compensated; empty if it can."""
+    owned: bool = False
+    """Whether a torch.optim.Optimizer holds it."""
+    spared: str = ""
+    """Why it is left alone though it could be compensated; see `plan.spare`."""
+
+
+class Branch(NamedTuple):
+    """One of the values that a selection may choose: a*x, or a*x + B if it adds."""
+
+    a: Coefficient
+    adds: bool
 
 
 @dataclass(frozen=True)
 class Recurrence:
     """How a step changes a carried state: x' = a*x + B, B independent of x or not linear in it."""
 
-    kind: Literal["overwritten", "unchanged", "linear", "nonlinear"]
-    a: sympy.Expr | float
+    kind: Literal["overwritten", "unchanged", "linear", "selected", "nonlinear"]
+    a: Coefficient
     text: str
     spine: tuple[Node, ...] = ()
     """The carried path: nodes of the slice from the old value (excluded) to the new one."""
     side: float = 0.0
-    """The part of a constant `a` that comes to the new value by other ways than the spine; 1 if x
-    meets itself on the spine otherwise than in a sum."""
-    adds: bool = True
-    """Whether a term is added to x, or only selected and rescaled."""
+    """At most how much of `a` comes to the new value by other ways than the spine; 1 if x meets
+    itself on the spine otherwise than in a sum, infinity if it is not known."""
+    branches: tuple[Branch, ...] = ()
+    """Of a selected value: what it may be."""
+    source: Node | None = None
+    """Where the carried path begins, if at the old value of another carried state."""
+    together: str = ""
+    """With which states this one is judged, if not by itself; `a` is then the common factor."""
 
 
 @dataclass
@@ -116,6 +133,8 @@ class Rewritten:
     compensated: tuple[int, ...]
     """Positions in `Slice.states` of the states that get residuals."""
     recurrences: list[Recurrence]
+    model: Slice
+    """The slice of which the recurrences speak: the representative of the class."""
     expanded: GraphModule | None = None
     """Inputs: those of the slice, then the residuals of the compensated states in order. Outputs:
     those of the slice, then the new residuals in the same order."""
@@ -134,6 +153,8 @@ class Program:
     settings: Settings
     describe: Callable[[int, Node], Carried]
     """Tells name, owner and identity of the carried state at a placeholder."""
+    label: Callable[[Node], str] = lambda node: node.name
+    """Tells what a 0-d input (a learning rate, say) is called in the recurrences."""
     carried: list[Carried] = field(default_factory=list)
     canonical: GraphModule | None = None
     classes: list[StateClass] = field(default_factory=list)

@@ -18,7 +18,7 @@ from collage_fx.passes.program import (
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-_CONVERSIONS = {prims.convert_element_type.default, aten._to_copy.default}
+_CONVERSIONS = {prims.convert_element_type.default, aten._to_copy.default, aten.clone.default}
 
 
 def slice_(program: Program) -> None:
@@ -38,7 +38,7 @@ def slice_(program: Program) -> None:
         for c in program.carried
         if not c.refusal and c.val.dtype in LOW_PRECISION
     }
-    groups = _components(nodes, states)
+    groups = _components(nodes, states, new_value)
     where = {node: group for group in groups for node in group}
     for placeholder, carried in states.items():
         path = _path_refusal(placeholder, new_value[placeholder], where)
@@ -66,8 +66,14 @@ def _elementwise(node: Node) -> bool:
     return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
 
 
-def _components(nodes: list[Node], states: dict[Node, Carried]) -> list[list[Node]]:
-    """Return the connected components of sliceable nodes, each in graph order."""
+def _components(
+    nodes: list[Node], states: dict[Node, Carried], new_value: dict[Node, Node]
+) -> list[list[Node]]:
+    """Return the connected components of sliceable nodes, each in graph order.
+
+    What reads the old value of a state and what makes its new one are connected too, although the
+    new value may come from another state: buffers that change places are one system.
+    """
     parent: dict[Node, Node] = {}
 
     def find(node: Node) -> Node:
@@ -89,6 +95,10 @@ def _components(nodes: list[Node], states: dict[Node, Carried]) -> list[list[Nod
             link = first_user.setdefault(a, node) if a in states else a
             if link in parent and _shape(link) == _shape(node):
                 parent[find(link)] = find(node)
+    for state in states:
+        old, new = first_user.get(state), new_value[state]
+        if old is not None and new in parent and _shape(old) == _shape(new):
+            parent[find(old)] = find(new)
     groups: dict[Node, list[Node]] = {}
     for node in parent:
         groups.setdefault(find(node), []).append(node)

@@ -82,7 +82,7 @@ def _lowered(program: Program) -> None:
 def _signature(r: Rewritten, module: torch.fx.GraphModule | None) -> None:
     assert module is not None
     extra = len(r.compensated)
-    part = r.members[0]
+    part = r.model
     inputs = len(module.graph.find_nodes(op="placeholder"))
     _demand(inputs == len(part.inputs) + extra, "a rewritten slice has other inputs")
     outputs = module.graph.output_node().args[0]

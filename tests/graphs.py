@@ -97,7 +97,7 @@ class Captured:
         owned = owners_of([optimizer] if isinstance(optimizer, Optimizer) else []).get(id(tensor))
         if owned is None:
             return Carried(index, descriptor.target, _owner(tensor), True, val)
-        return Carried(index, owned[1].name, owned[1].owner, True, val)
+        return Carried(index, owned[1].name, owned[1].owner, True, val, owned=True)
 
 
 def _owner(tensor: Tensor) -> Owner:

@@ -64,7 +64,7 @@ STEPS: list[tuple[type[Optimizer], dict[str, Any], dict[str, tuple[str, str]]]] 
         {
             "param": ("x' = x + B", "light plus auto all"),
             "exp_avg": ("x' = 0.9*x + B", "all"),
-            "exp_inf": ("x' = B(x)", "all"),
+            "exp_inf": ("x' = 0.999*x or B", "plus auto all"),
         },
     ),
 ]
@@ -184,7 +184,7 @@ def rescaled(p: Tensor, q: Tensor) -> None:
         (average_from_its_end, "x' = 0.999*x + B", True),
         (twice, "x' = 2*x + B", True),
         (square, "x' = B(x)", True),
-        (bounded, "x' = B(x)", True),
+        (bounded, "x' = x + B or B", True),
         (decayed_in_fp32, "x' = 0.999*x + B", True),
         (skipped, None, True),
         (either, None, True),

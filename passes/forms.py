@@ -1,0 +1,239 @@
+"""What a value is in terms of one old value x: the abstract values that `recurrence` walks with."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import sympy
+import torch
+from torch.fx import Node
+
+from collage_fx.passes.program import Branch, Coefficient, is_value, value_of
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+Rest: TypeAlias = Literal["zero", "free", "nonlinear"]
+_RESTS: tuple[Rest, ...] = ("zero", "free", "nonlinear")
+
+
+@dataclass(frozen=True)
+class Form:
+    """Abstract value a*x + b: a is known, of b only what it has to do with x."""
+
+    a: Coefficient
+    b: Rest = "zero"
+    """`zero`, `free` (independent of x) or `nonlinear` (depends on x otherwise than through a)."""
+    branches: tuple[Branch, ...] = ()
+    """If the value is chosen (by a condition, a maximum, a bound): what it may be, a*x + B each.
+    Then a is 0 and b `nonlinear`."""
+
+    @property
+    def depends(self) -> bool:
+        """Whether the value has anything to do with x."""
+        return self.b == "nonlinear" or self.a != 0
+
+    @property
+    def carries(self) -> bool:
+        """Whether the value may hold some of x, and not only be chosen by it."""
+        if self.branches:
+            return any(branch.a != 0 for branch in self.branches)
+        return self.depends
+
+    def plus(self, other: "Form", sign: int = 1) -> "Form":
+        """Return the form of the sum, or of the difference for sign -1."""
+        for chosen, rest in ((self, other.times(sign)), (other.times(sign), self)):
+            if chosen.branches and not rest.depends:
+                adds = rest.b != "zero"
+                return _choice([Branch(p.a, p.adds or adds) for p in chosen.branches])
+        worst = max(self.b, other.b, key=_RESTS.index)
+        return Form(self.a + sign * other.a, worst)
+
+    def times(self, factor: Coefficient) -> "Form":
+        """Return the form of the product with something that does not depend on x."""
+        if self.branches:
+            return _choice([Branch(p.a * factor, p.adds) for p in self.branches])
+        return Form(self.a * factor, self.b)
+
+    @property
+    def alternatives(self) -> list[Branch] | None:
+        """The branches of this value, one if it is not chosen; None if it is not linear in x."""
+        if self.branches:
+            return list(self.branches)
+        return None if self.b == "nonlinear" else [Branch(self.a, self.b != "zero")]
+
+
+FREE = Form(0, "free")
+CURVED = Form(0, "nonlinear")
+_CAST = {prims.convert_element_type.default, aten._to_copy.default, aten.clone.default}
+_OVERLOADS = ("Tensor", "Scalar", "default", "self")
+
+
+def _named(*names: str) -> set[Any]:
+    return {
+        getattr(getattr(aten, name), overload)
+        for name in names
+        for overload in getattr(aten, name).overloads()
+        if overload in _OVERLOADS
+    }
+
+
+_DECIDING = _named(
+    *("eq", "ne", "lt", "le", "gt", "ge", "sign", "sgn", "signbit", "isnan", "isinf"),
+    *("logical_and", "logical_or", "logical_xor", "logical_not", "bitwise_not"),
+)
+_CHOOSING = _named("maximum", "minimum", "fmax", "fmin", "clamp", "clamp_min", "clamp_max", "relu")
+
+
+def transfer(node: Any, forms: Mapping[Any, Form]) -> Form:
+    """Return the form of what a call computes from the forms of its operands.
+
+    Args:
+        node: a graph node, or any object with its `target`, `args` and `kwargs`.
+        forms: the forms of operands, graph nodes or Values, that depend on the old value; all
+            others do not.
+    """
+    operands = [form_of(a, forms) for a in node.args]
+    if not any(f.depends for f in operands):
+        return FREE
+    first = operands[0]
+    if node.target in _CAST:
+        return first
+    if node.target is aten.neg.default:
+        return first.times(-1)
+    if node.target in (aten.add.Tensor, aten.sub.Tensor):
+        sign = 1 if node.target is aten.add.Tensor else -1
+        return first.plus(operands[1].times(coefficient(node.kwargs.get("alpha", 1))), sign)
+    if node.target is aten.mul.Tensor and not (first.depends and operands[1].depends):
+        linear, factor = (0, 1) if first.depends else (1, 0)
+        return operands[linear].times(coefficient(node.args[factor]))
+    if node.target is aten.div.Tensor and not operands[1].depends and _not_zero(node.args[1]):
+        return first.times(1 / coefficient(node.args[1]))
+    if node.target in (aten.lerp.Scalar, aten.lerp.Tensor) and not operands[2].depends:
+        weight = coefficient(node.args[2])
+        return first.times(1 - weight).plus(operands[1].times(weight))
+    return _chosen(node, operands)
+
+
+def form_of(operand: Any, forms: Mapping[Any, Form]) -> Form:
+    """Return the form of an operand: a tensor's, or that of a constant."""
+    return forms.get(operand, FREE) if is_value(operand) else FREE
+
+
+def _chosen(node: Any, operands: list[Form]) -> Form:
+    """Return the form of an operation that chooses between its operands, and of any other."""
+    if node.target in _DECIDING:
+        return _choice([Branch(0, True)])
+    if node.target is aten.abs.default:
+        return _between([operands[0], operands[0].times(-1)])
+    if node.target is aten.where.self:
+        return _between(operands[1:])
+    if node.target in _CHOOSING:
+        return _between([*operands, FREE] if len(operands) != 2 else operands)
+    return CURVED
+
+
+def _between(forms: list[Form]) -> Form:
+    every = [f.alternatives for f in forms]
+    if any(one is None for one in every):
+        return CURVED
+    return _choice([branch for one in every for branch in one or []])
+
+
+def _choice(branches: list[Branch]) -> Form:
+    return Form(0, "nonlinear", tuple(dict.fromkeys(branches)))
+
+
+def _not_zero(value: Any) -> bool:
+    return is_value(value) or value != 0
+
+
+def coefficient(value: Any, depth: int = 6) -> Coefficient:
+    """Return a number, or for a tensor an expression in symbols.
+
+    A 0-d input of the graph is a symbol with its name, assumed real; what is computed from such by
+    a few operations is written out, as 1 - lr*weight_decay; any other 0-d value is a symbol of
+    which nothing is known, and so is a tensor (`t_`).
+    """
+    if not is_value(value):
+        return value
+    if not isinstance(value, Node):
+        return sympy.Symbol(f"{'t_' if value_of(value).dim() else 's'}{id(value):x}")
+    if value_of(value).dim() > 0:
+        return sympy.Symbol("t_" + value.name)
+    if value.op == "placeholder":
+        name, fixed = value.meta.get("label", value.name), not _overwritten(value)
+        return sympy.Symbol(name, real=True) if fixed else sympy.Symbol(name)
+    written = _ARITHMETIC.get(value.target) if depth and not value.kwargs else None
+    if written is None or any(isinstance(a, bool) for a in value.args):
+        return sympy.Symbol(value.name)
+    return written(*(coefficient(a, depth - 1) for a in value.args if not _is_dtype(a)))
+
+
+_ARITHMETIC: dict[Any, Any] = {
+    aten.add.Tensor: lambda a, b: a + b,
+    aten.sub.Tensor: lambda a, b: a - b,
+    aten.rsub.Scalar: lambda a, b: b - a,
+    aten.mul.Tensor: lambda a, b: a * b,
+    aten.neg.default: lambda a: -a,
+    prims.convert_element_type.default: lambda a: a,
+}
+
+
+def _is_dtype(value: Any) -> bool:
+    return isinstance(value, torch.dtype)
+
+
+def _overwritten(placeholder: Node) -> bool:
+    return any(
+        u.target is aten.copy_.default and u.args[0] is placeholder for u in placeholder.users
+    )
+
+
+def is_number(a: Coefficient) -> bool:
+    """Tell whether a coefficient is a constant."""
+    return isinstance(a, int | float) or bool(a.is_number)
+
+
+def bound(a: Coefficient) -> float:
+    """Return what |a| is at most, infinity if that is not known.
+
+    Inputs of the graph that stay as they are (a learning rate, a weight decay) count as at most 1.
+    """
+    if is_number(a):
+        return abs(float(a))
+    expanded: Any = sympy.expand(a)
+    if expanded.is_Add:
+        return sum(bound(term) for term in expanded.args)
+    if expanded.is_Mul:
+        product = 1.0
+        for factor in expanded.args:
+            product *= bound(factor)
+        return product
+    if expanded.is_Pow and is_number(expanded.exp) and expanded.exp > 0:
+        return float(bound(expanded.base) ** float(expanded.exp))
+    return 1.0 if expanded.is_Symbol and expanded.is_real else float("inf")
+
+
+def written(a: Coefficient) -> str:
+    """Return a coefficient as a factor in a text: nothing for 1, brackets round a sum."""
+    if is_number(a):
+        return "" if a == 1 else f"{float(a):.9g}*"
+    expression: Any = sympy.expand(a)
+    if not expression.is_Add:
+        return f"{_product(expression)}*"
+    terms = sorted(expression.args, key=lambda term: (not term.is_number, str(term)))
+    text = " + ".join(_product(term) for term in terms)
+    return f"({text.replace('+ -', '- ')})*"
+
+
+def _product(a: Any) -> str:
+    """Return a product with its constant short, and any tensor called f: lr*0.01 as 0.01*lr."""
+    number, rest = a.as_coeff_Mul()
+    short = {s: sympy.Symbol("f") for s in rest.atoms(sympy.Symbol) if s.name.startswith("t_")}
+    short |= {f: sympy.Symbol(f"{float(f):.9g}") for f in rest.atoms(sympy.Float)}
+    text = str(rest.xreplace(short))
+    if number == 1:
+        return text
+    return (
+        f"-{text}" if number == -1 else f"{float(number):.9g}" + (f"*{text}" if rest != 1 else "")
+    )

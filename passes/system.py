@@ -1,0 +1,175 @@
+"""States that are computed from each other: x_i' = sum_j A_ij*x_j + B_i.
+
+A state that is overwritten keeps nothing of its own, but where it is overwritten by another that is
+computed from it (slow and fast weights, buffers that change places), the two of them accumulate.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import sympy
+from torch.fx import Node
+
+from collage_fx.passes.criticality import critical
+from collage_fx.passes.forms import FREE, Form, bound, is_number, written
+from collage_fx.passes.program import Branch, Coefficient, Recurrence, Slice
+from collage_fx.passes.spine import beside, spine
+
+Walk = dict[Node, Form]
+
+
+def joint(part: Slice, walks: Sequence[Walk], own: list[Recurrence]) -> list[Recurrence]:
+    """Return the recurrences of a slice's states, some of them judged together with others.
+
+    States that are critical by themselves hold what accumulates; what is computed from them anew at
+    each step (a momentum with weight decay in it, a cache of their norm) does not, so that they
+    take no part in cycles. What remains of a cycle keeps its sum nowhere else. An average of
+    carried states, x' = 0.9*x + 0.1*y, changes as slowly as they do, whatever its own factor.
+
+    Args:
+        part: the representative of a class.
+        walks: for each state, the forms in its old value.
+        own: for each state, its recurrence by itself.
+    """
+    loose = [
+        i
+        for i, (state, _, _) in enumerate(part.states)
+        if not critical(own[i], state.val.dtype, "auto")[0]
+    ]
+    result = list(own)
+    for i in loose:
+        if own[i].kind == "linear":
+            result[i] = _average(part, walks, own[i], i)
+    for cycle in _cycles(part, walks, loose):
+        factor = _factor(part, walks, cycle)
+        if factor is not None:
+            for i in cycle:
+                result[i] = _on_cycle(part, walks, i, cycle, factor)
+    return result
+
+
+def _average(part: Slice, walks: Sequence[Walk], own: Recurrence, i: int) -> Recurrence:
+    """Return the recurrence of a state with the weights of all carried states in it."""
+    forms = {j: _form(part, walks, i, j) for j in range(len(walks))}
+    linear = {j: f for j, f in forms.items() if f.b != "nonlinear" and f.a != 0 and is_number(f.a)}
+    if len(linear) < 2 or own.a == 0:
+        return own
+    together = replace(
+        own,
+        a=max(round(sum(abs(float(f.a)) for f in linear.values()), 12), abs(float(own.a))),
+        text=_text(part, linear, i),
+        side=max(own.side, *(_weight(f) for j, f in linear.items() if j != i)),
+        together=f"together with {' and '.join(_name(part, j) for j in linear if j != i)}",
+    )
+    return together if critical(together, part.states[i][0].val.dtype, "plus")[0] else own
+
+
+def _form(part: Slice, walks: Sequence[Walk], i: int, j: int) -> Form:
+    """Return the form of the new value of state i in the old value of state j."""
+    return walks[j].get(part.states[i][2], FREE)
+
+
+def _cycles(part: Slice, walks: Sequence[Walk], states: list[int]) -> list[list[int]]:
+    """Return the sets of at least two states each of which is computed from each other."""
+    reach = {i: {j for j in states if j != i and _form(part, walks, i, j).carries} for i in states}
+    for k in states:
+        for i in states:
+            if k in reach[i]:
+                reach[i] = reach[i] | reach[k]
+    found: list[list[int]] = []
+    for i in states:
+        if i in reach[i] and not any(i in cycle for cycle in found):
+            found.append([j for j in states if j in reach[i] and i in reach[j]])
+    return [cycle for cycle in found if len(cycle) > 1]
+
+
+def _factor(part: Slice, walks: Sequence[Walk], cycle: list[int]) -> Coefficient | None:
+    """Return by what the cycle multiplies its states in a step, on the whole; None if it only
+    moves them.
+
+    For constants that is the spectral radius of |A|.
+    """
+    matrix: list[list[float]] = []
+    moved = True
+    for i in cycle:
+        row = []
+        for j in cycle:
+            form = _form(part, walks, i, j)
+            branches = form.alternatives
+            if branches is None:
+                return sympy.Symbol("a")
+            if not all(is_number(b.a) for b in branches):
+                return next(b.a for b in branches if not is_number(b.a))
+            row.append(max(abs(float(b.a)) for b in branches))
+            moved &= row[-1] in (0, 1) and not (row[-1] and _adds(branches))
+        moved &= sum(row) == 1
+        matrix.append(row)
+    return None if moved else _radius(matrix)
+
+
+def _adds(branches: list[Branch]) -> bool:
+    return any(b.adds for b in branches)
+
+
+def _radius(matrix: list[list[float]]) -> float:
+    """Return the largest eigenvalue of a matrix of numbers >= 0, from above (Collatz, Wielandt)."""
+    vector = [1.0] * len(matrix)
+    largest = 0.0
+    for _ in range(200):
+        # Of the matrix + 1, so that a cycle, whose eigenvalues lie on a circle, converges too.
+        image = [
+            v + sum(m * w for m, w in zip(r, vector, strict=True))
+            for r, v in zip(matrix, vector, strict=True)
+        ]
+        largest = max(new / old for new, old in zip(image, vector, strict=True)) - 1
+        scale = max(image)
+        vector = [v / scale for v in image]
+    return round(largest, 12)
+
+
+def _on_cycle(
+    part: Slice, walks: Sequence[Walk], i: int, cycle: list[int], a: Coefficient
+) -> Recurrence:
+    """Return the recurrence of a state on a cycle, its path beginning where most comes from."""
+    new = part.states[i][2]
+    forms = {j: _form(part, walks, i, j) for j in cycle if _form(part, walks, i, j).carries}
+    # The same for all states that take over one value.
+    first = min(j for j in cycle if part.states[j][2] is new)
+    source = max(forms, key=lambda j: (_weight(forms[j]), j == first))
+    old = part.inputs[part.states[source][1]]
+    path = spine(part, old, new, walks[source])
+    off = [_weight(f) for j, f in forms.items() if j != source]
+    names = " and ".join(_name(part, j) for j in cycle if j != i)
+    return Recurrence(
+        kind="linear",
+        a=a,
+        text=_text(part, forms, i),
+        spine=path,
+        side=max(beside(old, path, walks[source]), *off, 0.0),
+        source=None if source == i else old,
+        together=f"on a cycle with {names}",
+    )
+
+
+def _weight(form: Form) -> float:
+    branches = form.alternatives
+    return float("inf") if branches is None else max(bound(b.a) for b in branches)
+
+
+def _text(part: Slice, forms: dict[int, Form], i: int) -> str:
+    terms = [
+        f"B({_name(part, j) if j != i else 'x'})"
+        if form.b == "nonlinear"
+        else f"{written(form.a)}{_name(part, j) if j != i else 'x'}"
+        for j, form in sorted(forms.items(), key=lambda item: item[0] != i)
+    ]
+    rest = [] if all(f.b == "zero" for f in forms.values()) else ["B"]
+    return "x' = " + " + ".join(terms + rest)
+
+
+def _name(part: Slice, i: int) -> str:
+    """Return what a state is called in every slice of its class."""
+    carried = part.states[i][0]
+    if " of " in carried.name:
+        return carried.name.partition(" of ")[0]
+    return "param" if carried.owner == "param" else carried.name

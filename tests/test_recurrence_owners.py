@@ -1,0 +1,140 @@
+"""What must not be compensated is not: statistics of a model, caches; averages of weights are."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import collage_fx
+from collage_fx.backend import Session
+from collage_fx.config import CollageConfig
+from collage_fx.errors import CollageWarning, OptionError
+from collage_fx.passes.plan import spare, verdict
+from collage_fx.passes.program import Carried, StatePlan
+from collage_fx.passes.recurrence import Form, recurrence_of
+
+BF16 = torch.bfloat16
+
+
+class Model(nn.Module):
+    """A model whose forward carries three 16-bit buffers on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.register_buffer("cache", torch.zeros(8))
+        self.to(BF16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.cache.mul_(0.999).add_(x.detach()[0], alpha=0.001)
+        return self.norm(self.linear(x)).float().square().mean()
+
+
+def plan_of(session: Session) -> dict[str, StatePlan]:
+    return {s.name: s for c in session.compiled for s in c.program.plan}
+
+
+def test_forward_of_a_model_in_training_is_left_alone_without_a_word() -> None:
+    model, x = Model(), torch.randn(16, 8).to(BF16)
+    session = Session(CollageConfig(), keep=True)
+    compiled = torch.compile(model, backend=session)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compiled(x).backward()
+        with torch.no_grad():
+            compiled(x)
+    found = plan_of(session)
+    for name in ("cache", "norm.running_mean", "norm.running_var"):
+        assert not found[name].compensated and not found[name].refused
+        assert "not an optimizer's state; name it with states=" in found[name].reason
+    assert collage_fx.residuals(model.cache) == ()
+
+
+def test_a_buffer_that_the_user_names_is_compensated() -> None:
+    session = Session(CollageConfig(states=("*cache",)), keep=True, named=True)
+    model = Model()
+    with torch.no_grad():
+        torch.compile(model, backend=session)(torch.randn(16, 8).to(BF16))
+    assert [n for n, s in plan_of(session).items() if s.compensated] == ["cache"]
+    assert collage_fx.residuals(model.cache)
+
+
+def test_average_of_weights() -> None:
+    """1000 steps towards weights that stand still; plain bf16 stops on the way."""
+
+    def update(averages: list[Tensor], weights: list[Tensor]) -> None:
+        for a, w in zip(averages, weights, strict=True):
+            a.lerp_(w.detach(), 0.001)
+
+    weights = [p.detach() for p in Model().parameters()]
+    mine, plain = [torch.zeros_like(w) for w in weights], [torch.zeros_like(w) for w in weights]
+    exact = [a.double() for a in mine]
+    compiled = collage_fx.compile(update)
+    for _ in range(1000):
+        compiled(mine, weights)
+        update(plain, weights)
+        update(exact, [w.double() for w in weights])
+    for a, p, e in zip(mine, plain, exact, strict=True):
+        if bool(e.any()):
+            assert float((collage_fx.value(a) - e).norm() / e.norm()) < 1e-3
+            assert float((p - e).norm() / e.norm()) > 0.3
+
+
+class WithMemory(torch.optim.Optimizer):
+    """An optimizer whose step also updates what belongs to nobody."""
+
+    def __init__(self, params: list[Tensor], memory: Tensor) -> None:
+        super().__init__(params, {"lr": 1e-3})
+        self.memory = memory
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=group["lr"])
+                self.memory.mul_(0.999).add_(p.grad, alpha=0.001)
+
+
+@pytest.mark.parametrize("states, both", [((), False), ("*.memory", True)])
+def test_a_tensor_beside_an_optimizer(states: Any, both: bool) -> None:
+    """With the backend string nobody says that self.memory belongs to the optimizer."""
+    p = torch.ones(8, dtype=BF16, requires_grad=True)
+    p.grad = torch.full_like(p, 0.5)
+    optimizer = WithMemory([p], torch.zeros(8, dtype=BF16))
+    session = Session(CollageConfig(states=states), named=True)
+    torch.compile(optimizer.step, backend=session)()
+    assert bool(collage_fx.residuals(p))
+    assert bool(collage_fx.residuals(optimizer.memory)) == both
+
+
+def test_attributes_of_an_optimizer_given_as_an_object_are_its_own() -> None:
+    p = torch.ones(8, dtype=BF16, requires_grad=True)
+    p.grad = torch.full_like(p, 0.5)
+    optimizer = WithMemory([p], torch.zeros(8, dtype=BF16))
+    with pytest.warns(CollageWarning, match=r"memory belong to no .* no state_dict\(\) holds"):
+        collage_fx.compile(optimizer)()
+    assert collage_fx.residuals(p) and collage_fx.residuals(optimizer.memory)
+
+
+def test_names_of_states_are_an_option() -> None:
+    assert CollageConfig(states="a*").states == ("a*",)  # type: ignore[arg-type]
+    assert CollageConfig().fingerprint != CollageConfig(states=("a",)).fingerprint
+    with pytest.raises(OptionError, match="states"):
+        CollageConfig(states=(1,))  # type: ignore[arg-type]
+
+
+def test_verdicts_without_a_graph() -> None:
+    """What an engine without a compiler asks for."""
+    state = Carried(0, "v[0]", "tensor", False, torch.zeros(3, dtype=BF16))
+    slow = recurrence_of(Form(1).times(0.999).plus(Form(0, "free")))
+    assert slow.text == "x' = 0.999*x + B"
+    assert verdict(state, slow, "auto", False)[0]
+    assert not verdict(state, recurrence_of(Form(0.5, "free")), "auto", False)[0]
+    other = Carried(1, "p", "param", False, torch.zeros(3, dtype=BF16), owned=True)
+    spare([state, other], ())
+    assert not verdict(state, slow, "auto", True)[0] and not other.spared
+    state.spared = ""
+    spare([state, other], ("v[0]",))
+    assert verdict(state, slow, "auto", True)[0]
