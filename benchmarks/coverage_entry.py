@@ -56,7 +56,7 @@ class Row:
     version: str
     name: str
     verdict: str = ""
-    """full, partly, refused, failed, silent; `not run` for a class that does not work in eager bf16."""
+    """One of coverage.VERDICTS, or `not run` for a class that does not work in eager bf16."""
     reason: str = ""
     engine: str = ""
     drive: str = ""
