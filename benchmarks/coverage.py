@@ -16,69 +16,72 @@ Written after each entry to benchmarks/results/coverage.json and coverage.md.
 """
 
 import argparse
+import importlib.metadata
 import json
+import multiprocessing
 import os
 import platform
-import signal
-import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
-from coverage_classes import PACKAGES
+from coverage_classes import PACKAGES, class_names
+from coverage_entry import Row, measure
 
-ENTRY = Path(__file__).parent / "coverage_entry.py"
+CONTEXT = multiprocessing.get_context("forkserver")
+"""Processes that start with torch imported, and none of the packages."""
 VERDICTS = ("full", "partly", "refused", "failed", "silent")
 
 
-def ask(words: list[str], timeout: float, cache: str) -> Any:
-    """Run coverage_entry.py and return what it prints, or a string that says what went wrong."""
-    environment = {
-        **os.environ,
-        "TORCHINDUCTOR_CACHE_DIR": cache,
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", str(ENTRY), *words],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+def ask(function: Callable[..., Any], args: tuple[str, ...], timeout: float) -> Any:
+    """Return function(*args) from a process of its own, or a string that says what went wrong."""
+    receiver, sender = CONTEXT.Pipe(duplex=False)
+    process = CONTEXT.Process(target=answer, args=(sender, function, args))
+    process.start()
+    sender.close()
     try:
-        out, err = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+        if receiver.poll(timeout):
+            return receiver.recv()
         return f"it took longer than {timeout:.0f} s"
-    if process.returncode:
-        last = err.strip().splitlines()[-1:] or [""]
-        return f"its process ended with {process.returncode}: {last[0][:200]}"
-    return json.loads(out.strip().splitlines()[-1])
+    except EOFError:
+        process.join()
+        return f"its process ended with {process.exitcode}"
+    finally:
+        process.kill()
+        process.join()
 
 
-def run(module: str, name: str, timeout: float, cache: str) -> dict[str, Any]:
+def answer(sender: Connection, function: Callable[..., Any], args: tuple[str, ...]) -> None:
+    """Send the result of function, in silence."""
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), 1)
+        os.dup2(nothing.fileno(), 2)
+    warnings.simplefilter("ignore")
+    sender.send(function(*args))
+
+
+def run(module: str, name: str, timeout: float) -> dict[str, Any]:
     """Return the row of one class."""
-    row = ask([module, name], timeout, cache)
-    if isinstance(row, dict):
-        return row
-    return {"package": module, "name": name, "verdict": "failed", "reason": row}
+    row = ask(measure, (module, name), timeout)
+    if isinstance(row, str):
+        row = Row(module, importlib.metadata.version(PACKAGES[module]), name, "failed", row)
+    return {k: None if v != v else v for k, v in asdict(row).items()}  # JSON has no nan
 
 
-def entries(
-    modules: list[str], only: str | None, timeout: float, cache: str
-) -> list[tuple[str, str]]:
+def entries(modules: list[str], only: str | None, timeout: float) -> list[tuple[str, str]]:
     """Return (module, class) of everything to be run."""
     found = []
     for module in modules:
-        names = ask([module], timeout, cache)
+        names = ask(class_names, (module,), timeout)
         if isinstance(names, str):
             raise SystemExit(f"{module} cannot be imported: {names}; see coverage-requirements.txt")
         found += [(module, name) for name in names if only in (None, name)]
@@ -120,8 +123,12 @@ def markdown(conditions: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     for module, count in totals(rows):
         ran = sum(count[v] for v in VERDICTS)
         share = f"{count['full'] / ran:.0%}" if ran else "-"
-        versions = {r.get("version", "") for r in rows if r["package"] == module} - {""}
-        cells = [module, *(versions or {""}), *(str(count[v]) for v in VERDICTS)]
+        versions = {r["version"] for r in rows if r["package"] == module}
+        cells = [
+            module,
+            ", ".join(versions) if len(versions) == 1 else "",
+            *(str(count[v]) for v in VERDICTS),
+        ]
         lines.append(f"| {' | '.join([*cells, str(ran), share, str(count['not run'])])} |")
     lines += [
         "",
@@ -129,8 +136,8 @@ def markdown(conditions: dict[str, Any], rows: list[dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        cells = [row["package"], row["name"], row["verdict"], row.get("engine", "")]
-        cells += [_error(row.get("err_plain")), _error(row.get("err_collage"))]
+        cells = [row["package"], row["name"], row["verdict"], row["engine"]]
+        cells += [_error(row["err_plain"]), _error(row["err_collage"])]
         cells.append(row["reason"].replace("|", "/"))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
@@ -165,11 +172,14 @@ def main() -> None:
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as cache, ThreadPoolExecutor(args.jobs) as pool:
-        found = entries(args.only, args.name, args.timeout, cache)
+        os.environ |= {"TORCHINDUCTOR_CACHE_DIR": cache, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        os.environ["OMP_NUM_THREADS"] = "1"
+        CONTEXT.set_forkserver_preload(["coverage_entry"])
+        found = entries(args.only, args.name, args.timeout)
         if args.verdict:
             old = {(r["package"], r["name"]): r["verdict"] for r in merged(args.out, [])}
             found = [entry for entry in found if old.get(entry) == args.verdict]
-        waiting = [pool.submit(run, m, n, args.timeout, cache) for m, n in found]
+        waiting = [pool.submit(run, m, n, args.timeout) for m, n in found]
         for i, done in enumerate(as_completed(waiting), 1):
             row = done.result()
             rows.append(row)
@@ -177,7 +187,7 @@ def main() -> None:
             errors = f"{_error(row.get('err_plain')):>8} -> {_error(row.get('err_collage')):8}"
             label = f"{row['package']}.{row['name']}"
             print(
-                f"{i:3} of {len(found)}  {label:44} {row['verdict']:8} {row.get('engine', ''):6} "
+                f"{i:3} of {len(found)}  {label:44} {row['verdict']:8} {row['engine']:6} "
                 f"{errors} {row['reason'][:90]}",
                 flush=True,
             )

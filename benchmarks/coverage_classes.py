@@ -23,13 +23,13 @@ PACKAGES = {
     "torch_optimizer": "torch-optimizer",
     "schedulefree": "schedulefree",
     "lion_pytorch": "lion-pytorch",
-    "heavyball": "heavyball",
     "optimi": "torch-optimi",
     "prodigyopt": "prodigyopt",
     "dadaptation": "dadaptation",
     "adabelief_pytorch": "adabelief-pytorch",
     "galore_torch": "galore-torch",
     "transformers.optimization": "transformers",
+    "heavyball": "heavyball",
 }
 """Module whose public classes are run -> the name under which it is installed."""
 
