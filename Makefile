@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-all lint bench clean
+.PHONY: demo test test-all lint bench coverage clean
 
 demo: $(READY)
 	$(BIN)/python examples/train_bytes.py
@@ -29,6 +29,18 @@ lint: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/replay.py
 	$(BIN)/python benchmarks/compile_time.py
+
+# Optimizers of other packages, in an environment of their own; an hour or two on two cores.
+coverage: build/coverage/.ready
+	build/coverage/bin/python -W ignore benchmarks/coverage.py
+
+build/coverage/.ready: requirements.txt benchmarks/coverage-requirements.txt
+	$(PYTHON) -m venv build/coverage
+	build/coverage/bin/python -m pip install --quiet --requirement requirements.txt
+	build/coverage/bin/python -m pip install --quiet --no-deps \
+		--requirement benchmarks/coverage-requirements.txt
+	build/coverage/bin/python -m pip install --quiet --no-build-isolation --no-deps --editable .
+	touch $@
 
 $(READY): requirements.txt pyproject.toml
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed"'
