@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporaril
 from torch.utils._pytree import tree_leaves, tree_map
 
 from collage_fx.passes.eager import Call, Forms, Operation, Traced, expansion_of, supports
+from collage_fx.passes.forms import CURVED, Form
 from collage_fx.passes.overloads import functional, is_foreach, overwrites, written
 from collage_fx.passes.program import LOW_PRECISION, Arithmetic
-from collage_fx.passes.recurrence import Form
 from collage_fx.passes.rules.structural import STRUCTURE
 from collage_fx.runtime.eft import WIDER
 from collage_fx.runtime.storage import join, split
@@ -27,7 +27,6 @@ from collage_fx.shadows import Shadow, Shadows, has_memory
 aten = torch.ops.aten
 
 _COPIES = {aten._to_copy.default, aten.clone.default, aten.copy.default}
-_NONLINEAR = Form(0, "nonlinear", adds=True)
 _DECAYS = {
     "exp_avgs": "beta1",
     "exp_avg_sqs": "beta2",
@@ -238,7 +237,7 @@ class Engine(TorchDispatchMode):
             lo = func(*tree_map(lambda a: self._low_or_zero(a), args), **kwargs)
         forms = {k: f for o in operands for k, f in o.forms.items()}
         if len(operands) > 1:
-            forms = dict.fromkeys(forms, Form(0, "nonlinear", True))
+            forms = dict.fromkeys(forms, CURVED)
         if lo is not None or forms:
             self.shadows.add(hi, lo, forms)
         return hi
@@ -272,7 +271,7 @@ class Engine(TorchDispatchMode):
             dtype = _result_dtype(tensors)
             out = torch.empty(shape, dtype=dtype, device="meta")
             return Operation(torch.bfloat16, self.arithmetic).run(Call(op, *operands), out).forms
-        return {key: _NONLINEAR for s in shadows for key in s.forms}
+        return {key: CURVED for s in shadows for key in s.forms}
 
     def _meta(self, x: Any, made: dict[int, Traced]) -> Any:
         if not isinstance(x, Tensor):
@@ -376,7 +375,7 @@ class Engine(TorchDispatchMode):
 
     def _unknown(self, operands: list[Tensor], tensor: Tensor, name: str, kwargs: Any) -> Forms:
         """Return the forms of what an operation without a rule wrote to an argument."""
-        forms = {k: _NONLINEAR for t in operands if (s := self.shadows.find(t)) for k in s.forms}
+        forms = {k: CURVED for t in operands if (s := self.shadows.find(t)) for k in s.forms}
         shadow = self.shadows.find(tensor)
         write = self.writes.get(shadow) if shadow else None
         if write in forms and name in _DECAYS:
@@ -407,8 +406,8 @@ class Engine(TorchDispatchMode):
         if write is not None:
             write.version = write.tensor._version
         if not shadow.same(dest):
-            forms = {**shadow.forms, **dict.fromkeys(forms, _NONLINEAR)}
-            forms = {k: Form(f.a, "nonlinear", adds=True) for k, f in forms.items()}
+            forms = {**shadow.forms, **dict.fromkeys(forms, CURVED)}
+            forms = {k: Form(f.a, "nonlinear") for k, f in forms.items()}
         shadow.forms = forms
 
 

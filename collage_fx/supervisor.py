@@ -13,9 +13,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from collage_fx.config import CollageConfig
 from collage_fx.eager import Engine, Write
 from collage_fx.ownership import Owned
+from collage_fx.passes.forms import FREE, Form
 from collage_fx.passes.plan import verdict
 from collage_fx.passes.program import LOW_PRECISION, Carried, StatePlan
-from collage_fx.passes.recurrence import Form, recurrence_of
+from collage_fx.passes.recurrence import recurrence_of
 from collage_fx.report import Served
 from collage_fx.runtime.residuals import STORE, clear_stale
 from collage_fx.shadows import Shadow, has_memory, overlapping
@@ -241,7 +242,7 @@ class Supervisor:
         tensor, served = owned.tensor, self.served[write.tensor]
         if not served.compensated:
             served.judged += 1
-            found = recurrence_of(shadow.forms.get(write, Form(0, "free")))
+            found = recurrence_of(shadow.forms.get(write, FREE))
             has_param = any(o.owner == "param" for o, _ in self.states.values())
             carried = Carried(-1, owned.name, owned.owner, False, tensor)
             keep, reason = verdict(carried, found, self.config.level, has_param)
@@ -262,7 +263,7 @@ class Supervisor:
     def _source(self, write: Write, shadow: Shadow) -> str:
         """Return the name of a compensated state whose value this one has taken over."""
         for origin, form in shadow.forms.items():
-            if origin is not write and form.a != 0 and self.served[origin.tensor].compensated:
+            if origin is not write and form.carries and self.served[origin.tensor].compensated:
                 return str(self.served[origin.tensor].name)
         return ""
 

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_map
 
 from collage_fx.passes.decompose import DECOMPOSITIONS, like
 from collage_fx.passes.expand import Eft
+from collage_fx.passes.forms import Form, transfer
 from collage_fx.passes.program import Arithmetic, Value, is_value, value_of
-from collage_fx.passes.recurrence import Form, transfer
 from collage_fx.passes.rules import RULES
 from collage_fx.passes.rules.joined import join_op_split
 from collage_fx.passes.rules.registry import Expanded, Pair

@@ -122,7 +122,7 @@ class StatePlan:
     @property
     def replaced(self) -> bool:
         """Whether the new value has nothing to do with the old one."""
-        return self.recurrence in ("", "x' = B")
+        return self.recurrence in ("", "x' = B", "x' = B, chosen by x")
 
 
 @dataclass

@@ -64,7 +64,11 @@ def decayed(b: Builder, x: Pair, gap: Any, *, small: bool) -> Decayed:
 
 @rule(aten.mul.Tensor)
 def mul(b: Builder, node: Call, x: Expanded, at: int) -> Expanded:
-    """x * c, 5u^2; a constant, as an expansion, is off by u^2/2 more."""
+    """x * c, 5u^2; a constant, as an expansion, is off by u^2/2 more.
+
+    A constant within 5u of one, once added up: 7u^2. A scalar tensor s, x + (s - 1)*x: 4u^2 of |x|,
+    and so not of the product where s is small (measured at s = 0.01: 97u^2 in fp16).
+    """
     return times(b, b.settle(x), node.args[1 - at])
 
 
