@@ -30,6 +30,7 @@ def capture(program: Program) -> None:
     """
     mutated = mutations(program)
     placeholders = program.source.graph.find_nodes(op="placeholder")
+    labels: set[str] = set()
     for index, placeholder in enumerate(placeholders):
         label = ""
         if placeholder in mutated:
@@ -39,8 +40,8 @@ def capture(program: Program) -> None:
             label = carried.name.partition(" of ")[0]
         if is_tensor(placeholder) and value_of(placeholder).dim() == 0:
             label = label or program.label(placeholder)
-            taken = any(p.meta.get("label") == label for p in placeholders[:index])
-            placeholder.meta["label"] = placeholder.name if taken else label
+            placeholder.meta["label"] = placeholder.name if label in labels else label
+            labels.add(label)
 
 
 def _refusal(placeholder: Node, carried: Carried) -> str:

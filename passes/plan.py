@@ -51,6 +51,7 @@ def spare(carried: list[Carried], named: tuple[str, ...]) -> None:
         # As it stands too, since the brackets of params[0] mean something else in a pattern.
         mine = c.owned or any(c.name == name or fnmatchcase(c.name, name) for name in named)
         if not mine and (any_owned or c.owner == "buffer"):
+            c.refusal = ""
             c.spared = f"not an optimizer's state; name it with states=({c.name!r},)"
 
 

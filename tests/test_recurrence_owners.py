@@ -19,16 +19,18 @@ BF16 = torch.bfloat16
 
 
 class Model(nn.Module):
-    """A model whose forward carries three 16-bit buffers on."""
+    """A model whose forward carries four 16-bit buffers on."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
         self.register_buffer("cache", torch.zeros(8))
+        self.register_buffer("history", torch.zeros(4, 8))
         self.to(BF16)
 
     def forward(self, x: Tensor) -> Tensor:
         self.cache.mul_(0.999).add_(x.detach()[0], alpha=0.001)
+        self.history.copy_(self.history.roll(1, 0) + x.detach()[:4])
         return self.norm(self.linear(x)).float().square().mean()
 
 
@@ -46,7 +48,7 @@ def test_forward_of_a_model_in_training_is_left_alone_without_a_word() -> None:
         with torch.no_grad():
             compiled(x)
     found = plan_of(session)
-    for name in ("cache", "norm.running_mean", "norm.running_var"):
+    for name in ("cache", "history", "norm.running_mean", "norm.running_var"):
         assert not found[name].compensated and not found[name].refused
         assert "not an optimizer's state; name it with states=" in found[name].reason
     assert collage_fx.residuals(model.cache) == ()
@@ -138,3 +140,38 @@ def test_verdicts_without_a_graph() -> None:
     state.spared = ""
     spare([state, other], ("v[0]",))
     assert verdict(state, slow, "auto", True)[0]
+
+
+class Twins(nn.Module):
+    """Two buffers with one recurrence, so that they are members of one class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("first", torch.zeros(8, dtype=BF16))
+        self.register_buffer("second", torch.zeros(8, dtype=BF16))
+
+    def forward(self, x: Tensor) -> None:
+        self.first.mul_(0.999).add_(x, alpha=0.001)
+        self.second.mul_(0.999).add_(x, alpha=0.001)
+
+
+@pytest.mark.parametrize("name", ["first", "second"])
+def test_members_of_one_class_may_differ(name: str) -> None:
+    """The recurrences speak of the first member, whichever of them is compensated."""
+    twins, x = Twins(), torch.ones(8, dtype=BF16)
+    compiled = torch.compile(twins, backend=Session(CollageConfig(states=(name,)), named=True))
+    with torch.no_grad():
+        for _ in range(100):
+            compiled(x)
+    exact = 1 - 0.999**100
+    for buffer, key in ((twins.first, "first"), (twins.second, "second")):
+        assert bool(collage_fx.residuals(buffer)) == (key == name)
+    got = collage_fx.value(twins.get_buffer(name))
+    assert torch.allclose(got, torch.full((8,), exact).double(), rtol=1e-3)
+
+
+def test_recurrences_name_the_learning_rate() -> None:
+    p = torch.ones(4, dtype=BF16, requires_grad=True)
+    p.grad = torch.ones_like(p)
+    (state,) = collage_fx.explain(torch.optim.SGD([p], torch.tensor(0.1), weight_decay=0.01)).plan
+    assert state.recurrence == "x' = (1 - 0.01*lr)*x + B"
