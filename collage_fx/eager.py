@@ -219,7 +219,7 @@ class Engine(TorchDispatchMode):
 
     def _keep(self, result: Traced, operands: Sequence[Tensor]) -> Tensor:
         """Return the tensor of a result, with a shadow where there is something to know."""
-        hi: Tensor = result.meta["val"]
+        hi: Any = result.meta["val"]
         lo = result.expanded[1].meta["val"] if isinstance(result.expanded, tuple) else None
         if any(hi is t for t in operands):
             hi, lo = hi.clone(), None if lo is None else lo.clone()
@@ -322,7 +322,8 @@ class Engine(TorchDispatchMode):
             dest.copy_(op(*args, **kwargs))
 
     def _assign(self, dest: Tensor, shadow: Shadow | None, result: Traced) -> None:
-        dest.copy_(result.meta["val"])
+        hi: Any = result.meta["val"]
+        dest.copy_(hi)
         pair = result.expanded
         self._wrote(dest, shadow, pair[1].meta["val"] if pair else None, result.forms)  # type: ignore[index]
 

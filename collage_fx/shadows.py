@@ -40,7 +40,7 @@ class Shadow:
     def of(cls, tensor: Tensor, lo: Tensor | None, forms: Forms) -> "Shadow":
         """Return the shadow of tensor."""
         storage = StorageWeakRef(tensor.untyped_storage())
-        where = tensor.storage_offset()
+        where = int(tensor.storage_offset())
         return cls(storage, tensor.size(), tensor.stride(), where, tensor.dtype, lo, forms)
 
     def same(self, tensor: Tensor) -> bool:

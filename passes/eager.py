@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from collage_fx.passes.decompose import DECOMPOSITIONS, like
-from collage_fx.passes.expand import Eft
 from collage_fx.passes.forms import Form, transfer
 from collage_fx.passes.program import Arithmetic, Value, is_value, value_of
 from collage_fx.passes.rules import RULES
+from collage_fx.passes.rules.builder import RuleBuilder
 from collage_fx.passes.rules.joined import join_op_split
-from collage_fx.passes.rules.registry import Expanded, Pair
+from collage_fx.passes.rules.registry import Expanded
 
 Forms = dict[Any, Form]
 """Carried state -> how a value depends on it."""
@@ -65,7 +65,7 @@ class _Environment:
         operand.expanded = expanded
 
 
-class Operation(Eft):
+class Operation(RuleBuilder):
     """Does one operation on tensors of which some are expansions."""
 
     def __init__(self, dtype: torch.dtype, arithmetic: Arithmetic) -> None:
@@ -85,7 +85,7 @@ class Operation(Eft):
         if isinstance(result, Traced) and result.expanded is not None:
             hi, lo = self.settled(result)
             return Traced(hi.meta["val"], (hi, lo), result.forms)
-        return result  # type: ignore[no-any-return]
+        return result
 
     # What decompositions build with.
 
@@ -99,7 +99,7 @@ class Operation(Eft):
                 self.op(target, *args, dtype=val.dtype, **kwargs).meta["val"], None, forms
             )
         rule = join_op_split if self.wide else RULES.get(target, join_op_split)
-        return Traced(like(val, val.dtype), rule(self, call, args[at].expanded, at), forms)  # type: ignore[arg-type]
+        return Traced(like(val, val.dtype), rule(self, call, args[at].expanded, at), forms)
 
     def convert(self, x: Any, dtype: torch.dtype) -> Any:
         """Return x in dtype; an expansion keeps its own."""
@@ -110,7 +110,7 @@ class Operation(Eft):
             return Traced(like(val, dtype), x.expanded, x.forms)
         return Traced(val.to(dtype), None, getattr(x, "forms", None))
 
-    # What rules build with, beside what Eft has.
+    # What rules build with, beside what RuleBuilder has.
 
     def op(self, target: Any, *args: Any, dtype: torch.dtype, **kwargs: Any) -> Any:
         """Do an operation with one result."""
@@ -121,11 +121,6 @@ class Operation(Eft):
         """Do an operation whose result is an expansion."""
         hi, lo = target(*tree_map(_tensor, args))
         return Value(hi), Value(lo)
-
-    def settled(self, node: Any) -> Pair:
-        """Return the expansion that an operand is."""
-        node.expanded = self.settle(node.expanded)
-        return node.expanded  # type: ignore[no-any-return]
 
     def joined(self, node: Any) -> None:
         """Note an operation without a rule."""

@@ -12,10 +12,10 @@ from collage_fx.passes.program import (
     Program,
     Rewritten,
     Settings,
-    is_value,
     value_of,
 )
 from collage_fx.passes.rules import RULES
+from collage_fx.passes.rules.builder import RuleBuilder
 from collage_fx.passes.rules.joined import join_op_split
 from collage_fx.passes.rules.registry import Call, Decayed, Expanded, Pair
 from collage_fx.runtime.eft import WIDER
@@ -145,10 +145,8 @@ def _short(name: str, owner: str) -> str:
     return re.sub(r"\W+", "_", word).strip("_") or "state"
 
 
-class Eft(_Expander):
+class Eft(_Expander, RuleBuilder):
     """Every operation in the storage dtype, those on carried paths with their error caught."""
-
-    dtype: torch.dtype
 
     def __init__(self, rewritten: Rewritten, settings: Settings) -> None:
         super().__init__(rewritten)
@@ -205,12 +203,6 @@ class Eft(_Expander):
         trace = node.meta.get("stack_trace") or "unknown: it has no stack trace"
         return f"node {node.name}, on the path of {', '.join(states)}; written at {_line_of(trace)}"
 
-    def settled(self, node: Node) -> Pair:
-        """Return the expansion that a node of the slice became."""
-        if isinstance(self.env[node], Decayed):
-            self.env[node] = self.settle(self.env[node])
-        return self.env[node]
-
     def _plain_op(self, node: Node) -> Node:
         dtype = value_of(node).dtype
         if node.target in (aten.lerp.Scalar, aten.lerp.Tensor):
@@ -224,73 +216,6 @@ class Eft(_Expander):
 
     def _number_or_plain(self, operand: Any) -> Any:
         return torch.fx.node.map_arg(operand, self.plain)
-
-    # What follows is the interface that rules see; see rules/registry.py.
-
-    def plain(self, operand: Any) -> Any:
-        """Return operand in the new graph; of an expansion the high word, or the wider join."""
-        if not is_value(operand):
-            return operand
-        if not isinstance(self.env[operand], tuple | Decayed):
-            return self.env[operand]
-        pair, dtype = self.settled(operand), value_of(operand).dtype
-        if dtype in LOW_PRECISION or not dtype.is_floating_point:
-            return self.convert(pair[0], dtype)
-        return self.convert(self._join(pair), dtype)
-
-    def expansion(self, operand: Any) -> Pair | None:
-        """Return the expansion that operand is, in the storage dtype, or None."""
-        if not is_value(operand) or not isinstance(self.env[operand], tuple | Decayed):
-            return None
-        pair = self.settled(operand)
-        if pair[0].meta["dtype"] == self.dtype:
-            return pair
-        return self.pair(collage.split.default, self._join(pair), self.dtype)
-
-    def _join(self, pair: Pair) -> Node:
-        return self.op(collage.join.default, *pair, dtype=WIDER[pair[0].meta["dtype"]])
-
-    def rounded(self, operand: Any) -> Node:
-        """Return a tensor operand in the storage dtype."""
-        return self.convert(self.plain(operand), self.dtype)
-
-    def narrowed(self, node: Node) -> Node:
-        """Return a node of the new graph in the storage dtype."""
-        return self.convert(node, self.dtype)
-
-    def widened(self, operand: Any) -> Any:
-        """Return a tensor operand in the wide dtype; a number or a scalar as it is."""
-        if is_value(operand) and isinstance(self.env[operand], tuple | Decayed):
-            return self._join(self.settled(operand))
-        plain = self.plain(operand)
-        if not is_value(plain) or plain.meta["scalar"]:
-            return plain
-        if plain.meta["dtype"] not in LOW_PRECISION:
-            return plain
-        return self.convert(plain, WIDER[self.dtype])
-
-    def settle(self, x: Expanded) -> Pair:
-        """Add up a decayed expansion."""
-        if not isinstance(x, Decayed):
-            return x
-        dtype = x.pair[0].meta["dtype"]
-        if x.small:
-            return self.two(collage.grow.default, *x.pair, self.convert(x.term, dtype), dtype=dtype)
-        term = self.two(collage.split.default, x.term, dtype, dtype=dtype)
-        return self.two(collage.add.default, *x.pair, *term, dtype=dtype)
-
-    def is_number(self, operand: Any) -> bool:
-        """Tell whether operand is a Python number."""
-        return isinstance(operand, int | float)
-
-    def pair(self, target: Any, *args: Any) -> Pair:
-        """Append an operation that returns an expansion of the storage dtype."""
-        return self.two(target, *args, dtype=self.dtype)
-
-    def again(self, node: Call, args: list[Any], dtype: torch.dtype) -> Node:
-        """Append the operation of node on other operands."""
-        kwargs = torch.fx.node.map_arg(dict(node.kwargs), self.plain)
-        return self.op(node.target, *args, dtype=dtype, **kwargs)
 
     def joined(self, node: Call) -> None:
         """Note that node ran as join - op - split."""

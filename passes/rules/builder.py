@@ -1,0 +1,102 @@
+"""What the graph and the eager engine have in common when they apply a rule."""
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+
+from collage_fx.passes.program import LOW_PRECISION, is_value, value_of
+from collage_fx.passes.rules.registry import Call, Decayed, Expanded, Pair
+from collage_fx.runtime.eft import WIDER
+from collage_fx.runtime.ops import collage
+
+
+class RuleBuilder(ABC):
+    """A `registry.Builder`, but for how an operation is done and what an operand has become."""
+
+    dtype: torch.dtype
+    env: Any
+    """Operand -> what it is here: one value or an expansion."""
+
+    @abstractmethod
+    def op(self, target: Any, *args: Any, dtype: torch.dtype, **kwargs: Any) -> Any:
+        """Do an operation with one result of this dtype."""
+
+    @abstractmethod
+    def two(self, target: Any, *args: Any, dtype: torch.dtype) -> Any:
+        """Do an operation whose result is an expansion of this dtype."""
+
+    @abstractmethod
+    def convert(self, x: Any, dtype: torch.dtype) -> Any:
+        """Return a value in dtype."""
+
+    def settled(self, node: Any) -> Pair:
+        """Return the expansion that a node of the slice became."""
+        if isinstance(self.env[node], Decayed):
+            self.env[node] = self.settle(self.env[node])
+        return self.env[node]
+
+    def plain(self, operand: Any) -> Any:
+        """Return operand in the new graph; of an expansion the high word, or the wider join."""
+        if not is_value(operand):
+            return operand
+        if not isinstance(self.env[operand], tuple | Decayed):
+            return self.env[operand]
+        pair, dtype = self.settled(operand), value_of(operand).dtype
+        if dtype in LOW_PRECISION or not dtype.is_floating_point:
+            return self.convert(pair[0], dtype)
+        return self.convert(self._join(pair), dtype)
+
+    def expansion(self, operand: Any) -> Pair | None:
+        """Return the expansion that operand is, in the storage dtype, or None."""
+        if not is_value(operand) or not isinstance(self.env[operand], tuple | Decayed):
+            return None
+        pair = self.settled(operand)
+        if pair[0].meta["dtype"] == self.dtype:
+            return pair
+        return self.pair(collage.split.default, self._join(pair), self.dtype)
+
+    def _join(self, pair: Pair) -> Any:
+        return self.op(collage.join.default, *pair, dtype=WIDER[pair[0].meta["dtype"]])
+
+    def rounded(self, operand: Any) -> Any:
+        """Return a tensor operand in the storage dtype."""
+        return self.convert(self.plain(operand), self.dtype)
+
+    def narrowed(self, node: Any) -> Any:
+        """Return a node of the new graph in the storage dtype."""
+        return self.convert(node, self.dtype)
+
+    def widened(self, operand: Any) -> Any:
+        """Return a tensor operand in the wide dtype; a number or a scalar as it is."""
+        if is_value(operand) and isinstance(self.env[operand], tuple | Decayed):
+            return self._join(self.settled(operand))
+        plain = self.plain(operand)
+        if not is_value(plain) or plain.meta["scalar"]:
+            return plain
+        if plain.meta["dtype"] not in LOW_PRECISION:
+            return plain
+        return self.convert(plain, WIDER[self.dtype])
+
+    def settle(self, x: Expanded) -> Pair:
+        """Add up a decayed expansion."""
+        if not isinstance(x, Decayed):
+            return x
+        dtype = x.pair[0].meta["dtype"]
+        if x.small:
+            return self.two(collage.grow.default, *x.pair, self.convert(x.term, dtype), dtype=dtype)
+        term = self.two(collage.split.default, x.term, dtype, dtype=dtype)
+        return self.two(collage.add.default, *x.pair, *term, dtype=dtype)
+
+    def is_number(self, operand: Any) -> bool:
+        """Tell whether operand is a Python number."""
+        return isinstance(operand, int | float)
+
+    def pair(self, target: Any, *args: Any) -> Pair:
+        """Append an operation that returns an expansion of the storage dtype."""
+        return self.two(target, *args, dtype=self.dtype)
+
+    def again(self, node: Call, args: list[Any], dtype: torch.dtype) -> Any:
+        """Append the operation of node on other operands."""
+        kwargs = torch.fx.node.map_arg(dict(node.kwargs), self.plain)
+        return self.op(node.target, *args, dtype=dtype, **kwargs)
