@@ -223,6 +223,7 @@ class _Graph:
             self.session.compiled.append(compiled)
         self.plan = program.plan
         self._warn(program)
+        self._warn_functional(gm)
         carried = program.residual_inputs
         where = [self.locate[c.index] for c in carried]
         left = [s.index for s in program.plan if s.dtype in LOW_PRECISION and not s.compensated]
@@ -308,6 +309,25 @@ class _Graph:
                 f"a graph that updates 16-bit tensors ({', '.join(names)}) is part of a "
                 "differentiated computation, and runs without compensation; compile the update by "
                 "itself, under torch.no_grad()"
+            )
+
+    def _warn_functional(self, gm: GraphModule) -> None:
+        """Say that a function that returns its new states is not seen to carry them."""
+        if not self.session.named or self.session.optimizer() is not None:
+            return
+        if any(s.dtype in LOW_PRECISION for s in self.plan):
+            return
+        inputs = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
+        results = [n.meta.get("val") for n in gm.graph.output_node().all_input_nodes]
+        alike = [(v.shape, v.dtype) for v in inputs if isinstance(v, Tensor)]
+        if any(
+            isinstance(r, Tensor) and r.dtype in LOW_PRECISION and (r.shape, r.dtype) in alike
+            for r in results
+        ):
+            self.session.warn_once(
+                "not compensated: a function that returns new tensors and updates none in place. "
+                "Name the arguments whose place its first results take, in order, as in "
+                "collage_fx.compile(step, carries=('p', 'm')), or write them in place"
             )
 
     def _warn(self, program: Program) -> None:

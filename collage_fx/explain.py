@@ -1,6 +1,7 @@
 """`explain`: what is compensated, what not and why, and the graphs before and after."""
 
 import copy
+import inspect
 import types
 import warnings
 import weakref
@@ -18,7 +19,9 @@ from torch.utils._pytree import tree_map
 from collage_fx.backend import Compiled, Session
 from collage_fx.config import CollageConfig, split_options
 from collage_fx.passes.program import LOW_PRECISION, Program, StatePlan
+from collage_fx.report import Served
 from collage_fx.runtime.errors import CollageError
+from collage_fx.steps import compile_function, compile_optimizer, report_of
 
 
 @dataclass
@@ -45,6 +48,8 @@ class Explanation:
     """Operations on carried paths that ran as join - op - split, for want of a rule."""
     notes: list[str] = field(default_factory=list)
     """The warnings that compiling the step gives."""
+    engine: dict[str, str] = field(default_factory=dict)
+    """Name of a state -> what serves it: `graph`, `eager` or both."""
 
     @property
     def residual_bytes(self) -> int:
@@ -61,7 +66,7 @@ class Explanation:
             f"collage_fx: {self.subject}, level={self.config.level}, "
             f"arithmetic={self.config.arithmetic}, storage={self.config.storage}",
             "",
-            *_table(self.plan),
+            *_table(self.plan, self.engine),
             "",
             f"operations before: {_count(self.before)}",
             f"operations after:  {_count(self.lowered)} per class, "
@@ -104,17 +109,27 @@ def explain(
     session = Session(config, inductor, named=True, keep=True)
     if isinstance(owner, Optimizer):
         session.optimizer = weakref.ref(owner)
+        supervised = compile_optimizer(owner, session)
+        args = _closure(step)
+    else:
+        supervised = compile_function(step, session)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        compiled = torch.compile(step, backend=session)
         try:
             # Twice: some optimizers make their states in the first step and carry them later.
             for _ in range(2):
-                compiled(*_copied(args))
+                supervised(*_copied(args))
         except Exception as error:
             raise CollageError(f"the step of {subject} cannot be explained: {error}") from error
     notes = [str(w.message) for w in caught if str(w.message).startswith("collage_fx")]
-    return _explanation(subject, config, session.compiled, notes)
+    return _explanation(subject, config, session.compiled, report_of(supervised).states, notes)
+
+
+def _closure(step: Callable[..., Any]) -> tuple[Any, ...]:
+    """Return a closure for a step that needs one; the gradients stay as they are."""
+    closure = inspect.signature(step).parameters.get("closure")
+    needed = closure is not None and closure.default is inspect.Parameter.empty
+    return (lambda: torch.zeros(()),) if needed else ()
 
 
 def _prepare(
@@ -140,7 +155,11 @@ def _prepare(
 
 def _twin(optimizer: Optimizer) -> Optimizer:
     """Return a copy of the optimizer with its own parameters, states and gradients."""
-    twin = copy.deepcopy(optimizer)
+    memo: dict[int, Any] = {}
+    twin = copy.deepcopy(optimizer, memo)
+    for name, value in vars(optimizer).items():
+        if name not in vars(twin) and name != "step":  # what Optimizer.__getstate__ leaves out
+            setattr(twin, name, copy.deepcopy(value, memo))
     pairs = [
         (p, q)
         for group, copied in zip(optimizer.param_groups, twin.param_groups, strict=True)
@@ -170,7 +189,11 @@ def _copied(args: tuple[Any, ...]) -> Any:
 
 
 def _explanation(
-    subject: str, config: CollageConfig, compiled: list[Compiled], notes: list[str]
+    subject: str,
+    config: CollageConfig,
+    compiled: list[Compiled],
+    served: list[Served],
+    notes: list[str],
 ) -> Explanation:
     states: dict[str, StatePlan] = {}
     latest: list[Compiled] = []
@@ -179,6 +202,9 @@ def _explanation(
         # A later graph over the same states replaces an earlier one.
         latest = [c for c in latest if not names & {s.name for s in c.program.plan}] + [one]
         states.update({state.name: state for state in one.program.plan})
+    for state in served:
+        if state.eager and not state.graph:
+            states[state.name] = state.planned(config.storage)
     programs: list[Program] = [c.program for c in latest]
     rewritten = [r for p in programs for r in p.rewritten if r.lowered is not None]
     return Explanation(
@@ -193,6 +219,7 @@ def _explanation(
         members=[len(r.members) for r in rewritten],
         joined=[op for r in rewritten for op in r.joined],
         notes=notes,
+        engine={one.name: one.engine for one in served},
     )
 
 
@@ -206,8 +233,8 @@ def _count(modules: list[GraphModule]) -> str:
     return ", ".join(f"{n} {name}" for name, n in counts.most_common()) or "none"
 
 
-def _table(plan: list[StatePlan]) -> list[str]:
-    rows = [("state", "dtype", "recurrence", "verdict", "storage", "bytes")]
+def _table(plan: list[StatePlan], engine: dict[str, str]) -> list[str]:
+    rows = [("state", "dtype", "recurrence", "verdict", "storage", "bytes", "engine")]
     for state in plan:
         low = state.dtype in LOW_PRECISION
         verdict = (
@@ -221,6 +248,7 @@ def _table(plan: list[StatePlan]) -> list[str]:
                 f"{verdict or 'refused'}: {state.reason}",
                 state.storage or "-",
                 f"{state.residual_bytes:,}",
+                engine.get(state.name, "graph"),
             )
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]

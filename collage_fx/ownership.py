@@ -1,6 +1,7 @@
 """Which optimizer a tensor belongs to, and what it is called there."""
 
 import gc
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -91,13 +92,14 @@ def state_count(optimizer: Optimizer) -> int:
     )
 
 
-def argument_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Owned]:
-    """Yield every tensor among the arguments of a function."""
-    for i, argument in enumerate(args):
-        for path, tensor in tensors_in(argument, str(i)):
-            yield Owned(tensor, 0, -1, path, f"argument {path}", of_optimizer=False)
-    for path, tensor in tensors_in(kwargs):
-        yield Owned(tensor, 0, -1, path, path, of_optimizer=False)
+def argument_tensors(
+    names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[Owned]:
+    """Yield every tensor among the arguments of a function whose parameters have these names."""
+    named = {names[i] if i < len(names) else f"args[{i}]": a for i, a in enumerate(args)}
+    for path, tensor in tensors_in({**named, **kwargs}):
+        name = re.sub(r"\.(\d+)", r"[\1]", path)
+        yield Owned(tensor, 0, -1, path, name, of_optimizer=False)
 
 
 def tensors_in(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:

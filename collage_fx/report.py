@@ -4,6 +4,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from collage_fx.passes.program import StatePlan
+from collage_fx.runtime.storage import STORAGES
+
 
 @dataclass
 class Served:
@@ -11,6 +14,8 @@ class Served:
 
     name: str
     dtype: torch.dtype
+    shape: tuple[int, ...] = ()
+    recurrence: str = ""
     compensated: bool = False
     reason: str = ""
     graph: int = 0
@@ -21,6 +26,26 @@ class Served:
     """Steps in which something else wrote it."""
     judged: int = 0
     """Steps on which the eager engine's verdict rests."""
+
+    def planned(self, storage: str) -> StatePlan:
+        """Return the same as the passes say it of a state in a graph."""
+        used = STORAGES[storage]
+        sample = torch.empty(self.shape, dtype=self.dtype, device="meta")
+        return StatePlan(
+            name=self.name,
+            dtype=self.dtype,
+            shape=self.shape,
+            recurrence=self.recurrence,
+            compensated=self.compensated,
+            reason=self.reason,
+            storage=storage if self.compensated else "",
+            residual_bytes=used.residual_bytes(sample) if self.compensated else 0,
+        )
+
+    @property
+    def steps(self) -> int:
+        """Steps in which it was written."""
+        return self.graph + self.eager + self.unaccounted
 
     @property
     def engine(self) -> str:

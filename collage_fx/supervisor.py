@@ -142,7 +142,7 @@ class Supervisor:
         tensor = owned.tensor
         served = self.served.get(tensor)
         if served is None:
-            served = self.served[tensor] = Served(owned.name, tensor.dtype)
+            served = self.served[tensor] = Served(owned.name, tensor.dtype, tuple(tensor.shape))
         served.name = owned.name  # a graph may have known it as an argument only
         write = self.engine.know(tensor, self._prepare)
         self._refresh(write)
@@ -197,12 +197,13 @@ class Supervisor:
         for tensor, plan in written:
             served = self.served.get(tensor)
             if served is None:
-                served = self.served[tensor] = Served(plan.name, tensor.dtype)
+                served = self.served[tensor] = Served(plan.name, tensor.dtype, plan.shape)
             if id(tensor) not in self.by_graph:
                 served.graph += 1
                 self.by_graph.add(id(tensor))
             if not served.compensated:
                 served.compensated, served.reason = plan.compensated, plan.reason
+                served.recurrence = plan.recurrence
             residual = STORE.get(tensor)
             write = self._write_of(tensor)
             if write is not None:
@@ -249,7 +250,7 @@ class Supervisor:
             source = self._source(write, shadow)
             if not keep and source:
                 keep, reason = True, f"takes over the value of {source}"
-            served.compensated, served.reason = keep, reason
+            served.compensated, served.reason, served.recurrence = keep, reason, found.text
         if served.compensated:
             lo = shadow.low(tensor)
             residual = STORE.get(tensor)

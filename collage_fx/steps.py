@@ -1,0 +1,154 @@
+"""A step, of an optimizer or a function, as `collage_fx.compile` makes it."""
+
+import functools
+import inspect
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._dynamo import config as dynamo_config
+from torch.compiler import disable
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
+
+from collage_fx.backend import Session
+from collage_fx.errors import CollageError, OptionError
+from collage_fx.ownership import Owned, argument_tensors, held_tensors, state_count
+from collage_fx.report import Report
+from collage_fx.storm import Storm, symbolic_math
+from collage_fx.supervisor import Supervisor
+
+RECOMPILE_LIMIT = 256
+"""How many graphs Dynamo may keep for the step of one class of optimizers."""
+
+
+def compile_optimizer(optimizer: Optimizer, session: Session) -> Callable[..., Any]:
+    """Return a method bound to the optimizer that runs its class's step compiled."""
+    # The class's own step: optimizer.step may be wrapped by a scheduler, or be ours already.
+    plain = types.MethodType(type(optimizer).step, optimizer)
+    reference = weakref.ref(optimizer)
+    supervisor = Supervisor(
+        session.config,
+        lambda: held_tensors(_alive(reference)),
+        lambda: state_count(_alive(reference)),
+        session.warn_once,
+        f"the step of {type(optimizer).__name__}",
+    )
+    run = _supervised(plain, session, supervisor)
+
+    @functools.wraps(type(optimizer).step)
+    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        result = run(*args, **kwargs)
+        self._opt_called = True  # type: ignore[attr-defined]  # what schedulers look at
+        return result
+
+    step._collage = session  # type: ignore[attr-defined]
+    step._report = functools.partial(_report, supervisor, session)  # type: ignore[attr-defined]
+    return types.MethodType(step, optimizer)
+
+
+def compile_function(function: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    """Return the function compiled, and supervised as the step of an optimizer is."""
+    arguments: list[Owned] = []
+    name = getattr(function, "__name__", repr(function))
+    names = _argument_names(function)
+    supervisor = Supervisor(
+        session.config, lambda: arguments, lambda: 0, session.warn_once, name, keeps=False
+    )
+    run = _supervised(function, session, supervisor)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        arguments[:] = argument_tensors(names, args, kwargs)
+        try:
+            return run(*args, **kwargs)
+        finally:
+            arguments.clear()
+
+    call._report = functools.partial(_report, supervisor, session)  # type: ignore[attr-defined]
+    return call
+
+
+def _argument_names(function: Callable[..., Any]) -> list[str]:
+    """Return the names of the positional arguments, as far as they have any."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
+def _supervised(
+    plain: Callable[..., Any], session: Session, supervisor: Supervisor
+) -> Callable[..., Any]:
+    """Return plain compiled, as far as it can be, with the eager engine for the rest."""
+    compiled = torch.compile(plain, backend=session)
+    session.supervisor = weakref.ref(supervisor)
+    storm = Storm(session)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with supervisor.step() as engine, storm.watch() as calm:
+            # A closure runs the model, eagerly or as the user compiled it: no part of the step.
+            args, kwargs = tree_map(
+                lambda a: disable(engine.suspended(a)) if callable(a) else a, (args, kwargs)
+            )
+            # All optimizers of a class share one function, whose graphs Dynamo counts together: its
+            # default limit of 8 is soon reached.
+            with dynamo_config.patch(recompile_limit=RECOMPILE_LIMIT), symbolic_math():
+                return compiled(*args, **kwargs) if calm else plain(*args, **kwargs)
+
+    return run
+
+
+def in_place(function: Callable[..., Any], carries: tuple[str, ...]) -> Callable[..., Any]:
+    """Return function with its first results written over the arguments of these names."""
+    if not carries:
+        return function
+    signature = inspect.signature(function)
+    unknown = [name for name in carries if name not in signature.parameters]
+    if unknown:
+        raise OptionError(
+            f"carries={carries!r}: {signature} has no argument {', '.join(map(repr, unknown))}"
+        )
+
+    @functools.wraps(function)
+    def update(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        results = function(*args, **kwargs)
+        single = not isinstance(results, tuple)
+        results = (results,) if single else results
+        old = tuple(bound.arguments[name] for name in carries)
+        for state, new in zip(tree_leaves(old), tree_leaves(results[: len(old)]), strict=True):
+            state.copy_(new)
+        return old[0] if single else old + results[len(old) :]
+
+    return update
+
+
+def _alive(reference: Callable[[], Optimizer | None]) -> Optimizer:
+    optimizer = reference()
+    assert optimizer is not None, "the step outlived its optimizer"
+    return optimizer
+
+
+def report_of(step: Any) -> Report:
+    """Return the report of a step made here.
+
+    Raises CollageError for any other.
+    """
+    if isinstance(step, Optimizer):
+        step = step.step
+    made: Callable[[], Report] | None = getattr(step, "_report", None)
+    if made is None:
+        raise CollageError(f"{step!r} was not made by collage_fx.compile, which keeps the record")
+    return made()
+
+
+def _report(supervisor: Supervisor, session: Session) -> Report:
+    return Report(
+        supervisor.subject,
+        [s for s in supervisor.served.values() if s.steps],
+        sorted(session.warned),
+    )
