@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
-from collage_fx.passes.eager import Call, Forms, Operation, Traced, expansion_of, supports
+from collage_fx.operands import COPIES, Operands, result_dtype, tensors_of
+from collage_fx.passes.eager import Forms, Traced, supports
 from collage_fx.passes.forms import CURVED, Form
 from collage_fx.passes.overloads import functional, is_foreach, overwrites, written
 from collage_fx.passes.program import LOW_PRECISION, Arithmetic
@@ -26,7 +27,6 @@ from collage_fx.shadows import Shadow, Shadows, has_memory
 
 aten = torch.ops.aten
 
-_COPIES = {aten._to_copy.default, aten.clone.default, aten.copy.default}
 _DECAYS = {
     "exp_avgs": "beta1",
     "exp_avg_sqs": "beta2",
@@ -74,10 +74,10 @@ class Engine(TorchDispatchMode):
         self, arithmetic: Arithmetic, enlist: Callable[[], None], missing: Callable[[str], None]
     ) -> None:
         super().__init__()
-        self.arithmetic = arithmetic
         self.enlist = enlist
         self.missing = missing
         self.shadows = Shadows()
+        self.operands = Operands(self.shadows, arithmetic, missing)
         self.writes: dict[Shadow, Write] = {}
         self.paused = False
 
@@ -130,7 +130,7 @@ class Engine(TorchDispatchMode):
         names = written(func)
         if names:
             return self._write(func, names, args, kwargs)
-        if not any(self.shadows.find(t) for t in _tensors((args, kwargs))):
+        if not any(self.shadows.find(t) for t in tensors_of((args, kwargs))):
             return func(*args, **kwargs)
         op = functional(func)
         if is_foreach(func) and op is not None:
@@ -146,7 +146,7 @@ class Engine(TorchDispatchMode):
             if name in kwargs or arguments.index(name) < len(args)
         }
         self._enlist(targets)
-        if not any(self.shadows.find(t) for t in _tensors((args, kwargs))):
+        if not any(self.shadows.find(t) for t in tensors_of((args, kwargs))):
             return func(*args, **kwargs)
         op = functional(func)
         by_rule = supports(op) or op is aten.copy.default or overwrites(func)
@@ -166,11 +166,11 @@ class Engine(TorchDispatchMode):
 
     def _enlist(self, targets: Any) -> None:
         """Prepare the states among targets; a 16-bit tensor that is not known may be a new one."""
-        for tensor in _tensors(targets):
+        for tensor in tensors_of(targets):
             if tensor.dtype in LOW_PRECISION and self.shadows.find(tensor) is None:
                 self.enlist()
                 break
-        for tensor in _tensors(targets):
+        for tensor in tensors_of(targets):
             write = self.writes.get(self.shadows.find(tensor))  # type: ignore[arg-type]
             if write is not None and not write.wrote:
                 write.prepare(write)
@@ -179,43 +179,21 @@ class Engine(TorchDispatchMode):
     # Reading: results that follow from expansions.
 
     def _read(self, func: Any, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors = list(_tensors((args, kwargs)))
-        dtype = _storage_dtype(tensors, self)
+        tensors = list(tensors_of((args, kwargs)))
+        dtype = self.operands.storage_dtype(tensors)
         one_dtype = len({t.dtype for t in tensors if t.is_floating_point()}) == 1
         if one_dtype and (op in STRUCTURE or _keeps(func, args, kwargs)):
             return self._structural(func, args, kwargs)
-        by_rule = dtype is not None and supports(op) and func not in _COPIES
-        if by_rule and _result_dtype(tensors) == dtype:
-            return self._keep(self._by_rule(op, dtype, args, kwargs), tensors)
-        wider = any(t.dtype in WIDER.values() and t.dim() for t in tensors) or func in _COPIES
-        result = func(*tree_map(self._joined, args), **kwargs) if wider else func(*args, **kwargs)
+        by_rule = dtype is not None and supports(op) and func not in COPIES
+        if by_rule and result_dtype(tensors) == dtype:
+            return self._keep(self.operands.by_rule(op, dtype, args, kwargs), tensors)
+        wider = any(t.dtype in WIDER.values() and t.dim() for t in tensors) or func in COPIES
+        result = func(*(tree_map(self.operands.joined, args) if wider else args), **kwargs)
         if isinstance(result, Tensor) and result.is_floating_point() and has_memory(result):
-            forms = self._forms(op, tensors, args, kwargs)
+            forms = self.operands.forms(op, tensors, args, kwargs)
             if forms:
                 self.shadows.add(result, None, forms)
         return result
-
-    def _by_rule(self, op: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> Traced:
-        tensors = [a for a in args if isinstance(a, Tensor)]
-        shape = torch.broadcast_shapes(*(t.shape for t in tensors))
-        out = torch.empty(shape, dtype=dtype, device="meta")
-        made: dict[int, Traced] = {}
-        operands = tree_map(lambda a: self._operand(a, made), (args, kwargs))
-        operation = Operation(dtype, self.arithmetic)
-        result = operation.run(Call(op, *operands), out)
-        for name in operation.without_rule:
-            self.missing(name)
-        return result
-
-    def _operand(self, x: Any, made: dict[int, Traced]) -> Any:
-        """Return what stands for x, the same for the same tensor."""
-        if not isinstance(x, Tensor):
-            return x
-        if id(x) not in made:
-            shadow = self.shadows.find(x)
-            low = shadow.low(x) if shadow else None
-            made[id(x)] = expansion_of(x, low, dict(shadow.forms) if shadow else None)
-        return made[id(x)]
 
     def _keep(self, result: Traced, operands: Sequence[Tensor]) -> Tensor:
         """Return the tensor of a result, with a shadow where there is something to know."""
@@ -230,56 +208,17 @@ class Engine(TorchDispatchMode):
     def _structural(self, func: Any, args: Any, kwargs: Any) -> Tensor:
         """Do an operation that only moves elements, to high and low words alike."""
         made: dict[int, Traced] = {}
-        operands = [self._operand(t, made) for t in _tensors(args)]
+        operands = [self.operands.operand(t, made) for t in tensors_of(args)]
         hi: Tensor = func(*args, **kwargs)
         lo = None
         if any(o.expanded for o in operands):
-            lo = func(*tree_map(lambda a: self._low_or_zero(a), args), **kwargs)
+            lo = func(*tree_map(self.operands.low_or_zero, args), **kwargs)
         forms = {k: f for o in operands for k, f in o.forms.items()}
         if len(operands) > 1:
             forms = dict.fromkeys(forms, CURVED)
         if lo is not None or forms:
             self.shadows.add(hi, lo, forms)
         return hi
-
-    def _low_or_zero(self, x: Any) -> Any:
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            return x
-        shadow = self.shadows.find(x)
-        low = shadow.low(x) if shadow else None
-        return torch.zeros_like(x) if low is None else low
-
-    def _joined(self, x: Any) -> Any:
-        """Return the value of x with its low word, in the wide dtype; x itself if it has none."""
-        if isinstance(x, list | tuple):
-            return type(x)(self._joined(a) for a in x)
-        shadow = self.shadows.find(x) if isinstance(x, Tensor) else None
-        low = shadow.low(x) if shadow else None
-        return x if low is None else join(x, low)
-
-    def _forms(self, op: Any, tensors: list[Tensor], args: Any, kwargs: Any) -> Forms:
-        """Return how the result of a plain operation depends on the states that are followed."""
-        shadows = [s for t in tensors if (s := self.shadows.find(t))]
-        if not any(s.forms for s in shadows):
-            return {}
-        if op in _COPIES:
-            return dict(shadows[0].forms)
-        if supports(op):
-            made: dict[int, Traced] = {}
-            operands = tree_map(lambda a: self._meta(a, made), (args, kwargs))
-            shape = torch.broadcast_shapes(*(t.shape for t in tensors))
-            dtype = _result_dtype(tensors)
-            out = torch.empty(shape, dtype=dtype, device="meta")
-            return Operation(torch.bfloat16, self.arithmetic).run(Call(op, *operands), out).forms
-        return {key: CURVED for s in shadows for key in s.forms}
-
-    def _meta(self, x: Any, made: dict[int, Traced]) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        if id(x) not in made:
-            shadow = self.shadows.find(x)
-            made[id(x)] = Traced(x.to("meta"), None, dict(shadow.forms) if shadow else None)
-        return made[id(x)]
 
     # Writing.
 
@@ -288,27 +227,24 @@ class Engine(TorchDispatchMode):
     ) -> None:
         """Do one operation and put its result, high and low word, where it belongs."""
         shadow = self.shadows.find(dest)
-        tensors = list(_tensors((args, kwargs)))
+        tensors = list(tensors_of((args, kwargs)))
         if overwrites(func):
             self._call(func, op, dest, args, kwargs, out)
             self._wrote(dest, shadow, None, {})
         elif op is aten.copy.default:
             self._copy(dest, shadow, args[1])
-        elif dest.dtype not in LOW_PRECISION or not self._expanded([dest, *tensors]):
-            forms = self._forms(op, tensors, args, kwargs)
+        elif dest.dtype not in LOW_PRECISION or not self.operands.expanded([dest, *tensors]):
+            forms = self.operands.forms(op, tensors, args, kwargs)
             self._call(func, op, dest, tree_map(self._joined_unless(dest), args), kwargs, out)
             self._wrote(dest, shadow, None, forms)
         else:
-            self._assign(dest, shadow, self._by_rule(op, dest.dtype, args, kwargs))
-
-    def _expanded(self, tensors: list[Tensor]) -> bool:
-        return any((s := self.shadows.find(t)) and s.lo is not None for t in tensors)
+            self._assign(dest, shadow, self.operands.by_rule(op, dest.dtype, args, kwargs))
 
     def _joined_unless(self, dest: Tensor) -> Callable[[Any], Any]:
         """Return what gives operands their low words where dest is wide enough to hold them."""
         if dest.dtype in LOW_PRECISION:
             return lambda x: x
-        return self._joined
+        return self.operands.joined
 
     def _call(self, func: Any, op: Any, dest: Tensor, args: Any, kwargs: Any, out: bool) -> None:
         """Do the operation itself; of a _foreach operation one tensor's share."""
@@ -350,21 +286,21 @@ class Engine(TorchDispatchMode):
 
         PyTorch's fused optimizer kernels are such: they compute in fp32 themselves.
         """
-        before = list(_tensors((args, kwargs)))
-        if not self._expanded(list(_tensors(targets))):
+        before = list(tensors_of((args, kwargs)))
+        if not self.operands.expanded(list(tensors_of(targets))):
             result = func(*args, **kwargs)
             for name, tree in targets.items():
-                for tensor in _tensors(tree):
+                for tensor in tensors_of(tree):
                     forms = self._unknown(before, tensor, name, kwargs)
                     self._wrote(tensor, self.shadows.find(tensor), None, forms)
             return result
         if "_fused_" not in func._schema.name:
             self.missing(str(func))
         wide: dict[int, Tensor] = {}
-        swapped = tree_map(lambda a: self._widened(a, wide), (args, kwargs))
+        swapped = tree_map(lambda a: self.operands.widened(a, wide), (args, kwargs))
         result = func(*swapped[0], **swapped[1])
         for name, tree in targets.items():
-            for tensor in _tensors(tree):
+            for tensor in tensors_of(tree):
                 forms = self._unknown(before, tensor, name, kwargs)
                 lo = None
                 if id(tensor) in wide:
@@ -382,15 +318,6 @@ class Engine(TorchDispatchMode):
         if write in forms and name in _DECAYS:
             return {write: Form(float(kwargs.get(_DECAYS[name], 1.0)), "free")}
         return forms
-
-    def _widened(self, x: Any, wide: dict[int, Tensor]) -> Any:
-        """Return x, if it is of 16 bits, in the wide dtype and in memory of its own."""
-        if not isinstance(x, Tensor) or x.dtype not in LOW_PRECISION:
-            return x
-        if id(x) not in wide:
-            joined = self._joined(x)
-            wide[id(x)] = joined.to(WIDER[x.dtype])
-        return wide[id(x)]
 
     def _wrote(self, dest: Tensor, shadow: Shadow | None, lo: Tensor | None, forms: Forms) -> None:
         """Store the low word of a tensor that was just written, and note the write."""
@@ -412,10 +339,6 @@ class Engine(TorchDispatchMode):
         shadow.forms = forms
 
 
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    return (x for x in tree_leaves(tree) if isinstance(x, Tensor))
-
-
 def _each(args: Any, kwargs: Any) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Yield the arguments of a _foreach operation for each tensor."""
     for i in range(len(args[0])):
@@ -424,21 +347,6 @@ def _each(args: Any, kwargs: Any) -> Iterator[tuple[tuple[Any, ...], dict[str, A
             return a[i] if isinstance(a, list | tuple) else a
 
         yield tuple(map(pick, args)), {k: pick(v) for k, v in kwargs.items()}
-
-
-def _storage_dtype(tensors: list[Tensor], engine: Engine) -> torch.dtype | None:
-    """Return the dtype of the expansions among tensors; None if there is none, or several."""
-    dtypes = {t.dtype for t in tensors if (s := engine.shadows.find(t)) and s.lo is not None}
-    return dtypes.pop() if len(dtypes) == 1 else None
-
-
-def _result_dtype(tensors: list[Tensor]) -> torch.dtype:
-    """Return the dtype that PyTorch's promotion gives tensors."""
-    result = tensors[0]
-    dtype = result.dtype
-    for other in tensors[1:]:
-        dtype = torch.promote_types(dtype, other.dtype) if other.dim() else dtype
-    return dtype
 
 
 def _keeps(func: Any, args: Any, kwargs: Any) -> bool:

@@ -1,0 +1,125 @@
+"""What the operands of an operation are, where some have low words: expansions, joins, forms."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from collage_fx.passes.eager import Call, Forms, Operation, Traced, expansion_of, supports
+from collage_fx.passes.forms import CURVED
+from collage_fx.passes.program import LOW_PRECISION, Arithmetic
+from collage_fx.runtime.eft import WIDER
+from collage_fx.runtime.storage import join
+from collage_fx.shadows import Shadows
+
+aten = torch.ops.aten
+
+COPIES = {aten._to_copy.default, aten.clone.default, aten.copy.default}
+
+
+class Operands:
+    """Looks up operands among the shadows, and does operations on them by the rules."""
+
+    def __init__(
+        self, shadows: Shadows, arithmetic: Arithmetic, missing: Callable[[str], None]
+    ) -> None:
+        self.shadows = shadows
+        self.arithmetic = arithmetic
+        self.missing = missing
+
+    def by_rule(self, op: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> Traced:
+        """Do a functional operation by its rule; dtype is that of the result."""
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        shape = torch.broadcast_shapes(*(t.shape for t in tensors))
+        out = torch.empty(shape, dtype=dtype, device="meta")
+        made: dict[int, Traced] = {}
+        operands = tree_map(lambda a: self.operand(a, made), (args, kwargs))
+        operation = Operation(dtype, self.arithmetic)
+        result = operation.run(Call(op, *operands), out)
+        for name in operation.without_rule:
+            self.missing(name)
+        return result
+
+    def operand(self, x: Any, made: dict[int, Traced]) -> Any:
+        """Return what stands for x, the same for the same tensor."""
+        if not isinstance(x, Tensor):
+            return x
+        if id(x) not in made:
+            shadow = self.shadows.find(x)
+            low = shadow.low(x) if shadow else None
+            made[id(x)] = expansion_of(x, low, dict(shadow.forms) if shadow else None)
+        return made[id(x)]
+
+    def low_or_zero(self, x: Any) -> Any:
+        """Return the low word of a floating tensor; anything else as it is."""
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return x
+        shadow = self.shadows.find(x)
+        low = shadow.low(x) if shadow else None
+        return torch.zeros_like(x) if low is None else low
+
+    def joined(self, x: Any) -> Any:
+        """Return the value of x with its low word, in the wide dtype; x itself if it has none."""
+        if isinstance(x, list | tuple):
+            return type(x)(self.joined(a) for a in x)
+        shadow = self.shadows.find(x) if isinstance(x, Tensor) else None
+        low = shadow.low(x) if shadow else None
+        return x if low is None else join(x, low)
+
+    def forms(self, op: Any, tensors: list[Tensor], args: Any, kwargs: Any) -> Forms:
+        """Return how the result of a plain operation depends on the states that are followed."""
+        shadows = [s for t in tensors if (s := self.shadows.find(t))]
+        if not any(s.forms for s in shadows):
+            return {}
+        if op in COPIES:
+            return dict(shadows[0].forms)
+        if supports(op):
+            made: dict[int, Traced] = {}
+            operands = tree_map(lambda a: self._meta(a, made), (args, kwargs))
+            shape = torch.broadcast_shapes(*(t.shape for t in tensors))
+            dtype = result_dtype(tensors)
+            out = torch.empty(shape, dtype=dtype, device="meta")
+            return Operation(torch.bfloat16, self.arithmetic).run(Call(op, *operands), out).forms
+        return {key: CURVED for s in shadows for key in s.forms}
+
+    def _meta(self, x: Any, made: dict[int, Traced]) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if id(x) not in made:
+            shadow = self.shadows.find(x)
+            made[id(x)] = Traced(x.to("meta"), None, dict(shadow.forms) if shadow else None)
+        return made[id(x)]
+
+    def expanded(self, tensors: list[Tensor]) -> bool:
+        """Tell whether one of these has a low word."""
+        return any((s := self.shadows.find(t)) and s.lo is not None for t in tensors)
+
+    def widened(self, x: Any, wide: dict[int, Tensor]) -> Any:
+        """Return x, if it is of 16 bits, in the wide dtype and in memory of its own."""
+        if not isinstance(x, Tensor) or x.dtype not in LOW_PRECISION:
+            return x
+        if id(x) not in wide:
+            joined = self.joined(x)
+            wide[id(x)] = joined.to(WIDER[x.dtype])
+        return wide[id(x)]
+
+    def storage_dtype(self, tensors: list[Tensor]) -> torch.dtype | None:
+        """Return the dtype of the expansions among tensors; None if there is none, or several."""
+        dtypes = {t.dtype for t in tensors if (s := self.shadows.find(t)) and s.lo is not None}
+        return dtypes.pop() if len(dtypes) == 1 else None
+
+
+def tensors_of(tree: Any) -> Iterator[Tensor]:
+    """Yield the tensors among nested arguments."""
+    return (x for x in tree_leaves(tree) if isinstance(x, Tensor))
+
+
+def result_dtype(tensors: list[Tensor]) -> torch.dtype:
+    """Return the dtype that PyTorch's promotion gives tensors."""
+    result = tensors[0]
+    dtype = result.dtype
+    for other in tensors[1:]:
+        dtype = torch.promote_types(dtype, other.dtype) if other.dim() else dtype
+    return dtype
