@@ -5,7 +5,7 @@ import hashlib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from torch._inductor import config as inductor_config
 
@@ -15,11 +15,12 @@ from collage_fx.passes.program import Arithmetic, Level, OnUnsupported, Settings
 from collage_fx.runtime.errors import OptionError
 from collage_fx.runtime.storage import STORAGES
 
-_ALLOWED: dict[str, tuple[str, ...]] = {
+_ALLOWED: dict[str, tuple[Any, ...]] = {
     "level": get_args(Level),
     "arithmetic": get_args(Arithmetic),
     "storage": tuple(STORAGES),
     "on_unsupported": get_args(OnUnsupported),
+    "multi_tensor": (True, False, "auto"),
 }
 
 
@@ -43,6 +44,9 @@ class CollageConfig:
     """Patterns (as in fnmatch) of names of states that may be compensated although no optimizer
     owns them: buffers of modules, and other tensors that a compiled train step updates beside an
     optimizer's states. Names are those that `explain` shows."""
+    multi_tensor: bool | Literal["auto"] = "auto"
+    """Whether a class of parameters is compiled once and its kernel run over all of them (on CPUs),
+    rather than a kernel for each; `auto`: from 8 on."""
 
     def __post_init__(self) -> None:
         for name, allowed in _ALLOWED.items():
@@ -57,7 +61,14 @@ class CollageConfig:
     @property
     def settings(self) -> Settings:
         """The part of the configuration that the passes see."""
-        return Settings(self.level, self.arithmetic, self.storage, self.on_unsupported, self.states)
+        return Settings(
+            self.level,
+            self.arithmetic,
+            self.storage,
+            self.on_unsupported,
+            self.states,
+            self.multi_tensor,
+        )
 
     @property
     def fingerprint(self) -> str:

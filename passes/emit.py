@@ -10,6 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from collage_fx.passes.program import Program, Rewritten, Slice, graph_of, value_of
 from collage_fx.passes.region import register_region
+from collage_fx.passes.sweep import MEMBERS, SWEEPS, register_sweep, sweepable
 from collage_fx.runtime.ops import collage
 
 aten = torch.ops.aten
@@ -28,6 +29,9 @@ def emit(program: Program) -> None:
         hi, lo = region[0], region[1]
         copy_ = aten.copy_.default(arg0_1, hi)        # as before
         copy__1 = aten.copy_.default(arg0_1_lo, lo)   # new
+
+    A class of many members that do nothing but update their states, each in one flat walk over its
+    memory, becomes one `collage::sweep` node instead (see `sweep.py`), and no copies.
 
     A member whose slice a reduction leaves and enters again (a norm of the update that scales the
     update) becomes several regions, each as soon as its inputs are there.
@@ -58,6 +62,8 @@ class _Emitter:
         self.graph = Graph()
         self.env: dict[Node, Node] = {}
         self.stamps: list[_Stamp] = []
+        self.swept: list[tuple[Rewritten, list[_Stamp]]] = []
+        """Classes that run as one operation."""
         self.parts: dict[tuple[int, tuple[int, ...]], _Part] = {}
 
     def run(self) -> None:
@@ -69,14 +75,22 @@ class _Emitter:
             for node in placeholders:
                 self._copy(node)
             for rewritten in self.program.rewritten:
-                for member in rewritten.members:
-                    self._residual_placeholders(rewritten, member)
-            replaced = {n for stamp in self.stamps for n in stamp.member.nodes}
+                stamps = [self._stamp(rewritten, member) for member in rewritten.members]
+                if self._sweeps(rewritten):
+                    self.swept.append((rewritten, stamps))
+                else:
+                    self.stamps += stamps
+            updated = [stamp for _, stamps in self.swept for stamp in stamps]
+            replaced = {n for stamp in self.stamps + updated for n in stamp.member.nodes}
             last = [n for n in nodes if n.op == "output" or n.target is aten.copy_.default]
             rest = set(nodes) - replaced - set(last) - set(placeholders)
             self._interleave([n for n in nodes if n in rest])
+            for rewritten, stamps in self.swept:
+                self._sweep(rewritten, stamps)
+            done = {s.member.inputs[at] for s in updated for _, at, _ in s.member.states}
             for node in last[:-1]:
-                self._copy(node)
+                if node.args[0] not in done:
+                    self._copy(node)
             self._write_residuals()
             self._copy(last[-1])
         self.graph.lint()
@@ -98,7 +112,28 @@ class _Emitter:
             new.meta = dict(node.meta)
         return result
 
-    def _residual_placeholders(self, rewritten: Rewritten, member: Slice) -> None:
+    def _sweeps(self, rewritten: Rewritten) -> bool:
+        wanted = self.program.settings.multi_tensor
+        fewest = 1 if wanted is True else MEMBERS
+        return bool(wanted) and len(rewritten.members) >= fewest and sweepable(rewritten)
+
+    def _sweep(self, rewritten: Rewritten, stamps: list[_Stamp]) -> None:
+        """Append one operation that updates all members of a class in place.
+
+        After all else, so that whatever reads an old value comes before.
+        """
+        key = register_sweep(rewritten)
+        written: list[Node] = []
+        read: list[Node] = []
+        for stamp in stamps:
+            inputs = [self.env[n] for n in stamp.member.inputs] + stamp.residuals
+            positions = SWEEPS[key].written
+            written += [inputs[i] for i in positions]
+            read += [inputs[i] for i in SWEEPS[key].read]
+        node = self.graph.call_function(collage.sweep.default, (written, read, key))
+        node.meta["val"] = None
+
+    def _stamp(self, rewritten: Rewritten, member: Slice) -> _Stamp:
         residuals = []
         for i in rewritten.compensated:
             carried, at, _ = member.states[i]
@@ -106,7 +141,7 @@ class _Emitter:
             lo.meta["val"] = torch.zeros_like(carried.val)
             residuals.append(lo)
             self.program.residual_inputs.append(carried)
-        self.stamps.append(_Stamp(rewritten, member, residuals))
+        return _Stamp(rewritten, member, residuals)
 
     def _interleave(self, rest: list[Node]) -> None:
         """Append other nodes and regions in turn, each when its inputs are there."""

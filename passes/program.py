@@ -25,6 +25,7 @@ class Settings:
     storage: str = "mcf2"
     on_unsupported: OnUnsupported = "join"
     states: tuple[str, ...] = ()
+    multi_tensor: bool | Literal["auto"] = "auto"
 
 
 @dataclass

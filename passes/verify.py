@@ -5,6 +5,7 @@ from torch.fx import Node
 
 from collage_fx.passes.program import LOW_PRECISION, Program, Rewritten
 from collage_fx.runtime.errors import LegalityError
+from collage_fx.runtime.ops import collage
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -96,6 +97,9 @@ def _emitted(program: Program) -> None:
     nodes = program.result.graph.nodes
     placeholders = [n for n in nodes if n.op == "placeholder"]
     written = [n.args[0] for n in nodes if n.target is aten.copy_.default]
+    for node in nodes:
+        if node.target is collage.sweep.default:
+            written += node.args[0]
     residuals = placeholders[len(placeholders) - len(program.residual_inputs) :]
     expected: list[Node] = [placeholders[c.index] for c in program.carried] + residuals
     _demand(sorted(map(str, written)) == sorted(map(str, expected)), "a write was lost or doubled")
