@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves, tree_map
 
+from collage_fx.passes.canonicalize import single_overload
 from collage_fx.passes.eager import Call, Forms, Operation, Traced, expansion_of, supports
 from collage_fx.passes.forms import CURVED, Form
 from collage_fx.passes.overloads import functional, is_foreach, overwrites, written
@@ -134,7 +135,7 @@ class Engine(TorchDispatchMode):
             return func(*args, **kwargs)
         op = functional(func)
         if is_foreach(func) and op is not None:
-            return [self._read(op, op, *each) for each in _each(args, kwargs)]
+            return [self._read(one, one, *each) for one, *each in _each(op, args, kwargs)]
         return self._read(func, op, args, kwargs)
 
     def _write(self, func: Any, names: tuple[str, ...], args: Any, kwargs: Any) -> Any:
@@ -154,8 +155,8 @@ class Engine(TorchDispatchMode):
             return self._together(func, targets, args, kwargs)
         target = next(iter(targets.values()))
         if is_foreach(func):
-            for single, more in _each(args, kwargs):
-                self._write_one(func, op, single[0], single, more)
+            for one, single, more in _each(op, args, kwargs):
+                self._write_one(func, one, single[0], single, more)
             return None
         if "out" in targets:
             more = {k: v for k, v in kwargs.items() if k != "out"}
@@ -416,14 +417,21 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
     return (x for x in tree_leaves(tree) if isinstance(x, Tensor))
 
 
-def _each(args: Any, kwargs: Any) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Yield the arguments of a _foreach operation for each tensor."""
-    for i in range(len(args[0])):
+def _each(
+    op: Any, args: Any, kwargs: Any
+) -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """Yield what a _foreach operation does to each tensor: operation, arguments, by name."""
+    for i in range(len(args[0] if isinstance(args[0], list | tuple) else args[1])):
 
         def pick(a: Any, i: int = i) -> Any:
+            if isinstance(a, Tensor) and a.dim() == 1:  # one number for each tensor
+                return a[i].item()
             return a[i] if isinstance(a, list | tuple) else a
 
-        yield tuple(map(pick, args)), {k: pick(v) for k, v in kwargs.items()}
+        single, more = tuple(map(pick, args)), {k: pick(v) for k, v in kwargs.items()}
+        if op in (aten.addcmul.default, aten.addcdiv.default) and len(single) > 3:
+            single, more = single[:3], {"value": single[3]}
+        yield single_overload(op, single), single, more
 
 
 def _storage_dtype(tensors: list[Tensor], engine: Engine) -> torch.dtype | None:

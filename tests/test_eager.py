@@ -97,3 +97,46 @@ def test_step_outside_graphs_is_compensated(make: Any, dtype: torch.dtype) -> No
     assert error(found, exact) < rounded < error(plain, exact)
     params = [s for s in report.states if s.name.startswith("param")]
     assert params and all(s.compensated and s.eager and not s.unaccounted for s in params), report
+
+
+class Each(Optimizer):
+    """One update by PyTorch operations, which no compiled graph does."""
+
+    def __init__(self, params: ParamsT, update: Any) -> None:
+        super().__init__(params, {})
+        self.update = torch.compiler.disable(update)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.update(p, p.grad, self.state[p])
+
+
+def improves(update: Any, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """Assert that an update is compensated; return the report."""
+    exact, _ = final(lambda p: Each(p, update), "exact", dtype=dtype)
+    plain, _ = final(lambda p: Each(p, update), "plain", dtype=dtype)
+    found, report = final(lambda p: Each(p, update), "collage", dtype=dtype)
+    rounded = error(exact.to(dtype).double(), exact)
+    assert error(found, exact) < rounded / 4 < error(plain, exact), report
+    return report
+
+
+def foreach_numbers(p: Tensor, g: Tensor, state: Any) -> None:
+    if not state:
+        state["v"] = torch.zeros_like(p)
+        state["m"] = torch.zeros_like(p)
+    v = [state["v"]]
+    torch._foreach_lerp_([state["m"]], [g], 0.1)
+    torch._foreach_mul_(v, 0.999)
+    torch._foreach_addcmul_(v, [g], [g], 0.001)
+    root = torch._foreach_sqrt(v)
+    torch._foreach_add_(root, [1e-3])
+    torch._foreach_addcdiv_([p], [g], root, [-1e-4])
+    torch._foreach_addcdiv_([p], [state["m"]], root, torch.tensor([-1e-4]))
+
+
+def test_foreach_operations_take_numbers_in_every_place() -> None:
+    improves(foreach_numbers)
