@@ -5,10 +5,10 @@ does it by the rules and the arithmetic of the compiled graphs, one operation at
 graphs run under it untouched.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,11 +17,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from collage_fx.passes.canonicalize import single_overload
 from collage_fx.passes.eager import Call, Forms, Operation, Traced, expansion_of, supports
-from collage_fx.passes.forms import CURVED, Form
+from collage_fx.passes.forms import CURVED, Form, bound
 from collage_fx.passes.overloads import functional, is_foreach, overwrites, written
 from collage_fx.passes.program import LOW_PRECISION, Arithmetic
 from collage_fx.passes.rules.structural import STRUCTURE
 from collage_fx.runtime.eft import WIDER
+from collage_fx.runtime.residuals import version
 from collage_fx.runtime.storage import join, split
 from collage_fx.shadows import Shadow, Shadows, has_memory
 
@@ -35,6 +36,10 @@ _DECAYS = {
     "state_sums": "",
 }
 """Arguments of PyTorch's fused kernels that are averages -> the argument that they decay by."""
+
+
+Missing: TypeAlias = Callable[[str, "list[Write]"], None]
+"""Told of an operation without a rule, before it changes anything, and of the states it is on."""
 
 
 @dataclass(eq=False)
@@ -55,13 +60,13 @@ class Write:
 
     def begin(self) -> None:
         """Begin a step."""
-        self.version, self.address = self.tensor._version, self.tensor.data_ptr()
+        self.version, self.address = version(self.tensor), self.tensor.data_ptr()
         self.wrote = self.eager = False
 
     @property
     def accounted(self) -> bool:
         """Whether every change of the tensor was seen."""
-        return self.tensor._version - self.version <= self.wrote
+        return version(self.tensor) - self.version <= self.wrote
 
 
 class Engine(TorchDispatchMode):
@@ -72,7 +77,7 @@ class Engine(TorchDispatchMode):
     """
 
     def __init__(
-        self, arithmetic: Arithmetic, enlist: Callable[[], None], missing: Callable[[str], None]
+        self, arithmetic: Arithmetic, enlist: Callable[[], None], missing: Missing
     ) -> None:
         super().__init__()
         self.arithmetic = arithmetic
@@ -151,7 +156,8 @@ class Engine(TorchDispatchMode):
             return func(*args, **kwargs)
         op = functional(func)
         by_rule = supports(op) or op is aten.copy.default or overwrites(func)
-        if len(targets) > 1 or not by_rule:
+        sparse = any(t.layout != torch.strided for t in _tensors((args, kwargs)))
+        if len(targets) > 1 or not by_rule or sparse:
             return self._together(func, targets, args, kwargs)
         target = next(iter(targets.values()))
         if is_foreach(func):
@@ -188,6 +194,8 @@ class Engine(TorchDispatchMode):
         by_rule = dtype is not None and supports(op) and func not in _COPIES
         if by_rule and _result_dtype(tensors) == dtype:
             return self._keep(self._by_rule(op, dtype, args, kwargs), tensors)
+        if dtype is not None and one_dtype and not supports(op) and _computes(func):
+            return self._read_joined(func, dtype, tensors, args, kwargs)
         wider = any(t.dtype in WIDER.values() and t.dim() for t in tensors) or func in _COPIES
         result = func(*tree_map(self._joined, args), **kwargs) if wider else func(*args, **kwargs)
         if isinstance(result, Tensor) and result.is_floating_point() and has_memory(result):
@@ -195,6 +203,43 @@ class Engine(TorchDispatchMode):
             if forms:
                 self.shadows.add(result, None, forms)
         return result
+
+    def _read_joined(
+        self, func: Any, dtype: torch.dtype, tensors: list[Tensor], args: Any, kwargs: Any
+    ) -> Any:
+        """Do an operation without a rule on joined values, and split its results."""
+        forms = {k: CURVED for t in tensors if (s := self.shadows.find(t)) for k in s.forms}
+        wide: dict[int, Tensor] = {}
+        widened = tree_map(lambda a: self._widened(a, wide), (args, kwargs))
+        results = func(*widened[0], **widened[1])
+        shapes = {t.shape for t in tensors}
+        if any(r.shape in shapes for r in _tensors(results)):  # and no norm, say, of a state
+            self.missing(str(func), self._states(tensors))
+
+        def narrowed(result: Any) -> Any:
+            if not isinstance(result, Tensor) or result.dtype not in (WIDER[dtype], dtype):
+                return result
+            if not has_memory(result):  # a sparse one has no low word beside it
+                return result.to(dtype)
+            if kwargs.get("dtype") not in (None, dtype):
+                return result
+            if result.dtype == dtype:
+                hi, lo = result, None
+            else:
+                hi, lo = split(result, dtype)
+            self.shadows.add(hi, lo, forms)
+            return hi
+
+        return tree_map(narrowed, results)
+
+    def _states(self, tensors: Iterable[Tensor]) -> list[Write]:
+        """Return the states among tensors, or from which they were computed as far as is known."""
+        found: dict[Write, None] = {}
+        for shadow in filter(None, map(self.shadows.find, tensors)):
+            if shadow in self.writes:
+                found[self.writes[shadow]] = None
+            found.update(dict.fromkeys(shadow.forms))
+        return list(found)
 
     def _by_rule(self, op: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> Traced:
         tensors = [a for a in args if isinstance(a, Tensor)]
@@ -205,7 +250,7 @@ class Engine(TorchDispatchMode):
         operation = Operation(dtype, self.arithmetic)
         result = operation.run(Call(op, *operands), out)
         for name in operation.without_rule:
-            self.missing(name)
+            self.missing(name, self._states(_tensors((args, kwargs))))
         return result
 
     def _operand(self, x: Any, made: dict[int, Traced]) -> Any:
@@ -360,7 +405,7 @@ class Engine(TorchDispatchMode):
                     self._wrote(tensor, self.shadows.find(tensor), None, forms)
             return result
         if "_fused_" not in func._schema.name:
-            self.missing(str(func))
+            self.missing(str(func), self._states(_tensors(targets)))
         wide: dict[int, Tensor] = {}
         swapped = tree_map(lambda a: self._widened(a, wide), (args, kwargs))
         result = func(*swapped[0], **swapped[1])
@@ -396,30 +441,36 @@ class Engine(TorchDispatchMode):
     def _wrote(self, dest: Tensor, shadow: Shadow | None, lo: Tensor | None, forms: Forms) -> None:
         """Store the low word of a tensor that was just written, and note the write."""
         write = self.writes.get(shadow) if shadow else None
-        if shadow is None or (write is None and not shadow.same(dest)):
-            if (lo is not None or forms) and has_memory(dest):
-                self.shadows.add(dest, lo, forms)
-            return
+        if shadow is None:
+            if not ((lo is not None or forms) and has_memory(dest)):
+                return
+            shadow = self.shadows.add_around(dest)
         low = shadow.low(dest)
+        if low is None and lo is not None and (write is None or _takes_over(write, forms)):
+            low = shadow.begin_low().low(dest)
         if low is not None:
             low.zero_() if lo is None else low.copy_(lo)
-        elif write is None:
-            shadow.made = lo
         if write is not None:
-            write.version = write.tensor._version
+            write.version = version(write.tensor)
         if not shadow.same(dest):
             forms = {**shadow.forms, **dict.fromkeys(forms, CURVED)}
             forms = {k: Form(f.a, "nonlinear") for k, f in forms.items()}
         shadow.forms = forms
 
 
+def _takes_over(write: Write, forms: Forms) -> bool:
+    """Tell whether a state is written with the value of another, or much of it."""
+    return write not in forms or any(
+        origin is not write and form.carries and (form.b == "nonlinear" or bound(form.a) >= 0.5)
+        for origin, form in forms.items()
+    )
+
+
 def _tensors(tree: Any) -> Iterator[Tensor]:
     return (x for x in tree_leaves(tree) if isinstance(x, Tensor))
 
 
-def _each(
-    op: Any, args: Any, kwargs: Any
-) -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+def _each(op: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     """Yield what a _foreach operation does to each tensor: operation, arguments, by name."""
     for i in range(len(args[0] if isinstance(args[0], list | tuple) else args[1])):
 
@@ -447,6 +498,17 @@ def _result_dtype(tensors: list[Tensor]) -> torch.dtype:
     for other in tensors[1:]:
         dtype = torch.promote_types(dtype, other.dtype) if other.dim() else dtype
     return dtype
+
+
+def _computes(func: Any) -> bool:
+    """Tell whether the results of func are computed from the values of its operands alone."""
+    name = func._schema.name.removeprefix("aten::")
+    return (
+        torch.Tag.nondeterministic_seeded not in func.tags
+        and not name.endswith("_like")
+        and not name.startswith(("new_", "_local_scalar", "equal", "_foreach_"))
+        and "ScalarType" not in str(func._schema.returns)
+    )
 
 
 def _keeps(func: Any, args: Any, kwargs: Any) -> bool:
