@@ -7,7 +7,6 @@ graphs run under it untouched.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,13 +14,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
 from torch.utils._pytree import tree_map
 
-from collage_fx.operands import COPIES, Operands, result_dtype, tensors_of
+from collage_fx.operands import COPIES, Missing, Operands, Write, result_dtype, tensors_of
+from collage_fx.passes.canonicalize import single_overload
 from collage_fx.passes.eager import Forms, Traced, supports
-from collage_fx.passes.forms import CURVED, Form
+from collage_fx.passes.forms import CURVED, Form, bound
 from collage_fx.passes.overloads import functional, is_foreach, overwrites, written
 from collage_fx.passes.program import LOW_PRECISION, Arithmetic
 from collage_fx.passes.rules.structural import STRUCTURE
 from collage_fx.runtime.eft import WIDER
+from collage_fx.runtime.residuals import version
 from collage_fx.runtime.storage import join, split
 from collage_fx.shadows import Shadow, Shadows, has_memory
 
@@ -36,33 +37,6 @@ _DECAYS = {
 """Arguments of PyTorch's fused kernels that are averages -> the argument that they decay by."""
 
 
-@dataclass(eq=False)
-class Write:
-    """What a step does to one tensor that it knows."""
-
-    tensor: Tensor
-    shadow: Shadow
-    prepare: Callable[["Write"], None]
-    """Called before the first write of a step."""
-    version: int = 0
-    """The version of the tensor when the last write was seen; that write may still add one."""
-    address: int = 0
-    wrote: bool = False
-    """Whether the engine wrote the present value."""
-    eager: bool = False
-    """Whether the engine has written it in this step."""
-
-    def begin(self) -> None:
-        """Begin a step."""
-        self.version, self.address = self.tensor._version, self.tensor.data_ptr()
-        self.wrote = self.eager = False
-
-    @property
-    def accounted(self) -> bool:
-        """Whether every change of the tensor was seen."""
-        return self.tensor._version - self.version <= self.wrote
-
-
 class Engine(TorchDispatchMode):
     """Does the operations of a step on expansions where an operand has a residual.
 
@@ -71,14 +45,14 @@ class Engine(TorchDispatchMode):
     """
 
     def __init__(
-        self, arithmetic: Arithmetic, enlist: Callable[[], None], missing: Callable[[str], None]
+        self, arithmetic: Arithmetic, enlist: Callable[[], None], missing: Missing
     ) -> None:
         super().__init__()
         self.enlist = enlist
         self.missing = missing
         self.shadows = Shadows()
-        self.operands = Operands(self.shadows, arithmetic, missing)
         self.writes: dict[Shadow, Write] = {}
+        self.operands = Operands(self.shadows, self.writes, arithmetic, missing)
         self.paused = False
 
     @classmethod
@@ -134,7 +108,7 @@ class Engine(TorchDispatchMode):
             return func(*args, **kwargs)
         op = functional(func)
         if is_foreach(func) and op is not None:
-            return [self._read(op, op, *each) for each in _each(args, kwargs)]
+            return [self._read(one, one, a, k) for one, a, k in _each(op, args, kwargs)]
         return self._read(func, op, args, kwargs)
 
     def _write(self, func: Any, names: tuple[str, ...], args: Any, kwargs: Any) -> Any:
@@ -150,12 +124,13 @@ class Engine(TorchDispatchMode):
             return func(*args, **kwargs)
         op = functional(func)
         by_rule = supports(op) or op is aten.copy.default or overwrites(func)
-        if len(targets) > 1 or not by_rule:
+        sparse = any(t.layout != torch.strided for t in tensors_of((args, kwargs)))
+        if len(targets) > 1 or not by_rule or sparse:
             return self._together(func, targets, args, kwargs)
         target = next(iter(targets.values()))
         if is_foreach(func):
-            for single, more in _each(args, kwargs):
-                self._write_one(func, op, single[0], single, more)
+            for one, single, more in _each(op, args, kwargs):
+                self._write_one(func, one, single[0], single, more)
             return None
         if "out" in targets:
             more = {k: v for k, v in kwargs.items() if k != "out"}
@@ -187,6 +162,8 @@ class Engine(TorchDispatchMode):
         by_rule = dtype is not None and supports(op) and func not in COPIES
         if by_rule and result_dtype(tensors) == dtype:
             return self._keep(self.operands.by_rule(op, dtype, args, kwargs), tensors)
+        if dtype is not None and one_dtype and not supports(op) and _computes(func):
+            return self._read_joined(func, dtype, tensors, args, kwargs)
         wider = any(t.dtype in WIDER.values() and t.dim() for t in tensors) or func in COPIES
         result = func(*(tree_map(self.operands.joined, args) if wider else args), **kwargs)
         if isinstance(result, Tensor) and result.is_floating_point() and has_memory(result):
@@ -194,6 +171,34 @@ class Engine(TorchDispatchMode):
             if forms:
                 self.shadows.add(result, None, forms)
         return result
+
+    def _read_joined(
+        self, func: Any, dtype: torch.dtype, tensors: list[Tensor], args: Any, kwargs: Any
+    ) -> Any:
+        """Do an operation without a rule on joined values, and split its results."""
+        forms = {k: CURVED for t in tensors if (s := self.shadows.find(t)) for k in s.forms}
+        wide: dict[int, Tensor] = {}
+        widened = tree_map(lambda a: self.operands.widened(a, wide), (args, kwargs))
+        results = func(*widened[0], **widened[1])
+        shapes = {t.shape for t in tensors}
+        if any(r.shape in shapes for r in tensors_of(results)):  # and no norm, say, of a state
+            self.missing(str(func), self.operands.states(tensors))
+
+        def narrowed(result: Any) -> Any:
+            if not isinstance(result, Tensor) or result.dtype not in (WIDER[dtype], dtype):
+                return result
+            if not has_memory(result):  # a sparse one has no low word beside it
+                return result.to(dtype)
+            if kwargs.get("dtype") not in (None, dtype):
+                return result
+            if result.dtype == dtype:
+                hi, lo = result, None
+            else:
+                hi, lo = split(result, dtype)
+            self.shadows.add(hi, lo, forms)
+            return hi
+
+        return tree_map(narrowed, results)
 
     def _keep(self, result: Traced, operands: Sequence[Tensor]) -> Tensor:
         """Return the tensor of a result, with a shadow where there is something to know."""
@@ -295,7 +300,7 @@ class Engine(TorchDispatchMode):
                     self._wrote(tensor, self.shadows.find(tensor), None, forms)
             return result
         if "_fused_" not in func._schema.name:
-            self.missing(str(func))
+            self.missing(str(func), self.operands.states(tensors_of(targets)))
         wide: dict[int, Tensor] = {}
         swapped = tree_map(lambda a: self.operands.widened(a, wide), (args, kwargs))
         result = func(*swapped[0], **swapped[1])
@@ -322,31 +327,55 @@ class Engine(TorchDispatchMode):
     def _wrote(self, dest: Tensor, shadow: Shadow | None, lo: Tensor | None, forms: Forms) -> None:
         """Store the low word of a tensor that was just written, and note the write."""
         write = self.writes.get(shadow) if shadow else None
-        if shadow is None or (write is None and not shadow.same(dest)):
-            if (lo is not None or forms) and has_memory(dest):
-                self.shadows.add(dest, lo, forms)
-            return
+        if shadow is None:
+            if not ((lo is not None or forms) and has_memory(dest)):
+                return
+            shadow = self.shadows.add_around(dest)
         low = shadow.low(dest)
+        if low is None and lo is not None and (write is None or _takes_over(write, forms)):
+            low = shadow.begin_low().low(dest)
         if low is not None:
             low.zero_() if lo is None else low.copy_(lo)
-        elif write is None:
-            shadow.made = lo
         if write is not None:
-            write.version = write.tensor._version
+            write.version = version(write.tensor)
         if not shadow.same(dest):
             forms = {**shadow.forms, **dict.fromkeys(forms, CURVED)}
             forms = {k: Form(f.a, "nonlinear") for k, f in forms.items()}
         shadow.forms = forms
 
 
-def _each(args: Any, kwargs: Any) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Yield the arguments of a _foreach operation for each tensor."""
-    for i in range(len(args[0])):
+def _takes_over(write: Write, forms: Forms) -> bool:
+    """Tell whether a state is written with the value of another, or much of it."""
+    return write not in forms or any(
+        origin is not write and form.carries and (form.b == "nonlinear" or bound(form.a) >= 0.5)
+        for origin, form in forms.items()
+    )
+
+
+def _each(op: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """Yield what a _foreach operation does to each tensor: operation, arguments, by name."""
+    for i in range(len(args[0] if isinstance(args[0], list | tuple) else args[1])):
 
         def pick(a: Any, i: int = i) -> Any:
+            if isinstance(a, Tensor) and a.dim() == 1:  # one number for each tensor
+                return a[i].item()
             return a[i] if isinstance(a, list | tuple) else a
 
-        yield tuple(map(pick, args)), {k: pick(v) for k, v in kwargs.items()}
+        single, more = tuple(map(pick, args)), {k: pick(v) for k, v in kwargs.items()}
+        if op in (aten.addcmul.default, aten.addcdiv.default) and len(single) > 3:
+            single, more = single[:3], {"value": single[3]}
+        yield single_overload(op, single), single, more
+
+
+def _computes(func: Any) -> bool:
+    """Tell whether the results of func are computed from the values of its operands alone."""
+    name = func._schema.name.removeprefix("aten::")
+    return (
+        torch.Tag.nondeterministic_seeded not in func.tags
+        and not name.endswith("_like")
+        and not name.startswith(("new_", "_local_scalar", "equal", "_foreach_"))
+        and "ScalarType" not in str(func._schema.returns)
+    )
 
 
 def _keeps(func: Any, args: Any, kwargs: Any) -> bool:

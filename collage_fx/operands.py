@@ -1,7 +1,8 @@
 """What the operands of an operation are, where some have low words: expansions, joins, forms."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,23 +12,69 @@ from collage_fx.passes.eager import Call, Forms, Operation, Traced, expansion_of
 from collage_fx.passes.forms import CURVED
 from collage_fx.passes.program import LOW_PRECISION, Arithmetic
 from collage_fx.runtime.eft import WIDER
+from collage_fx.runtime.residuals import version
 from collage_fx.runtime.storage import join
-from collage_fx.shadows import Shadows
+from collage_fx.shadows import Shadow, Shadows
 
 aten = torch.ops.aten
 
 COPIES = {aten._to_copy.default, aten.clone.default, aten.copy.default}
 
 
+@dataclass(eq=False)
+class Write:
+    """What a step does to one tensor that it knows."""
+
+    tensor: Tensor
+    shadow: Shadow
+    prepare: Callable[["Write"], None]
+    """Called before the first write of a step."""
+    version: int = 0
+    """The version of the tensor when the last write was seen; that write may still add one."""
+    address: int = 0
+    wrote: bool = False
+    """Whether the engine wrote the present value."""
+    eager: bool = False
+    """Whether the engine has written it in this step."""
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self.version, self.address = version(self.tensor), self.tensor.data_ptr()
+        self.wrote = self.eager = False
+
+    @property
+    def accounted(self) -> bool:
+        """Whether every change of the tensor was seen."""
+        return version(self.tensor) - self.version <= self.wrote
+
+
+Missing: TypeAlias = Callable[[str, "list[Write]"], None]
+"""Told of an operation without a rule, before it changes anything, and of the states it is on."""
+
+
 class Operands:
     """Looks up operands among the shadows, and does operations on them by the rules."""
 
     def __init__(
-        self, shadows: Shadows, arithmetic: Arithmetic, missing: Callable[[str], None]
+        self,
+        shadows: Shadows,
+        writes: dict[Shadow, Write],
+        arithmetic: Arithmetic,
+        missing: Missing,
     ) -> None:
         self.shadows = shadows
+        self.writes = writes
         self.arithmetic = arithmetic
         self.missing = missing
+
+    def states(self, tensors: Iterable[Tensor]) -> list[Write]:
+        """Return the states among tensors, or from which they were computed as far as is known."""
+        found: dict[Write, None] = {}
+        for shadow in filter(None, map(self.shadows.find, tensors)):
+            if shadow in self.writes:
+                found[self.writes[shadow]] = None
+            found.update(dict.fromkeys(shadow.forms))
+        return list(found)
 
     def by_rule(self, op: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> Traced:
         """Do a functional operation by its rule; dtype is that of the result."""
@@ -39,7 +86,7 @@ class Operands:
         operation = Operation(dtype, self.arithmetic)
         result = operation.run(Call(op, *operands), out)
         for name in operation.without_rule:
-            self.missing(name)
+            self.missing(name, self.states(tensors_of((args, kwargs))))
         return result
 
     def operand(self, x: Any, made: dict[int, Traced]) -> Any:

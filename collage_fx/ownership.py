@@ -2,6 +2,7 @@
 
 import gc
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -109,7 +110,7 @@ def tensors_in(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     elif isinstance(tree, dict):
         for key, value in tree.items():
             yield from tensors_in(value, f"{path}.{key}" if path else str(key))
-    elif isinstance(tree, list | tuple):
+    elif isinstance(tree, list | tuple | deque):
         for i, value in enumerate(tree):
             yield from tensors_in(value, f"{path}.{i}" if path else str(i))
 

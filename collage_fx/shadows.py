@@ -24,6 +24,7 @@ class Shadow:
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
+    storage_device: torch.device
     made: Tensor | None
     forms: Forms = field(default_factory=dict)
     make: Callable[[], Tensor] | None = None
@@ -41,7 +42,8 @@ class Shadow:
         """Return the shadow of tensor."""
         storage = StorageWeakRef(tensor.untyped_storage())
         where = int(tensor.storage_offset())
-        return cls(storage, tensor.size(), tensor.stride(), where, tensor.dtype, lo, forms)
+        dtype, device = tensor.dtype, tensor.device
+        return cls(storage, tensor.size(), tensor.stride(), where, dtype, device, lo, forms)
 
     def same(self, tensor: Tensor) -> bool:
         """Tell whether tensor is all of it, element for element."""
@@ -61,6 +63,13 @@ class Shadow:
             and self.offset <= start
             and start + _extent(tensor.size(), tensor.stride()) <= self.offset + extent
         )
+
+    def begin_low(self) -> "Shadow":
+        """Make a low word of zeros for all of it."""
+        self.made = torch.empty_strided(
+            self.size, self.stride, dtype=self.dtype, device=self.storage_device
+        ).zero_()
+        return self
 
     def low(self, tensor: Tensor) -> Tensor | None:
         """Return the low word of tensor, which is the whole or a view of it; None if unknown."""
@@ -132,6 +141,15 @@ class Shadows:
         if self._added % _PURGE == 0:
             self._purge()
         return shadow
+
+    def add_around(self, tensor: Tensor) -> Shadow:
+        """Make a shadow without content for all the memory that tensor may be a view of."""
+        storage = tensor.untyped_storage()
+        count = storage.nbytes() // tensor.element_size()
+        if count == tensor.numel():
+            return self.add(tensor, None, {})
+        whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return self.add(whole.set_(storage, 0, (count,), (1,)), None, {})
 
     def _purge(self) -> None:
         dead = [k for k, shadows in self._by_storage.items() if shadows[0].storage.expired()]

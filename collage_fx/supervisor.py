@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,14 +12,19 @@ from torch.fx import GraphModule
 from torch.utils.weak import WeakIdKeyDictionary
 
 from collage_fx.config import CollageConfig
-from collage_fx.eager import Engine, Write
+from collage_fx.eager import Engine
+from collage_fx.errors import UnsupportedError
+from collage_fx.operands import Write
 from collage_fx.ownership import Owned
+from collage_fx.passes.criticality import critical
+from collage_fx.passes.expand import WAY_OUT
 from collage_fx.passes.forms import FREE, Form
 from collage_fx.passes.plan import verdict
-from collage_fx.passes.program import LOW_PRECISION, Carried, StatePlan
+from collage_fx.passes.program import LOW_PRECISION, Carried, Recurrence, StatePlan
 from collage_fx.passes.recurrence import recurrence_of
+from collage_fx.passes.system import joint_recurrences
 from collage_fx.report import Served
-from collage_fx.runtime.residuals import STORE, clear_stale
+from collage_fx.runtime.residuals import STORE, clear_stale, version
 from collage_fx.shadows import Shadow, has_memory, overlapping
 
 _TRIED = 2
@@ -61,6 +67,11 @@ class Supervisor:
         self.sources: dict[Any, GraphModule] = {}
         """What Dynamo handed to the backend, to be compiled anew or run by the eager engine."""
         self.active = False
+        self.resumed = False
+        """Whether the states have just come from a checkpoint: those of them that have no residual
+        there were judged before, and a residual for the time being would change their bits."""
+        self.cycles: dict[Any, Recurrence] = {}
+        """Place of a state -> what its step does to it together with others."""
         self.without_rule: set[str] = set()
         """Operations that the eager engine did as join - op - split."""
 
@@ -87,8 +98,13 @@ class Supervisor:
         if not self._same(present):
             self.engine.forget()
             self.states.clear()
+            self.resumed = any(
+                (r := STORE.get(o.tensor)) is not None and r.expected_checksum is not None
+                for o in present
+            )
             for owned in present:
                 self._know(owned)
+            self.resumed = False
         for _, write in self.states.values():
             write.begin()
             self._refresh(write)
@@ -143,6 +159,8 @@ class Supervisor:
         served = self.served.get(tensor)
         if served is None:
             served = self.served[tensor] = Served(owned.name, tensor.dtype, tuple(tensor.shape))
+            if self.resumed and STORE.get(tensor) is None:
+                served.judged = _TRIED
         served.name = owned.name  # a graph may have known it as an argument only
         write = self.engine.know(tensor, self._prepare)
         self._refresh(write)
@@ -180,7 +198,9 @@ class Supervisor:
             write = self._write_of(tensor)
             if write is None or not write.wrote or not write.accounted:
                 continue
-            if STORE.get(tensor) is None and write.shadow.made is not None:
+            served = self.served[tensor]
+            wanted = served.compensated or served.judged < _TRIED
+            if wanted and STORE.get(tensor) is None and write.shadow.made is not None:
                 STORE.adopt(
                     tensor, write.shadow.made, self.config.storage, self.served[tensor].name
                 )
@@ -207,7 +227,7 @@ class Supervisor:
             residual = STORE.get(tensor)
             write = self._write_of(tensor)
             if write is not None:
-                write.version, write.wrote = tensor._version, False
+                write.version, write.wrote = version(tensor), False
                 write.shadow.made = None if residual is None else residual.components[0]
 
     def _write_of(self, tensor: Tensor) -> Write | None:
@@ -217,7 +237,9 @@ class Supervisor:
     # The end.
 
     def _end(self) -> None:
-        for owned in self._low():
+        present = self._low()
+        self.cycles = self._cycles(present)
+        for owned in present:
             state = self.states.get(_place(owned))
             if state is None:
                 self._know(owned)
@@ -232,6 +254,8 @@ class Supervisor:
             elif write.eager:
                 served.eager += 1
                 self._judge(owned, write, write.shadow)
+            if not served.compensated:
+                write.shadow.made = None
         if unaccounted:
             self._warn_unaccounted(unaccounted)
         if not self.keeps:
@@ -246,6 +270,9 @@ class Supervisor:
             found = recurrence_of(shadow.forms.get(write, FREE))
             has_param = any(o.owner == "param" for o, _ in self.states.values())
             carried = Carried(-1, owned.name, owned.owner, False, tensor)
+            cycle = self.cycles.get(_place(owned))
+            if cycle is not None and found.kind in ("overwritten", "linear"):
+                found = cycle
             keep, reason = verdict(carried, found, self.config.level, has_param)
             source = self._source(write, shadow)
             if not keep and source:
@@ -261,6 +288,25 @@ class Supervisor:
             else:
                 residual.settle(tensor)
 
+    def _cycles(self, present: list[Owned]) -> dict[Any, Recurrence]:
+        """Return, by place, the recurrences of states that only together keep what they hold."""
+        writes = {w: place for place, (_, w) in self.states.items()}
+        forms: dict[Any, dict[Any, Form]] = {}
+        for owned in present:
+            place, shadow = _place(owned), self.engine.shadows.find(owned.tensor)
+            state = self.states.get(place)
+            if state is None or shadow is None or self.served[state[1].tensor].compensated:
+                continue
+            found = {writes[k]: f for k, f in shadow.forms.items() if k in writes and f.carries}
+            if (
+                found
+                and not critical(recurrence_of(found.get(place, FREE)), shadow.dtype, "auto")[0]
+            ):
+                forms[place] = found
+        if sum(any(k != place for k in found) for place, found in forms.items()) < 1:
+            return {}
+        return joint_recurrences(forms, {p: self.states[p][0].name for p in forms})
+
     def _source(self, write: Write, shadow: Shadow) -> str:
         """Return the name of a compensated state whose value this one has taken over."""
         for origin, form in shadow.forms.items():
@@ -273,8 +319,11 @@ class Supervisor:
         shadow = self.engine.shadows.find(owned.tensor)
         if shadow in self.engine.writes and shadow is not old.shadow:
             return  # two states changed places
-        served = self.served[owned.tensor] = self.served[old.tensor]
-        old.version = old.tensor._version
+        served = self.served[old.tensor]
+        if any(o is not owned and o.tensor is old.tensor for o in self._low()):
+            served = replace(served, name=owned.name)  # the old one lives on in another place
+        self.served[owned.tensor] = served
+        old.version = version(old.tensor)
         if shadow is None or not (shadow.forms or shadow.lo is not None):
             if id(owned.tensor) in self.returned:
                 served.unaccounted += 1
@@ -292,8 +341,26 @@ class Supervisor:
             "operations"
         )
 
-    def _missing(self, name: str) -> None:
+    def _missing(self, name: str, states: list[Write]) -> None:
+        """Note an operation without a rule; raise UnsupportedError if that was asked for.
+
+        States for which the verdict is open, or is that they need no residual, are no reason.
+        """
         self.without_rule.add(name)
+        if self.config.on_unsupported != "error" or self.config.arithmetic == "wide":
+            return
+        owners = {write: owned for owned, write in self.states.values()}
+        critical = [
+            owners[w].name
+            for w in states
+            if w in owners and (owners[w].owner == "param" or self.served[w.tensor].compensated)
+        ]
+        if critical or not states:
+            where = ", ".join(critical) or "a state that is compensated"
+            raise UnsupportedError(
+                f"{name} has no rule: on the path of {where}, in {self.subject}, outside compiled "
+                f"graphs. {WAY_OUT}"
+            )
 
 
 def _place(owned: Owned) -> Any:

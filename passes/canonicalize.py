@@ -53,6 +53,15 @@ _WITH_TENSOR = {number: tensor for tensor, number in _WITH_NUMBER.items()}
 """The other way round, where the number is symbolic and becomes a 0-d tensor."""
 
 
+def single_overload(target: Any, args: tuple[Any, ...]) -> Any:
+    """Return the overload of a value of FOREACH that takes these operands, numbers among them."""
+    if target is aten.pow.Tensor_Tensor and not isinstance(args[0], Node | Tensor):
+        return aten.pow.Scalar
+    if target in _WITH_NUMBER and not isinstance(args[-1], Node | Tensor):
+        return _WITH_NUMBER[target]
+    return target
+
+
 def canonicalize(program: Program) -> None:
     """Rewrite the graph into single-tensor operations that round at most once.
 
@@ -148,11 +157,7 @@ class _Builder:
         for i, val in enumerate(vals):
             args = [a[i] if isinstance(a, list | tuple) else a for a in node.args]
             args, kwargs = self._map(tuple(args)), self._map(dict(node.kwargs))
-            op = target
-            if target is aten.pow.Tensor_Tensor and not isinstance(args[0], Node):
-                op = aten.pow.Scalar
-            elif target in _WITH_NUMBER and not isinstance(args[-1], Node):
-                op = _WITH_NUMBER[target]
+            op = single_overload(target, args)
             results.append(self._single(op, val, args, kwargs))
         return results
 

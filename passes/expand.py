@@ -184,7 +184,7 @@ class Eft(_Expander, RuleBuilder):
         at = node.args.index(previous)
         rule = RULES.get(node.target)
         if rule is None and self.settings.on_unsupported == "error":
-            raise UnsupportedError(f"{node.target} has no rule: {self._facts(node)}. {_WAY_OUT}")
+            raise UnsupportedError(f"{node.target} has no rule: {self._facts(node)}. {WAY_OUT}")
         try:
             return (rule or join_op_split)(self, node, x, at)
         except Exception as error:
@@ -222,7 +222,7 @@ class Eft(_Expander, RuleBuilder):
         self.rewritten.joined.append(str(node.target))
 
 
-_WAY_OUT = (
+WAY_OUT = (
     "on_unsupported='join' applies it in fp32 to the whole value, arithmetic='wide' does so for "
     "the whole step; or write the update with operations that collage_fx.passes.rules.RULES lists"
 )

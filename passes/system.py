@@ -4,8 +4,9 @@ A state that is overwritten keeps nothing of its own, but where it is overwritte
 computed from it (slow and fast weights, buffers that change places), the two of them accumulate.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import sympy
 from torch.fx import Node
@@ -89,12 +90,15 @@ def _factor(part: Slice, walks: Sequence[Walk], cycle: list[int]) -> Coefficient
 
     For constants that is the spectral radius of |A|.
     """
+    return _factor_of([[_form(part, walks, i, j) for j in cycle] for i in cycle])
+
+
+def _factor_of(forms: list[list[Form]]) -> Coefficient | None:
     matrix: list[list[float]] = []
     moved = True
-    for i in cycle:
+    for forms_of_one in forms:
         row = []
-        for j in cycle:
-            form = _form(part, walks, i, j)
+        for form in forms_of_one:
             branches = form.alternatives
             if branches is None:
                 return sympy.Symbol("a")
@@ -149,6 +153,36 @@ def _on_cycle(
         source=None if source == i else old,
         together=f"on a cycle with {names}",
     )
+
+
+def joint_recurrences(
+    forms: Mapping[Any, Mapping[Any, Form]], names: Mapping[Any, str]
+) -> dict[Any, Recurrence]:
+    """Return the recurrences of the states on cycles, where there is no graph to follow.
+
+    Args:
+        forms: for each state that is not critical by itself, in which old values its new one is
+            what.
+        names: what each state is called.
+    """
+    reach = {i: {j for j in f if j != i and j in forms} for i, f in forms.items()}
+    for k in forms:
+        for i in forms:
+            if k in reach[i]:
+                reach[i] = reach[i] | reach[k]
+    found: dict[Any, Recurrence] = {}
+    for i in forms:
+        cycle = [j for j in forms if j in reach[i] and i in reach[j]]
+        if i not in reach[i] or len(cycle) < 2:
+            continue
+        factor = _factor_of([[forms[a].get(b, FREE) for b in cycle] for a in cycle])
+        if factor is not None:
+            others = " and ".join(names[j] for j in cycle if j != i)
+            terms = " + ".join(f"{written(f.a)}{names[j]}" for j, f in forms[i].items())
+            found[i] = Recurrence(
+                "linear", factor, f"x' = {terms} + B", together=f"on a cycle with {others}"
+            )
+    return found
 
 
 def _weight(form: Form) -> float:

@@ -29,7 +29,8 @@ def checksum(tensor: Tensor) -> Tensor:
     return total
 
 
-def _version(tensor: Tensor) -> int:
+def version(tensor: Tensor) -> int:
+    """Return the version counter of tensor, -1 if it has none."""
     # An inference tensor counts no versions; writes from outside to one go unnoticed.
     return -1 if tensor.is_inference() else tensor._version
 
@@ -54,7 +55,7 @@ class Residual:
 
     def settle(self, tensor: Tensor) -> None:
         """Record that the residual belongs to the present value of tensor."""
-        self.version = _version(tensor)
+        self.version = version(tensor)
         self.address = tensor.data_ptr()
 
     def clear(self) -> None:
@@ -65,7 +66,7 @@ class Residual:
 
     def belongs(self, tensor: Tensor) -> bool:
         """Tell whether tensor is as it was when the residual was last settled."""
-        return self.version == _version(tensor) and self.address == tensor.data_ptr()
+        return self.version == version(tensor) and self.address == tensor.data_ptr()
 
     def stale(self, tensor: Tensor) -> str:
         """Say why the residual does not belong to the present value of tensor; empty if it does.

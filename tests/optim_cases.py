@@ -73,9 +73,7 @@ def start(case: Case, scale: float) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     shapes = [s for s in SHAPES if len(s) == 2 or case.name != "Muon"]
     values = [torch.randn(s, generator=generator) for s in shapes]
-    return [
-        (0.05 * v if scale == 0.05 else 1 + 0.25 * v).bfloat16().double() for v in values
-    ]
+    return [(0.05 * v if scale == 0.05 else 1 + 0.25 * v).bfloat16().double() for v in values]
 
 
 def gradients(case: Case, scale: float) -> list[list[Tensor]]:
