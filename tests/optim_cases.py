@@ -83,7 +83,7 @@ def gradients(case: Case, scale: float) -> list[list[Tensor]]:
     generator = torch.Generator().manual_seed(2)
     drift = [torch.randn(v.shape, generator=generator) for v in start(case, scale)]
     return [
-        [(d + torch.randn(d.shape, generator=generator)).bfloat16().double() for d in drift]
+        [(0.1 * (d + torch.randn(d.shape, generator=generator))).bfloat16().double() for d in drift]
         for _ in range(STEPS)
     ]
 
