@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporaril
 from torch.utils._pytree import tree_map
 
 from collage_fx.operands import COPIES, Operands, result_dtype, tensors_of
+from collage_fx.passes.canonicalize import WITH_NUMBER
 from collage_fx.passes.eager import Forms, Traced, supports
 from collage_fx.passes.forms import CURVED, Form
 from collage_fx.passes.overloads import functional, is_foreach, overwrites, written
@@ -134,7 +135,7 @@ class Engine(TorchDispatchMode):
             return func(*args, **kwargs)
         op = functional(func)
         if is_foreach(func) and op is not None:
-            return [self._read(op, op, *each) for each in _each(args, kwargs)]
+            return [self._read(one, one, *each) for one, *each in _each(op, args, kwargs)]
         return self._read(func, op, args, kwargs)
 
     def _write(self, func: Any, names: tuple[str, ...], args: Any, kwargs: Any) -> Any:
@@ -154,8 +155,8 @@ class Engine(TorchDispatchMode):
             return self._together(func, targets, args, kwargs)
         target = next(iter(targets.values()))
         if is_foreach(func):
-            for single, more in _each(args, kwargs):
-                self._write_one(func, op, single[0], single, more)
+            for one, single, more in _each(op, args, kwargs):
+                self._write_one(func, one, single[0], single, more)
             return None
         if "out" in targets:
             more = {k: v for k, v in kwargs.items() if k != "out"}
@@ -339,14 +340,20 @@ class Engine(TorchDispatchMode):
         shadow.forms = forms
 
 
-def _each(args: Any, kwargs: Any) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Yield the arguments of a _foreach operation for each tensor."""
+def _each(
+    op: Any, args: Any, kwargs: Any
+) -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """Yield for each tensor of a _foreach operation the one on it, and its arguments."""
     for i in range(len(args[0])):
 
         def pick(a: Any, i: int = i) -> Any:
             return a[i] if isinstance(a, list | tuple) else a
 
-        yield tuple(map(pick, args)), {k: pick(v) for k, v in kwargs.items()}
+        single, more = tuple(map(pick, args)), {k: pick(v) for k, v in kwargs.items()}
+        if op in (aten.addcmul.default, aten.addcdiv.default) and single[3:]:
+            single, more = single[:3], {**more, "value": single[3]}
+        one = op if isinstance(single[-1], Tensor) else WITH_NUMBER.get(op, op)
+        yield one, single, more
 
 
 def _keeps(func: Any, args: Any, kwargs: Any) -> bool:

@@ -41,7 +41,9 @@ FOREACH: dict[str, Any] = {
     "_foreach_tanh": aten.tanh.default,
 }
 # Where the operand is a Python number these overloads take it.
-_WITH_NUMBER: dict[Any, Any] = {
+WITH_NUMBER: dict[Any, Any] = {
+    aten.maximum.default: aten.clamp_min.default,
+    aten.minimum.default: aten.clamp_max.default,
     aten.clamp_max.Tensor: aten.clamp_max.default,
     aten.clamp_min.Tensor: aten.clamp_min.default,
     aten.lerp.Tensor: aten.lerp.Scalar,
@@ -49,7 +51,7 @@ _WITH_NUMBER: dict[Any, Any] = {
 }
 
 
-_WITH_TENSOR = {number: tensor for tensor, number in _WITH_NUMBER.items()}
+_WITH_TENSOR = {number: tensor for tensor, number in WITH_NUMBER.items()}
 """The other way round, where the number is symbolic and becomes a 0-d tensor."""
 
 
@@ -76,7 +78,8 @@ def canonicalize(program: Program) -> None:
         add = aten.add.Tensor(v32, mul_1)
         v_new = prims.convert_element_type(add, torch.bfloat16)
     """
-    inputs = [n.meta["val"] for n in program.source.graph.find_nodes(op="placeholder")]
+    # An input that no operation uses may have no value.
+    inputs = [n.meta.get("val") for n in program.source.graph.find_nodes(op="placeholder")]
     tensors = [v for v in inputs if isinstance(v, Tensor)]
     builder = _Builder(max(tensors, key=lambda t: t.dim(), default=torch.empty(())))
     for node in program.source.graph.nodes:
@@ -151,8 +154,8 @@ class _Builder:
             op = target
             if target is aten.pow.Tensor_Tensor and not isinstance(args[0], Node):
                 op = aten.pow.Scalar
-            elif target in _WITH_NUMBER and not isinstance(args[-1], Node):
-                op = _WITH_NUMBER[target]
+            elif target in WITH_NUMBER and not isinstance(args[-1], Node):
+                op = WITH_NUMBER[target]
             results.append(self._single(op, val, args, kwargs))
         return results
 
