@@ -45,6 +45,8 @@ class Case:
             "capturable": {"foreach": False, "capturable": True},
             "only": {},
         }
+        if self.name == "Adafactor":  # its default is the eps of the parameter's dtype
+            given["eps"] = (2**-10, 1e-3)
         return {**given, **switches[self.impl]}
 
     @property
@@ -121,8 +123,22 @@ def trained(
             p.grad = g.to(dtype)
             if case.name == "SparseAdam":
                 p.grad = p.grad.to_sparse()
-        step(*([lambda: torch.zeros(())] if case.info.step_requires_closure else []))
+        step(*([bowl(params, scale)] if case.info.step_requires_closure else []))
     return [collage_fx.value(p).clone() for p in params]
+
+
+def bowl(params: list[Tensor], scale: float) -> Callable[[], Tensor]:
+    """Return a closure for an optimizer that searches: a quadratic function of the parameters."""
+
+    def closure() -> Tensor:
+        losses = []
+        for p in params:
+            curvature = torch.linspace(0.5, 1.5, p.numel()).to(p.dtype).view_as(p)
+            p.grad = curvature * (p.detach() - 0.3 * scale)
+            losses.append(0.5 * (p.grad * (p.detach() - 0.3 * scale)).sum())
+        return torch.stack(losses).sum()
+
+    return closure
 
 
 def error(a: list[Tensor], b: list[Tensor]) -> float:
