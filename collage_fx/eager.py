@@ -340,9 +340,7 @@ class Engine(TorchDispatchMode):
         shadow.forms = forms
 
 
-def _each(
-    op: Any, args: Any, kwargs: Any
-) -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+def _each(op: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     """Yield for each tensor of a _foreach operation the one on it, and its arguments."""
     for i in range(len(args[0])):
 
