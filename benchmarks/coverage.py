@@ -38,7 +38,7 @@ from coverage_classes import PACKAGES, class_names
 from coverage_entry import Row, measure
 
 CONTEXT = multiprocessing.get_context("forkserver")
-"""Processes that start with torch imported, and none of the packages."""
+"""Processes that start with collage_fx imported, and none of the packages."""
 VERDICTS = ("full", "partly", "refused", "failed", "silent")
 
 
@@ -174,7 +174,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as cache, ThreadPoolExecutor(args.jobs) as pool:
         os.environ |= {"TORCHINDUCTOR_CACHE_DIR": cache, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         os.environ["OMP_NUM_THREADS"] = "1"
-        CONTEXT.set_forkserver_preload(["coverage_entry"])
+        CONTEXT.set_forkserver_preload(["collage_fx"])
         found = entries(args.only, args.name, args.timeout)
         if args.verdict:
             old = {(r["package"], r["name"]): r["verdict"] for r in merged(args.out, [])}

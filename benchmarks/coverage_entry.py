@@ -13,6 +13,7 @@ Errors are |value - exact| / |exact - start| over all parameters.
 
 import importlib.metadata
 import math
+import re
 import time
 import traceback
 import warnings
@@ -40,6 +41,8 @@ STEPS = 24
 ROUNDING = 2.0**-9
 """The mean relative error of rounding to bf16, about."""
 NOTHING = "its steps change nothing"
+SAYS_LOST = re.compile("without compensation|not compensated|nothing needed compensation")
+"""In warnings that a state is not compensated; others are of cost, such as graphs made in vain."""
 
 Values = dict[str, Tensor]
 Wrap = Callable[[Optimizer], Callable[..., Any]]
@@ -204,9 +207,9 @@ def judge(row: Row) -> None:
     compensated = [s for s in row.states if s["compensated"]]
     unaccounted = [s["name"] for s in row.states if s["unaccounted"]]
     numbers, why = _numbers(row)
-    if row.notes:
-        row.verdict = "partly" if compensated else "refused"
-        row.reason = row.notes[0]
+    lost = [n for n in row.notes if SAYS_LOST.search(n)]
+    if lost:
+        row.verdict, row.reason = "partly" if compensated else "refused", lost[0]
     elif unaccounted:
         row.verdict = "partly"
         row.reason = f"writes that nobody accounted for: {', '.join(unaccounted[:3])}"

@@ -96,7 +96,8 @@ class Operands:
         if id(x) not in made:
             shadow = self.shadows.find(x)
             low = shadow.low(x) if shadow else None
-            made[id(x)] = expansion_of(x, low, dict(shadow.forms) if shadow else None)
+            dense = x.to_dense() if x.is_sparse else x
+            made[id(x)] = expansion_of(dense, low, dict(shadow.forms) if shadow else None)
         return made[id(x)]
 
     def low_or_zero(self, x: Any) -> Any:

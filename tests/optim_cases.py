@@ -1,4 +1,4 @@
-"""Every configuration of torch.optim that PyTorch tests its own optimizers with, and how to run it."""
+"""Every configuration that PyTorch tests its own optimizers with, and how to run it."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -45,6 +45,8 @@ class Case:
             "capturable": {"foreach": False, "capturable": True},
             "only": {},
         }
+        if self.name == "Adafactor":  # its default is the eps of the parameter's dtype
+            given["eps"] = (2**-10, 1e-3)
         return {**given, **switches[self.impl]}
 
     @property
@@ -76,12 +78,13 @@ def start(case: Case, scale: float) -> list[Tensor]:
     return [(0.05 * v if scale == 0.05 else 1 + 0.25 * v).bfloat16().double() for v in values]
 
 
-def gradients(case: Case, scale: float) -> list[list[Tensor]]:
-    """Return one list of gradients for each step: bf16 values, in float64."""
+def gradients(case: Case, dtype: torch.dtype, scale: float) -> list[list[Tensor]]:
+    """Return one list of gradients for each step: values of dtype, in float64."""
+    size = 0.1 if case.name in ("SGD", "ASGD", "LBFGS") else 8.0
     generator = torch.Generator().manual_seed(2)
     drift = [torch.randn(v.shape, generator=generator) for v in start(case, scale)]
     return [
-        [(d + torch.randn(d.shape, generator=generator)).bfloat16().double() for d in drift]
+        [(size * (d + torch.randn(d.shape, generator=generator))).to(dtype).double() for d in drift]
         for _ in range(STEPS)
     ]
 
@@ -97,9 +100,9 @@ def compiled(optimizer: Optimizer) -> Callable[..., Any]:
     return collage_fx.compile(optimizer)
 
 
-def eager(optimizer: Optimizer) -> Callable[..., Any]:
+def eager(optimizer: Optimizer, **options: str) -> Callable[..., Any]:
     """The eager engine alone."""
-    step = collage_fx.compile(optimizer)
+    step = collage_fx.compile(optimizer, **options)
 
     def run(*args: Any) -> Any:
         with torch.compiler.set_stance("force_eager"):
@@ -108,18 +111,34 @@ def eager(optimizer: Optimizer) -> Callable[..., Any]:
     return run
 
 
-def trained(case: Case, dtype: torch.dtype, scale: float, way: Way = plain) -> list[Tensor]:
-    """Run the steps; return the full values of the parameters."""
+def trained(
+    case: Case, dtype: torch.dtype, stream: torch.dtype, scale: float, way: Way = plain
+) -> list[Tensor]:
+    """Run the steps on gradients that are values of stream; return the parameters in full."""
     params = [v.to(dtype).requires_grad_() for v in start(case, scale)]
     optimizer = case.info.optim_cls(params, **case.kwargs)
     step = way(optimizer)
-    for given in gradients(case, scale):
+    for given in gradients(case, stream, scale):
         for p, g in zip(params, given, strict=True):
             p.grad = g.to(dtype)
             if case.name == "SparseAdam":
                 p.grad = p.grad.to_sparse()
-        step(*([lambda: torch.zeros(())] if case.info.step_requires_closure else []))
+        step(*([bowl(params, scale)] if case.info.step_requires_closure else []))
     return [collage_fx.value(p).clone() for p in params]
+
+
+def bowl(params: list[Tensor], scale: float) -> Callable[[], Tensor]:
+    """Return a closure for an optimizer that searches: a quadratic function of the parameters."""
+
+    def closure() -> Tensor:
+        losses = []
+        for p in params:
+            curvature = torch.linspace(0.5, 1.5, p.numel()).to(p.dtype).view_as(p)
+            p.grad = curvature * (p.detach() - 0.3 * scale)
+            losses.append(0.5 * (p.grad * (p.detach() - 0.3 * scale)).sum())
+        return torch.stack(losses).sum()
+
+    return closure
 
 
 def error(a: list[Tensor], b: list[Tensor]) -> float:
@@ -139,9 +158,9 @@ def check(case: Case, dtype: torch.dtype, scale: float, way: Way) -> tuple[float
     """
     # A capturable step does not run outside a compiled graph; its reference is the plain one.
     reference = Case(case.name, case.options, "single") if case.impl == "capturable" else case
-    exact = trained(reference, torch.float64, scale)
-    found = error(trained(case, dtype, scale, way), exact)
+    exact = trained(reference, torch.float64, dtype, scale)
+    found = error(trained(case, dtype, dtype, scale, way), exact)
     if case.affine:
         return found, error(rounded(exact, dtype), exact)
-    in_fp32 = trained(reference, torch.float32, scale)
+    in_fp32 = trained(reference, torch.float32, dtype, scale)
     return found, 2 * error(rounded(in_fp32, dtype), exact)
