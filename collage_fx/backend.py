@@ -110,6 +110,8 @@ class _Step:
 
     def __init__(self, session: Session, gm: GraphModule, example_inputs: Sequence[Any]) -> None:
         self.session = session
+        self.checked = -1
+        """The generation of the store in which every residual was known to this graph."""
         self.code = _Graph(session, gm).compile(example_inputs)
         supervisor = session.supervisor()
         if supervisor is not None:
@@ -128,12 +130,13 @@ class _Step:
             return self.code.run(args)
         if self.code.refused:
             return supervisor.sources[self](*args)
-        if self.code.drops_residual(args):
+        if STORE.generation != self.checked and self.code.drops_residual(args):
             # Another graph, or the eager engine, has since given a residual to a state that this
             # graph writes.
             gm = supervisor.sources[self]
             self.code = _Graph(self.session, gm, args).compile(args)
-        with supervisor.graph(self.code.written(args)) as outputs:
+        self.checked = STORE.generation
+        with supervisor.graph(self.code.written(args), args) as outputs:
             result = self.code.run(args)
             outputs(result)
         return result
@@ -339,7 +342,7 @@ class _Graph:
         spared = {c.index for c in program.carried if c.spared}
         mine = [s for s in program.plan if s.index not in spared]
         floating = [s for s in mine if s.dtype.is_floating_point and s.shape]
-        if floating and not refused and program.result is None:
+        if self.session.supervisor() is None and floating and program.result is None:
             dtypes = ", ".join(sorted({str(s.dtype).removeprefix("torch.") for s in floating}))
             self.session.warn_once(
                 f"nothing needed compensation: the states of this step are {dtypes}, and none of "

@@ -7,14 +7,14 @@ graphs run under it untouched.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
 from torch.utils._pytree import tree_map
 
-from collage_fx.operands import COPIES, Missing, Operands, Write, result_dtype, tensors_of
+from collage_fx.operands import COPIES, Operands, Write, result_dtype, tensors_of
 from collage_fx.passes.canonicalize import single_overload
 from collage_fx.passes.eager import Forms, Traced, supports
 from collage_fx.passes.forms import CURVED, Form, bound
@@ -37,23 +37,43 @@ _DECAYS = {
 """Arguments of PyTorch's fused kernels that are averages -> the argument that they decay by."""
 
 
+class Watcher(Protocol):
+    """The side of the supervisor that the engine sees."""
+
+    returned: set[int]
+    """The ids of what compiled graphs have returned in this step."""
+
+    def wake(self) -> None:
+        """Find the states: called before the first operation of a step that began asleep."""
+
+    def enlist(self) -> None:
+        """Take up new states: called when a 16-bit tensor is written that is not known."""
+
+    def prepare(self, write: Write) -> None:
+        """Called before the first write to a state in a step."""
+
+    def missing(self, name: str, states: list[Write]) -> None:
+        """Called before an operation without a rule on these states."""
+
+    def chained(self, name: str) -> None:
+        """Called when a state gets a value that a graph returned."""
+
+
 class Engine(TorchDispatchMode):
     """Does the operations of a step on expansions where an operand has a residual.
 
-    `enlist` is called when a 16-bit tensor is written that is not known; it tells the engine of new
-    states by `know`.
+    The supervisor tells it by `know` which states there are.
     """
 
-    def __init__(
-        self, arithmetic: Arithmetic, enlist: Callable[[], None], missing: Missing
-    ) -> None:
+    def __init__(self, arithmetic: Arithmetic, supervisor: Watcher) -> None:
         super().__init__()
-        self.enlist = enlist
-        self.missing = missing
+        self.supervisor = supervisor
         self.shadows = Shadows()
         self.writes: dict[Shadow, Write] = {}
-        self.operands = Operands(self.shadows, self.writes, arithmetic, missing)
+        self.operands = Operands(self.shadows, self.writes, arithmetic, supervisor.missing)
         self.paused = False
+        self.asleep = False
+        """Whether the states are not known yet in this step; the first operation wakes it up."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -62,10 +82,10 @@ class Engine(TorchDispatchMode):
 
     # What the session tells the engine.
 
-    def know(self, tensor: Tensor, prepare: Callable[[Write], None]) -> Write:
-        """Take up a carried state; prepare is called before the first write to it in a step."""
+    def know(self, tensor: Tensor) -> Write:
+        """Take up a carried state."""
         shadow = self.shadows.add(tensor, None, {})
-        write = Write(tensor, shadow, prepare)
+        write = Write(tensor, shadow)
         write.begin()
         self.writes[shadow] = write
         return write
@@ -101,6 +121,8 @@ class Engine(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.paused or not isinstance(func, torch._ops.OpOverload) or func.is_view:
             return func(*args, **kwargs)
+        if self.asleep:
+            self.supervisor.wake()
         names = written(func)
         if names:
             return self._write(func, names, args, kwargs)
@@ -143,12 +165,12 @@ class Engine(TorchDispatchMode):
         """Prepare the states among targets; a 16-bit tensor that is not known may be a new one."""
         for tensor in tensors_of(targets):
             if tensor.dtype in LOW_PRECISION and self.shadows.find(tensor) is None:
-                self.enlist()
+                self.supervisor.enlist()
                 break
         for tensor in tensors_of(targets):
             write = self.writes.get(self.shadows.find(tensor))  # type: ignore[arg-type]
             if write is not None and not write.wrote:
-                write.prepare(write)
+                self.supervisor.prepare(write)
                 write.wrote = write.eager = True
 
     # Reading: results that follow from expansions.
@@ -182,7 +204,7 @@ class Engine(TorchDispatchMode):
         results = func(*widened[0], **widened[1])
         shapes = {t.shape for t in tensors}
         if any(r.shape in shapes for r in tensors_of(results)):  # and no norm, say, of a state
-            self.missing(str(func), self.operands.states(tensors))
+            self.supervisor.missing(str(func), self.operands.states(tensors))
 
         def narrowed(result: Any) -> Any:
             if not isinstance(result, Tensor) or result.dtype not in (WIDER[dtype], dtype):
@@ -273,6 +295,8 @@ class Engine(TorchDispatchMode):
         if not isinstance(source, Tensor):
             dest.fill_(source)
             return self._wrote(dest, shadow, None, {})
+        if id(source) in self.supervisor.returned and shadow in self.writes:
+            self.supervisor.chained("a state")
         theirs = self.shadows.find(source)
         low = theirs.low(source) if theirs else None
         forms = dict(theirs.forms) if theirs else {}
@@ -300,7 +324,7 @@ class Engine(TorchDispatchMode):
                     self._wrote(tensor, self.shadows.find(tensor), None, forms)
             return result
         if "_fused_" not in func._schema.name:
-            self.missing(str(func), self.operands.states(tensors_of(targets)))
+            self.supervisor.missing(str(func), self.operands.states(tensors_of(targets)))
         wide: dict[int, Tensor] = {}
         swapped = tree_map(lambda a: self.operands.widened(a, wide), (args, kwargs))
         result = func(*swapped[0], **swapped[1])

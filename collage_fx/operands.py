@@ -27,8 +27,6 @@ class Write:
 
     tensor: Tensor
     shadow: Shadow
-    prepare: Callable[["Write"], None]
-    """Called before the first write of a step."""
     version: int = 0
     """The version of the tensor when the last write was seen; that write may still add one."""
     address: int = 0

@@ -86,7 +86,7 @@ def _supervised(
     """Return plain compiled, as far as it can be, with the eager engine for the rest."""
     compiled = torch.compile(plain, backend=session)
     session.supervisor = weakref.ref(supervisor)
-    storm = Storm(session)
+    storm = Storm(session, supervisor)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with supervisor.step() as engine, storm.watch() as calm:

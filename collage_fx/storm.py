@@ -5,16 +5,17 @@ that cannot make a graph for each value.
 """
 
 import math
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from unittest.mock import patch
 
 import torch
 from torch._dynamo.utils import counters
 
 from collage_fx.backend import Session
+from collage_fx.supervisor import Supervisor
 
-STORM = 3
+STORM = 5
 """Calls in a row that each made a new graph, after which a step is not compiled any more.
 
 The first calls differ by nature: states are made, a changed learning rate becomes an input.
@@ -25,8 +26,9 @@ _SETTLING = 2
 class Storm:
     """Counts the calls in a row that compiled something."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, supervisor: Supervisor) -> None:
         self.session = session
+        self.supervisor = supervisor
         self.calls = 0
         self.row = 0
         self.given_up = False
@@ -35,7 +37,7 @@ class Storm:
     def watch(self) -> Iterator[bool]:
         """Watch one call; whether it should be compiled."""
         graphs = counters["stats"]["unique_graphs"]
-        yield not self.given_up
+        yield not (self.given_up or self.supervisor.eager_only)
         self.calls += 1
         compiled = counters["stats"]["unique_graphs"] > graphs
         self.row = self.row + 1 if compiled and self.calls > _SETTLING else 0
@@ -56,8 +58,22 @@ def _traceable_pow(x: float, y: float, /) -> float:
     return 1.0 * x**y if torch.compiler.is_compiling() else _pow(x, y)
 
 
-@contextmanager
-def symbolic_math() -> Iterator[None]:
-    """Let Dynamo trace math.pow of a symbolic step count, as it does the operator `**`."""
-    with patch.object(math, "pow", _traceable_pow):
-        yield
+class symbolic_math:
+    """Let Dynamo trace math.pow of a symbolic step count, as it does the operator `**`.
+
+    Counted, since several threads may step at once.
+    """
+
+    _lock = threading.Lock()
+    _users = 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            symbolic_math._users += 1
+            math.pow = _traceable_pow  # type: ignore[assignment]
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            symbolic_math._users -= 1
+            if not symbolic_math._users:
+                math.pow = _pow

@@ -59,7 +59,7 @@ class Supervisor:
         self.warn = warn
         self.subject = subject
         self.served: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self.engine = Engine(config.arithmetic, self._enlist, self._missing)
+        self.engine = Engine(config.arithmetic, self)
         self.states: dict[Any, tuple[Owned, Write]] = {}
         """Place of a state -> its tensor at the beginning of the step."""
         self.by_graph: set[int] = set()
@@ -67,6 +67,14 @@ class Supervisor:
         self.sources: dict[Any, GraphModule] = {}
         """What Dynamo handed to the backend, to be compiled anew or run by the eager engine."""
         self.active = False
+        self.eager_only = False
+        """Whether the steps are not to be compiled any more."""
+        self.steps = 0
+        self.quiet = False
+        """Whether the last step wrote its states in graphs only: then little needs to be done."""
+        self.versions: list[int] = []
+        """The versions of the states at the beginning of a quiet step."""
+        self.by_id: dict[int, Served] = {}
         self.resumed = False
         """Whether the states have just come from a checkpoint: those of them that have no residual
         there were judged before, and a residual for the time being would change their bits."""
@@ -90,10 +98,20 @@ class Supervisor:
     # The beginning.
 
     def _begin(self) -> None:
-        """Take up the states as they are now."""
-        self.counted = self.count()
+        """Take up the states as they are now; lightly if only graphs wrote them last time."""
+        self.steps += 1
         self.by_graph.clear()
         self.returned.clear()
+        if self.quiet and self.count() == self.counted:
+            self.engine.asleep = True
+            self.versions = [version(write.tensor) for _, write in self.states.values()]
+        else:
+            self.wake()
+
+    def wake(self) -> None:
+        """Find the states, their residuals and how far their verdicts are."""
+        self.engine.asleep = False
+        self.counted = self.count()
         present = self._low()
         if not self._same(present):
             self.engine.forget()
@@ -162,11 +180,11 @@ class Supervisor:
             if self.resumed and STORE.get(tensor) is None:
                 served.judged = _TRIED
         served.name = owned.name  # a graph may have known it as an argument only
-        write = self.engine.know(tensor, self._prepare)
+        write = self.engine.know(tensor)
         self._refresh(write)
         self.states[_place(owned)] = owned, write
 
-    def _enlist(self) -> None:
+    def enlist(self) -> None:
         """Take up the states that the step has made since it began."""
         count = self.count()
         if count != self.counted:
@@ -175,7 +193,7 @@ class Supervisor:
                 if _place(owned) not in self.states:
                     self._know(owned)
 
-    def _prepare(self, write: Write) -> None:
+    def prepare(self, write: Write) -> None:
         """Before the first write to a state in a step: see that its residual belongs to it."""
         residual = STORE.get(write.tensor)
         if residual is not None:
@@ -185,12 +203,40 @@ class Supervisor:
     # Compiled graphs within the step.
 
     @contextmanager
-    def graph(self, written: list[tuple[Tensor, StatePlan]]) -> Iterator[Callable[[Any], None]]:
+    def graph(
+        self, written: list[tuple[Tensor, StatePlan]], args: tuple[Any, ...]
+    ) -> Iterator[Callable[[Any], None]]:
         """Let a compiled graph run that writes these states; give it a function for its results."""
-        self._hand_over(written)
+        self._look_for_chain(written, args)
+        if not self.engine.asleep:
+            self._hand_over(written)
         with self.engine.pause():
             yield self._results
         self._account(written)
+
+    def _look_for_chain(
+        self, written: list[tuple[Tensor, StatePlan]], args: tuple[Any, ...]
+    ) -> None:
+        """Notice a state that is replaced by what an earlier graph of this step has computed.
+
+        Of that only the high word is known. Where it comes from is not: a parameter that is
+        replaced as a whole in a later graph is taken for such a state.
+        """
+        if not (self.by_graph or self.returned):
+            return
+        handed = any(id(a) in self.returned for a in args)
+        for tensor, plan in written:
+            if plan.replaced and (handed or tensor.requires_grad):
+                self.chained(plan.name)
+
+    def chained(self, name: str) -> None:
+        """Leave the steps to the eager engine from now on, which sees such values whole."""
+        self.eager_only = True
+        self.warn(
+            f"{self.subject} computes the new value of {name} in one compiled graph and stores it "
+            "in another (a graph break lies between: TORCH_LOGS=graph_breaks), which drops its low "
+            "word; the eager engine serves the steps from now on"
+        )
 
     def _hand_over(self, written: list[tuple[Tensor, StatePlan]]) -> None:
         """Put into the store what the eager engine holds of the states that a graph is to write."""
@@ -215,12 +261,14 @@ class Supervisor:
 
     def _account(self, written: list[tuple[Tensor, StatePlan]]) -> None:
         for tensor, plan in written:
-            served = self.served.get(tensor)
+            served = self.by_id.get(id(tensor)) or self.served.get(tensor)
             if served is None:
                 served = self.served[tensor] = Served(plan.name, tensor.dtype, plan.shape)
             if id(tensor) not in self.by_graph:
                 served.graph += 1
                 self.by_graph.add(id(tensor))
+            if self.engine.asleep:
+                continue
             if not served.compensated:
                 served.compensated, served.reason = plan.compensated, plan.reason
                 served.recurrence = plan.recurrence
@@ -237,6 +285,31 @@ class Supervisor:
     # The end.
 
     def _end(self) -> None:
+        if self.engine.asleep:
+            self.engine.asleep = False
+            unaccounted = [
+                owned.name
+                for (owned, write), before in zip(self.states.values(), self.versions, strict=True)
+                if version(write.tensor) != before and id(write.tensor) not in self.by_graph
+            ]
+            for owned, write in self.states.values():
+                self.served[write.tensor].unaccounted += owned.name in unaccounted
+        else:
+            unaccounted = self._settle()
+        if unaccounted:
+            self._warn_unaccounted(unaccounted)
+            self.quiet = False
+        if self.steps == _TRIED or not self.states:
+            self._say_if_nothing_was_needed()
+        if not self.keeps:
+            self.quiet = False
+            self.engine.forget()
+            self.states.clear()
+            self.by_id.clear()
+
+    def _settle(self) -> list[str]:
+        """Judge and settle what was written; return the names of what nobody accounts for."""
+        before = len(self.states)
         present = self._low()
         self.cycles = self._cycles(present)
         for owned in present:
@@ -245,9 +318,10 @@ class Supervisor:
                 self._know(owned)
             elif state[0].tensor is not owned.tensor or state[1].address != owned.tensor.data_ptr():
                 self._replaced(owned, state[1])
-        unaccounted = []
+        unaccounted, eager = [], len(self.states) != before
         for owned, write in self.states.values():
             served = self.served[write.tensor]
+            eager |= write.eager or write.tensor is not owned.tensor
             if not write.accounted:
                 served.unaccounted += 1
                 unaccounted.append(owned.name)
@@ -256,11 +330,19 @@ class Supervisor:
                 self._judge(owned, write, write.shadow)
             if not served.compensated:
                 write.shadow.made = None
-        if unaccounted:
-            self._warn_unaccounted(unaccounted)
-        if not self.keeps:
-            self.engine.forget()
-            self.states.clear()
+        self.quiet = not eager and bool(self.by_graph)
+        self.by_id = {id(w.tensor): self.served[w.tensor] for _, w in self.states.values()}
+        return unaccounted
+
+    def _say_if_nothing_was_needed(self) -> None:
+        floating = {o.tensor.dtype for o in self.owned() if o.tensor.is_floating_point()}
+        written = [s for s in self.served.values() if s.steps]
+        if (floating - set(LOW_PRECISION) or written) and not any(s.compensated for s in written):
+            dtypes = ", ".join(sorted(str(d).removeprefix("torch.") for d in floating))
+            self.warn(
+                f"nothing needed compensation: the states of this step are {dtypes}, and none of "
+                "them loses updates in its dtype; collage_fx.explain gives the reason for each"
+            )
 
     def _judge(self, owned: Owned, write: Write, shadow: Shadow) -> None:
         """Decide whether a state that the engine wrote keeps its residual; settle it."""
@@ -341,7 +423,7 @@ class Supervisor:
             "operations"
         )
 
-    def _missing(self, name: str, states: list[Write]) -> None:
+    def missing(self, name: str, states: list[Write]) -> None:
         """Note an operation without a rule; raise UnsupportedError if that was asked for.
 
         States for which the verdict is open, or is that they need no residual, are no reason.

@@ -120,6 +120,8 @@ class ResidualStore:
         self._residuals: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._of_memory: dict[tuple[Any, ...], Residual] = {}
         """For tensors that are made anew at each call, as `p.data` is: storage and layout."""
+        self.generation = 0
+        """How often a tensor was given a residual."""
 
     def get(self, tensor: Tensor) -> Residual | None:
         """Return the residual of tensor, or of another one that is the same piece of memory."""
@@ -143,11 +145,13 @@ class ResidualStore:
         residual = self.get(tensor)
         if residual is None or not _fits(tensor, residual.components):
             residual = self._residuals[tensor] = Residual(tensor, storage, name)
+            self.generation += 1
         return residual
 
     def adopt(self, tensor: Tensor, lo: Tensor | None, storage: str, name: str) -> Residual:
         """Make lo, or zeros, the residual of tensor, itself and not a copy."""
         residual = self._residuals[tensor] = Residual(tensor, storage, name)
+        self.generation += 1
         if lo is not None:
             residual.components = (lo,)
         return residual
