@@ -44,9 +44,10 @@ class Storm:
         if self.row >= STORM and not self.given_up:
             self.given_up = True
             self.session.warn_once(
-                f"the step makes a new graph at each call ({self.session.graphs} so far), since a "
-                "Python number that changes enters its arithmetic as a constant; the eager engine "
-                "serves it from now on. TORCH_LOGS=recompiles names the number; keep it in a tensor"
+                f"the step makes a new graph at each call ({self.session.graphs} so far): a Python "
+                "number that changes enters its arithmetic as a constant, or Dynamo guards tensors "
+                "that are new each time (TORCH_LOGS=recompiles says which); the eager engine serves "
+                "it from now on, slower and just as precisely"
             )
 
 

@@ -83,6 +83,7 @@ class _Expander:
 
     def op(self, target: Any, *args: Any, dtype: torch.dtype, **kwargs: Any) -> Node:
         """Append an operation with one result of this dtype."""
+        kwargs.pop("memory_format", None)  # the slice is traced on tensors of one dimension
         node = self.graph.call_function(target, args, kwargs)
         node.meta["dtype"] = dtype
         node.meta["scalar"] = all(n.meta["scalar"] for n in node.all_input_nodes)

@@ -1,0 +1,178 @@
+"""Steps of users: hooks, several optimizers, functions, graph breaks, numbers that change."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from tensors import bf16, with_grads
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import collage_fx
+from collage_fx.errors import CollageWarning, OptionError
+
+
+def close(found: Tensor, exact: float, rtol: float = 1e-3) -> bool:
+    return torch.allclose(found, torch.full_like(found, exact), rtol=rtol)
+
+
+def test_optimizers_stepped_in_backward_hooks() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3))).bfloat16()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizers = {p: torch.optim.SGD([p], lr=1e-4) for p in model.parameters()}
+    steps = {p: collage_fx.compile(o) for p, o in optimizers.items()}
+    sums = {p: torch.zeros(4, 4, dtype=torch.float64) for p in steps}
+
+    def hook(p: Tensor) -> None:
+        sums[p] += p.grad
+        steps[p]()
+        p.grad = None
+
+    for p in steps:
+        p.register_post_accumulate_grad_hook(hook)
+    for _ in range(6):
+        model(torch.randn(2, 4).bfloat16()).square().sum().backward()
+    for p, old in zip(model.parameters(), before, strict=True):
+        moved = old.double() - collage_fx.value(p)
+        assert torch.allclose(moved, 1e-4 * sums[p], rtol=0.01, atol=1e-6)
+
+
+def test_two_optimizers_over_one_parameter_share_its_residual() -> None:
+    p = torch.ones(8).bfloat16().requires_grad_()
+    first = collage_fx.compile(torch.optim.SGD([p], lr=1e-4))
+    second = collage_fx.compile(torch.optim.SGD([p], lr=2e-4, momentum=0.5))
+    momentum, exact = 0.0, 1.0
+    for _ in range(12):
+        p.grad = torch.ones_like(p)
+        first()
+        residual = collage_fx.residuals(p)[0]
+        second()
+        assert collage_fx.residuals(p)[0] is residual
+        momentum = 0.5 * momentum + 1
+        exact -= 1e-4 + 2e-4 * momentum
+    assert close(1 - collage_fx.value(p), 1 - exact, rtol=0.01)
+
+
+def functional(p: Tensor, g: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
+    m = 0.999 * m + 0.001 * g
+    return p - 1e-3 * m, m
+
+
+def test_states_that_a_function_returns_are_named_or_refused() -> None:
+    p, g, m = torch.ones(4).bfloat16(), torch.ones(4).bfloat16(), torch.zeros(4).bfloat16()
+    with pytest.warns(CollageWarning, match="carries="):
+        collage_fx.compile(functional)(p, g, m)
+    with pytest.raises(OptionError, match="no argument 'momentum'"):
+        collage_fx.compile(functional, carries=("p", "momentum"))
+    step = collage_fx.compile(functional, carries=("p", "m"))
+    exact, average = 1.0, 0.0
+    for _ in range(30):
+        p, m = step(p, g, m)
+        average = 0.999 * average + 0.001
+        exact -= 1e-3 * average
+    assert close(collage_fx.value(m), average) and not close(m.double(), average, rtol=1e-4)
+    assert close(1 - collage_fx.value(p), 1 - exact, rtol=0.05)
+
+
+class Scheduled(Optimizer):
+    """Bias corrections from a Python step count, in the ways that people write them."""
+
+    def __init__(self, params: list[Tensor], how: str) -> None:
+        super().__init__(params, {"how": how, "beta": 0.99})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state.update(step=0, m=torch.zeros_like(p))
+                state["step"] += 1
+                beta, n = group["beta"], state["step"]
+                power = math.pow(beta, n) if group["how"] == "math.pow" else beta**n
+                state["m"].mul_(beta).add_(p.grad, alpha=1 - beta)
+                p.add_(state["m"], alpha=-1e-4 / (1 - power))
+
+
+@pytest.mark.parametrize("how", ["**", "math.pow"])
+def test_a_python_step_count_makes_no_new_graph(how: str) -> None:
+    p = torch.ones(6).bfloat16().requires_grad_()
+    step = collage_fx.compile(Scheduled([p], how))
+    for _ in range(12):
+        p.grad = torch.ones_like(p)
+        step()
+    assert step._collage.graphs <= 3  # type: ignore[attr-defined]
+    assert close(1 - collage_fx.value(p), 12 * 1e-4, rtol=0.01)
+    assert math.pow(2, 3) == 8.0 and math.pow.__module__ == "math"
+
+
+class Broken(Optimizer):
+    """A step that Dynamo cuts in two."""
+
+    def __init__(self, params: list[Tensor], handed: bool) -> None:
+        super().__init__(params, {"handed": handed})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        group = self.param_groups[0]
+        (p,) = group["params"]
+        new = p - 1e-4 * p.grad if group["handed"] else p.mul_(1 - 1e-5)
+        torch._dynamo.graph_break()
+        if group["handed"]:
+            p.copy_(new)
+        else:
+            p.sub_(1e-4 * p.grad)
+
+
+def test_a_state_split_over_two_graphs_keeps_its_residual() -> None:
+    p = torch.ones(6).bfloat16().requires_grad_()
+    step = collage_fx.compile(Broken([p], handed=False))
+    exact = 1.0
+    for _ in range(10):
+        p.grad = torch.ones_like(p)
+        step()
+        exact = exact * (1 - 1e-5) - 1e-4
+    assert close(1 - collage_fx.value(p), 1 - exact, rtol=0.01)
+
+
+def test_a_value_handed_over_a_graph_break_is_noticed() -> None:
+    p = torch.ones(6).bfloat16().requires_grad_()
+    step = collage_fx.compile(Broken([p], handed=True))
+    p.grad = torch.ones_like(p)
+    with pytest.warns(CollageWarning, match="stores it in another"):
+        step()
+    start = collage_fx.value(p)
+    for _ in range(10):
+        step()
+    assert close(start - collage_fx.value(p), 10 * 1e-4, rtol=0.01)
+
+
+@pytest.mark.parametrize("arithmetic", ["eft", "wide"])
+def test_one_kernel_for_a_class_is_equal_to_one_for_each(arithmetic: Any) -> None:
+    shapes = [(8, 4), (7,), (3, 2, 5), (0,), (64,)] * 2
+    results = []
+    for multi_tensor in (False, True):
+        torch.manual_seed(3)
+        params = with_grads([bf16(*s) for s in shapes])
+        optimizer = torch.optim.AdamW(params, lr=1e-3)
+        step = collage_fx.compile(optimizer, arithmetic=arithmetic, multi_tensor=multi_tensor)
+        for _ in range(4):
+            step()
+        code = collage_fx.explain(step).output_code[-1]
+        assert ("collage.sweep" in code) == multi_tensor
+        values = [collage_fx.value(t) for p in params for t in (p, *optimizer.state[p].values())]
+        results.append(torch.cat([v.flatten() for v in values]))
+    if arithmetic == "eft":
+        assert torch.equal(*results)
+    else:
+        assert torch.allclose(*results, rtol=1e-5)
+
+
+def test_channels_last_parameter_with_a_contiguous_gradient() -> None:
+    p = torch.ones(2, 3, 4, 4).bfloat16().to(memory_format=torch.channels_last).requires_grad_()
+    p.grad = torch.ones(2, 3, 4, 4).bfloat16()
+    step = collage_fx.compile(torch.optim.SGD([p], lr=1e-4, momentum=0.9))
+    for _ in range(4):
+        step()
+    assert close(1 - collage_fx.value(p), 1e-4 * (1 + 1.9 + 2.71 + 3.439), rtol=0.01)
