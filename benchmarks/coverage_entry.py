@@ -41,7 +41,7 @@ STEPS = 24
 ROUNDING = 2.0**-9
 """The mean relative error of rounding to bf16, about."""
 NOTHING = "its steps change nothing"
-SAYS_LOST = re.compile("without compensation|not compensated|nothing needed compensation")
+SAYS_LOST = re.compile("without compensation|not compensated")
 """In warnings that a state is not compensated; others are of cost, such as graphs made in vain."""
 
 Values = dict[str, Tensor]

@@ -31,7 +31,6 @@ FOREACH: dict[str, Any] = {
     "_foreach_minimum": aten.minimum.default,
     "_foreach_mul": aten.mul.Tensor,
     "_foreach_neg": aten.neg.default,
-    "_foreach_norm": aten.linalg_vector_norm.default,
     "_foreach_pow": aten.pow.Tensor_Tensor,
     "_foreach_reciprocal": aten.reciprocal.default,
     "_foreach_rsqrt": aten.rsqrt.default,
