@@ -11,10 +11,7 @@ from torch.optim import Optimizer
 from collage_fx import checkpoint
 from collage_fx.backend import Session
 from collage_fx.config import split_options
-from collage_fx.ownership import (
-    live_optimizers,
-    owners_of,
-)
+from collage_fx.ownership import family, live_optimizers, owners_of
 from collage_fx.report import Report
 from collage_fx.runtime.residuals import STORE
 from collage_fx.steps import compile_function, compile_optimizer, in_place, report_of
@@ -53,7 +50,8 @@ def compile(
     config, inductor = split_options(options, mode)
     if isinstance(optimizer_or_function, Optimizer):
         optimizer = optimizer_or_function
-        checkpoint.attach(optimizer)
+        for one in family(optimizer):
+            checkpoint.attach(one)
         session = Session(config, inductor, optimizer=weakref.ref(optimizer))
         return compile_optimizer(optimizer, session)
     if not callable(optimizer_or_function):

@@ -28,8 +28,8 @@ def attach(optimizer: Optimizer) -> None:
 
     Residuals that a checkpoint left in the parameter groups before are taken over. Idempotent.
     """
-    if optimizer in _ATTACHED:
-        return
+    if optimizer in _ATTACHED or not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
+        return  # the latter wraps another optimizer, and has never been an Optimizer of its own
     _ATTACHED.add(optimizer)
     optimizer.register_state_dict_post_hook(_save)
     optimizer.register_load_state_dict_pre_hook(_check)

@@ -56,7 +56,7 @@ def held_tensors(optimizer: Optimizer) -> Iterator[Owned]:
     That is in its parameter groups, under other keys of its state, in attributes, and in
     optimizers that it wraps. They are in no place that a checkpoint could name.
     """
-    for n, one in enumerate(_family(optimizer)):
+    for n, one in enumerate(family(optimizer)):
         for owned in owned_tensors(one):
             yield owned if one is optimizer else replace(owned, group=1000 * n + owned.group)
         params = {id(p) for group in one.param_groups for p in group["params"]}
@@ -72,7 +72,7 @@ def held_tensors(optimizer: Optimizer) -> Iterator[Owned]:
                 yield Owned(tensor, n, -1, path, f"{path} of {type(one).__name__}")
 
 
-def _family(optimizer: Optimizer) -> list[Optimizer]:
+def family(optimizer: Optimizer) -> list[Optimizer]:
     """Return the optimizer and those that it wraps."""
     found = [optimizer]
     for one in found:
@@ -87,7 +87,7 @@ def state_count(optimizer: Optimizer) -> int:
     """Return a number that changes when the optimizer makes a state."""
     return sum(
         len(state)
-        for one in _family(optimizer)
+        for one in family(optimizer)
         for state in one.state.values()
         if isinstance(state, dict)
     )

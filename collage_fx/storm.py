@@ -46,8 +46,8 @@ class Storm:
             self.session.warn_once(
                 f"the step makes a new graph at each call ({self.session.graphs} so far): a Python "
                 "number that changes enters its arithmetic as a constant, or Dynamo guards tensors "
-                "that are new each time (TORCH_LOGS=recompiles says which); the eager engine serves "
-                "it from now on, slower and just as precisely"
+                "that are new each time (TORCH_LOGS=recompiles says which). The eager engine does "
+                "the steps from now on, more slowly and as precisely"
             )
 
 

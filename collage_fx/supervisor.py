@@ -234,8 +234,8 @@ class Supervisor:
         self.eager_only = True
         self.warn(
             f"{self.subject} computes the new value of {name} in one compiled graph and stores it "
-            "in another (a graph break lies between: TORCH_LOGS=graph_breaks), which drops its low "
-            "word; the eager engine serves the steps from now on"
+            "in another, or not in place at all, which drops its low word in this step; the eager "
+            "engine does the steps from now on. TORCH_LOGS=graph_breaks shows what cuts the step"
         )
 
     def _hand_over(self, written: list[tuple[Tensor, StatePlan]]) -> None:
@@ -408,8 +408,7 @@ class Supervisor:
         old.version = version(old.tensor)
         if shadow is None or not (shadow.forms or shadow.lo is not None):
             if id(owned.tensor) in self.returned:
-                served.unaccounted += 1
-                self._warn_unaccounted([owned.name])
+                self.chained(owned.name)
             return
         served.eager += 1
         self._judge(owned, old, shadow)
