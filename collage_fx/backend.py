@@ -16,6 +16,7 @@ from torch._functorch._aot_autograd.descriptors import (
     ParamAOTInput,
     PlainAOTInput,
 )
+from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.exc import InductorError
@@ -289,6 +290,25 @@ class _Graph:
         source = self.sources[descriptor.idx] if isinstance(descriptor, PlainAOTInput) else ""
         words = re.findall(r"[A-Za-z_]\w*", source)
         return words[-1] if words else placeholder.name
+
+    def _refuse_outer_writes(self, gm: GraphModule) -> None:
+        """Refuse a graph whose new values AOTAutograd itself writes back, after the graph has run.
+
+        So it does with a parameter that was updated through `.data`: no copy_ is in the graph.
+        """
+        context = TracingContext.try_get()
+        metadata = context.fw_metadata if context is not None else None
+        if metadata is None:
+            return
+        inputs = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
+        outer = [inputs[i] for i in metadata.mutated_inp_runtime_indices if i < len(inputs)]
+        if any(isinstance(v, Tensor) and v.dtype in LOW_PRECISION for v in outer):
+            self.refused = True
+            if self.session.supervisor() is None:
+                self.session.warn_once(
+                    "not compensated: parameters updated through .data; update them in place under "
+                    "torch.no_grad(), or use collage_fx.compile, which does that eagerly"
+                )
 
     def _warn_differentiated(self, gm: GraphModule) -> None:
         """Say that a graph whose outputs are differentiated is compiled as it stands.
