@@ -217,6 +217,7 @@ class _Graph:
 
     def inner(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         """Rewrite the functional graph, compile it and bind its residuals."""
+        self._refuse_outer_writes(gm)
         if not kwargs.get("is_inference", False):
             self._warn_differentiated(gm)
             return compile_fx_inner(gm, example_inputs, **kwargs)

@@ -176,3 +176,25 @@ def test_channels_last_parameter_with_a_contiguous_gradient() -> None:
     for _ in range(4):
         step()
     assert close(1 - collage_fx.value(p), 1e-4 * (1 + 1.9 + 2.71 + 3.439), rtol=0.01)
+
+
+class OldStyle(Optimizer):
+    """As optimizers were written before torch.no_grad."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        super().__init__(params, {})
+
+    def step(self) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.data.add_(p.grad.data, alpha=-1e-4)
+
+
+def test_parameters_updated_through_data_under_grad_mode() -> None:
+    p = torch.ones(4).bfloat16().requires_grad_()
+    p.grad = torch.ones_like(p)
+    step = collage_fx.compile(OldStyle([p]))
+    for _ in range(10):
+        step()
+    assert close(1 - collage_fx.value(p), 1e-3, rtol=0.01)
+    with pytest.warns(CollageWarning, match=r"through \.data"):
+        torch.compile(OldStyle([p]).step, backend="collage")()
