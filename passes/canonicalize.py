@@ -41,6 +41,8 @@ FOREACH: dict[str, Any] = {
 }
 # Where the operand is a Python number these overloads take it.
 _WITH_NUMBER: dict[Any, Any] = {
+    aten.maximum.default: aten.clamp_min.default,
+    aten.minimum.default: aten.clamp_max.default,
     aten.clamp_max.Tensor: aten.clamp_max.default,
     aten.clamp_min.Tensor: aten.clamp_min.default,
     aten.lerp.Tensor: aten.lerp.Scalar,
@@ -84,7 +86,8 @@ def canonicalize(program: Program) -> None:
         add = aten.add.Tensor(v32, mul_1)
         v_new = prims.convert_element_type(add, torch.bfloat16)
     """
-    inputs = [n.meta["val"] for n in program.source.graph.find_nodes(op="placeholder")]
+    # An input that no operation uses may have no value.
+    inputs = [n.meta.get("val") for n in program.source.graph.find_nodes(op="placeholder")]
     tensors = [v for v in inputs if isinstance(v, Tensor)]
     builder = _Builder(max(tensors, key=lambda t: t.dim(), default=torch.empty(())))
     for node in program.source.graph.nodes:
