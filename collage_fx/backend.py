@@ -25,7 +25,7 @@ from torch.fx import GraphModule, Node
 from torch.optim import Optimizer
 
 from collage_fx import watch
-from collage_fx.binding import Residuals, Static
+from collage_fx.binding import Code, Residuals, Static
 from collage_fx.config import CollageConfig, split_options
 from collage_fx.ownership import live_optimizers, owners_of
 from collage_fx.passes import run_passes
@@ -143,39 +143,6 @@ class _Step:
         return result
 
 
-@dataclass
-class _Code:
-    """A compiled graph with what it does to the carried states."""
-
-    function: Callable[..., Any]
-    residuals: Residuals | None
-    states: list[tuple[Callable[[tuple[Any, ...]], Tensor | None], StatePlan]]
-    """The carried states of 16 bits: how to find each, and its verdict."""
-    refused: bool
-    """Whether a state that needs a residual cannot have one in this graph."""
-
-    def run(self, args: tuple[Any, ...]) -> Any:
-        """Run the graph with its residuals."""
-        if self.residuals is None:
-            return self.function(*args)
-        self.residuals.gather(args)
-        result = self.function(*args)
-        self.residuals.settle()
-        return result
-
-    def written(self, args: tuple[Any, ...]) -> list[tuple[Tensor, StatePlan]]:
-        """Return the tensors of 16 bits that a call writes."""
-        return [(t, plan) for find, plan in self.states if (t := find(args)) is not None]
-
-    def drops_residual(self, args: tuple[Any, ...]) -> list[str]:
-        """Return the names of states that have a residual which this graph does not know of."""
-        return [
-            plan.name
-            for tensor, plan in self.written(args)
-            if not plan.compensated and not plan.replaced and STORE.get(tensor) is not None
-        ]
-
-
 class _Graph:
     """One Dynamo graph on its way to a callable."""
 
@@ -195,7 +162,7 @@ class _Graph:
         self.plan: list[StatePlan] = []
         self.refused = False
 
-    def compile(self, example_inputs: Sequence[Any]) -> _Code:
+    def compile(self, example_inputs: Sequence[Any]) -> Code:
         """Compile the graph."""
         self.inputs = self.args or example_inputs
         # The cache of AOTAutograd sees neither our inner_compile nor the residuals it binds.
@@ -213,7 +180,7 @@ class _Graph:
         ]
         refused = self.refused or any(s.refused and s.dtype in LOW_PRECISION for s in self.plan)
         del self.owners, self.inputs  # they keep optimizers and tensors alive
-        return _Code(function, self.residuals, states, refused)
+        return Code(function, self.residuals, states, refused)
 
     def inner(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         """Rewrite the functional graph, compile it and bind its residuals."""

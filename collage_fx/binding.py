@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -108,3 +109,36 @@ class Residuals:
                 "collage_fx.compile(function) instead of the backend string silences this"
             )
         return list(ownerless.values())
+
+
+@dataclass
+class Code:
+    """A compiled graph with what it does to the carried states."""
+
+    function: Callable[..., Any]
+    residuals: Residuals | None
+    states: list[tuple[Callable[[tuple[Any, ...]], Tensor | None], StatePlan]]
+    """The carried states of 16 bits: how to find each, and its verdict."""
+    refused: bool
+    """Whether a state that needs a residual cannot have one in this graph."""
+
+    def run(self, args: tuple[Any, ...]) -> Any:
+        """Run the graph with its residuals."""
+        if self.residuals is None:
+            return self.function(*args)
+        self.residuals.gather(args)
+        result = self.function(*args)
+        self.residuals.settle()
+        return result
+
+    def written(self, args: tuple[Any, ...]) -> list[tuple[Tensor, StatePlan]]:
+        """Return the tensors of 16 bits that a call writes."""
+        return [(t, plan) for find, plan in self.states if (t := find(args)) is not None]
+
+    def drops_residual(self, args: tuple[Any, ...]) -> list[str]:
+        """Return the names of states that have a residual which this graph does not know of."""
+        return [
+            plan.name
+            for tensor, plan in self.written(args)
+            if not plan.compensated and not plan.replaced and STORE.get(tensor) is not None
+        ]

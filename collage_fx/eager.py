@@ -15,10 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporaril
 from torch.utils._pytree import tree_map
 
 from collage_fx.operands import COPIES, Operands, Write, result_dtype, tensors_of
-from collage_fx.passes.canonicalize import single_overload
 from collage_fx.passes.eager import Forms, Traced, supports
 from collage_fx.passes.forms import CURVED, Form, bound
-from collage_fx.passes.overloads import functional, is_foreach, overwrites, written
+from collage_fx.passes.overloads import computes, each, functional, is_foreach, overwrites, written
 from collage_fx.passes.program import LOW_PRECISION, Arithmetic
 from collage_fx.passes.rules.structural import STRUCTURE
 from collage_fx.runtime.eft import WIDER
@@ -130,7 +129,7 @@ class Engine(TorchDispatchMode):
             return func(*args, **kwargs)
         op = functional(func)
         if is_foreach(func) and op is not None:
-            return [self._read(one, one, a, k) for one, a, k in _each(op, args, kwargs)]
+            return [self._read(one, one, a, k) for one, a, k in each(op, args, kwargs)]
         return self._read(func, op, args, kwargs)
 
     def _write(self, func: Any, names: tuple[str, ...], args: Any, kwargs: Any) -> Any:
@@ -151,7 +150,7 @@ class Engine(TorchDispatchMode):
             return self._together(func, targets, args, kwargs)
         target = next(iter(targets.values()))
         if is_foreach(func):
-            for one, single, more in _each(op, args, kwargs):
+            for one, single, more in each(op, args, kwargs):
                 self._write_one(func, one, single[0], single, more)
             return None
         if "out" in targets:
@@ -184,7 +183,7 @@ class Engine(TorchDispatchMode):
         by_rule = dtype is not None and supports(op) and func not in COPIES
         if by_rule and result_dtype(tensors) == dtype:
             return self._keep(self.operands.by_rule(op, dtype, args, kwargs), tensors)
-        if dtype is not None and one_dtype and not supports(op) and _computes(func):
+        if dtype is not None and one_dtype and not supports(op) and computes(func):
             return self._read_joined(func, dtype, tensors, args, kwargs)
         wider = any(t.dtype in WIDER.values() and t.dim() for t in tensors) or func in COPIES
         result = func(*(tree_map(self.operands.joined, args) if wider else args), **kwargs)
@@ -373,32 +372,6 @@ def _takes_over(write: Write, forms: Forms) -> bool:
     return write not in forms or any(
         origin is not write and form.carries and (form.b == "nonlinear" or bound(form.a) >= 0.5)
         for origin, form in forms.items()
-    )
-
-
-def _each(op: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
-    """Yield what a _foreach operation does to each tensor: operation, arguments, by name."""
-    for i in range(len(args[0] if isinstance(args[0], list | tuple) else args[1])):
-
-        def pick(a: Any, i: int = i) -> Any:
-            if isinstance(a, Tensor) and a.dim() == 1:  # one number for each tensor
-                return a[i].item()
-            return a[i] if isinstance(a, list | tuple) else a
-
-        single, more = tuple(map(pick, args)), {k: pick(v) for k, v in kwargs.items()}
-        if op in (aten.addcmul.default, aten.addcdiv.default) and len(single) > 3:
-            single, more = single[:3], {"value": single[3]}
-        yield single_overload(op, single), single, more
-
-
-def _computes(func: Any) -> bool:
-    """Tell whether the results of func are computed from the values of its operands alone."""
-    name = func._schema.name.removeprefix("aten::")
-    return (
-        torch.Tag.nondeterministic_seeded not in func.tags
-        and not name.endswith("_like")
-        and not name.startswith(("new_", "_local_scalar", "equal", "_foreach_"))
-        and "ScalarType" not in str(func._schema.returns)
     )
 
 

@@ -14,22 +14,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 from collage_fx.config import CollageConfig
 from collage_fx.eager import Engine
 from collage_fx.errors import UnsupportedError
+from collage_fx.judge import TRIED, Judge, place_of
 from collage_fx.operands import Write
 from collage_fx.ownership import Owned
-from collage_fx.passes.criticality import critical
 from collage_fx.passes.expand import WAY_OUT
-from collage_fx.passes.forms import FREE, Form
-from collage_fx.passes.plan import verdict
-from collage_fx.passes.program import LOW_PRECISION, Carried, Recurrence, StatePlan
-from collage_fx.passes.recurrence import recurrence_of
-from collage_fx.passes.system import joint_recurrences
+from collage_fx.passes.forms import Form
+from collage_fx.passes.program import LOW_PRECISION, StatePlan
 from collage_fx.report import Served
 from collage_fx.runtime.residuals import STORE, clear_stale, version
-from collage_fx.shadows import Shadow, has_memory, overlapping
-
-_TRIED = 2
-"""Steps in which a state has a residual until its recurrence has shown whether it needs one. Later
-its recurrence is followed all the same: a coefficient may come near one as training goes on."""
+from collage_fx.shadows import has_memory, overlapping
 
 
 class Supervisor:
@@ -62,6 +55,7 @@ class Supervisor:
         self.engine = Engine(config.arithmetic, self)
         self.states: dict[Any, tuple[Owned, Write]] = {}
         """Place of a state -> its tensor at the beginning of the step."""
+        self.judge = Judge(config, self.served, self.states, self.engine.shadows)
         self.by_graph: set[int] = set()
         self.returned: set[int] = set()
         self.sources: dict[Any, GraphModule] = {}
@@ -78,8 +72,6 @@ class Supervisor:
         self.resumed = False
         """Whether the states have just come from a checkpoint: those of them that have no residual
         there were judged before, and a residual for the time being would change their bits."""
-        self.cycles: dict[Any, Recurrence] = {}
-        """Place of a state -> what its step does to it together with others."""
         self.without_rule: set[str] = set()
         """Operations that the eager engine did as join - op - split."""
 
@@ -132,7 +124,7 @@ class Supervisor:
         if len(present) != len(self.states):
             return False
         for owned in present:
-            state = self.states.get(_place(owned))
+            state = self.states.get(place_of(owned))
             if state is None or state[0].tensor is not owned.tensor:
                 return False
             if state[1].address != owned.tensor.data_ptr() or not state[1].shadow.same(
@@ -150,7 +142,7 @@ class Supervisor:
             if served.eager:
                 clear_stale([(tensor, residual)])
             shadow.made = residual.components[0]
-        elif served.judged < _TRIED:
+        elif served.judged < TRIED:
             shadow.make = functools.partial(torch.zeros_like, tensor, requires_grad=False)
         if not served.compensated:
             shadow.forms = {write: Form(1)}
@@ -178,11 +170,11 @@ class Supervisor:
         if served is None:
             served = self.served[tensor] = Served(owned.name, tensor.dtype, tuple(tensor.shape))
             if self.resumed and STORE.get(tensor) is None:
-                served.judged = _TRIED
+                served.judged = TRIED
         served.name = owned.name  # a graph may have known it as an argument only
         write = self.engine.know(tensor)
         self._refresh(write)
-        self.states[_place(owned)] = owned, write
+        self.states[place_of(owned)] = owned, write
 
     def enlist(self) -> None:
         """Take up the states that the step has made since it began."""
@@ -190,7 +182,7 @@ class Supervisor:
         if count != self.counted:
             self.counted = count
             for owned in self._low():
-                if _place(owned) not in self.states:
+                if place_of(owned) not in self.states:
                     self._know(owned)
 
     def prepare(self, write: Write) -> None:
@@ -245,7 +237,7 @@ class Supervisor:
             if write is None or not write.wrote or not write.accounted:
                 continue
             served = self.served[tensor]
-            wanted = served.compensated or served.judged < _TRIED
+            wanted = served.compensated or served.judged < TRIED
             if wanted and STORE.get(tensor) is None and write.shadow.made is not None:
                 STORE.adopt(
                     tensor, write.shadow.made, self.config.storage, self.served[tensor].name
@@ -299,7 +291,7 @@ class Supervisor:
         if unaccounted:
             self._warn_unaccounted(unaccounted)
             self.quiet = False
-        if self.steps == _TRIED or not self.states:
+        if self.steps == TRIED or not self.states:
             self._say_if_nothing_was_needed()
         if not self.keeps:
             self.quiet = False
@@ -311,9 +303,9 @@ class Supervisor:
         """Judge and settle what was written; return the names of what nobody accounts for."""
         before = len(self.states)
         present = self._low()
-        self.cycles = self._cycles(present)
+        self.judge.find_cycles(present)
         for owned in present:
-            state = self.states.get(_place(owned))
+            state = self.states.get(place_of(owned))
             if state is None:
                 self._know(owned)
             elif state[0].tensor is not owned.tensor or state[1].address != owned.tensor.data_ptr():
@@ -327,7 +319,7 @@ class Supervisor:
                 unaccounted.append(owned.name)
             elif write.eager:
                 served.eager += 1
-                self._judge(owned, write, write.shadow)
+                self.judge.judge(owned, write, write.shadow)
             if not served.compensated:
                 write.shadow.made = None
         self.quiet = not eager and bool(self.by_graph)
@@ -344,58 +336,6 @@ class Supervisor:
                 "them loses updates in its dtype; collage_fx.explain gives the reason for each"
             )
 
-    def _judge(self, owned: Owned, write: Write, shadow: Shadow) -> None:
-        """Decide whether a state that the engine wrote keeps its residual; settle it."""
-        tensor, served = owned.tensor, self.served[write.tensor]
-        if not served.compensated:
-            served.judged += 1
-            found = recurrence_of(shadow.forms.get(write, FREE))
-            has_param = any(o.owner == "param" for o, _ in self.states.values())
-            carried = Carried(-1, owned.name, owned.owner, False, tensor)
-            cycle = self.cycles.get(_place(owned))
-            if cycle is not None and found.kind in ("overwritten", "linear"):
-                found = cycle
-            keep, reason = verdict(carried, found, self.config.level, has_param)
-            source = self._source(write, shadow)
-            if not keep and source:
-                keep, reason = True, f"takes over the value of {source}"
-            served.compensated, served.reason, served.recurrence = keep, reason, found.text
-        if served.compensated:
-            lo = shadow.low(tensor)
-            residual = STORE.get(tensor)
-            if residual is None or (lo is not None and residual.components[0] is not lo):
-                STORE.adopt(tensor, lo, self.config.storage, owned.name)
-                if owned.owner == "tensor":
-                    STORE.share_by_memory(tensor)
-            else:
-                residual.settle(tensor)
-
-    def _cycles(self, present: list[Owned]) -> dict[Any, Recurrence]:
-        """Return, by place, the recurrences of states that only together keep what they hold."""
-        writes = {w: place for place, (_, w) in self.states.items()}
-        forms: dict[Any, dict[Any, Form]] = {}
-        for owned in present:
-            place, shadow = _place(owned), self.engine.shadows.find(owned.tensor)
-            state = self.states.get(place)
-            if state is None or shadow is None or self.served[state[1].tensor].compensated:
-                continue
-            found = {writes[k]: f for k, f in shadow.forms.items() if k in writes and f.carries}
-            if (
-                found
-                and not critical(recurrence_of(found.get(place, FREE)), shadow.dtype, "auto")[0]
-            ):
-                forms[place] = found
-        if sum(any(k != place for k in found) for place, found in forms.items()) < 1:
-            return {}
-        return joint_recurrences(forms, {p: self.states[p][0].name for p in forms})
-
-    def _source(self, write: Write, shadow: Shadow) -> str:
-        """Return the name of a compensated state whose value this one has taken over."""
-        for origin, form in shadow.forms.items():
-            if origin is not write and form.carries and self.served[origin.tensor].compensated:
-                return str(self.served[origin.tensor].name)
-        return ""
-
     def _replaced(self, owned: Owned, old: Write) -> None:
         """Go on where a step put another tensor, or other memory, in the place of a state."""
         shadow = self.engine.shadows.find(owned.tensor)
@@ -411,7 +351,7 @@ class Supervisor:
                 self.chained(owned.name)
             return
         served.eager += 1
-        self._judge(owned, old, shadow)
+        self.judge.judge(owned, old, shadow)
 
     def _warn_unaccounted(self, names: list[str]) -> None:
         more = f" and {len(names) - 4} more" if names[4:] else ""
@@ -442,7 +382,3 @@ class Supervisor:
                 f"{name} has no rule: on the path of {where}, in {self.subject}, outside compiled "
                 f"graphs. {WAY_OUT}"
             )
-
-
-def _place(owned: Owned) -> Any:
-    return owned.group, owned.param, owned.key

@@ -1,12 +1,14 @@
 """Which functional single-tensor operation an operation of eager PyTorch is a form of."""
 
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._ops import OpOverload
 
-from collage_fx.passes.canonicalize import FOREACH
+from collage_fx.passes.canonicalize import FOREACH, single_overload
 from collage_fx.passes.eager import supports
 
 aten = torch.ops.aten
@@ -69,3 +71,29 @@ OVERWRITING = frozenset(
 def overwrites(op: OpOverload) -> bool:
     """Tell whether op replaces what it writes by something that no other tensor determines."""
     return op._schema.name.removeprefix("aten::") in OVERWRITING
+
+
+def each(op: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """Yield what a _foreach operation does to each tensor: operation, arguments, by name."""
+    for i in range(len(args[0] if isinstance(args[0], list | tuple) else args[1])):
+
+        def pick(a: Any, i: int = i) -> Any:
+            if isinstance(a, Tensor) and a.dim() == 1:  # one number for each tensor
+                return a[i].item()
+            return a[i] if isinstance(a, list | tuple) else a
+
+        single, more = tuple(map(pick, args)), {k: pick(v) for k, v in kwargs.items()}
+        if op in (aten.addcmul.default, aten.addcdiv.default) and len(single) > 3:
+            single, more = single[:3], {"value": single[3]}
+        yield single_overload(op, single), single, more
+
+
+def computes(func: Any) -> bool:
+    """Tell whether the results of func are computed from the values of its operands alone."""
+    name = func._schema.name.removeprefix("aten::")
+    return (
+        torch.Tag.nondeterministic_seeded not in func.tags
+        and not name.endswith("_like")
+        and not name.startswith(("new_", "_local_scalar", "equal", "_foreach_"))
+        and "ScalarType" not in str(func._schema.returns)
+    )

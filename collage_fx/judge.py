@@ -1,0 +1,94 @@
+"""Which of the states that the eager engine writes keep a residual: the verdicts of the graphs."""
+
+from typing import Any
+
+from torch.utils.weak import WeakIdKeyDictionary
+
+from collage_fx.config import CollageConfig
+from collage_fx.operands import Write
+from collage_fx.ownership import Owned
+from collage_fx.passes.criticality import critical
+from collage_fx.passes.forms import FREE, Form
+from collage_fx.passes.plan import verdict
+from collage_fx.passes.program import Carried, Recurrence
+from collage_fx.passes.recurrence import recurrence_of
+from collage_fx.passes.system import joint_recurrences
+from collage_fx.runtime.residuals import STORE
+from collage_fx.shadows import Shadow, Shadows
+
+TRIED = 2
+"""Steps in which a state has a residual until its recurrence has shown whether it needs one. Later
+its recurrence is followed all the same: a coefficient may come near one as training goes on."""
+
+
+class Judge:
+    """Judges states by the recurrences that their updates have shown."""
+
+    def __init__(
+        self,
+        config: CollageConfig,
+        served: WeakIdKeyDictionary,
+        states: dict[Any, tuple[Owned, Write]],
+        shadows: Shadows,
+    ) -> None:
+        self.config = config
+        self.served = served
+        self.states = states
+        self.shadows = shadows
+        self.cycles: dict[Any, Recurrence] = {}
+        """Place of a state -> what its step does to it together with others."""
+
+    def judge(self, owned: Owned, write: Write, shadow: Shadow) -> None:
+        """Decide whether a state that the engine wrote keeps its residual; settle it."""
+        tensor, served = owned.tensor, self.served[write.tensor]
+        if not served.compensated:
+            served.judged += 1
+            found = recurrence_of(shadow.forms.get(write, FREE))
+            has_param = any(o.owner == "param" for o, _ in self.states.values())
+            carried = Carried(-1, owned.name, owned.owner, False, tensor)
+            cycle = self.cycles.get(place_of(owned))
+            if cycle is not None and found.kind in ("overwritten", "linear"):
+                found = cycle
+            keep, reason = verdict(carried, found, self.config.level, has_param)
+            source = self._source(write, shadow)
+            if not keep and source:
+                keep, reason = True, f"takes over the value of {source}"
+            served.compensated, served.reason, served.recurrence = keep, reason, found.text
+        if served.compensated:
+            lo = shadow.low(tensor)
+            residual = STORE.get(tensor)
+            if residual is None or (lo is not None and residual.components[0] is not lo):
+                STORE.adopt(tensor, lo, self.config.storage, owned.name)
+                if owned.owner == "tensor":
+                    STORE.share_by_memory(tensor)
+            else:
+                residual.settle(tensor)
+
+    def find_cycles(self, present: list[Owned]) -> None:
+        """Find, by place, the recurrences of states that only together keep what they hold."""
+        writes = {w: place for place, (_, w) in self.states.items()}
+        forms: dict[Any, dict[Any, Form]] = {}
+        for owned in present:
+            place, shadow = place_of(owned), self.shadows.find(owned.tensor)
+            state = self.states.get(place)
+            if state is None or shadow is None or self.served[state[1].tensor].compensated:
+                continue
+            found = {writes[k]: f for k, f in shadow.forms.items() if k in writes and f.carries}
+            alone = recurrence_of(found.get(place, FREE))
+            if found and not critical(alone, shadow.dtype, "auto")[0]:
+                forms[place] = found
+        together = any(k != place for place, found in forms.items() for k in found)
+        names = {p: self.states[p][0].name for p in forms}
+        self.cycles = joint_recurrences(forms, names) if together else {}
+
+    def _source(self, write: Write, shadow: Shadow) -> str:
+        """Return the name of a compensated state whose value this one has taken over."""
+        for origin, form in shadow.forms.items():
+            if origin is not write and form.carries and self.served[origin.tensor].compensated:
+                return str(self.served[origin.tensor].name)
+        return ""
+
+
+def place_of(owned: Owned) -> Any:
+    """Return a key that stays the same when another tensor takes the place of a state."""
+    return owned.group, owned.param, owned.key
