@@ -21,6 +21,8 @@ STORM = 5
 The first calls differ by nature: states are made, a changed learning rate becomes an input.
 """
 _SETTLING = 2
+_MANY = 12
+"""Graphs of one step; with so many, the second call in a row that makes another is one too many."""
 
 
 class Storm:
@@ -41,7 +43,8 @@ class Storm:
         self.calls += 1
         compiled = counters["stats"]["unique_graphs"] > graphs
         self.row = self.row + 1 if compiled and self.calls > _SETTLING else 0
-        if self.row >= STORM and not self.given_up:
+        many = self.row > 1 and self.session.graphs >= _MANY
+        if (self.row >= STORM or many) and not self.given_up:
             self.given_up = True
             self.session.warn_once(
                 f"the step makes a new graph at each call ({self.session.graphs} so far): a Python "
