@@ -198,3 +198,10 @@ def test_parameters_updated_through_data_under_grad_mode() -> None:
     assert close(1 - collage_fx.value(p), 1e-3, rtol=0.01)
     with pytest.warns(CollageWarning, match=r"through \.data"):
         torch.compile(OldStyle([p]).step, backend="collage")()
+
+
+def test_explain_names_the_engine_that_serves_a_state() -> None:
+    found = collage_fx.explain(torch.optim.Adafactor(with_grads([bf16(4, 4)])))
+    (param,) = [s for s in found.plan if s.name.startswith("param")]
+    assert found.engine[param.name] == "eager" and param.compensated and param.residual_bytes == 32
+    assert "eager" in str(found)
