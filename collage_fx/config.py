@@ -30,7 +30,8 @@ class CollageConfig:
 
     level: Level = "auto"
     """Which carried states get residuals: `light` (parameters), `plus` (and states whose decay
-    rounds away, such as Adam's second moment), `auto` (what the analysis finds critical), `all`."""
+    rounds away, such as Adam's second moment), `auto` (parameters and what the analysis finds
+    critical), `all`."""
     arithmetic: Arithmetic = "eft"
     """`eft`: each operation on the carried path in the state's own dtype with its error caught, as
     in the Collage paper. `wide`: the step in fp32 registers, split once at the store."""

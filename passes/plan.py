@@ -142,7 +142,12 @@ def verdict(carried: Carried, found: Recurrence, level: Level, has_param: bool) 
         return True, f"parameter, level {level}"
     if level == "light":
         return _light(carried, found, has_param)
-    return critical(found, carried.val.dtype, level)
+    keep, reason = critical(found, carried.val.dtype, level)
+    if carried.owner == "param" and not keep:
+        # An average whose input hardly moves, as the iterates of some methods are: its rounding
+        # does not grow, and is as large as the progress that a small learning rate makes.
+        return True, f"parameter: {reason.partition(',')[0]}, but each update is small beside it"
+    return keep, reason
 
 
 def _light(carried: Carried, found: Recurrence, has_param: bool) -> tuple[bool, str]:
