@@ -150,7 +150,7 @@ def test_a_value_handed_over_a_graph_break_is_noticed() -> None:
 
 @pytest.mark.parametrize("arithmetic", ["eft", "wide"])
 def test_one_kernel_for_a_class_is_equal_to_one_for_each(arithmetic: Any) -> None:
-    shapes = [(8, 4), (7,), (3, 2, 5), (0,), (64,)] * 2
+    shapes = [(8, 4), (7,), (0,), (3, 2, 5)]
     results = []
     for multi_tensor in (False, True):
         torch.manual_seed(3)
