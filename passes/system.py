@@ -178,7 +178,8 @@ def joint_recurrences(
         factor = _factor_of([[forms[a].get(b, FREE) for b in cycle] for a in cycle])
         if factor is not None:
             others = " and ".join(names[j] for j in cycle if j != i)
-            terms = " + ".join(f"{written(f.a)}{names[j]}" for j, f in forms[i].items())
+            known = {j: f for j, f in forms[i].items() if j in names}
+            terms = " + ".join(f"{written(f.a)}{names[j]}" for j, f in known.items())
             found[i] = Recurrence(
                 "linear", factor, f"x' = {terms} + B", together=f"on a cycle with {others}"
             )
