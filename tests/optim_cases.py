@@ -47,6 +47,8 @@ class Case:
         }
         if self.name == "Adafactor":  # its default is the eps of the parameter's dtype
             given["eps"] = (2**-10, 1e-3)
+        if self.name == "LBFGS":
+            given |= {"max_iter": 4, "history_size": 5}
         return {**given, **switches[self.impl]}
 
     @property
@@ -123,19 +125,24 @@ def trained(
             p.grad = g.to(dtype)
             if case.name == "SparseAdam":
                 p.grad = p.grad.to_sparse()
-        step(*([bowl(params, scale)] if case.info.step_requires_closure else []))
+        model = dtype if dtype is torch.float64 else stream
+        step(*([bowl(params, scale, model)] if case.info.step_requires_closure else []))
     return [collage_fx.value(p).clone() for p in params]
 
 
-def bowl(params: list[Tensor], scale: float) -> Callable[[], Tensor]:
-    """Return a closure for an optimizer that searches: a quadratic function of the parameters."""
+def bowl(params: list[Tensor], scale: float, model: torch.dtype) -> Callable[[], Tensor]:
+    """Return a closure for an optimizer that searches: a quadratic function of the parameters.
+
+    Gradients are those of a model in the dtype model, whatever the parameters are kept in.
+    """
 
     def closure() -> Tensor:
         losses = []
         for p in params:
-            curvature = torch.linspace(0.5, 1.5, p.numel()).to(p.dtype).view_as(p)
-            p.grad = curvature * (p.detach() - 0.3 * scale)
-            losses.append(0.5 * (p.grad * (p.detach() - 0.3 * scale)).sum())
+            away = p.detach().to(model) - 0.3 * scale
+            slope = torch.linspace(0.5, 1.5, p.numel()).to(model).view_as(p) * away
+            p.grad = slope.to(p.dtype)
+            losses.append(0.5 * (slope * away).sum())
         return torch.stack(losses).sum()
 
     return closure
