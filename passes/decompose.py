@@ -139,33 +139,29 @@ def _addcmul(
     for weight, other in ((t1, t2), (t2, t1)):
         if _constant(weight) is not None and not is_value(value):
             return _add(b, out, x, other, alpha=_constant(weight) * value)
-    return once(
-        b,
-        out,
-        lambda wide, x, t1, t2: b.call(
-            aten.add.Tensor,
-            x,
-            b.call(aten.mul.Tensor, _scaled(b, wide, t1, value), t2, val=wide),
-            val=wide,
-        ),
-        *(x, t1, t2),
-    )
+    return _add_scaled(b, out, aten.mul.Tensor, (x, t1, t2), value)
 
 
 def _addcdiv(
     b: Builder, out: Tensor, x: Operand, t1: Operand, t2: Operand, *extra: Any, value: Any = 1
 ) -> Any:
-    value = extra[0] if extra else value
+    return _add_scaled(b, out, aten.div.Tensor, (x, t1, t2), extra[0] if extra else value)
+
+
+def _add_scaled(
+    b: Builder, out: Tensor, op: Any, operands: tuple[Operand, Operand, Operand], value: Any
+) -> Any:
+    """x + op(value*t1, t2), rounded once."""
     return once(
         b,
         out,
         lambda wide, x, t1, t2: b.call(
             aten.add.Tensor,
             x,
-            b.call(aten.div.Tensor, _scaled(b, wide, t1, value), t2, val=wide),
+            b.call(op, _scaled(b, wide, t1, value), t2, val=wide),
             val=wide,
         ),
-        *(x, t1, t2),
+        *operands,
     )
 
 
