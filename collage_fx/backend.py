@@ -249,7 +249,7 @@ class _Graph:
             return Carried(index, owned[1].name, owned[1].owner, False, val, owned=True)
         owner: Owner = "buffer" if is_buffer else _owner(tensor)
         # An attribute of the optimizer being compiled, though not in its state.
-        own = self.session.optimizer() is not None and not is_buffer
+        own = self.session.optimizer() is not None and not (is_buffer or name.endswith(".grad"))
         return Carried(index, name, owner, False, val, owned=own)
 
     def label(self, placeholder: Node) -> str:

@@ -254,12 +254,13 @@ class Supervisor:
     def _account(self, written: list[tuple[Tensor, StatePlan]]) -> None:
         for tensor, plan in written:
             served = self.by_id.get(id(tensor)) or self.served.get(tensor)
+            new = served is None
             if served is None:
                 served = self.served[tensor] = Served(plan.name, tensor.dtype, plan.shape)
             if id(tensor) not in self.by_graph:
                 served.graph += 1
                 self.by_graph.add(id(tensor))
-            if self.engine.asleep:
+            if self.engine.asleep and not new:
                 continue
             if not served.compensated:
                 served.compensated, served.reason = plan.compensated, plan.reason

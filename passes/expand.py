@@ -33,8 +33,9 @@ def expand(program: Program) -> None:
 
     Arithmetic `eft`: operations on a carried path become collage:: operations by the rules, all
     others stay as they are, in the dtype they had; an expansion that leaves its own carried path is
-    read as its high word or, where the program has widened it, joined in that dtype. Run eagerly,
-    this graph is the reference for the compiled step.
+    read whole, joined in the wide dtype, and the result of that operation rounded once: a
+    difference of old and new value would be nothing in the high words. Run eagerly, this graph is
+    the reference for the compiled step.
 
     Before (beta2 = 0.999)::
 
@@ -61,8 +62,9 @@ def expand(program: Program) -> None:
 def _has_side_way(rewritten: Rewritten) -> bool:
     """Tell whether a compensated state comes into its update beside the spine, with weight.
 
-    There eft reads its high word only and would lose side * lo; up to 4u of the state that is
-    within the bounds of its storage, as the weight decay that SGD adds to a gradient is.
+    There eft rounds what it computes of the state to its dtype and would lose u * side of it; up to
+    a side of 4u that is within the bounds of its storage, as the weight decay that SGD adds to a
+    gradient is.
     """
     return any(
         abs(rewritten.recurrences[i].side) > 2 * torch.finfo(state.val.dtype).eps
@@ -206,17 +208,18 @@ class Eft(_Expander, RuleBuilder):
 
     def _plain_op(self, node: Node) -> Node:
         dtype = value_of(node).dtype
-        if node.target in (aten.lerp.Scalar, aten.lerp.Tensor):
-            return self._plain_lerp(node, dtype)
-        return self.again(node, [self._number_or_plain(a) for a in node.args], dtype)
-
-    def _plain_lerp(self, node: Node, dtype: torch.dtype) -> Node:
+        whole = [a for a in node.all_input_nodes if isinstance(self.env[a], tuple | Decayed)]
+        if whole:
+            self.dtype = self.settled(whole[0])[0].meta["dtype"]
+        read = self.widened if whole else self.plain
         wide = WIDER.get(dtype, dtype) if dtype in LOW_PRECISION else dtype
-        start, end = (self.convert(self.plain(a), wide) for a in node.args[:2])
-        return self.convert(lerp(self, start, end, self.plain(node.args[2]), wide), dtype)
-
-    def _number_or_plain(self, operand: Any) -> Any:
-        return torch.fx.node.map_arg(operand, self.plain)
+        if node.target in (aten.lerp.Scalar, aten.lerp.Tensor):
+            start, end = (self.convert(read(a), wide) for a in node.args[:2])
+            return self.convert(lerp(self, start, end, self.plain(node.args[2]), wide), dtype)
+        args = [torch.fx.node.map_arg(a, read) for a in node.args]
+        if not whole or node.target is _CONVERT:
+            return self.again(node, args, dtype)
+        return self.convert(self.again(node, args, wide), dtype)
 
     def joined(self, node: Call) -> None:
         """Note that node ran as join - op - split."""

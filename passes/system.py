@@ -38,10 +38,12 @@ def joint(part: Slice, walks: Sequence[Walk], own: list[Recurrence]) -> list[Rec
         if not critical(own[i], state.val.dtype, "auto")[0]
     ]
     result = list(own)
+    cycles = _cycles(part, walks, loose)
+    lasting = {j for j, one in enumerate(own) if one.kind != "overwritten"}.union(*cycles)
     for i in loose:
         if own[i].kind == "linear":
-            result[i] = _average(part, walks, own[i], i)
-    for cycle in _cycles(part, walks, loose):
+            result[i] = _average(part, walks, own[i], i, lasting)
+    for cycle in cycles:
         factor = _factor(part, walks, cycle)
         if factor is not None:
             for i in cycle:
@@ -49,9 +51,11 @@ def joint(part: Slice, walks: Sequence[Walk], own: list[Recurrence]) -> list[Rec
     return result
 
 
-def _average(part: Slice, walks: Sequence[Walk], own: Recurrence, i: int) -> Recurrence:
-    """Return the recurrence of a state with the weights of all carried states in it."""
-    forms = {j: _form(part, walks, i, j) for j in range(len(walks))}
+def _average(
+    part: Slice, walks: Sequence[Walk], own: Recurrence, i: int, lasting: set[int]
+) -> Recurrence:
+    """Return the recurrence of a state with the weights in it of all that keep their values."""
+    forms = {j: _form(part, walks, i, j) for j in lasting}
     linear = {j: f for j, f in forms.items() if f.b != "nonlinear" and f.a != 0 and is_number(f.a)}
     if len(linear) < 2 or own.a == 0:
         return own

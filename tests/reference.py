@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from collage_fx.runtime.arithmetic import grow, mul, split_constant
-from collage_fx.runtime.storage import decay
+from collage_fx.runtime.storage import decay, join
 
 
-def rounded_sqrt(x: Tensor) -> Tensor:
-    """Return RN(sqrt(x)); eager fp32 sqrt on the CPU is off by an ulp here and there."""
-    return x.double().sqrt().float().to(x.dtype)
+def rounded_sqrt(hi: Tensor, lo: Tensor) -> Tensor:
+    """Return RN(sqrt(hi + lo)); eager fp32 sqrt on the CPU is off by an ulp here and there."""
+    return join(hi, lo).double().sqrt().float().to(hi.dtype)
 
 
 @dataclass
@@ -53,14 +53,14 @@ class AdamW:
         beta1, beta2 = self.betas
         step_size = torch.reciprocal((torch.pow(beta1, self.t) - 1) / self.lr)
         root = torch.sqrt(-(torch.pow(beta2, self.t) - 1))
-        scaled = rounded_sqrt(self.v) / root
+        scaled = rounded_sqrt(self.v, self.v_lo) / root
         return (scaled.float() + self.eps).to(self.p.dtype) / step_size
 
     def _denominator(self) -> Tensor:
         beta1, beta2 = self.betas
         step_size = -(torch.reciprocal(1 - torch.pow(beta1, self.t)) * self.lr)
         root = torch.sqrt(1 - torch.pow(beta2, self.t))
-        scaled = rounded_sqrt(self.v) / (root * step_size)
+        scaled = rounded_sqrt(self.v, self.v_lo) / (root * step_size)
         return (scaled.float() + torch.reciprocal(step_size) * self.eps).to(self.p.dtype)
 
     @property
