@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
@@ -31,7 +32,7 @@ from collage_fx.ownership import live_optimizers, owners_of
 from collage_fx.passes import run_passes
 from collage_fx.passes.plan import spare
 from collage_fx.passes.program import LOW_PRECISION, Carried, Owner, Program, StatePlan
-from collage_fx.runtime.errors import CollageWarning
+from collage_fx.runtime.errors import CollageError, CollageWarning
 from collage_fx.runtime.residuals import STORE
 from collage_fx.supervisor import Supervisor
 
@@ -66,12 +67,21 @@ class Session:
     calls: int = 0
     """How often a graph of this session has run, compensated or not."""
     warned: set[str] = field(default_factory=set)
+    notes: set[str] = field(default_factory=set)
+    """What a report says beside the warnings."""
 
     def warn_once(self, message: str) -> None:
         """Warn unless this session has said the same before."""
         if message not in self.warned:
             self.warned.add(message)
             warnings.warn(f"collage_fx: {message}", CollageWarning, stacklevel=2)
+
+    def note_loss(self, lost: list[str]) -> None:
+        """Say what a graph does not hand over whole: in the report, where the engine does it."""
+        if self.supervisor() is not None:
+            self.notes.update(f"left to the eager engine: {one}" for one in lost)
+        else:
+            self.warn_once(f"{'; '.join(lost)}; collage_fx.compile leaves that to its eager engine")
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one Dynamo graph; the callable that a Dynamo backend returns."""
@@ -113,15 +123,36 @@ class _Step:
         self.session = session
         self.checked = -1
         """The generation of the store in which every residual was known to this graph."""
-        self.code = _Graph(session, gm).compile(example_inputs)
+        self.error: CollageError | None = None
+        """What the calls raise: a backend that raises it would be passed over by Dynamo."""
+        self.code = self._compile(gm, example_inputs)
         supervisor = session.supervisor()
         if supervisor is not None:
             supervisor.sources[self] = gm
 
+    def _compile(self, gm: GraphModule, inputs: Sequence[Any], args: tuple[Any, ...] = ()) -> Code:
+        """Compile the graph; if that fails in a supervised step, leave it to the eager engine."""
+        try:
+            return _Graph(self.session, gm, args).compile(inputs)
+        except Exception as error:
+            supervisor = self.session.supervisor()
+            if supervisor is None or isinstance(error, TorchDynamoException):
+                raise  # Dynamo's own ask it to trace again
+            if isinstance(error, CollageError):
+                self.error = error
+            else:
+                supervisor.failures.note(error)
+            return Code(gm, None, [], refused=True)
+
     def __call__(self, *args: Any) -> Any:
-        """Run the graph, or do what it does by the eager engine if it cannot be compensated."""
+        """Run the graph, or do what it does by the eager engine if it cannot be compensated.
+
+        Raises the CollageError that compiling it raised, before anything is written.
+        """
         self.session.calls += 1
         supervisor = self.session.supervisor()
+        if self.error is not None:
+            raise self.error
         if supervisor is None or not supervisor.active:
             if names := self.code.drops_residual(args):
                 self.session.warn_once(
@@ -129,13 +160,13 @@ class _Step:
                     "residual and drops it; collage_fx.compile compiles that one again, with it"
                 )
             return self.code.run(args)
-        if self.code.refused:
-            return supervisor.sources[self](*args)
         if STORE.generation != self.checked and self.code.drops_residual(args):
             # Another graph, or the eager engine, has since given a residual to a state that this
             # graph writes.
-            gm = supervisor.sources[self]
-            self.code = _Graph(self.session, gm, args).compile(args)
+            self.code = self._compile(supervisor.sources[self], args, args)
+            self.code.refused |= bool(self.code.drops_residual(args))
+        if self.code.refused or supervisor.expands(args):
+            return supervisor.sources[self](*args)
         self.checked = STORE.generation
         with supervisor.graph(self.code.written(args), args) as outputs:
             result = self.code.run(args)
@@ -268,7 +299,7 @@ class _Graph:
         metadata = context.fw_metadata if context is not None else None
         if metadata is None:
             return
-        inputs = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
+        inputs = [n.meta.get("val") for n in gm.graph.find_nodes(op="placeholder")]
         outer = [inputs[i] for i in metadata.mutated_inp_runtime_indices if i < len(inputs)]
         if any(isinstance(v, Tensor) and v.dtype in LOW_PRECISION for v in outer):
             self.refused = True
@@ -308,7 +339,7 @@ class _Graph:
             return
         if any(s.dtype in LOW_PRECISION for s in self.plan):
             return
-        inputs = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
+        inputs = [n.meta.get("val") for n in gm.graph.find_nodes(op="placeholder")]
         results = [n.meta.get("val") for n in gm.graph.output_node().all_input_nodes]
         alike = [(v.shape, v.dtype) for v in inputs if isinstance(v, Tensor)]
         if any(
@@ -322,6 +353,9 @@ class _Graph:
             )
 
     def _warn(self, program: Program) -> None:
+        if program.lost:
+            self.refused = True
+            self.session.note_loss(program.lost)
         refused = [f"{s.name} ({s.reason})" for s in program.plan if s.refused]
         if refused and self.session.supervisor() is not None:
             return  # the eager engine does what this graph does

@@ -163,7 +163,7 @@ class Engine(TorchDispatchMode):
     def _enlist(self, targets: Any) -> None:
         """Prepare the states among targets; a 16-bit tensor that is not known may be a new one."""
         for tensor in tensors_of(targets):
-            if tensor.dtype in LOW_PRECISION and self.shadows.find(tensor) is None:
+            if tensor.dtype in LOW_PRECISION and self.shadows.find(tensor) not in self.writes:
                 self.supervisor.enlist()
                 break
         for tensor in tensors_of(targets):

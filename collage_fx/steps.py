@@ -96,7 +96,11 @@ def _supervised(
             )
             # All optimizers of a class share one function, whose graphs Dynamo counts together: its
             # default limit of 8 is soon reached.
-            with dynamo_config.patch(recompile_limit=RECOMPILE_LIMIT), symbolic_math():
+            with (
+                dynamo_config.patch(recompile_limit=RECOMPILE_LIMIT),
+                supervisor.failures.caught(),
+                symbolic_math(),
+            ):
                 return compiled(*args, **kwargs) if calm else plain(*args, **kwargs)
 
     return run
@@ -150,5 +154,5 @@ def _report(supervisor: Supervisor, session: Session) -> Report:
     return Report(
         supervisor.subject,
         [s for s in supervisor.served.values() if s.steps],
-        sorted(session.warned),
+        sorted(session.warned | session.notes),
     )

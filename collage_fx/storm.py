@@ -38,10 +38,10 @@ class Storm:
     @contextmanager
     def watch(self) -> Iterator[bool]:
         """Watch one call; whether it should be compiled."""
-        graphs = counters["stats"]["unique_graphs"]
+        before = self._compilations()
         yield not (self.given_up or self.supervisor.eager_only)
         self.calls += 1
-        compiled = counters["stats"]["unique_graphs"] > graphs
+        compiled = self._compilations() > before
         self.row = self.row + 1 if compiled and self.calls > _SETTLING else 0
         many = self.row > 1 and self.session.graphs >= _MANY
         if (self.row >= STORM or many) and not self.given_up:
@@ -52,6 +52,10 @@ class Storm:
                 "that are new each time (TORCH_LOGS=recompiles says which). The eager engine does "
                 "the steps from now on, more slowly and as precisely"
             )
+
+    def _compilations(self) -> int:
+        """Return how often Dynamo has compiled something in this process, or failed to."""
+        return int(counters["stats"]["unique_graphs"]) + self.supervisor.failures.count
 
 
 _pow = math.pow

@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from collage_fx.config import CollageConfig
 from collage_fx.eager import Engine
 from collage_fx.errors import UnsupportedError
+from collage_fx.fallback import Failures
 from collage_fx.judge import TRIED, Judge, place_of
 from collage_fx.operands import Write
 from collage_fx.ownership import Owned
@@ -50,6 +51,7 @@ class Supervisor:
         self.counted = 0
         self.owned = owned
         self.warn = warn
+        self.failures = Failures(warn)
         self.subject = subject
         self.served: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.engine = Engine(config.arithmetic, self)
@@ -183,7 +185,16 @@ class Supervisor:
             self.counted = count
             for owned in self._low():
                 if place_of(owned) not in self.states:
-                    self._know(owned)
+                    self._adopt(owned)
+
+    def _adopt(self, owned: Owned) -> None:
+        """Take up a state that the step has made, with the low word that it was made with."""
+        made = self.engine.shadows.find(owned.tensor)
+        self._know(owned)
+        if made is not None and made.made is not None:
+            _, write = self.states[place_of(owned)]
+            write.shadow.made = made.low(owned.tensor)
+            self.judge.judge(owned, write, made)
 
     def prepare(self, write: Write) -> None:
         """Before the first write to a state in a step: see that its residual belongs to it."""
@@ -205,6 +216,17 @@ class Supervisor:
         with self.engine.pause():
             yield self._results
         self._account(written)
+
+    def expands(self, args: tuple[Any, ...]) -> bool:
+        """Tell whether one of these is an expansion that the eager engine has made, and no state.
+
+        A graph that runs after it would read the high word of it.
+        """
+        if self.engine.asleep:
+            return False
+        shadows = [self.engine.shadows.find(a) for a in args if isinstance(a, Tensor)]
+        made = (s for s in shadows if s is not None and s not in self.engine.writes)
+        return any(s.made is not None for s in made)
 
     def _look_for_chain(
         self, written: list[tuple[Tensor, StatePlan]], args: tuple[Any, ...]
@@ -302,16 +324,16 @@ class Supervisor:
 
     def _settle(self) -> list[str]:
         """Judge and settle what was written; return the names of what nobody accounts for."""
-        before = len(self.states)
         present = self._low()
         self.judge.find_cycles(present)
+        made = [owned for owned in present if place_of(owned) not in self.states]
         for owned in present:
             state = self.states.get(place_of(owned))
             if state is None:
-                self._know(owned)
-            elif state[0].tensor is not owned.tensor or state[1].address != owned.tensor.data_ptr():
+                continue
+            if state[0].tensor is not owned.tensor or state[1].address != owned.tensor.data_ptr():
                 self._replaced(owned, state[1])
-        unaccounted, eager = [], len(self.states) != before
+        unaccounted, eager = [], bool(made)
         for owned, write in self.states.values():
             served = self.served[write.tensor]
             eager |= write.eager or write.tensor is not owned.tensor
@@ -323,6 +345,8 @@ class Supervisor:
                 self.judge.judge(owned, write, write.shadow)
             if not served.compensated:
                 write.shadow.made = None
+        for owned in made:  # which may take over what was judged just now
+            self._adopt(owned)
         self.quiet = not eager and bool(self.by_graph)
         self.by_id = {id(w.tensor): self.served[w.tensor] for _, w in self.states.values()}
         return unaccounted

@@ -13,6 +13,7 @@ from collage_fx.passes.canonicalize import canonicalize
 from collage_fx.passes.capture import capture
 from collage_fx.passes.emit import emit
 from collage_fx.passes.expand import expand
+from collage_fx.passes.handover import handover
 from collage_fx.passes.lower import lower
 from collage_fx.passes.plan import plan
 from collage_fx.passes.program import Program
@@ -26,6 +27,7 @@ PASSES: tuple[Callable[[Program], None], ...] = (
     slice_,
     recurrence,
     plan,
+    handover,
     expand,
     lower,
     emit,
@@ -36,7 +38,7 @@ PASSES: tuple[Callable[[Program], None], ...] = (
 def run_passes(program: Program) -> Program:
     """Run every pass in order, verifying what each leaves; return the same program.
 
-    Stops after `plan` when no state is to be compensated, leaving `result` None. Raises
+    Stops after `handover` when no state is to be compensated, leaving `result` None. Raises
     LegalityError when a pass breaks the specification of `verify.py`.
     """
     for run in PASSES:
@@ -44,6 +46,6 @@ def run_passes(program: Program) -> Program:
         run(program)
         verify(program, run.__name__)
         program.seconds[run.__name__] = time.perf_counter() - start
-        if run is plan and not any(state.compensated for state in program.plan):
+        if run is handover and not any(state.compensated for state in program.plan):
             break
     return program

@@ -4,18 +4,16 @@ import torch
 from torch._functorch._aot_autograd.descriptors import SyntheticBaseAOTInput, ViewBaseAOTInput
 from torch.fx import Node
 
-from collage_fx.passes.program import LOW_PRECISION, Carried, Program, is_tensor, value_of
+from collage_fx.passes.program import (
+    LOW_PRECISION,
+    Carried,
+    Program,
+    is_tensor,
+    mutations,
+    value_of,
+)
 
 aten = torch.ops.aten
-
-
-def mutations(program: Program) -> dict[Node, Node]:
-    """Return placeholder -> new value, for each trailing aten.copy_ onto a placeholder."""
-    return {
-        node.args[0]: node.args[1]
-        for node in program.source.graph.nodes
-        if node.target is aten.copy_.default and node.args[0].op == "placeholder"
-    }
 
 
 def capture(program: Program) -> None:
@@ -28,7 +26,7 @@ def capture(program: Program) -> None:
 
     `arg0_1` is carried. The graph does not change.
     """
-    mutated = mutations(program)
+    mutated = mutations(program.source.graph)
     placeholders = program.source.graph.find_nodes(op="placeholder")
     labels: set[str] = set()
     for index, placeholder in enumerate(placeholders):

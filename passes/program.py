@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import sympy
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 Level = Literal["light", "plus", "auto", "all"]
 Arithmetic = Literal["eft", "wide"]
@@ -161,6 +161,8 @@ class Program:
     classes: list[StateClass] = field(default_factory=list)
     plan: list[StatePlan] = field(default_factory=list)
     rewritten: list[Rewritten] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    """What the graph would pass on of a state with its high word only; see `handover`."""
     result: GraphModule | None = None
     """What Inductor compiles: residual placeholders appended, in the order of `residual_inputs`."""
     residual_inputs: list[Carried] = field(default_factory=list)
@@ -176,6 +178,15 @@ def graph_of(module: GraphModule | None) -> GraphModule:
     if module is None:
         raise AssertionError("a pass ran before the one that makes its input")
     return module
+
+
+def mutations(graph: Graph) -> dict[Any, Any]:
+    """Return placeholder -> new value, for each trailing aten.copy_ onto a placeholder."""
+    return {
+        node.args[0]: node.args[1]
+        for node in graph.nodes
+        if node.target is torch.ops.aten.copy_.default and node.args[0].op == "placeholder"
+    }
 
 
 class Value:

@@ -19,7 +19,7 @@ def recurrence(program: Program) -> None:
     """
     for group in program.classes:
         part = group.representative
-        walks = [walk(part, part.inputs[position]) for _, position, _ in part.states]
+        walks = [walk(part.nodes, part.inputs[position]) for _, position, _ in part.states]
         own = [_own(part, i, forms) for i, forms in enumerate(walks)]
         group.recurrences = joint(part, walks, own)
 

@@ -13,6 +13,7 @@ from collage_fx.passes.program import (
     StateClass,
     graph_of,
     is_tensor,
+    mutations,
     value_of,
 )
 
@@ -32,7 +33,7 @@ def slice_(program: Program) -> None:
     """
     nodes = list(graph_of(program.canonical).graph.nodes)
     placeholders = [n for n in nodes if n.op == "placeholder"]
-    new_value = {n.args[0]: n.args[1] for n in nodes if n.target is aten.copy_.default}
+    new_value = mutations(graph_of(program.canonical).graph)
     states = {
         placeholders[c.index]: c
         for c in program.carried

@@ -1,6 +1,7 @@
 """The carried path of a state through its slice, and what of the state comes by other ways."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from math import isfinite
 from typing import Any
 
 import torch
@@ -16,10 +17,10 @@ _SCALING = {aten.mul.Tensor, aten.div.Tensor}
 _CAST = {prims.convert_element_type.default, aten._to_copy.default}
 
 
-def walk(part: Slice, x: Node) -> dict[Node, Form]:
-    """Return the form in x of every node of the slice that depends on it."""
+def walk(nodes: Iterable[Node], x: Node) -> dict[Node, Form]:
+    """Return the form in x of every one of these nodes, in graph order, that depends on it."""
     forms: dict[Node, Form] = {x: Form(1)}
-    for node in part.nodes:
+    for node in nodes:
         if any(a in forms for a in node.all_input_nodes):
             form = transfer(node, forms)
             if form.depends:
@@ -28,10 +29,10 @@ def walk(part: Slice, x: Node) -> dict[Node, Form]:
 
 
 def spine(part: Slice, x: Node, new: Node, forms: Mapping[Node, Form]) -> tuple[Node, ...]:
-    """Return the carried path: backwards from the new value, by the shortest way to x.
+    """Return the carried path: backwards from the new value, the way by which most of x comes.
 
-    Where x enters twice (weight decay added to the gradient, say) the longer way is part of B: it
-    reads the high word.
+    Of equal or unknown ways that is the shortest. The others (weight decay added to the gradient,
+    say) are part of B.
     """
     distance = {x: 0}
     for node in part.nodes:
@@ -44,9 +45,18 @@ def spine(part: Slice, x: Node, new: Node, forms: Mapping[Node, Form]) -> tuple[
         path.append(node)
         node = min(
             (a for a in node.all_input_nodes if a in distance),
-            key=lambda a: (not forms[a].carries, forms[a].a == 0, distance[a]),
+            key=lambda a: (
+                *(not forms[a].carries, forms[a].a == 0),
+                *(-_share(node, a, forms[a]), distance[a]),
+            ),
         )
     return tuple(path[::-1])
+
+
+def _share(node: Node, operand: Node, form: Form) -> float:
+    """Return at most how much of x a node has through this operand; 0 if that is not known."""
+    share = bound(transfer(node, {operand: form}).a)
+    return share if isfinite(share) else 0.0
 
 
 def beside(x: Node, path: tuple[Node, ...], forms: Mapping[Node, Form]) -> float:

@@ -5,10 +5,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.exc import BackendCompilerFailed
 
 import collage_fx
-from collage_fx.errors import OptionError, RuleError, UnsupportedError
+from collage_fx.errors import CollageError, OptionError, RuleError, UnsupportedError
 from collage_fx.passes.rules import RULES
 
 aten = torch.ops.aten
@@ -28,24 +27,22 @@ def compiled(**options: Any) -> Any:
     return collage_fx.compile(decay, level="all", **options)
 
 
-def failing(step: Any, p: Tensor, g: Tensor) -> BackendCompilerFailed:
+def failing(step: Any, p: Tensor, g: Tensor, error: type[CollageError]) -> str:
     """The error that the call raises; the state and its residual are as they were."""
     before = p.clone(), [r.clone() for r in collage_fx.residuals(p)]
-    with pytest.raises(BackendCompilerFailed) as raised:
+    with pytest.raises(error) as raised:
         step(p, g)
     assert torch.equal(p, before[0])
     for now, then in zip(collage_fx.residuals(p), before[1], strict=True):
         assert torch.equal(now, then)
-    return raised.value
+    return str(raised.value)
 
 
 def test_error_names_operation_state_line_and_the_way_out() -> None:
     p, g = operands()
     collage_fx.compile(lambda p, g: p.add_(g), level="all")(p, g)
     assert collage_fx.residuals(p)[0].any()
-    error = failing(compiled(on_unsupported="error"), p, g)
-    text = str(error)
-    assert isinstance(error.inner_exception, UnsupportedError)
+    text = failing(compiled(on_unsupported="error"), p, g, UnsupportedError)
     for part in (
         "aten.tanh.default has no rule",
         "node tanh",
@@ -83,14 +80,13 @@ def test_a_rule_that_fails_says_so_and_changes_nothing(monkeypatch: pytest.Monke
         raise KeyError("a defect")
 
     monkeypatch.setitem(RULES, aten.add.Tensor, broken)
-    error = failing(compiled(), *operands())
-    assert isinstance(error.inner_exception, RuleError)
+    text = failing(compiled(), *operands(), RuleError)
     for part in (
         "the rule of aten.add.Tensor failed with KeyError: 'a defect'",
         "path of p",
         "p.add_(g)",
     ):
-        assert part in str(error), str(error)
+        assert part in text, text
 
 
 def test_option_is_checked() -> None:

@@ -1,0 +1,48 @@
+"""What becomes of a part of a step that torch.compile fails on: the eager engine does it."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torch._dynamo import config as dynamo_config
+
+_LOGGER = logging.getLogger("torch._dynamo.convert_frame")
+
+
+class Failures(logging.Filter):
+    """Lets Dynamo run what it fails to compile, and makes one warning of its log."""
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        super().__init__()
+        self.warn = warn
+        self.count = 0
+
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        """Within, an error of Dynamo's own leaves the function it fails on to Python.
+
+        Nothing of that function has run by then. An error of the user's comes up again there.
+        """
+        allowed = not dynamo_config.fail_on_recompile_limit_hit  # which excludes the other
+        _LOGGER.addFilter(self)
+        try:
+            with dynamo_config.patch(suppress_errors=allowed):
+                yield
+        finally:
+            _LOGGER.removeFilter(self)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Tell whether a record is to be logged: not that of an error, of which we warn."""
+        if record.levelno < logging.WARNING or not record.exc_info or record.exc_info[1] is None:
+            return True
+        self.note(record.exc_info[1])
+        return False
+
+    def note(self, error: BaseException) -> None:
+        """Count an error of torch.compile and warn of it."""
+        self.count += 1
+        text = next(iter(str(error).strip().splitlines()), "")
+        self.warn(
+            f"torch.compile fails on a part of the step, with {type(error).__name__}: {text}. The "
+            "eager engine does that part, more slowly and as precisely"
+        )

@@ -1,0 +1,122 @@
+"""What a graph would pass on of a state with its high word only."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from collage_fx.passes.forms import Form, bound
+from collage_fx.passes.plan import verdict
+from collage_fx.passes.program import (
+    LOW_PRECISION,
+    Carried,
+    Program,
+    graph_of,
+    is_tensor,
+    mutations,
+    value_of,
+)
+from collage_fx.passes.recurrence import recurrence_of
+from collage_fx.passes.rules.structural import STRUCTURE
+from collage_fx.passes.spine import walk
+
+aten = torch.ops.aten
+
+_ADDING = (aten.add.Tensor, aten.sub.Tensor)
+_MUCH = 0.5
+"""The weight of a state in a result that counts as its value."""
+
+
+def handover(program: Program) -> None:
+    """Say what the graph would lose that the eager engine would keep, in `Program.lost`.
+
+    A graph has a low word beside the states that it writes, within their slices. Beyond them the
+    high word alone is known of
+
+    - a sum or difference of a parameter, as of the distance that it has moved, where the graph does
+      not write that parameter or does so in another slice;
+    - a result that takes over the value of a state and is not stored in the graph: a new state that
+      begins as a copy of a parameter, the new value of a state that is replaced and not overwritten
+      or is stored after a graph break.
+
+    The graph does not change.
+    """
+    states = _states(program)
+    program.lost = [*_sums(program, states), *_results(program, states)]
+
+
+def _states(program: Program) -> dict[Node, Carried]:
+    """Return the 16-bit states among the inputs that have a residual, or may have one."""
+    compensated = {s.index for s in program.plan if s.compensated}
+    written = {c.index for c in program.carried}
+    found = {}
+    for index, node in enumerate(graph_of(program.canonical).graph.find_nodes(op="placeholder")):
+        if not is_tensor(node) or value_of(node).dtype not in LOW_PRECISION:
+            continue
+        if index in compensated:
+            found[node] = next(c for c in program.carried if c.index == index)
+        elif index not in written and node.users:
+            carried = program.describe(index, node)
+            if carried.owner in ("param", "state"):
+                found[node] = carried
+    return found
+
+
+def _sums(program: Program, states: dict[Node, Carried]) -> Iterator[str]:
+    place = {
+        part.inputs[at]: set(part.nodes)
+        for rewritten in program.rewritten
+        for part in rewritten.members
+        for _, at, _ in (part.states[i] for i in rewritten.compensated)
+    }
+    for node in graph_of(program.canonical).graph.nodes:
+        if node.target in _ADDING and node.users:
+            for operand in filter(is_tensor, node.args):
+                origin = _origin(operand)
+                state = states.get(origin)
+                if state and state.owner == "param" and node not in place.get(origin, ()):
+                    yield f"{state.name} enters a sum or difference with its high word only"
+
+
+def _origin(node: Any) -> Node:
+    """Return the tensor of which node is a view or a conversion."""
+    while node.op == "call_function" and node.target in STRUCTURE and is_tensor(node.args[0]):
+        node = node.args[0]
+    return node
+
+
+def _results(program: Program, states: dict[Node, Carried]) -> Iterator[str]:
+    graph = graph_of(program.canonical).graph
+    stored = set(mutations(graph).values())
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    has_param = any(c.owner == "param" for c in states.values())
+    for result in dict.fromkeys(graph.output_node().all_input_nodes):
+        if result.op == "placeholder" or result in stored or not is_tensor(result):
+            continue
+        if value_of(result).dtype not in LOW_PRECISION:
+            continue
+        before = sorted(_ancestors(result), key=order.__getitem__)
+        for x in (n for n in before if n in states):
+            form = walk(before, x).get(result)
+            if form is not None and _takes_over(program, states[x], form, has_param):
+                yield f"a result takes over the value of {states[x].name}, without its low word"
+
+
+def _takes_over(program: Program, state: Carried, form: Form, has_param: bool) -> bool:
+    branches = form.alternatives
+    if branches is None or max(bound(b.a) for b in branches) < _MUCH:
+        return False
+    if state.owner == "param":
+        return True
+    return verdict(state, recurrence_of(form), program.settings.level, has_param)[0]
+
+
+def _ancestors(node: Node) -> set[Node]:
+    found, waiting = {node}, [node]
+    while waiting:
+        for operand in waiting.pop().all_input_nodes:
+            if operand not in found:
+                found.add(operand)
+                waiting.append(operand)
+    return found

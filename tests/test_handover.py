@@ -1,0 +1,105 @@
+"""Values that a graph cannot hand over whole: the eager engine does those parts of a step."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+import collage_fx
+
+LR = 1e-4
+
+
+class Step(Optimizer):
+    """A step of one parameter, written as a function of it, its gradient and its state."""
+
+    def __init__(self, params: list[Tensor], update: Callable[[Tensor, Tensor, Any], None]) -> None:
+        super().__init__(params, {})
+        self.update = update
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            self.update(p, p.grad, self.state[p])
+
+
+def over_a_graph_break(p: Tensor, g: Tensor, state: Any) -> None:
+    new = p - LR * g
+    torch._dynamo.graph_break()
+    p.copy_(new)
+
+
+def state_made_as_a_copy(p: Tensor, g: Tensor, state: Any) -> None:
+    if not state:
+        state["z"] = p.detach().clone()
+    state["z"].sub_(g, alpha=LR)
+    p.lerp_(state["z"], 0.5)
+
+
+def replaced_state(p: Tensor, g: Tensor, state: Any) -> None:
+    if not state:
+        state["v"] = torch.zeros_like(p)
+    state["v"] = 0.999 * state["v"] + 0.001 * g
+    p.sub_(state["v"], alpha=LR)
+
+
+def distance_of_an_untouched_parameter(p: Tensor, g: Tensor, state: Any) -> None:
+    if not state:
+        state["start"] = p.clone()
+    distance = (state["start"] - p).norm()
+    torch._dynamo.graph_break()
+    p.sub_(g * (LR + 0.5 * distance))
+
+
+def summation_of_its_own(p: Tensor, g: Tensor, state: Any) -> None:
+    """Kahan's, with the gradient as scratch memory."""
+    if not state:
+        state["k"] = torch.zeros_like(p)
+    state["k"].add_(g, alpha=-LR)
+    g.copy_(p.detach())
+    p.add_(state["k"])
+    state["k"].add_(g.sub_(p))
+
+
+def moved(update: Any, dtype: torch.dtype, *, compensated: bool, steps: int = 8) -> float:
+    """Return how far one parameter has moved, its residual included."""
+    torch.compiler.reset()
+    p = torch.ones(4, dtype=dtype, requires_grad=True)
+    optimizer = Step([p], update)
+    step = collage_fx.compile(optimizer) if compensated else optimizer.step
+    for _ in range(steps):
+        p.grad = torch.ones_like(p)
+        step()
+    if compensated:
+        (state,) = (s for s in collage_fx.report(step).states if s.name.startswith("param"))
+        assert state.compensated and not state.unaccounted
+    return 1 - float(collage_fx.value(p)[0])
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        over_a_graph_break,
+        state_made_as_a_copy,
+        replaced_state,
+        distance_of_an_untouched_parameter,
+        summation_of_its_own,
+    ],
+)
+def test_no_update_is_lost_and_none_counts_twice(update: Any) -> None:
+    exact = moved(update, torch.float64, compensated=False)
+    assert math.isclose(moved(update, torch.bfloat16, compensated=True), exact, rel_tol=0.01)
+    assert not math.isclose(moved(update, torch.bfloat16, compensated=False), exact, rel_tol=0.5)
+
+
+def test_report_says_why_a_part_is_left_to_the_eager_engine() -> None:
+    torch.compiler.reset()
+    p = torch.ones(4).bfloat16().requires_grad_()
+    step = collage_fx.compile(Step([p], over_a_graph_break))
+    p.grad = torch.ones_like(p)
+    step()
+    assert "takes over the value of param_groups[0].params[0]" in str(collage_fx.report(step))
