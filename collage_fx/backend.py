@@ -220,7 +220,8 @@ class _Graph:
             self._warn_differentiated(gm)
             return compile_fx_inner(gm, example_inputs, **kwargs)
         settings = self.session.config.settings
-        program = run_passes(Program(gm, settings, self.describe, self.label))
+        is_step = self.session.optimizer() is not None
+        program = run_passes(Program(gm, settings, self.describe, self.label, is_step))
         compiled = Compiled(program)
         if self.session.keep:
             self.session.compiled.append(compiled)

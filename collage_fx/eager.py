@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
 from torch.utils._pytree import tree_map
 
+from collage_fx import nested
+from collage_fx.dither import Dither
 from collage_fx.operands import COPIES, Operands, Write, result_dtype, tensors_of
 from collage_fx.passes.eager import Forms, Traced, supports
 from collage_fx.passes.forms import CURVED, Form, bound
@@ -70,6 +72,7 @@ class Engine(TorchDispatchMode):
         self.shadows = Shadows()
         self.writes: dict[Shadow, Write] = {}
         self.operands = Operands(self.shadows, self.writes, arithmetic, supervisor.missing)
+        self.dither = Dither()
         self.paused = False
         self.asleep = False
         """Whether the states are not known yet in this step; the first operation wakes it up."""
@@ -93,6 +96,7 @@ class Engine(TorchDispatchMode):
         """Drop everything known of the step that is over."""
         self.shadows.clear()
         self.writes.clear()
+        self.dither.bits.clear()
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -107,7 +111,7 @@ class Engine(TorchDispatchMode):
         """Return closure run as if this mode were not there: it computes gradients."""
 
         def run() -> Any:
-            with _pop_mode_temporarily():
+            with _pop_mode_temporarily(), nested.outside():
                 return closure()
 
         return run
@@ -118,19 +122,34 @@ class Engine(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.paused or not isinstance(func, torch._ops.OpOverload) or func.is_view:
+        if self.paused or not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
+        if func.is_view:
+            return self.dither.view(func, args, func(*args, **kwargs), self.shadows)
+        if torch.Tag.inplace_view in func.tags:
+            return self._turn(func, args, kwargs)
         if self.asleep:
             self.supervisor.wake()
         names = written(func)
         if names:
             return self._write(func, names, args, kwargs)
         if not any(self.shadows.find(t) for t in tensors_of((args, kwargs))):
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            self.dither.follow(func, args, result)
+            return result
         op = functional(func)
         if is_foreach(func) and op is not None:
             return [self._read(one, one, a, k) for one, a, k in each(op, args, kwargs)]
         return self._read(func, op, args, kwargs)
+
+    def _turn(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Change shape or strides of a tensor in place; its shadow lies beside its memory."""
+        shadow = self.shadows.find(args[0])
+        write = self.writes.get(shadow) if shadow is not None else None
+        result = func(*args, **kwargs)
+        if write is not None:
+            write.version = version(write.tensor)
+        return result
 
     def _write(self, func: Any, names: tuple[str, ...], args: Any, kwargs: Any) -> Any:
         """Do an operation that writes: by its rule, or on joined values if it has none."""
@@ -185,13 +204,31 @@ class Engine(TorchDispatchMode):
             return self._keep(self.operands.by_rule(op, dtype, args, kwargs), tensors)
         if dtype is not None and one_dtype and not supports(op) and computes(func):
             return self._read_joined(func, dtype, tensors, args, kwargs)
+        if func is aten._to_copy.default and self._narrows(args[0], kwargs):
+            return self._narrow(args[0], kwargs)
         wider = any(t.dtype in WIDER.values() and t.dim() for t in tensors) or func in COPIES
         result = func(*(tree_map(self.operands.joined, args) if wider else args), **kwargs)
         if isinstance(result, Tensor) and result.is_floating_point() and has_memory(result):
             forms = self.operands.forms(op, tensors, args, kwargs)
-            if forms:
-                self.shadows.add(result, None, forms)
+            whole = self.operands.whole(result.dtype, tensors)
+            if forms or whole:
+                self.shadows.add(result, None, forms).whole = whole
         return result
+
+    def _narrows(self, x: Tensor, kwargs: dict[str, Any]) -> bool:
+        """Tell whether x, to be converted, is a wide tensor that carries some of a state."""
+        shadow = self.shadows.find(x)
+        wide = shadow is not None and x.dtype not in LOW_PRECISION and has_memory(x)
+        return wide and kwargs.get("dtype") in LOW_PRECISION
+
+    def _narrow(self, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        """Convert x as kwargs say, with what the rounding takes away as its low word."""
+        shadow = self.shadows.find(x)
+        assert shadow is not None
+        device, dtype = kwargs.get("device") or x.device, kwargs["dtype"]
+        hi, lo = (word.to(device) for word in split(x.to(WIDER[dtype]), dtype))
+        self.shadows.add(hi, lo, shadow.forms)
+        return hi
 
     def _read_joined(
         self, func: Any, dtype: torch.dtype, tensors: list[Tensor], args: Any, kwargs: Any
@@ -242,8 +279,9 @@ class Engine(TorchDispatchMode):
         forms = {k: f for o in operands for k, f in o.forms.items()}
         if len(operands) > 1:
             forms = dict.fromkeys(forms, CURVED)
-        if lo is not None or forms:
-            self.shadows.add(hi, lo, forms)
+        whole = self.operands.whole(hi.dtype, tensors_of(args))
+        if lo is not None or forms or whole:
+            self.shadows.add(hi, lo, forms).whole = whole
         return hi
 
     # Writing.
@@ -261,8 +299,9 @@ class Engine(TorchDispatchMode):
             self._copy(dest, shadow, args[1])
         elif dest.dtype not in LOW_PRECISION or not self.operands.expanded([dest, *tensors]):
             forms = self.operands.forms(op, tensors, args, kwargs)
+            whole = self.operands.whole(dest.dtype, tensors)
             self._call(func, op, dest, tree_map(self._joined_unless(dest), args), kwargs, out)
-            self._wrote(dest, shadow, None, forms)
+            self._wrote(dest, shadow, None, forms, whole=whole)
         else:
             self._assign(dest, shadow, self.operands.by_rule(op, dest.dtype, args, kwargs))
 
@@ -297,6 +336,7 @@ class Engine(TorchDispatchMode):
         if id(source) in self.supervisor.returned and shadow in self.writes:
             self.supervisor.chained("a state")
         theirs = self.shadows.find(source)
+        whole = self.operands.whole(dest.dtype, [source])
         low = theirs.low(source) if theirs else None
         forms = dict(theirs.forms) if theirs else {}
         held = shadow is not None and shadow.lo is not None
@@ -307,7 +347,8 @@ class Engine(TorchDispatchMode):
             dest.copy_(hi)
         else:
             dest.copy_(source)
-        self._wrote(dest, shadow, None if low is None else low.expand_as(dest), forms)
+        lo = None if low is None else low.expand_as(dest)
+        self._wrote(dest, shadow, lo, forms, whole=whole)
 
     def _together(self, func: Any, targets: dict[str, Any], args: Any, kwargs: Any) -> Any:
         """Do an operation without a rule on joined values, and split what it wrote.
@@ -347,11 +388,19 @@ class Engine(TorchDispatchMode):
             return {write: Form(float(kwargs.get(_DECAYS[name], 1.0)), "free")}
         return forms
 
-    def _wrote(self, dest: Tensor, shadow: Shadow | None, lo: Tensor | None, forms: Forms) -> None:
+    def _wrote(
+        self,
+        dest: Tensor,
+        shadow: Shadow | None,
+        lo: Tensor | None,
+        forms: Forms,
+        *,
+        whole: bool = False,
+    ) -> None:
         """Store the low word of a tensor that was just written, and note the write."""
         write = self.writes.get(shadow) if shadow else None
         if shadow is None:
-            if not ((lo is not None or forms) and has_memory(dest)):
+            if not ((lo is not None or forms or whole) and has_memory(dest)):
                 return
             shadow = self.shadows.add_around(dest)
         low = shadow.low(dest)
@@ -361,6 +410,7 @@ class Engine(TorchDispatchMode):
             low.zero_() if lo is None else low.copy_(lo)
         if write is not None:
             write.version = version(write.tensor)
+        shadow.whole = whole or (shadow.whole and not shadow.same(dest))
         if not shadow.same(dest):
             forms = {**shadow.forms, **dict.fromkeys(forms, CURVED)}
             forms = {k: Form(f.a, "nonlinear") for k, f in forms.items()}

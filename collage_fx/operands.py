@@ -142,6 +142,13 @@ class Operands:
         """Tell whether one of these has a low word."""
         return any((s := self.shadows.find(t)) and s.lo is not None for t in tensors)
 
+    def whole(self, dtype: torch.dtype, operands: Iterable[Tensor]) -> bool:
+        """Tell whether a result of this dtype has the value of an expansion in it, being wide."""
+        if dtype in LOW_PRECISION:
+            return False
+        shadows = (self.shadows.find(t) for t in operands)
+        return any(s is not None and (s.whole or s.lo is not None) for s in shadows)
+
     def widened(self, x: Any, wide: dict[int, Tensor]) -> Any:
         """Return x, if it is of 16 bits, in the wide dtype and in memory of its own."""
         if not isinstance(x, Tensor) or x.dtype not in LOW_PRECISION:

@@ -31,6 +31,11 @@ class Owned:
     of_optimizer: bool = True
 
     @property
+    def named(self) -> bool:
+        """Whether a parameter or one of its states, or an argument of a function."""
+        return self.param >= 0 or not self.of_optimizer
+
+    @property
     def owner(self) -> Owner:
         """Whether the tensor is a parameter, a state of an optimizer, or neither."""
         if self.key == PARAM:

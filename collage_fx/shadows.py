@@ -29,6 +29,8 @@ class Shadow:
     forms: Forms = field(default_factory=dict)
     make: Callable[[], Tensor] | None = None
     """Makes the low word when it is first needed."""
+    whole: bool = False
+    """Whether this is a wide tensor with the value of an expansion in it, or computed from one."""
 
     @property
     def lo(self) -> Tensor | None:

@@ -13,6 +13,7 @@ from torch.compiler import disable
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
+from collage_fx import nested
 from collage_fx.backend import Session
 from collage_fx.errors import CollageError, OptionError
 from collage_fx.ownership import Owned, argument_tensors, held_tensors, state_count
@@ -100,6 +101,7 @@ def _supervised(
                 dynamo_config.patch(recompile_limit=RECOMPILE_LIMIT),
                 supervisor.failures.caught(),
                 symbolic_math(),
+                nested.step_of(session, compiled=calm),
             ):
                 return compiled(*args, **kwargs) if calm else plain(*args, **kwargs)
 

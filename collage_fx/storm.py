@@ -63,7 +63,9 @@ _pow = math.pow
 
 def _traceable_pow(x: float, y: float, /) -> float:
     """math.pow, which Dynamo evaluates for each step count that a bias correction raises to."""
-    return 1.0 * x**y if torch.compiler.is_compiling() else _pow(x, y)
+    if not torch.compiler.is_compiling() or isinstance(x, torch.Tensor):  # which it makes a float
+        return _pow(x, y)
+    return 1.0 * x**y
 
 
 class symbolic_math:

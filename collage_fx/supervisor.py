@@ -160,6 +160,9 @@ class Supervisor:
                 if id(tensor) not in seen and (where not in seen or not tensor.numel()):
                     seen.update((id(tensor), where))
                     found.append(owned)
+        named = {o.tensor.untyped_storage()._cdata for o in found if o.named}
+        # What an optimizer keeps elsewhere may be views of its parameters.
+        found = [o for o in found if o.named or o.tensor.untyped_storage()._cdata not in named]
         shared = overlapping(o.tensor for o in found)
         if shared:
             names = ", ".join(o.name for o in found if id(o.tensor) in shared)
@@ -313,7 +316,7 @@ class Supervisor:
             unaccounted = self._settle()
         if unaccounted:
             self._warn_unaccounted(unaccounted)
-            self.quiet = False
+            self.quiet, self.eager_only = False, True
         if self.steps == TRIED or not self.states:
             self._say_if_nothing_was_needed()
         if not self.keeps:

@@ -38,10 +38,13 @@ def handover(program: Program) -> None:
       not write that parameter or does so in another slice;
     - a result that takes over the value of a state and is not stored in the graph: a new state that
       begins as a copy of a parameter, the new value of a state that is replaced and not overwritten
-      or is stored after a graph break.
+      or is stored after a graph break, the bits that are rounded stochastically.
 
     The graph does not change.
     """
+    owned = any(c.owned and c.owner in ("param", "state") for c in program.carried)
+    if not (owned or program.is_step):
+        return  # the forward pass of a model, say
     states = _states(program)
     program.lost = [*_sums(program, states), *_results(program, states)]
 
@@ -91,10 +94,14 @@ def _results(program: Program, states: dict[Node, Carried]) -> Iterator[str]:
     stored = set(mutations(graph).values())
     order = {node: i for i, node in enumerate(graph.nodes)}
     has_param = any(c.owner == "param" for c in states.values())
-    for result in dict.fromkeys(graph.output_node().all_input_nodes):
-        if result.op == "placeholder" or result in stored or not is_tensor(result):
-            continue
-        if value_of(result).dtype not in LOW_PRECISION:
+    results = [
+        node
+        for node in graph.output_node().all_input_nodes
+        if is_tensor(node) and value_of(node).dtype in LOW_PRECISION and node not in stored
+    ]
+    bits = [node.args[0] for node in graph.nodes if node.target is aten.view.dtype]
+    for result in dict.fromkeys([*results, *bits]):
+        if result.op == "placeholder":
             continue
         before = sorted(_ancestors(result), key=order.__getitem__)
         for x in (n for n in before if n in states):

@@ -156,6 +156,8 @@ class Program:
     """Tells name, owner and identity of the carried state at a placeholder."""
     label: Callable[[Node], str] = lambda node: node.name
     """Tells what a 0-d input (a learning rate, say) is called in the recurrences."""
+    is_step: bool = False
+    """Whether the graph is known to be a part of an optimizer's step."""
     carried: list[Carried] = field(default_factory=list)
     canonical: GraphModule | None = None
     classes: list[StateClass] = field(default_factory=list)

@@ -115,18 +115,26 @@ def _path_refusal(placeholder: Node, new: Node, where: dict[Node, list[Node]]) -
 
     A new value that does not depend on the old one is no carried path: `recurrence` finds that out.
     """
-    group = where.get(new)
-    if group is not None and any(placeholder in n.all_input_nodes for n in group):
-        return ""
-    blocking = _first_foreign(placeholder, new, group)
+    group = where.get(new, [])
+    reached = {placeholder}
+    for node in group:
+        if any(a in reached for a in node.all_input_nodes):
+            reached.add(node)
+    blocking = None if new in reached else _first_foreign(placeholder, new, group)
     if blocking is None:
         return ""
+    if len(reached) > 1 and _count(blocking) != _count(placeholder):
+        return ""  # a norm of it, say, by which it is replaced
     return f"its update passes through {blocking.target}, which is not elementwise"
 
 
-def _first_foreign(placeholder: Node, new: Node, group: list[Node] | None) -> Node | None:
+def _count(node: Node) -> str:
+    return str(value_of(node).numel()) if is_tensor(node) else ""
+
+
+def _first_foreign(placeholder: Node, new: Node, group: list[Node]) -> Node | None:
     """Return the last node outside the slice on a way from placeholder to new, or None."""
-    inside = set(group or ())
+    inside = set(group)
     dependent = {placeholder}
     foreign = None
     for node in placeholder.graph.nodes:

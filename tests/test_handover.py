@@ -65,6 +65,16 @@ def summation_of_its_own(p: Tensor, g: Tensor, state: Any) -> None:
     state["k"].add_(g.sub_(p))
 
 
+@torch.compile
+def compiled_by_itself(p: Tensor, g: Tensor) -> None:
+    p.sub_(g, alpha=LR)
+
+
+def parts_that_the_step_compiles(p: Tensor, g: Tensor, state: Any) -> None:
+    torch._dynamo.graph_break()
+    compiled_by_itself(p, g)
+
+
 def moved(update: Any, dtype: torch.dtype, *, compensated: bool, steps: int = 8) -> float:
     """Return how far one parameter has moved, its residual included."""
     torch.compiler.reset()
@@ -88,6 +98,7 @@ def moved(update: Any, dtype: torch.dtype, *, compensated: bool, steps: int = 8)
         replaced_state,
         distance_of_an_untouched_parameter,
         summation_of_its_own,
+        parts_that_the_step_compiles,
     ],
 )
 def test_no_update_is_lost_and_none_counts_twice(update: Any) -> None:

@@ -1,0 +1,46 @@
+"""torch.compile within a step: what an optimizer compiles itself gets the step's own backend."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.compiler import set_stance
+
+_current = threading.local()
+_inductor = torch._TorchCompileInductorWrapper.__call__
+
+
+def _compile(self: Any, gm: Any, inputs: Any, **kwargs: Any) -> Any:
+    """Compile a graph for Inductor, or with the backend of the step that is running."""
+    session = getattr(_current, "session", None)
+    return _inductor(self, gm, inputs, **kwargs) if session is None else session(gm, inputs)
+
+
+@contextmanager
+def step_of(session: Any, *, compiled: bool) -> Iterator[None]:
+    """Within a step: compile with session, or nothing at all, what the step compiles itself."""
+    torch._TorchCompileInductorWrapper.__call__ = _compile  # type: ignore[method-assign, assignment]
+    stance = nullcontext() if compiled else set_stance("force_eager")
+    with _set(session, forced=not compiled), stance:
+        yield
+
+
+@contextmanager
+def outside() -> Iterator[None]:
+    """Within a closure that a step calls: as if there were no step."""
+    forced = getattr(_current, "forced", False)
+    with _set(None, forced=False), set_stance("default") if forced else nullcontext():
+        yield
+
+
+@contextmanager
+def _set(session: Any, *, forced: bool) -> Iterator[None]:
+    before = dict(vars(_current))
+    vars(_current).update(session=session, forced=forced)
+    try:
+        yield
+    finally:
+        vars(_current).clear()
+        vars(_current).update(before)
