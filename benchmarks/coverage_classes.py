@@ -37,8 +37,12 @@ SHAPES = {"matrix": (16, 8), "vector": (8,), "kernel": (4, 3, 3, 3), "scalar": (
 SUBSETS = (tuple(SHAPES), ("matrix", "vector", "kernel"), ("matrix", "vector"), ("matrix",))
 """Which parameters an optimizer is given: the first of these that it accepts."""
 
-OF_BF16 = {torch.optim.Adafactor: {"eps": (torch.finfo(torch.bfloat16).eps, 1e-3)}}
-"""Defaults that an optimizer takes from the parameter's dtype: all runs get those of bf16."""
+SAME_IN_ALL_DTYPES: dict[str, dict[str, Any]] = {
+    "torch.optim._adafactor.Adafactor": {"eps": (torch.finfo(torch.bfloat16).eps, 1e-3)},
+    # Its Kahan summation multiplies the error by alpha, in bf16 only: another algorithm there.
+    "optimi.ranger.Ranger": {"kahan_sum": False},
+}
+"""Arguments whose default depends on the parameter's dtype: without them the runs would differ."""
 DRIVES = ("gradients", "closure", "hessian", "sparse")
 """Gradients are set, and for a step that wants them sparse as such; or the step gets a closure; or
 a graph of the gradients is kept for Hessians."""
@@ -108,7 +112,8 @@ class Recipe:
     def make(self, model: nn.Module) -> Optimizer:
         """Construct the optimizer, in training mode where it has modes."""
         args, kwargs = self.arguments(model)
-        optimizer = self.cls(*args, **{**OF_BF16.get(self.cls, {}), **kwargs})
+        same = SAME_IN_ALL_DTYPES.get(f"{self.cls.__module__}.{self.cls.__qualname__}", {})
+        optimizer = self.cls(*args, **{**same, **kwargs})
         if callable(train := getattr(optimizer, "train", None)):
             train()
         return optimizer

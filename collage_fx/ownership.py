@@ -50,9 +50,14 @@ def owned_tensors(optimizer: Optimizer) -> Iterator[Owned]:
         for p, param in enumerate(group["params"]):
             name = f"param_groups[{g}].params[{p}]"
             yield Owned(param, g, index, PARAM, name)
-            for key, tensor in tensors_in(optimizer.state.get(param, {})):
+            for key, tensor in tensors_in(states_of(optimizer).get(param, {})):
                 yield Owned(tensor, g, index, key, f"{key} of {name}")
             index += 1
+
+
+def states_of(optimizer: Optimizer) -> Any:
+    """Return the states of an optimizer; none of one that wraps another without Optimizer's init."""
+    return getattr(optimizer, "state", {})
 
 
 def held_tensors(optimizer: Optimizer) -> Iterator[Owned]:
@@ -66,7 +71,7 @@ def held_tensors(optimizer: Optimizer) -> Iterator[Owned]:
             yield owned if one is optimizer else replace(owned, group=1000 * n + owned.group)
         params = {id(p) for group in one.param_groups for p in group["params"]}
         elsewhere = {
-            "state": {k: v for k, v in one.state.items() if id(k) not in params},
+            "state": {k: v for k, v in states_of(one).items() if id(k) not in params},
             "param_groups": [
                 {k: v for k, v in group.items() if k != "params"} for group in one.param_groups
             ],
@@ -93,7 +98,7 @@ def state_count(optimizer: Optimizer) -> int:
     return sum(
         len(state)
         for one in family(optimizer)
-        for state in one.state.values()
+        for state in states_of(one).values()
         if isinstance(state, dict)
     )
 
