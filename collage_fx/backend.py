@@ -1,6 +1,5 @@
 """The Dynamo backend: from a Dynamo graph to a callable that binds residuals."""
 
-import copy
 import functools
 import operator
 import re
@@ -18,9 +17,7 @@ from torch._functorch._aot_autograd.descriptors import (
     PlainAOTInput,
 )
 from torch._guards import TracingContext
-from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-from torch._inductor.exc import InductorError
 from torch.compiler import config as compiler_config
 from torch.fx import GraphModule, Node
 from torch.optim import Optimizer
@@ -28,10 +25,25 @@ from torch.optim import Optimizer
 from collage_fx import watch
 from collage_fx.binding import Code, Residuals, Static
 from collage_fx.config import CollageConfig, split_options
-from collage_fx.ownership import live_optimizers, owners_of
+from collage_fx.inductor import compile_rewritten, separate_outputs
+from collage_fx.ownership import (
+    is_buffer,
+    live_optimizers,
+    owner_of,
+    owners_of,
+    placeholder_source,
+    pretty,
+    source_name,
+)
 from collage_fx.passes import run_passes
 from collage_fx.passes.plan import spare
-from collage_fx.passes.program import LOW_PRECISION, Carried, Owner, Program, StatePlan
+from collage_fx.passes.program import (
+    LOW_PRECISION,
+    Carried,
+    Owner,
+    Program,
+    StatePlan,
+)
 from collage_fx.runtime.errors import CollageError, CollageWarning
 from collage_fx.runtime.residuals import STORE
 from collage_fx.supervisor import Supervisor
@@ -184,7 +196,7 @@ class _Graph:
         """The arguments of the call for which the graph is compiled anew; () at first."""
         optimizer = session.optimizer()
         self.owners = owners_of([optimizer] if optimizer is not None else live_optimizers())
-        self.sources = [_source_name(node) for node in gm.graph.find_nodes(op="placeholder")]
+        self.sources = [placeholder_source(node) for node in gm.graph.find_nodes(op="placeholder")]
         self.inputs: Sequence[Any] = ()
         """The arguments of the call that made Dynamo compile."""
         self.locate: dict[int, Callable[[tuple[Any, ...]], Tensor | None]] = {}
@@ -219,6 +231,7 @@ class _Graph:
         if not kwargs.get("is_inference", False):
             self._warn_differentiated(gm)
             return compile_fx_inner(gm, example_inputs, **kwargs)
+        separate_outputs(gm)
         settings = self.session.config.settings
         is_step = self.session.optimizer() is not None
         program = run_passes(Program(gm, settings, self.describe, self.label, is_step))
@@ -246,7 +259,7 @@ class _Graph:
         fakes = [n.meta["val"] for n in placeholders[count:]]
         tag = compiler_config.cache_key_tag + "collage_fx:" + self.session.config.fingerprint
         with compiler_config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
-            inner = _compile_rewritten(program.result, [*example_inputs, *fakes], kwargs)
+            inner = compile_rewritten(program.result, [*example_inputs, *fakes], kwargs)
         compiled.source_code = getattr(inner, "source_code", "")
         return self.residuals.bind(inner)
 
@@ -257,17 +270,18 @@ class _Graph:
         if isinstance(descriptor, ParamAOTInput | BufferAOTInput):
             tensor: Any = functools.reduce(getattr, descriptor.target.split("."), self.gm)
             self.locate[index] = Static(tensor)
-            source = self.gm._param_name_to_source.get(descriptor.target)  # type: ignore[union-attr, operator]
-            name = _pretty(_name(source)) or descriptor.target
-            carried = self._named(index, name, _is_buffer(_name(source)), tensor, val)
+            sources: Any = self.gm._param_name_to_source
+            source = source_name(sources.get(descriptor.target))
+            name = pretty(source) or descriptor.target
+            carried = self._named(index, name, is_buffer(source), tensor, val)
             carried.static, carried.pinned = True, STORE.get(tensor) is not None
             return carried
         if isinstance(descriptor, PlainAOTInput):
             self.locate[index] = operator.itemgetter(descriptor.idx)
-            source_name = self.sources[descriptor.idx]
-            name = _pretty(source_name) or placeholder.name
+            source = self.sources[descriptor.idx]
+            name = pretty(source) or placeholder.name
             tensor = self.inputs[descriptor.idx]
-            carried = self._named(index, name, _is_buffer(source_name), tensor, val)
+            carried = self._named(index, name, is_buffer(source), tensor, val)
             carried.pinned = bool(self.args) and STORE.get(tensor) is not None
             return carried
         return Carried(
@@ -279,7 +293,7 @@ class _Graph:
         owned = self.owners.get(id(tensor))
         if owned is not None:
             return Carried(index, owned[1].name, owned[1].owner, False, val, owned=True)
-        owner: Owner = "buffer" if is_buffer else _owner(tensor)
+        owner: Owner = "buffer" if is_buffer else owner_of(tensor)
         # An attribute of the optimizer being compiled, though not in its state.
         own = self.session.optimizer() is not None and not (is_buffer or name.endswith(".grad"))
         return Carried(index, name, owner, False, val, owned=own)
@@ -371,41 +385,3 @@ class _Graph:
                 f"nothing needed compensation: the states of this step are {dtypes}, and none of "
                 "them loses updates in its dtype; collage_fx.explain gives the reason for each"
             )
-
-
-def _compile_rewritten(gm: GraphModule, inputs: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Compile a rewritten graph; without fusion, if Inductor's fusion of it fails."""
-    try:
-        return compile_fx_inner(copy.deepcopy(gm), inputs, **kwargs)
-    except InductorError:
-        # 2.13 fuses the outer loops of a row-wise reduction and of the update behind it, and looks
-        # for a read that a buffer's in-place user does not have (KeyError in cpp.py).
-        with inductor_config.patch(max_fusion_size=1):
-            return compile_fx_inner(gm, inputs, **kwargs)
-
-
-def _owner(tensor: Any) -> Owner:
-    is_leaf = isinstance(tensor, Tensor) and tensor.requires_grad and tensor.is_leaf
-    return "param" if is_leaf else "tensor"
-
-
-def _is_buffer(source: str) -> bool:
-    """Tell whether a source is a buffer of a module: L['model']._modules['bn']._buffers['mean']."""
-    return "._buffers[" in source
-
-
-def _name(source: Any) -> str:
-    name = getattr(source, "name", "")
-    return name() if callable(name) else str(name)
-
-
-def _source_name(placeholder: Node) -> str:
-    return _name(getattr(placeholder, "_dynamo_source", None))
-
-
-def _pretty(source: str) -> str:
-    """Return `params[0]` for Dynamo's `L['params'][0]`, `model.bn.weight` for a module's."""
-    text = re.sub(r"^L\['(\w+)'\]", r"\1", source)
-    text = re.sub(r"\['(\w+)'\]", r".\1", text)
-    text = re.sub(r"\._(modules|buffers|parameters)\b", "", text)
-    return text.removeprefix("self.")

@@ -7,7 +7,7 @@ graphs run under it untouched.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from collage_fx import nested
 from collage_fx.dither import Dither
-from collage_fx.operands import COPIES, Operands, Write, result_dtype, tensors_of
+from collage_fx.operands import COPIES, Operands, Watcher, Write, result_dtype, tensors_of
 from collage_fx.passes.eager import Forms, Traced, supports
 from collage_fx.passes.forms import CURVED, Form, bound
 from collage_fx.passes.overloads import computes, each, functional, is_foreach, overwrites, written
@@ -36,28 +36,6 @@ _DECAYS = {
     "state_sums": "",
 }
 """Arguments of PyTorch's fused kernels that are averages -> the argument that they decay by."""
-
-
-class Watcher(Protocol):
-    """The side of the supervisor that the engine sees."""
-
-    returned: set[int]
-    """The ids of what compiled graphs have returned in this step."""
-
-    def wake(self) -> None:
-        """Find the states: called before the first operation of a step that began asleep."""
-
-    def enlist(self) -> None:
-        """Take up new states: called when a 16-bit tensor is written that is not known."""
-
-    def prepare(self, write: Write) -> None:
-        """Called before the first write to a state in a step."""
-
-    def missing(self, name: str, states: list[Write]) -> None:
-        """Called before an operation without a rule on these states."""
-
-    def chained(self, name: str) -> None:
-        """Called when a state gets a value that a graph returned."""
 
 
 class Engine(TorchDispatchMode):
@@ -204,8 +182,8 @@ class Engine(TorchDispatchMode):
             return self._keep(self.operands.by_rule(op, dtype, args, kwargs), tensors)
         if dtype is not None and one_dtype and not supports(op) and computes(func):
             return self._read_joined(func, dtype, tensors, args, kwargs)
-        if func is aten._to_copy.default and self._narrows(args[0], kwargs):
-            return self._narrow(args[0], kwargs)
+        if func is aten._to_copy.default and self.operands.narrows(args[0], kwargs):
+            return self.operands.narrowed(args[0], kwargs)
         wider = any(t.dtype in WIDER.values() and t.dim() for t in tensors) or func in COPIES
         result = func(*(tree_map(self.operands.joined, args) if wider else args), **kwargs)
         if isinstance(result, Tensor) and result.is_floating_point() and has_memory(result):
@@ -214,21 +192,6 @@ class Engine(TorchDispatchMode):
             if forms or whole:
                 self.shadows.add(result, None, forms).whole = whole
         return result
-
-    def _narrows(self, x: Tensor, kwargs: dict[str, Any]) -> bool:
-        """Tell whether x, to be converted, is a wide tensor that carries some of a state."""
-        shadow = self.shadows.find(x)
-        wide = shadow is not None and x.dtype not in LOW_PRECISION and has_memory(x)
-        return wide and kwargs.get("dtype") in LOW_PRECISION
-
-    def _narrow(self, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        """Convert x as kwargs say, with what the rounding takes away as its low word."""
-        shadow = self.shadows.find(x)
-        assert shadow is not None
-        device, dtype = kwargs.get("device") or x.device, kwargs["dtype"]
-        hi, lo = (word.to(device) for word in split(x.to(WIDER[dtype]), dtype))
-        self.shadows.add(hi, lo, shadow.forms)
-        return hi
 
     def _read_joined(
         self, func: Any, dtype: torch.dtype, tensors: list[Tensor], args: Any, kwargs: Any

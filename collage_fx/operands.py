@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from collage_fx.passes.forms import CURVED
 from collage_fx.passes.program import LOW_PRECISION, Arithmetic
 from collage_fx.runtime.eft import WIDER
 from collage_fx.runtime.residuals import version
-from collage_fx.runtime.storage import join
+from collage_fx.runtime.storage import join, split
 from collage_fx.shadows import Shadow, Shadows
 
 aten = torch.ops.aten
@@ -44,6 +44,28 @@ class Write:
     def accounted(self) -> bool:
         """Whether every change of the tensor was seen."""
         return version(self.tensor) - self.version <= self.wrote
+
+
+class Watcher(Protocol):
+    """The side of the supervisor that the engine sees."""
+
+    returned: set[int]
+    """The ids of what compiled graphs have returned in this step."""
+
+    def wake(self) -> None:
+        """Find the states: called before the first operation of a step that began asleep."""
+
+    def enlist(self) -> None:
+        """Take up new states: called when a 16-bit tensor is written that is not known."""
+
+    def prepare(self, write: Write) -> None:
+        """Called before the first write to a state in a step."""
+
+    def missing(self, name: str, states: list[Write]) -> None:
+        """Called before an operation without a rule on these states."""
+
+    def chained(self, name: str) -> None:
+        """Called when a state gets a value that a graph returned."""
 
 
 Missing: TypeAlias = Callable[[str, "list[Write]"], None]
@@ -148,6 +170,20 @@ class Operands:
             return False
         shadows = (self.shadows.find(t) for t in operands)
         return any(s is not None and (s.whole or s.lo is not None) for s in shadows)
+
+    def narrows(self, x: Tensor, kwargs: dict[str, Any]) -> bool:
+        """Tell whether x, to be converted, is a wide tensor that carries some of a state."""
+        wide = x.dtype not in LOW_PRECISION and self.shadows.find(x) is not None
+        return wide and kwargs.get("dtype") in LOW_PRECISION
+
+    def narrowed(self, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        """Convert such an x as kwargs say, with what the rounding takes away as its low word."""
+        shadow = self.shadows.find(x)
+        assert shadow is not None
+        device, dtype = kwargs.get("device") or x.device, kwargs["dtype"]
+        hi, lo = (word.to(device) for word in split(x.to(WIDER[dtype]), dtype))
+        self.shadows.add(hi, lo, shadow.forms)
+        return hi
 
     def widened(self, x: Any, wide: dict[int, Tensor]) -> Any:
         """Return x, if it is of 16 bits, in the wide dtype and in memory of its own."""

@@ -3,14 +3,16 @@
 import gc
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
+from torch.fx import Node
 from torch.optim import Optimizer
 
-from collage_fx.passes.program import Owner
+from collage_fx.passes.program import LOW_PRECISION, Owner
+from collage_fx.shadows import has_memory, overlapping
 
 PARAM = "<param>"
 """The key of a parameter itself among the carried states of that parameter."""
@@ -45,19 +47,20 @@ class Owned:
 
 def owned_tensors(optimizer: Optimizer) -> Iterator[Owned]:
     """Yield every parameter of the optimizer and every tensor of its per-parameter states."""
+    groups, states = _parts_of(optimizer)
     index = 0
-    for g, group in enumerate(optimizer.param_groups):
+    for g, group in enumerate(groups):
         for p, param in enumerate(group["params"]):
             name = f"param_groups[{g}].params[{p}]"
             yield Owned(param, g, index, PARAM, name)
-            for key, tensor in tensors_in(states_of(optimizer).get(param, {})):
+            for key, tensor in tensors_in(states.get(param, {})):
                 yield Owned(tensor, g, index, key, f"{key} of {name}")
             index += 1
 
 
-def states_of(optimizer: Optimizer) -> Any:
-    """Return the states of an optimizer; none of one that wraps another without Optimizer's init."""
-    return getattr(optimizer, "state", {})
+def _parts_of(optimizer: Optimizer) -> tuple[list[dict[str, Any]], Any]:
+    """Return groups and states; none of one that wraps another and never was an Optimizer."""
+    return getattr(optimizer, "param_groups", []), getattr(optimizer, "state", {})
 
 
 def held_tensors(optimizer: Optimizer) -> Iterator[Owned]:
@@ -69,17 +72,37 @@ def held_tensors(optimizer: Optimizer) -> Iterator[Owned]:
     for n, one in enumerate(family(optimizer)):
         for owned in owned_tensors(one):
             yield owned if one is optimizer else replace(owned, group=1000 * n + owned.group)
-        params = {id(p) for group in one.param_groups for p in group["params"]}
+        groups, states = _parts_of(one)
+        params = {id(p) for group in groups for p in group["params"]}
         elsewhere = {
-            "state": {k: v for k, v in states_of(one).items() if id(k) not in params},
-            "param_groups": [
-                {k: v for k, v in group.items() if k != "params"} for group in one.param_groups
-            ],
+            "state": {k: v for k, v in states.items() if id(k) not in params},
+            "param_groups": [{k: v for k, v in g.items() if k != "params"} for g in groups],
             **{k: v for k, v in vars(one).items() if k not in ("state", "param_groups")},
         }
         for path, tensor in tensors_in(elsewhere):
             if id(tensor) not in params:
                 yield Owned(tensor, n, -1, path, f"{path} of {type(one).__name__}")
+
+
+def low_precision(found: Iterable[Owned], warn: Callable[[str], None]) -> list[Owned]:
+    """Return the states of 16 bits, each piece of memory once, and warn of those that overlap."""
+    seen: set[Any] = set()
+    low = []
+    for owned in found:
+        tensor = owned.tensor
+        if tensor.dtype in LOW_PRECISION and has_memory(tensor):
+            where = tensor.data_ptr(), tensor.shape, tensor.stride()
+            if id(tensor) not in seen and (where not in seen or not tensor.numel()):
+                seen.update((id(tensor), where))
+                low.append(owned)
+    named = {o.tensor.untyped_storage()._cdata for o in low if o.named}
+    # What an optimizer keeps elsewhere may be views of its parameters.
+    low = [o for o in low if o.named or o.tensor.untyped_storage()._cdata not in named]
+    shared = overlapping(o.tensor for o in low)
+    if shared:
+        names = ", ".join(o.name for o in low if id(o.tensor) in shared)
+        warn(f"not compensated: {names} overlap in memory; give each memory of its own")
+    return [o for o in low if id(o.tensor) not in shared]
 
 
 def family(optimizer: Optimizer) -> list[Optimizer]:
@@ -98,7 +121,7 @@ def state_count(optimizer: Optimizer) -> int:
     return sum(
         len(state)
         for one in family(optimizer)
-        for state in states_of(one).values()
+        for state in _parts_of(one)[1].values()
         if isinstance(state, dict)
     )
 
@@ -142,3 +165,33 @@ def owners_of(optimizers: Iterable[Optimizer]) -> dict[int, tuple[Optimizer, Own
         for owned in owned_tensors(optimizer):
             found.setdefault(id(owned.tensor), (optimizer, owned))
     return found
+
+
+def owner_of(tensor: Any) -> Owner:
+    """Return what a tensor that no optimizer owns is by the looks of it."""
+    is_leaf = isinstance(tensor, Tensor) and tensor.requires_grad and tensor.is_leaf
+    return "param" if is_leaf else "tensor"
+
+
+def is_buffer(source: str) -> bool:
+    """Tell whether a source is a buffer of a module: L['model']._modules['bn']._buffers['mean']."""
+    return "._buffers[" in source
+
+
+def source_name(source: Any) -> str:
+    """Return Dynamo's name of a source; empty for None."""
+    name = getattr(source, "name", "")
+    return name() if callable(name) else str(name)
+
+
+def placeholder_source(placeholder: Node) -> str:
+    """Return Dynamo's name of where an input of its graph comes from; empty if it has none."""
+    return source_name(getattr(placeholder, "_dynamo_source", None))
+
+
+def pretty(source: str) -> str:
+    """Return `params[0]` for Dynamo's `L['params'][0]`, `model.bn.weight` for a module's."""
+    text = re.sub(r"^L\['(\w+)'\]", r"\1", source)
+    text = re.sub(r"\['(\w+)'\]", r".\1", text)
+    text = re.sub(r"\._(modules|buffers|parameters)\b", "", text)
+    return text.removeprefix("self.")

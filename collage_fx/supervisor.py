@@ -17,13 +17,12 @@ from collage_fx.errors import UnsupportedError
 from collage_fx.fallback import Failures
 from collage_fx.judge import TRIED, Judge, place_of
 from collage_fx.operands import Write
-from collage_fx.ownership import Owned
+from collage_fx.ownership import Owned, low_precision
 from collage_fx.passes.expand import WAY_OUT
 from collage_fx.passes.forms import Form
 from collage_fx.passes.program import LOW_PRECISION, StatePlan
 from collage_fx.report import Served
 from collage_fx.runtime.residuals import STORE, clear_stale, version
-from collage_fx.shadows import has_memory, overlapping
 
 
 class Supervisor:
@@ -150,24 +149,8 @@ class Supervisor:
             shadow.forms = {write: Form(1)}
 
     def _low(self) -> list[Owned]:
-        """Return the states of 16 bits, each piece of memory once."""
-        seen: set[Any] = set()
-        found = []
-        for owned in self.owned():
-            tensor = owned.tensor
-            if tensor.dtype in LOW_PRECISION and has_memory(tensor):
-                where = tensor.data_ptr(), tensor.shape, tensor.stride()
-                if id(tensor) not in seen and (where not in seen or not tensor.numel()):
-                    seen.update((id(tensor), where))
-                    found.append(owned)
-        named = {o.tensor.untyped_storage()._cdata for o in found if o.named}
-        # What an optimizer keeps elsewhere may be views of its parameters.
-        found = [o for o in found if o.named or o.tensor.untyped_storage()._cdata not in named]
-        shared = overlapping(o.tensor for o in found)
-        if shared:
-            names = ", ".join(o.name for o in found if id(o.tensor) in shared)
-            self.warn(f"not compensated: {names} overlap in memory; give each memory of its own")
-        return [o for o in found if id(o.tensor) not in shared]
+        """Return the states of 16 bits."""
+        return low_precision(self.owned(), self.warn)
 
     def _know(self, owned: Owned) -> None:
         tensor = owned.tensor

@@ -65,6 +65,15 @@ def summation_of_its_own(p: Tensor, g: Tensor, state: Any) -> None:
     state["k"].add_(g.sub_(p))
 
 
+def states_that_begin_equal(p: Tensor, g: Tensor, state: Any) -> None:
+    """Stock torch.compile makes one tensor of them, which is the gradient."""
+    if not state:
+        state["m"] = [torch.zeros_like(p) for _ in range(2)]
+    for beta, m in zip((0.9, 0.99), state["m"], strict=True):
+        m.mul_(beta).add_(g)
+        p.sub_(m, alpha=LR)
+
+
 @torch.compile
 def compiled_by_itself(p: Tensor, g: Tensor) -> None:
     p.sub_(g, alpha=LR)
@@ -99,6 +108,7 @@ def moved(update: Any, dtype: torch.dtype, *, compensated: bool, steps: int = 8)
         distance_of_an_untouched_parameter,
         summation_of_its_own,
         parts_that_the_step_compiles,
+        states_that_begin_equal,
     ],
 )
 def test_no_update_is_lost_and_none_counts_twice(update: Any) -> None:

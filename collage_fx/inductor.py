@@ -1,0 +1,46 @@
+"""What keeps Inductor from giving wrong results, or none, for the graphs of a step."""
+
+import copy
+from typing import Any
+
+import torch
+from torch._inductor import config as inductor_config
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.exc import InductorError
+from torch.fx import GraphModule, Node
+
+from collage_fx.passes.program import is_tensor
+
+aten = torch.ops.aten
+
+
+def separate_outputs(gm: GraphModule) -> None:
+    """Give each result of a graph memory of its own.
+
+    Simplified, a state made in the step (0*m + grad) is the gradient, and states that begin equal
+    are one node: what overwrites one of them in the next step would overwrite the others.
+    """
+    output = gm.graph.output_node()
+    results: Any = output.args[0]
+    seen: set[Node] = set()
+    separate = list(results)
+    with gm.graph.inserting_before(output):
+        for i, node in enumerate(results):
+            if is_tensor(node) and (node in seen or node.op == "placeholder"):
+                separate[i] = gm.graph.call_function(aten.clone.default, (node,))
+                separate[i].meta["val"] = aten.clone.default(node.meta["val"])
+            elif isinstance(node, Node):
+                seen.add(node)
+    output.args = (type(results)(separate),)
+    gm.recompile()
+
+
+def compile_rewritten(gm: GraphModule, inputs: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Compile a rewritten graph; without fusion, if Inductor's fusion of it fails."""
+    try:
+        return compile_fx_inner(copy.deepcopy(gm), inputs, **kwargs)
+    except InductorError:
+        # 2.13 fuses the outer loops of a row-wise reduction and of the update behind it, and looks
+        # for a read that a buffer's in-place user does not have (KeyError in cpp.py).
+        with inductor_config.patch(max_fusion_size=1):
+            return compile_fx_inner(gm, inputs, **kwargs)
