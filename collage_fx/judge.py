@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from collage_fx.config import CollageConfig
@@ -53,6 +54,8 @@ class Judge:
             source = self._source(write, shadow)
             if not keep and source:
                 keep, reason = True, f"takes over the value of {source}"
+            if not keep and owned.owner == "param" and self._precise(tensor, shadow):
+                keep, reason = True, "computed anew from states that are compensated"
             served.compensated, served.reason, served.recurrence = keep, reason, found.text
         if served.compensated:
             lo = shadow.low(tensor)
@@ -63,6 +66,11 @@ class Judge:
                     STORE.share_by_memory(tensor)
             else:
                 residual.settle(tensor)
+
+    def _precise(self, tensor: Tensor, shadow: Shadow) -> bool:
+        """Tell whether what was written has more bits than the tensor."""
+        lo = shadow.low(tensor)
+        return self.config.level != "light" and lo is not None and bool(lo.any())
 
     def find_cycles(self, present: list[Owned]) -> None:
         """Find, by place, the recurrences of states that only together keep what they hold."""
