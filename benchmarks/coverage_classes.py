@@ -38,7 +38,7 @@ SUBSETS = (tuple(SHAPES), ("matrix", "vector", "kernel"), ("matrix", "vector"), 
 """Which parameters an optimizer is given: the first of these that it accepts."""
 
 SAME_IN_ALL_DTYPES: dict[str, dict[str, Any]] = {
-    "torch.optim._adafactor.Adafactor": {"eps": (torch.finfo(torch.bfloat16).eps, 1e-3)},
+    "torch.optim.Adafactor": {"eps": (torch.finfo(torch.bfloat16).eps, 1e-3)},
     # Its Kahan summation multiplies the error by alpha, in bf16 only: another algorithm there.
     "optimi.ranger.Ranger": {"kahan_sum": False},
 }
