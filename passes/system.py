@@ -4,11 +4,12 @@ A state that is overwritten keeps nothing of its own, but where it is overwritte
 computed from it (slow and fast weights, buffers that change places), the two of them accumulate.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import sympy
+from sympy.utilities.iterables import strongly_connected_components
 from torch.fx import Node
 
 from collage_fx.passes.criticality import critical
@@ -76,16 +77,16 @@ def _form(part: Slice, walks: Sequence[Walk], i: int, j: int) -> Form:
 
 def _cycles(part: Slice, walks: Sequence[Walk], states: list[int]) -> list[list[int]]:
     """Return the sets of at least two states each of which is computed from each other."""
-    reach = {i: {j for j in states if j != i and _form(part, walks, i, j).carries} for i in states}
-    for k in states:
-        for i in states:
-            if k in reach[i]:
-                reach[i] = reach[i] | reach[k]
-    found: list[list[int]] = []
-    for i in states:
-        if i in reach[i] and not any(i in cycle for cycle in found):
-            found.append([j for j in states if j in reach[i] and i in reach[j]])
-    return [cycle for cycle in found if len(cycle) > 1]
+    return _connected({i: [j for j in states if _form(part, walks, i, j).carries] for i in states})
+
+
+def _connected(sources: Mapping[Any, Iterable[Any]]) -> list[list[Any]]:
+    """Return, in order, the sets of states each of which is computed from each other one."""
+    edges = [(i, j) for i, found in sources.items() for j in found]
+    place = {state: n for n, state in enumerate(sources)}
+    components = strongly_connected_components((list(sources), edges))
+    cycles = [sorted(c, key=place.__getitem__) for c in components if len(c) > 1]
+    return sorted(cycles, key=lambda cycle: place[cycle[0]])
 
 
 def _factor(part: Slice, walks: Sequence[Walk], cycle: list[int]) -> Coefficient | None:
@@ -129,7 +130,9 @@ def _radius(matrix: list[list[float]]) -> float:
             v + sum(m * w for m, w in zip(r, vector, strict=True))
             for r, v in zip(matrix, vector, strict=True)
         ]
-        largest = max(new / old for new, old in zip(image, vector, strict=True)) - 1
+        before, largest = largest, max(n / o for n, o in zip(image, vector, strict=True)) - 1
+        if abs(largest - before) < 1e-14:
+            break
         scale = max(image)
         vector = [v / scale for v in image]
     return round(largest, 12)
@@ -169,18 +172,12 @@ def joint_recurrences(
             what.
         names: what each state is called.
     """
-    reach = {i: {j for j in f if j != i and j in forms} for i, f in forms.items()}
-    for k in forms:
-        for i in forms:
-            if k in reach[i]:
-                reach[i] = reach[i] | reach[k]
     found: dict[Any, Recurrence] = {}
-    for i in forms:
-        cycle = [j for j in forms if j in reach[i] and i in reach[j]]
-        if i not in reach[i] or len(cycle) < 2:
-            continue
+    for cycle in _connected({i: [j for j in f if j in forms] for i, f in forms.items()}):
         factor = _factor_of([[forms[a].get(b, FREE) for b in cycle] for a in cycle])
-        if factor is not None:
+        if factor is None:
+            continue
+        for i in cycle:
             others = " and ".join(names[j] for j in cycle if j != i)
             known = {j: f for j, f in forms[i].items() if j in names}
             terms = " + ".join(f"{written(f.a)}{names[j]}" for j, f in known.items())
