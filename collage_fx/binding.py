@@ -46,6 +46,10 @@ class Residuals:
         self.others = others
         """How to find the 16-bit states that this graph writes without compensation."""
         self.plan = {state.index: state for state in plan}
+        self.known: list[tuple[weakref.ref[Tensor], Residual]] = []
+        """The tensors of the last call and their residuals."""
+        self.generation = -1
+        """That of the store in the last call."""
         self.current: list[tuple[Tensor, Residual]] = []
         self.replaced: list[tuple[Tensor, Residual]] = []
 
@@ -53,17 +57,30 @@ class Residuals:
         """Find the residuals for this call and make sure that each belongs to its tensor."""
         tensors = [tensor for f in self.locate if (tensor := f(args)) is not None]
         storage = self.session.config.storage
-        fresh = any(STORE.get(tensor) is None for tensor in tensors)
-        ownerless = self._introduce(tensors) if fresh else []
-        self.current = [
-            (tensor, STORE.ensure(tensor, storage, c.name))
-            for tensor, c in zip(tensors, self.carried, strict=True)
-        ]
+        if not self._same(tensors):
+            found = [STORE.get(tensor) for tensor in tensors]
+            ownerless = self._introduce(tensors) if any(r is None for r in found) else []
+            self.known = [
+                (weakref.ref(tensor), STORE.ensure(tensor, storage, c.name, residual))
+                for tensor, c, residual in zip(tensors, self.carried, found, strict=True)
+            ]
+            for tensor in ownerless:
+                STORE.share_by_memory(tensor)
+            self.generation = STORE.generation
+        self.current = [(t, residual) for t, (_, residual) in zip(tensors, self.known, strict=True)]
         clear_stale(self.current)
-        for tensor in ownerless:
-            STORE.share_by_memory(tensor)
         written = [tensor for f in self.others if (tensor := f(args)) is not None]
         self.replaced = [(t, r) for t in written if (r := STORE.get(t)) is not None]
+
+    def _same(self, tensors: list[Tensor]) -> bool:
+        """Tell whether these are the tensors of the last call, with the residuals of then.
+
+        Their shapes are the same too: Dynamo guards them.
+        """
+        return self.generation == STORE.generation and all(
+            reference() is tensor
+            for (reference, _), tensor in zip(self.known, tensors, strict=True)
+        )
 
     def bind(self, inner: Any) -> Callable[[list[Any]], Any]:
         """Return a boxed callable that appends the residual tensors to the inputs of inner."""

@@ -288,13 +288,11 @@ class Supervisor:
     def _end(self) -> None:
         if self.engine.asleep:
             self.engine.asleep = False
-            unaccounted = [
-                owned.name
-                for (owned, write), before in zip(self.states.values(), self.versions, strict=True)
-                if version(write.tensor) != before and id(write.tensor) not in self.by_graph
-            ]
-            for owned, write in self.states.values():
-                self.served[write.tensor].unaccounted += owned.name in unaccounted
+            unaccounted = []
+            for (owned, write), before in zip(self.states.values(), self.versions, strict=True):
+                if version(write.tensor) != before and id(write.tensor) not in self.by_graph:
+                    self.served[write.tensor].unaccounted += 1
+                    unaccounted.append(owned.name)
         else:
             unaccounted = self._settle()
         if unaccounted:

@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from collage_fx.passes.program import Rewritten, Slice, graph_of, value_of
 from collage_fx.passes.region import register_region
+from collage_fx.runtime.loop import Loop, loop_over
 from collage_fx.runtime.ops import collage
 
 aten = torch.ops.aten
@@ -46,6 +47,8 @@ class Sweep:
     results: list[int]
     """For each of them the result that it gets."""
     function: Any = None
+    loop: Loop | None = None
+    """The same for all members in one call, where the graph is one kernel."""
 
     @property
     def read(self) -> list[int]:
@@ -76,7 +79,9 @@ class Sweep:
         # the others the kernel takes the address.
         with inductor_config.patch(size_asserts=False):
             compiled: Any = compile_fx_inner(graph, fakes)
-        return getattr(compiled, "current_callable", None) or compiled
+        function = getattr(compiled, "current_callable", None) or compiled
+        self.loop = loop_over(function, samples)
+        return function
 
 
 def register_sweep(rewritten: Rewritten) -> str:
@@ -137,18 +142,25 @@ def _flat(member: Slice) -> bool:
 def _run(written: list[Tensor], read: list[Tensor], key: str) -> None:
     sweep = SWEEPS[key]
     function = sweep.compiled(written[0].device)
-    wide, reading = len(sweep.written), sweep.read
-    first = sweep.scalar.index(False)
-    for member in range(len(written) // wide):
-        inputs: list[Any] = [None] * len(sweep.dtypes)
-        for i, tensor in zip(sweep.written, written[member * wide :], strict=False):
-            inputs[i] = tensor
-        for i, tensor in zip(reading, read[member * len(reading) :], strict=False):
-            inputs[i] = tensor
-        count = inputs[first].numel()
-        if count:
-            inputs[first] = inputs[first].as_strided((count,), (1,))
-            function(inputs)
+    first, wide, narrow = sweep.scalar.index(False), len(sweep.written), len(sweep.read)
+    place = {i: k for k, i in enumerate([*sweep.written, *sweep.read])}
+    members = [
+        written[m * wide : (m + 1) * wide] + read[m * narrow : (m + 1) * narrow]
+        for m in range(len(written) // wide)
+    ]
+    members = [tensors for tensors in members if tensors[place[first]].numel()]
+    if sweep.loop is not None:
+        order = [place[i] for i in sweep.loop.order]
+        table = []
+        for tensors in members:
+            addresses = [t.data_ptr() for t in tensors]
+            table += [addresses[i] for i in order]
+        sweep.loop.run(table, [tensors[place[first]].numel() for tensors in members])
+        return
+    for tensors in members:
+        inputs = [tensors[place[i]] for i in range(len(place))]
+        inputs[first] = inputs[first].as_strided((inputs[first].numel(),), (1,))
+        function(inputs)
 
 
 def _run_meta(written: list[Tensor], read: list[Tensor], key: str) -> None:

@@ -140,9 +140,14 @@ class ResidualStore:
             del self._of_memory[key]
         self._of_memory[_memory(tensor)] = self._residuals[tensor]
 
-    def ensure(self, tensor: Tensor, storage: str, name: str) -> Residual:
-        """Return the residual of tensor, made of zeros if there was none of this shape yet."""
-        residual = self.get(tensor)
+    def ensure(
+        self, tensor: Tensor, storage: str, name: str, found: Residual | None = None
+    ) -> Residual:
+        """Return the residual of tensor, made of zeros if there was none of this shape yet.
+
+        `found` is what `get` has returned for it, if that was asked.
+        """
+        residual = found or self.get(tensor)
         if residual is None or not _fits(tensor, residual.components):
             residual = self._residuals[tensor] = Residual(tensor, storage, name)
             self.generation += 1
