@@ -154,7 +154,7 @@ class _Step:
                 self.error = error
             else:
                 supervisor.failures.note(error)
-            return Code(gm, None, [], refused=True)
+            return Code(gm, None, [], [], refused=True)
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph, or do what it does by the eager engine if it cannot be compensated.
@@ -177,6 +177,8 @@ class _Step:
             # graph writes.
             self.code = self._compile(supervisor.sources[self], args, args)
             self.code.refused |= bool(self.code.drops_residual(args))
+        if STORE.generation != self.checked:
+            self.code.refused |= self.code.reads_residual(args)
         if self.code.refused or supervisor.expands(args):
             return supervisor.sources[self](*args)
         self.checked = STORE.generation
@@ -203,6 +205,7 @@ class _Graph:
         """Position of a carried state -> how to find its tensor from the arguments of a call."""
         self.residuals: Residuals | None = None
         self.plan: list[StatePlan] = []
+        self.reads: list[int] = []
         self.refused = False
 
     def compile(self, example_inputs: Sequence[Any]) -> Code:
@@ -223,7 +226,8 @@ class _Graph:
         ]
         refused = self.refused or any(s.refused and s.dtype in LOW_PRECISION for s in self.plan)
         del self.owners, self.inputs  # they keep optimizers and tensors alive
-        return Code(function, self.residuals, states, refused)
+        reads = [self.locate[index] for index in self.reads if index in self.locate]
+        return Code(function, self.residuals, states, reads, refused)
 
     def inner(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         """Rewrite the functional graph, compile it and bind its residuals."""
@@ -238,7 +242,7 @@ class _Graph:
         compiled = Compiled(program)
         if self.session.keep:
             self.session.compiled.append(compiled)
-        self.plan = program.plan
+        self.plan, self.reads = program.plan, program.reads
         self._warn(program)
         self._warn_functional(gm)
         carried = program.residual_inputs
@@ -308,14 +312,17 @@ class _Graph:
     def _refuse_outer_writes(self, gm: GraphModule) -> None:
         """Refuse a graph whose new values AOTAutograd itself writes back, after the graph has run.
 
-        So it does with a parameter that was updated through `.data`: no copy_ is in the graph.
+        So it does with a parameter that was updated through `.data`, and with one whose strides the
+        step changes in place: no copy_ is in the graph.
         """
         context = TracingContext.try_get()
         metadata = context.fw_metadata if context is not None else None
         if metadata is None:
             return
         inputs = [n.meta.get("val") for n in gm.graph.find_nodes(op="placeholder")]
-        outer = [inputs[i] for i in metadata.mutated_inp_runtime_indices if i < len(inputs)]
+        turned = [i for i, info in enumerate(metadata.input_info) if info.mutates_metadata]
+        indices = [*metadata.mutated_inp_runtime_indices, *turned]
+        outer = [inputs[i] for i in indices if i < len(inputs)]
         if any(isinstance(v, Tensor) and v.dtype in LOW_PRECISION for v in outer):
             self.refused = True
             if self.session.supervisor() is None:

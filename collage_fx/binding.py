@@ -136,6 +136,8 @@ class Code:
     residuals: Residuals | None
     states: list[tuple[Callable[[tuple[Any, ...]], Tensor | None], StatePlan]]
     """The carried states of 16 bits: how to find each, and its verdict."""
+    reads: list[Callable[[tuple[Any, ...]], Tensor | None]]
+    """How to find the states that the graph reads, and of which it knows the high word only."""
     refused: bool
     """Whether a state that needs a residual cannot have one in this graph."""
 
@@ -151,6 +153,11 @@ class Code:
     def written(self, args: tuple[Any, ...]) -> list[tuple[Tensor, StatePlan]]:
         """Return the tensors of 16 bits that a call writes."""
         return [(t, plan) for find, plan in self.states if (t := find(args)) is not None]
+
+    def reads_residual(self, args: tuple[Any, ...]) -> bool:
+        """Tell whether a state that the graph reads has a low word that the graph would need."""
+        tensors = (find(args) for find in self.reads)
+        return any(t is not None and STORE.get(t) is not None for t in tensors)
 
     def drops_residual(self, args: tuple[Any, ...]) -> list[str]:
         """Return the names of states that have a residual which this graph does not know of."""

@@ -1,62 +1,107 @@
 """Stochastic rounding that a step does itself, on the bits of fp32: an expansion needs none.
 
-Optimizers that keep bf16 parameters unbiased add random bits to an fp32 value and cut it off:
-x.view(int32), integer arithmetic, .view(float32), .bfloat16(). The engine follows the bits; what
-comes back within a unit in the last place of bf16 is x, and its low word holds the rest.
+Optimizers that keep bf16 parameters unbiased add random bits to an fp32 value and cut them off:
+x.view(int32), integer arithmetic, .view(float32), and a conversion to bf16 that is exact. The
+engine follows the bits; where that conversion finds x rounded to bf16 by chance, up or down, it
+takes x itself, and the low word holds the rest. All other arithmetic on bits is left as it is.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from collage_fx.shadows import Shadows
+from collage_fx.passes.eager import Forms
+from collage_fx.shadows import Shadow, Shadows, has_memory
 
 aten = torch.ops.aten
 
-_INTEGER = frozenset(
-    getattr(getattr(aten, name), overload)
-    for name in ("add", "sub", "bitwise_and", "bitwise_or", "where")
-    for overload in getattr(aten, name).overloads()
-    if overload in ("Tensor", "Scalar", "self", "ScalarOther", "ScalarSelf")
-)
+_FOLLOWED = frozenset(
+    getattr(getattr(aten, name + ending), overload)
+    for name in ("add", "sub", "bitwise_and", "bitwise_or", "where", "lt", "le", "gt", "ge", "copy")
+    for ending in ("", "_")
+    if hasattr(aten, name + ending)
+    for overload in getattr(aten, name + ending).overloads()
+    if overload in ("Tensor", "Scalar", "self", "ScalarOther", "ScalarSelf", "default")
+) | {aten._to_copy.default, aten.clone.default}
 _UNIT = 2.0**-7
 """A unit in the last place of bf16 is at most this much of the value."""
 
 
+@dataclass
+class _Bits:
+    """What went into a tensor: the bits of an fp32 value, chance, or both."""
+
+    value: Tensor | None = None
+    version: int = 0
+    """Of the value when its bits were taken."""
+    forms: Forms | None = None
+    random: bool = False
+
+
 class Dither:
-    """The int32 tensors that were computed from the bits of values that the engine follows."""
+    """The tensors that were computed from random numbers and from bits that the engine follows."""
 
     def __init__(self) -> None:
-        self.bits = Shadows()
-        """In the place of a low word: the fp32 value of whose bits an int32 tensor was made."""
+        self.known = Shadows()
+        self.bits: dict[Shadow, _Bits] = {}
 
-    def view(self, func: Any, args: tuple[Any, ...], result: Tensor, shadows: Shadows) -> Tensor:
-        """Return the result of a view; of one that makes a value of bits again, the value."""
-        if func is not aten.view.dtype:
-            return result
-        if args[1] == torch.int32 and args[0].dtype == torch.float32:
-            source = shadows.find(args[0])
+    def clear(self) -> None:
+        """Forget all, at the end of a step."""
+        self.known.clear()
+        self.bits.clear()
+
+    def before_write(self, target: Any, shadows: Shadows) -> None:
+        """Keep the value of bits that are about to be changed in place."""
+        found = self._of(target, shadows)
+        if found is not None and found.value is not None and self._find(target) is None:
+            self._note(target, _Bits(found.value.clone(), 0, found.forms, found.random))
+
+    def follow(self, func: Any, args: Any, result: Any, shadows: Shadows) -> None:
+        """Note the result of a random operation, or of one on what is known."""
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        if not (random or func in _FOLLOWED) or not isinstance(result, Tensor):
+            return
+        if not has_memory(result) or (result.is_floating_point() and not random):
+            return
+        operands = [self._of(a, shadows) for a in tree_leaves(args)] if func in _FOLLOWED else []
+        known = [o for o in operands if o is not None]
+        if not (random or known):
+            return
+        source = next((o for o in known if o.value is not None), _Bits())
+        random |= any(o.random for o in known)
+        self._note(result, _Bits(source.value, source.version, source.forms, random))
+
+    def undone(self, x: Tensor) -> tuple[Tensor, Forms] | None:
+        """Return what x was before it was rounded to bf16 by chance, and its forms; else None."""
+        if not self.bits or x.dtype != torch.float32 or not has_memory(x):
+            return None
+        found = self._find(x.view(torch.int32))
+        if found is None or found.value is None or not found.random:
+            return None
+        if found.value._version != found.version or found.value.shape != x.shape:
+            return None
+        exact = (x.view(torch.int32) & 0xFFFF) == 0
+        near = (x - found.value).abs() <= _UNIT * found.value.abs()
+        return torch.where(exact & near, found.value, x), found.forms or {}
+
+    def _of(self, operand: Any, shadows: Shadows) -> _Bits | None:
+        """Return what is known of an operand; of the bits of a followed value, that value."""
+        if not isinstance(operand, Tensor) or not has_memory(operand):
+            return None
+        found = self._find(operand)
+        if found is None and operand.dtype == torch.int32:
+            value = operand.view(torch.float32)
+            source = shadows.find(value)
             if source is not None:
-                with_value = self.bits.add(result, args[0].clone(), source.forms)
-                with_value.whole = source.whole
-        found = self.bits.find(args[0]) if args[1] == torch.float32 else None
-        if found is None or found.lo is None:
-            return result
-        result = undithered(found.lo, result)
-        shadows.add(result, None, found.forms).whole = found.whole
-        return result
+                return _Bits(value, value._version, source.forms)
+        return found
 
-    def follow(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        """Note the result of an integer operation on such bits."""
-        if func in _INTEGER and isinstance(result, Tensor) and result.dtype == torch.int32:
-            for operand in tree_leaves(args):
-                found = self.bits.find(operand) if isinstance(operand, Tensor) else None
-                if found is not None:
-                    self.bits.add(result, found.lo, found.forms).whole = found.whole
+    def _find(self, tensor: Any) -> _Bits | None:
+        shadow = self.known.find(tensor) if isinstance(tensor, Tensor) else None
+        return self.bits.get(shadow) if shadow is not None else None
 
-
-def undithered(x: Tensor, rounded: Tensor) -> Tensor:
-    """Return x where rounded is x rounded to bf16, up or down, and rounded elsewhere."""
-    return torch.where((rounded - x).abs() <= _UNIT * x.abs(), x, rounded)
+    def _note(self, tensor: Tensor, bits: _Bits) -> None:
+        self.bits[self.known.add(tensor, None, {})] = bits

@@ -38,6 +38,14 @@ _DECAYS = {
 """Arguments of PyTorch's fused kernels that are averages -> the argument that they decay by."""
 
 
+_TURNS = {
+    overload
+    for name in ("t_", "transpose_", "squeeze_", "unsqueeze_", "swapaxes_", "swapdims_")
+    for overload in (getattr(getattr(aten, name), o) for o in getattr(aten, name).overloads())
+}
+"""Operations that change the shape of a tensor in place, and not its memory."""
+
+
 class Engine(TorchDispatchMode):
     """Does the operations of a step on expansions where an operand has a residual.
 
@@ -74,7 +82,7 @@ class Engine(TorchDispatchMode):
         """Drop everything known of the step that is over."""
         self.shadows.clear()
         self.writes.clear()
-        self.dither.bits.clear()
+        self.dither.clear()
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -89,7 +97,8 @@ class Engine(TorchDispatchMode):
         """Return closure run as if this mode were not there: it computes gradients."""
 
         def run() -> Any:
-            with _pop_mode_temporarily(), nested.outside():
+            apart = self.supervisor.failures.raised()
+            with _pop_mode_temporarily(), nested.outside(), apart:
                 return closure()
 
         return run
@@ -102,32 +111,53 @@ class Engine(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.paused or not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
-        if func.is_view:
-            return self.dither.view(func, args, func(*args, **kwargs), self.shadows)
-        if torch.Tag.inplace_view in func.tags:
-            return self._turn(func, args, kwargs)
+        if func.is_view and func not in _TURNS:
+            return func(*args, **kwargs)
         if self.asleep:
             self.supervisor.wake()
+        if torch.Tag.inplace_view in func.tags:
+            return self._turn(func, args, kwargs)
+        if func is aten._to_copy.default and kwargs.get("dtype") is torch.bfloat16:
+            args = (self._undithered(args[0]), *args[1:])
         names = written(func)
         if names:
             return self._write(func, names, args, kwargs)
         if not any(self.shadows.find(t) for t in tensors_of((args, kwargs))):
             result = func(*args, **kwargs)
-            self.dither.follow(func, args, result)
+            self.dither.follow(func, args, result, self.shadows)
             return result
         op = functional(func)
         if is_foreach(func) and op is not None:
             return [self._read(one, one, a, k) for one, a, k in each(op, args, kwargs)]
-        return self._read(func, op, args, kwargs)
+        result = self._read(func, op, args, kwargs)
+        self.dither.follow(func, args, result, self.shadows)
+        return result
 
     def _turn(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Change shape or strides of a tensor in place; its shadow lies beside its memory."""
+        """Change shape or strides of a tensor in place, and of its low word with it."""
         shadow = self.shadows.find(args[0])
         write = self.writes.get(shadow) if shadow is not None else None
+        if shadow is None or write is None or write.tensor is not args[0] or func not in _TURNS:
+            result = func(*args, **kwargs)
+            if write is not None:
+                write.version = version(write.tensor)
+            return result
+        self._enlist(args[0])
+        lo = shadow.lo
         result = func(*args, **kwargs)
-        if write is not None:
-            write.version = version(write.tensor)
+        if lo is not None:
+            func(lo, *args[1:], **kwargs)
+        self.shadows.turn(shadow, args[0])
+        write.version = version(write.tensor)
         return result
+
+    def _undithered(self, x: Tensor) -> Tensor:
+        """Return x, or what it was before the step rounded it by chance."""
+        undone = self.dither.undone(x)
+        if undone is None:
+            return x
+        self.shadows.add(undone[0], None, undone[1]).whole = True
+        return undone[0]
 
     def _write(self, func: Any, names: tuple[str, ...], args: Any, kwargs: Any) -> Any:
         """Do an operation that writes: by its rule, or on joined values if it has none."""
@@ -139,7 +169,12 @@ class Engine(TorchDispatchMode):
         }
         self._enlist(targets)
         if not any(self.shadows.find(t) for t in tensors_of((args, kwargs))):
-            return func(*args, **kwargs)
+            for target in tensors_of(targets):
+                self.dither.before_write(target, self.shadows)
+            result = func(*args, **kwargs)
+            for target in tensors_of(targets):
+                self.dither.follow(func, (args, kwargs), target, self.shadows)
+            return result
         op = functional(func)
         by_rule = supports(op) or op is aten.copy.default or overwrites(func)
         sparse = any(t.layout != torch.strided for t in tensors_of((args, kwargs)))
@@ -296,6 +331,8 @@ class Engine(TorchDispatchMode):
         if not isinstance(source, Tensor):
             dest.fill_(source)
             return self._wrote(dest, shadow, None, {})
+        if dest.dtype == torch.bfloat16:
+            source = self._undithered(source)
         if id(source) in self.supervisor.returned and shadow in self.writes:
             self.supervisor.chained("a state")
         theirs = self.shadows.find(source)

@@ -16,6 +16,8 @@ class Failures(logging.Filter):
         super().__init__()
         self.warn = warn
         self.count = 0
+        self.suppressed = bool(dynamo_config.suppress_errors)
+        """What the user has set."""
 
     @contextmanager
     def caught(self) -> Iterator[None]:
@@ -24,12 +26,23 @@ class Failures(logging.Filter):
         Nothing of that function has run by then. An error of the user's comes up again there.
         """
         allowed = not dynamo_config.fail_on_recompile_limit_hit  # which excludes the other
+        self.suppressed = bool(dynamo_config.suppress_errors)
         _LOGGER.addFilter(self)
         try:
             with dynamo_config.patch(suppress_errors=allowed):
                 yield
         finally:
             _LOGGER.removeFilter(self)
+
+    @contextmanager
+    def raised(self) -> Iterator[None]:
+        """Within a closure that a step calls, errors come up as the user has set it."""
+        _LOGGER.removeFilter(self)
+        try:
+            with dynamo_config.patch(suppress_errors=self.suppressed):
+                yield
+        finally:
+            _LOGGER.addFilter(self)
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Tell whether a record is to be logged: not that of an error, of which we warn."""
@@ -41,7 +54,8 @@ class Failures(logging.Filter):
     def note(self, error: BaseException) -> None:
         """Count an error of torch.compile and warn of it."""
         self.count += 1
-        text = next(iter(str(error).strip().splitlines()), "")
+        error = getattr(error, "inner_exception", error)
+        text = " ".join(str(error).split())[:240]
         self.warn(
             f"torch.compile fails on a part of the step, with {type(error).__name__}: {text}. The "
             "eager engine does that part, more slowly and as precisely"

@@ -67,6 +67,16 @@ class Judge:
             else:
                 residual.settle(tensor)
 
+    def judge_made(self, owned: Owned, write: Write, made: Shadow) -> None:
+        """Decide whether a state that the step has made keeps the low word it was made with.
+
+        What it was computed from may have been judged before, and is not followed any more.
+        """
+        if self._precise(owned.tensor, made):
+            served = self.served[write.tensor]
+            served.compensated, served.reason = True, "made from states that are compensated"
+        self.judge(owned, write, made)
+
     def _precise(self, tensor: Tensor, shadow: Shadow) -> bool:
         """Tell whether what was written has more bits than the tensor."""
         lo = shadow.low(tensor)

@@ -29,7 +29,7 @@ def step_of(session: Any, *, compiled: bool) -> Iterator[None]:
 
 @contextmanager
 def outside() -> Iterator[None]:
-    """Within a closure that a step calls: as if there were no step."""
+    """Within a closure that a step calls: compile as if there were no step."""
     forced = getattr(_current, "forced", False)
     with _set(None, forced=False), set_stance("default") if forced else nullcontext():
         yield

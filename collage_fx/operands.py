@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from collage_fx.fallback import Failures
 from collage_fx.passes.eager import Call, Forms, Operation, Traced, expansion_of, supports
 from collage_fx.passes.forms import CURVED
 from collage_fx.passes.program import LOW_PRECISION, Arithmetic
@@ -49,6 +50,7 @@ class Write:
 class Watcher(Protocol):
     """The side of the supervisor that the engine sees."""
 
+    failures: Failures
     returned: set[int]
     """The ids of what compiled graphs have returned in this step."""
 
@@ -180,8 +182,9 @@ class Operands:
         """Convert such an x as kwargs say, with what the rounding takes away as its low word."""
         shadow = self.shadows.find(x)
         assert shadow is not None
-        device, dtype = kwargs.get("device") or x.device, kwargs["dtype"]
-        hi, lo = (word.to(device) for word in split(x.to(WIDER[dtype]), dtype))
+        hi: Tensor = aten._to_copy.default(x, **kwargs)
+        _, low = split(x.to(WIDER[hi.dtype]), hi.dtype)
+        lo = torch.empty_like(hi).copy_(low)
         self.shadows.add(hi, lo, shadow.forms)
         return hi
 

@@ -144,6 +144,14 @@ class Shadows:
             self._purge()
         return shadow
 
+    def turn(self, shadow: Shadow, tensor: Tensor) -> None:
+        """Let a shadow have the shape and strides that its tensor has now."""
+        shadow.size, shadow.stride = tensor.size(), tensor.stride()
+        key = tensor.untyped_storage()._cdata
+        self._by_storage[key] = [
+            s for s in self._by_storage.get(key, ()) if s is shadow or not s.same(tensor)
+        ]
+
     def add_around(self, tensor: Tensor) -> Shadow:
         """Make a shadow without content for all the memory that tensor may be a view of."""
         storage = tensor.untyped_storage()

@@ -89,6 +89,7 @@ def _supervised(
     session.supervisor = weakref.ref(supervisor)
     storm = Storm(session, supervisor)
 
+    @disable  # where the whole training step is compiled
     def run(*args: Any, **kwargs: Any) -> Any:
         with supervisor.step() as engine, storm.watch() as calm:
             # A closure runs the model, eagerly or as the user compiled it: no part of the step.

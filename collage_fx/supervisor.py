@@ -157,7 +157,9 @@ class Supervisor:
         served = self.served.get(tensor)
         if served is None:
             served = self.served[tensor] = Served(owned.name, tensor.dtype, tuple(tensor.shape))
-            if self.resumed and STORE.get(tensor) is None:
+            if STORE.get(tensor) is not None:
+                served.compensated, served.reason = True, "it has a residual already"
+            elif self.resumed:
                 served.judged = TRIED
         served.name = owned.name  # a graph may have known it as an argument only
         write = self.engine.know(tensor)
@@ -180,7 +182,7 @@ class Supervisor:
         if made is not None and made.made is not None:
             _, write = self.states[place_of(owned)]
             write.shadow.made = made.low(owned.tensor)
-            self.judge.judge(owned, write, made)
+            self.judge.judge_made(owned, write, made)
 
     def prepare(self, write: Write) -> None:
         """Before the first write to a state in a step: see that its residual belongs to it."""
@@ -212,7 +214,7 @@ class Supervisor:
             return False
         shadows = [self.engine.shadows.find(a) for a in args if isinstance(a, Tensor)]
         made = (s for s in shadows if s is not None and s not in self.engine.writes)
-        return any(s.made is not None for s in made)
+        return any(s.made is not None or s.whole for s in made)
 
     def _look_for_chain(
         self, written: list[tuple[Tensor, StatePlan]], args: tuple[Any, ...]
@@ -300,6 +302,7 @@ class Supervisor:
             self.quiet, self.eager_only = False, True
         if self.steps == TRIED or not self.states:
             self._say_if_nothing_was_needed()
+        self.engine.dither.clear()
         if not self.keeps:
             self.quiet = False
             self.engine.forget()
@@ -368,7 +371,7 @@ class Supervisor:
             f"{self.subject} wrote {', '.join(names[:4])}{more} in a way that neither a compiled "
             "graph nor the eager engine saw, so without compensation: with a kernel of its own, or "
             "by putting a new tensor in the place of the old; update it in place by PyTorch's "
-            "operations"
+            "operations. The eager engine does the steps from now on"
         )
 
     def missing(self, name: str, states: list[Write]) -> None:

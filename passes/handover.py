@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from collage_fx.passes.forms import Form, bound
+from collage_fx.passes.forms import Form, bound, is_number
 from collage_fx.passes.plan import verdict
 from collage_fx.passes.program import (
     LOW_PRECISION,
@@ -24,6 +24,7 @@ from collage_fx.passes.spine import walk
 aten = torch.ops.aten
 
 _ADDING = (aten.add.Tensor, aten.sub.Tensor)
+_VALUES = (*LOW_PRECISION, torch.float32)
 _MUCH = 0.5
 """The weight of a state in a result that counts as its value."""
 
@@ -37,8 +38,10 @@ def handover(program: Program) -> None:
     - a sum or difference of a parameter, as of the distance that it has moved, where the graph does
       not write that parameter or does so in another slice;
     - a result that takes over the value of a state and is not stored in the graph: a new state that
-      begins as a copy of a parameter, the new value of a state that is replaced and not overwritten
-      or is stored after a graph break, the bits that are rounded stochastically.
+      begins as a copy of a parameter, a parameter computed anew from other states, a state that is
+      replaced and not overwritten or is stored after a graph break, bits to be rounded by chance.
+
+    States that it only reads, in a sum, may get a residual later: they are in `Program.reads`.
 
     The graph does not change.
     """
@@ -78,8 +81,12 @@ def _sums(program: Program, states: dict[Node, Carried]) -> Iterator[str]:
             for operand in filter(is_tensor, node.args):
                 origin = _origin(operand)
                 state = states.get(origin)
-                if state and state.owner == "param" and node not in place.get(origin, ()):
+                if state is None or node in place.get(origin, ()):
+                    continue
+                if state.owner == "param" or origin in place:
                     yield f"{state.name} enters a sum or difference with its high word only"
+                else:
+                    program.reads.append(state.index)
 
 
 def _origin(node: Any) -> Node:
@@ -91,32 +98,47 @@ def _origin(node: Any) -> Node:
 
 def _results(program: Program, states: dict[Node, Carried]) -> Iterator[str]:
     graph = graph_of(program.canonical).graph
-    stored = set(mutations(graph).values())
     order = {node: i for i, node in enumerate(graph.nodes)}
     has_param = any(c.owner == "param" for c in states.values())
-    results = [
-        node
-        for node in graph.output_node().all_input_nodes
-        if is_tensor(node) and value_of(node).dtype in LOW_PRECISION and node not in stored
-    ]
-    bits = [node.args[0] for node in graph.nodes if node.target is aten.view.dtype]
-    for result in dict.fromkeys([*results, *bits]):
-        if result.op == "placeholder":
-            continue
+    for result, is_param in _candidates(program).items():
         before = sorted(_ancestors(result), key=order.__getitem__)
         for x in (n for n in before if n in states):
             form = walk(before, x).get(result)
-            if form is not None and _takes_over(program, states[x], form, has_param):
+            if form is None or not _much(form, unknown=is_param):
+                continue
+            found = recurrence_of(form), program.settings.level, has_param
+            if states[x].owner == "param" or verdict(states[x], *found)[0]:
                 yield f"a result takes over the value of {states[x].name}, without its low word"
 
 
-def _takes_over(program: Program, state: Carried, form: Form, has_param: bool) -> bool:
+def _candidates(program: Program) -> dict[Node, bool]:
+    """Return what may take over a value, and whether it may do so with an unknown weight.
+
+    Those are the 16-bit results, what is stored in a state without a residual, and fp32 values
+    whose bits are taken.
+    """
+    graph = graph_of(program.canonical).graph
+    stored = mutations(graph)
+    results = {n: True for n in graph.output_node().all_input_nodes if n not in stored.values()}
+    wide = {n.args[0] for n in graph.nodes if n.target is aten.view.dtype}
+    results |= dict.fromkeys(wide, True)
+    compensated = {s.index for s in program.plan if s.compensated}
+    inputs = list(graph.find_nodes(op="placeholder"))
+    for state in program.carried:
+        if state.owned and not state.spared and state.index not in compensated:
+            results[stored[inputs[state.index]]] = state.owner == "param"
+    return {
+        n: unknown
+        for n, unknown in results.items()
+        if is_tensor(n) and (n in wide or value_of(n).dtype in _VALUES)
+    }
+
+
+def _much(form: Form, *, unknown: bool) -> bool:
     branches = form.alternatives
-    if branches is None or max(bound(b.a) for b in branches) < _MUCH:
+    if branches is None or not (unknown or all(is_number(b.a) for b in branches)):
         return False
-    if state.owner == "param":
-        return True
-    return verdict(state, recurrence_of(form), program.settings.level, has_param)[0]
+    return max(bound(b.a) for b in branches) >= _MUCH
 
 
 def _ancestors(node: Node) -> set[Node]:

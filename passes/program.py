@@ -165,6 +165,8 @@ class Program:
     rewritten: list[Rewritten] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     """What the graph would pass on of a state with its high word only; see `handover`."""
+    reads: list[int] = field(default_factory=list)
+    """Positions of states that the graph does not write, and of which it would need a low word."""
     result: GraphModule | None = None
     """What Inductor compiles: residual placeholders appended, in the order of `residual_inputs`."""
     residual_inputs: list[Carried] = field(default_factory=list)

@@ -173,24 +173,6 @@ def through_fp32(p: Tensor, g: Tensor, state: Any) -> None:
     p.copy_(wide.to(p.dtype))
 
 
-def stochastically_rounded(p: Tensor, g: Tensor, state: Any) -> None:
-    wide = p.float() - 1e-4 * g.float()
-    noise = torch.randint(0, 1 << 16, p.shape, dtype=torch.int32)
-    bits = wide.view(torch.int32).detach() + noise
-    p.copy_((bits & -65536).view(torch.float32).to(p.dtype))
-
-
-def test_stochastic_rounding_gives_way_to_the_low_word() -> None:
-    def nearest(p: Tensor, g: Tensor, state: Any) -> None:
-        p.sub_(1e-4 * g)
-
-    exact, _ = final(lambda p: Each(p, nearest), "exact")
-    found, _ = final(lambda p: Each(p, stochastically_rounded), "collage")
-    plain, _ = final(lambda p: Each(p, stochastically_rounded), "plain")
-    rounded = error(exact.bfloat16().double(), exact)
-    assert error(found, exact) < rounded / 20 < rounded < error(plain, exact)
-
-
 def through_a_plain_state(p: Tensor, g: Tensor, state: Any) -> None:
     if not state:
         state["a"], state["b"] = torch.zeros_like(p), torch.zeros_like(p)

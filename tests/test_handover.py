@@ -74,6 +74,37 @@ def states_that_begin_equal(p: Tensor, g: Tensor, state: Any) -> None:
         p.sub_(m, alpha=LR)
 
 
+def in_fp32_over_a_graph_break(p: Tensor, g: Tensor, state: Any) -> None:
+    new = p.to(torch.float64 if p.dtype == torch.float64 else torch.float32) - LR * g
+    torch._dynamo.graph_break()
+    p.copy_(new.to(p.dtype))
+
+
+def pulled_to_an_anchor(p: Tensor, g: Tensor, state: Any) -> None:
+    """That is made, or made anew, long after the verdict on the parameter."""
+    state["t"] = state.get("t", -1) + 1
+    if state["t"] % 3 == 0:
+        state["anchor"] = p.clone()
+    p.sub_(p - state["anchor"], alpha=0.3)
+    p.sub_(g, alpha=LR)
+
+
+def computed_anew(p: Tensor, g: Tensor, state: Any) -> None:
+    if not state:
+        state["start"], state["sum"] = p.clone(), torch.zeros_like(p)
+    state["sum"].add_(g, alpha=LR)
+    p.copy_(state["start"] - state["sum"])
+
+
+def turned_in_place(p: Tensor, g: Tensor, state: Any) -> None:
+    if not state:
+        state["m"] = torch.zeros_like(p)
+    state["m"].unsqueeze_(0)
+    state["m"].mul_(0.5).add_(g)
+    state["m"].squeeze_(0)
+    p.sub_(state["m"], alpha=LR)
+
+
 @torch.compile
 def compiled_by_itself(p: Tensor, g: Tensor) -> None:
     p.sub_(g, alpha=LR)
@@ -109,6 +140,10 @@ def moved(update: Any, dtype: torch.dtype, *, compensated: bool, steps: int = 8)
         summation_of_its_own,
         parts_that_the_step_compiles,
         states_that_begin_equal,
+        in_fp32_over_a_graph_break,
+        pulled_to_an_anchor,
+        computed_anew,
+        turned_in_place,
     ],
 )
 def test_no_update_is_lost_and_none_counts_twice(update: Any) -> None:
