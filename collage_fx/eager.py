@@ -16,9 +16,17 @@ from torch.utils._pytree import tree_map
 
 from collage_fx import nested
 from collage_fx.dither import Dither
-from collage_fx.operands import COPIES, Operands, Watcher, Write, result_dtype, tensors_of
+from collage_fx.operands import (
+    COPIES,
+    Operands,
+    Watcher,
+    Write,
+    result_dtype,
+    takes_over,
+    tensors_of,
+)
 from collage_fx.passes.eager import Forms, Traced, supports
-from collage_fx.passes.forms import CURVED, Form, bound
+from collage_fx.passes.forms import CURVED, Form
 from collage_fx.passes.overloads import computes, each, functional, is_foreach, overwrites, written
 from collage_fx.passes.program import LOW_PRECISION, Arithmetic
 from collage_fx.passes.rules.structural import STRUCTURE
@@ -216,7 +224,7 @@ class Engine(TorchDispatchMode):
         if by_rule and result_dtype(tensors) == dtype:
             return self._keep(self.operands.by_rule(op, dtype, args, kwargs), tensors)
         if dtype is not None and one_dtype and not supports(op) and computes(func):
-            return self._read_joined(func, dtype, tensors, args, kwargs)
+            return self.operands.read_joined(func, dtype, tensors, args, kwargs)
         if func is aten._to_copy.default and self.operands.narrows(args[0], kwargs):
             return self.operands.narrowed(args[0], kwargs)
         wider = any(t.dtype in WIDER.values() and t.dim() for t in tensors) or func in COPIES
@@ -227,34 +235,6 @@ class Engine(TorchDispatchMode):
             if forms or whole:
                 self.shadows.add(result, None, forms).whole = whole
         return result
-
-    def _read_joined(
-        self, func: Any, dtype: torch.dtype, tensors: list[Tensor], args: Any, kwargs: Any
-    ) -> Any:
-        """Do an operation without a rule on joined values, and split its results."""
-        forms = {k: CURVED for t in tensors if (s := self.shadows.find(t)) for k in s.forms}
-        wide: dict[int, Tensor] = {}
-        widened = tree_map(lambda a: self.operands.widened(a, wide), (args, kwargs))
-        results = func(*widened[0], **widened[1])
-        shapes = {t.shape for t in tensors}
-        if any(r.shape in shapes for r in tensors_of(results)):  # and no norm, say, of a state
-            self.supervisor.missing(str(func), self.operands.states(tensors))
-
-        def narrowed(result: Any) -> Any:
-            if not isinstance(result, Tensor) or result.dtype not in (WIDER[dtype], dtype):
-                return result
-            if not has_memory(result):  # a sparse one has no low word beside it
-                return result.to(dtype)
-            if kwargs.get("dtype") not in (None, dtype):
-                return result
-            if result.dtype == dtype:
-                hi, lo = result, None
-            else:
-                hi, lo = split(result, dtype)
-            self.shadows.add(hi, lo, forms)
-            return hi
-
-        return tree_map(narrowed, results)
 
     def _keep(self, result: Traced, operands: Sequence[Tensor]) -> Tensor:
         """Return the tensor of a result, with a shadow where there is something to know."""
@@ -404,7 +384,7 @@ class Engine(TorchDispatchMode):
                 return
             shadow = self.shadows.add_around(dest)
         low = shadow.low(dest)
-        if low is None and lo is not None and (write is None or _takes_over(write, forms)):
+        if low is None and lo is not None and (write is None or takes_over(write, forms)):
             low = shadow.begin_low().low(dest)
         if low is not None:
             low.zero_() if lo is None else low.copy_(lo)
@@ -415,14 +395,6 @@ class Engine(TorchDispatchMode):
             forms = {**shadow.forms, **dict.fromkeys(forms, CURVED)}
             forms = {k: Form(f.a, "nonlinear") for k, f in forms.items()}
         shadow.forms = forms
-
-
-def _takes_over(write: Write, forms: Forms) -> bool:
-    """Tell whether a state is written with the value of another, or much of it."""
-    return write not in forms or any(
-        origin is not write and form.carries and (form.b == "nonlinear" or bound(form.a) >= 0.5)
-        for origin, form in forms.items()
-    )
 
 
 def _keeps(func: Any, args: Any, kwargs: Any) -> bool:

@@ -10,12 +10,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from collage_fx.fallback import Failures
 from collage_fx.passes.eager import Call, Forms, Operation, Traced, expansion_of, supports
-from collage_fx.passes.forms import CURVED
+from collage_fx.passes.forms import CURVED, bound
 from collage_fx.passes.program import LOW_PRECISION, Arithmetic
 from collage_fx.runtime.eft import WIDER
 from collage_fx.runtime.residuals import version
 from collage_fx.runtime.storage import join, split
-from collage_fx.shadows import Shadow, Shadows
+from collage_fx.shadows import Shadow, Shadows, has_memory
 
 aten = torch.ops.aten
 
@@ -111,6 +111,34 @@ class Operands:
             self.missing(name, self.states(tensors_of((args, kwargs))))
         return result
 
+    def read_joined(
+        self, func: Any, dtype: torch.dtype, tensors: list[Tensor], args: Any, kwargs: Any
+    ) -> Any:
+        """Do an operation without a rule on joined values, and split its results."""
+        forms = {k: CURVED for t in tensors if (s := self.shadows.find(t)) for k in s.forms}
+        wide: dict[int, Tensor] = {}
+        widened = tree_map(lambda a: self.widened(a, wide), (args, kwargs))
+        results = func(*widened[0], **widened[1])
+        shapes = {t.shape for t in tensors}
+        if any(r.shape in shapes for r in tensors_of(results)):  # and no norm, say, of a state
+            self.missing(str(func), self.states(tensors))
+
+        def narrowed(result: Any) -> Any:
+            if not isinstance(result, Tensor) or result.dtype not in (WIDER[dtype], dtype):
+                return result
+            if not has_memory(result):  # a sparse one has no low word beside it
+                return result.to(dtype)
+            if kwargs.get("dtype") not in (None, dtype):
+                return result
+            if result.dtype == dtype:
+                hi, lo = result, None
+            else:
+                hi, lo = split(result, dtype)
+            self.shadows.add(hi, lo, forms)
+            return hi
+
+        return tree_map(narrowed, results)
+
     def operand(self, x: Any, made: dict[int, Traced]) -> Any:
         """Return what stands for x, the same for the same tensor."""
         if not isinstance(x, Tensor):
@@ -201,6 +229,14 @@ class Operands:
         """Return the dtype of the expansions among tensors; None if there is none, or several."""
         dtypes = {t.dtype for t in tensors if (s := self.shadows.find(t)) and s.lo is not None}
         return dtypes.pop() if len(dtypes) == 1 else None
+
+
+def takes_over(write: Write, forms: Forms) -> bool:
+    """Tell whether a state is written with the value of another, or much of it."""
+    return write not in forms or any(
+        origin is not write and form.carries and (form.b == "nonlinear" or bound(form.a) >= 0.5)
+        for origin, form in forms.items()
+    )
 
 
 def tensors_of(tree: Any) -> Iterator[Tensor]:
