@@ -216,6 +216,7 @@ def test_states_that_average_each_other_are_compensated() -> None:
     assert all(s.compensated for s in report.states), report
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch 2.11
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.SparseAdam])
 def test_sparse_gradients(make: Any) -> None:
     found = {}
