@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_map
 
 from collage_fx.backend import Compiled, Session
 from collage_fx.config import CollageConfig, split_options
-from collage_fx.passes.program import LOW_PRECISION, Program, StatePlan
+from collage_fx.passes.program import LOW_PRECISION, Program, Rewritten, StatePlan
+from collage_fx.passes.sweep import SWEEPS
 from collage_fx.report import Served
 from collage_fx.runtime.errors import CollageError
 from collage_fx.steps import compile_function, compile_optimizer, report_of
@@ -44,6 +45,10 @@ class Explanation:
     """Inductor's output code of each graph."""
     members: list[int] = field(default_factory=list)
     """How many slices each class has."""
+    kernels: list[str] = field(default_factory=list)
+    """For each class the source of the kernel that updates all members; empty if there is none."""
+    apart: list[str] = field(default_factory=list)
+    """For each class why each member has a kernel of its own; empty if they share one."""
     joined: list[str] = field(default_factory=list)
     """Operations on carried paths that ran as join - op - split, for want of a rule."""
     notes: list[str] = field(default_factory=list)
@@ -69,8 +74,12 @@ class Explanation:
             *_table(self.plan, self.engine),
             "",
             f"operations before: {_count(self.before)}",
-            f"operations after:  {_count(self.lowered)} per class, "
-            f"{len(self.lowered)} classes with {self.members} members",
+            f"operations after:  {_count(self.lowered)}",
+            *(
+                f"class {k}: {n} {'member' if n == 1 else 'members'}, "
+                + (f"a kernel for each: {why}" if why else "one kernel for all")
+                for k, (n, why) in enumerate(zip(self.members, self.apart, strict=True), 1)
+            ),
             f"residuals: {self.residual_bytes:,} bytes for "
             f"{sum(s.compensated for s in self.plan)} of {len(self.plan)} carried states",
         ]
@@ -217,10 +226,17 @@ def _explanation(
         after=[p.result for p in programs if p.result is not None],
         output_code=[c.source_code for c in latest],
         members=[len(r.members) for r in rewritten],
+        kernels=[_kernel(r) for r in rewritten],
+        apart=[r.apart for r in rewritten],
         joined=[op for r in rewritten for op in r.joined],
         notes=notes,
         engine={one.name: one.engine for one in served},
     )
+
+
+def _kernel(rewritten: Rewritten) -> str:
+    sources = SWEEPS[rewritten.sweep].sources if rewritten.sweep else {}
+    return sources.get(rewritten.members[0].states[0][0].val.device.type, "")
 
 
 def _count(modules: list[GraphModule]) -> str:

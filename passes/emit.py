@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from collage_fx.passes.program import Program, Rewritten, Slice, graph_of, value_of
 from collage_fx.passes.region import register_region
-from collage_fx.passes.sweep import MEMBERS, SWEEPS, register_sweep, sweepable
+from collage_fx.passes.sweep import MEMBERS, SWEEPS, obstacle, register_sweep
 from collage_fx.runtime.ops import collage
 
 aten = torch.ops.aten
@@ -76,7 +76,8 @@ class _Emitter:
                 self._copy(node)
             for rewritten in self.program.rewritten:
                 stamps = [self._stamp(rewritten, member) for member in rewritten.members]
-                if self._sweeps(rewritten):
+                rewritten.apart = self._obstacle(rewritten)
+                if not rewritten.apart:
                     self.swept.append((rewritten, stamps))
                 else:
                     self.stamps += stamps
@@ -112,17 +113,21 @@ class _Emitter:
             new.meta = dict(node.meta)
         return result
 
-    def _sweeps(self, rewritten: Rewritten) -> bool:
+    def _obstacle(self, rewritten: Rewritten) -> str:
+        """Return why the members of a class are not swept; empty if they are."""
         wanted = self.program.settings.multi_tensor
-        fewest = 1 if wanted is True else MEMBERS
-        return bool(wanted) and len(rewritten.members) >= fewest and sweepable(rewritten)
+        if not wanted:
+            return "multi_tensor=False"
+        if wanted == "auto" and len(rewritten.members) < MEMBERS:
+            return f"fewer than {MEMBERS} members"
+        return obstacle(rewritten)
 
     def _sweep(self, rewritten: Rewritten, stamps: list[_Stamp]) -> None:
         """Append one operation that updates all members of a class in place.
 
         After all else, so that whatever reads an old value comes before.
         """
-        key = register_sweep(rewritten)
+        key = rewritten.sweep = register_sweep(rewritten)
         written: list[Node] = []
         read: list[Node] = []
         for stamp in stamps:

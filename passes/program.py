@@ -143,6 +143,10 @@ class Rewritten:
     """The same signature; every rounding to 16 bits is a collage::round, all else is fp32."""
     joined: list[str] = field(default_factory=list)
     """Operations on a carried path that have no rule and ran as join - op - split."""
+    sweep: str = ""
+    """The key of the kernel that updates all members at once; see `sweep.py`."""
+    apart: str = ""
+    """Why each member has a kernel of its own instead."""
 
 
 @dataclass

@@ -96,7 +96,7 @@ def _box(like: TensorBox, loader: Callable[[Any], Any]) -> TensorBox:
     )
 
 
-def _lower_region(inputs: list[TensorBox], key: str) -> list[TensorBox]:
+def lower_region(inputs: list[TensorBox], key: str) -> list[TensorBox]:
     """Inductor's lowering: the lowerings of the region's operations, evaluated with a memo."""
     lowered = _REGIONS[key]
     memo = _Memo()
@@ -112,7 +112,7 @@ def _lower_region(inputs: list[TensorBox], key: str) -> list[TensorBox]:
     return [_box(env[n], env[n].make_loader()) for n in results]
 
 
-register_lowering(collage.region.default, type_promotion_kind=None, broadcast=False)(_lower_region)
+register_lowering(collage.region.default, type_promotion_kind=None, broadcast=False)(lower_region)
 
 
 # Before 2.13 Inductor's C++ kernels drop a conversion to 16 bits and back, and go on with the value

@@ -2,12 +2,14 @@
 
 Inductor unrolls an optimizer step: it generates and compiles a kernel for each parameter, though
 they all do the same. A class is compiled once instead, for tensors of one dimension and any size,
-and run over its members, each as one flat walk over its memory.
+and run over its members, each as one flat walk over its memory: on a CPU by a loop in C++ around
+Inductor's kernel, on a GPU by one launch of a Triton kernel of our own.
 """
 
 import hashlib
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,9 +18,11 @@ from torch._inductor.compile_fx import compile_fx_inner
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from collage_fx.passes.kernel import print_kernel
 from collage_fx.passes.program import Rewritten, Slice, graph_of, value_of
 from collage_fx.passes.region import register_region
-from collage_fx.runtime.loop import Loop, loop_over
+from collage_fx.runtime.launch import Launch
+from collage_fx.runtime.loop import loop_over
 from collage_fx.runtime.ops import collage
 
 aten = torch.ops.aten
@@ -35,7 +39,7 @@ _LIBRARY.define("sweep(Tensor(a!)[] written, Tensor[] read, str key) -> ()")
 
 @dataclass
 class Sweep:
-    """What one step does to one member, compiled when it first runs."""
+    """What one step does to one member, compiled for a kind of device when it first runs there."""
 
     region: str
     """The key of the lowered graph among the regions."""
@@ -46,42 +50,77 @@ class Sweep:
     """The inputs that are overwritten."""
     results: list[int]
     """For each of them the result that it gets."""
-    function: Any = None
-    loop: Loop | None = None
-    """The same for all members in one call, where the graph is one kernel."""
+    runners: dict[str, "Runner"] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    """For each kind of device, what runs there and its source."""
 
     @property
     def read(self) -> list[int]:
         """The inputs that are only read."""
         return [i for i in range(len(self.dtypes)) if i not in self.written]
 
-    def compiled(self, device: torch.device) -> Any:
-        """Return the function of a list of all inputs, flat."""
-        if self.function is None:
-            with unset_fake_temporarily(), torch.no_grad():
-                self.function = self._compile(device)
-        return self.function
+    def runner(self, device: torch.device) -> "Runner":
+        """Return what updates members on a device."""
+        if device.type not in self.runners:
+            if device.type == "cpu":
+                self.runners["cpu"] = self._compile()
+            else:
+                self.runners[device.type] = Launch(self.triton(), self.scalar)
+        return self.runners[device.type]
 
-    def _compile(self, device: torch.device) -> Any:
+    def triton(self) -> str:
+        """Return the source of the Triton kernel."""
+        if "cuda" not in self.sources:
+            self.sources["cuda"] = print_kernel(
+                self.region, self.dtypes, self.scalar, self.written, self.results
+            )
+        return self.sources["cuda"]
+
+    def _compile(self) -> "Runner":
         def step(*inputs: Tensor) -> tuple[()]:
             results = collage.region.default(list(inputs), self.region)
             for i, result in zip(self.written, self.results, strict=True):
                 inputs[i].copy_(results[result])
             return ()
 
-        samples = [
-            torch.zeros(() if scalar else (_SAMPLE,), dtype=dtype, device=device)
-            for dtype, scalar in zip(self.dtypes, self.scalar, strict=True)
-        ]
-        graph = make_fx(step, tracing_mode="symbolic")(*samples)
-        fakes = [n.meta["val"] for n in graph.graph.find_nodes(op="placeholder")]
-        # Without assertions on sizes only the first tensor needs to be flat: it tells the size, of
-        # the others the kernel takes the address.
-        with inductor_config.patch(size_asserts=False):
-            compiled: Any = compile_fx_inner(graph, fakes)
-        function = getattr(compiled, "current_callable", None) or compiled
-        self.loop = loop_over(function, samples)
-        return function
+        with unset_fake_temporarily(), torch.no_grad():
+            samples = [
+                torch.zeros(() if scalar else (_SAMPLE,), dtype=dtype)
+                for dtype, scalar in zip(self.dtypes, self.scalar, strict=True)
+            ]
+            graph = make_fx(step, tracing_mode="symbolic")(*samples)
+            fakes = [n.meta["val"] for n in graph.graph.find_nodes(op="placeholder")]
+            # Without assertions on sizes only the first tensor needs to be flat: it tells the size,
+            # of the others the kernel takes the address.
+            with inductor_config.patch(size_asserts=False):
+                compiled: Any = compile_fx_inner(graph, fakes)
+            self.sources["cpu"] = getattr(compiled, "source_code", "")
+            function = getattr(compiled, "current_callable", None) or compiled
+            return loop_over(function, samples) or Each(function, self.scalar.index(False))
+
+
+class Runner(Protocol):
+    """What updates the members of a class."""
+
+    def run(self, members: Sequence[Sequence[Tensor]]) -> None:
+        """Update all members; each is the list of its inputs."""
+
+
+@dataclass
+class Each:
+    """A compiled function, called for each member: where there is no loop over its kernel."""
+
+    function: Callable[[list[Tensor]], Any]
+    first: int
+    """The input that tells the number of elements."""
+
+    def run(self, members: Sequence[Sequence[Tensor]]) -> None:
+        """Update all members."""
+        for tensors in members:
+            inputs = list(tensors)
+            size = inputs[self.first].numel()
+            inputs[self.first] = inputs[self.first].as_strided((size,), (1,))
+            self.function(inputs)
 
 
 def register_sweep(rewritten: Rewritten) -> str:
@@ -104,14 +143,22 @@ def register_sweep(rewritten: Rewritten) -> str:
     return key
 
 
-def sweepable(rewritten: Rewritten) -> bool:
-    """Tell whether the members do nothing but update their states, each in one flat walk."""
+def obstacle(rewritten: Rewritten) -> str:
+    """Return why the members of a class cannot be swept; empty if they can.
+
+    They must do nothing but update their states, each in one flat walk over its memory.
+    """
     members = rewritten.members
     owned = {m.inputs[at]: m for m in members for _, at, _ in m.states}
-    return all(
-        _only_updates(m) and _flat(m) and all(owned.get(n, m) is m for n in m.inputs)
-        for m in members
-    )
+    if not all(_only_updates(m) for m in members):
+        return "the graph goes on with what a member computes"
+    if not all(_flat(m) for m in members):
+        return "the tensors of a member differ in shape or strides, or are not dense"
+    if not all(owned.get(n, m) is m for m in members for n in m.inputs):
+        return "a member reads what another one writes"
+    if not _on_one_device([value_of(n) for m in members for n in m.inputs]):
+        return "the members are not on one CPU or CUDA device"
+    return ""
 
 
 def _only_updates(member: Slice) -> bool:
@@ -135,32 +182,32 @@ def _flat(member: Slice) -> bool:
         and all(value_of(n).dim() for n in states)
         and all(v.shape == first.shape and v.stride() == first.stride() for v in full)
         and torch.ops.aten.is_non_overlapping_and_dense(first)
-        and all(v.device.type == "cpu" for v in full)
+    )
+
+
+def _on_one_device(values: list[Tensor]) -> bool:
+    """Tell whether one kernel can reach all of them; a launch brings scalars of the CPU along."""
+    devices = {v.device for v in values if v.dim()}
+    scalars = {v.device for v in values if not v.dim()}
+    return (
+        len(devices) == 1
+        and {d.type for d in devices} <= {"cpu", "cuda"}
+        and scalars <= devices | {torch.device("cpu")}
     )
 
 
 def _run(written: list[Tensor], read: list[Tensor], key: str) -> None:
     sweep = SWEEPS[key]
-    function = sweep.compiled(written[0].device)
-    first, wide, narrow = sweep.scalar.index(False), len(sweep.written), len(sweep.read)
+    wide, narrow = len(sweep.written), len(sweep.read)
     place = {i: k for k, i in enumerate([*sweep.written, *sweep.read])}
-    members = [
-        written[m * wide : (m + 1) * wide] + read[m * narrow : (m + 1) * narrow]
-        for m in range(len(written) // wide)
-    ]
-    members = [tensors for tensors in members if tensors[place[first]].numel()]
-    if sweep.loop is not None:
-        order = [place[i] for i in sweep.loop.order]
-        table = []
-        for tensors in members:
-            addresses = [t.data_ptr() for t in tensors]
-            table += [addresses[i] for i in order]
-        sweep.loop.run(table, [tensors[place[first]].numel() for tensors in members])
-        return
-    for tensors in members:
-        inputs = [tensors[place[i]] for i in range(len(place))]
-        inputs[first] = inputs[first].as_strided((inputs[first].numel(),), (1,))
-        function(inputs)
+    order = [place[i] for i in range(len(place))]
+    members = []
+    for m in range(len(written) // wide):
+        if written[m * wide].numel():
+            tensors = written[m * wide : (m + 1) * wide] + read[m * narrow : (m + 1) * narrow]
+            members.append([tensors[k] for k in order])
+    if members:
+        sweep.runner(written[0].device).run(members)
 
 
 def _run_meta(written: list[Tensor], read: list[Tensor], key: str) -> None:

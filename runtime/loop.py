@@ -44,18 +44,24 @@ class Loop:
     """Its address."""
     order: tuple[int, ...]
     """For each pointer that it takes, the position among the inputs of the graph."""
+    first: int
+    """The input that tells the number of elements."""
     widths: tuple[int, ...]
     """For each pointer, the bytes from one element to the next: 0 for a scalar."""
     driver: Any
     """The compiled loop."""
 
-    def run(self, table: Sequence[int], sizes: Sequence[int]) -> None:
+    def run(self, members: Sequence[Sequence[Tensor]]) -> None:
         """Run the kernel over all members.
 
         Args:
-            table: addresses, those of a member in `order` one after the other.
-            sizes: elements of each member.
+            members: the inputs of each, in the order of the graph's.
         """
+        table: list[int] = []
+        for tensors in members:
+            addresses = [t.data_ptr() for t in tensors]
+            table += [addresses[i] for i in self.order]
+        sizes = [tensors[self.first].numel() for tensors in members]
         arrays = [array("q", numbers) for numbers in (table, sizes, self.widths)]
         pointers = [ctypes.c_void_p(a.buffer_info()[0]) for a in arrays]
         counts = (ctypes.c_int64(n) for n in (len(sizes), torch.get_num_threads()))
@@ -88,9 +94,9 @@ def _loop(kernel: Callable[..., Any], args: tuple[Any, ...], samples: list[Tenso
     place = {sample.data_ptr(): i for i, sample in enumerate(samples)}
     pointers = [a.data_ptr() for a in args[:-1] if isinstance(a, Tensor)]
     path = getattr(getattr(kernel, "__self__", None), "__file__", None)
-    size = next(s.numel() for s in samples if s.dim())
+    first = next(i for i, sample in enumerate(samples) if sample.dim())
     known = len(pointers) == len(args) - 1 and all(p in place for p in pointers)
-    if path is None or not known or args[-1] != size:
+    if path is None or not known or args[-1] != samples[first].numel():
         return None
     order = tuple(place[p] for p in pointers)
     widths = tuple(samples[i].element_size() if samples[i].dim() else 0 for i in order)
@@ -105,4 +111,4 @@ def _loop(kernel: Callable[..., Any], args: tuple[Any, ...], samples: list[Tenso
     )
     address = ctypes.cast(ctypes.CDLL(path).kernel, ctypes.c_void_p).value
     assert address is not None
-    return Loop(address, order, widths, CppCodeCache.load(source))
+    return Loop(address, order, first, widths, CppCodeCache.load(source))

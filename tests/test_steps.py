@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 import collage_fx
 from collage_fx.errors import CollageWarning, OptionError
 from collage_fx.passes.sweep import SWEEPS
+from collage_fx.runtime.loop import Loop
 
 
 def close(found: Tensor, exact: float, rtol: float = 1e-3) -> bool:
@@ -145,7 +146,7 @@ def test_one_kernel_for_a_class_is_equal_to_one_for_each(arithmetic: Any) -> Non
         assert ("collage.sweep" in code) == multi_tensor
         values = [collage_fx.value(t) for p in params for t in (p, *optimizer.state[p].values())]
         results.append(torch.cat([v.flatten() for v in values]))
-    assert all(sweep.loop is not None for sweep in SWEEPS.values() if sweep.function is not None)
+    assert all(isinstance(s.runners.get("cpu"), Loop | None) for s in SWEEPS.values())
     if arithmetic == "eft":
         assert torch.equal(*results)
     else:

@@ -1,0 +1,101 @@
+"""The Triton kernel of a class run on CPU tensors by Triton's interpreter; see test_kernel.py."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from graphs import differing
+from kernels import (
+    CASES,
+    Case,
+    misaligned,
+    repaired_interpreter,
+    rewritten,
+    sweep_of,
+    without_roundings,
+)
+from torch import Tensor
+
+from collage_fx.passes.program import Rewritten, graph_of
+from collage_fx.runtime.launch import BLOCK, CHUNK, Launch
+
+SIZES = (1, BLOCK - 1, BLOCK, CHUNK, 5, CHUNK + BLOCK + 3)
+
+
+@pytest.fixture(autouse=True)
+def _repaired() -> Iterator[None]:
+    with repaired_interpreter():
+        yield
+
+
+def test_the_repaired_conversion_is_that_of_torch() -> None:
+    halves = torch.arange(1 << 16).to(torch.int32) << 16
+    ends = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
+    values = (halves[:, None] | ends).view(torch.float32).flatten()
+    with repaired_interpreter() as original:
+        from triton.runtime.interpreter import _convert_float as convert
+
+        def wrong(function: object) -> int:
+            words = function(values.numpy(), tl.float32, tl.bfloat16, None)  # type: ignore[operator]
+            ours = torch.from_numpy(words.astype(np.uint16).view(np.int16)).view(torch.bfloat16)
+            return differing(ours, values.bfloat16())
+
+        assert wrong(convert) == 0 and wrong(original) > 1000
+
+
+def members_of(of_class: Rewritten, scale: float = 1.0) -> list[list[Tensor]]:
+    """Return members of several sizes, the last misaligned, with random values."""
+    generator = torch.Generator().manual_seed(1)
+    members = []
+    for size in (*SIZES, BLOCK + 1):
+        inputs = []
+        for node in graph_of(of_class.expanded).graph.find_nodes(op="placeholder"):
+            shape = () if node.meta["scalar"] else (size,)
+            x = torch.rand(shape, generator=generator, dtype=torch.float64) + 0.5
+            tiny = 2.0**-10 if node.name.endswith("_lo") else scale
+            inputs.append((x * tiny).to(node.meta["dtype"]))
+        members.append(inputs)
+    members[-1] = [misaligned(x) if x.dim() else x for x in members[-1]]
+    return members
+
+
+def reference(of_class: Rewritten, inputs: list[Tensor]) -> None:
+    """Run the graph of collage:: operations eagerly, and write the states."""
+    sweep = sweep_of(of_class)
+    results = graph_of(of_class.expanded)(*inputs)
+    for i, k in zip(sweep.written, sweep.results, strict=True):
+        inputs[i].copy_(results[k])
+
+
+def steps(of_class: Rewritten, source: str, count: int) -> list[int]:
+    """Return, for each step, at how many elements the kernel differs from the reference."""
+    sweep = sweep_of(of_class)
+    launch = Launch(source, sweep.scalar)
+    ours, theirs = members_of(of_class), members_of(of_class)
+    found = []
+    for step in range(count):
+        launch.run(ours)
+        for inputs in theirs:
+            reference(of_class, inputs)
+        pairs = [
+            (a, b) for m, n in zip(ours, theirs, strict=True) for a, b in zip(m, n, strict=True)
+        ]
+        found.append(sum(differing(a, b) for a, b in pairs))
+        for m, n in zip(ours, theirs, strict=True):
+            for i in sweep.read:
+                m[i].copy_(n[i].mul_(-0.7 if step % 3 else 1.6))
+    return found
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_twenty_steps_are_those_of_the_eager_reference(case: Case) -> None:
+    of_class = rewritten(case)
+    assert steps(of_class, sweep_of(of_class).triton(), 20) == [0] * 20
+
+
+def test_the_comparison_can_fail() -> None:
+    of_class = rewritten(CASES["adamw-plus"])
+    source = sweep_of(of_class).triton()
+    assert sum(steps(of_class, without_roundings(source), 2)) > 1000

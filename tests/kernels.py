@@ -1,0 +1,166 @@
+"""Triton kernels without a GPU: compiled for one, and run by an interpreter that has been repaired.
+
+Triton's interpreter rounds float32 to bfloat16 half up at best and loses the carry and the
+subnormals, so its conversion is replaced (`repaired_interpreter`); the replacement is tested
+against torch's in `interpreted.py`.
+"""
+
+import contextlib
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from graphs import capture_optimizer
+from torch import Tensor, optim
+from torch._inductor.codecache import PyCodeCache
+from torch.optim import Optimizer
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime import interpreter
+
+from collage_fx.passes.program import Arithmetic, Level, Rewritten, graph_of
+from collage_fx.passes.sweep import SWEEPS, Sweep, register_sweep
+from collage_fx.runtime.launch import BLOCK, CHUNK, WARPS
+
+SM90 = GPUTarget("cuda", 90, 32)
+GFX942 = GPUTarget("hip", "gfx942", 64)
+PER_THREAD = BLOCK // (WARPS * 32)
+"""Elements of a thread on SM90."""
+
+
+SHAPES = ((4, 3),) * 8
+
+
+class Trust(Optimizer):
+    """A user's optimizer."""
+
+    def __init__(self, params: list[Tensor], *, squash: bool = False) -> None:
+        super().__init__(params, {"lr": 1e-4, "squash": squash})
+        for p in params:
+            self.state[p]["trend"] = torch.zeros_like(p)
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        (group,) = self.param_groups
+        for p in group["params"]:
+            trend = self.state[p]["trend"]
+            new = torch.tanh(p.grad) if group["squash"] else p.grad
+            trend.mul_(0.999).add_(new, alpha=0.001)
+            p.sub_(group["lr"] * trend / (1 + p.grad.abs()))
+
+
+class Case(NamedTuple):
+    kind: type[Optimizer]
+    options: dict[str, Any]
+    level: Level
+    traffic: int
+    """Bytes read and written for each element."""
+
+
+CASES = {
+    "adamw-light": Case(optim.AdamW, {}, "light", 18),
+    "adamw-plus": Case(optim.AdamW, {}, "plus", 22),
+    "sgd-light": Case(optim.SGD, {"momentum": 0.9, "weight_decay": 0.01}, "light", 14),
+    "trust-light": Case(Trust, {}, "light", 14),
+}
+LIBRARY = Case(Trust, {"squash": True}, "light", 14)
+"""With a function that Triton takes from a library, which the interpreter cannot call."""
+
+
+def rewritten(case: Case, arithmetic: Arithmetic = "eft") -> Rewritten:
+    """Return the class that all parameters of a case are in."""
+    captured = capture_optimizer(case.kind, shapes=SHAPES, **case.options)
+    return captured.rewritten(case.level, arithmetic)
+
+
+def sweep_of(rewritten: Rewritten) -> Sweep:
+    """Return the sweep over a class."""
+    return SWEEPS[register_sweep(rewritten)]
+
+
+def assembled(
+    source: str, target: GPUTarget, *, aligned: bool = True, fusion: bool = False
+) -> dict[str, Any]:
+    """Compile the source of a sweep as `Launch` does; return what each stage left."""
+    integers = {"table": "*i64", "members": "*i32", "starts": "*i64", "sizes": "*i64"}
+    constants = {"ALIGNED": aligned, "CHUNK": CHUNK, "BLOCK": BLOCK}
+    kernel = ASTSource(
+        PyCodeCache.load(source).sweep,
+        signature={**integers, **dict.fromkeys(constants, "constexpr")},
+        constexprs=constants,
+    )
+    options = {"num_warps": WARPS, "enable_fp_fusion": fusion}
+    return triton.compile(kernel, target=target, options=options).asm
+
+
+def instructions(ptx: str) -> Counter[str]:
+    """Return how often each PTX instruction stands in the text."""
+    return Counter(re.findall(r"^\s+(?:@!?%p\d+ )?([a-z][\w.:]+)\s", ptx, re.MULTILINE))
+
+
+def matching(counts: Counter[str], pattern: str) -> int:
+    """Return how many instructions match a pattern as a whole."""
+    return sum(n for name, n in counts.items() if re.fullmatch(pattern, name))
+
+
+def stack_bytes(cubin: bytes) -> int:
+    """Return the bytes of a thread's stack and local memory, which spilled registers need."""
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tools / "cuobjdump"), "-res-usage", file.name]
+        report = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = re.search(r"STACK:(\d+).* LOCAL:(\d+)", report.stdout + report.stderr)
+    assert found is not None, report
+    return int(found[1]) + int(found[2])
+
+
+def roundings(rewritten: Rewritten) -> int:
+    """Return how many roundings a lowered slice has."""
+    nodes = graph_of(rewritten.lowered).graph.nodes
+    return sum(n.target is torch.ops.collage.round.default for n in nodes)
+
+
+_convert = interpreter._convert_float
+
+
+def _repaired(x: Any, source: Any, target: Any, mode: Any) -> Any:
+    """float32 to bfloat16 to nearest, ties to even, and back exactly; else as it was."""
+    if source == tl.float32 and target == tl.bfloat16:
+        bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        nan = (bits & 0x7FFFFFFF) > 0x7F800000
+        return np.where(nan, 0x7FC0, rounded).astype(np.uint16).reshape(x.shape)
+    if source == tl.bfloat16 and target == tl.float32:
+        return (np.ascontiguousarray(x).astype(np.uint32) << 16).view(np.float32).reshape(x.shape)
+    return _convert(x, source, target, mode)
+
+
+@contextlib.contextmanager
+def repaired_interpreter() -> Iterator[Callable[..., Any]]:
+    """Convert between float32 and bfloat16 as a GPU does; give Triton's own conversion."""
+    with mock.patch.object(interpreter, "_convert_float", _repaired):
+        yield _convert
+
+
+def without_roundings(source: str) -> str:
+    """Return the source of a sweep with the conversions to bf16 and back left out."""
+    return re.sub(
+        r"(t\d+) = (t\d+)\.to\(tl\.bfloat16\)\n +(t\d+) = \1\.to\(tl\.float32\)", r"\3 = \2", source
+    )
+
+
+def misaligned(x: Tensor) -> Tensor:
+    """Return a copy that does not begin at a multiple of 16 bytes."""
+    room = x.new_empty(x.numel() + 1)
+    return room[1:].copy_(x.flatten()).view(x.shape)
