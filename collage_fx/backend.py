@@ -263,8 +263,8 @@ class _Graph:
         fakes = [n.meta["val"] for n in placeholders[count:]]
         tag = compiler_config.cache_key_tag + "collage_fx:" + self.session.config.fingerprint
         with compiler_config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
-            inner = compile_rewritten(program.result, [*example_inputs, *fakes], kwargs)
-        compiled.source_code = getattr(inner, "source_code", "")
+            inputs = [*example_inputs, *fakes]
+            inner, compiled.source_code = compile_rewritten(program.result, inputs, kwargs)
         return self.residuals.bind(inner)
 
     def describe(self, index: int, placeholder: Node) -> Carried:

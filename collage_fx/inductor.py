@@ -9,6 +9,7 @@ from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.exc import InductorError
 from torch.fx import GraphModule, Node
 
+from collage_fx.direct import split
 from collage_fx.passes.program import is_tensor
 
 aten = torch.ops.aten
@@ -36,7 +37,28 @@ def separate_outputs(gm: GraphModule) -> None:
 
 
 def compile_rewritten(gm: GraphModule, inputs: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Compile a rewritten graph; without fusion, if Inductor's fusion of it fails."""
+    """Return the callable of a rewritten graph, and Inductor's code of what it compiled."""
+    direct = None if _cudagraphs(kwargs) else split(gm)
+    if direct is None:
+        inner = _compile(gm, inputs, kwargs)
+        return inner, getattr(inner, "source_code", "")
+    if direct.rest is None:
+        return direct.bind(None), ""
+    place = {i: k for k, i in enumerate(direct.inputs)}
+    static = kwargs.get("static_input_idxs", ())
+    kwargs = {**kwargs, "static_input_idxs": [place[i] for i in static if i in place]}
+    inner = _compile(direct.rest, [inputs[i] for i in direct.inputs], kwargs)
+    return direct.bind(inner), getattr(inner, "source_code", "")
+
+
+def _cudagraphs(kwargs: dict[str, Any]) -> bool:
+    """Tell whether CUDA graphs are recorded, which only Inductor's own callable can be."""
+    wanted = kwargs.get("cudagraphs")
+    return inductor_config.triton.cudagraphs if wanted is None else bool(wanted)
+
+
+def _compile(gm: GraphModule, inputs: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Compile a graph; without fusion, if Inductor's fusion of it fails."""
     try:
         return compile_fx_inner(copy.deepcopy(gm), inputs, **kwargs)
     except InductorError:

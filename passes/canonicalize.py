@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from collage_fx.passes.decompose import DECOMPOSITIONS, like
 from collage_fx.passes.program import Program, is_tensor, value_of
@@ -97,7 +98,7 @@ def canonicalize(program: Program) -> None:
             n.op in ("placeholder", "output") or n.target is aten.copy_.default or n.is_impure()
         )
     )
-    program.canonical = GraphModule(program.source, builder.graph)
+    program.canonical = _LazyGraphModule(program.source, builder.graph)
 
 
 class _Builder:

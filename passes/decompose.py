@@ -46,8 +46,17 @@ def like(val: Tensor, dtype: torch.dtype) -> Tensor:
     mode = getattr(val, "fake_mode", None)
     if mode is None:
         return torch.empty_like(val, dtype=dtype, device="meta")
+    key = (*val.size(), *val.stride(), dtype, val.device)
+    # To make one takes longer than all else here. The mode keeps them, since they refer to it.
+    made = vars(mode).setdefault("_collage_fx_alike", {})
+    symbolic = any(isinstance(s, torch.SymInt) for s in key)
+    if not symbolic and key in made:
+        return made[key]
     with mode:
-        return torch.empty_strided(val.size(), val.stride(), dtype=dtype, device=val.device)
+        new = torch.empty_strided(val.size(), val.stride(), dtype=dtype, device=val.device)
+    if not symbolic:
+        made[key] = new
+    return new
 
 
 def _constant(x: Any) -> float | None:

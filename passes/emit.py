@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from collage_fx.passes.program import Program, Rewritten, Slice, graph_of, value_of
+from collage_fx.passes.program import Program, Rewritten, Slice, graph_of, mutations, value_of
 from collage_fx.passes.region import register_region
-from collage_fx.passes.sweep import MEMBERS, SWEEPS, obstacle, register_sweep
+from collage_fx.passes.scalars import Scalars, scalars_of
+from collage_fx.passes.sweep import MEMBERS, SWEEPS, obstacle, register_scalars, register_sweep
 from collage_fx.runtime.ops import collage
 
 aten = torch.ops.aten
@@ -31,7 +33,8 @@ def emit(program: Program) -> None:
         copy__1 = aten.copy_.default(arg0_1_lo, lo)   # new
 
     A class of many members that do nothing but update their states, each in one flat walk over its
-    memory, becomes one `collage::sweep` node instead (see `sweep.py`), and no copies.
+    memory, becomes one `collage::sweep` node instead (see `sweep.py`), and no copies. What its
+    members compute from 0-d tensors becomes another one before it (see `scalars.py`).
 
     A member whose slice a reduction leaves and enters again (a norm of the update that scales the
     update) becomes several regions, each as soon as its inputs are there.
@@ -62,8 +65,8 @@ class _Emitter:
         self.graph = Graph()
         self.env: dict[Node, Node] = {}
         self.stamps: list[_Stamp] = []
-        self.swept: list[tuple[Rewritten, list[_Stamp]]] = []
-        """Classes that run as one operation."""
+        self.swept: list[tuple[Rewritten, list[_Stamp], Scalars | None]] = []
+        """Classes that run as one operation, with the 0-d work of their members."""
         self.parts: dict[tuple[int, tuple[int, ...]], _Part] = {}
 
     def run(self) -> None:
@@ -77,25 +80,27 @@ class _Emitter:
             for rewritten in self.program.rewritten:
                 stamps = [self._stamp(rewritten, member) for member in rewritten.members]
                 rewritten.apart = self._obstacle(rewritten)
-                if not rewritten.apart:
-                    self.swept.append((rewritten, stamps))
-                else:
+                if rewritten.apart:
                     self.stamps += stamps
-            updated = [stamp for _, stamps in self.swept for stamp in stamps]
-            replaced = {n for stamp in self.stamps + updated for n in stamp.member.nodes}
+                else:
+                    self.swept.append((rewritten, stamps, self._scalars(rewritten)))
+            updated = [s.member for _, stamps, _ in self.swept for s in stamps]
+            updated += [m for _, _, scalars in self.swept if scalars for m in scalars.members]
+            replaced = {n for s in self.stamps for n in s.member.nodes}
+            replaced |= {n for member in updated for n in member.nodes}
             last = [n for n in nodes if n.op == "output" or n.target is aten.copy_.default]
             rest = set(nodes) - replaced - set(last) - set(placeholders)
             self._interleave([n for n in nodes if n in rest])
-            for rewritten, stamps in self.swept:
-                self._sweep(rewritten, stamps)
-            done = {s.member.inputs[at] for s in updated for _, at, _ in s.member.states}
+            for swept in self.swept:
+                self._sweep(*swept)
+            done = {member.inputs[at] for member in updated for _, at, _ in member.states}
             for node in last[:-1]:
                 if node.args[0] not in done:
                     self._copy(node)
             self._write_residuals()
             self._copy(last[-1])
         self.graph.lint()
-        self.program.result = GraphModule(self.canonical, self.graph)
+        self.program.result = _LazyGraphModule(self.canonical, self.graph)
 
     def _copy(self, node: Node) -> None:
         if node.target in (aten.lerp.Scalar, aten.lerp.Tensor):
@@ -122,21 +127,47 @@ class _Emitter:
             return f"fewer than {MEMBERS} members"
         return obstacle(rewritten)
 
-    def _sweep(self, rewritten: Rewritten, stamps: list[_Stamp]) -> None:
+    def _scalars(self, rewritten: Rewritten) -> Scalars | None:
+        placeholders = self.canonical.graph.find_nodes(op="placeholder")
+        states = {placeholders[c.index]: c for c in self.program.carried if c.val.dim() == 0}
+        return scalars_of(rewritten, states, mutations(self.canonical.graph))
+
+    def _sweep(self, rewritten: Rewritten, stamps: list[_Stamp], scalars: Scalars | None) -> None:
         """Append one operation that updates all members of a class in place.
 
         After all else, so that whatever reads an old value comes before.
         """
-        key = rewritten.sweep = register_sweep(rewritten)
+        feeds = scalars.feeds if scalars is not None else {}
+        made = self._made(scalars) if scalars is not None else []
+        key = rewritten.sweep = register_sweep(rewritten, list(feeds))
+        sweep = SWEEPS[key]
         written: list[Node] = []
         read: list[Node] = []
         for stamp in stamps:
-            inputs = [self.env[n] for n in stamp.member.inputs] + stamp.residuals
-            positions = SWEEPS[key].written
-            written += [inputs[i] for i in positions]
-            read += [inputs[i] for i in SWEEPS[key].read]
-        node = self.graph.call_function(collage.sweep.default, (written, read, key))
+            inputs = [*stamp.member.inputs, *stamp.residuals]
+            written += [self.env.get(inputs[i], inputs[i]) for i in sweep.written]
+            read += [self.env.get(inputs[i], inputs[i]) for i in sweep.read]
+        vectors = [made[k] for k in feeds.values()]
+        node = self.graph.call_function(collage.sweep.default, (written, read, vectors, key))
         node.meta["val"] = None
+
+    def _made(self, scalars: Scalars) -> list[Node]:
+        """Append the operation that does the 0-d work of all members; return what it makes."""
+        key = register_scalars(scalars)
+        sweep, members = SWEEPS[key], scalars.members
+        written = [self.env[m.inputs[i]] for m in members for i in sweep.written]
+        read = [self.env[m.inputs[i]] for m in members for i in sweep.read]
+        device = value_of(members[0].outputs[0]).device
+        vectors = [self._vector(len(members), sweep.dtypes[i], device) for i in sweep.vectors]
+        node = self.graph.call_function(collage.sweep.default, (written, read, vectors, key))
+        node.meta["val"] = None
+        return vectors
+
+    def _vector(self, size: int, dtype: torch.dtype, device: torch.device) -> Node:
+        options: dict[str, Any] = {"dtype": dtype, "device": device}
+        node = self.graph.call_function(aten.empty.memory_format, ([size],), options)
+        node.meta["val"] = torch.empty([size], **options)
+        return node
 
     def _stamp(self, rewritten: Rewritten, member: Slice) -> _Stamp:
         residuals = []

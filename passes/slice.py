@@ -47,7 +47,7 @@ def slice_(program: Program) -> None:
             carried.refusal = path
     by_key: dict[str, StateClass] = {}
     for group in groups:
-        part = _make_slice(group, states, new_value)
+        part = make_slice(group, states, new_value)
         if part.states:
             by_key.setdefault(part.key, StateClass([])).members.append(part)
     program.classes = list(by_key.values())
@@ -58,7 +58,8 @@ def _shape(node: Node) -> tuple[str, ...]:
     return tuple(str(s) for s in value_of(node).shape)
 
 
-def _elementwise(node: Node) -> bool:
+def elementwise(node: Node) -> bool:
+    """Tell whether each element of the result depends on one element of each operand."""
     if node.op != "call_function" or not is_tensor(node) or node.target is aten.copy_.default:
         return False
     if node.target in _CONVERSIONS:
@@ -85,7 +86,7 @@ def _components(
 
     first_user: dict[Node, Node] = {}
     for node in nodes:
-        if not _elementwise(node):
+        if not elementwise(node):
             continue
         near = [a for a in node.all_input_nodes if is_tensor(a)]
         if value_of(node).dim() == 0 and not any(_carries(a, parent, states) for a in near):
@@ -147,9 +148,16 @@ def _first_foreign(placeholder: Node, new: Node, group: list[Node]) -> Node | No
     return foreign if new in dependent else None
 
 
-def _make_slice(
+def make_slice(
     group: list[Node], states: dict[Node, Carried], new_value: dict[Node, Node]
 ) -> Slice:
+    """Return the slice of these nodes.
+
+    Args:
+        group: the nodes, in an order in which they can run.
+        states: placeholder -> carried state.
+        new_value: placeholder -> its new value.
+    """
     inside = set(group)
     inputs: dict[Node, int] = {}
     for node in group:

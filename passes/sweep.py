@@ -16,11 +16,14 @@ from torch import Tensor
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from collage_fx.passes.kernel import print_kernel
 from collage_fx.passes.program import Rewritten, Slice, graph_of, value_of
 from collage_fx.passes.region import register_region
+from collage_fx.passes.scalars import Scalars, made
+from collage_fx.runtime.columns import Column, device_of, select
 from collage_fx.runtime.launch import Launch
 from collage_fx.runtime.loop import loop_over
 from collage_fx.runtime.ops import collage
@@ -34,7 +37,7 @@ MEMBERS = 8
 SWEEPS: dict[str, "Sweep"] = {}
 
 _LIBRARY = torch.library.Library("collage", "FRAGMENT")
-_LIBRARY.define("sweep(Tensor(a!)[] written, Tensor[] read, str key) -> ()")
+_LIBRARY.define("sweep(Tensor(a!)[] written, Tensor[] read, Tensor(b!)[] vectors, str key) -> ()")
 
 
 @dataclass
@@ -45,19 +48,27 @@ class Sweep:
     """The key of the lowered graph among the regions."""
     dtypes: list[torch.dtype]
     scalar: list[bool]
-    """For each input of the lowered graph."""
+    """For each input of the lowered graph whether it is one number for all elements."""
     written: list[int]
     """The inputs that are overwritten."""
     results: list[int]
-    """For each of them the result that it gets."""
+    """For each of them, then for each vector that is made, the result that it gets."""
+    vectors: list[int]
+    """The inputs of which there is one vector for all members: given, or made here."""
     runners: dict[str, "Runner"] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     """For each kind of device, what runs there and its source."""
 
     @property
     def read(self) -> list[int]:
-        """The inputs that are only read."""
-        return [i for i in range(len(self.dtypes)) if i not in self.written]
+        """The inputs that are only read, and of which each member has its own."""
+        others = {*self.written, *self.vectors}
+        return [i for i in range(len(self.dtypes)) if i not in others]
+
+    @property
+    def stored(self) -> list[int]:
+        """The inputs that get the results."""
+        return [*self.written, *self.vectors][: len(self.results)]
 
     def runner(self, device: torch.device) -> "Runner":
         """Return what updates members on a device."""
@@ -72,14 +83,14 @@ class Sweep:
         """Return the source of the Triton kernel."""
         if "cuda" not in self.sources:
             self.sources["cuda"] = print_kernel(
-                self.region, self.dtypes, self.scalar, self.written, self.results
+                self.region, self.dtypes, self.scalar, self.stored, self.results
             )
         return self.sources["cuda"]
 
     def _compile(self) -> "Runner":
         def step(*inputs: Tensor) -> tuple[()]:
             results = collage.region.default(list(inputs), self.region)
-            for i, result in zip(self.written, self.results, strict=True):
+            for i, result in zip(self.stored, self.results, strict=True):
                 inputs[i].copy_(results[result])
             return ()
 
@@ -98,12 +109,28 @@ class Sweep:
             function = getattr(compiled, "current_callable", None) or compiled
             return loop_over(function, samples) or Each(function, self.scalar.index(False))
 
+    def run(self, columns: list[Column], sizes: list[int]) -> None:
+        """Update members; see `Runner.run`. Those without elements are left out."""
+        if not all(sizes):
+            inside = [m for m, size in enumerate(sizes) if size]
+            columns = [select(column, inside) for column in columns]
+            sizes = [sizes[m] for m in inside]
+        if sizes:
+            device = device_of(columns[self.scalar.index(False)])
+            self.runner(device).run(columns, sizes)
+
 
 class Runner(Protocol):
     """What updates the members of a class."""
 
-    def run(self, members: Sequence[Sequence[Tensor]]) -> None:
-        """Update all members; each is the list of its inputs."""
+    def run(self, columns: Sequence[Column], sizes: Sequence[int]) -> None:
+        """Update all members.
+
+        Args:
+            columns: for each input the tensors of all members, or one vector with an element for
+                each member.
+            sizes: the elements of each member.
+        """
 
 
 @dataclass
@@ -114,30 +141,52 @@ class Each:
     first: int
     """The input that tells the number of elements."""
 
-    def run(self, members: Sequence[Sequence[Tensor]]) -> None:
+    def run(self, columns: Sequence[Column], sizes: Sequence[int]) -> None:
         """Update all members."""
-        for tensors in members:
-            inputs = list(tensors)
-            size = inputs[self.first].numel()
+        for m, size in enumerate(sizes):
+            inputs = [column[m] for column in columns]
             inputs[self.first] = inputs[self.first].as_strided((size,), (1,))
             self.function(inputs)
 
 
-def register_sweep(rewritten: Rewritten) -> str:
-    """Return the key under which collage::sweep finds what to do to the members of a class."""
-    lowered, part = graph_of(rewritten.lowered), rewritten.members[0]
-    placeholders = lowered.graph.find_nodes(op="placeholder")
+def register_sweep(rewritten: Rewritten, vectors: Sequence[int] = ()) -> str:
+    """Return the key under which collage::sweep finds what to do to the members of a class.
+
+    Args:
+        rewritten: the class.
+        vectors: the 0-d inputs that come as one vector for all members.
+    """
+    part = rewritten.members[0]
     written = [at for _, at, _ in part.states]
     results = [part.outputs.index(new) for _, _, new in part.states]
     for k in range(len(rewritten.compensated)):
         written.append(len(part.inputs) + k)
         results.append(len(part.outputs) + k)
-    region = register_region(lowered)
-    dtypes = [n.meta["dtype"] for n in placeholders]
     scalar = [value_of(n).dim() == 0 for n in part.inputs]
     scalar += [False] * len(rewritten.compensated)
-    sweep = Sweep(region, dtypes, scalar, written, results)
-    text = repr((region, written, results, scalar))
+    return _register(graph_of(rewritten.lowered), scalar, written, results, list(vectors))
+
+
+def register_scalars(scalars: Scalars) -> str:
+    """Return the key under which collage::sweep finds the 0-d work of the members of a class."""
+    part, new = scalars.members[0], made(scalars.members[0])
+    written = [at for _, at, _ in part.states]
+    results = [part.outputs.index(node) for node in [*(n for _, _, n in part.states), *new]]
+    vectors = range(len(part.inputs), len(part.inputs) + len(new))
+    scalar = [False] * (len(part.inputs) + len(new))
+    return _register(scalars.lowered, scalar, written, results, list(vectors))
+
+
+def _register(
+    lowered: GraphModule,
+    scalar: list[bool],
+    written: list[int],
+    results: list[int],
+    vectors: list[int],
+) -> str:
+    dtypes = [n.meta["dtype"] for n in lowered.graph.find_nodes(op="placeholder")]
+    sweep = Sweep(register_region(lowered), dtypes, scalar, written, results, vectors)
+    text = repr((sweep.region, written, results, scalar, vectors))
     key = hashlib.sha256(text.encode()).hexdigest()[:16]
     SWEEPS.setdefault(key, sweep)
     return key
@@ -196,23 +245,24 @@ def _on_one_device(values: list[Tensor]) -> bool:
     )
 
 
-def _run(written: list[Tensor], read: list[Tensor], key: str) -> None:
+def run_sweep(written: list[Tensor], read: list[Tensor], vectors: list[Tensor], key: str) -> None:
+    """Update all members of a class: the operation `collage::sweep`.
+
+    Args:
+        written: the tensors that are overwritten, those of a member one after the other.
+        read: the others that each member has of its own, likewise.
+        vectors: with one element for each member; read by `register_sweep`, made by
+            `register_scalars`.
+        key: what the two return.
+    """
     sweep = SWEEPS[key]
     wide, narrow = len(sweep.written), len(sweep.read)
-    place = {i: k for k, i in enumerate([*sweep.written, *sweep.read])}
-    order = [place[i] for i in range(len(place))]
-    members = []
-    for m in range(len(written) // wide):
-        if written[m * wide].numel():
-            tensors = written[m * wide : (m + 1) * wide] + read[m * narrow : (m + 1) * narrow]
-            members.append([tensors[k] for k in order])
-    if members:
-        sweep.runner(written[0].device).run(members)
+    columns: dict[int, Column] = {i: written[k::wide] for k, i in enumerate(sweep.written)}
+    columns |= {i: read[k::narrow] for k, i in enumerate(sweep.read)}
+    columns |= dict(zip(sweep.vectors, vectors, strict=True))
+    own = written[::wide] if wide else read[::narrow]
+    sweep.run([columns[i] for i in range(len(columns))], [t.numel() for t in own])
 
 
-def _run_meta(written: list[Tensor], read: list[Tensor], key: str) -> None:
-    pass
-
-
-_LIBRARY.impl("sweep", _run, "CompositeExplicitAutograd")
-_LIBRARY.impl("sweep", _run_meta, "Meta")
+_LIBRARY.impl("sweep", run_sweep, "CompositeExplicitAutograd")
+_LIBRARY.impl("sweep", lambda *_: None, "Meta")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._inductor.codecache import PyCodeCache
 
+from collage_fx.runtime.columns import Column, addresses, device_of, select
 from collage_fx.runtime.errors import CollageError
 
 CHUNK = 1 << 14
@@ -47,37 +48,39 @@ class Launch:
     def __post_init__(self) -> None:
         self.kernel = PyCodeCache.load(self.source).sweep
 
-    def run(self, members: Sequence[Sequence[Tensor]]) -> None:
+    def run(self, columns: Sequence[Column], sizes: Sequence[int]) -> None:
         """Update all members, in two launches at most: those aligned to 16 bytes, and the others.
 
         Args:
-            members: the inputs of each. Those that are not 0-d have elements, as many as each
-                other within a member, lie densely in memory, and are on one device.
+            columns: for each input the tensors of all members, or one vector with an element for
+                each. Tensors that are not 0-d lie densely in memory and are on one device.
+            sizes: the elements of each member, at least one.
 
         Raises:
             CollageError: a CUDA graph is being captured, and a 0-d tensor is on the CPU.
         """
-        groups: dict[bool, list[Sequence[Tensor]]] = {True: [], False: []}
-        full = [i for i, scalar in enumerate(self.scalar) if not scalar]
-        for tensors in members:
-            aligned = not any(tensors[i].data_ptr() % _ALIGNMENT for i in full)
-            groups[aligned].append(tensors)
-        for aligned, group in groups.items():
-            if group:
-                self._launch(group, full[0], aligned)
+        full = [addresses(c) for c, scalar in zip(columns, self.scalar, strict=True) if not scalar]
+        groups: dict[bool, list[int]] = {True: [], False: []}
+        for m, starts in enumerate(zip(*full, strict=True)):
+            aligned = sizes[m] > 1 and not any(start % _ALIGNMENT for start in starts)
+            groups[aligned].append(m)
+        for aligned, members in groups.items():
+            if len(members) == len(sizes):
+                self._launch(columns, sizes, aligned)
+            elif members:
+                some = [select(column, members) for column in columns]
+                self._launch(some, [sizes[m] for m in members], aligned)
 
-    def _launch(self, members: Sequence[Sequence[Tensor]], first: int, aligned: bool) -> None:
-        device = members[0][first].device
+    def _launch(self, columns: Sequence[Column], sizes: Sequence[int], aligned: bool) -> None:
+        device = device_of(columns[list(self.scalar).index(False)])
         cuda = device.type == "cuda"
         with torch.cuda.device(device) if cuda else contextlib.nullcontext():
             capturing = cuda and torch.cuda.is_current_stream_capturing()
-            geometry = self._geometry(tuple(m[first].numel() for m in members), device)
+            geometry = self._geometry(tuple(sizes), device)
             kept: list[Tensor] = []
-            columns = [
-                _addresses([m[i] for m in members], device, capturing, kept)
-                for i in range(len(self.scalar))
-            ]
-            table = _moved(torch.tensor(columns).T.contiguous(), device, kept)
+            near = [_near(column, device, capturing, kept) for column in columns]
+            table = torch.tensor([list(addresses(column)) for column in near]).T.contiguous()
+            table = _moved(table, device, kept)
             if capturing:
                 self.captured += [*geometry, *kept]
             self.kernel[(geometry.members.numel(),)](
@@ -107,20 +110,18 @@ class Launch:
         return self.geometries[key]
 
 
-def _addresses(
-    column: list[Tensor], device: torch.device, capturing: bool, kept: list[Tensor]
-) -> list[int]:
-    """Return the addresses of one input of each member; copies of those that are elsewhere."""
-    if all(t.device == device for t in column):
-        return [t.data_ptr() for t in column]
+def _near(column: Column, device: torch.device, capturing: bool, kept: list[Tensor]) -> Column:
+    """Return the column, or a vector of copies on the device if it is elsewhere."""
+    if all(t.device == device for t in ([column] if isinstance(column, Tensor) else column)):
+        return column
     if capturing:
         raise CollageError(
             "a CUDA graph is being captured, and a step count, learning rate or other 0-d tensor "
             "is on the CPU, whose value the graph would repeat for ever; make the optimizer with "
             "capturable=True and such tensors on the device"
         )
-    near = _moved(torch.stack([t.cpu() for t in column]), device, kept)
-    return [near.data_ptr() + k * near.element_size() for k in range(len(column))]
+    far = column if isinstance(column, Tensor) else torch.stack([t.cpu() for t in column])
+    return _moved(far, device, kept)
 
 
 def _moved(values: Tensor, device: torch.device, kept: list[Tensor]) -> Tensor:

@@ -1,6 +1,7 @@
 """One compiled kernel over many tensors in one call: what Python would loop over, in C++."""
 
 import ctypes
+import itertools
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._inductor.codecache import CppCodeCache
+
+from collage_fx.runtime.columns import Column, addresses
 
 _CHUNK = 1 << 14
 """Elements that a thread takes at a time: a few cache lines past a tail cost nothing there."""
@@ -44,24 +47,20 @@ class Loop:
     """Its address."""
     order: tuple[int, ...]
     """For each pointer that it takes, the position among the inputs of the graph."""
-    first: int
-    """The input that tells the number of elements."""
     widths: tuple[int, ...]
     """For each pointer, the bytes from one element to the next: 0 for a scalar."""
     driver: Any
     """The compiled loop."""
 
-    def run(self, members: Sequence[Sequence[Tensor]]) -> None:
+    def run(self, columns: Sequence[Column], sizes: Sequence[int]) -> None:
         """Run the kernel over all members.
 
         Args:
-            members: the inputs of each, in the order of the graph's.
+            columns: for each input of the graph the tensors of all members, or a vector of them.
+            sizes: the elements of each member.
         """
-        table: list[int] = []
-        for tensors in members:
-            addresses = [t.data_ptr() for t in tensors]
-            table += [addresses[i] for i in self.order]
-        sizes = [tensors[self.first].numel() for tensors in members]
+        starts = [addresses(column) for column in columns]
+        table = itertools.chain.from_iterable(zip(*(starts[i] for i in self.order), strict=True))
         arrays = [array("q", numbers) for numbers in (table, sizes, self.widths)]
         pointers = [ctypes.c_void_p(a.buffer_info()[0]) for a in arrays]
         counts = (ctypes.c_int64(n) for n in (len(sizes), torch.get_num_threads()))
@@ -94,9 +93,9 @@ def _loop(kernel: Callable[..., Any], args: tuple[Any, ...], samples: list[Tenso
     place = {sample.data_ptr(): i for i, sample in enumerate(samples)}
     pointers = [a.data_ptr() for a in args[:-1] if isinstance(a, Tensor)]
     path = getattr(getattr(kernel, "__self__", None), "__file__", None)
-    first = next(i for i, sample in enumerate(samples) if sample.dim())
+    size = next(s.numel() for s in samples if s.dim())
     known = len(pointers) == len(args) - 1 and all(p in place for p in pointers)
-    if path is None or not known or args[-1] != samples[first].numel():
+    if path is None or not known or args[-1] != size:
         return None
     order = tuple(place[p] for p in pointers)
     widths = tuple(samples[i].element_size() if samples[i].dim() else 0 for i in order)
@@ -111,4 +110,4 @@ def _loop(kernel: Callable[..., Any], args: tuple[Any, ...], samples: list[Tenso
     )
     address = ctypes.cast(ctypes.CDLL(path).kernel, ctypes.c_void_p).value
     assert address is not None
-    return Loop(address, order, first, widths, CppCodeCache.load(source))
+    return Loop(address, order, widths, CppCodeCache.load(source))

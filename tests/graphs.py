@@ -83,6 +83,11 @@ class Captured:
                 return verdicts(program)
         return {}
 
+    @functools.cached_property
+    def _owners(self) -> dict[int, Any]:
+        optimizer = getattr(self.step, "__self__", None)
+        return owners_of([optimizer] if isinstance(optimizer, Optimizer) else [])
+
     def _describe(self, index: int, placeholder: Node) -> Carried:
         """Name a carried state as the backend does: by its optimizer, else by the argument."""
         descriptor, val = placeholder.meta["desc"], placeholder.meta["val"]
@@ -93,8 +98,7 @@ class Captured:
         if not isinstance(descriptor, ParamAOTInput | BufferAOTInput):
             return Carried(index, "an input that overlaps others", "tensor", False, val)
         tensor = functools.reduce(getattr, descriptor.target.split("."), self.dynamo)
-        optimizer = getattr(self.step, "__self__", None)
-        owned = owners_of([optimizer] if isinstance(optimizer, Optimizer) else []).get(id(tensor))
+        owned = self._owners.get(id(tensor))
         if owned is None:
             return Carried(index, descriptor.target, _owner(tensor), True, val)
         return Carried(index, owned[1].name, owned[1].owner, True, val, owned=True)

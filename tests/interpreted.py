@@ -76,7 +76,8 @@ def steps(of_class: Rewritten, source: str, count: int) -> list[int]:
     ours, theirs = members_of(of_class), members_of(of_class)
     found = []
     for step in range(count):
-        launch.run(ours)
+        sizes = [max(x.numel() for x in inputs) for inputs in ours]
+        launch.run([list(column) for column in zip(*ours, strict=True)], sizes)
         for inputs in theirs:
             reference(of_class, inputs)
         pairs = [

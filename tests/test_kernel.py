@@ -94,11 +94,13 @@ def test_one_launch_for_all_aligned_members_and_one_for_the_others() -> None:
     sweep = sweep_of(rewritten(CASES["sgd-light"]))
     launch = Launch(sweep.triton(), sweep.scalar)
     launch.kernel = recorder = Recorder()
-    members = [[torch.zeros(n, dtype=BF16) for _ in sweep.dtypes] for n in (1, CHUNK, CHUNK + 1)]
-    launch.run(members * 100)
+    sizes = [2, CHUNK, CHUNK + 1]
+    column = [torch.zeros(n, dtype=BF16) for n in sizes]
+    launch.run([column * 100] * len(sweep.dtypes), sizes * 100)
     assert recorder.launches == [(400, True)]
-    launch.run([members[0], [misaligned(x) for x in members[2]]])
-    assert recorder.launches[1:] == [(1, True), (2, False)]
+    column[2] = misaligned(column[2])
+    launch.run([column] * len(sweep.dtypes), sizes)
+    assert recorder.launches[1:] == [(2, True), (2, False)]
 
 
 def test_the_kernel_in_tritons_interpreter() -> None:

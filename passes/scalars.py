@@ -1,0 +1,135 @@
+"""What each member of a class computes from 0-d tensors alone, as one operation for all members.
+
+A step count and its bias corrections are 0-d, and each parameter has its own. They are no part of a
+slice, whose kernel would compute them once for each element. Left to Inductor, they are unrolled.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch._inductor.lowering import lowerings
+from torch.fx import Graph, GraphModule, Node
+
+from collage_fx.passes.program import (
+    LOW_PRECISION,
+    Carried,
+    Rewritten,
+    Slice,
+    is_tensor,
+    value_of,
+)
+from collage_fx.passes.slice import elementwise, make_slice
+
+aten = torch.ops.aten
+
+
+@dataclass
+class Scalars:
+    """The 0-d parts of all members of a class."""
+
+    members: list[Slice]
+    """They are isomorphic; their outputs are new values of 0-d states, or go to the member."""
+    feeds: dict[int, int]
+    """Input of the member's slice -> the one of `made` that it is."""
+    lowered: GraphModule
+    """Placeholders: the inputs, then one for each output that is no state's, which nothing uses:
+    the memory for it. Outputs: those of the parts."""
+
+
+def scalars_of(
+    rewritten: Rewritten, states: dict[Node, Carried], new_value: dict[Node, Node]
+) -> Scalars | None:
+    """Return the 0-d parts of a class, or None if there are none, or they are not alike.
+
+    Args:
+        rewritten: the class.
+        states: placeholder -> state, of all 0-d carried states.
+        new_value: placeholder -> its new value.
+    """
+    cones = [_cone(member) for member in rewritten.members]
+    seen: dict[Node, int] = {}
+    for cone in cones:
+        for node in cone:
+            seen[node] = seen.get(node, 0) + 1
+    own = [[n for n in cone if seen[n] == 1] for cone in cones]
+    if not all(own):
+        return None
+    parts = [make_slice(nodes, states, new_value) for nodes in own]
+    feeds = [_feeds(m, part) for m, part in zip(rewritten.members, parts, strict=True)]
+    alike = all(p.key == parts[0].key for p in parts) and all(f == feeds[0] for f in feeds)
+    devices = {value_of(n).device for part in parts for n in part.inputs + part.outputs}
+    closed = all(map(_closed, parts, rewritten.members))
+    if not (alike and closed and len(devices) == 1):
+        return None
+    lowered = _lower(parts[0])
+    return Scalars(parts, feeds[0], lowered) if lowered is not None else None
+
+
+def _cone(member: Slice) -> list[Node]:
+    """Return what computes the 0-d inputs of a member from 0-d tensors alone, in graph order."""
+    found: dict[Node, None] = {}
+
+    def visit(node: Node) -> None:
+        if node not in found and elementwise(node) and _is_scalar(node):
+            for a in node.all_input_nodes:
+                visit(a)
+            found[node] = None
+
+    for node in member.inputs:
+        if is_tensor(node) and value_of(node).dim() == 0:
+            visit(node)
+    return list(found)
+
+
+def _is_scalar(node: Node) -> bool:
+    tensors = [node, *node.all_input_nodes]
+    return all(
+        is_tensor(n) and value_of(n).dim() == 0 and value_of(n).dtype not in LOW_PRECISION
+        for n in tensors
+    )
+
+
+def _feeds(member: Slice, part: Slice) -> dict[int, int]:
+    where = {node: k for k, node in enumerate(made(part))}
+    return {i: where[n] for i, n in enumerate(member.inputs) if n in where}
+
+
+def _closed(part: Slice, member: Slice) -> bool:
+    """Tell whether nothing but the member and the states of the part takes its results."""
+    inside = {*part.nodes, *member.nodes}
+    new = {(part.inputs[at], value) for _, at, value in part.states}
+    return all(
+        user in inside or (user.target is aten.copy_.default and user.args in new)
+        for node in part.nodes
+        for user in node.users
+    )
+
+
+def _lower(part: Slice) -> GraphModule | None:
+    """Return the graph of a part; None if an operation in it has no lowering by itself."""
+    if any(node.target not in lowerings for node in part.nodes):
+        return None
+    graph = Graph()
+    env: dict[Node, Node] = {}
+    for i, node in enumerate(part.inputs):
+        env[node] = graph.placeholder(f"in{i}")
+        env[node].meta["dtype"] = value_of(node).dtype
+    for k, node in enumerate(made(part)):
+        graph.placeholder(f"out{k}").meta["dtype"] = value_of(node).dtype
+    for node in part.nodes:
+        env[node] = graph.node_copy(node, lambda n: env[n])
+        env[node].meta = {"dtype": value_of(node).dtype}
+    graph.output(tuple(env[n] for n in part.outputs))
+    return GraphModule(torch.nn.Module(), graph)
+
+
+def made(part: Slice) -> list[Node]:
+    """Return the outputs of a 0-d part that are no state's new value, or are used besides."""
+    new = {value for _, _, value in part.states}
+    inside = set(part.nodes)
+    return [
+        node
+        for node in part.outputs
+        if node not in new
+        or any(u not in inside and u.target is not aten.copy_.default for u in node.users)
+    ]
