@@ -4,6 +4,7 @@ import copy
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.exc import InductorError
@@ -57,12 +58,19 @@ def _cudagraphs(kwargs: dict[str, Any]) -> bool:
     return inductor_config.triton.cudagraphs if wanted is None else bool(wanted)
 
 
+# On a GPU Inductor divides approximately, and contracts a product and a sum to one rounding. A
+# residual is an error that was computed, and must be that of the operation that is carried out.
+_EXACT = {"eager_numerics.division_rounding": True, "emulate_precision_casts": True}
+
+
 def _compile(gm: GraphModule, inputs: list[Any], kwargs: dict[str, Any]) -> Any:
     """Compile a graph; without fusion, if Inductor's fusion of it fails."""
-    try:
-        return compile_fx_inner(copy.deepcopy(gm), inputs, **kwargs)
-    except InductorError:
-        # 2.13 fuses the outer loops of a row-wise reduction and of the update behind it, and looks
-        # for a read that a buffer's in-place user does not have (KeyError in cpp.py).
-        with inductor_config.patch(max_fusion_size=1):
-            return compile_fx_inner(gm, inputs, **kwargs)
+    gpu = any(isinstance(x, Tensor) and x.device.type != "cpu" for x in inputs)
+    with inductor_config.patch(_EXACT if gpu else {}):
+        try:
+            return compile_fx_inner(copy.deepcopy(gm), inputs, **kwargs)
+        except InductorError:
+            # 2.13 fuses the outer loops of a row-wise reduction and of the update behind it, and
+            # looks for a read that a buffer's in-place user does not have (KeyError in cpp.py).
+            with inductor_config.patch(max_fusion_size=1):
+                return compile_fx_inner(gm, inputs, **kwargs)

@@ -15,12 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._inductor.ir import Pointwise, TensorBox
-from torch._inductor.lowering import lowerings, make_pointwise, register_lowering
+from torch._inductor.lowering import (
+    broadcast_tensors,
+    lowerings,
+    make_pointwise,
+    register_lowering,
+)
 from torch._inductor.virtualized import ops
 from torch.fx import GraphModule, Node
 from torch.torch_version import TorchVersion
 
 from collage_fx.runtime.ops import collage
+
+aten = torch.ops.aten
 
 _REGIONS: dict[str, GraphModule] = {}
 
@@ -96,6 +103,28 @@ def _box(like: TensorBox, loader: Callable[[Any], Any]) -> TensorBox:
     )
 
 
+def _divide(x: Any, y: Any) -> TensorBox:
+    """Divide. Inductor's lowering multiplies by the reciprocal of a number, on a GPU."""
+    boxes = [b for b in (x, y) if isinstance(b, TensorBox)]
+    if len({b.get_dtype() for b in boxes}) > 1 or not boxes[0].get_dtype().is_floating_point:
+        return lowerings[aten.div.Tensor](x, y)
+
+    def body(*values: Any) -> Any:
+        operands = iter(values)
+        dtype = boxes[0].get_dtype()
+        return ops.truediv(
+            *(
+                next(operands) if isinstance(b, TensorBox) else ops.constant(b, dtype)
+                for b in (x, y)
+            )
+        )
+
+    return make_pointwise(body)(*broadcast_tensors(*boxes))
+
+
+_LOWERINGS: dict[Any, Callable[..., TensorBox]] = {aten.div.Tensor: _divide}
+
+
 def lower_region(inputs: list[TensorBox], key: str) -> list[TensorBox]:
     """Inductor's lowering: the lowerings of the region's operations, evaluated with a memo."""
     lowered = _REGIONS[key]
@@ -106,7 +135,8 @@ def lower_region(inputs: list[TensorBox], key: str) -> list[TensorBox]:
     for node in lowered.graph.nodes:
         if node.op == "call_function":
             args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: env[n])
-            value = lowerings[node.target](*args, **kwargs)
+            lower = _LOWERINGS.get(node.target) or lowerings[node.target]
+            value = lower(*args, **kwargs)
             env[node] = _box(value, memo.loader(node, value.make_loader()))
     results: Any = lowered.graph.output_node().args[0]
     return [_box(env[n], env[n].make_loader()) for n in results]

@@ -10,6 +10,7 @@ from graphs import differing
 from kernels import (
     CASES,
     Case,
+    captured,
     misaligned,
     repaired_interpreter,
     rewritten,
@@ -17,8 +18,9 @@ from kernels import (
     without_roundings,
 )
 from torch import Tensor
+from virtual_gpu import inductor, on_gpu, virtual_gpu
 
-from collage_fx.passes.program import Rewritten, graph_of
+from collage_fx.passes.program import Rewritten, Settings, graph_of
 from collage_fx.runtime.launch import BLOCK, CHUNK, Launch
 
 SIZES = (1, BLOCK - 1, BLOCK, CHUNK, 5, CHUNK + BLOCK + 3)
@@ -100,3 +102,23 @@ def test_the_comparison_can_fail() -> None:
     of_class = rewritten(CASES["adamw-plus"])
     source = sweep_of(of_class).triton()
     assert sum(steps(of_class, without_roundings(source), 2)) > 1000
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_what_inductor_emits_takes_the_same_twenty_steps(case: Case) -> None:
+    captures = captured(case, ((37, 29), (5,)))
+    with virtual_gpu():
+        emitted = inductor(on_gpu(captures, Settings(case.level)))
+    program = captures.program(case.level)
+    graph = graph_of(program.result)
+    generator = torch.Generator().manual_seed(0)
+    ours = [
+        torch.rand(n.meta["val"].shape, generator=generator).to(n.meta["val"].dtype)
+        * (2.0**-10 if n.name.endswith("_lo") else 1.0)
+        for n in graph.graph.find_nodes(op="placeholder")
+    ]
+    theirs = [x.clone() for x in ours]
+    for _ in range(20):
+        emitted.call(list(ours))
+        graph(*theirs)
+        assert [differing(a, b) for a, b in zip(ours, theirs, strict=True)] == [0] * len(ours)

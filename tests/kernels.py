@@ -9,8 +9,9 @@ import contextlib
 import re
 import subprocess
 import tempfile
+import types
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -19,15 +20,16 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
-from graphs import capture_optimizer
+from graphs import Captured, capture_optimizer
 from torch import Tensor, optim
 from torch._inductor.codecache import PyCodeCache
+from torch._inductor.runtime import triton_helpers
 from torch.optim import Optimizer
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import interpreter
 
-from collage_fx.passes.program import Arithmetic, Level, Rewritten, graph_of
+from collage_fx.passes.program import Level, Rewritten, graph_of
 from collage_fx.passes.sweep import SWEEPS, Sweep, register_sweep
 from collage_fx.runtime.launch import BLOCK, CHUNK, WARPS
 
@@ -76,10 +78,14 @@ LIBRARY = Case(Trust, {"squash": True}, "light", 14)
 """With a function that Triton takes from a library, which the interpreter cannot call."""
 
 
-def rewritten(case: Case, arithmetic: Arithmetic = "eft") -> Rewritten:
+def captured(case: Case, shapes: Sequence[tuple[int, ...]] = SHAPES) -> Captured:
+    """Return the graph of a case's step."""
+    return capture_optimizer(case.kind, shapes=shapes, **case.options)
+
+
+def rewritten(case: Case) -> Rewritten:
     """Return the class that all parameters of a case are in."""
-    captured = capture_optimizer(case.kind, shapes=SHAPES, **case.options)
-    return captured.rewritten(case.level, arithmetic)
+    return captured(case).rewritten(case.level)
 
 
 def sweep_of(rewritten: Rewritten) -> Sweep:
@@ -110,6 +116,16 @@ def instructions(ptx: str) -> Counter[str]:
 def matching(counts: Counter[str], pattern: str) -> int:
     """Return how many instructions match a pattern as a whole."""
     return sum(n for name, n in counts.items() if re.fullmatch(pattern, name))
+
+
+def rounded(ptx: Counter[str]) -> int:
+    """Return how many results are rounded to bf16.
+
+    LLVM makes a bf16 instruction of a float32 one and its rounding, which is the same; those for
+    two elements count twice.
+    """
+    double = matching(ptx, r"(cvt\.rn\.bf16x2\.f32|(add|sub|mul)\.rn\.bf16x2)")
+    return matching(ptx, r"cvt\.rn\.bf16\.f32") + 2 * double
 
 
 def stack_bytes(cubin: bytes) -> int:
@@ -146,10 +162,21 @@ def _repaired(x: Any, source: Any, target: Any, mode: Any) -> Any:
     return _convert(x, source, target, mode)
 
 
+def _power(x: Any, y: Any) -> Any:
+    """What eager PyTorch has as a power, for what Triton takes from the device's library."""
+    numbers = (torch.from_numpy(np.atleast_1d(t.handle.data)) for t in (x, y))
+    data = torch.pow(*numbers).numpy().reshape(y.handle.data.shape)
+    return tl.core.tensor(interpreter.TensorHandle(data, y.dtype.scalar), y.type)
+
+
 @contextlib.contextmanager
 def repaired_interpreter() -> Iterator[Callable[..., Any]]:
     """Convert between float32 and bfloat16 as a GPU does; give Triton's own conversion."""
-    with mock.patch.object(interpreter, "_convert_float", _repaired):
+    library = types.SimpleNamespace(pow=_power)
+    with (
+        mock.patch.object(interpreter, "_convert_float", _repaired),
+        mock.patch.object(triton_helpers, "libdevice", library),
+    ):
         yield _convert
 
 

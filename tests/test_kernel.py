@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from kernels import (
     matching,
     misaligned,
     rewritten,
+    rounded,
     roundings,
     stack_bytes,
     sweep_of,
@@ -41,16 +41,6 @@ def test_on_an_nvidia_gpu_each_tensor_is_read_and_written_once_by_16_bytes(case:
     assert stack_bytes(built["cubin"]) == 0
     apart = instructions(assembled(sweep_of(rewritten(case)).triton(), SM90, aligned=False)["ptx"])
     assert matching(apart, r"(ld|st)\.global\.v4\.b32") == 0
-
-
-def rounded(ptx: Counter[str]) -> int:
-    """Return how many results are rounded to bf16.
-
-    LLVM makes a bf16 instruction of a float32 one and its rounding, which is the same; those for
-    two elements count twice.
-    """
-    double = matching(ptx, r"(cvt\.rn\.bf16x2\.f32|(add|sub|mul)\.rn\.bf16x2)")
-    return matching(ptx, r"cvt\.rn\.bf16\.f32") + 2 * double
 
 
 @pytest.mark.parametrize("case", [*CASES.values(), LIBRARY], ids=[*CASES, "library"])

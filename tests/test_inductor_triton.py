@@ -1,0 +1,61 @@
+"""What Inductor emits for a GPU where each member of a class has a kernel of its own."""
+
+from unittest import mock
+
+import pytest
+from kernels import (
+    CASES,
+    PER_THREAD,
+    Case,
+    captured,
+    instructions,
+    matching,
+    rounded,
+    roundings,
+    stack_bytes,
+)
+from virtual_gpu import Kernel, inductor, on_gpu, virtual_gpu
+
+import collage_fx.inductor
+from collage_fx.passes.program import Rewritten, Settings
+
+LARGE = ((1024, 1024),)
+
+
+def emitted(case: Case) -> tuple[Rewritten, Kernel]:
+    """Return the class of a case's only parameter, and the kernel that updates it."""
+    capture = captured(case, LARGE)
+    with virtual_gpu():
+        program = on_gpu(capture, Settings(case.level))
+        kernels = inductor(program).kernels
+    (of_class,) = program.rewritten
+    return of_class, max(kernels, key=lambda kernel: len(kernel.source))
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_one_kernel_reads_and_writes_each_tensor_once_and_rounds_every_result(case: Case) -> None:
+    of_class, kernel = emitted(case)
+    built = kernel.assembled()
+    counts = instructions(built["ptx"])
+    assert matching(counts, r"(ld|st)\.global\.v4\.b32") * 16 == PER_THREAD * case.traffic
+    assert stack_bytes(built["cubin"]) == 0
+    assert rounded(counts) >= PER_THREAD * roundings(of_class)
+    # The powers of Adam's bias corrections come from a library, and flush subnormal numbers.
+    assert matching(counts, r"fma\.rn\.f32") == matching(counts, r"div\.full\.f32") == 0
+
+
+def test_left_alone_inductor_contracts_and_divides_approximately() -> None:
+    with mock.patch.object(collage_fx.inductor, "_EXACT", {}):
+        _, kernel = emitted(CASES["adamw-plus"])
+    counts = instructions(kernel.assembled()["ptx"])
+    assert matching(counts, r"fma\.rn\.f32") > 0 and matching(counts, r"div\.full\.f32") > 0
+
+
+def test_a_step_of_many_parameters_is_two_sweeps_and_no_kernel_of_inductor() -> None:
+    case = CASES["adamw-plus"]
+    capture = captured(case)
+    with virtual_gpu():
+        program = on_gpu(capture, Settings(case.level))
+    assert program.result is not None and [r.apart for r in program.rewritten] == [""]
+    direct = collage_fx.inductor.split(program.result)
+    assert direct is not None and direct.rest is None and len(direct.calls) == 2
