@@ -1,105 +1,141 @@
-"""What compiling a compensated AdamW step costs, beside stock Inductor on the same tensors.
+"""What compiling a compensated step costs, beside stock Inductor on the same optimizer.
 
-For each number of bf16 tensors, of mixed shapes, in one process and without any cache:
+Each optimizer and number of bf16 tensors, of mixed shapes, in a process of its own, with empty
+caches (cold), and in a second process with those that the first one left (warm):
 
-    stock      first step under backend="inductor", seconds; and Inductor's own part of it
-    collage    first step under backend="collage" (eft), seconds
-    rewrite    time in the passes of collage_fx alone, and its ratio to Inductor's own part
+    first     seconds of the first step
+    own       of that, the seconds after Dynamo and AOTAutograd: for stock, Inductor; for collage,
+              the passes, and the compilation of kernels
+    passes    of that, the seconds in the passes of collage_fx
+    memory    what compiling adds to the peak memory of the process, MiB
 
-Written to benchmarks/results/compile_time.json.
+What a machine does once (the check of its vector instructions, the precompiled header) is done
+before. Written to benchmarks/results/compile_time.json as the rows come.
 """
 
 import argparse
 import json
-import platform
-import sys
+import multiprocessing
+import os
+import resource
+import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-
-from collage_fx.backend import Session
-from collage_fx.config import CollageConfig
-
-SHAPES = [(64, 64), (64,), (128, 64), (64, 128), (256, 64), (31,)]
-
-
-def first_step(count: int, backend: Callable[..., Any]) -> float:
-    """Return the seconds that the first step of AdamW over count tensors takes."""
-    torch.compiler.reset()
-    torch.manual_seed(0)
-    params = [torch.randn(SHAPES[i % len(SHAPES)]).bfloat16() for i in range(count)]
-    for p in params:
-        p.requires_grad_().grad = torch.randn_like(p)
-    step = torch.compile(torch.optim.AdamW(params, lr=1e-3).step, backend=backend)
-    start = time.perf_counter()
-    step()
-    return time.perf_counter() - start
-
-
-def measure(count: int) -> dict[str, Any]:
-    """Return the row of the table for count tensors."""
-    own: list[float] = []
-
-    def timed_inner(*args: Any, **kwargs: Any) -> Any:
-        start = time.perf_counter()
-        result = compile_fx_inner(*args, **kwargs)
-        own.append(time.perf_counter() - start)
-        return result
-
-    def stock(gm: Any, inputs: Any) -> Any:
-        with torch._functorch.config.patch(enable_autograd_cache=False):
-            return compile_fx(gm, inputs, inner_compile=timed_inner)
-
-    session = Session(CollageConfig(), keep=True)
-    with torch._inductor.config.patch(fx_graph_cache=False):
-        stock_seconds = first_step(count, stock)
-        collage_seconds = first_step(count, session)
-    passes = {k: v for c in session.compiled for k, v in c.program.seconds.items()}
-    rewrite = sum(passes.values())
-    return {
-        "tensors": count,
-        "classes": sum(len(c.program.rewritten) for c in session.compiled),
-        "stock_first_step_s": round(stock_seconds, 2),
-        "stock_inductor_s": round(sum(own), 2),
-        "collage_first_step_s": round(collage_seconds, 2),
-        "rewrite_s": round(rewrite, 3),
-        "rewrite_over_inductor": round(rewrite / sum(own), 4),
-        "collage_over_stock": round(collage_seconds / stock_seconds, 2),
-        "passes_s": {k: round(v, 4) for k, v in passes.items()},
-    }
+SIZES = (30, 100, 300, 1000)
 
 
 def main() -> None:
     """Measure, print and write the table."""
+    from steps import OPTIMIZERS, conditions
+
     parser = argparse.ArgumentParser(description="compile time beside stock Inductor")
-    parser.add_argument("--tensors", type=int, nargs="+", default=[6, 30, 60])
+    parser.add_argument("--tensors", type=int, nargs="+", default=SIZES)
+    parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
+    parser.add_argument(
+        "--stock-up-to", type=int, default=300, help="stock takes minutes for more tensors"
+    )
     default = Path(__file__).parent / "results/compile_time.json"
     parser.add_argument("--out", type=Path, default=default)
     args = parser.parse_args()
-    first_step(2, "inductor")  # type: ignore[arg-type]  # one-time work: ISA check, precompiled header
     rows = []
-    for count in args.tensors:
-        row = measure(count)
-        rows.append(row)
-        print(
-            f"{count:4} tensors: stock {row['stock_first_step_s']} s, "
-            f"collage {row['collage_first_step_s']} s ({row['collage_over_stock']}x), "
-            f"rewrite {row['rewrite_s']} s = {row['rewrite_over_inductor']:.1%} of "
-            f"Inductor's own {row['stock_inductor_s']} s",
-            flush=True,
-        )
-    conditions = {
-        "command": " ".join(["python", *sys.argv]),
-        "date": time.strftime("%Y-%m-%d"),
-        "device": f"cpu, {platform.machine()}, {torch.get_num_threads()} threads",
-        "torch": torch.__version__,
+    for name in args.optimizers:
+        for count in args.tensors:
+            row: dict[str, Any] = {"optimizer": name, "tensors": count}
+            for way in ("collage", "stock"):
+                if way == "collage" or count <= args.stock_up_to:
+                    with tempfile.TemporaryDirectory() as cache:
+                        row[way] = {t: apart(way, name, count, cache) for t in ("cold", "warm")}
+            rows.append(row)
+            print(line(row), flush=True)
+            result = {"conditions": conditions(), "rows": rows}
+            args.out.parent.mkdir(exist_ok=True)
+            args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def line(row: dict[str, Any]) -> str:
+    """Return one row of the table as text."""
+    ways = []
+    for way in ("collage", "stock"):
+        if way in row:
+            cold, warm = row[way]["cold"], row[way]["warm"]
+            ways.append(
+                f"{way} {cold['first']:6.1f} s (own {cold['own']:6.1f}), warm "
+                f"{warm['first']:5.1f} s (own {warm['own']:5.1f}), {cold['memory']:5.0f} MiB"
+            )
+    if "stock" in row:
+        ratios = (row["collage"][t]["first"] / row["stock"][t]["first"] for t in ("cold", "warm"))
+        ways.append("ratio {:.2f}, warm {:.2f}".format(*ratios))
+    return f"{row['optimizer']:6} {row['tensors']:5}: {'; '.join(ways)}"
+
+
+def apart(way: str, name: str, count: int, cache: str) -> dict[str, float]:
+    """Measure in a process of its own."""
+    os.environ |= {
+        "TORCHINDUCTOR_CACHE_DIR": cache,
+        "TRITON_CACHE_DIR": f"{cache}/triton",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
     }
-    args.out.parent.mkdir(exist_ok=True)
-    args.out.write_text(json.dumps({"conditions": conditions, "rows": rows}, indent=1) + "\n")
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as pool:
+        return pool.apply(measure, (way, name, count))
+
+
+def measure(way: str, name: str, count: int) -> dict[str, float]:
+    """Return the times of the first step."""
+    import torch
+    from steps import MIXED, OPTIMIZERS, parameters
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    import collage_fx
+    from collage_fx import backend
+    from collage_fx.passes.sweep import Sweep
+
+    warnings.simplefilter("ignore")
+    torch.compile(lambda x: x + 1)(torch.ones(9))
+    own: list[float] = []
+    backend._Graph.inner = timed(backend._Graph.inner, own)  # type: ignore[method-assign]
+    Sweep._compile = timed(Sweep._compile, own)  # type: ignore[method-assign]
+    optimizer = OPTIMIZERS[name](parameters([MIXED[i % len(MIXED)] for i in range(count)]))
+    if way == "stock":
+        inner = timed(compile_fx_inner, own)
+
+        def inductor(gm: Any, inputs: Any) -> Any:
+            return compile_fx(gm, inputs, inner_compile=inner)
+
+        step: Any = torch.compile(optimizer.step, backend=inductor)
+    else:
+        step = collage_fx.compile(optimizer)
+        step._collage.keep = True
+    before, start = peak(), time.perf_counter()
+    step()
+    first = time.perf_counter() - start
+    found = {"first": first, "own": sum(own), "memory": peak() - before}
+    if way == "collage":
+        passes = (c.program.seconds.values() for c in step._collage.compiled)
+        found["passes"] = sum(map(sum, passes))
+    return {k: round(v, 2) for k, v in found.items()}
+
+
+def timed(function: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
+    """Return function with its time noted."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            seconds.append(time.perf_counter() - start)
+
+    return run
+
+
+def peak() -> float:
+    """Return the most memory that this process has had so far, MiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 if __name__ == "__main__":
