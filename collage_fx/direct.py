@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
@@ -38,16 +39,18 @@ class Direct:
     """A rewritten graph as what Inductor compiles of it, and the sweeps after that."""
 
     rest: GraphModule | None
-    """Takes some of the graph's inputs; returns the graph's results, then what the sweeps need.
+    """Takes some of the graph's inputs, returns what the sweeps need and what else are results.
     None if nothing is left for Inductor."""
     inputs: list[int]
     """Which of the graph's inputs it takes."""
-    results: int
-    """How many results the graph has."""
-    vectors: list[tuple[int, torch.dtype, torch.device]]
-    """The memory that sweeps need: its size in elements, dtype and device."""
+    memory: list[Tensor]
+    """For what the sweeps make: tensors of the shape, strides, dtype and device that it has."""
+    constants: list[Any]
+    """Results that are no tensors."""
     calls: list[Call]
-    """Their operands are numbered: the graph's inputs, the vectors, what `rest` makes for them."""
+    results: list[int]
+    """Operands and results are numbered: inputs of the graph, memory, constants, what `rest`
+    makes."""
 
     def bind(self, rest: Callable[[list[Any]], Any] | None) -> Callable[[list[Any]], Any]:
         """Return the boxed callable of the whole graph.
@@ -56,18 +59,18 @@ class Direct:
             rest: the boxed callable of `rest`.
         """
 
+        layouts = [(m.size(), m.stride(), m.dtype, m.device) for m in self.memory]
+
         def run(args: list[Any]) -> Any:
             values = list(args)
             args.clear()
-            made = [None] * self.results
-            if rest is not None:
-                made = list(rest([values[i] for i in self.inputs]))
-            for size, dtype, device in self.vectors:
-                values.append(torch.empty(size, dtype=dtype, device=device))
-            values += made[self.results :]
+            made = [] if rest is None else list(rest([values[i] for i in self.inputs]))
+            for size, stride, dtype, device in layouts:
+                values.append(torch.empty_strided(size, stride, dtype=dtype, device=device))
+            values += [*self.constants, *made]
             for call in self.calls:
                 call.run(values)
-            return made[: self.results]
+            return [values[i] for i in self.results]
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
@@ -76,24 +79,33 @@ class Direct:
 def split(gm: GraphModule) -> Direct | None:
     """Take the sweeps out of a rewritten graph; None if there are none, or they cannot be last."""
     placeholders = list(gm.graph.find_nodes(op="placeholder"))
+    output = gm.graph.output_node()
     sweeps = [n for n in gm.graph.nodes if n.target is collage.sweep.default]
-    operands = {a for n in sweeps for a in n.all_input_nodes}
-    copied = {n.args[0] for n in gm.graph.nodes if n.target is aten.copy_.default}
-    if not sweeps or operands & copied:
+    operands = dict.fromkeys(a for n in sweeps for a in n.all_input_nodes)
+    if not sweeps or any(
+        n.target is aten.copy_.default and n.args[0] in operands for n in gm.graph.nodes
+    ):
         return None  # a sweep reads the old value of a state that the rest overwrites
+    ends = {*sweeps, output}
     memory = [
-        n for n in operands if n.target is aten.empty.memory_format and set(n.users) <= set(sweeps)
+        n for n in operands if n.target is aten.empty_strided.default and set(n.users) <= ends
     ]
-    made = [n for n in operands if n.op != "placeholder" and n not in memory]
-    number = {n: i for i, n in enumerate([*placeholders, *memory, *made])}
-    rest, inputs = _rest(gm, placeholders, {*sweeps, *memory}, made)
-    results: Any = gm.graph.output_node().args[0]
+    others = {*placeholders, *memory, *sweeps}
+    made = [n for n in operands | dict.fromkeys(output.all_input_nodes) if n not in others]
+    results: Any = output.args[0]
+    constants = [n for n in results if not isinstance(n, Node)]
+    number = {n: i for i, n in enumerate([*placeholders, *memory])}
+    first = len(number) + len(constants)
+    number |= {n: first + i for i, n in enumerate(made)}
+    places = iter(range(first - len(constants), first))
+    rest, inputs = _rest(gm, placeholders, others, made)
     return Direct(
         rest,
         inputs,
-        len(results),
-        [(v.numel(), v.dtype, v.device) for v in map(value_of, memory)],
+        [value_of(n) for n in memory],
+        constants,
         [_call(n, number) for n in sweeps],
+        [number[n] if isinstance(n, Node) else next(places) for n in results],
     )
 
 
@@ -103,20 +115,18 @@ def _call(sweep: Node, number: dict[Node, int]) -> Call:
 
 
 def _rest(
-    gm: GraphModule, placeholders: list[Node], without: set[Node], made: list[Node]
+    gm: GraphModule, placeholders: list[Node], others: set[Node], made: list[Node]
 ) -> tuple[GraphModule | None, list[int]]:
-    """Return what is left of a graph, with more results, and which of its inputs that takes."""
-    output = gm.graph.output_node()
-    kept = [n for n in gm.graph.nodes if n.op != "output" and n not in without]
-    used = {a for n in [*kept, output] for a in n.all_input_nodes}
+    """Return the rest of a graph, which makes these values, and which inputs it takes."""
+    kept = {n for n in gm.graph.nodes if n.op != "output" and n not in others}
+    if not kept:
+        return None, []
+    taken = {a for n in kept for a in n.all_input_nodes} | kept
     graph = Graph()
     env: dict[Node, Node] = {}
-    for node in kept:
-        if node.op != "placeholder" or node in used:
+    for node in gm.graph.nodes:
+        if node in taken:
             env[node] = graph.node_copy(node, lambda n: env[n])
-    results: Any = output.args[0]
-    graph.output((*torch.fx.node.map_arg(results, lambda n: env[n]), *(env[n] for n in made)))
-    graph.output_node().meta = dict(output.meta)
-    if not env:
-        return None, []
-    return _LazyGraphModule(gm, graph), [i for i, n in enumerate(placeholders) if n in env]
+    graph.output(tuple(env[n] for n in made))
+    graph.output_node().meta = {"user_visible_output_idxs": list(range(len(made)))}
+    return _LazyGraphModule(gm, graph), [i for i, n in enumerate(placeholders) if n in taken]

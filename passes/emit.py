@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from collage_fx.passes.program import Program, Rewritten, Slice, graph_of, mutations, value_of
+from collage_fx.passes.program import Program, Rewritten, Slice, graph_of, made, mutations, value_of
 from collage_fx.passes.region import register_region
 from collage_fx.passes.scalars import Scalars, scalars_of
 from collage_fx.passes.sweep import MEMBERS, SWEEPS, obstacle, register_scalars, register_sweep
@@ -32,8 +33,8 @@ def emit(program: Program) -> None:
         copy_ = aten.copy_.default(arg0_1, hi)        # as before
         copy__1 = aten.copy_.default(arg0_1_lo, lo)   # new
 
-    A class of many members that do nothing but update their states, each in one flat walk over its
-    memory, becomes one `collage::sweep` node instead (see `sweep.py`), and no copies. What its
+    A class of many members that do nothing but update or make states, each in one flat walk over
+    its memory, becomes one `collage::sweep` node instead (see `sweep.py`), and no copies. What its
     members compute from 0-d tensors becomes another one before it (see `scalars.py`).
 
     A member whose slice a reduction leaves and enters again (a norm of the update that scales the
@@ -138,35 +139,42 @@ class _Emitter:
         After all else, so that whatever reads an old value comes before.
         """
         feeds = scalars.feeds if scalars is not None else {}
-        made = self._made(scalars) if scalars is not None else []
+        vectors = self._vectors(scalars) if scalars is not None else []
         key = rewritten.sweep = register_sweep(rewritten, list(feeds))
         sweep = SWEEPS[key]
         written: list[Node] = []
         read: list[Node] = []
         for stamp in stamps:
-            inputs = [*stamp.member.inputs, *stamp.residuals]
+            memory = [self._memory(value_of(n)) for n in made(stamp.member)]
+            self.env |= dict(zip(made(stamp.member), memory, strict=True))
+            inputs = [*stamp.member.inputs, *stamp.residuals, *memory]
             written += [self.env.get(inputs[i], inputs[i]) for i in sweep.written]
             read += [self.env.get(inputs[i], inputs[i]) for i in sweep.read]
-        vectors = [made[k] for k in feeds.values()]
+        vectors = [vectors[k] for k in feeds.values()]
         node = self.graph.call_function(collage.sweep.default, (written, read, vectors, key))
         node.meta["val"] = None
 
-    def _made(self, scalars: Scalars) -> list[Node]:
+    def _vectors(self, scalars: Scalars) -> list[Node]:
         """Append the operation that does the 0-d work of all members; return what it makes."""
         key = register_scalars(scalars)
         sweep, members = SWEEPS[key], scalars.members
         written = [self.env[m.inputs[i]] for m in members for i in sweep.written]
         read = [self.env[m.inputs[i]] for m in members for i in sweep.read]
         device = value_of(members[0].outputs[0]).device
-        vectors = [self._vector(len(members), sweep.dtypes[i], device) for i in sweep.vectors]
+        vectors = [
+            self._memory(torch.empty(len(members), dtype=sweep.dtypes[i], device=device))
+            for i in sweep.vectors
+        ]
         node = self.graph.call_function(collage.sweep.default, (written, read, vectors, key))
         node.meta["val"] = None
         return vectors
 
-    def _vector(self, size: int, dtype: torch.dtype, device: torch.device) -> Node:
-        options: dict[str, Any] = {"dtype": dtype, "device": device}
-        node = self.graph.call_function(aten.empty.memory_format, ([size],), options)
-        node.meta["val"] = torch.empty([size], **options)
+    def _memory(self, like: Tensor) -> Node:
+        """Append an operation that allocates a tensor; return it."""
+        options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
+        layout = (list(like.shape), list(like.stride()))
+        node = self.graph.call_function(aten.empty_strided.default, layout, options)
+        node.meta["val"] = like
         return node
 
     def _stamp(self, rewritten: Rewritten, member: Slice) -> _Stamp:

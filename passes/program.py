@@ -90,6 +90,18 @@ class Slice:
     """Equal for isomorphic slices: everything but shapes and tensors."""
 
 
+def made(part: Slice) -> list[Node]:
+    """Return the outputs of a slice that are no state's new value, or are used besides."""
+    new = {value for _, _, value in part.states}
+    inside = set(part.nodes)
+    copy = torch.ops.aten.copy_.default
+    return [
+        node
+        for node in part.outputs
+        if node not in new or any(u not in inside and u.target is not copy for u in node.users)
+    ]
+
+
 @dataclass
 class StateClass:
     """Slices that are isomorphic but for shapes and tensors, with what they share."""

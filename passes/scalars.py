@@ -16,6 +16,7 @@ from collage_fx.passes.program import (
     Rewritten,
     Slice,
     is_tensor,
+    made,
     value_of,
 )
 from collage_fx.passes.slice import elementwise, make_slice
@@ -121,15 +122,3 @@ def _lower(part: Slice) -> GraphModule | None:
         env[node].meta = {"dtype": value_of(node).dtype}
     graph.output(tuple(env[n] for n in part.outputs))
     return GraphModule(torch.nn.Module(), graph)
-
-
-def made(part: Slice) -> list[Node]:
-    """Return the outputs of a 0-d part that are no state's new value, or are used besides."""
-    new = {value for _, _, value in part.states}
-    inside = set(part.nodes)
-    return [
-        node
-        for node in part.outputs
-        if node not in new
-        or any(u not in inside and u.target is not aten.copy_.default for u in node.users)
-    ]

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from collage_fx.passes.kernel import print_kernel
-from collage_fx.passes.program import Rewritten, Slice, graph_of, value_of
+from collage_fx.passes.program import Rewritten, Slice, graph_of, made, value_of
 from collage_fx.passes.region import register_region
-from collage_fx.passes.scalars import Scalars, made
+from collage_fx.passes.scalars import Scalars
 from collage_fx.runtime.columns import Column, device_of, select
 from collage_fx.runtime.launch import Launch
 from collage_fx.runtime.loop import loop_over
@@ -156,15 +156,37 @@ def register_sweep(rewritten: Rewritten, vectors: Sequence[int] = ()) -> str:
         rewritten: the class.
         vectors: the 0-d inputs that come as one vector for all members.
     """
-    part = rewritten.members[0]
+    part, residuals, new = (
+        rewritten.members[0],
+        len(rewritten.compensated),
+        made(rewritten.members[0]),
+    )
     written = [at for _, at, _ in part.states]
-    results = [part.outputs.index(new) for _, _, new in part.states]
-    for k in range(len(rewritten.compensated)):
+    results = [part.outputs.index(value) for _, _, value in part.states]
+    for k in range(residuals):
         written.append(len(part.inputs) + k)
         results.append(len(part.outputs) + k)
-    scalar = [value_of(n).dim() == 0 for n in part.inputs]
-    scalar += [False] * len(rewritten.compensated)
-    return _register(graph_of(rewritten.lowered), scalar, written, results, list(vectors))
+    for k, node in enumerate(new):
+        written.append(len(part.inputs) + residuals + k)
+        results.append(part.outputs.index(node))
+    scalar = [value_of(n).dim() == 0 for n in part.inputs] + [False] * (residuals + len(new))
+    lowered = _with_memory(graph_of(rewritten.lowered), [value_of(n).dtype for n in new])
+    return _register(lowered, scalar, written, results, list(vectors))
+
+
+def _with_memory(lowered: GraphModule, dtypes: list[torch.dtype]) -> GraphModule:
+    """Return a lowered graph with more inputs, which it does not use."""
+    graph = Graph()
+    env: dict[Node, Node] = {}
+    inputs = lowered.graph.find_nodes(op="placeholder")
+    for node in inputs:
+        env[node] = graph.node_copy(node)
+    for k, dtype in enumerate(dtypes):
+        graph.placeholder(f"out{k}").meta["dtype"] = dtype
+    for node in lowered.graph.nodes:
+        if node not in env:
+            env[node] = graph.node_copy(node, lambda n: env[n])
+    return GraphModule(torch.nn.Module(), graph)
 
 
 def register_scalars(scalars: Scalars) -> str:
@@ -195,11 +217,12 @@ def _register(
 def obstacle(rewritten: Rewritten) -> str:
     """Return why the members of a class cannot be swept; empty if they can.
 
-    They must do nothing but update their states, each in one flat walk over its memory.
+    They must do nothing but update their states and make results of the graph, each in one flat
+    walk over its memory.
     """
     members = rewritten.members
     owned = {m.inputs[at]: m for m in members for _, at, _ in m.states}
-    if not all(_only_updates(m) for m in members):
+    if not all(_ends(m) for m in members):
         return "the graph goes on with what a member computes"
     if not all(_flat(m) for m in members):
         return "the tensors of a member differ in shape or strides, or are not dense"
@@ -210,10 +233,14 @@ def obstacle(rewritten: Rewritten) -> str:
     return ""
 
 
-def _only_updates(member: Slice) -> bool:
-    new = {new for _, _, new in member.states}
-    return set(member.outputs) == new and all(
-        user.target is aten.copy_.default or user in member.nodes
+def _ends(member: Slice) -> bool:
+    """Tell whether what a member computes is a new value of its states or a result of the graph."""
+    inside = set(member.nodes)
+    writes = {(member.inputs[at], new) for _, at, new in member.states}
+    return all(
+        user in inside
+        or user.op == "output"
+        or (user.target is aten.copy_.default and user.args in writes)
         for node in member.outputs
         for user in node.users
     )
@@ -229,7 +256,10 @@ def _flat(member: Slice) -> bool:
     return (
         first is not None
         and all(value_of(n).dim() for n in states)
-        and all(v.shape == first.shape and v.stride() == first.stride() for v in full)
+        and all(
+            v.shape == first.shape and v.stride() == first.stride()
+            for v in [*full, *map(value_of, made(member))]
+        )
         and torch.ops.aten.is_non_overlapping_and_dense(first)
     )
 
