@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from collage_fx.passes.program import value_of
-from collage_fx.passes.sweep import run_sweep
+from collage_fx.passes.program import base_of, value_of
+from collage_fx.passes.sweep import SWEEPS, run_sweep
 from collage_fx.runtime.ops import collage
 
 aten = torch.ops.aten
@@ -27,6 +27,11 @@ class Call:
 
     operands: list[list[int]]
     key: str
+    device: torch.device
+
+    def prepare(self) -> None:
+        """Compile what runs on the device, unless that is done."""
+        SWEEPS[self.key].runner(self.device)
 
     def run(self, values: list[Any]) -> None:
         """Update all members."""
@@ -62,6 +67,8 @@ class Direct:
         layouts = [(m.size(), m.stride(), m.dtype, m.device) for m in self.memory]
 
         def run(args: list[Any]) -> Any:
+            for call in self.calls:
+                call.prepare()  # before anything is written
             values = list(args)
             args.clear()
             made = [] if rest is None else list(rest([values[i] for i in self.inputs]))
@@ -82,9 +89,9 @@ def split(gm: GraphModule) -> Direct | None:
     output = gm.graph.output_node()
     sweeps = [n for n in gm.graph.nodes if n.target is collage.sweep.default]
     operands = dict.fromkeys(a for n in sweeps for a in n.all_input_nodes)
-    if not sweeps or any(
-        n.target is aten.copy_.default and n.args[0] in operands for n in gm.graph.nodes
-    ):
+    bases = {base_of(n) for n in operands}
+    copies = [n for n in gm.graph.nodes if n.target is aten.copy_.default]
+    if not sweeps or any(base_of(n.args[0]) in bases for n in copies):
         return None  # a sweep reads the old value of a state that the rest overwrites
     ends = {*sweeps, output}
     memory = [
@@ -111,7 +118,9 @@ def split(gm: GraphModule) -> Direct | None:
 
 def _call(sweep: Node, number: dict[Node, int]) -> Call:
     *operands, key = sweep.args
-    return Call([[number[n] for n in nodes] for nodes in operands], str(key))  # type: ignore[union-attr, index]
+    device = value_of(sweep.all_input_nodes[0]).device
+    numbers = [[number[n] for n in nodes] for nodes in operands]  # type: ignore[union-attr, index]
+    return Call(numbers, str(key), device)
 
 
 def _rest(

@@ -13,7 +13,14 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from collage_fx.passes.program import Program, Rewritten, Slice, graph_of, made, mutations, value_of
 from collage_fx.passes.region import register_region
 from collage_fx.passes.scalars import Scalars, scalars_of
-from collage_fx.passes.sweep import MEMBERS, SWEEPS, obstacle, register_scalars, register_sweep
+from collage_fx.passes.sweep import (
+    MEMBERS,
+    SWEEPS,
+    conflicts,
+    obstacle,
+    register_scalars,
+    register_sweep,
+)
 from collage_fx.runtime.ops import collage
 
 aten = torch.ops.aten
@@ -78,13 +85,7 @@ class _Emitter:
         with mode:
             for node in placeholders:
                 self._copy(node)
-            for rewritten in self.program.rewritten:
-                stamps = [self._stamp(rewritten, member) for member in rewritten.members]
-                rewritten.apart = self._obstacle(rewritten)
-                if rewritten.apart:
-                    self.stamps += stamps
-                else:
-                    self.swept.append((rewritten, stamps, self._scalars(rewritten)))
+            self._choose()
             updated = [s.member for _, stamps, _ in self.swept for s in stamps]
             updated += [m for _, _, scalars in self.swept if scalars for m in scalars.members]
             replaced = {n for s in self.stamps for n in s.member.nodes}
@@ -92,11 +93,14 @@ class _Emitter:
             last = [n for n in nodes if n.op == "output" or n.target is aten.copy_.default]
             rest = set(nodes) - replaced - set(last) - set(placeholders)
             self._interleave([n for n in nodes if n in rest])
-            for swept in self.swept:
-                self._sweep(*swept)
+            vectors = [self._vectors(scalars) if scalars else [] for _, _, scalars in self.swept]
+            for (rewritten, stamps, scalars), made_for in zip(self.swept, vectors, strict=True):
+                self._sweep(rewritten, stamps, scalars.feeds if scalars else {}, made_for)
             done = {member.inputs[at] for member in updated for _, at, _ in member.states}
             for node in last[:-1]:
-                if node.args[0] not in done:
+                if node.args[0] in done:
+                    self.env[node] = self.env[node.args[0]]
+                else:
                     self._copy(node)
             self._write_residuals()
             self._copy(last[-1])
@@ -119,6 +123,25 @@ class _Emitter:
             new.meta = dict(node.meta)
         return result
 
+    def _choose(self) -> None:
+        """Divide the classes into those that are swept and those whose members stand alone."""
+        classes = self.program.rewritten
+        for rewritten in classes:
+            rewritten.apart = self._obstacle(rewritten)
+        members = [m for r in classes if not r.apart for m in r.members]
+        conflicting = conflicts(self.canonical.graph, members)
+        for rewritten in classes:
+            if not rewritten.apart and conflicting.intersection(rewritten.members):
+                rewritten.apart = "a state of a member is read elsewhere, or through a view"
+        swept = [r for r in classes if not r.apart]
+        scalars = self._scalars(swept)
+        for rewritten in classes:
+            stamps = [self._stamp(rewritten, member) for member in rewritten.members]
+            if rewritten.apart:
+                self.stamps += stamps
+            else:
+                self.swept.append((rewritten, stamps, scalars[swept.index(rewritten)]))
+
     def _obstacle(self, rewritten: Rewritten) -> str:
         """Return why the members of a class are not swept; empty if they are."""
         wanted = self.program.settings.multi_tensor
@@ -128,18 +151,29 @@ class _Emitter:
             return f"fewer than {MEMBERS} members"
         return obstacle(rewritten)
 
-    def _scalars(self, rewritten: Rewritten) -> Scalars | None:
-        placeholders = self.canonical.graph.find_nodes(op="placeholder")
+    def _scalars(self, swept: list[Rewritten]) -> list[Scalars | None]:
+        """Return the 0-d work of each swept class that can be a sweep of its own."""
+        graph = self.canonical.graph
+        placeholders = graph.find_nodes(op="placeholder")
         states = {placeholders[c.index]: c for c in self.program.carried if c.val.dim() == 0}
-        return scalars_of(rewritten, states, mutations(self.canonical.graph))
+        slices = [m for r in self.program.rewritten for m in r.members]
+        inside = {n for m in slices for n in m.nodes}
+        found = [scalars_of(r, states, mutations(graph), inside) for r in swept]
+        parts = [m for scalars in found if scalars for m in scalars.members]
+        conflicting = conflicts(graph, [*parts, *(m for r in swept for m in r.members)])
+        return [s if s and not conflicting.intersection(s.members) else None for s in found]
 
-    def _sweep(self, rewritten: Rewritten, stamps: list[_Stamp], scalars: Scalars | None) -> None:
+    def _sweep(
+        self,
+        rewritten: Rewritten,
+        stamps: list[_Stamp],
+        feeds: dict[int, int],
+        vectors: list[Node],
+    ) -> None:
         """Append one operation that updates all members of a class in place.
 
         After all else, so that whatever reads an old value comes before.
         """
-        feeds = scalars.feeds if scalars is not None else {}
-        vectors = self._vectors(scalars) if scalars is not None else []
         key = rewritten.sweep = register_sweep(rewritten, list(feeds))
         sweep = SWEEPS[key]
         written: list[Node] = []
@@ -150,8 +184,8 @@ class _Emitter:
             inputs = [*stamp.member.inputs, *stamp.residuals, *memory]
             written += [self.env.get(inputs[i], inputs[i]) for i in sweep.written]
             read += [self.env.get(inputs[i], inputs[i]) for i in sweep.read]
-        vectors = [vectors[k] for k in feeds.values()]
-        node = self.graph.call_function(collage.sweep.default, (written, read, vectors, key))
+        operands = (written, read, [vectors[k] for k in feeds.values()])
+        node = self.graph.call_function(collage.sweep.default, (*operands, key))
         node.meta["val"] = None
 
     def _vectors(self, scalars: Scalars) -> list[Node]:

@@ -139,8 +139,15 @@ class _Printer(DefaultHandler):
     def truediv(self, x: str, y: str) -> str:
         return self._line(f"divide({x}, {y})")
 
+    def div_rn(self, x: str, y: str) -> str:
+        return self.truediv(x, y)
+
+    # Inductor's look their operands up in the kernel that it is writing.
     def tanh(self, x: str) -> str:
-        return self._line(f"libdevice.tanh({x})")  # Inductor's looks x up in its own kernel
+        return self._line(f"libdevice.tanh({x})")
+
+    def pow(self, x: str, y: str) -> str:
+        return self._line(f"libdevice.pow({x}, {y})")
 
     def to_dtype(
         self,

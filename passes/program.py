@@ -1,5 +1,6 @@
 """What flows through the passes: one optimizer-step graph and what has been found out about it."""
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -77,7 +78,7 @@ class Recurrence:
     """With which states this one is judged, if not by itself; `a` is then the common factor."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Slice:
     """The elementwise subgraph that updates one parameter and its states."""
 
@@ -138,7 +139,7 @@ class StatePlan:
         return self.recurrence in ("", "x' = B", "x' = B, chosen by x")
 
 
-@dataclass
+@dataclass(eq=False)
 class Rewritten:
     """One class with one set of compensated states: rewritten once, stamped out for its members."""
 
@@ -207,6 +208,28 @@ def mutations(graph: Graph) -> dict[Any, Any]:
         for node in graph.nodes
         if node.target is torch.ops.aten.copy_.default and node.args[0].op == "placeholder"
     }
+
+
+def writes_only(node: Node) -> bool:
+    """Tell whether node writes a state, and nothing but the graph's caller sees what it returns."""
+    return node.target is torch.ops.aten.copy_.default and all(u.op == "output" for u in node.users)
+
+
+def base_of(node: Node) -> Node:
+    """Return what node is a view of, itself if it has memory of its own."""
+    while node.op == "call_function" and _is_view(node.target):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _is_view(target: Any) -> bool:
+    if not isinstance(target, torch._ops.OpOverload):
+        return target is operator.getitem
+    if target is torch.ops.aten._unsafe_view.default:
+        return True
+    return any(
+        r.alias_info is not None and not r.alias_info.is_write for r in target._schema.returns
+    )
 
 
 class Value:

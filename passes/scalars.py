@@ -18,10 +18,9 @@ from collage_fx.passes.program import (
     is_tensor,
     made,
     value_of,
+    writes_only,
 )
 from collage_fx.passes.slice import elementwise, make_slice
-
-aten = torch.ops.aten
 
 
 @dataclass
@@ -38,7 +37,10 @@ class Scalars:
 
 
 def scalars_of(
-    rewritten: Rewritten, states: dict[Node, Carried], new_value: dict[Node, Node]
+    rewritten: Rewritten,
+    states: dict[Node, Carried],
+    new_value: dict[Node, Node],
+    others: set[Node],
 ) -> Scalars | None:
     """Return the 0-d parts of a class, or None if there are none, or they are not alike.
 
@@ -46,8 +48,9 @@ def scalars_of(
         rewritten: the class.
         states: placeholder -> state, of all 0-d carried states.
         new_value: placeholder -> its new value.
+        others: the nodes of all slices, of which no part can be made.
     """
-    cones = [_cone(member) for member in rewritten.members]
+    cones = [_cone(member, others) for member in rewritten.members]
     seen: dict[Node, int] = {}
     for cone in cones:
         for node in cone:
@@ -66,12 +69,14 @@ def scalars_of(
     return Scalars(parts, feeds[0], lowered) if lowered is not None else None
 
 
-def _cone(member: Slice) -> list[Node]:
+def _cone(member: Slice, others: set[Node]) -> list[Node]:
     """Return what computes the 0-d inputs of a member from 0-d tensors alone, in graph order."""
     found: dict[Node, None] = {}
 
     def visit(node: Node) -> None:
-        if node not in found and elementwise(node) and _is_scalar(node):
+        if node in found or node in others:
+            return
+        if elementwise(node) and _is_scalar(node):
             for a in node.all_input_nodes:
                 visit(a)
             found[node] = None
@@ -100,7 +105,7 @@ def _closed(part: Slice, member: Slice) -> bool:
     inside = {*part.nodes, *member.nodes}
     new = {(part.inputs[at], value) for _, at, value in part.states}
     return all(
-        user in inside or (user.target is aten.copy_.default and user.args in new)
+        user in inside or (user.args in new and writes_only(user))
         for node in part.nodes
         for user in node.users
     )

@@ -20,15 +20,21 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from collage_fx.passes.kernel import print_kernel
-from collage_fx.passes.program import Rewritten, Slice, graph_of, made, value_of
+from collage_fx.passes.program import (
+    Rewritten,
+    Slice,
+    base_of,
+    graph_of,
+    made,
+    value_of,
+    writes_only,
+)
 from collage_fx.passes.region import register_region
 from collage_fx.passes.scalars import Scalars
 from collage_fx.runtime.columns import Column, device_of, select
 from collage_fx.runtime.launch import Launch
 from collage_fx.runtime.loop import loop_over
 from collage_fx.runtime.ops import collage
-
-aten = torch.ops.aten
 
 _SAMPLE = 96
 """A size to trace with; it stands for any."""
@@ -96,7 +102,7 @@ class Sweep:
 
         with unset_fake_temporarily(), torch.no_grad():
             samples = [
-                torch.zeros(() if scalar else (_SAMPLE,), dtype=dtype)
+                torch.zeros(() if scalar else (_SAMPLE,), dtype=dtype, device="cpu")
                 for dtype, scalar in zip(self.dtypes, self.scalar, strict=True)
             ]
             graph = make_fx(step, tracing_mode="symbolic")(*samples)
@@ -218,19 +224,38 @@ def obstacle(rewritten: Rewritten) -> str:
     """Return why the members of a class cannot be swept; empty if they can.
 
     They must do nothing but update their states and make results of the graph, each in one flat
-    walk over its memory.
+    walk over its memory. What else reads their states is `conflicts`' affair.
     """
     members = rewritten.members
-    owned = {m.inputs[at]: m for m in members for _, at, _ in m.states}
     if not all(_ends(m) for m in members):
         return "the graph goes on with what a member computes"
     if not all(_flat(m) for m in members):
         return "the tensors of a member differ in shape or strides, or are not dense"
-    if not all(owned.get(n, m) is m for m in members for n in m.inputs):
-        return "a member reads what another one writes"
     if not _on_one_device([value_of(n) for m in members for n in m.inputs]):
         return "the members are not on one CPU or CUDA device"
     return ""
+
+
+def conflicts(graph: Graph, parts: Sequence[Slice]) -> set[Slice]:
+    """Return the parts of which a state is read by another part, or by way of a view.
+
+    Such a reader would see the new value instead of the old one, or the other way round, depending
+    on which part runs first. What is in no part runs before all of them.
+    """
+    where = {node: part for part in parts for node in part.nodes}
+    readers: dict[Node, list[tuple[Node, bool]]] = {}
+    for node in graph.nodes:
+        for operand in node.all_input_nodes:
+            base = base_of(operand)
+            readers.setdefault(base, []).append((node, operand is not base))
+
+    def conflicting(part: Slice, state: Node) -> bool:
+        return any(
+            where.get(node, part) is not part or (viewed and (node in where or node.op == "output"))
+            for node, viewed in readers[state]
+        )
+
+    return {p for p in parts if any(conflicting(p, p.inputs[at]) for _, at, _ in p.states)}
 
 
 def _ends(member: Slice) -> bool:
@@ -238,9 +263,7 @@ def _ends(member: Slice) -> bool:
     inside = set(member.nodes)
     writes = {(member.inputs[at], new) for _, at, new in member.states}
     return all(
-        user in inside
-        or user.op == "output"
-        or (user.target is aten.copy_.default and user.args in writes)
+        user in inside or user.op == "output" or (user.args in writes and writes_only(user))
         for node in member.outputs
         for user in node.users
     )

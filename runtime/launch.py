@@ -76,13 +76,13 @@ class Launch:
         cuda = device.type == "cuda"
         with torch.cuda.device(device) if cuda else contextlib.nullcontext():
             capturing = cuda and torch.cuda.is_current_stream_capturing()
-            geometry = self._geometry(tuple(sizes), device)
             kept: list[Tensor] = []
+            geometry = self._geometry(tuple(sizes), device, kept if capturing else None)
             near = [_near(column, device, capturing, kept) for column in columns]
-            table = torch.tensor([list(addresses(column)) for column in near]).T.contiguous()
-            table = _moved(table, device, kept)
+            table = torch.tensor([list(addresses(column)) for column in near], device="cpu")
+            table = _moved(table.T.contiguous(), device, kept)
             if capturing:
-                self.captured += [*geometry, *kept]
+                self.captured += kept
             self.kernel[(geometry.members.numel(),)](
                 table,
                 *geometry,
@@ -94,20 +94,33 @@ class Launch:
                 enable_fp_fusion=False,
             )
 
-    def _geometry(self, sizes: tuple[int, ...], device: torch.device) -> Geometry:
+    def _geometry(
+        self, sizes: tuple[int, ...], device: torch.device, captured: list[Tensor] | None
+    ) -> Geometry:
+        """Return the geometry of members of these sizes; a CUDA graph has one of its own."""
         key = (sizes, device)
-        if key not in self.geometries:
-            elements = torch.tensor(sizes)
-            chunks = (elements + CHUNK - 1) // CHUNK
-            members = torch.arange(len(sizes)).repeat_interleave(chunks)
-            before = (chunks.cumsum(0) - chunks)[members]
-            starts = (torch.arange(members.numel()) - before) * CHUNK
-            if len(self.geometries) == _GEOMETRIES:
-                self.geometries.pop(next(iter(self.geometries)))
-            self.geometries[key] = Geometry(
-                members.to(device, torch.int32), starts.to(device), elements.to(device)
-            )
-        return self.geometries[key]
+        if captured is None and key in self.geometries:
+            return self.geometries[key]
+        kept: list[Tensor] = []
+        geometry = Geometry(*(_moved(t, device, kept) for t in _chunks(sizes)))
+        if captured is not None:
+            captured += kept
+            return geometry
+        if len(self.geometries) == _GEOMETRIES:
+            self.geometries.pop(next(iter(self.geometries)))
+        self.geometries[key] = geometry
+        return geometry
+
+
+def _chunks(sizes: tuple[int, ...]) -> Geometry:
+    """Return the geometry, on the CPU."""
+    with torch.device("cpu"):
+        elements = torch.tensor(sizes)
+        chunks = (elements + CHUNK - 1) // CHUNK
+        members = torch.arange(len(sizes)).repeat_interleave(chunks)
+        before = (chunks.cumsum(0) - chunks)[members]
+        starts = (torch.arange(members.numel()) - before) * CHUNK
+        return Geometry(members.to(torch.int32), starts, elements)
 
 
 def _near(column: Column, device: torch.device, capturing: bool, kept: list[Tensor]) -> Column:

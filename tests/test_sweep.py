@@ -1,0 +1,137 @@
+"""Classes that are swept: their members must not see each other's new values."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from graphs import OPTIMIZERS, capture_optimizer, named
+from kernels import SM90, assembled
+from torch import Tensor
+from torch.optim import Optimizer
+
+import collage_fx
+from collage_fx.passes.sweep import SWEEPS
+
+COUNT = 9
+
+
+class Written(Optimizer):
+    """An optimizer whose step is a function of the parameters, the gradients and the states."""
+
+    def __init__(self, params: list[Tensor], update: Callable[..., Any]) -> None:
+        super().__init__(params, {})
+        self.update = update
+        for p in params:
+            self.state[p] |= {"t": torch.tensor(1.0), "m": torch.zeros_like(p)}
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        params = self.param_groups[0]["params"]
+        self.update(params, [p.grad for p in params], [self.state[p] for p in params])
+
+
+def running_mean(params: list[Tensor], grads: list[Tensor], states: list[Any]) -> None:
+    for p, g, s in zip(params, grads, states, strict=True):
+        s["m"].mul_(s["t"])  # the old count
+        s["t"].add_(1)
+        s["m"].add_(g).div_(s["t"])
+        p.add_(s["m"], alpha=-0.01)
+
+
+def in_place_operators(params: list[Tensor], grads: list[Tensor], states: list[Any]) -> None:
+    for p, g, s in zip(params, grads, states, strict=True):
+        s["t"] += 1
+        s["m"] *= 0.9
+        s["m"] += 0.1 * g
+        p -= 0.01 * s["m"] / (1 - 0.9 ** s["t"])
+
+
+def of_the_next(params: list[Tensor], grads: list[Tensor], states: list[Any]) -> None:
+    """Each parameter takes the momentum of the next one, before or after that is updated."""
+    for i, (p, g) in enumerate(zip(params, grads, strict=True)):
+        s, other = states[i], states[(i + 1) % len(states)]
+        s["m"].mul_(0.9).add_(g)
+        p.sub_(0.01 * other["m"].view_as(p))
+
+
+def two_classes(params: list[Tensor], grads: list[Tensor], states: list[Any]) -> None:
+    half = len(params) // 2
+    pairs = zip(params[:half], params[half:], grads, states, strict=False)
+    for p, q, g, s in pairs:
+        p.mul_(0.999)
+        s["m"].mul_(0.9).add_(g)
+        q.sub_(0.01 * s["m"] * torch.sqrt(s["t"]))  # the old count, in another class
+        s["t"].add_(1)
+        p.sub_(0.01 * g / s["t"])
+
+
+@pytest.mark.parametrize("update", [running_mean, in_place_operators, of_the_next, two_classes])
+def test_a_swept_step_is_equal_to_one_of_single_kernels(update: Callable[..., Any]) -> None:
+    results = []
+    for multi_tensor in (False, True):
+        generator = torch.Generator().manual_seed(0)
+        params = [
+            torch.randn(4, 3, generator=generator).bfloat16().requires_grad_() for _ in range(COUNT)
+        ]
+        for p in params:
+            p.grad = torch.randn(4, 3, generator=generator).bfloat16()
+        optimizer = Written(params, update)
+        step = collage_fx.compile(optimizer, multi_tensor=multi_tensor)
+        for _ in range(4):
+            step()
+        states = [t for p in params for t in (p, *optimizer.state[p].values())]
+        results.append(torch.cat([collage_fx.value(t).flatten() for t in states]))
+    assert torch.equal(*results)
+
+
+def flat_gradient(params: list[Tensor], flat: Tensor) -> None:
+    """Views of one buffer, which is zeroed at the end."""
+    start = 0
+    for p in params:
+        p.sub_(0.01 * flat[start : start + p.numel()].view(p.shape))
+        start += p.numel()
+    flat.zero_()
+
+
+def delayed(params: list[Tensor], momenta: list[Tensor], grads: list[Tensor]) -> None:
+    for p, m, g in zip(params, momenta, grads, strict=True):
+        p.sub_(0.01 * m.view(p.shape))
+        m.mul_(0.9).add_(g.flatten())
+
+
+def test_views_of_what_is_overwritten_are_read_before() -> None:
+    results = []
+    for multi_tensor in (False, True):
+        generator = torch.Generator().manual_seed(0)
+
+        def some(*shape: int, generator: torch.Generator = generator) -> list[Tensor]:
+            return [torch.randn(shape, generator=generator).bfloat16() for _ in range(COUNT)]
+
+        params, momenta, grads = some(4, 4), some(16), some(4, 4)
+        options: dict[str, Any] = {"level": "light", "multi_tensor": multi_tensor}
+        first = collage_fx.compile(flat_gradient, **options)
+        second = collage_fx.compile(delayed, **options)
+        for _ in range(3):
+            first(params, torch.cat([g.flatten() for g in grads]))
+            second(params, momenta, grads)
+        results.append(torch.cat([collage_fx.value(t).flatten() for t in params + momenta]))
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("kind, options", OPTIMIZERS, ids=named)
+def test_every_sweep_of_torch_can_be_printed(kind: Any, options: dict[str, Any]) -> None:
+    before = set(SWEEPS)
+    program = capture_optimizer(kind, shapes=((4, 3),) * 8, **options).program()
+    keys = {str(n.args[3]) for n in program.result.graph.nodes if "sweep" in str(n.target)}  # type: ignore[union-attr]
+    assert keys and keys >= set(SWEEPS) - before
+    for key in keys:
+        assert "def sweep(" in SWEEPS[key].triton()
+
+
+def test_a_sweep_of_step_counts_is_compiled_for_a_gpu() -> None:
+    program = capture_optimizer(torch.optim.AdamW, shapes=((4, 3),) * 8).program()
+    sweeps = [n for n in program.result.graph.nodes if "sweep" in str(n.target)]  # type: ignore[union-attr]
+    source = SWEEPS[str(sweeps[0].args[3])].triton()
+    assert "libdevice.pow" in source
+    assert "ptx" in assembled(source, SM90, aligned=False)
