@@ -31,8 +31,11 @@ def checksum(tensor: Tensor) -> Tensor:
 
 def version(tensor: Tensor) -> int:
     """Return the version counter of tensor, -1 if it has none."""
-    # An inference tensor counts no versions; writes from outside to one go unnoticed.
-    return -1 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:
+        # An inference tensor counts no versions; writes from outside to one go unnoticed.
+        return -1
 
 
 class Residual:
