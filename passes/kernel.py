@@ -29,10 +29,10 @@ from torch._inductor.runtime.triton_helpers import libdevice, math as tl_math
 
 @triton.jit
 def divide(x, y):
-    if x.dtype == tl.float32 and y.dtype == tl.float32:
-        return tl.div_rn(x, y)
-    else:
+    if x.dtype == tl.float64 or y.dtype == tl.float64:
         return x / y
+    else:
+        return tl.div_rn(x.to(tl.float32), y.to(tl.float32))
 
 
 @triton.jit
@@ -156,6 +156,8 @@ class _Printer(DefaultHandler):
         src_dtype: torch.dtype | None = None,
         use_compute_types: bool = True,
     ) -> str:
+        if dtype is torch.float64 and not use_compute_types:
+            return x  # a detour that `lower_round` makes for C++ kernels
         return self._line(f"{x} != 0" if dtype is torch.bool else f"{x}.to({triton_type(dtype)})")
 
 

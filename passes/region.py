@@ -122,7 +122,10 @@ def _divide(x: Any, y: Any) -> TensorBox:
     return make_pointwise(body)(*broadcast_tensors(*boxes))
 
 
-_LOWERINGS: dict[Any, Callable[..., TensorBox]] = {aten.div.Tensor: _divide}
+_LOWERINGS: dict[Any, Callable[..., TensorBox]] = {
+    aten.div.Tensor: _divide,
+    aten.reciprocal.default: lambda x: _divide(1.0, x),
+}
 
 
 def lower_region(inputs: list[TensorBox], key: str) -> list[TensorBox]:

@@ -125,7 +125,7 @@ def rounded(ptx: Counter[str]) -> int:
     two elements count twice.
     """
     double = matching(ptx, r"(cvt\.rn\.bf16x2\.f32|(add|sub|mul)\.rn\.bf16x2)")
-    return matching(ptx, r"cvt\.rn\.bf16\.f32") + 2 * double
+    return matching(ptx, r"(cvt\.rn\.bf16\.f32|(add|sub|mul)\.rn\.bf16)") + 2 * double
 
 
 def stack_bytes(cubin: bytes) -> int:
@@ -142,9 +142,10 @@ def stack_bytes(cubin: bytes) -> int:
 
 
 def roundings(rewritten: Rewritten) -> int:
-    """Return how many roundings a lowered slice has."""
+    """Return how many roundings a lowered slice has; LLVM drops those of a product with one."""
     nodes = graph_of(rewritten.lowered).graph.nodes
-    return sum(n.target is torch.ops.collage.round.default for n in nodes)
+    rounded = [n.args[0] for n in nodes if n.target is torch.ops.collage.round.default]
+    return sum(n.target is not torch.ops.aten.mul.Tensor or 1.0 not in n.args for n in rounded)
 
 
 _convert = interpreter._convert_float

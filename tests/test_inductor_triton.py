@@ -40,8 +40,9 @@ def test_one_kernel_reads_and_writes_each_tensor_once_and_rounds_every_result(ca
     assert matching(counts, r"(ld|st)\.global\.v4\.b32") * 16 == PER_THREAD * case.traffic
     assert stack_bytes(built["cubin"]) == 0
     assert rounded(counts) >= PER_THREAD * roundings(of_class)
-    # The powers of Adam's bias corrections come from a library, and flush subnormal numbers.
-    assert matching(counts, r"fma\.rn\.f32") == matching(counts, r"div\.full\.f32") == 0
+    # Bias corrections are computed once in a thread, and 2.11 divides approximately there.
+    assert matching(counts, r"fma\.rn\.f32") == 0
+    assert matching(counts, r"div\.full\.f32") < PER_THREAD
 
 
 def test_left_alone_inductor_contracts_and_divides_approximately() -> None:
