@@ -23,7 +23,7 @@ from collage_fx.passes.spine import walk
 
 aten = torch.ops.aten
 
-_ADDING = (aten.add.Tensor, aten.sub.Tensor)
+_ADDING = (aten.add.Tensor, aten.sub.Tensor, aten.lerp.Scalar, aten.lerp.Tensor)
 _VALUES = (*LOW_PRECISION, torch.float32)
 _MUCH = 0.5
 """The weight of a state in a result that counts as its value."""

@@ -85,9 +85,9 @@ CASES: dict[object, dict[str, Case]] = {
         "q or p": Case(lambda p, q: p.copy_(torch.where(q > 1, q, p + q)), "grow"),
     },
     aten.lerp.Scalar: {
-        "to q": Case(lambda p, q: p.lerp_(q, 0.125), "mul grow", term=0.2),
+        "to q": Case(lambda p, q: p.lerp_(q, 0.125), "mul split add", term=0.2),
         "slowly to q": Case(lambda p, q: p.lerp_(q, 0.001), "decay grow", term=0.002),
-        "from q": Case(lambda p, q: p.copy_(q.lerp(p, 0.25)), "mul grow", term=1.2),
+        "from q": Case(lambda p, q: p.copy_(q.lerp(p, 0.25)), "mul split add", term=1.2),
     },
     aten.lerp.Tensor: {
         "to q, by q": Case(
