@@ -10,14 +10,17 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
+from collage_fx.passes.decompose import like
 from collage_fx.passes.program import Program, Rewritten, Slice, graph_of, made, mutations, value_of
 from collage_fx.passes.region import register_region
 from collage_fx.passes.scalars import Scalars, scalars_of
 from collage_fx.passes.sweep import (
     MEMBERS,
     SWEEPS,
+    Readers,
     conflicts,
     obstacle,
+    readers_of,
     register_scalars,
     register_sweep,
 )
@@ -129,18 +132,19 @@ class _Emitter:
         for rewritten in classes:
             rewritten.apart = self._obstacle(rewritten)
         members = [m for r in classes if not r.apart for m in r.members]
-        conflicting = conflicts(self.canonical.graph, members)
+        readers = readers_of(self.canonical.graph)
+        conflicting = conflicts(readers, members)
         for rewritten in classes:
             if not rewritten.apart and conflicting.intersection(rewritten.members):
                 rewritten.apart = "a state of a member is read elsewhere, or through a view"
         swept = [r for r in classes if not r.apart]
-        scalars = self._scalars(swept)
+        scalars = dict(zip(swept, self._scalars(swept, readers), strict=True))
         for rewritten in classes:
             stamps = [self._stamp(rewritten, member) for member in rewritten.members]
             if rewritten.apart:
                 self.stamps += stamps
             else:
-                self.swept.append((rewritten, stamps, scalars[swept.index(rewritten)]))
+                self.swept.append((rewritten, stamps, scalars[rewritten]))
 
     def _obstacle(self, rewritten: Rewritten) -> str:
         """Return why the members of a class are not swept; empty if they are."""
@@ -151,16 +155,17 @@ class _Emitter:
             return f"fewer than {MEMBERS} members"
         return obstacle(rewritten)
 
-    def _scalars(self, swept: list[Rewritten]) -> list[Scalars | None]:
+    def _scalars(self, swept: list[Rewritten], readers: Readers) -> list[Scalars | None]:
         """Return the 0-d work of each swept class that can be a sweep of its own."""
         graph = self.canonical.graph
         placeholders = graph.find_nodes(op="placeholder")
         states = {placeholders[c.index]: c for c in self.program.carried if c.val.dim() == 0}
         slices = [m for r in self.program.rewritten for m in r.members]
         inside = {n for m in slices for n in m.nodes}
-        found = [scalars_of(r, states, mutations(graph), inside) for r in swept]
+        new_value = mutations(graph)
+        found = [scalars_of(r, states, new_value, inside) for r in swept]
         parts = [m for scalars in found if scalars for m in scalars.members]
-        conflicting = conflicts(graph, [*parts, *(m for r in swept for m in r.members)])
+        conflicting = conflicts(readers, [*parts, *(m for r in swept for m in r.members)])
         return [s if s and not conflicting.intersection(s.members) else None for s in found]
 
     def _sweep(
@@ -216,7 +221,7 @@ class _Emitter:
         for i in rewritten.compensated:
             carried, at, _ = member.states[i]
             lo = self.graph.placeholder(f"{member.inputs[at].name}_lo")
-            lo.meta["val"] = torch.zeros_like(carried.val)
+            lo.meta["val"] = like(carried.val, carried.val.dtype)
             residuals.append(lo)
             self.program.residual_inputs.append(carried)
         return _Stamp(rewritten, member, residuals)

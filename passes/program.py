@@ -1,5 +1,6 @@
 """What flows through the passes: one optimizer-step graph and what has been found out about it."""
 
+import functools
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -222,6 +223,7 @@ def base_of(node: Node) -> Node:
     return node
 
 
+@functools.cache
 def _is_view(target: Any) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         return target is operator.getitem

@@ -166,10 +166,9 @@ def make_slice(
                 inputs.setdefault(a, len(inputs))
     outputs = [n for n in group if any(user not in inside for user in n.users)]
     part = Slice(group, list(inputs), outputs, [])
-    for placeholder, carried in states.items():
-        if placeholder in inputs and new_value[placeholder] in inside:
-            part.states.append((carried, inputs[placeholder], new_value[placeholder]))
-    part.states.sort(key=lambda s: s[1])
+    for at, node in enumerate(part.inputs):
+        if node in states and new_value[node] in inside:
+            part.states.append((states[node], at, new_value[node]))
     part.key = _key(part)
     return part
 

@@ -9,7 +9,7 @@ Inductor's kernel, on a GPU by one launch of a Triton kernel of our own.
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -236,18 +236,26 @@ def obstacle(rewritten: Rewritten) -> str:
     return ""
 
 
-def conflicts(graph: Graph, parts: Sequence[Slice]) -> set[Slice]:
+Readers: TypeAlias = dict[Node, list[tuple[Node, bool]]]
+
+
+def readers_of(graph: Graph) -> Readers:
+    """Return what reads each tensor of a graph, and whether it does so by way of a view."""
+    readers: Readers = {}
+    for node in graph.nodes:
+        for operand in node.all_input_nodes:
+            base = base_of(operand)
+            readers.setdefault(base, []).append((node, operand is not base))
+    return readers
+
+
+def conflicts(readers: Readers, parts: Sequence[Slice]) -> set[Slice]:
     """Return the parts of which a state is read by another part, or by way of a view.
 
     Such a reader would see the new value instead of the old one, or the other way round, depending
     on which part runs first. What is in no part runs before all of them.
     """
     where = {node: part for part in parts for node in part.nodes}
-    readers: dict[Node, list[tuple[Node, bool]]] = {}
-    for node in graph.nodes:
-        for operand in node.all_input_nodes:
-            base = base_of(operand)
-            readers.setdefault(base, []).append((node, operand is not base))
 
     def conflicting(part: Slice, state: Node) -> bool:
         return any(
