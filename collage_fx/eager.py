@@ -27,7 +27,15 @@ from collage_fx.operands import (
 )
 from collage_fx.passes.eager import Forms, Traced, supports
 from collage_fx.passes.forms import CURVED, Form
-from collage_fx.passes.overloads import computes, each, functional, is_foreach, overwrites, written
+from collage_fx.passes.overloads import (
+    TURNS,
+    computes,
+    each,
+    functional,
+    is_foreach,
+    overwrites,
+    written,
+)
 from collage_fx.passes.program import LOW_PRECISION, Arithmetic
 from collage_fx.passes.rules.structural import STRUCTURE
 from collage_fx.runtime.eft import WIDER
@@ -44,14 +52,6 @@ _DECAYS = {
     "state_sums": "",
 }
 """Arguments of PyTorch's fused kernels that are averages -> the argument that they decay by."""
-
-
-_TURNS = {
-    overload
-    for name in ("t_", "transpose_", "squeeze_", "unsqueeze_", "swapaxes_", "swapdims_")
-    for overload in (getattr(getattr(aten, name), o) for o in getattr(aten, name).overloads())
-}
-"""Operations that change the shape of a tensor in place, and not its memory."""
 
 
 class Engine(TorchDispatchMode):
@@ -119,7 +119,7 @@ class Engine(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.paused or not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
-        if func.is_view and func not in _TURNS:
+        if func.is_view and func not in TURNS:
             return func(*args, **kwargs)
         if self.asleep:
             self.supervisor.wake()
@@ -145,7 +145,7 @@ class Engine(TorchDispatchMode):
         """Change shape or strides of a tensor in place, and of its low word with it."""
         shadow = self.shadows.find(args[0])
         write = self.writes.get(shadow) if shadow is not None else None
-        if shadow is None or write is None or write.tensor is not args[0] or func not in _TURNS:
+        if shadow is None or write is None or write.tensor is not args[0] or func not in TURNS:
             result = func(*args, **kwargs)
             if write is not None:
                 write.version = version(write.tensor)

@@ -13,6 +13,13 @@ from collage_fx.passes.eager import supports
 
 aten = torch.ops.aten
 
+TURNS = {
+    overload
+    for name in ("t_", "transpose_", "squeeze_", "unsqueeze_", "swapaxes_", "swapdims_")
+    for overload in (getattr(getattr(aten, name), o) for o in getattr(aten, name).overloads())
+}
+"""Operations that change the shape of a tensor in place, and not its memory."""
+
 
 @cache
 def written(op: OpOverload) -> tuple[str, ...]:
