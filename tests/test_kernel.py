@@ -29,7 +29,7 @@ from kernels import (
     without_roundings,
 )
 
-from collage_fx.runtime.launch import CHUNK, Launch
+from collage_fx.runtime.launch import CHUNK, Launch, _chunks
 
 
 @pytest.mark.parametrize("case", [*CASES.values(), LIBRARY], ids=[*CASES, "library"])
@@ -91,6 +91,13 @@ def test_one_launch_for_all_aligned_members_and_one_for_the_others() -> None:
     column[2] = misaligned(column[2])
     launch.run([column] * len(sweep.dtypes), sizes)
     assert recorder.launches[1:] == [(2, True), (2, False)]
+
+
+def test_a_member_of_more_elements_than_an_int32_counts() -> None:
+    geometry = _chunks((5, 2**32 + 1))
+    assert geometry.members.tolist() == [0] + [1] * (2**32 // CHUNK + 1)
+    assert geometry.starts[:3].tolist() == [0, 0, CHUNK] and geometry.starts[-1] == 2**32
+    assert geometry.starts.dtype == geometry.sizes.dtype == torch.int64
 
 
 def test_the_kernel_in_tritons_interpreter() -> None:
