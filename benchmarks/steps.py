@@ -80,8 +80,10 @@ def parameters(shapes: Shapes, device: str = "cpu", dtype: torch.dtype = torch.b
 def conditions(device: str = "cpu") -> dict[str, Any]:
     """Return what a result was measured under."""
     name = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
+    pairs = zip(sys.argv, ["", *sys.argv[:-1]], strict=True)
+    words = [word for word, before in pairs if "--out" not in (word, before)]
     return {
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", *words]),
         "date": time.strftime("%Y-%m-%d"),
         "device": f"{device}, {name}, {torch.get_num_threads()} threads",
         "torch": torch.__version__,
