@@ -14,11 +14,13 @@ Errors are |value - exact| / |exact - start| over all parameters.
 import importlib.metadata
 import math
 import re
+import sysconfig
 import time
 import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -163,7 +165,7 @@ def run_collage(row: Row, recipe: Recipe) -> Values | None:
             )
     except Exception as error:
         row.verdict, row.reason = "failed", f"raises {type(error).__name__}: {_cause(error)}"
-        row.notes = [traceback.format_exc()[-1500:]]
+        row.notes = [_without_places(traceback.format_exc()[-1500:])]
         return None
     finally:
         row.seconds = round(time.perf_counter() - begin, 2)
@@ -176,6 +178,14 @@ def run_collage(row: Row, recipe: Recipe) -> Values | None:
     used = [e for e in ("graph", "eager") if any(s[e] for s in row.states)]
     row.engine = "both" if len(used) == 2 else "".join(used) or "none"
     return collage
+
+
+def _without_places(text: str) -> str:
+    """Return a traceback whose files are named from their package or this repository on."""
+    root = Path(__file__).resolve().parents[1]
+    for place in (sysconfig.get_path("purelib"), str(root)):
+        text = text.replace(f"{place}/", "")
+    return text
 
 
 def _cause(error: BaseException) -> str:
