@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from collage_fx.fallback import Failures
 from collage_fx.passes.eager import Call, Forms, Operation, Traced, expansion_of, supports
-from collage_fx.passes.forms import CURVED, bound
+from collage_fx.passes.forms import CURVED, MUCH, bound
 from collage_fx.passes.program import LOW_PRECISION, Arithmetic
 from collage_fx.runtime.eft import WIDER
 from collage_fx.runtime.residuals import version
@@ -234,7 +234,7 @@ class Operands:
 def takes_over(write: Write, forms: Forms) -> bool:
     """Tell whether a state is written with the value of another, or much of it."""
     return write not in forms or any(
-        origin is not write and form.carries and (form.b == "nonlinear" or bound(form.a) >= 0.5)
+        origin is not write and form.carries and (form.b == "nonlinear" or bound(form.a) >= MUCH)
         for origin, form in forms.items()
     )
 

@@ -64,6 +64,8 @@ class Form:
 
 FREE = Form(0, "free")
 CURVED = Form(0, "nonlinear")
+MUCH = 0.5
+"""The weight of a state in a result that counts as its value."""
 _CAST = {prims.convert_element_type.default, aten._to_copy.default, aten.clone.default}
 _OVERLOADS = ("Tensor", "Scalar", "default", "self")
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from collage_fx.passes.forms import Form, bound, is_number
+from collage_fx.passes.forms import MUCH, Form, bound, is_number
 from collage_fx.passes.plan import verdict
 from collage_fx.passes.program import (
     LOW_PRECISION,
@@ -25,8 +25,6 @@ aten = torch.ops.aten
 
 _ADDING = (aten.add.Tensor, aten.sub.Tensor, aten.lerp.Scalar, aten.lerp.Tensor)
 _VALUES = (*LOW_PRECISION, torch.float32)
-_MUCH = 0.5
-"""The weight of a state in a result that counts as its value."""
 
 
 def handover(program: Program) -> None:
@@ -138,7 +136,7 @@ def _much(form: Form, *, unknown: bool) -> bool:
     branches = form.alternatives
     if branches is None or not (unknown or all(is_number(b.a) for b in branches)):
         return False
-    return max(bound(b.a) for b in branches) >= _MUCH
+    return max(bound(b.a) for b in branches) >= MUCH
 
 
 def _ancestors(node: Node) -> set[Node]:

@@ -32,8 +32,7 @@ class Scalars:
     feeds: dict[int, int]
     """Input of the member's slice -> the one of `made` that it is."""
     lowered: GraphModule
-    """Placeholders: the inputs, then one for each output that is no state's, which nothing uses:
-    the memory for it. Outputs: those of the parts."""
+    """Placeholders and outputs are the inputs and outputs of a part."""
 
 
 def scalars_of(
@@ -120,8 +119,6 @@ def _lower(part: Slice) -> GraphModule | None:
     for i, node in enumerate(part.inputs):
         env[node] = graph.placeholder(f"in{i}")
         env[node].meta["dtype"] = value_of(node).dtype
-    for k, node in enumerate(made(part)):
-        graph.placeholder(f"out{k}").meta["dtype"] = value_of(node).dtype
     for node in part.nodes:
         env[node] = graph.node_copy(node, lambda n: env[n])
         env[node].meta = {"dtype": value_of(node).dtype}

@@ -176,12 +176,11 @@ def register_sweep(rewritten: Rewritten, vectors: Sequence[int] = ()) -> str:
         written.append(len(part.inputs) + residuals + k)
         results.append(part.outputs.index(node))
     scalar = [value_of(n).dim() == 0 for n in part.inputs] + [False] * (residuals + len(new))
-    lowered = _with_memory(graph_of(rewritten.lowered), [value_of(n).dtype for n in new])
-    return _register(lowered, scalar, written, results, list(vectors))
+    return _register(graph_of(rewritten.lowered), new, scalar, written, results, list(vectors))
 
 
 def _with_memory(lowered: GraphModule, dtypes: list[torch.dtype]) -> GraphModule:
-    """Return a lowered graph with more inputs, which it does not use."""
+    """Return a lowered graph with more inputs, unused: memory for what it makes."""
     graph = Graph()
     env: dict[Node, Node] = {}
     inputs = lowered.graph.find_nodes(op="placeholder")
@@ -202,16 +201,18 @@ def register_scalars(scalars: Scalars) -> str:
     results = [part.outputs.index(node) for node in [*(n for _, _, n in part.states), *new]]
     vectors = range(len(part.inputs), len(part.inputs) + len(new))
     scalar = [False] * (len(part.inputs) + len(new))
-    return _register(scalars.lowered, scalar, written, results, list(vectors))
+    return _register(scalars.lowered, new, scalar, written, results, list(vectors))
 
 
 def _register(
     lowered: GraphModule,
+    new: list[Node],
     scalar: list[bool],
     written: list[int],
     results: list[int],
     vectors: list[int],
 ) -> str:
+    lowered = _with_memory(lowered, [value_of(n).dtype for n in new])
     dtypes = [n.meta["dtype"] for n in lowered.graph.find_nodes(op="placeholder")]
     sweep = Sweep(register_region(lowered), dtypes, scalar, written, results, vectors)
     text = repr((sweep.region, written, results, scalar, vectors))

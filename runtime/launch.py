@@ -40,7 +40,7 @@ class Launch:
     source: str
     scalar: Sequence[bool]
     """For each input whether it is 0-d; such inputs may be on the CPU."""
-    kernel: Any = None
+    kernel: Any = field(init=False)
     geometries: dict[tuple[Any, ...], Geometry] = field(default_factory=dict)
     captured: list[Any] = field(default_factory=list)
     """What a CUDA graph reads again whenever it is replayed."""

@@ -17,6 +17,7 @@ import torch
 import torch._dynamo.device_interface as interfaces
 import triton
 from graphs import Captured
+from kernels import SM90
 from torch._inductor import config as inductor_config
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.runtime import triton_helpers, triton_heuristics
@@ -34,7 +35,6 @@ from collage_fx.inductor import compile_rewritten
 from collage_fx.passes import run_passes
 from collage_fx.passes.program import Program, Settings, graph_of
 
-SM90 = GPUTarget("cuda", 90, 32)
 _PROPERTIES = types.SimpleNamespace(
     name="virtual",
     major=9,
