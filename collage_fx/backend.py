@@ -18,6 +18,7 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._guards import TracingContext
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.decomposition import select_decomp_table
 from torch.compiler import config as compiler_config
 from torch.fx import GraphModule, Node
 from torch.optim import Optimizer
@@ -44,6 +45,7 @@ from collage_fx.passes.program import (
     Program,
     StatePlan,
 )
+from collage_fx.passes.symbolic import keep_symbols
 from collage_fx.runtime.errors import CollageError, CollageWarning
 from collage_fx.runtime.residuals import STORE
 from collage_fx.supervisor import Supervisor
@@ -217,6 +219,7 @@ class _Graph:
                 self.gm,
                 list(example_inputs),
                 inner_compile=self.inner,
+                decompositions=keep_symbols(select_decomp_table()),
                 config_patches=self.session.inductor or None,
             )
         states = [

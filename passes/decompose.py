@@ -59,11 +59,17 @@ def like(val: Tensor, dtype: torch.dtype) -> Tensor:
     return new
 
 
-def _constant(x: Any) -> float | None:
-    """Return the number that a full() node holds everywhere, or None."""
-    if is_value(x) and x.target is aten.full.default and isinstance(x.args[1], int | float):
+def _constant(x: Any) -> Any:
+    """Return the number that a full() node holds everywhere, or None.
+
+    It may be a 0-d tensor, which `passes/symbolic.py` multiplies ones by.
+    """
+    if not is_value(x):
+        return None
+    if x.target is aten.full.default and isinstance(x.args[1], int | float):
         return x.args[1]
-    return None
+    ones = x.target is aten.mul.Tensor and _constant(x.args[0]) == 1
+    return x.args[1] if ones and is_scalar(x.args[1], value_of(x)) else None
 
 
 def _scaled(b: Builder, wide: Tensor, x: Operand, scale: Any) -> Any:
@@ -134,7 +140,7 @@ def _mul(b: Builder, out: Tensor, x: Any, y: Any) -> Any:
 
 def _where(b: Builder, out: Tensor, condition: Any, x: Any, y: Any) -> Any:
     known = _constant(condition)
-    if known is None:
+    if known is None or is_value(known):
         return b.call(aten.where.self, condition, x, y, val=out)
     chosen: Operand = x if known else y
     same = value_of(chosen).shape == out.shape and value_of(chosen).dtype == out.dtype
@@ -146,8 +152,10 @@ def _addcmul(
 ) -> Any:
     value = extra[0] if extra else value
     for weight, other in ((t1, t2), (t2, t1)):
-        if _constant(weight) is not None and not is_value(value):
-            return _add(b, out, x, other, alpha=_constant(weight) * value)
+        number = _constant(weight)
+        if number is not None and (value == 1 or (not is_value(number) and not is_value(value))):
+            alpha = number if value == 1 else number * value
+            return _add(b, out, x, other, alpha=alpha)
     return _add_scaled(b, out, aten.mul.Tensor, (x, t1, t2), value)
 
 
