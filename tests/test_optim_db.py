@@ -47,8 +47,6 @@ def check(case: Case, dtype: torch.dtype, scale: float, way: Way, allowed: float
     """
     if dtype is FP16 and (case.name, case.impl) in RANGE:
         pytest.skip(f"fp16: {RANGE[case.name, case.impl]}")
-    if dtype is FP16 and case.name == "Muon" and scale == 0.05:
-        pytest.xfail("it orthogonalises in bf16, which is coarser than fp16 weights of 0.05")
     if case.name == "Rprop":
         pytest.xfail("its step sizes grow by 1.2 rounded to the parameter's dtype")
     # A capturable step runs in compiled graphs only; its reference is the plain one.
@@ -87,11 +85,15 @@ def test_compiled_on_the_richest_options(case: Case) -> None:
 @dtypes
 @scales
 def test_eager_engine_on_every_option(case: Case, dtype: torch.dtype, scale: float) -> None:
+    if dtype is FP16 and case.name == "Muon":
+        pytest.xfail(
+            "level auto keeps its momentum plain; what it rounds, orthogonalising magnifies"
+        )
     check(case, dtype, scale, eager, PLAIN_STATES if scale == 0.05 else 1.0)
 
 
 @pytest.mark.slow
-@each([c for c in EAGER if c.name not in NOT_AFFINE])
+@each([c for c in EAGER if c.name not in NOT_AFFINE or c.name == "Muon"])
 @dtypes
 @scales
 def test_every_state_compensated_on_every_option(
