@@ -13,7 +13,7 @@ from collage_fx.backend import Session
 from collage_fx.config import split_options
 from collage_fx.ownership import family, live_optimizers, owners_of
 from collage_fx.report import Report
-from collage_fx.runtime.residuals import STORE
+from collage_fx.runtime.residuals import STORE, Residual, storage_of
 from collage_fx.steps import compile_function, compile_optimizer, in_place, report_of
 
 
@@ -78,25 +78,22 @@ def report(step_or_optimizer: Callable[..., Any] | Optimizer) -> Report:
 def residuals(tensor: Tensor) -> tuple[Tensor, ...]:
     """Return the residual components of tensor, themselves, not copies; () if it has none.
 
-    Each has the shape, dtype and device of tensor; tensor plus all of them is its full value. A
-    residual whose tensor was written since from outside does not count; the next step clears it.
+    Each has the shape and device of tensor, and the dtype that its storage says: that of tensor
+    for `mcf2`, whose value is the sum of both. A residual whose tensor was written since from
+    outside does not count; the next step clears it.
     """
-    residual = STORE.get(tensor)
-    if residual is None or not (residual.expected_checksum is not None or residual.belongs(tensor)):
-        return ()
-    return residual.components
+    residual = _present(tensor)
+    return () if residual is None else residual.components
 
 
 def value(tensor: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     """Return the value of the whole expansion, tensor plus residuals, in dtype.
 
-    Shape and device are those of tensor. In float64 the sum is exact for bf16 and fp16 unless the
+    Shape and device are those of tensor. In float64 it is exact, for `mcf2` and `mcf3` unless the
     components are more than 2^53 apart. A tensor without residuals is converted.
     """
-    total = tensor.detach().to(torch.float64)
-    for component in residuals(tensor):
-        total = total + component.to(torch.float64)
-    return total.to(dtype)
+    residual = _present(tensor)
+    return (tensor.detach() if residual is None else residual.whole(tensor)).to(dtype)
 
 
 def load_residuals(tensor: Tensor, components: Sequence[Tensor]) -> None:
@@ -104,12 +101,22 @@ def load_residuals(tensor: Tensor, components: Sequence[Tensor]) -> None:
 
     Args:
         tensor: bf16 or fp16, any shape.
-        components: what `residuals(tensor)` returned when it was saved: shape and dtype of tensor.
+        components: what `residuals(tensor)` returned when it was saved, in any storage; the next
+            step converts them to its own.
 
     Raises:
         ResidualError: the components do not fit the tensor.
     """
-    STORE.load(tensor, components, name=_name_of(tensor))
+    name = _name_of(tensor)
+    STORE.load(tensor, components, storage=storage_of(tensor, components, name), name=name)
+
+
+def _present(tensor: Tensor) -> Residual | None:
+    """Return the residual of tensor if it belongs to its present value."""
+    residual = STORE.get(tensor)
+    if residual is None or residual.expected_checksum is not None or residual.belongs(tensor):
+        return residual
+    return None
 
 
 def _name_of(tensor: Tensor) -> str:

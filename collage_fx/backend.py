@@ -260,7 +260,7 @@ class _Graph:
         count = len(list(gm.graph.find_nodes(op="placeholder")))
         kwargs["static_input_idxs"] = [
             *kwargs.get("static_input_idxs", ()),
-            *(count + i for i, c in enumerate(carried) if c.static),
+            *(count + i for i, static in enumerate(program.static_residuals) if static),
         ]
         placeholders = list(program.result.graph.find_nodes(op="placeholder"))
         fakes = [n.meta["val"] for n in placeholders[count:]]

@@ -36,7 +36,10 @@ class CollageConfig:
     """`eft`: each operation on the carried path in the state's own dtype with its error caught, as
     in the Collage paper. `wide`: the step in fp32 registers, split once at the store."""
     storage: str = "mcf2"
-    """How an expansion is laid out in memory; `mcf2` is hi and lo in the state's dtype."""
+    """How an expansion is laid out in memory. `mcf2`: hi and lo in the state's dtype, 17 bits in
+    bf16. `remainder16`: bf16 and the int16 that fp32 has beyond, exactly fp32 in four bytes.
+    `ulp8`: 8 more bits in an int8. `mcf3`: two residuals in the state's dtype. All but `mcf2` are
+    for arithmetic `wide`, which they imply."""
     on_unsupported: OnUnsupported = "join"
     """What an operation on a carried path does that has no rule in `eft`: `join` applies it in fp32
     to the joined value, splits its result and lists it in the plan; `error` raises
@@ -58,6 +61,11 @@ class CollageConfig:
         if not isinstance(names, list | tuple) or not all(isinstance(n, str) for n in names):
             raise OptionError(f"states={self.states!r} is not a sequence of names or patterns")
         object.__setattr__(self, "states", tuple(names))
+
+    @property
+    def wide(self) -> bool:
+        """Whether the step is computed in fp32 registers: as asked for, or as the storage needs."""
+        return self.arithmetic == "wide" or self.storage != "mcf2"
 
     @property
     def settings(self) -> Settings:

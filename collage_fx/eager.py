@@ -7,6 +7,7 @@ graphs run under it untouched.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from collage_fx import nested
 from collage_fx.dither import Dither
 from collage_fx.operands import (
     COPIES,
+    Lows,
     Operands,
     Watcher,
     Write,
@@ -40,7 +42,6 @@ from collage_fx.passes.program import LOW_PRECISION, Arithmetic
 from collage_fx.passes.rules.structural import STRUCTURE
 from collage_fx.runtime.eft import WIDER
 from collage_fx.runtime.residuals import version
-from collage_fx.runtime.storage import join, split
 from collage_fx.shadows import Shadow, Shadows, has_memory
 
 aten = torch.ops.aten
@@ -60,12 +61,12 @@ class Engine(TorchDispatchMode):
     The supervisor tells it by `know` which states there are.
     """
 
-    def __init__(self, arithmetic: Arithmetic, supervisor: Watcher) -> None:
+    def __init__(self, arithmetic: Arithmetic, storage: str, supervisor: Watcher) -> None:
         super().__init__()
         self.supervisor = supervisor
         self.shadows = Shadows()
         self.writes: dict[Shadow, Write] = {}
-        self.operands = Operands(self.shadows, self.writes, arithmetic, supervisor.missing)
+        self.operands = Operands(self.shadows, self.writes, arithmetic, storage, supervisor.missing)
         self.dither = Dither()
         self.paused = False
         self.asleep = False
@@ -151,9 +152,9 @@ class Engine(TorchDispatchMode):
                 write.version = version(write.tensor)
             return result
         self._enlist(args[0])
-        lo = shadow.lo
+        lows = shadow.lows
         result = func(*args, **kwargs)
-        if lo is not None:
+        for lo in lows or ():
             func(lo, *args[1:], **kwargs)
         self.shadows.turn(shadow, args[0])
         write.version = version(write.tensor)
@@ -239,11 +240,11 @@ class Engine(TorchDispatchMode):
     def _keep(self, result: Traced, operands: Sequence[Tensor]) -> Tensor:
         """Return the tensor of a result, with a shadow where there is something to know."""
         hi: Any = result.meta["val"]
-        lo = result.expanded[1].meta["val"] if isinstance(result.expanded, tuple) else None
+        lows = _lows(result)
         if any(hi is t for t in operands):
-            hi, lo = hi.clone(), None if lo is None else lo.clone()
-        if lo is not None or result.forms:
-            self.shadows.add(hi, lo, result.forms)
+            hi, lows = hi.clone(), None if lows is None else tuple(lo.clone() for lo in lows)
+        if lows is not None or result.forms:
+            self.shadows.add(hi, lows, result.forms)
         return hi
 
     def _structural(self, func: Any, args: Any, kwargs: Any) -> Tensor:
@@ -251,15 +252,16 @@ class Engine(TorchDispatchMode):
         made: dict[int, Traced] = {}
         operands = [self.operands.operand(t, made) for t in tensors_of(args)]
         hi: Tensor = func(*args, **kwargs)
-        lo = None
-        if any(o.expanded for o in operands):
-            lo = func(*tree_map(self.operands.low_or_zero, args), **kwargs)
+        lows = None
+        if (held := next((o.expanded for o in operands if o.expanded), None)) is not None:
+            low = [partial(self.operands.low_or_zero, i=i) for i in range(len(held) - 1)]
+            lows = tuple(func(*tree_map(one, args), **kwargs) for one in low)
         forms = {k: f for o in operands for k, f in o.forms.items()}
         if len(operands) > 1:
             forms = dict.fromkeys(forms, CURVED)
         whole = self.operands.whole(hi.dtype, tensors_of(args))
-        if lo is not None or forms or whole:
-            self.shadows.add(hi, lo, forms).whole = whole
+        if lows is not None or forms or whole:
+            self.shadows.add(hi, lows, forms).whole = whole
         return hi
 
     # Writing.
@@ -275,7 +277,7 @@ class Engine(TorchDispatchMode):
             self._wrote(dest, shadow, None, {})
         elif op is aten.copy.default:
             self._copy(dest, shadow, args[1])
-        elif dest.dtype not in LOW_PRECISION or not self.operands.expanded([dest, *tensors]):
+        elif not self._holds(dest) or not self.operands.expanded([dest, *tensors]):
             forms = self.operands.forms(op, tensors, args, kwargs)
             whole = self.operands.whole(dest.dtype, tensors)
             self._call(func, op, dest, tree_map(self._joined_unless(dest), args), kwargs, out)
@@ -285,9 +287,13 @@ class Engine(TorchDispatchMode):
 
     def _joined_unless(self, dest: Tensor) -> Callable[[Any], Any]:
         """Return what gives operands their low words where dest is wide enough to hold them."""
-        if dest.dtype in LOW_PRECISION:
+        if dest.dtype in LOW_PRECISION and self._holds(dest):
             return lambda x: x
         return self.operands.joined
+
+    def _holds(self, dest: Tensor) -> bool:
+        """Tell whether dest can have low words."""
+        return dest.dtype in self.operands.storage.residuals
 
     def _call(self, func: Any, op: Any, dest: Tensor, args: Any, kwargs: Any, out: bool) -> None:
         """Do the operation itself; of a _foreach operation one tensor's share."""
@@ -303,8 +309,7 @@ class Engine(TorchDispatchMode):
     def _assign(self, dest: Tensor, shadow: Shadow | None, result: Traced) -> None:
         hi: Any = result.meta["val"]
         dest.copy_(hi)
-        pair = result.expanded
-        self._wrote(dest, shadow, pair[1].meta["val"] if pair else None, result.forms)  # type: ignore[index]
+        self._wrote(dest, shadow, _lows(result), result.forms)
 
     def _copy(self, dest: Tensor, shadow: Shadow | None, source: Any) -> None:
         """dest.copy_(source), low word and all."""
@@ -317,18 +322,18 @@ class Engine(TorchDispatchMode):
             self.supervisor.chained("a state")
         theirs = self.shadows.find(source)
         whole = self.operands.whole(dest.dtype, [source])
-        low = theirs.low(source) if theirs else None
+        lows = theirs.low(source) if theirs else None
         forms = dict(theirs.forms) if theirs else {}
-        held = shadow is not None and shadow.lo is not None
-        if low is not None and source.dtype != dest.dtype:
-            source, low = join(source, low), None
+        held = shadow is not None and shadow.lows is not None
+        if lows is not None and source.dtype != dest.dtype:
+            source, lows = self.operands.storage.join(source, *lows), None
         if held and source.is_floating_point() and source.dtype not in LOW_PRECISION:
-            hi, low = split(source, dest.dtype)
+            hi, lows = self.operands.split(source, dest.dtype)
             dest.copy_(hi)
         else:
             dest.copy_(source)
-        lo = None if low is None else low.expand_as(dest)
-        self._wrote(dest, shadow, lo, forms, whole=whole)
+        lows = None if lows is None else tuple(lo.expand_as(dest) for lo in lows)
+        self._wrote(dest, shadow, lows, forms, whole=whole)
 
     def _together(self, func: Any, targets: dict[str, Any], args: Any, kwargs: Any) -> Any:
         """Do an operation without a rule on joined values, and split what it wrote.
@@ -351,11 +356,11 @@ class Engine(TorchDispatchMode):
         for name, tree in targets.items():
             for tensor in tensors_of(tree):
                 forms = self._unknown(before, tensor, name, kwargs)
-                lo = None
+                lows = None
                 if id(tensor) in wide:
-                    hi, lo = split(wide[id(tensor)], tensor.dtype)
+                    hi, lows = self.operands.split(wide[id(tensor)], tensor.dtype)
                     tensor.copy_(hi)
-                self._wrote(tensor, self.shadows.find(tensor), lo, forms)
+                self._wrote(tensor, self.shadows.find(tensor), lows, forms)
         written = {id(w): t for t in before if (w := wide.get(id(t))) is not None}
         return tree_map(lambda r: written.get(id(r), r), result)
 
@@ -372,22 +377,22 @@ class Engine(TorchDispatchMode):
         self,
         dest: Tensor,
         shadow: Shadow | None,
-        lo: Tensor | None,
+        lows: Lows | None,
         forms: Forms,
         *,
         whole: bool = False,
     ) -> None:
-        """Store the low word of a tensor that was just written, and note the write."""
+        """Store the low words of a tensor that was just written, and note the write."""
         write = self.writes.get(shadow) if shadow else None
         if shadow is None:
-            if not ((lo is not None or forms or whole) and has_memory(dest)):
+            if not ((lows is not None or forms or whole) and has_memory(dest)):
                 return
             shadow = self.shadows.add_around(dest)
-        low = shadow.low(dest)
-        if low is None and lo is not None and (write is None or takes_over(write, forms)):
-            low = shadow.begin_low().low(dest)
-        if low is not None:
-            low.zero_() if lo is None else low.copy_(lo)
+        held = shadow.low(dest)
+        if held is None and lows is not None and (write is None or takes_over(write, forms)):
+            held = shadow.begin_low(tuple(lo.dtype for lo in lows)).low(dest)
+        for i, low in enumerate(held or ()):
+            low.zero_() if lows is None else low.copy_(lows[i])
         if write is not None:
             write.version = version(write.tensor)
         shadow.whole = whole or (shadow.whole and not shadow.same(dest))
@@ -395,6 +400,13 @@ class Engine(TorchDispatchMode):
             forms = {**shadow.forms, **dict.fromkeys(forms, CURVED)}
             forms = {k: Form(f.a, "nonlinear") for k, f in forms.items()}
         shadow.forms = forms
+
+
+def _lows(result: Traced) -> Lows | None:
+    """Return the low words of a result, if it is an expansion."""
+    if not isinstance(result.expanded, tuple):
+        return None
+    return tuple(lo.meta["val"] for lo in result.expanded[1:])
 
 
 def _keeps(func: Any, args: Any, kwargs: Any) -> bool:

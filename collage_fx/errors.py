@@ -8,6 +8,7 @@ from collage_fx.runtime.errors import (
     OptionError,
     ResidualError,
     RuleError,
+    StorageError,
     UnsupportedError,
 )
 
@@ -19,5 +20,6 @@ __all__ = [
     "OptionError",
     "ResidualError",
     "RuleError",
+    "StorageError",
     "UnsupportedError",
 ]

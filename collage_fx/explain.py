@@ -69,7 +69,7 @@ class Explanation:
     def __str__(self) -> str:
         lines = [
             f"collage_fx: {self.subject}, level={self.config.level}, "
-            f"arithmetic={self.config.arithmetic}, storage={self.config.storage}",
+            f"arithmetic={'wide' if self.config.wide else 'eft'}, storage={self.config.storage}",
             "",
             *_table(self.plan, self.engine),
             "",

@@ -58,10 +58,10 @@ class Judge:
                 keep, reason = True, "computed anew from states that are compensated"
             served.compensated, served.reason, served.recurrence = keep, reason, found.text
         if served.compensated:
-            lo = shadow.low(tensor)
+            lows = shadow.low(tensor)
             residual = STORE.get(tensor)
-            if residual is None or (lo is not None and residual.components[0] is not lo):
-                STORE.adopt(tensor, lo, self.config.storage, owned.name)
+            if residual is None or (lows is not None and residual.components[0] is not lows[0]):
+                STORE.adopt(tensor, lows, self.config.storage, owned.name)
                 if owned.owner == "tensor":
                     STORE.share_by_memory(tensor)
             else:
@@ -79,8 +79,8 @@ class Judge:
 
     def _precise(self, tensor: Tensor, shadow: Shadow) -> bool:
         """Tell whether what was written has more bits than the tensor."""
-        lo = shadow.low(tensor)
-        return self.config.level != "light" and lo is not None and bool(lo.any())
+        lows = shadow.low(tensor)
+        return self.config.level != "light" and any(bool(lo.any()) for lo in lows or ())
 
     def find_cycles(self, present: list[Owned]) -> None:
         """Find, by place, the recurrences of states that only together keep what they hold."""

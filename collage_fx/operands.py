@@ -14,10 +14,13 @@ from collage_fx.passes.forms import CURVED, MUCH, bound
 from collage_fx.passes.program import LOW_PRECISION, Arithmetic
 from collage_fx.runtime.eft import WIDER
 from collage_fx.runtime.residuals import version
-from collage_fx.runtime.storage import join, split
+from collage_fx.runtime.storage import STORAGES
 from collage_fx.shadows import Shadow, Shadows, has_memory
 
 aten = torch.ops.aten
+
+Lows: TypeAlias = tuple[Tensor, ...]
+"""The residuals of a tensor: its low words."""
 
 COPIES = {aten._to_copy.default, aten.clone.default, aten.copy.default}
 
@@ -82,12 +85,21 @@ class Operands:
         shadows: Shadows,
         writes: dict[Shadow, Write],
         arithmetic: Arithmetic,
+        storage: str,
         missing: Missing,
     ) -> None:
         self.shadows = shadows
         self.writes = writes
         self.arithmetic = arithmetic
+        self.storage = STORAGES[storage]
         self.missing = missing
+
+    def split(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Lows | None]:
+        """Return a wide value as high word and low words; without, if the storage has none."""
+        if dtype not in self.storage.residuals:
+            return x.to(dtype), None
+        hi, *lows = self.storage.split(x, dtype)
+        return hi, tuple(lows)
 
     def states(self, tensors: Iterable[Tensor]) -> list[Write]:
         """Return the states among tensors, or from which they were computed as far as is known."""
@@ -105,7 +117,7 @@ class Operands:
         out = torch.empty(shape, dtype=dtype, device="meta")
         made: dict[int, Traced] = {}
         operands = tree_map(lambda a: self.operand(a, made), (args, kwargs))
-        operation = Operation(dtype, self.arithmetic)
+        operation = Operation(dtype, self.arithmetic, self.storage.name)
         result = operation.run(Call(op, *operands), out)
         for name in operation.without_rule:
             self.missing(name, self.states(tensors_of((args, kwargs))))
@@ -130,11 +142,8 @@ class Operands:
                 return result.to(dtype)
             if kwargs.get("dtype") not in (None, dtype):
                 return result
-            if result.dtype == dtype:
-                hi, lo = result, None
-            else:
-                hi, lo = split(result, dtype)
-            self.shadows.add(hi, lo, forms)
+            hi, lows = (result, None) if result.dtype == dtype else self.split(result, dtype)
+            self.shadows.add(hi, lows, forms)
             return hi
 
         return tree_map(narrowed, results)
@@ -145,26 +154,28 @@ class Operands:
             return x
         if id(x) not in made:
             shadow = self.shadows.find(x)
-            low = shadow.low(x) if shadow else None
+            lows = shadow.low(x) if shadow else None
             dense = x.to_dense() if x.is_sparse else x
-            made[id(x)] = expansion_of(dense, low, dict(shadow.forms) if shadow else None)
+            made[id(x)] = expansion_of(dense, lows, dict(shadow.forms) if shadow else None)
         return made[id(x)]
 
-    def low_or_zero(self, x: Any) -> Any:
-        """Return the low word of a floating tensor; anything else as it is."""
+    def low_or_zero(self, x: Any, i: int) -> Any:
+        """Return the low word number i of a floating tensor; anything else as it is."""
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
         shadow = self.shadows.find(x)
-        low = shadow.low(x) if shadow else None
-        return torch.zeros_like(x) if low is None else low
+        lows = shadow.low(x) if shadow else None
+        if lows is None:
+            return torch.zeros_like(x, dtype=self.storage.residuals[x.dtype][i])
+        return lows[i]
 
     def joined(self, x: Any) -> Any:
         """Return the value of x with its low word, in the wide dtype; x itself if it has none."""
         if isinstance(x, list | tuple):
             return type(x)(self.joined(a) for a in x)
         shadow = self.shadows.find(x) if isinstance(x, Tensor) else None
-        low = shadow.low(x) if shadow else None
-        return x if low is None else join(x, low)
+        lows = shadow.low(x) if shadow else None
+        return x if lows is None else self.storage.join(x, *lows)
 
     def forms(self, op: Any, tensors: list[Tensor], args: Any, kwargs: Any) -> Forms:
         """Return how the result of a plain operation depends on the states that are followed."""
@@ -192,14 +203,14 @@ class Operands:
 
     def expanded(self, tensors: list[Tensor]) -> bool:
         """Tell whether one of these has a low word."""
-        return any((s := self.shadows.find(t)) and s.lo is not None for t in tensors)
+        return any((s := self.shadows.find(t)) and s.lows is not None for t in tensors)
 
     def whole(self, dtype: torch.dtype, operands: Iterable[Tensor]) -> bool:
         """Tell whether a result of this dtype has the value of an expansion in it, being wide."""
         if dtype in LOW_PRECISION:
             return False
         shadows = (self.shadows.find(t) for t in operands)
-        return any(s is not None and (s.whole or s.lo is not None) for s in shadows)
+        return any(s is not None and (s.whole or s.lows is not None) for s in shadows)
 
     def narrows(self, x: Tensor, kwargs: dict[str, Any]) -> bool:
         """Tell whether x, to be converted, is a wide tensor that carries some of a state."""
@@ -211,9 +222,11 @@ class Operands:
         shadow = self.shadows.find(x)
         assert shadow is not None
         hi: Tensor = aten._to_copy.default(x, **kwargs)
-        _, low = split(x.to(WIDER[hi.dtype]), hi.dtype)
-        lo = torch.empty_like(hi).copy_(low)
-        self.shadows.add(hi, lo, shadow.forms)
+        nearest, lows = self.split(x.to(WIDER[hi.dtype]), hi.dtype)
+        if lows is not None:
+            hi.copy_(nearest)
+            lows = tuple(torch.empty_like(hi, dtype=lo.dtype).copy_(lo) for lo in lows)
+        self.shadows.add(hi, lows, shadow.forms)
         return hi
 
     def widened(self, x: Any, wide: dict[int, Tensor]) -> Any:
@@ -227,7 +240,7 @@ class Operands:
 
     def storage_dtype(self, tensors: list[Tensor]) -> torch.dtype | None:
         """Return the dtype of the expansions among tensors; None if there is none, or several."""
-        dtypes = {t.dtype for t in tensors if (s := self.shadows.find(t)) and s.lo is not None}
+        dtypes = {t.dtype for t in tensors if (s := self.shadows.find(t)) and s.lows is not None}
         return dtypes.pop() if len(dtypes) == 1 else None
 
 

@@ -17,7 +17,7 @@ _PURGE = 64
 
 @dataclass(eq=False)
 class Shadow:
-    """What is known of one tensor: its low word, and which carried states it depends on how."""
+    """What is known of one tensor: its low words, and which carried states it depends on how."""
 
     storage: StorageWeakRef
     size: torch.Size
@@ -25,27 +25,27 @@ class Shadow:
     offset: int
     dtype: torch.dtype
     storage_device: torch.device
-    made: Tensor | None
+    made: tuple[Tensor, ...] | None
     forms: Forms = field(default_factory=dict)
-    make: Callable[[], Tensor] | None = None
-    """Makes the low word when it is first needed."""
+    make: Callable[[], tuple[Tensor, ...]] | None = None
+    """Makes the low words when they are first needed."""
     whole: bool = False
     """Whether this is a wide tensor with the value of an expansion in it, or computed from one."""
 
     @property
-    def lo(self) -> Tensor | None:
-        """The low word of all of it, or None."""
+    def lows(self) -> tuple[Tensor, ...] | None:
+        """The low words of all of it, or None."""
         if self.made is None and self.make is not None:
             self.made, self.make = self.make(), None
         return self.made
 
     @classmethod
-    def of(cls, tensor: Tensor, lo: Tensor | None, forms: Forms) -> "Shadow":
+    def of(cls, tensor: Tensor, lows: tuple[Tensor, ...] | None, forms: Forms) -> "Shadow":
         """Return the shadow of tensor."""
         storage = StorageWeakRef(tensor.untyped_storage())
         where = int(tensor.storage_offset())
         dtype, device = tensor.dtype, tensor.device
-        return cls(storage, tensor.size(), tensor.stride(), where, dtype, device, lo, forms)
+        return cls(storage, tensor.size(), tensor.stride(), where, dtype, device, lows, forms)
 
     def same(self, tensor: Tensor) -> bool:
         """Tell whether tensor is all of it, element for element."""
@@ -66,22 +66,27 @@ class Shadow:
             and start + _extent(tensor.size(), tensor.stride()) <= self.offset + extent
         )
 
-    def begin_low(self) -> "Shadow":
-        """Make a low word of zeros for all of it."""
-        self.made = torch.empty_strided(
-            self.size, self.stride, dtype=self.dtype, device=self.storage_device
-        ).zero_()
+    def begin_low(self, dtypes: tuple[torch.dtype, ...]) -> "Shadow":
+        """Make low words of zeros for all of it."""
+        device = self.storage_device
+        self.made = tuple(
+            torch.empty_strided(self.size, self.stride, dtype=dtype, device=device).zero_()
+            for dtype in dtypes
+        )
         return self
 
-    def low(self, tensor: Tensor) -> Tensor | None:
-        """Return the low word of tensor, which is the whole or a view of it; None if unknown."""
-        lo = self.lo
-        if lo is None or self.same(tensor):
-            return lo
-        if lo.stride() != self.stride:
+    def low(self, tensor: Tensor) -> tuple[Tensor, ...] | None:
+        """Return the low words of tensor, which is the whole or a view of it; None if unknown."""
+        lows = self.lows
+        if lows is None or self.same(tensor):
+            return lows
+        if any(lo.stride() != self.stride for lo in lows):
             return None
-        offset = tensor.storage_offset() - self.offset + lo.storage_offset()
-        return lo.as_strided(tensor.size(), tensor.stride(), offset)
+        offset = tensor.storage_offset() - self.offset
+        return tuple(
+            lo.as_strided(tensor.size(), tensor.stride(), offset + lo.storage_offset())
+            for lo in lows
+        )
 
 
 def overlapping(tensors: Iterable[Tensor]) -> set[int]:
@@ -129,9 +134,9 @@ class Shadows:
         whole = next((s for s in shadows if s.same(tensor)), None)
         return whole or next((s for s in shadows if s.covers(tensor)), None)
 
-    def add(self, tensor: Tensor, lo: Tensor | None, forms: Forms) -> Shadow:
+    def add(self, tensor: Tensor, lows: tuple[Tensor, ...] | None, forms: Forms) -> Shadow:
         """Make a shadow for tensor, in the place of one of the same elements."""
-        shadow = Shadow.of(tensor, lo, forms)
+        shadow = Shadow.of(tensor, lows, forms)
         key = tensor.untyped_storage()._cdata
         beside = [
             s

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils.weak import WeakIdKeyDictionary
@@ -22,7 +21,8 @@ from collage_fx.passes.expand import WAY_OUT
 from collage_fx.passes.forms import Form
 from collage_fx.passes.program import LOW_PRECISION, StatePlan
 from collage_fx.report import Served
-from collage_fx.runtime.residuals import STORE, clear_stale, version
+from collage_fx.runtime.residuals import STORE, clear_stale, version, zeros
+from collage_fx.runtime.storage import check_held
 
 
 class Supervisor:
@@ -53,7 +53,7 @@ class Supervisor:
         self.failures = Failures(warn)
         self.subject = subject
         self.served: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self.engine = Engine(config.arithmetic, self)
+        self.engine = Engine(config.arithmetic, config.storage, self)
         self.states: dict[Any, tuple[Owned, Write]] = {}
         """Place of a state -> its tensor at the beginning of the step."""
         self.judge = Judge(config, self.served, self.states, self.engine.shadows)
@@ -140,11 +140,12 @@ class Supervisor:
         served, residual = self.served[tensor], STORE.get(tensor)
         shadow.forms, shadow.make, shadow.made = {}, None, None
         if residual is not None:
+            residual = STORE.ensure(tensor, self.config.storage, served.name, residual)
             if served.eager:
                 clear_stale([(tensor, residual)])
-            shadow.made = residual.components[0]
+            shadow.made = residual.components
         elif served.judged < TRIED:
-            shadow.make = functools.partial(torch.zeros_like, tensor, requires_grad=False)
+            shadow.make = functools.partial(zeros, tensor, self.config.storage)
         if not served.compensated:
             shadow.forms = {write: Form(1)}
 
@@ -156,6 +157,7 @@ class Supervisor:
         tensor = owned.tensor
         served = self.served.get(tensor)
         if served is None:
+            check_held(tensor.dtype, self.config.storage, owned.name)
             served = self.served[tensor] = Served(owned.name, tensor.dtype, tuple(tensor.shape))
             if STORE.get(tensor) is not None:
                 served.compensated, served.reason = True, "it has a residual already"
@@ -189,7 +191,7 @@ class Supervisor:
         residual = STORE.get(write.tensor)
         if residual is not None:
             clear_stale([(write.tensor, residual)])
-            write.shadow.made = residual.components[0]
+            write.shadow.made = residual.components
 
     # Compiled graphs within the step.
 
@@ -279,7 +281,7 @@ class Supervisor:
             write = self._write_of(tensor)
             if write is not None:
                 write.version, write.wrote = version(tensor), False
-                write.shadow.made = None if residual is None else residual.components[0]
+                write.shadow.made = None if residual is None else residual.components
 
     def _write_of(self, tensor: Tensor) -> Write | None:
         shadow = self.engine.shadows.find(tensor)
@@ -358,7 +360,7 @@ class Supervisor:
             served = replace(served, name=owned.name)  # the old one lives on in another place
         self.served[owned.tensor] = served
         old.version = version(old.tensor)
-        if shadow is None or not (shadow.forms or shadow.lo is not None):
+        if shadow is None or not (shadow.forms or shadow.lows is not None):
             if id(owned.tensor) in self.returned:
                 self.chained(owned.name)
             return
@@ -380,7 +382,7 @@ class Supervisor:
         States for which the verdict is open, or is that they need no residual, are no reason.
         """
         self.without_rule.add(name)
-        if self.config.on_unsupported != "error" or self.config.arithmetic == "wide":
+        if self.config.on_unsupported != "error" or self.config.wide:
             return
         owners = {write: owned for owned, write in self.states.values()}
         critical = [

@@ -50,9 +50,9 @@ def supports(target: Any) -> bool:
     return target in RULES or target in DECOMPOSITIONS
 
 
-def expansion_of(hi: Tensor, lo: Tensor | None, forms: Forms | None = None) -> Traced:
-    """Return the operand that stands for hi and its residual; for a plain tensor without lo."""
-    return Traced(hi, None if lo is None else (Value(hi), Value(lo)), forms)
+def expansion_of(hi: Tensor, lows: tuple[Tensor, ...] | None, forms: Forms | None = None) -> Traced:
+    """Return the operand that stands for hi and its residuals; for a plain tensor without any."""
+    return Traced(hi, None if lows is None else (Value(hi), *map(Value, lows)), forms)
 
 
 class _Environment:
@@ -68,9 +68,10 @@ class _Environment:
 class Operation(RuleBuilder):
     """Does one operation on tensors of which some are expansions."""
 
-    def __init__(self, dtype: torch.dtype, arithmetic: Arithmetic) -> None:
+    def __init__(self, dtype: torch.dtype, arithmetic: Arithmetic, storage: str = "mcf2") -> None:
         self.dtype = dtype
-        self.wide = arithmetic == "wide"
+        self.storage = storage
+        self.wide = arithmetic == "wide" or storage != "mcf2"
         self.env: Any = _Environment()
         self.without_rule: list[str] = []
         """Operations that ran as join - op - split, for want of a rule."""
@@ -83,8 +84,8 @@ class Operation(RuleBuilder):
         else:
             result = decomposed(self, out, *call.args, **call.kwargs)
         if isinstance(result, Traced) and result.expanded is not None:
-            hi, lo = self.settled(result)
-            return Traced(hi.meta["val"], (hi, lo), result.forms)
+            whole = self.settled(result)
+            return Traced(whole[0].meta["val"], whole, result.forms)
         return result
 
     # What decompositions build with.
@@ -117,10 +118,9 @@ class Operation(RuleBuilder):
         args, kwargs = tree_map(_tensor, (args, kwargs))
         return Value(target(*args, **kwargs))
 
-    def two(self, target: Any, *args: Any, dtype: torch.dtype) -> Any:
+    def components(self, target: Any, *args: Any, dtype: torch.dtype) -> Any:
         """Do an operation whose result is an expansion."""
-        hi, lo = target(*tree_map(_tensor, args))
-        return Value(hi), Value(lo)
+        return tuple(Value(c) for c in target(*tree_map(_tensor, args)))
 
     def joined(self, node: Any) -> None:
         """Note an operation without a rule."""

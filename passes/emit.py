@@ -63,7 +63,7 @@ class _Stamp:
     pending: list[int] = field(default_factory=list)
     """Positions of the lowered graph's results that are not in the graph yet."""
     new_residuals: dict[int, Node] = field(default_factory=dict)
-    """Position among the compensated states -> new residual."""
+    """Position among the residuals -> its new value."""
 
     def __post_init__(self) -> None:
         self.pending = list(range(len(self.member.outputs) + len(self.residuals)))
@@ -220,9 +220,11 @@ class _Emitter:
         residuals = []
         for i in rewritten.compensated:
             carried, at, _ = member.states[i]
-            lo = self.graph.placeholder(f"{member.inputs[at].name}_lo")
-            lo.meta["val"] = like(carried.val, carried.val.dtype)
-            residuals.append(lo)
+            for k, dtype in enumerate(rewritten.residuals(i)):
+                lo = self.graph.placeholder(f"{member.inputs[at].name}_lo{k or ''}")
+                lo.meta["val"] = like(carried.val, dtype)
+                residuals.append(lo)
+                self.program.static_residuals.append(carried.static)
             self.program.residual_inputs.append(carried)
         return _Stamp(rewritten, member, residuals)
 

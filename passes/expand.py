@@ -20,7 +20,7 @@ from collage_fx.passes.rules.joined import join_op_split
 from collage_fx.passes.rules.registry import Call, Decayed, Expanded, Pair
 from collage_fx.runtime.eft import WIDER
 from collage_fx.runtime.errors import RuleError, UnsupportedError
-from collage_fx.runtime.ops import collage
+from collage_fx.runtime.ops import JOIN, SPLIT
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -49,9 +49,10 @@ def expand(program: Program) -> None:
 
     Arithmetic `wide`: compensated states are joined, everything is computed in fp32 without
     rounding in between, and new values are split (or rounded, where the state is plain) at the end.
+    So are slices with another storage than mcf2, for which there are no transformations.
     """
     for rewritten in program.rewritten:
-        wide = program.settings.arithmetic == "wide"
+        wide = program.settings.arithmetic == "wide" or rewritten.storage != "mcf2"
         if not wide and _has_side_way(rewritten):
             rewritten.joined.append("a slice in which a state enters its own update twice")
             wide = True
@@ -93,18 +94,21 @@ class _Expander:
             node.meta["stack_trace"] = self.origin.meta["stack_trace"]
         return node
 
-    def two(self, target: Any, *args: Any, dtype: torch.dtype) -> Pair:
-        """Append an operation that returns an expansion of this dtype."""
-        both = self.op(target, *args, dtype=dtype)
-        hi = self.op(_getitem, both, 0, dtype=dtype)
-        return hi, self.op(_getitem, both, 1, dtype=dtype)
+    def components(self, target: Any, *args: Any, dtype: torch.dtype) -> Pair:
+        """Append an operation that returns an expansion of this dtype, hi and lo."""
+        return self.several(target, *args, dtypes=(dtype, dtype))
+
+    def several(self, target: Any, *args: Any, dtypes: tuple[torch.dtype, ...]) -> Pair:
+        """Append an operation that returns values of these dtypes."""
+        all_ = self.op(target, *args, dtype=dtypes[0])
+        return tuple(self.op(_getitem, all_, i, dtype=dtype) for i, dtype in enumerate(dtypes))
 
     def convert(self, x: Node, dtype: torch.dtype) -> Node:
         """Return x in dtype."""
         return x if x.meta["dtype"] == dtype else self.op(_CONVERT, x, dtype, dtype=dtype)
 
-    def placeholders(self) -> list[tuple[Node, Node]]:
-        """Append the inputs; return (old value in the slice, residual placeholder) pairs."""
+    def placeholders(self) -> list[tuple[Node, list[Node]]]:
+        """Append the inputs; return each old value in the slice with its residual placeholders."""
         names = {at: _short(c.name, c.owner) for c, at, _ in self.part.states}
         taken: set[str] = set()
         for at, node in enumerate(self.part.inputs):
@@ -116,9 +120,11 @@ class _Expander:
         for i in self.rewritten.compensated:
             _, at, _ = self.part.states[i]
             old = self.part.inputs[at]
-            lo = self.graph.placeholder(_unique(f"{self.env[old].target}_lo", taken))
-            lo.meta.update(self.env[old].meta)
-            residuals.append((old, lo))
+            lows = []
+            for dtype in self.rewritten.residuals(i):
+                lows.append(self.graph.placeholder(_unique(f"{self.env[old].target}_lo", taken)))
+                lows[-1].meta.update(dtype=dtype, scalar=self.env[old].meta["scalar"])
+            residuals.append((old, lows))
         return residuals
 
     def finish(self, outputs: list[Node]) -> GraphModule:
@@ -158,8 +164,8 @@ class Eft(_Expander, RuleBuilder):
     def run(self) -> GraphModule:
         """Return the expanded graph."""
         residuals = self.placeholders()
-        for old, lo in residuals:
-            self.env[old] = (self.env[old], lo)
+        for old, lows in residuals:
+            self.env[old] = (self.env[old], *lows)
         before = self._spines()
         for node in self.part.nodes:
             self.origin = node
@@ -249,9 +255,8 @@ class _Wide(_Expander):
             new = self.env[node]
             dtype = new.meta["dtype"]
             if node in residuals:
-                self.env[node] = self.op(
-                    collage.join.default, new, residuals[node], dtype=WIDER[dtype]
-                )
+                join = JOIN[self.rewritten.storage]
+                self.env[node] = self.op(join, new, *residuals[node], dtype=WIDER[dtype])
             elif dtype in LOW_PRECISION:
                 self.env[node] = self.convert(new, WIDER[dtype])
         for node in self.part.nodes:
@@ -274,17 +279,17 @@ class _Wide(_Expander):
         return self.op(node.target, *args, dtype=wide, **kwargs)
 
     def _outputs(self) -> GraphModule:
-        pairs = {
-            new: self.two(
-                collage.split.default, self.env[new], value_of(new).dtype, dtype=value_of(new).dtype
-            )
-            for new in self.new_values()
-        }
+        split = SPLIT[self.rewritten.storage]
+        whole = {}
+        for i, new in zip(self.rewritten.compensated, self.new_values(), strict=True):
+            dtype = value_of(new).dtype
+            dtypes = (dtype, *self.rewritten.residuals(i))
+            whole[new] = self.several(split, self.env[new], dtype, dtypes=dtypes)
         outputs = [
-            pairs[n][0] if n in pairs else self.convert(self.env[n], value_of(n).dtype)
+            whole[n][0] if n in whole else self.convert(self.env[n], value_of(n).dtype)
             for n in self.part.outputs
         ]
-        return self.finish(outputs + [pairs[new][1] for new in self.new_values()])
+        return self.finish(outputs + [lo for n in self.new_values() for lo in whole[n][1:]])
 
 
 def lerp(b: _Expander, start: Node, end: Node, weight: Any, dtype: torch.dtype) -> Node:

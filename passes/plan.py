@@ -18,7 +18,7 @@ from collage_fx.passes.program import (
     StateClass,
     StatePlan,
 )
-from collage_fx.runtime.storage import STORAGES
+from collage_fx.runtime.storage import STORAGES, check_held
 
 Verdict: TypeAlias = tuple[bool, str, str]
 """Whether a state is compensated, the reason, and the text of its recurrence."""
@@ -35,7 +35,7 @@ def plan(program: Program) -> None:
     for group in program.classes:
         for member in group.members:
             verdicts.update(_member(program, group, member))
-        program.rewritten += _by_compensated(group, verdicts)
+        program.rewritten += _by_compensated(group, verdicts, program.settings.storage)
     for carried in program.carried:
         program.plan.append(_entry(carried, verdicts.get(carried.index), program))
 
@@ -108,13 +108,15 @@ def _old(part: Slice, which: int) -> Node:
     return part.inputs[part.states[which][1]]
 
 
-def _by_compensated(group: StateClass, verdicts: dict[int, Verdict]) -> list[Rewritten]:
+def _by_compensated(
+    group: StateClass, verdicts: dict[int, Verdict], storage: str
+) -> list[Rewritten]:
     chosen: dict[tuple[int, ...], Rewritten] = {}
     for member in group.members:
         which = tuple(i for i, (c, _, _) in enumerate(member.states) if verdicts[c.index][0])
         if which:
             chosen.setdefault(
-                which, Rewritten([], which, group.recurrences, group.representative)
+                which, Rewritten([], which, group.recurrences, group.representative, storage)
             ).members.append(member)
     return list(chosen.values())
 
@@ -161,6 +163,8 @@ def _light(carried: Carried, found: Recurrence, has_param: bool) -> tuple[bool, 
 
 def _entry(carried: Carried, verdict: Verdict | None, program: Program) -> StatePlan:
     storage = STORAGES[program.settings.storage]
+    if verdict and verdict[0]:
+        check_held(carried.val.dtype, storage.name, carried.name)
     compensated, reason, text = verdict or (False, carried.refusal or _outside(carried), "")
     low = carried.val.dtype in LOW_PRECISION or carried.val.dtype.is_complex
     return StatePlan(

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from collage_fx.runtime.storage import STORAGES
+
 Level = Literal["light", "plus", "auto", "all"]
 Arithmetic = Literal["eft", "wide"]
 OnUnsupported = Literal["join", "error"]
@@ -150,6 +152,8 @@ class Rewritten:
     recurrences: list[Recurrence]
     model: Slice
     """The slice of which the recurrences speak: the representative of the class."""
+    storage: str = "mcf2"
+    """How the expansions of these states are laid out."""
     expanded: GraphModule | None = None
     """Inputs: those of the slice, then the residuals of the compensated states in order. Outputs:
     those of the slice, then the new residuals in the same order."""
@@ -161,6 +165,15 @@ class Rewritten:
     """The key of the kernel that updates all members at once; see `sweep.py`."""
     apart: str = ""
     """Why each member has a kernel of its own instead."""
+
+    def residuals(self, i: int) -> tuple[torch.dtype, ...]:
+        """Return the dtypes of the residuals of state i."""
+        return STORAGES[self.storage].residuals[self.model.states[i][0].val.dtype]
+
+    @property
+    def residual_count(self) -> int:
+        """How many residuals a member has."""
+        return sum(len(self.residuals(i)) for i in self.compensated)
 
 
 @dataclass
@@ -188,6 +201,9 @@ class Program:
     result: GraphModule | None = None
     """What Inductor compiles: residual placeholders appended, in the order of `residual_inputs`."""
     residual_inputs: list[Carried] = field(default_factory=list)
+    """The states whose residuals they are; each has as many as its storage says."""
+    static_residuals: list[bool] = field(default_factory=list)
+    """For each of these placeholders whether it is always the same tensor."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Time spent in each pass."""
 

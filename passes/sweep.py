@@ -164,7 +164,7 @@ def register_sweep(rewritten: Rewritten, vectors: Sequence[int] = ()) -> str:
     """
     part, residuals, new = (
         rewritten.members[0],
-        len(rewritten.compensated),
+        rewritten.residual_count,
         made(rewritten.members[0]),
     )
     written = [at for _, at, _ in part.states]

@@ -82,7 +82,7 @@ def _lowered(program: Program) -> None:
 
 def _signature(r: Rewritten, module: torch.fx.GraphModule | None) -> None:
     assert module is not None
-    extra = len(r.compensated)
+    extra = r.residual_count
     part = r.model
     inputs = len(module.graph.find_nodes(op="placeholder"))
     _demand(inputs == len(part.inputs) + extra, "a rewritten slice has other inputs")
@@ -100,7 +100,7 @@ def _emitted(program: Program) -> None:
     for node in nodes:
         if node.target is collage.sweep.default:
             written += [a for a in node.args[0] if a.op == "placeholder"]
-    residuals = placeholders[len(placeholders) - len(program.residual_inputs) :]
+    residuals = placeholders[len(placeholders) - len(program.static_residuals) :]
     expected: list[Node] = [placeholders[c.index] for c in program.carried] + residuals
     _demand(sorted(map(str, written)) == sorted(map(str, expected)), "a write was lost or doubled")
 

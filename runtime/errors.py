@@ -20,6 +20,10 @@ class ResidualError(CollageError, ValueError):
     """Residuals given for a tensor that cannot have them."""
 
 
+class StorageError(CollageError, ValueError):
+    """A state of a dtype that the storage which was asked for cannot hold."""
+
+
 class LegalityError(CollageError, RuntimeError):
     """A graph between two passes breaks its specification: a defect of collage_fx."""
 

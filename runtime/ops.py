@@ -4,6 +4,8 @@ All but `round` are composite: run eagerly they are the functions themselves, an
 through them. `round` is opaque to the compiler, which is its purpose.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -45,8 +47,26 @@ _define("sqrt(Tensor hi, Tensor lo) -> (Tensor, Tensor)", arithmetic.sqrt)
 _define("neg(Tensor hi, Tensor lo) -> (Tensor, Tensor)", arithmetic.neg)
 _define("decay(Tensor hi, Tensor lo, Tensor gap) -> Tensor", storage.decay)
 _define("decay.constant(Tensor hi, Tensor lo, float gap) -> Tensor", storage.decay)
-_define("join(Tensor hi, Tensor lo) -> Tensor", storage.join)
-_define("split(Tensor x, ScalarType dtype) -> (Tensor, Tensor)", storage.split)
+
+JOIN: dict[str, Any] = {}
+"""Storage -> the operation (hi, *residuals) -> value; `collage::join` is that of mcf2."""
+SPLIT: dict[str, Any] = {}
+"""Storage -> the operation (value, dtype of hi) -> (hi, *residuals)."""
+
+
+def _define_storage(s: storage.Storage) -> None:
+    overload = "" if s.name == "mcf2" else f".{s.name}"
+    (count,) = {len(r) for r in s.residuals.values()}
+    low = "".join(f", Tensor lo{i or ''}" for i in range(count))
+    _define(f"join{overload}(Tensor hi{low}) -> Tensor", s.join)
+    results = "Tensor" + ", Tensor" * count
+    _define(f"split{overload}(Tensor x, ScalarType dtype) -> ({results})", s.split)
+    JOIN[s.name] = getattr(torch.ops.collage.join, overload[1:] or "default")
+    SPLIT[s.name] = getattr(torch.ops.collage.split, overload[1:] or "default")
+
+
+for _storage in storage.STORAGES.values():
+    _define_storage(_storage)
 
 # round(x, dtype): x, of a wide dtype, rounded to the nearest value of dtype; the result stays wide.
 _LIBRARY.define("round(Tensor x, ScalarType dtype) -> Tensor", tags=(torch.Tag.pointwise,))

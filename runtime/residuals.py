@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
+from collage_fx.runtime.eft import WIDER
 from collage_fx.runtime.errors import CollageWarning, ResidualError
-from collage_fx.runtime.storage import STORAGES
+from collage_fx.runtime.storage import STORAGES, check_held
 
 _CHUNK = 1 << 22
 
@@ -38,6 +40,12 @@ def version(tensor: Tensor) -> int:
         return -1
 
 
+def zeros(tensor: Tensor, storage: str) -> tuple[Tensor, ...]:
+    """Return residuals for tensor without content."""
+    dtypes = STORAGES[storage].residuals[tensor.dtype]
+    return tuple(torch.zeros_like(tensor, dtype=d, requires_grad=False) for d in dtypes)
+
+
 class Residual:
     """The residual components of one tensor, and what the tensor was when they were last valid.
 
@@ -49,10 +57,7 @@ class Residual:
     def __init__(self, tensor: Tensor, storage: str, name: str) -> None:
         self.storage = storage
         self.name = name
-        self.components: tuple[Tensor, ...] = tuple(
-            torch.zeros_like(tensor, requires_grad=False)
-            for _ in range(STORAGES[storage].residuals)
-        )
+        self.components = zeros(tensor, storage)
         self.expected_checksum: int | None = None
         self.settle(tensor)
 
@@ -66,6 +71,20 @@ class Residual:
         self.expected_checksum = None
         for component in self.components:
             component.zero_()
+
+    def fits(self, tensor: Tensor) -> bool:
+        """Tell whether tensor can have these components."""
+        dtypes = STORAGES[self.storage].residuals.get(tensor.dtype, ())
+        return dtypes == tuple(c.dtype for c in self.components) and all(
+            c.shape == tensor.shape and c.device == tensor.device for c in self.components
+        )
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """Return the value of tensor and its components, in float64."""
+        hi = tensor.detach()
+        if any(c.dtype != hi.dtype for c in self.components):
+            return STORAGES[self.storage].join(hi, *self.components).to(torch.float64)
+        return sum((c.to(torch.float64) for c in self.components), start=hi.to(torch.float64))
 
     def belongs(self, tensor: Tensor) -> bool:
         """Tell whether tensor is as it was when the residual was last settled."""
@@ -148,20 +167,43 @@ class ResidualStore:
     ) -> Residual:
         """Return the residual of tensor, made of zeros if there was none of this shape yet.
 
-        `found` is what `get` has returned for it, if that was asked.
+        One of another storage is converted. `found` is what `get` has returned, if that was asked.
         """
         residual = found or self.get(tensor)
-        if residual is None or not _fits(tensor, residual.components):
-            residual = self._residuals[tensor] = Residual(tensor, storage, name)
-            self.generation += 1
+        if residual is None or not residual.fits(tensor):
+            return self.adopt(tensor, None, storage, name)
+        if residual.storage != storage:
+            return self.convert(tensor, storage)
         return residual
 
-    def adopt(self, tensor: Tensor, lo: Tensor | None, storage: str, name: str) -> Residual:
-        """Make lo, or zeros, the residual of tensor, itself and not a copy."""
+    def adopt(
+        self, tensor: Tensor, lows: tuple[Tensor, ...] | None, storage: str, name: str
+    ) -> Residual:
+        """Make lows, or zeros, the residual of tensor, themselves and not copies."""
         residual = self._residuals[tensor] = Residual(tensor, storage, name)
         self.generation += 1
-        if lo is not None:
-            residual.components = (lo,)
+        if lows is not None:
+            residual.components = lows
+        return residual
+
+    def convert(self, tensor: Tensor, storage: str) -> Residual:
+        """Lay out the whole value of tensor, which has a residual, in another storage.
+
+        The high word changes where the storages round it differently.
+        """
+        old = self._residuals[tensor]
+        clear_stale([(tensor, old)])
+        with torch.no_grad(), _disable_current_modes():
+            return self.assign(tensor, old.whole(tensor), storage, old.name)
+
+    def assign(self, tensor: Tensor, value: Tensor, storage: str, name: str) -> Residual:
+        """Write value, of a wider dtype than tensor, into tensor and its residual."""
+        wide = value.to(WIDER[tensor.dtype])
+        hi, *lows = STORAGES[storage].split(wide, tensor.dtype)
+        tensor.data.copy_(hi)  # the supervisor counts writes to tensor itself
+        residual = self.adopt(tensor, None, storage, name)
+        for component, lo in zip(residual.components, lows, strict=True):
+            component.copy_(lo)
         return residual
 
     def load(
@@ -178,7 +220,10 @@ class ResidualStore:
         Raises ResidualError if the storage does not exist or components do not fit it and tensor.
         """
         check_components(tensor, components, storage, name)
-        self.ensure(tensor, storage, name).load(tensor, components, expected)
+        residual = self.get(tensor)
+        if residual is None or residual.storage != storage or not residual.fits(tensor):
+            residual = self.adopt(tensor, None, storage, name)
+        residual.load(tensor, components, expected)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Residual]]:
         return iter(list(self._residuals.items()))
@@ -189,11 +234,16 @@ def _memory(tensor: Tensor) -> tuple[Any, ...]:
     return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _fits(tensor: Tensor, components: Sequence[Tensor]) -> bool:
-    return all(
-        c.shape == tensor.shape and c.dtype == tensor.dtype and c.device == tensor.device
-        for c in components
-    )
+def storage_of(tensor: Tensor, components: Sequence[Tensor], name: str) -> str:
+    """Return the storage that these are residuals in; raises ResidualError if there is none."""
+    found = tuple(c.dtype for c in components)
+    known = {s.residuals.get(tensor.dtype): s.name for s in STORAGES.values()}
+    if found not in known:
+        raise ResidualError(
+            f"{name}, {tensor.dtype}, was given residuals of {list(found)}; a storage for that "
+            f"dtype has one of {[list(dtypes) for dtypes in known if dtypes]}"
+        )
+    return known[found]
 
 
 def check_components(tensor: Tensor, components: Sequence[Tensor], storage: str, name: str) -> None:
@@ -203,15 +253,15 @@ def check_components(tensor: Tensor, components: Sequence[Tensor], storage: str,
         raise ResidualError(
             f"the residual of {name} has storage {storage!r}; known here: {', '.join(STORAGES)}"
         )
-    if tensor.dtype not in known.dtypes:
-        raise ResidualError(f"{name} is {tensor.dtype}, which storage {storage!r} does not hold")
-    if len(components) != known.residuals:
+    check_held(tensor.dtype, storage, name)
+    dtypes = known.residuals[tensor.dtype]
+    if len(components) != len(dtypes):
         raise ResidualError(
             f"{name} was given {len(components)} residual components; "
-            f"storage {storage!r} has {known.residuals}"
+            f"storage {storage!r} has {len(dtypes)}"
         )
-    for component in components:
-        if component.shape != tensor.shape or component.dtype != tensor.dtype:
+    for component, dtype in zip(components, dtypes, strict=True):
+        if component.shape != tensor.shape or component.dtype != dtype:
             raise ResidualError(
                 f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}; its residual is "
                 f"{component.dtype} of shape {tuple(component.shape)}"

@@ -1,5 +1,6 @@
 """Storages: how an expansion is laid out in memory, and the way between it and one wide value."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -8,6 +9,10 @@ from torch import Tensor
 
 from collage_fx.runtime.arithmetic import Expansion, finite_or_zero
 from collage_fx.runtime.eft import WIDER
+from collage_fx.runtime.errors import StorageError
+
+Components = tuple[Tensor, ...]
+"""hi and its residuals."""
 
 
 def join(hi: Tensor, lo: Tensor) -> Tensor:
@@ -38,24 +43,155 @@ def split(x: Tensor, dtype: torch.dtype) -> Expansion:
     return hi, finite_or_zero((x - hi.to(x.dtype)).to(dtype))
 
 
+def join3(hi: Tensor, mid: Tensor, lo: Tensor) -> Tensor:
+    """Return hi + mid + lo in fp32; exact for what `split3` made of an fp32 value."""
+    wide = WIDER[hi.dtype]
+    return hi.to(wide) + (mid.to(wide) + lo.to(wide))
+
+
+def split3(x: Tensor, dtype: torch.dtype) -> Components:
+    """Return (hi, mid, lo) of dtype, each the rounding of what the ones before leave of x.
+
+    In bf16 they hold every fp32 value from 2^-110 on, exactly; below, and in fp16 below one, they
+    are off by at most half the smallest number of dtype (2^-134, 2^-25).
+    """
+    hi = x.to(dtype)
+    rest = finite_or_zero(x - hi.to(x.dtype))
+    mid = rest.to(dtype)
+    return hi, mid, (rest - mid.to(x.dtype)).to(dtype)
+
+
+def join_remainder16(hi: Tensor, lo: Tensor) -> Tensor:
+    """Return the fp32 value of which hi and lo are the upper and the lower half; exact."""
+    return _float(_bits(hi.to(torch.float32)) + lo.to(torch.int32))
+
+
+def split_remainder16(x: Tensor, dtype: torch.dtype) -> Components:
+    """Return (hi, lo): the bf16 nearest to x, ties away from zero, and the int16 that x has beyond.
+
+    Every fp32 value is held exactly, subnormal ones and those that bf16 rounds to infinity too. Of
+    a NaN hi is a NaN. Sign and magnitude count: lo of -x is that of x.
+    """
+    hi, lo = _low_bits(_bits(x), 16)
+    finite = x.abs() < math.inf
+    return torch.where(finite, hi, x).to(dtype), torch.where(finite, lo, 0).to(torch.int16)
+
+
+def join_ulp8(hi: Tensor, lo: Tensor) -> Tensor:
+    """Return hi + lo/256 units in its last place, in the direction of its magnitude; exact."""
+    bits = _bits(hi.to(torch.float32))
+    below = lo.to(torch.int32) << (_PLACES[hi.dtype] - 8)
+    if hi.dtype is not torch.float16:
+        return _float(bits + below)
+    sign, magnitude = bits & _SIGN, _float(bits & ~_SIGN)
+    small = (magnitude < _NORMAL) | ((magnitude == _NORMAL) & (lo < 0))
+    anchor = torch.where(small, _NORMAL, 0.0)
+    return _float(_bits(_float(_bits(magnitude + anchor) + below) - anchor) | sign)
+
+
+def split_ulp8(x: Tensor, dtype: torch.dtype) -> Components:
+    """Return (hi, lo): x rounded to 8 more bits than dtype has, the int8 lo being those.
+
+    That is 16 bits for bf16 and 19 for fp16, to nearest, ties to even; hi is what is nearest to
+    that, ties away from zero. Below the normal numbers of dtype the last place stays where it is.
+    Where hi is not finite, lo is zero.
+    """
+    places = _PLACES[dtype]
+    bits, anchor = _bits(x), torch.zeros((), dtype=x.dtype, device=x.device)
+    sign = bits & _SIGN
+    if dtype is torch.float16:  # subnormals end where the numbers from 2^-14 to 2^-13 end
+        anchor = torch.where(x.abs() < _NORMAL, _NORMAL, 0.0)
+        bits = _bits(x.abs() + anchor)
+    unit = 1 << (places - 8)
+    bits = (bits + (unit // 2 - 1) + ((bits >> (places - 8)) & 1)) & -unit
+    nearest, lo = _low_bits(bits, places)
+    if dtype is torch.float16:
+        nearest = _float(_bits(nearest - anchor) | sign)
+    hi = nearest.to(dtype)
+    finite = (x.abs() < math.inf) & (hi.abs() < math.inf)
+    lo = torch.where(finite, lo >> (places - 8), 0)
+    return torch.where(finite, hi, x.to(dtype)), lo.to(torch.int8)
+
+
+_SIGN = -(1 << 31)
+_NORMAL = 2.0**-14
+"""The smallest normal number of fp16."""
+_PLACES = {torch.bfloat16: 16, torch.float16: 13}
+"""dtype -> how many bits of an fp32 value it does not have."""
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.view(torch.int32)
+
+
+def _float(bits: Tensor) -> Tensor:
+    return bits.view(torch.float32)
+
+
+def _low_bits(bits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the fp32 value with the last count bits of bits rounded off, and them as a number.
+
+    They count from -2^(count-1) on, in the direction of the magnitude: ties away from zero.
+    """
+    half = 1 << (count - 1)
+    low = ((bits & (2 * half - 1)) ^ half) - half
+    return _float(bits - low), low
+
+
 @dataclass(frozen=True)
 class Storage:
     """A layout of an expansion: hi, of the state's own dtype, and its residuals."""
 
     name: str
-    dtypes: frozenset[torch.dtype]
-    """The dtypes of the states that it can hold."""
-    residuals: int
-    """Number of residual tensors, each of the shape, strides and dtype of the state."""
-    join: Callable[[Tensor, Tensor], Tensor]
-    split: Callable[[Tensor, torch.dtype], Expansion]
+    residuals: dict[torch.dtype, tuple[torch.dtype, ...]]
+    """dtype of a state that it can hold -> those of its residuals, of the state's shape each."""
+    precision: dict[torch.dtype, int]
+    """dtype -> the significant bits of the whole, for numbers far from the ends of its range."""
+    join: Callable[..., Tensor]
+    """(hi, *residuals) -> the value in `WIDER[hi.dtype]`."""
+    split: Callable[[Tensor, torch.dtype], Components]
+    """(a value of the wide dtype, dtype of hi) -> (hi, *residuals). In all layouts residuals of
+    zero stand for hi itself."""
 
     def residual_bytes(self, tensor: Tensor) -> int:
         """Return the bytes that the residuals of tensor take."""
-        return self.residuals * tensor.numel() * tensor.element_size()
+        return sum(r.itemsize for r in self.residuals[tensor.dtype]) * tensor.numel()
 
+
+_BF16, _FP16 = torch.bfloat16, torch.float16
 
 STORAGES = {
-    "mcf2": Storage("mcf2", frozenset({torch.bfloat16, torch.float16}), 1, join, split),
+    s.name: s
+    for s in (
+        Storage("mcf2", {_BF16: (_BF16,), _FP16: (_FP16,)}, {_BF16: 17, _FP16: 23}, join, split),
+        Storage(
+            "mcf3",
+            {_BF16: (_BF16,) * 2, _FP16: (_FP16,) * 2},
+            {_BF16: 24, _FP16: 24},
+            join3,
+            split3,
+        ),
+        Storage(
+            "remainder16", {_BF16: (torch.int16,)}, {_BF16: 24}, join_remainder16, split_remainder16
+        ),
+        Storage(
+            "ulp8",
+            {_BF16: (torch.int8,), _FP16: (torch.int8,)},
+            {_BF16: 16, _FP16: 19},
+            join_ulp8,
+            split_ulp8,
+        ),
+    )
 }
-"""name -> storage. `mcf2` is the paper's: hi and lo in one dtype, about 2p + 1 bits."""
+"""name -> storage. `mcf2` is the paper's: hi and lo in one dtype, about 2p + 1 bits. `remainder16`
+is that of Transformer Engine and apex, `ulp8` that of FlashOptim."""
+
+
+def check_held(dtype: torch.dtype, storage: str, name: str) -> None:
+    """Raise StorageError unless a storage can hold the state of this dtype and name."""
+    if dtype not in STORAGES[storage].residuals:
+        others = [repr(s.name) for s in STORAGES.values() if dtype in s.residuals]
+        raise StorageError(
+            f"storage {storage!r} cannot hold {name}, which is {str(dtype).removeprefix('torch.')};"
+            f" {', '.join(others) or 'no storage'} can"
+        )

@@ -57,7 +57,7 @@ class TensorBuilder:
 
     def widened(self, operand: Any) -> Any:
         if isinstance(operand, Whole):
-            return self.op(collage.join.default, *operand.pair, dtype=WIDER[self.dtype])
+            return self.join(operand.pair)
         narrow = isinstance(operand, Value) and operand.meta["dtype"] == self.dtype
         return Value(_raw(operand).to(WIDER[self.dtype])) if narrow else operand
 
@@ -74,13 +74,18 @@ class TensorBuilder:
         assert hi.dtype == lo.dtype == self.dtype, target
         return Value(hi), Value(lo)
 
+    def join(self, x: Pair) -> Value:
+        return self.op(collage.join.default, *x, dtype=WIDER[self.dtype])
+
+    def split(self, term: Value) -> Pair:
+        return self.pair(collage.split.default, term, self.dtype)
+
     def settle(self, x: Expanded) -> Pair:
         if not isinstance(x, Decayed):
             return x
         if x.small:
             return self.pair(collage.grow.default, *x.pair, self.narrowed(x.term))
-        term = self.pair(collage.split.default, x.term, self.dtype)
-        return self.pair(collage.add.default, *x.pair, *term)
+        return self.pair(collage.add.default, *x.pair, *self.split(x.term))
 
     def again(self, node: Any, args: list[Any], dtype: torch.dtype) -> Value:
         return self.op(node.target, *args, dtype=dtype, **node.kwargs)

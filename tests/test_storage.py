@@ -18,7 +18,7 @@ from floats import (
 from torch import Generator, Tensor
 
 from collage_fx.runtime.arithmetic import split_constant
-from collage_fx.runtime.storage import STORAGES, decay, join, split
+from collage_fx.runtime.storage import decay, join, split
 
 COUNT = 10**6
 FORMATS = pytest.mark.parametrize("f", [BF16, FP16], ids=["bf16", "fp16"])
@@ -151,10 +151,3 @@ def test_constants_keep_their_bound(f: Format) -> None:
         assert torch.tensor([hi, lo]).to(f.dtype).tolist() == [hi, lo]
         worst = max(worst, abs(Fraction(hi) + Fraction(lo) - Fraction(c)) / abs(Fraction(c)))
     assert worst <= Fraction(f.u) ** 2, float(worst / Fraction(f.u) ** 2)
-
-
-def test_mcf2_stores_one_residual_of_the_same_bytes() -> None:
-    mcf2 = STORAGES["mcf2"]
-    assert mcf2.residual_bytes(torch.zeros(3, 5, dtype=torch.bfloat16)) == 30
-    assert mcf2.dtypes == {torch.bfloat16, torch.float16}
-    assert (mcf2.join, mcf2.split) == (join, split)

@@ -8,13 +8,15 @@ import torch
 from collage_fx.passes.program import LOW_PRECISION, is_value, value_of
 from collage_fx.passes.rules.registry import Call, Decayed, Expanded, Pair
 from collage_fx.runtime.eft import WIDER
-from collage_fx.runtime.ops import collage
+from collage_fx.runtime.ops import JOIN, SPLIT, collage
 
 
 class RuleBuilder(ABC):
     """A `registry.Builder`, but for how an operation is done and what an operand has become."""
 
     dtype: torch.dtype
+    storage: str = "mcf2"
+    """How expansions are laid out."""
     env: Any
     """Operand -> what it is here: one value or an expansion."""
 
@@ -23,7 +25,7 @@ class RuleBuilder(ABC):
         """Do an operation with one result of this dtype."""
 
     @abstractmethod
-    def two(self, target: Any, *args: Any, dtype: torch.dtype) -> Any:
+    def components(self, target: Any, *args: Any, dtype: torch.dtype) -> Any:
         """Do an operation whose result is an expansion of this dtype."""
 
     @abstractmethod
@@ -45,7 +47,7 @@ class RuleBuilder(ABC):
         pair, dtype = self.settled(operand), value_of(operand).dtype
         if dtype in LOW_PRECISION or not dtype.is_floating_point:
             return self.convert(pair[0], dtype)
-        return self.convert(self._join(pair), dtype)
+        return self.convert(self.join(pair), dtype)
 
     def expansion(self, operand: Any) -> Pair | None:
         """Return the expansion that operand is, in the storage dtype, or None."""
@@ -54,10 +56,15 @@ class RuleBuilder(ABC):
         pair = self.settled(operand)
         if pair[0].meta["dtype"] == self.dtype:
             return pair
-        return self.pair(collage.split.default, self._join(pair), self.dtype)
+        return self.split(self.join(pair))
 
-    def _join(self, pair: Pair) -> Any:
-        return self.op(collage.join.default, *pair, dtype=WIDER[pair[0].meta["dtype"]])
+    def join(self, x: Pair) -> Any:
+        """Return the whole value of an expansion, in the wide dtype."""
+        return self.op(JOIN[self.storage], *x, dtype=WIDER[x[0].meta["dtype"]])
+
+    def split(self, term: Any) -> Pair:
+        """Return a value of the wide dtype as an expansion of the storage dtype."""
+        return self.pair(SPLIT[self.storage], term, self.dtype)
 
     def rounded(self, operand: Any) -> Any:
         """Return a tensor operand in the storage dtype."""
@@ -70,7 +77,7 @@ class RuleBuilder(ABC):
     def widened(self, operand: Any) -> Any:
         """Return a tensor operand in the wide dtype; a number or a scalar as it is."""
         if is_value(operand) and isinstance(self.env[operand], tuple | Decayed):
-            return self._join(self.settled(operand))
+            return self.join(self.settled(operand))
         plain = self.plain(operand)
         if not is_value(plain) or plain.meta["scalar"]:
             return plain
@@ -84,9 +91,10 @@ class RuleBuilder(ABC):
             return x
         dtype = x.pair[0].meta["dtype"]
         if x.small:
-            return self.two(collage.grow.default, *x.pair, self.convert(x.term, dtype), dtype=dtype)
-        term = self.two(collage.split.default, x.term, dtype, dtype=dtype)
-        return self.two(collage.add.default, *x.pair, *term, dtype=dtype)
+            small = self.convert(x.term, dtype)
+            return self.components(collage.grow.default, *x.pair, small, dtype=dtype)
+        term = self.components(SPLIT[self.storage], x.term, dtype, dtype=dtype)
+        return self.components(collage.add.default, *x.pair, *term, dtype=dtype)
 
     def is_number(self, operand: Any) -> bool:
         """Tell whether operand is a Python number."""
@@ -94,7 +102,7 @@ class RuleBuilder(ABC):
 
     def pair(self, target: Any, *args: Any) -> Pair:
         """Append an operation that returns an expansion of the storage dtype."""
-        return self.two(target, *args, dtype=self.dtype)
+        return self.components(target, *args, dtype=self.dtype)
 
     def again(self, node: Call, args: list[Any], dtype: torch.dtype) -> Any:
         """Append the operation of node on other operands."""

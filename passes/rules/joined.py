@@ -5,7 +5,6 @@ from typing import Any
 
 from collage_fx.passes.rules.registry import Builder, Call, Expanded, Pair
 from collage_fx.runtime.eft import WIDER
-from collage_fx.runtime.ops import collage
 
 
 def mapped(function: Callable[[Any], Any], operand: Any) -> Any:
@@ -22,10 +21,10 @@ def apply_wide(b: Builder, node: Call, x: Expanded, at: int) -> Pair:
     the exponents of hi and lo are more than 24 apart, plus u^2/2 for the split.
     """
     wide = WIDER[b.dtype]
-    whole = b.op(collage.join.default, *b.settle(x), dtype=wide)
+    whole = b.join(b.settle(x))
     subject = node.args[at]
     args = [whole if a is subject else mapped(b.widened, a) for a in node.args]
-    return b.pair(collage.split.default, b.again(node, args, wide), b.dtype)
+    return b.split(b.again(node, args, wide))
 
 
 def join_op_split(b: Builder, node: Call, x: Expanded, at: int) -> Expanded:

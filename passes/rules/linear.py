@@ -94,4 +94,4 @@ def _mostly_end(b: Builder, node: Call, x: Pair) -> Pair:
 
 def _plus_wide(b: Builder, x: Pair, term: Term) -> Pair:
     """Return x + term, a term of the wide dtype, which is split."""
-    return b.pair(collage.add.default, *x, *b.pair(collage.split.default, term, b.dtype))
+    return b.pair(collage.add.default, *x, *b.split(term))

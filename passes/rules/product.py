@@ -26,9 +26,7 @@ def times(b: Builder, x: Pair, factor: Any) -> Expanded:
         if both:
             return b.pair(collage.mul.constant, *x, *both)
         # Outside the range of the dtype, as 1e5 and 1e-7 are in fp16.
-        whole = b.op(collage.join.default, *x, dtype=WIDER[b.dtype])
-        product = b.op(aten.mul.Tensor, whole, factor, dtype=WIDER[b.dtype])
-        return b.pair(collage.split.default, product, b.dtype)
+        return b.split(b.op(aten.mul.Tensor, b.join(x), factor, dtype=WIDER[b.dtype]))
     other = b.expansion(factor)
     if other is not None:
         return b.pair(collage.mul.default, *x, *other)
@@ -38,7 +36,7 @@ def times(b: Builder, x: Pair, factor: Any) -> Expanded:
         return decayed(b, x, gap, small=False)
     if plain.meta["dtype"] == b.dtype:
         return b.pair(collage.mul.float, *x, plain)
-    return b.pair(collage.mul.default, *x, *b.pair(collage.split.default, plain, b.dtype))
+    return b.pair(collage.mul.default, *x, *b.split(plain))
 
 
 def _constant(b: Builder, c: float) -> tuple[float, float] | None:

@@ -10,8 +10,8 @@ Term = Any
 """A tensor that a builder knows: a node of the graph it builds, or a real tensor in its place.
 
 Rules may read its `.meta["dtype"]` and `.meta["scalar"]` (0-d), and nothing else of it."""
-Pair = tuple[Term, Term]
-"""An expansion: its hi and lo."""
+Pair = tuple[Term, ...]
+"""An expansion: its hi and lo; more than one lo in some storages, which rules only pass on."""
 
 
 class Call(Protocol):
@@ -68,6 +68,12 @@ class Builder(Protocol):
 
     def narrowed(self, term: Term) -> Term:
         """Return a result of this builder rounded to the storage dtype, once."""
+
+    def join(self, x: Pair) -> Term:
+        """Return the whole value of an expansion, in the wide dtype."""
+
+    def split(self, term: Term) -> Pair:
+        """Return a value of the wide dtype as an expansion of the storage dtype."""
 
     def widened(self, operand: Any) -> Any:
         """Return a 16-bit operand in the wide dtype, an expansion joined, others as they are."""

@@ -6,7 +6,6 @@ import torch
 
 from collage_fx.passes.rules.joined import mapped
 from collage_fx.passes.rules.registry import Builder, Call, Expanded, Pair, rule
-from collage_fx.runtime.ops import collage
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -88,4 +87,4 @@ def as_pair(b: Builder, operand: Any) -> Pair:
     plain = b.plain(operand)
     if plain.meta["dtype"] == b.dtype:
         return plain, b.op(aten.zeros_like.default, plain, dtype=b.dtype)
-    return b.pair(collage.split.default, plain, b.dtype)
+    return b.split(plain)

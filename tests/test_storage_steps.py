@@ -1,0 +1,170 @@
+"""Steps whose states have another storage than mcf2: in graphs, swept, in the eager engine."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from tensors import bf16
+from torch import Tensor
+from torch.optim import Optimizer
+
+import collage_fx
+from collage_fx.errors import CheckpointError, ResidualError, StorageError
+from collage_fx.ownership import PARAM
+from collage_fx.runtime.residuals import STORE
+
+MEMBERS = {"each": 2, "swept": 9, "eager": 2}
+WAYS = pytest.mark.parametrize("way", MEMBERS)
+BITS = ("mcf2", "mcf3", "remainder16", "ulp8")
+LR = 1e-5
+"""At which bf16 loses everything, ulp8 much, mcf2 little and 24 bits nothing."""
+
+
+def start(count: int, dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(7, 5, generator=generator).bfloat16() for _ in range(count)]
+    return [v.to(dtype).requires_grad_() for v in values]
+
+
+def steps(optimizer: Optimizer, step: Any, first: int = 0, last: int = 20) -> None:
+    """Steps on a fixed stream of gradients."""
+    for k in range(first, last):
+        generator = torch.Generator().manual_seed(100 + k)
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = torch.randn(p.shape, generator=generator).bfloat16().to(p.dtype)
+        step()
+
+
+def compiled(optimizer: Optimizer, way: str, **options: Any) -> Any:
+    step = collage_fx.compile(optimizer, **options)
+    if way != "eager":
+        return step
+
+    def run() -> Any:
+        with torch.compiler.set_stance("force_eager"):
+            return step()
+
+    return run
+
+
+def trained(way: str, dtype: torch.dtype = torch.bfloat16, **options: Any) -> list[Tensor]:
+    params = start(MEMBERS[way], dtype)
+    optimizer = torch.optim.AdamW(params, lr=LR, foreach=way != "eager", weight_decay=0.0)
+    steps(optimizer, compiled(optimizer, way, **options) if options else optimizer.step)
+    return [collage_fx.value(p).detach() for p in params]
+
+
+def lost(found: list[Tensor], exact: list[Tensor]) -> float:
+    """Return the error relative to the way that the parameters went."""
+    begin = [p.detach() for p in start(len(exact), torch.float64)]
+    off = torch.cat([(f - e).flatten() for f, e in zip(found, exact, strict=True)])
+    way = torch.cat([(e - b).flatten() for e, b in zip(exact, begin, strict=True)])
+    return float(off.norm() / way.norm())
+
+
+@WAYS
+def test_precision_of_a_step_is_that_of_its_storage(way: str) -> None:
+    exact, fp32 = trained(way, torch.float64), trained(way, torch.float32)
+    found = {s: lost(trained(way, storage=s, level="all"), exact) for s in BITS}
+    assert found["remainder16"] < 1.05 * lost(fp32, exact)
+    assert found["mcf3"] == found["remainder16"]
+    assert found["remainder16"] < 0.7 * found["mcf2"] < 0.7 * 0.05 * found["ulp8"]
+    assert found["ulp8"] < 0.8 * lost(trained(way), exact)  # plain bf16, the control
+
+
+def test_remainder16_is_fp32_bit_for_bit_in_the_eager_engine() -> None:
+    fp32 = trained("eager", torch.float32)
+    found = trained("eager", storage="remainder16", level="all")
+    assert all(torch.equal(f, e) for f, e in zip(found, fp32, strict=True))
+    other = trained("eager", storage="mcf2", level="all")
+    assert not any(torch.equal(f, e) for f, e in zip(other, fp32, strict=True))
+
+
+def test_a_state_keeps_its_storage_between_graphs_and_the_eager_engine() -> None:
+    """Every other step in the eager engine; the residual goes from one to the other."""
+    exact = trained("each", torch.float64)
+    params = start(2, torch.bfloat16)
+    optimizer = torch.optim.AdamW(params, lr=LR, weight_decay=0.0)
+    step = collage_fx.compile(optimizer, storage="remainder16", level="all")
+    for k in range(20):
+        with torch.compiler.set_stance("force_eager" if k % 2 else "default"):
+            steps(optimizer, step, k, k + 1)
+    assert lost([collage_fx.value(p).detach() for p in params], exact) < 0.02
+    served = collage_fx.report(step).states
+    assert all(s.graph == s.eager == 10 for s in served if "exp_avg" not in s.name)
+    assert all(r.dtype == torch.int16 for p in params for r in collage_fx.residuals(p))
+
+
+@pytest.mark.parametrize("storage", ["mcf3", "remainder16", "ulp8"])
+def test_resumed_run_is_bit_equal(storage: str) -> None:
+    def run(params: list[Tensor], first: int, last: int, saved: Any = None) -> Optimizer:
+        optimizer = torch.optim.AdamW(params, lr=LR)
+        if saved is not None:
+            optimizer.load_state_dict(saved)
+        steps(optimizer, collage_fx.compile(optimizer, storage=storage), first, last)
+        return optimizer
+
+    params = start(2, torch.bfloat16)
+    saved = copy.deepcopy(run(params, 0, 4).state_dict())
+    there = [p.detach().clone().requires_grad_() for p in params]
+    run(there, 4, 8, saved)
+    whole = start(2, torch.bfloat16)
+    run(whole, 0, 8)
+    for a, b in zip(there, whole, strict=True):
+        assert torch.equal(collage_fx.value(a), collage_fx.value(b))
+        pairs = zip(collage_fx.residuals(a), collage_fx.residuals(b), strict=True)
+        assert all(torch.equal(x, y) for x, y in pairs)
+
+
+def test_a_checkpoint_of_another_storage_is_converted() -> None:
+    params = start(2, torch.bfloat16)
+    optimizer = torch.optim.SGD(params, lr=1e-4)
+    steps(optimizer, collage_fx.compile(optimizer, storage="remainder16"), 0, 5)
+    values = [collage_fx.value(p) for p in params]
+    saved = copy.deepcopy(optimizer.state_dict())
+    again = [p.detach().clone().requires_grad_() for p in params]
+    optimizer = torch.optim.SGD(again, lr=0.0)
+    optimizer.load_state_dict(saved)
+    optimizer.param_groups[0]["lr"] = 0.0
+    steps(optimizer, collage_fx.compile(optimizer, storage="mcf2"), 5, 6)
+    for p, exact in zip(again, values, strict=True):
+        (lo,) = collage_fx.residuals(p)
+        assert lo.dtype == torch.bfloat16
+        assert ((collage_fx.value(p) - exact).abs() <= 2.0**-17 * exact.abs()).all()
+        assert not torch.equal(p.double(), exact)  # as if the residual had been dropped
+
+
+def test_a_checkpoint_with_words_of_another_dtype_is_refused() -> None:
+    """int16 words that a tool has cast, as optimizers cast their states."""
+    params = start(1, torch.bfloat16)
+    optimizer = torch.optim.SGD(params, lr=1e-4)
+    steps(optimizer, collage_fx.compile(optimizer, storage="remainder16"), 0, 2)
+    saved = copy.deepcopy(optimizer.state_dict())
+    entry = saved["param_groups"][0]["collage_fx"]["residuals"][0][PARAM]
+    entry["components"] = [c.bfloat16() for c in entry["components"]]
+    with pytest.raises(CheckpointError, match="residual is torch.bfloat16"):
+        torch.optim.SGD(start(1, torch.bfloat16), lr=1e-4).load_state_dict(saved)
+
+
+def test_residuals_that_were_saved_apart_come_back_in_their_storage() -> None:
+    p = bf16(16)
+    optimizer = torch.optim.SGD([p], lr=1e-4)
+    steps(optimizer, collage_fx.compile(optimizer, storage="ulp8"), 0, 3)
+    other = p.detach().clone()
+    collage_fx.load_residuals(other, collage_fx.residuals(p))
+    assert torch.equal(collage_fx.value(other), collage_fx.value(p))
+    with pytest.raises(ResidualError, match="int32"):
+        collage_fx.load_residuals(other, [torch.zeros(16, dtype=torch.int32)])
+
+
+@WAYS
+def test_a_state_that_the_storage_cannot_hold_is_refused_before_anything_changes(way: str) -> None:
+    params = start(MEMBERS[way], torch.float16)
+    before = [p.detach().clone() for p in params]
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    with pytest.raises(StorageError, match=r"remainder16.*float16; 'mcf2'"):
+        steps(optimizer, compiled(optimizer, way, storage="remainder16"), 0, 1)
+    assert all(torch.equal(a, b) for a, b in zip(params, before, strict=True))
+    assert all(STORE.get(p) is None for p in params)

@@ -1,0 +1,166 @@
+"""Every storage: which values it holds, and that its words come back; exhaustive where finite."""
+
+import pytest
+import torch
+from floats import BF16, FP16, FP32, Format
+from torch import Tensor
+
+from collage_fx.errors import StorageError
+from collage_fx.runtime.storage import (
+    STORAGES,
+    Storage,
+    check_held,
+    join_remainder16,
+    split_remainder16,
+)
+
+FORMATS = {torch.bfloat16: BF16, torch.float16: FP16}
+EVERY = [(s, d) for s in STORAGES.values() for d in s.residuals]
+BYTES = {"mcf2": 2, "mcf3": 4, "remainder16": 2, "ulp8": 1}
+COUNT = 10**6
+PER_CHUNK = 1 << 24
+
+every = pytest.mark.parametrize(
+    "storage, dtype", EVERY, ids=[f"{s.name}-{str(d)[6:]}" for s, d in EVERY]
+)
+
+
+def words(dtype: torch.dtype, integer: torch.dtype) -> Tensor:
+    """Every bit pattern of a dtype of the size of integer, in order."""
+    info = torch.iinfo(integer)
+    return torch.arange(info.min, info.max + 1, dtype=torch.int32).to(integer).view(dtype)
+
+
+def bits(x: Tensor) -> Tensor:
+    """fp32 as integers, in which every NaN is one."""
+    return torch.where(x.isnan(), torch.nan, x).view(torch.int32)
+
+
+def equal(a: Tensor, b: Tensor) -> bool:
+    """Equality of values: NaN equals itself, and zero a negative zero."""
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def random_bits(count: int) -> Tensor:
+    return FP32.random(count, torch.Generator().manual_seed(0))
+
+
+def inside(x: Tensor, f: Format) -> Tensor:
+    """Where x is far from both ends of the range of a 16-bit format."""
+    lowest = 2.0**-8 if f is FP16 else 2.0**-100
+    return (x.abs() >= lowest) & (x.abs() <= f.largest)
+
+
+@every
+def test_words_are_of_the_dtypes_and_bytes_that_it_says(
+    storage: Storage, dtype: torch.dtype
+) -> None:
+    hi, *lows = storage.split(random_bits(15), dtype)
+    assert hi.dtype == dtype
+    assert tuple(lo.dtype for lo in lows) == storage.residuals[dtype]
+    assert storage.residual_bytes(hi) == 15 * BYTES[storage.name]
+
+
+@every
+def test_a_residual_of_zero_stands_for_the_high_word(storage: Storage, dtype: torch.dtype) -> None:
+    hi = words(dtype, torch.int16)
+    lows = (torch.zeros_like(hi, dtype=d) for d in storage.residuals[dtype])
+    assert equal(storage.join(hi, *lows), hi.float())
+
+
+@every
+def test_precision_is_what_it_says(storage: Storage, dtype: torch.dtype) -> None:
+    x = random_bits(8 * COUNT)
+    x = x[inside(x, FORMATS[dtype])]
+    error = (storage.join(*storage.split(x, dtype)).double() - x.double()).abs() / x.double().abs()
+    u = 2.0 ** -storage.precision[dtype]
+    if storage.name in ("mcf2", "mcf3") and dtype == torch.float16:
+        error = error[x.abs() >= 1]  # below, the last word is not a normal number any more
+    if storage.precision[dtype] == 24:
+        assert error.max() == 0
+    else:
+        assert 0.7 * u < error.max() <= u, float(error.max()) / u
+
+
+@every
+def test_what_was_split_comes_back(storage: Storage, dtype: torch.dtype) -> None:
+    """Split, joined and split again it is the same: nothing drifts while a state stands still."""
+    first = storage.split(random_bits(COUNT), dtype)
+    again = storage.split(storage.join(*first), dtype)
+    assert equal(storage.join(*again), storage.join(*first))
+
+
+@every
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_what_is_not_finite_has_no_residual(
+    storage: Storage, dtype: torch.dtype, value: float
+) -> None:
+    hi, *lows = storage.split(torch.tensor([value]), dtype)
+    assert torch.equal(bits(hi.float()), bits(torch.tensor([value])))
+    assert not any(lo.any() for lo in lows)
+
+
+def test_the_largest_numbers() -> None:
+    """fp32 beyond the largest bf16 is kept by remainder16 alone; the others overflow, cleanly."""
+    x = torch.tensor([3.4e38, -3.4e38])
+    for storage, dtype in EVERY:
+        whole = storage.join(*storage.split(x, dtype))
+        expected = x if storage.name == "remainder16" else x.sign() * torch.inf
+        assert torch.equal(whole, expected), storage.name
+    hi, lo = STORAGES["ulp8"].split(torch.tensor([65519.0, 65520.0]), torch.float16)
+    assert hi.tolist() == [65504.0, torch.inf] and lo[1] == 0
+
+
+def come_back(storage: Storage, hi: Tensor, low: int) -> None:
+    """Assert that join and split of these high words with one low word give the same words.
+
+    A zero has no number on the other side of it: there split never makes a negative low word.
+    """
+    (dtype,) = storage.residuals[hi.dtype]
+    lo = torch.full_like(hi, low, dtype=dtype)
+    ours = hi.isfinite() & ((hi != 0) | (lo >= 0))
+    found = storage.split(storage.join(hi, lo), hi.dtype)
+    integers = torch.int16
+    assert torch.equal(found[0].view(integers)[ours], hi.view(integers)[ours]), low
+    assert torch.equal(found[1][ours], lo[ours]), low
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_word_of_ulp8_comes_back(dtype: torch.dtype) -> None:
+    for low in range(-128, 128):
+        come_back(STORAGES["ulp8"], words(dtype, torch.int16), low)
+
+
+@pytest.mark.parametrize("stride", [997, pytest.param(1, marks=pytest.mark.slow)])
+def test_every_word_of_remainder16_comes_back(stride: int) -> None:
+    for low in [*range(-(1 << 15), 1 << 15, stride), -1, 0, 1, (1 << 15) - 1]:
+        come_back(STORAGES["remainder16"], words(torch.bfloat16, torch.int16), low)
+
+
+@pytest.mark.parametrize(
+    "chunks", [[0, 63, 127, 128, 255], pytest.param(range(256), marks=pytest.mark.slow)]
+)
+def test_remainder16_holds_every_fp32_value(chunks: list[int]) -> None:
+    for chunk in chunks:
+        start = (chunk << 24) - (1 << 31)
+        x = torch.arange(start, start + PER_CHUNK, dtype=torch.int64).to(torch.int32)
+        x = x.view(torch.float32)
+        hi, lo = split_remainder16(x, torch.bfloat16)
+        assert torch.equal(bits(join_remainder16(hi, lo)), bits(x)), chunk
+
+
+def test_remainder16_does_not_hold_ties_that_go_to_even() -> None:
+    """The negative control, and why its high words are not PyTorch's own roundings."""
+    tie = torch.tensor([0x3F818000], dtype=torch.int32).view(torch.float32)
+    even = tie.to(torch.bfloat16)
+    rest = tie.view(torch.int32) - even.float().view(torch.int32)
+    assert rest.item() == -(1 << 15) and split_remainder16(tie, torch.bfloat16)[0] == even
+    tie = torch.tensor([0x3F808000], dtype=torch.int32).view(torch.float32)
+    rest = tie.view(torch.int32) - tie.to(torch.bfloat16).float().view(torch.int32)
+    assert rest.item() == 1 << 15  # one more than an int16 holds
+    assert split_remainder16(tie, torch.bfloat16)[0] > tie.to(torch.bfloat16)
+
+
+def test_a_dtype_that_it_cannot_hold_is_refused_with_those_that_can() -> None:
+    with pytest.raises(StorageError, match=r"remainder16.*w, which is float16; 'mcf2'.*'ulp8' can"):
+        check_held(torch.float16, "remainder16", "w")
