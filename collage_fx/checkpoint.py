@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from collage_fx.ownership import PARAM, owned_tensors, tensors_in
+from collage_fx.ownership import PARAM, Owned, owned_tensors, tensors_in
 from collage_fx.runtime.errors import CheckpointError, CollageWarning, ResidualError
 from collage_fx.runtime.residuals import STORE, check_components, checksum, clear_stale
 
@@ -109,6 +109,16 @@ def _load(optimizer: Optimizer) -> None:
     )
 
 
+def _restore(owned: Owned, entry: dict[str, Any]) -> None:
+    components, storage = entry["components"], entry["storage"]
+    try:
+        STORE.load(
+            owned.tensor, components, storage=storage, name=owned.name, expected=entry["checksum"]
+        )
+    except ResidualError as error:
+        raise CheckpointError(f"the checkpoint does not fit this optimizer: {error}") from error
+
+
 def _adopt(optimizer: Optimizer) -> None:
     entries = {
         (index, key): entry
@@ -120,13 +130,7 @@ def _adopt(optimizer: Optimizer) -> None:
         entry = entries.get((owned.param, owned.key))
         residual = STORE.get(owned.tensor)
         if entry is not None:
-            STORE.load(
-                owned.tensor,
-                entry["components"],
-                storage=entry["storage"],
-                name=owned.name,
-                expected=entry["checksum"],
-            )
+            _restore(owned, entry)
         elif residual is not None:
             residual.clear()
             residual.settle(owned.tensor)

@@ -136,7 +136,8 @@ def test_a_checkpoint_of_another_storage_is_converted() -> None:
         assert not torch.equal(p.double(), exact)  # as if the residual had been dropped
 
 
-def test_a_checkpoint_with_words_of_another_dtype_is_refused() -> None:
+@pytest.mark.parametrize("first", ["load", "compile"])
+def test_a_checkpoint_with_words_of_another_dtype_is_refused(first: str) -> None:
     """int16 words that a tool has cast, as optimizers cast their states."""
     params = start(1, torch.bfloat16)
     optimizer = torch.optim.SGD(params, lr=1e-4)
@@ -144,8 +145,12 @@ def test_a_checkpoint_with_words_of_another_dtype_is_refused() -> None:
     saved = copy.deepcopy(optimizer.state_dict())
     entry = saved["param_groups"][0]["collage_fx"]["residuals"][0][PARAM]
     entry["components"] = [c.bfloat16() for c in entry["components"]]
-    with pytest.raises(CheckpointError, match="residual is torch.bfloat16"):
-        torch.optim.SGD(start(1, torch.bfloat16), lr=1e-4).load_state_dict(saved)
+    optimizer = torch.optim.SGD(start(1, torch.bfloat16), lr=1e-4)
+    if first == "compile":
+        collage_fx.compile(optimizer, storage="remainder16")
+    with pytest.raises(CheckpointError, match=r"residual is torch\.bfloat16"):
+        optimizer.load_state_dict(saved)
+        collage_fx.compile(optimizer, storage="remainder16")
 
 
 def test_residuals_that_were_saved_apart_come_back_in_their_storage() -> None:
