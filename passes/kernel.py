@@ -149,6 +149,9 @@ class _Printer(DefaultHandler):
     def pow(self, x: str, y: str) -> str:
         return self._line(f"libdevice.pow({x}, {y})")
 
+    def to_dtype_bitcast(self, x: str, dtype: torch.dtype, src_dtype: torch.dtype) -> str:
+        return self._line(f"{x}.to({triton_type(dtype)}, bitcast=True)")
+
     def to_dtype(
         self,
         x: str,

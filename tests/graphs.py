@@ -64,14 +64,19 @@ class Captured:
     dynamo: GraphModule
     functional: GraphModule
 
-    def program(self, level: Level = "auto", arithmetic: Arithmetic = "eft") -> Program:
+    def program(
+        self, level: Level = "auto", arithmetic: Arithmetic = "eft", storage: str = "mcf2"
+    ) -> Program:
         """Run all passes."""
-        return run_passes(Program(self.functional, Settings(level, arithmetic), self._describe))
+        settings = Settings(level, arithmetic, storage)
+        return run_passes(Program(self.functional, settings, self._describe))
 
     @functools.cache  # noqa: B019  captures live as long as the tests
-    def rewritten(self, level: Level = "auto", arithmetic: Arithmetic = "eft") -> Rewritten:
+    def rewritten(
+        self, level: Level = "auto", arithmetic: Arithmetic = "eft", storage: str = "mcf2"
+    ) -> Rewritten:
         """Return the only rewritten class of a program that tests share and leave as it is."""
-        (only,) = self.program(level, arithmetic).rewritten
+        (only,) = self.program(level, arithmetic, storage).rewritten
         return only
 
     def plan(self, level: Level = "auto") -> dict[str, StatePlan]:

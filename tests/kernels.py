@@ -29,7 +29,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import interpreter
 
-from collage_fx.passes.program import Level, Rewritten, graph_of
+from collage_fx.passes.program import Level, Rewritten, Settings, graph_of
 from collage_fx.passes.sweep import SWEEPS, Sweep, register_sweep
 from collage_fx.runtime.launch import BLOCK, CHUNK, WARPS
 
@@ -66,11 +66,19 @@ class Case(NamedTuple):
     level: Level
     traffic: int
     """Bytes read and written for each element."""
+    storage: str = "mcf2"
+
+    @property
+    def settings(self) -> Settings:
+        return Settings(self.level, storage=self.storage)
 
 
 CASES = {
     "adamw-light": Case(optim.AdamW, {}, "light", 18),
     "adamw-plus": Case(optim.AdamW, {}, "plus", 22),
+    "adamw-remainder16": Case(optim.AdamW, {}, "plus", 22, "remainder16"),
+    "adamw-mcf3": Case(optim.AdamW, {}, "plus", 30, "mcf3"),
+    "adamw-ulp8": Case(optim.AdamW, {}, "plus", 18, "ulp8"),
     "sgd-light": Case(optim.SGD, {"momentum": 0.9, "weight_decay": 0.01}, "light", 14),
     "trust-light": Case(Trust, {}, "light", 14),
 }
@@ -85,7 +93,7 @@ def captured(case: Case, shapes: Sequence[tuple[int, ...]] = SHAPES) -> Captured
 
 def rewritten(case: Case) -> Rewritten:
     """Return the class that all parameters of a case are in."""
-    return captured(case).rewritten(case.level)
+    return captured(case).rewritten(case.level, storage=case.storage)
 
 
 def sweep_of(rewritten: Rewritten) -> Sweep:
@@ -116,6 +124,12 @@ def instructions(ptx: str) -> Counter[str]:
 def matching(counts: Counter[str], pattern: str) -> int:
     """Return how many instructions match a pattern as a whole."""
     return sum(n for name, n in counts.items() if re.fullmatch(pattern, name))
+
+
+def moved(ptx: Counter[str]) -> int:
+    """Return the bytes that a thread reads and writes, 16 at a time or the eight int8 it has."""
+    eights = matching(ptx, r"(ld|st)\.global\.v2\.b32")
+    return 16 * matching(ptx, r"(ld|st)\.global\.v4\.b32") + 8 * eights
 
 
 def rounded(ptx: Counter[str]) -> int:
@@ -164,9 +178,15 @@ def _repaired(x: Any, source: Any, target: Any, mode: Any) -> Any:
 
 
 def _power(x: Any, y: Any) -> Any:
-    """What eager PyTorch has as a power, for what Triton takes from the device's library."""
-    numbers = (torch.from_numpy(np.atleast_1d(t.handle.data)) for t in (x, y))
-    data = torch.pow(*numbers).numpy().reshape(y.handle.data.shape)
+    """What eager PyTorch has as a power, for what Triton takes from the device's library.
+
+    Of each number by itself, as of a step count: of many at once it is another ulp.
+    """
+    numbers = np.broadcast_arrays(x.handle.data, y.handle.data)
+    powers = [
+        torch.pow(*map(torch.tensor, both)) for both in zip(*map(np.ravel, numbers), strict=True)
+    ]
+    data = torch.stack(powers).numpy().reshape(y.handle.data.shape)
     return tl.core.tensor(interpreter.TensorHandle(data, y.dtype.scalar), y.type)
 
 
