@@ -182,10 +182,8 @@ def _power(x: Any, y: Any) -> Any:
 
     Of each number by itself, as of a step count: of many at once it is another ulp.
     """
-    numbers = np.broadcast_arrays(x.handle.data, y.handle.data)
-    powers = [
-        torch.pow(*map(torch.tensor, both)) for both in zip(*map(np.ravel, numbers), strict=True)
-    ]
+    numbers = map(np.ravel, np.broadcast_arrays(x.handle.data, y.handle.data))
+    powers = [torch.pow(*map(torch.tensor, both)) for both in zip(*numbers, strict=True)]
     data = torch.stack(powers).numpy().reshape(y.handle.data.shape)
     return tl.core.tensor(interpreter.TensorHandle(data, y.dtype.scalar), y.type)
 
