@@ -9,6 +9,7 @@ from collage_fx.api import compile, load_residuals, report, residuals, value
 from collage_fx.config import CollageConfig
 from collage_fx.errors import CollageError, CollageWarning
 from collage_fx.explain import Explanation, explain
+from collage_fx.master import convert_residuals, load_master_weights, master_state_dict
 
 __all__ = [
     "CollageConfig",
@@ -16,8 +17,11 @@ __all__ = [
     "CollageWarning",
     "Explanation",
     "compile",
+    "convert_residuals",
     "explain",
+    "load_master_weights",
     "load_residuals",
+    "master_state_dict",
     "report",
     "residuals",
     "value",

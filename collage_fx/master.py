@@ -1,0 +1,169 @@
+"""Full-precision weights in and out, and residuals from one storage into another."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from collage_fx import checkpoint
+from collage_fx.ownership import owned_tensors
+from collage_fx.passes.program import LOW_PRECISION
+from collage_fx.runtime.errors import CheckpointError, OptionError
+from collage_fx.runtime.residuals import STORE, Residual, clear_stale
+from collage_fx.runtime.storage import STORAGES, check_held
+
+
+def load_master_weights(
+    model_or_optimizer: nn.Module | Optimizer,
+    weights: Mapping[str, Tensor] | list[Tensor],
+    *,
+    storage: str | None = None,
+) -> None:
+    """Load weights of higher precision: the 16-bit parameters get them as high word and residual.
+
+    Everything else that `weights` names is copied, as by `load_state_dict`. Nothing is changed
+    unless all of it fits.
+
+    Args:
+        model_or_optimizer: a module, or an optimizer.
+        weights: fp32 or fp64 values of the same shapes: for a module a state dict with all of its
+            entries; for an optimizer a list in the order of its parameters, or a mapping by name if
+            it was made from `model.named_parameters()`.
+        storage: how to keep what the high words do not hold. By default that of the residual that
+            a parameter has, else the one that keeps most; a step converts it to its own.
+
+    Raises:
+        CheckpointError: a name or shape that does not fit.
+        StorageError: a parameter of a dtype that the storage cannot hold.
+        OptionError: a storage that does not exist.
+    """
+    if storage is not None:
+        _check_storage(storage)
+    targets = _tensors(model_or_optimizer)
+    if not isinstance(weights, Mapping):
+        weights = _in_order(targets, model_or_optimizer, weights)
+    _check(targets, weights)
+    plan = {n: storage or _storage_for(t) for n, t in targets.items() if t.dtype in LOW_PRECISION}
+    for name, chosen in plan.items():
+        check_held(targets[name].dtype, chosen, name)
+    with torch.no_grad():
+        for name, tensor in targets.items():
+            if name in plan:
+                value = weights[name].detach().to(tensor.device)
+                STORE.assign(tensor, value, plan[name], name)
+            else:
+                tensor.copy_(weights[name])
+
+
+def master_state_dict(
+    model: nn.Module, optimizer: Optimizer | None = None, *, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
+    """Return the model's state dict with each 16-bit parameter as its whole value.
+
+    Args:
+        model: the module.
+        optimizer: its optimizer; needed if residuals that it has loaded are not in use yet.
+        dtype: of the values that the parameters get, torch.float32 or torch.float64. Other entries
+            keep theirs.
+
+    Returns:
+        Copies, by the names of `model.state_dict()`.
+
+    Raises:
+        OptionError: another dtype.
+    """
+    if dtype not in (torch.float32, torch.float64):
+        raise OptionError(f"dtype={dtype} is not torch.float32 or torch.float64")
+    if optimizer is not None:
+        checkpoint.attach(optimizer)
+    result = {}
+    for name, tensor in _tensors(model).items():
+        residual = _residual(tensor)
+        low = tensor.dtype in LOW_PRECISION and isinstance(tensor, nn.Parameter)
+        whole = tensor.detach() if residual is None else residual.whole(tensor)
+        result[name] = whole.to(dtype if low else tensor.dtype, copy=True)
+    return result
+
+
+def convert_residuals(optimizer: Optimizer, storage: str) -> None:
+    """Lay out the parameters and states of an optimizer that have residuals in another storage.
+
+    Values are kept, to the precision of the new storage. A step that was compiled with another one
+    converts them back: compile it anew.
+
+    Raises:
+        StorageError: a state of a dtype that the storage cannot hold; nothing is changed.
+        OptionError: a storage that does not exist.
+    """
+    _check_storage(storage)
+    checkpoint.attach(optimizer)
+    held = [o for o in owned_tensors(optimizer) if STORE.get(o.tensor) is not None]
+    for owned in held:
+        check_held(owned.tensor.dtype, storage, owned.name)
+    for owned in held:
+        STORE.convert(owned.tensor, storage)
+
+
+def _check_storage(storage: str) -> None:
+    if storage not in STORAGES:
+        raise OptionError(f"storage={storage!r} is not one of {', '.join(map(repr, STORAGES))}")
+
+
+def _residual(tensor: Tensor) -> Residual | None:
+    """Return the residual of tensor, cleared with a warning if it is another value's."""
+    residual = STORE.get(tensor)
+    if residual is not None:
+        clear_stale([(tensor, residual)])
+    return residual
+
+
+def _storage_for(tensor: Tensor) -> str:
+    """Return the storage that a tensor has, or the smallest of those that keep most of it."""
+    residual = STORE.get(tensor)
+    if residual is not None:
+        return residual.storage
+    fitting = [s for s in STORAGES.values() if tensor.dtype in s.residuals]
+    best = max(fitting, key=lambda s: (s.precision[tensor.dtype], -s.residual_bytes(tensor)))
+    return best.name
+
+
+def _tensors(model_or_optimizer: nn.Module | Optimizer) -> dict[str, Tensor]:
+    if isinstance(model_or_optimizer, nn.Module):
+        return {
+            name: tensor
+            for name, tensor in model_or_optimizer.state_dict(keep_vars=True).items()
+            if isinstance(tensor, Tensor)
+        }
+    names: dict[str, Tensor] = {}
+    for group in model_or_optimizer.param_groups:
+        for k, p in enumerate(group["params"]):
+            given = group.get("param_names")
+            names[given[k] if given else f"parameter {len(names)}"] = p
+    return names
+
+
+def _in_order(
+    targets: dict[str, Tensor], owner: nn.Module | Optimizer, weights: list[Tensor]
+) -> Mapping[str, Tensor]:
+    if isinstance(owner, nn.Module):
+        raise CheckpointError("weights for a module come by name, as its state_dict() has them")
+    if len(weights) != len(targets):
+        raise CheckpointError(f"{len(weights)} weights for {len(targets)} parameters")
+    return dict(zip(targets, weights, strict=True))
+
+
+def _check(targets: dict[str, Tensor], weights: Mapping[str, Any]) -> None:
+    missing, unknown = targets.keys() - weights.keys(), weights.keys() - targets.keys()
+    if missing or unknown:
+        raise CheckpointError(
+            f"the weights do not fit: missing {sorted(missing) or 'none'}, "
+            f"unknown {sorted(unknown) or 'none'}"
+        )
+    for name, tensor in targets.items():
+        if not isinstance(weights[name], Tensor) or weights[name].shape != tensor.shape:
+            shape = tuple(getattr(weights[name], "shape", ())) or type(weights[name]).__name__
+            raise CheckpointError(
+                f"the weights do not fit: {name} is {tuple(tensor.shape)}, given {shape}"
+            )

@@ -1,0 +1,148 @@
+"""Full-precision weights in and out, and residuals from one storage into another."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import collage_fx
+from collage_fx.errors import CheckpointError, CollageWarning, OptionError, StorageError
+from collage_fx.runtime.residuals import STORE
+
+
+def model(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Linear(9, 2)).to(dtype)
+
+
+def masters() -> dict[str, Tensor]:
+    """Weights that bf16 rounds."""
+    return model(torch.float32).state_dict()
+
+
+def values(module: nn.Module) -> dict[str, Tensor]:
+    return {n: collage_fx.value(p).detach() for n, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_fp32_weights_come_back_bit_for_bit(dtype: torch.dtype) -> None:
+    there = model(torch.bfloat16)
+    exact = {n: w.to(dtype) if w.is_floating_point() else w for n, w in masters().items()}
+    rounded = {n: w.bfloat16() for n, w in exact.items()}
+    collage_fx.load_master_weights(there, exact)
+    back = collage_fx.master_state_dict(there, dtype=dtype)
+    assert back.keys() == exact.keys()
+    for name, p in there.named_parameters():
+        assert torch.equal(back[name], exact[name]) and back[name].dtype == dtype
+        assert not back[name].requires_grad and back[name].data_ptr() != p.data_ptr()
+        assert (p - rounded[name]).abs().max() <= p.abs().max() * 2**-8
+    assert not torch.equal(back["0.weight"], rounded["0.weight"].to(dtype))  # the control
+    assert back["1.num_batches_tracked"].dtype == torch.int64
+
+
+@pytest.mark.parametrize("storage", ["mcf2", "remainder16"])
+def test_a_step_goes_on_from_the_weights_that_were_loaded(storage: str) -> None:
+    there = model(torch.bfloat16)
+    optimizer = torch.optim.SGD(there.parameters(), lr=1e-4)
+    step = collage_fx.compile(optimizer, storage=storage)
+    collage_fx.load_master_weights(there, masters())
+    for p in there.parameters():
+        p.grad = torch.ones_like(p)
+    step()
+    bits, update = (16, 2.0**-9) if storage == "mcf2" else (23, 2.0**-24)
+    for name, value in values(there).items():
+        exact = masters()[name].double() - 1e-4
+        assert (value - exact).abs().max() <= exact.abs().max() * 2.0**-bits + 1e-4 * update, name
+
+
+def test_an_optimizer_takes_weights_in_its_order_or_by_name() -> None:
+    exact = [p.detach() for p in model(torch.float32).parameters()]
+    there = model(torch.bfloat16)
+    optimizer = torch.optim.SGD(there.parameters(), lr=1e-4)
+    collage_fx.load_master_weights(optimizer, exact)
+    assert all(map(torch.equal, values(there).values(), [e.double() for e in exact]))
+    there = model(torch.bfloat16)
+    optimizer = torch.optim.SGD(there.named_parameters(), lr=1e-4)  # type: ignore[arg-type]
+    collage_fx.load_master_weights(optimizer, dict(model(torch.float32).named_parameters()))
+    assert all(map(torch.equal, values(there).values(), [e.double() for e in exact]))
+
+
+def _shorter(weights: dict[str, Tensor]) -> Any:
+    return {n: w for n, w in weights.items() if n != "0.bias"}
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (_shorter, r"missing \['0\.bias'\]"),
+        (lambda w: {**w, "2.scale": torch.ones(2)}, r"unknown \['2\.scale'\]"),
+        (lambda w: {**w, "2.bias": torch.ones(3)}, r"2\.bias is \(2,\), given \(3,\)"),
+        (lambda w: {**w, "2.bias": 1.0}, r"2\.bias is \(2,\), given float"),
+        (lambda w: list(w.values()), "by name"),
+    ],
+)
+def test_weights_that_do_not_fit_change_nothing(change: Any, message: str) -> None:
+    there = model(torch.bfloat16)
+    before = copy.deepcopy(there.state_dict())
+    with pytest.raises(CheckpointError, match=message):
+        collage_fx.load_master_weights(there, change(masters()))
+    assert all(map(torch.equal, before.values(), there.state_dict().values()))
+    assert all(STORE.get(p) is None for p in there.parameters())
+
+
+def test_bad_options_are_refused() -> None:
+    with pytest.raises(OptionError, match="mcf9"):
+        collage_fx.load_master_weights(model(torch.bfloat16), masters(), storage="mcf9")
+    with pytest.raises(StorageError, match="remainder16"):
+        collage_fx.load_master_weights(model(torch.float16), masters(), storage="remainder16")
+    with pytest.raises(OptionError, match="bfloat16"):
+        collage_fx.master_state_dict(model(torch.bfloat16), dtype=torch.bfloat16)
+
+
+def trained(storage: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    there = model(torch.bfloat16)
+    optimizer = torch.optim.SGD(there.parameters(), lr=1e-4)
+    step = collage_fx.compile(optimizer, storage=storage)
+    for _ in range(3):
+        for p in there.parameters():
+            p.grad = torch.ones_like(p)
+        step()
+    return there, optimizer
+
+
+def test_a_checkpoint_goes_from_one_storage_to_another_without_a_step() -> None:
+    there, optimizer = trained("ulp8")
+    exact = values(there)
+    saved, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(there.state_dict())
+    other = model(torch.bfloat16)
+    other.load_state_dict(weights)
+    optimizer = torch.optim.SGD(other.parameters(), lr=1e-4)
+    optimizer.load_state_dict(saved)
+    collage_fx.convert_residuals(optimizer, "remainder16")
+    assert all(torch.equal(v, exact[n]) for n, v in values(other).items())
+    entry = optimizer.state_dict()["param_groups"][0]["collage_fx"]["residuals"][0]["<param>"]
+    assert entry["storage"] == "remainder16" and entry["components"][0].dtype == torch.int16
+    collage_fx.convert_residuals(optimizer, "ulp8")
+    assert all(torch.equal(v, exact[n]) for n, v in values(other).items())
+
+
+def test_a_loaded_optimizer_gives_its_residuals_to_the_full_weights() -> None:
+    there, optimizer = trained("mcf2")
+    exact = values(there)
+    other = model(torch.bfloat16)
+    other.load_state_dict(there.state_dict())
+    again = torch.optim.SGD(other.parameters(), lr=1e-4)
+    again.load_state_dict(optimizer.state_dict())
+    full = collage_fx.master_state_dict(other, again, dtype=torch.float64)
+    assert all(torch.equal(full[n], v) for n, v in exact.items())
+
+
+def test_weights_that_were_written_from_outside_stand_for_themselves() -> None:
+    there, _ = trained("remainder16")
+    with torch.no_grad():
+        there[0].weight.mul_(2)
+    with pytest.warns(CollageWarning, match="written from outside"):
+        full = collage_fx.master_state_dict(there)
+    assert torch.equal(full["0.weight"], there[0].weight.detach().float())
