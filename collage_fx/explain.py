@@ -16,12 +16,15 @@ from torch.fx import GraphModule
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
+from collage_fx.api import value as full_value
 from collage_fx.backend import Compiled, Session
 from collage_fx.config import CollageConfig, split_options
+from collage_fx.ownership import owned_tensors
 from collage_fx.passes.program import LOW_PRECISION, Program, Rewritten, StatePlan
 from collage_fx.passes.sweep import SWEEPS
 from collage_fx.report import Served
 from collage_fx.runtime.errors import CollageError
+from collage_fx.runtime.storage import STORAGES, kept
 from collage_fx.steps import compile_function, compile_optimizer, report_of
 
 
@@ -55,6 +58,9 @@ class Explanation:
     """The warnings that compiling the step gives."""
     engine: dict[str, str] = field(default_factory=dict)
     """Name of a state -> what serves it: `graph`, `eager` or both."""
+    updates: dict[str, float] = field(default_factory=dict)
+    """Name of a parameter -> the median of its update relative to it, with the learning rate and
+    the gradients of now, as it was stored: 0 if the storage loses most of it."""
 
     @property
     def residual_bytes(self) -> int:
@@ -65,6 +71,27 @@ class Explanation:
     def refused(self) -> list[StatePlan]:
         """The states that should be compensated and cannot be."""
         return [state for state in self.plan if state.refused]
+
+    def _too_small(self) -> list[str]:
+        """Say which updates are too small for the storage they are kept in, and what keeps more."""
+        small: dict[tuple[torch.dtype, str], list[str]] = {}
+        for state in self.plan:
+            update = self.updates.get(state.name)
+            held = state.dtype, state.storage
+            if state.compensated and update is not None and update < kept(*held):
+                small.setdefault(held, []).append(state.name)
+        lines = []
+        for (dtype, storage), names in small.items():
+            least = kept(dtype, storage)
+            fitting = (s.name for s in STORAGES.values() if dtype in s.residuals)
+            finer = [repr(s) for s in fitting if kept(dtype, s) < least]
+            more = f" and of {len(names) - 1} more" if names[1:] else ""
+            would = f"{' or '.join(finer)} keeps more" if finer else "no storage keeps more"
+            lines.append(
+                f"storage {storage!r} keeps changes of {least:.1e} of a value and more: at the "
+                f"learning rate of now half the updates of {names[0]}{more} are smaller; {would}"
+            )
+        return lines
 
     def __str__(self) -> str:
         lines = [
@@ -85,6 +112,7 @@ class Explanation:
         ]
         for state in self.refused:
             lines.append(f"refused: {state.name}: {state.reason}")
+        lines += self._too_small()
         if self.joined:
             lines.append(
                 f"joined in fp32, for want of a rule: {', '.join(sorted(set(self.joined)))}"
@@ -126,12 +154,41 @@ def explain(
         warnings.simplefilter("always")
         try:
             # Twice: some optimizers make their states in the first step and carry them later.
-            for _ in range(2):
-                supervised(*_copied(args))
+            supervised(*_copied(args))
+            before = {name: full_value(p) for name, p in _parameters(owner)}
+            supervised(*_copied(args))
+            updates = _updates(owner, before)
         except Exception as error:
             raise CollageError(f"the step of {subject} cannot be explained: {error}") from error
     notes = [str(w.message) for w in caught if str(w.message).startswith("collage_fx")]
-    return _explanation(subject, config, session.compiled, report_of(supervised).states, notes)
+    served = report_of(supervised).states
+    explanation = _explanation(subject, config, session.compiled, served, notes)
+    explanation.updates = updates
+    return explanation
+
+
+def _parameters(owner: Any) -> list[tuple[str, Tensor]]:
+    """Return the 16-bit parameters that a step of an optimizer moves, with their names."""
+    if not isinstance(owner, Optimizer):
+        return []
+    moving = {id(p) for g in owner.param_groups if g.get("lr", 1) != 0 for p in g["params"]}
+    return [
+        (o.name, o.tensor)
+        for o in owned_tensors(owner)
+        if o.owner == "param" and id(o.tensor) in moving and o.tensor.dtype in LOW_PRECISION
+    ]
+
+
+def _updates(owner: Any, before: dict[str, Tensor]) -> dict[str, float]:
+    """Return the median size of each update, of elements that have a gradient and are not zero."""
+    found = {}
+    for name, p in _parameters(owner):
+        old = before[name]
+        if p.grad is not None and p.grad.layout == torch.strided:
+            moved = ((full_value(p) - old) / old).abs()[(p.grad != 0) & (old != 0)]
+            if moved.numel():
+                found[name] = float(moved.median())
+    return found
 
 
 def _closure(step: Callable[..., Any]) -> tuple[Any, ...]:
@@ -250,7 +307,7 @@ def _count(modules: list[GraphModule]) -> str:
 
 
 def _table(plan: list[StatePlan], engine: dict[str, str]) -> list[str]:
-    rows = [("state", "dtype", "recurrence", "verdict", "storage", "bytes", "engine")]
+    rows = [("state", "dtype", "recurrence", "verdict", "storage", "keeps", "bytes", "engine")]
     for state in plan:
         low = state.dtype in LOW_PRECISION
         verdict = (
@@ -263,6 +320,7 @@ def _table(plan: list[StatePlan], engine: dict[str, str]) -> list[str]:
                 state.recurrence or "-",
                 f"{verdict or 'refused'}: {state.reason}",
                 state.storage or "-",
+                f"{kept(state.dtype, state.storage):.1e}" if low else "-",
                 f"{state.residual_bytes:,}",
                 engine.get(state.name, "graph"),
             )

@@ -160,6 +160,8 @@ def coefficient(value: Any, depth: int = 6) -> Coefficient:
         return value
     if not isinstance(value, Node):
         return sympy.Symbol(f"{'t_' if value_of(value).dim() else 's'}{id(value):x}")
+    if value.target is aten.full.default and isinstance(value.args[1], int | float):
+        return value.args[1]
     if value_of(value).dim() > 0:
         return sympy.Symbol("t_" + value.name)
     if value.op == "placeholder":

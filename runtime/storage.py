@@ -187,6 +187,15 @@ STORAGES = {
 is that of Transformer Engine and apex, `ulp8` that of FlashOptim."""
 
 
+def kept(dtype: torch.dtype, storage: str = "") -> float:
+    """Return the smallest change, relative to a state, that a storage does not round away.
+
+    That is half a unit in the last place of the whole: 2^-8 for plain bf16 (no storage), 2^-24 for
+    remainder16. Smaller ones are lost, or count as one, as it happens.
+    """
+    return 2.0 ** -STORAGES[storage].precision[dtype] if storage else torch.finfo(dtype).eps / 2
+
+
 def check_held(dtype: torch.dtype, storage: str, name: str) -> None:
     """Raise StorageError unless a storage can hold the state of this dtype and name."""
     if dtype not in STORAGES[storage].residuals:

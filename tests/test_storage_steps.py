@@ -173,3 +173,31 @@ def test_a_state_that_the_storage_cannot_hold_is_refused_before_anything_changes
         steps(optimizer, compiled(optimizer, way, storage="remainder16"), 0, 1)
     assert all(torch.equal(a, b) for a, b in zip(params, before, strict=True))
     assert all(STORE.get(p) is None for p in params)
+
+
+@pytest.mark.parametrize(
+    "storage, lr, finer",
+    [
+        ("mcf2", 1e-3, ""),
+        ("mcf2", 1e-7, "'mcf3' or 'remainder16' keeps more"),
+        ("ulp8", 1e-7, "'mcf2' or 'mcf3' or 'remainder16' keeps more"),
+        ("remainder16", 1e-9, "no storage keeps more"),
+    ],
+)
+def test_explain_says_what_a_storage_keeps_and_when_it_is_too_small(
+    storage: str, lr: float, finer: str
+) -> None:
+    params = start(2, torch.bfloat16)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    found = collage_fx.explain(torch.optim.Adam(params, lr=lr), storage=storage)
+    kept = {"mcf2": "7.6e-06", "ulp8": "1.5e-05", "remainder16": "6.0e-08"}[storage]
+    row = next(line for line in str(found).splitlines() if "params[0]  " in line)
+    assert f"  {storage}  " in row and f"  {kept}  " in row
+    assert ("keeps changes of" in str(found)) == bool(finer) and finer in str(found)
+
+
+def test_explain_is_silent_about_updates_of_a_learning_rate_of_zero() -> None:
+    params = start(1, torch.bfloat16)
+    params[0].grad = torch.ones_like(params[0])
+    assert "keeps changes of" not in str(collage_fx.explain(torch.optim.SGD(params, lr=0.0)))
