@@ -56,12 +56,11 @@ class Residuals:
     def gather(self, args: tuple[Any, ...]) -> None:
         """Find the residuals for this call and make sure that each belongs to its tensor."""
         tensors = [tensor for f in self.locate if (tensor := f(args)) is not None]
-        storage = self.session.config.storage
         if not self._same(tensors):
             found = [STORE.get(tensor) for tensor in tensors]
             ownerless = self._introduce(tensors) if any(r is None for r in found) else []
             self.known = [
-                (weakref.ref(tensor), STORE.ensure(tensor, storage, c.name, residual))
+                (weakref.ref(tensor), STORE.ensure(tensor, self._storage(c), c.name, residual))
                 for tensor, c, residual in zip(tensors, self.carried, found, strict=True)
             ]
             for tensor in ownerless:
@@ -71,6 +70,9 @@ class Residuals:
         clear_stale(self.current)
         written = [tensor for f in self.others if (tensor := f(args)) is not None]
         self.replaced = [(t, r) for t in written if (r := STORE.get(t)) is not None]
+
+    def _storage(self, carried: Carried) -> str:
+        return self.plan[carried.index].storage
 
     def _same(self, tensors: list[Tensor]) -> bool:
         """Tell whether these are the tensors of the last call, with the residuals of then.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -13,15 +14,32 @@ import collage_fx.passes
 import collage_fx.runtime
 from collage_fx.passes.program import Arithmetic, Level, OnUnsupported, Settings
 from collage_fx.runtime.errors import OptionError
-from collage_fx.runtime.storage import STORAGES
+from collage_fx.runtime.storage import STORAGES, Choice
 
 _ALLOWED: dict[str, tuple[Any, ...]] = {
     "level": get_args(Level),
     "arithmetic": get_args(Arithmetic),
-    "storage": tuple(STORAGES),
     "on_unsupported": get_args(OnUnsupported),
     "multi_tensor": (True, False, "auto"),
 }
+
+
+def _choice(storage: Any) -> Choice:
+    """Return a choice of storages as it is kept: a name, or pairs of pattern and name."""
+    known = ("auto", *STORAGES)
+    listed = storage.items() if isinstance(storage, Mapping) else storage
+    if isinstance(storage, str):
+        listed = [("*", storage)]
+    elif not isinstance(listed, Iterable):
+        raise OptionError(f"storage={storage!r} is neither a name nor patterns with names")
+    pairs = tuple(tuple(pair) if isinstance(pair, Iterable) else (pair,) for pair in listed)
+    for pair in pairs:
+        if len(pair) != 2 or not isinstance(pair[0], str) or pair[1] not in known:
+            raise OptionError(
+                f"storage={storage!r}: {pair!r} is not a pattern for states with one of "
+                f"{', '.join(map(repr, known))}"
+            )
+    return storage if isinstance(storage, str) else pairs
 
 
 @dataclass(frozen=True)
@@ -35,11 +53,14 @@ class CollageConfig:
     arithmetic: Arithmetic = "eft"
     """`eft`: each operation on the carried path in the state's own dtype with its error caught, as
     in the Collage paper. `wide`: the step in fp32 registers, split once at the store."""
-    storage: str = "mcf2"
+    storage: Choice = "mcf2"
     """How an expansion is laid out in memory. `mcf2`: hi and lo in the state's dtype, 17 bits in
     bf16. `remainder16`: bf16 and the int16 that fp32 has beyond, exactly fp32 in four bytes.
     `ulp8`: 8 more bits in an int8. `mcf3`: two residuals in the state's dtype. All but `mcf2` are
-    for arithmetic `wide`, which they imply."""
+    for arithmetic `wide`, which they imply. `auto`: what keeps most for two bytes, `remainder16`
+    for bf16 and `mcf2` for fp16. A dict gives each state its own, by patterns (as in fnmatch) for
+    its kind (`param`, `exp_avg_sq`) or its name, in order: {"param": "remainder16", "*": "ulp8"};
+    `auto` for what no pattern fits."""
     on_unsupported: OnUnsupported = "join"
     """What an operation on a carried path does that has no rule in `eft`: `join` applies it in fp32
     to the joined value, splits its result and lists it in the plan; `error` raises
@@ -61,6 +82,7 @@ class CollageConfig:
         if not isinstance(names, list | tuple) or not all(isinstance(n, str) for n in names):
             raise OptionError(f"states={self.states!r} is not a sequence of names or patterns")
         object.__setattr__(self, "states", tuple(names))
+        object.__setattr__(self, "storage", _choice(self.storage))
 
     @property
     def wide(self) -> bool:

@@ -38,10 +38,12 @@ from collage_fx.passes.overloads import (
     overwrites,
     written,
 )
-from collage_fx.passes.program import LOW_PRECISION, Arithmetic
+from collage_fx.passes.program import LOW_PRECISION, Arithmetic, value_of
 from collage_fx.passes.rules.structural import STRUCTURE
 from collage_fx.runtime.eft import WIDER
 from collage_fx.runtime.residuals import version
+from collage_fx.runtime.storage import STORAGES, Choice, Storage, layout_of
+from collage_fx.runtime.storage import whole as join_whole
 from collage_fx.shadows import Shadow, Shadows, has_memory
 
 aten = torch.ops.aten
@@ -61,7 +63,7 @@ class Engine(TorchDispatchMode):
     The supervisor tells it by `know` which states there are.
     """
 
-    def __init__(self, arithmetic: Arithmetic, storage: str, supervisor: Watcher) -> None:
+    def __init__(self, arithmetic: Arithmetic, storage: Choice, supervisor: Watcher) -> None:
         super().__init__()
         self.supervisor = supervisor
         self.shadows = Shadows()
@@ -79,10 +81,10 @@ class Engine(TorchDispatchMode):
 
     # What the session tells the engine.
 
-    def know(self, tensor: Tensor) -> Write:
-        """Take up a carried state."""
+    def know(self, tensor: Tensor, storage: str) -> Write:
+        """Take up a carried state that is kept in this storage."""
         shadow = self.shadows.add(tensor, None, {})
-        write = Write(tensor, shadow)
+        write = Write(tensor, shadow, STORAGES[storage])
         write.begin()
         self.writes[shadow] = write
         return write
@@ -251,11 +253,10 @@ class Engine(TorchDispatchMode):
         """Do an operation that only moves elements, to high and low words alike."""
         made: dict[int, Traced] = {}
         operands = [self.operands.operand(t, made) for t in tensors_of(args)]
-        hi: Tensor = func(*args, **kwargs)
-        lows = None
-        if (held := next((o.expanded for o in operands if o.expanded), None)) is not None:
-            low = [partial(self.operands.low_or_zero, i=i) for i in range(len(held) - 1)]
-            lows = tuple(func(*tree_map(one, args), **kwargs) for one in low)
+        expanded = next((o.expanded for o in operands if isinstance(o.expanded, tuple)), ())
+        parts = [partial(self.operands.component, i=i) for i in range(len(expanded) or 1)]
+        hi, *rest = (func(*tree_map(part, args), **kwargs) for part in parts)
+        lows = tuple(rest) or None
         forms = {k: f for o in operands for k, f in o.forms.items()}
         if len(operands) > 1:
             forms = dict.fromkeys(forms, CURVED)
@@ -293,7 +294,7 @@ class Engine(TorchDispatchMode):
 
     def _holds(self, dest: Tensor) -> bool:
         """Tell whether dest can have low words."""
-        return dest.dtype in self.operands.storage.residuals
+        return self.operands.storages.get(dest.dtype) is not None
 
     def _call(self, func: Any, op: Any, dest: Tensor, args: Any, kwargs: Any, out: bool) -> None:
         """Do the operation itself; of a _foreach operation one tensor's share."""
@@ -307,9 +308,18 @@ class Engine(TorchDispatchMode):
             dest.copy_(op(*args, **kwargs))
 
     def _assign(self, dest: Tensor, shadow: Shadow | None, result: Traced) -> None:
-        hi: Any = result.meta["val"]
+        storage = self._storage(dest, shadow)
+        hi, lows = self.operands.kept(value_of(result), _lows(result), storage)
         dest.copy_(hi)
-        self._wrote(dest, shadow, _lows(result), result.forms)
+        self._wrote(dest, shadow, lows, result.forms)
+
+    def _storage(self, dest: Tensor, shadow: Shadow | None) -> Storage | None:
+        """Return how the low words of dest are kept, or are to be."""
+        write = self.writes.get(shadow) if shadow else None
+        if write is not None:
+            return write.storage
+        held = shadow.low(dest) if shadow else None
+        return self.operands.storages.get(dest.dtype) if held is None else layout_of(dest, held)
 
     def _copy(self, dest: Tensor, shadow: Shadow | None, source: Any) -> None:
         """dest.copy_(source), low word and all."""
@@ -325,13 +335,14 @@ class Engine(TorchDispatchMode):
         lows = theirs.low(source) if theirs else None
         forms = dict(theirs.forms) if theirs else {}
         held = shadow is not None and shadow.lows is not None
+        storage = self._storage(dest, shadow)
         if lows is not None and source.dtype != dest.dtype:
-            source, lows = self.operands.storage.join(source, *lows), None
+            source, lows = join_whole(source, lows), None
         if held and source.is_floating_point() and source.dtype not in LOW_PRECISION:
-            hi, lows = self.operands.split(source, dest.dtype)
-            dest.copy_(hi)
+            source, lows = self.operands.split(source, storage, dest.dtype)
         else:
-            dest.copy_(source)
+            source, lows = self.operands.kept(source, lows, storage)
+        dest.copy_(source)
         lows = None if lows is None else tuple(lo.expand_as(dest) for lo in lows)
         self._wrote(dest, shadow, lows, forms, whole=whole)
 
@@ -358,7 +369,8 @@ class Engine(TorchDispatchMode):
                 forms = self._unknown(before, tensor, name, kwargs)
                 lows = None
                 if id(tensor) in wide:
-                    hi, lows = self.operands.split(wide[id(tensor)], tensor.dtype)
+                    storage = self._storage(tensor, self.shadows.find(tensor))
+                    hi, lows = self.operands.split(wide[id(tensor)], storage, tensor.dtype)
                     tensor.copy_(hi)
                 self._wrote(tensor, self.shadows.find(tensor), lows, forms)
         written = {id(w): t for t in before if (w := wide.get(id(t))) is not None}

@@ -24,7 +24,7 @@ from collage_fx.passes.program import LOW_PRECISION, Program, Rewritten, StatePl
 from collage_fx.passes.sweep import SWEEPS
 from collage_fx.report import Served
 from collage_fx.runtime.errors import CollageError
-from collage_fx.runtime.storage import STORAGES, kept
+from collage_fx.runtime.storage import STORAGES, Choice, chosen, kept
 from collage_fx.steps import compile_function, compile_optimizer, report_of
 
 
@@ -95,8 +95,8 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [
-            f"collage_fx: {self.subject}, level={self.config.level}, "
-            f"arithmetic={'wide' if self.config.wide else 'eft'}, storage={self.config.storage}",
+            f"collage_fx: {self.subject}, level={self.config.level}, arithmetic="
+            f"{'wide' if self.config.wide else 'eft'}, storage={_written(self.config.storage)}",
             "",
             *_table(self.plan, self.engine),
             "",
@@ -270,7 +270,9 @@ def _explanation(
         states.update({state.name: state for state in one.program.plan})
     for state in served:
         if state.eager and not state.graph:
-            states[state.name] = state.planned(config.storage)
+            is_param = " of " not in state.name
+            storage = chosen(config.storage, state.name, state.dtype, is_param=is_param)
+            states[state.name] = state.planned(storage)
     programs: list[Program] = [c.program for c in latest]
     rewritten = [r for p in programs for r in p.rewritten if r.lowered is not None]
     return Explanation(
@@ -289,6 +291,10 @@ def _explanation(
         notes=notes,
         engine={one.name: one.engine for one in served},
     )
+
+
+def _written(choice: Choice) -> str:
+    return choice if isinstance(choice, str) else ", ".join(f"{p}: {s}" for p, s in choice)
 
 
 def _kernel(rewritten: Rewritten) -> str:

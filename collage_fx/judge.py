@@ -61,7 +61,7 @@ class Judge:
             lows = shadow.low(tensor)
             residual = STORE.get(tensor)
             if residual is None or (lows is not None and residual.components[0] is not lows[0]):
-                STORE.adopt(tensor, lows, self.config.storage, owned.name)
+                STORE.adopt(tensor, lows, write.storage.name, owned.name)
                 if owned.owner == "tensor":
                     STORE.share_by_memory(tensor)
             else:

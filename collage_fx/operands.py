@@ -14,13 +14,16 @@ from collage_fx.passes.forms import CURVED, MUCH, bound
 from collage_fx.passes.program import LOW_PRECISION, Arithmetic
 from collage_fx.runtime.eft import WIDER
 from collage_fx.runtime.residuals import version
-from collage_fx.runtime.storage import STORAGES
+from collage_fx.runtime.storage import FINEST, STORAGES, Choice, Storage, layout_of, whole
 from collage_fx.shadows import Shadow, Shadows, has_memory
 
 aten = torch.ops.aten
 
 Lows: TypeAlias = tuple[Tensor, ...]
 """The residuals of a tensor: its low words."""
+
+Whole: TypeAlias = tuple[Tensor, Lows | None]
+"""A high word and its low words, if it has some."""
 
 COPIES = {aten._to_copy.default, aten.clone.default, aten.copy.default}
 
@@ -31,6 +34,7 @@ class Write:
 
     tensor: Tensor
     shadow: Shadow
+    storage: Storage
     version: int = 0
     """The version of the tensor when the last write was seen; that write may still add one."""
     address: int = 0
@@ -85,21 +89,28 @@ class Operands:
         shadows: Shadows,
         writes: dict[Shadow, Write],
         arithmetic: Arithmetic,
-        storage: str,
+        storage: Choice,
         missing: Missing,
     ) -> None:
         self.shadows = shadows
         self.writes = writes
         self.arithmetic = arithmetic
-        self.storage = STORAGES[storage]
         self.missing = missing
+        self.storages = {d: _working(storage, d) for d in LOW_PRECISION}
+        """dtype -> how results on the way are kept; None if the states' storage has no such."""
 
-    def split(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Lows | None]:
+    def split(self, x: Tensor, storage: Storage | None, dtype: torch.dtype) -> Whole:
         """Return a wide value as high word and low words; without, if the storage has none."""
-        if dtype not in self.storage.residuals:
+        if storage is None or dtype not in storage.residuals:
             return x.to(dtype), None
-        hi, *lows = self.storage.split(x, dtype)
+        hi, *lows = storage.split(x, dtype)
         return hi, tuple(lows)
+
+    def kept(self, hi: Tensor, lows: Lows | None, storage: Storage | None) -> Whole:
+        """Return an expansion in another storage; as it is, if it is in that one already."""
+        if lows is None or layout_of(hi, lows) is storage:
+            return hi, lows
+        return self.split(whole(hi, lows), storage, hi.dtype)
 
     def states(self, tensors: Iterable[Tensor]) -> list[Write]:
         """Return the states among tensors, or from which they were computed as far as is known."""
@@ -117,7 +128,8 @@ class Operands:
         out = torch.empty(shape, dtype=dtype, device="meta")
         made: dict[int, Traced] = {}
         operands = tree_map(lambda a: self.operand(a, made), (args, kwargs))
-        operation = Operation(dtype, self.arithmetic, self.storage.name)
+        storage = self.storages[dtype]
+        operation = Operation(dtype, self.arithmetic, storage.name if storage else "mcf2")
         result = operation.run(Call(op, *operands), out)
         for name in operation.without_rule:
             self.missing(name, self.states(tensors_of((args, kwargs))))
@@ -142,7 +154,9 @@ class Operands:
                 return result.to(dtype)
             if kwargs.get("dtype") not in (None, dtype):
                 return result
-            hi, lows = (result, None) if result.dtype == dtype else self.split(result, dtype)
+            hi, lows = result, None
+            if result.dtype != dtype:
+                hi, lows = self.split(result, self.storages[dtype], dtype)
             self.shadows.add(hi, lows, forms)
             return hi
 
@@ -156,18 +170,22 @@ class Operands:
             shadow = self.shadows.find(x)
             lows = shadow.low(x) if shadow else None
             dense = x.to_dense() if x.is_sparse else x
-            made[id(x)] = expansion_of(dense, lows, dict(shadow.forms) if shadow else None)
+            hi, lows = self.kept(dense, lows, self.storages.get(x.dtype))
+            made[id(x)] = expansion_of(hi, lows, dict(shadow.forms) if shadow else None)
         return made[id(x)]
 
-    def low_or_zero(self, x: Any, i: int) -> Any:
-        """Return the low word number i of a floating tensor; anything else as it is."""
+    def component(self, x: Any, i: int) -> Any:
+        """Return component i of a floating tensor, 0 being the high word; else x itself."""
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
+        storage = self.storages.get(x.dtype)
         shadow = self.shadows.find(x)
-        lows = shadow.low(x) if shadow else None
+        hi, lows = self.kept(x, shadow.low(x) if shadow else None, storage)
+        if i == 0 or storage is None:
+            return hi
         if lows is None:
-            return torch.zeros_like(x, dtype=self.storage.residuals[x.dtype][i])
-        return lows[i]
+            return torch.zeros_like(hi, dtype=storage.residuals[x.dtype][i - 1])
+        return lows[i - 1]
 
     def joined(self, x: Any) -> Any:
         """Return the value of x with its low word, in the wide dtype; x itself if it has none."""
@@ -175,7 +193,7 @@ class Operands:
             return type(x)(self.joined(a) for a in x)
         shadow = self.shadows.find(x) if isinstance(x, Tensor) else None
         lows = shadow.low(x) if shadow else None
-        return x if lows is None else self.storage.join(x, *lows)
+        return x if lows is None else whole(x, lows)
 
     def forms(self, op: Any, tensors: list[Tensor], args: Any, kwargs: Any) -> Forms:
         """Return how the result of a plain operation depends on the states that are followed."""
@@ -222,7 +240,7 @@ class Operands:
         shadow = self.shadows.find(x)
         assert shadow is not None
         hi: Tensor = aten._to_copy.default(x, **kwargs)
-        nearest, lows = self.split(x.to(WIDER[hi.dtype]), hi.dtype)
+        nearest, lows = self.split(x.to(WIDER[hi.dtype]), self.storages[hi.dtype], hi.dtype)
         if lows is not None:
             hi.copy_(nearest)
             lows = tuple(torch.empty_like(hi, dtype=lo.dtype).copy_(lo) for lo in lows)
@@ -242,6 +260,13 @@ class Operands:
         """Return the dtype of the expansions among tensors; None if there is none, or several."""
         dtypes = {t.dtype for t in tensors if (s := self.shadows.find(t)) and s.lows is not None}
         return dtypes.pop() if len(dtypes) == 1 else None
+
+
+def _working(choice: Choice, dtype: torch.dtype) -> Storage | None:
+    """Return how results of a dtype are kept: as all states, or, if these differ, the finest."""
+    name = choice if choice in STORAGES else FINEST[dtype]
+    storage = STORAGES[str(name)]
+    return storage if dtype in storage.residuals else None
 
 
 def takes_over(write: Write, forms: Forms) -> bool:

@@ -29,7 +29,6 @@ class Served:
 
     def planned(self, storage: str) -> StatePlan:
         """Return the same as the passes say it of a state in a graph."""
-        used = STORAGES[storage]
         sample = torch.empty(self.shape, dtype=self.dtype, device="meta")
         return StatePlan(
             name=self.name,
@@ -39,7 +38,7 @@ class Served:
             compensated=self.compensated,
             reason=self.reason,
             storage=storage if self.compensated else "",
-            residual_bytes=used.residual_bytes(sample) if self.compensated else 0,
+            residual_bytes=STORAGES[storage].residual_bytes(sample) if self.compensated else 0,
         )
 
     @property

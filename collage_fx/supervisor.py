@@ -22,7 +22,7 @@ from collage_fx.passes.forms import Form
 from collage_fx.passes.program import LOW_PRECISION, StatePlan
 from collage_fx.report import Served
 from collage_fx.runtime.residuals import STORE, clear_stale, version, zeros
-from collage_fx.runtime.storage import check_held
+from collage_fx.runtime.storage import check_held, chosen
 
 
 class Supervisor:
@@ -140,12 +140,12 @@ class Supervisor:
         served, residual = self.served[tensor], STORE.get(tensor)
         shadow.forms, shadow.make, shadow.made = {}, None, None
         if residual is not None:
-            residual = STORE.ensure(tensor, self.config.storage, served.name, residual)
+            residual = STORE.ensure(tensor, write.storage.name, served.name, residual)
             if served.eager:
                 clear_stale([(tensor, residual)])
             shadow.made = residual.components
         elif served.judged < TRIED:
-            shadow.make = functools.partial(zeros, tensor, self.config.storage)
+            shadow.make = functools.partial(zeros, tensor, write.storage.name)
         if not served.compensated:
             shadow.forms = {write: Form(1)}
 
@@ -157,16 +157,22 @@ class Supervisor:
         tensor = owned.tensor
         served = self.served.get(tensor)
         if served is None:
-            check_held(tensor.dtype, self.config.storage, owned.name)
             served = self.served[tensor] = Served(owned.name, tensor.dtype, tuple(tensor.shape))
             if STORE.get(tensor) is not None:
                 served.compensated, served.reason = True, "it has a residual already"
             elif self.resumed:
                 served.judged = TRIED
         served.name = owned.name  # a graph may have known it as an argument only
-        write = self.engine.know(tensor)
+        write = self.engine.know(tensor, self._storage(owned))
         self._refresh(write)
         self.states[place_of(owned)] = owned, write
+
+    def _storage(self, owned: Owned) -> str:
+        """Return the storage for a state; raises StorageError if it cannot hold the state."""
+        dtype, is_param = owned.tensor.dtype, owned.owner == "param"
+        storage = chosen(self.config.storage, owned.name, dtype, is_param=is_param)
+        check_held(dtype, storage, owned.name)
+        return storage
 
     def enlist(self) -> None:
         """Take up the states that the step has made since it began."""
@@ -183,7 +189,12 @@ class Supervisor:
         self._know(owned)
         if made is not None and made.made is not None:
             _, write = self.states[place_of(owned)]
-            write.shadow.made = made.low(owned.tensor)
+            hi, lows = self.engine.operands.kept(
+                owned.tensor, made.low(owned.tensor), write.storage
+            )
+            if hi is not owned.tensor:
+                owned.tensor.data.copy_(hi)
+            write.shadow.made = lows
             self.judge.judge_made(owned, write, made)
 
     def prepare(self, write: Write) -> None:
@@ -251,9 +262,7 @@ class Supervisor:
             served = self.served[tensor]
             wanted = served.compensated or served.judged < TRIED
             if wanted and STORE.get(tensor) is None and write.shadow.made is not None:
-                STORE.adopt(
-                    tensor, write.shadow.made, self.config.storage, self.served[tensor].name
-                )
+                STORE.adopt(tensor, write.shadow.made, write.storage.name, served.name)
             if (residual := STORE.get(tensor)) is not None:
                 residual.settle(tensor)
 

@@ -52,7 +52,7 @@ def expand(program: Program) -> None:
     So are slices with another storage than mcf2, for which there are no transformations.
     """
     for rewritten in program.rewritten:
-        wide = program.settings.arithmetic == "wide" or rewritten.storage != "mcf2"
+        wide = program.settings.arithmetic == "wide" or set(rewritten.storages) != {"mcf2"}
         if not wide and _has_side_way(rewritten):
             rewritten.joined.append("a slice in which a state enters its own update twice")
             wide = True
@@ -251,11 +251,12 @@ class _Wide(_Expander):
     def run(self) -> GraphModule:
         """Return the expanded graph."""
         residuals = dict(self.placeholders())
+        storages = dict(zip(residuals, self.rewritten.storages, strict=True))
         for node in self.part.inputs:
             new = self.env[node]
             dtype = new.meta["dtype"]
             if node in residuals:
-                join = JOIN[self.rewritten.storage]
+                join = JOIN[storages[node]]
                 self.env[node] = self.op(join, new, *residuals[node], dtype=WIDER[dtype])
             elif dtype in LOW_PRECISION:
                 self.env[node] = self.convert(new, WIDER[dtype])
@@ -279,11 +280,11 @@ class _Wide(_Expander):
         return self.op(node.target, *args, dtype=wide, **kwargs)
 
     def _outputs(self) -> GraphModule:
-        split = SPLIT[self.rewritten.storage]
         whole = {}
         for i, new in zip(self.rewritten.compensated, self.new_values(), strict=True):
             dtype = value_of(new).dtype
             dtypes = (dtype, *self.rewritten.residuals(i))
+            split = SPLIT[self.rewritten.storage_of(i)]
             whole[new] = self.several(split, self.env[new], dtype, dtypes=dtypes)
         outputs = [
             whole[n][0] if n in whole else self.convert(self.env[n], value_of(n).dtype)

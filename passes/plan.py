@@ -1,7 +1,7 @@
 """Pass 5: decide which carried states get residuals, and say why."""
 
 from fnmatch import fnmatchcase
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch.fx import Node
 
@@ -18,7 +18,7 @@ from collage_fx.passes.program import (
     StateClass,
     StatePlan,
 )
-from collage_fx.runtime.storage import STORAGES, check_held
+from collage_fx.runtime.storage import STORAGES, Choice, check_held, chosen
 
 Verdict: TypeAlias = tuple[bool, str, str]
 """Whether a state is compensated, the reason, and the text of its recurrence."""
@@ -109,16 +109,24 @@ def _old(part: Slice, which: int) -> Node:
 
 
 def _by_compensated(
-    group: StateClass, verdicts: dict[int, Verdict], storage: str
+    group: StateClass, verdicts: dict[int, Verdict], choice: Choice
 ) -> list[Rewritten]:
-    chosen: dict[tuple[int, ...], Rewritten] = {}
+    found: dict[Any, Rewritten] = {}
     for member in group.members:
         which = tuple(i for i, (c, _, _) in enumerate(member.states) if verdicts[c.index][0])
         if which:
-            chosen.setdefault(
-                which, Rewritten([], which, group.recurrences, group.representative, storage)
-            ).members.append(member)
-    return list(chosen.values())
+            storages = tuple(storage_of(member.states[i][0], choice) for i in which)
+            new = Rewritten([], which, group.recurrences, group.representative, storages)
+            found.setdefault((which, storages), new).members.append(member)
+    return list(found.values())
+
+
+def storage_of(carried: Carried, choice: Choice) -> str:
+    """Return the storage for a carried state; raises StorageError if it cannot hold the state."""
+    is_param = carried.owner == "param"
+    storage = chosen(choice, carried.name, carried.val.dtype, is_param=is_param)
+    check_held(carried.val.dtype, storage, carried.name)
+    return storage
 
 
 def verdict(carried: Carried, found: Recurrence, level: Level, has_param: bool) -> tuple[bool, str]:
@@ -162,10 +170,8 @@ def _light(carried: Carried, found: Recurrence, has_param: bool) -> tuple[bool, 
 
 
 def _entry(carried: Carried, verdict: Verdict | None, program: Program) -> StatePlan:
-    storage = STORAGES[program.settings.storage]
-    if verdict and verdict[0]:
-        check_held(carried.val.dtype, storage.name, carried.name)
     compensated, reason, text = verdict or (False, carried.refusal or _outside(carried), "")
+    storage = storage_of(carried, program.settings.storage) if compensated else ""
     low = carried.val.dtype in LOW_PRECISION or carried.val.dtype.is_complex
     return StatePlan(
         name=carried.name,
@@ -174,8 +180,8 @@ def _entry(carried: Carried, verdict: Verdict | None, program: Program) -> State
         recurrence=text,
         compensated=compensated,
         reason=reason,
-        storage=storage.name if compensated else "",
-        residual_bytes=storage.residual_bytes(carried.val) if compensated else 0,
+        storage=storage,
+        residual_bytes=STORAGES[storage].residual_bytes(carried.val) if storage else 0,
         refused=bool(carried.refusal) and low,
         index=carried.index,
     )

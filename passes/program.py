@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from collage_fx.runtime.storage import STORAGES
+from collage_fx.runtime.storage import STORAGES, Choice
 
 Level = Literal["light", "plus", "auto", "all"]
 Arithmetic = Literal["eft", "wide"]
@@ -26,7 +26,7 @@ class Settings:
 
     level: Level = "auto"
     arithmetic: Arithmetic = "eft"
-    storage: str = "mcf2"
+    storage: Choice = "mcf2"
     on_unsupported: OnUnsupported = "join"
     states: tuple[str, ...] = ()
     multi_tensor: bool | Literal["auto"] = "auto"
@@ -152,7 +152,7 @@ class Rewritten:
     recurrences: list[Recurrence]
     model: Slice
     """The slice of which the recurrences speak: the representative of the class."""
-    storage: str = "mcf2"
+    storages: tuple[str, ...]
     """How the expansions of these states are laid out."""
     expanded: GraphModule | None = None
     """Inputs: those of the slice, then the residuals of the compensated states in order. Outputs:
@@ -168,7 +168,12 @@ class Rewritten:
 
     def residuals(self, i: int) -> tuple[torch.dtype, ...]:
         """Return the dtypes of the residuals of state i."""
-        return STORAGES[self.storage].residuals[self.model.states[i][0].val.dtype]
+        dtype = self.model.states[i][0].val.dtype
+        return STORAGES[self.storage_of(i)].residuals[dtype]
+
+    def storage_of(self, i: int) -> str:
+        """Return the storage of state i."""
+        return self.storages[self.compensated.index(i)]
 
     @property
     def residual_count(self) -> int:

@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from collage_fx.runtime.eft import WIDER
 from collage_fx.runtime.errors import CollageWarning, ResidualError
-from collage_fx.runtime.storage import STORAGES, check_held
+from collage_fx.runtime.storage import STORAGES, check_held, layout_of
 
 _CHUNK = 1 << 22
 
@@ -179,7 +179,11 @@ class ResidualStore:
     def adopt(
         self, tensor: Tensor, lows: tuple[Tensor, ...] | None, storage: str, name: str
     ) -> Residual:
-        """Make lows, or zeros, the residual of tensor, themselves and not copies."""
+        """Make lows, or zeros, the residual of tensor, themselves and not copies.
+
+        Lows are in the storage that their dtypes say; zeros are made for this one.
+        """
+        storage = storage if lows is None else layout_of(tensor, lows).name
         residual = self._residuals[tensor] = Residual(tensor, storage, name)
         self.generation += 1
         if lows is not None:

@@ -1,8 +1,9 @@
 """Storages: how an expansion is laid out in memory, and the way between it and one wide value."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor
@@ -185,6 +186,37 @@ STORAGES = {
 }
 """name -> storage. `mcf2` is the paper's: hi and lo in one dtype, about 2p + 1 bits. `remainder16`
 is that of Transformer Engine and apex, `ulp8` that of FlashOptim."""
+
+
+Choice = str | tuple[tuple[str, str], ...]
+"""A storage, `auto`, or pairs of a pattern for names of states and one of these."""
+AUTO = {_BF16: "remainder16", _FP16: "mcf2"}
+"""dtype -> what keeps most of a state for two bytes."""
+FINEST = {_BF16: "remainder16", _FP16: "mcf3"}
+"""dtype -> what keeps most of a state."""
+
+
+def chosen(choice: Choice, name: str, dtype: torch.dtype, *, is_param: bool) -> str:
+    """Return the storage for a state; `auto` for one that no pattern fits.
+
+    Patterns, as in fnmatch, are for the kind of the state (`param`, `exp_avg_sq`) or its name.
+    """
+    if not isinstance(choice, str):
+        kind = "param" if is_param else name.partition(" of ")[0]
+        fitting = (s for p, s in choice if fnmatchcase(kind, p) or fnmatchcase(name, p))
+        choice = next(fitting, "auto")
+    return AUTO.get(dtype, "mcf2") if choice == "auto" else choice
+
+
+def layout_of(hi: Tensor, lows: Sequence[Tensor]) -> Storage:
+    """Return the storage that these are the high word and the residuals in."""
+    found = tuple(lo.dtype for lo in lows)
+    return next(s for s in STORAGES.values() if s.residuals.get(hi.dtype) == found)
+
+
+def whole(hi: Tensor, lows: Sequence[Tensor]) -> Tensor:
+    """Return the value of an expansion in the wide dtype, by the dtypes of its residuals."""
+    return layout_of(hi, lows).join(hi, *lows)
 
 
 def kept(dtype: torch.dtype, storage: str = "") -> float:

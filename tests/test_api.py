@@ -103,6 +103,9 @@ def test_own_optimizer_with_closure_and_checkpoint() -> None:
         ({"level": "max"}, "'light', 'plus', 'auto', 'all'"),
         ({"arithmetic": "fp8"}, "'eft', 'wide'"),
         ({"storage": "mcf9"}, "'mcf2'"),
+        ({"storage": {"param": "mcf9"}}, "'mcf2'"),
+        ({"storage": {1: "mcf2"}}, "pattern"),
+        ({"storage": 3}, "neither"),
         ({"levle": "plus"}, "unknown option 'levle'"),
     ],
 )

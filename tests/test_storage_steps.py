@@ -74,6 +74,66 @@ def test_precision_of_a_step_is_that_of_its_storage(way: str) -> None:
     assert found["ulp8"] < 0.8 * lost(trained(way), exact)  # plain bf16, the control
 
 
+MIXED = {"param": "remainder16", "exp_avg_sq*": "ulp8", "*": "mcf3"}
+
+
+@WAYS
+def test_each_state_has_the_storage_that_its_pattern_says(way: str) -> None:
+    exact, fp32 = trained(way, torch.float64), trained(way, torch.float32)
+    params = start(MEMBERS[way], torch.bfloat16)
+    optimizer = torch.optim.AdamW(params, lr=LR, foreach=way != "eager", weight_decay=0.0)
+    steps(optimizer, compiled(optimizer, way, storage=MIXED, level="all"))
+    assert lost([collage_fx.value(p).detach() for p in params], exact) < 1.05 * lost(fp32, exact)
+    for p in params:
+        state = optimizer.state[p]
+        assert [r.dtype for r in collage_fx.residuals(p)] == [torch.int16]
+        assert [r.dtype for r in collage_fx.residuals(state["exp_avg_sq"])] == [torch.int8]
+        assert [r.dtype for r in collage_fx.residuals(state["exp_avg"])] == [torch.bfloat16] * 2
+
+
+@WAYS
+def test_auto_is_remainder16_for_bf16_and_mcf2_for_fp16(way: str) -> None:
+    for dtype, word in ((torch.bfloat16, torch.int16), (torch.float16, torch.float16)):
+        params = start(MEMBERS[way], dtype)
+        optimizer = torch.optim.SGD(params, lr=1e-4)
+        steps(optimizer, compiled(optimizer, way, storage="auto"), 0, 2)
+        assert all(r.dtype == word for p in params for r in collage_fx.residuals(p))
+
+
+class Chase(Optimizer):
+    """A slow copy of the parameter, which the parameter jumps to now and then."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        super().__init__(params, {"lr": LR})
+        for p in params:
+            self.state[p].update(slow=p.detach().clone(), t=0)
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            state["t"] += 1
+            p.sub_(p.grad.sign(), alpha=self.param_groups[0]["lr"])
+            state["slow"].lerp_(p, 0.3)
+            if state["t"] % 4 == 0:
+                p.copy_(state["slow"])
+            p.copy_(torch.where(p.grad > 1, p, torch.stack([p, p])[1]))
+
+
+def test_a_value_goes_from_a_state_of_one_storage_to_one_of_another() -> None:
+    def chased(dtype: torch.dtype, **options: Any) -> list[Tensor]:
+        optimizer = Chase(start(2, dtype))
+        params = optimizer.param_groups[0]["params"]
+        steps(optimizer, compiled(optimizer, "eager", **options) if options else optimizer.step)
+        return [collage_fx.value(p).detach() for p in params]
+
+    exact, fp32 = chased(torch.float64), chased(torch.float32)
+    mixed = chased(torch.bfloat16, storage={"param": "mcf3", "slow": "remainder16"})
+    assert lost(mixed, exact) < 1.05 * lost(fp32, exact)
+    coarse = chased(torch.bfloat16, storage={"param": "mcf2", "slow": "ulp8"})
+    assert 4 * lost(fp32, exact) < lost(coarse, exact) < 0.8 * lost(chased(torch.bfloat16), exact)
+
+
 def test_remainder16_is_fp32_bit_for_bit_in_the_eager_engine() -> None:
     fp32 = trained("eager", torch.float32)
     found = trained("eager", storage="remainder16", level="all")
