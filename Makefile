@@ -6,6 +6,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Two processes for two cores, of one thread each.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .PHONY: demo test test-all lint bench coverage clean
 
@@ -13,10 +15,10 @@ demo: $(READY)
 	$(BIN)/python examples/train_bytes.py
 
 test: lint
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-all: lint
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 lint: $(READY)
 	$(BIN)/ruff check .

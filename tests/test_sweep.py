@@ -1,6 +1,6 @@
 """Classes that are swept: their members must not see each other's new values."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 import collage_fx
 from collage_fx.passes.sweep import SWEEPS
+from collage_fx.runtime.loop import _CHUNK
 
 COUNT = 9
 
@@ -98,6 +99,33 @@ def delayed(params: list[Tensor], momenta: list[Tensor], grads: list[Tensor]) ->
     for p, m, g in zip(params, momenta, grads, strict=True):
         p.sub_(0.01 * m.view(p.shape))
         m.mul_(0.9).add_(g.flatten())
+
+
+@pytest.fixture
+def _two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("_two_threads")
+def test_threads_share_large_members_and_take_small_ones_in_turn() -> None:
+    sizes = [1, 5, _CHUNK - 1, _CHUNK, _CHUNK + 1, 3 * _CHUNK + 7, 64, 64]
+
+    def trained(**options: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        params = [torch.randn(n).bfloat16().requires_grad_() for n in sizes]
+        optimizer = torch.optim.SGD(params, lr=1e-3, momentum=0.9)
+        step = collage_fx.compile(optimizer, **options)
+        for _ in range(4):
+            for p in params:
+                p.grad = torch.randn_like(p)
+            step()
+        return [collage_fx.value(p).detach() for p in params]
+
+    together, each = trained(multi_tensor=True), trained(multi_tensor=False)
+    assert all(map(torch.equal, together, each))
 
 
 def test_views_of_what_is_overwritten_are_read_before() -> None:
