@@ -19,16 +19,15 @@ from collage_fx import nested
 from collage_fx.dither import Dither
 from collage_fx.operands import (
     COPIES,
-    Lows,
     Operands,
     Watcher,
     Write,
+    lows_of,
     result_dtype,
-    takes_over,
     tensors_of,
 )
-from collage_fx.passes.eager import Forms, Traced, supports
-from collage_fx.passes.forms import CURVED, Form
+from collage_fx.passes.eager import Traced, supports
+from collage_fx.passes.forms import CURVED
 from collage_fx.passes.overloads import (
     TURNS,
     computes,
@@ -38,23 +37,15 @@ from collage_fx.passes.overloads import (
     overwrites,
     written,
 )
-from collage_fx.passes.program import LOW_PRECISION, Arithmetic, value_of
+from collage_fx.passes.program import LOW_PRECISION, Arithmetic
 from collage_fx.passes.rules.structural import STRUCTURE
 from collage_fx.runtime.eft import WIDER
 from collage_fx.runtime.residuals import version
-from collage_fx.runtime.storage import STORAGES, Choice, Storage, layout_of
-from collage_fx.runtime.storage import whole as join_whole
+from collage_fx.runtime.storage import STORAGES, Choice
 from collage_fx.shadows import Shadow, Shadows, has_memory
+from collage_fx.writes import Writer
 
 aten = torch.ops.aten
-
-_DECAYS = {
-    "exp_avgs": "beta1",
-    "exp_avg_sqs": "beta2",
-    "momentum_buffer_list": "momentum",
-    "state_sums": "",
-}
-"""Arguments of PyTorch's fused kernels that are averages -> the argument that they decay by."""
 
 
 class Engine(TorchDispatchMode):
@@ -70,6 +61,7 @@ class Engine(TorchDispatchMode):
         self.writes: dict[Shadow, Write] = {}
         self.operands = Operands(self.shadows, self.writes, arithmetic, storage, supervisor.missing)
         self.dither = Dither()
+        self.writer = Writer(self.shadows, self.writes, self.operands, supervisor, self._undithered)
         self.paused = False
         self.asleep = False
         """Whether the states are not known yet in this step; the first operation wakes it up."""
@@ -190,17 +182,17 @@ class Engine(TorchDispatchMode):
         by_rule = supports(op) or op is aten.copy.default or overwrites(func)
         sparse = any(t.layout != torch.strided for t in tensors_of((args, kwargs)))
         if len(targets) > 1 or not by_rule or sparse:
-            return self._together(func, targets, args, kwargs)
+            return self.writer.together(func, targets, args, kwargs)
         target = next(iter(targets.values()))
         if is_foreach(func):
             for one, single, more in each(op, args, kwargs):
-                self._write_one(func, one, single[0], single, more)
+                self.writer.one(func, one, single[0], single, more)
             return None
         if "out" in targets:
             more = {k: v for k, v in kwargs.items() if k != "out"}
-            self._write_one(func, op, target, args, more, out=True)
+            self.writer.one(func, op, target, args, more, out=True)
         else:
-            self._write_one(func, op, target, args, kwargs)
+            self.writer.one(func, op, target, args, kwargs)
         return target
 
     def _enlist(self, targets: Any) -> None:
@@ -242,7 +234,7 @@ class Engine(TorchDispatchMode):
     def _keep(self, result: Traced, operands: Sequence[Tensor]) -> Tensor:
         """Return the tensor of a result, with a shadow where there is something to know."""
         hi: Any = result.meta["val"]
-        lows = _lows(result)
+        lows = lows_of(result)
         if any(hi is t for t in operands):
             hi, lows = hi.clone(), None if lows is None else tuple(lo.clone() for lo in lows)
         if lows is not None or result.forms:
@@ -264,161 +256,6 @@ class Engine(TorchDispatchMode):
         if lows is not None or forms or whole:
             self.shadows.add(hi, lows, forms).whole = whole
         return hi
-
-    # Writing.
-
-    def _write_one(
-        self, func: Any, op: Any, dest: Tensor, args: Any, kwargs: Any, *, out: bool = False
-    ) -> None:
-        """Do one operation and put its result, high and low word, where it belongs."""
-        shadow = self.shadows.find(dest)
-        tensors = list(tensors_of((args, kwargs)))
-        if overwrites(func):
-            self._call(func, op, dest, args, kwargs, out)
-            self._wrote(dest, shadow, None, {})
-        elif op is aten.copy.default:
-            self._copy(dest, shadow, args[1])
-        elif not self._holds(dest) or not self.operands.expanded([dest, *tensors]):
-            forms = self.operands.forms(op, tensors, args, kwargs)
-            whole = self.operands.whole(dest.dtype, tensors)
-            self._call(func, op, dest, tree_map(self._joined_unless(dest), args), kwargs, out)
-            self._wrote(dest, shadow, None, forms, whole=whole)
-        else:
-            self._assign(dest, shadow, self.operands.by_rule(op, dest.dtype, args, kwargs))
-
-    def _joined_unless(self, dest: Tensor) -> Callable[[Any], Any]:
-        """Return what gives operands their low words where dest is wide enough to hold them."""
-        if dest.dtype in LOW_PRECISION and self._holds(dest):
-            return lambda x: x
-        return self.operands.joined
-
-    def _holds(self, dest: Tensor) -> bool:
-        """Tell whether dest can have low words."""
-        return self.operands.storages.get(dest.dtype) is not None
-
-    def _call(self, func: Any, op: Any, dest: Tensor, args: Any, kwargs: Any, out: bool) -> None:
-        """Do the operation itself; of a _foreach operation one tensor's share."""
-        if out:
-            func(*args, out=dest, **kwargs)
-        elif not is_foreach(func):
-            func(*args, **kwargs)
-        elif op is None:
-            dest.zero_()
-        else:
-            dest.copy_(op(*args, **kwargs))
-
-    def _assign(self, dest: Tensor, shadow: Shadow | None, result: Traced) -> None:
-        storage = self._storage(dest, shadow)
-        hi, lows = self.operands.kept(value_of(result), _lows(result), storage)
-        dest.copy_(hi)
-        self._wrote(dest, shadow, lows, result.forms)
-
-    def _storage(self, dest: Tensor, shadow: Shadow | None) -> Storage | None:
-        """Return how the low words of dest are kept, or are to be."""
-        write = self.writes.get(shadow) if shadow else None
-        if write is not None:
-            return write.storage
-        held = shadow.low(dest) if shadow else None
-        return self.operands.storages.get(dest.dtype) if held is None else layout_of(dest, held)
-
-    def _copy(self, dest: Tensor, shadow: Shadow | None, source: Any) -> None:
-        """dest.copy_(source), low word and all."""
-        if not isinstance(source, Tensor):
-            dest.fill_(source)
-            return self._wrote(dest, shadow, None, {})
-        if dest.dtype == torch.bfloat16:
-            source = self._undithered(source)
-        if id(source) in self.supervisor.returned and shadow in self.writes:
-            self.supervisor.chained("a state")
-        theirs = self.shadows.find(source)
-        whole = self.operands.whole(dest.dtype, [source])
-        lows = theirs.low(source) if theirs else None
-        forms = dict(theirs.forms) if theirs else {}
-        held = shadow is not None and shadow.lows is not None
-        storage = self._storage(dest, shadow)
-        if lows is not None and source.dtype != dest.dtype:
-            source, lows = join_whole(source, lows), None
-        if held and source.is_floating_point() and source.dtype not in LOW_PRECISION:
-            source, lows = self.operands.split(source, storage, dest.dtype)
-        else:
-            source, lows = self.operands.kept(source, lows, storage)
-        dest.copy_(source)
-        lows = None if lows is None else tuple(lo.expand_as(dest) for lo in lows)
-        self._wrote(dest, shadow, lows, forms, whole=whole)
-
-    def _together(self, func: Any, targets: dict[str, Any], args: Any, kwargs: Any) -> Any:
-        """Do an operation without a rule on joined values, and split what it wrote.
-
-        PyTorch's fused optimizer kernels are such: they compute in fp32 themselves.
-        """
-        before = list(tensors_of((args, kwargs)))
-        if not self.operands.expanded(list(tensors_of(targets))):
-            result = func(*args, **kwargs)
-            for name, tree in targets.items():
-                for tensor in tensors_of(tree):
-                    forms = self._unknown(before, tensor, name, kwargs)
-                    self._wrote(tensor, self.shadows.find(tensor), None, forms)
-            return result
-        if "_fused_" not in func._schema.name:
-            self.supervisor.missing(str(func), self.operands.states(tensors_of(targets)))
-        wide: dict[int, Tensor] = {}
-        swapped = tree_map(lambda a: self.operands.widened(a, wide), (args, kwargs))
-        result = func(*swapped[0], **swapped[1])
-        for name, tree in targets.items():
-            for tensor in tensors_of(tree):
-                forms = self._unknown(before, tensor, name, kwargs)
-                lows = None
-                if id(tensor) in wide:
-                    storage = self._storage(tensor, self.shadows.find(tensor))
-                    hi, lows = self.operands.split(wide[id(tensor)], storage, tensor.dtype)
-                    tensor.copy_(hi)
-                self._wrote(tensor, self.shadows.find(tensor), lows, forms)
-        written = {id(w): t for t in before if (w := wide.get(id(t))) is not None}
-        return tree_map(lambda r: written.get(id(r), r), result)
-
-    def _unknown(self, operands: list[Tensor], tensor: Tensor, name: str, kwargs: Any) -> Forms:
-        """Return the forms of what an operation without a rule wrote to an argument."""
-        forms = {k: CURVED for t in operands if (s := self.shadows.find(t)) for k in s.forms}
-        shadow = self.shadows.find(tensor)
-        write = self.writes.get(shadow) if shadow else None
-        if write in forms and name in _DECAYS:
-            return {write: Form(float(kwargs.get(_DECAYS[name], 1.0)), "free")}
-        return forms
-
-    def _wrote(
-        self,
-        dest: Tensor,
-        shadow: Shadow | None,
-        lows: Lows | None,
-        forms: Forms,
-        *,
-        whole: bool = False,
-    ) -> None:
-        """Store the low words of a tensor that was just written, and note the write."""
-        write = self.writes.get(shadow) if shadow else None
-        if shadow is None:
-            if not ((lows is not None or forms or whole) and has_memory(dest)):
-                return
-            shadow = self.shadows.add_around(dest)
-        held = shadow.low(dest)
-        if held is None and lows is not None and (write is None or takes_over(write, forms)):
-            held = shadow.begin_low(tuple(lo.dtype for lo in lows)).low(dest)
-        for i, low in enumerate(held or ()):
-            low.zero_() if lows is None else low.copy_(lows[i])
-        if write is not None:
-            write.version = version(write.tensor)
-        shadow.whole = whole or (shadow.whole and not shadow.same(dest))
-        if not shadow.same(dest):
-            forms = {**shadow.forms, **dict.fromkeys(forms, CURVED)}
-            forms = {k: Form(f.a, "nonlinear") for k, f in forms.items()}
-        shadow.forms = forms
-
-
-def _lows(result: Traced) -> Lows | None:
-    """Return the low words of a result, if it is an expansion."""
-    if not isinstance(result.expanded, tuple):
-        return None
-    return tuple(lo.meta["val"] for lo in result.expanded[1:])
 
 
 def _keeps(func: Any, args: Any, kwargs: Any) -> bool:

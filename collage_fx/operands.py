@@ -269,6 +269,13 @@ def _working(choice: Choice, dtype: torch.dtype) -> Storage | None:
     return storage if dtype in storage.residuals else None
 
 
+def lows_of(result: Traced) -> Lows | None:
+    """Return the low words of a result, if it is an expansion."""
+    if not isinstance(result.expanded, tuple):
+        return None
+    return tuple(lo.meta["val"] for lo in result.expanded[1:])
+
+
 def takes_over(write: Write, forms: Forms) -> bool:
     """Tell whether a state is written with the value of another, or much of it."""
     return write not in forms or any(

@@ -22,7 +22,7 @@ from collage_fx.passes.forms import Form
 from collage_fx.passes.program import LOW_PRECISION, StatePlan
 from collage_fx.report import Served
 from collage_fx.runtime.residuals import STORE, clear_stale, version, zeros
-from collage_fx.runtime.storage import check_held, chosen
+from collage_fx.runtime.storage import chosen
 
 
 class Supervisor:
@@ -163,16 +163,11 @@ class Supervisor:
             elif self.resumed:
                 served.judged = TRIED
         served.name = owned.name  # a graph may have known it as an argument only
-        write = self.engine.know(tensor, self._storage(owned))
+        is_param = owned.owner == "param"
+        storage = chosen(self.config.storage, owned.name, tensor.dtype, is_param=is_param)
+        write = self.engine.know(tensor, storage)
         self._refresh(write)
         self.states[place_of(owned)] = owned, write
-
-    def _storage(self, owned: Owned) -> str:
-        """Return the storage for a state; raises StorageError if it cannot hold the state."""
-        dtype, is_param = owned.tensor.dtype, owned.owner == "param"
-        storage = chosen(self.config.storage, owned.name, dtype, is_param=is_param)
-        check_held(dtype, storage, owned.name)
-        return storage
 
     def enlist(self) -> None:
         """Take up the states that the step has made since it began."""

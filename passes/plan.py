@@ -18,7 +18,7 @@ from collage_fx.passes.program import (
     StateClass,
     StatePlan,
 )
-from collage_fx.runtime.storage import STORAGES, Choice, check_held, chosen
+from collage_fx.runtime.storage import STORAGES, Choice, chosen
 
 Verdict: TypeAlias = tuple[bool, str, str]
 """Whether a state is compensated, the reason, and the text of its recurrence."""
@@ -124,9 +124,7 @@ def _by_compensated(
 def storage_of(carried: Carried, choice: Choice) -> str:
     """Return the storage for a carried state; raises StorageError if it cannot hold the state."""
     is_param = carried.owner == "param"
-    storage = chosen(choice, carried.name, carried.val.dtype, is_param=is_param)
-    check_held(carried.val.dtype, storage, carried.name)
-    return storage
+    return chosen(choice, carried.name, carried.val.dtype, is_param=is_param)
 
 
 def verdict(carried: Carried, found: Recurrence, level: Level, has_param: bool) -> tuple[bool, str]:

@@ -200,12 +200,15 @@ def chosen(choice: Choice, name: str, dtype: torch.dtype, *, is_param: bool) -> 
     """Return the storage for a state; `auto` for one that no pattern fits.
 
     Patterns, as in fnmatch, are for the kind of the state (`param`, `exp_avg_sq`) or its name.
+    Raises StorageError if the storage cannot hold the state.
     """
     if not isinstance(choice, str):
         kind = "param" if is_param else name.partition(" of ")[0]
         fitting = (s for p, s in choice if fnmatchcase(kind, p) or fnmatchcase(name, p))
         choice = next(fitting, "auto")
-    return AUTO.get(dtype, "mcf2") if choice == "auto" else choice
+    storage = AUTO.get(dtype, "mcf2") if choice == "auto" else choice
+    check_held(dtype, storage, name)
+    return storage
 
 
 def layout_of(hi: Tensor, lows: Sequence[Tensor]) -> Storage:
