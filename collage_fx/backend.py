@@ -234,6 +234,8 @@ class _Graph:
 
     def inner(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         """Rewrite the functional graph, compile it and bind its residuals."""
+        # Inductor's own again: ours are for AOTAutograd, and no cache can have them in its key.
+        kwargs.pop("get_decomp_fn", None)
         self._refuse_outer_writes(gm)
         if not kwargs.get("is_inference", False):
             self._warn_differentiated(gm)

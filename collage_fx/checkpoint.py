@@ -77,7 +77,7 @@ def _check(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 def _check_entry(
     index: int, key: str, entry: dict[str, Any], params: list[Tensor], states: dict[int, Any]
 ) -> None:
-    name = f"{key} of parameter {index}"
+    name = f"parameter {index}" if key == PARAM else f"{key} of parameter {index}"
     owner = params[index] if key == PARAM and index < len(params) else None
     for path, tensor in tensors_in(states.get(index, {})):
         owner = tensor if path == key else owner

@@ -1,5 +1,6 @@
 """Which of the states that the eager engine writes keep a residual: the verdicts of the graphs."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +15,9 @@ from collage_fx.passes.plan import verdict
 from collage_fx.passes.program import Carried, Recurrence
 from collage_fx.passes.recurrence import recurrence_of
 from collage_fx.passes.system import joint_recurrences
+from collage_fx.runtime.errors import StorageError
 from collage_fx.runtime.residuals import STORE
+from collage_fx.runtime.storage import check_held, chosen
 from collage_fx.shadows import Shadow, Shadows
 
 TRIED = 2
@@ -31,8 +34,10 @@ class Judge:
         served: WeakIdKeyDictionary,
         states: dict[Any, tuple[Owned, Write]],
         shadows: Shadows,
+        warn: Callable[[str], None],
     ) -> None:
         self.config = config
+        self.warn = warn
         self.served = served
         self.states = states
         self.shadows = shadows
@@ -56,6 +61,8 @@ class Judge:
                 keep, reason = True, f"takes over the value of {source}"
             if not keep and owned.owner == "param" and self._precise(tensor, shadow):
                 keep, reason = True, "computed anew from states that are compensated"
+            if keep and tensor.dtype not in write.storage.residuals:
+                keep, reason = False, self._refuse(owned)
             served.compensated, served.reason, served.recurrence = keep, reason, found.text
         if served.compensated:
             lows = shadow.low(tensor)
@@ -66,6 +73,26 @@ class Judge:
                     STORE.share_by_memory(tensor)
             else:
                 residual.settle(tensor)
+
+    def storage(self, owned: Owned) -> str:
+        """Return the storage for a state.
+
+        Raises StorageError for a parameter that it cannot hold. Another state may not need it.
+        """
+        is_param = owned.owner == "param"
+        storage = chosen(self.config.storage, owned.name, owned.tensor.dtype, is_param=is_param)
+        if is_param:
+            check_held(owned.tensor.dtype, storage, owned.name)
+        return storage
+
+    def _refuse(self, owned: Owned) -> str:
+        """Warn that a state which needs a residual cannot have one; return why."""
+        try:
+            check_held(owned.tensor.dtype, self.storage(owned), owned.name)
+        except StorageError as error:
+            self.warn(f"not compensated: {error}")
+            return str(error)
+        raise AssertionError("the storage holds it")
 
     def judge_made(self, owned: Owned, write: Write, made: Shadow) -> None:
         """Decide whether a state that the step has made keeps the low word it was made with.

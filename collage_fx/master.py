@@ -107,7 +107,7 @@ def convert_residuals(optimizer: Optimizer, storage: str) -> None:
 
 
 def _check_storage(storage: str) -> None:
-    if storage not in STORAGES:
+    if not isinstance(storage, str) or storage not in STORAGES:
         raise OptionError(f"storage={storage!r} is not one of {', '.join(map(repr, STORAGES))}")
 
 
@@ -161,9 +161,23 @@ def _check(targets: dict[str, Tensor], weights: Mapping[str, Any]) -> None:
             f"the weights do not fit: missing {sorted(missing) or 'none'}, "
             f"unknown {sorted(unknown) or 'none'}"
         )
+    values: dict[int, Tensor] = {}
     for name, tensor in targets.items():
-        if not isinstance(weights[name], Tensor) or weights[name].shape != tensor.shape:
-            shape = tuple(getattr(weights[name], "shape", ())) or type(weights[name]).__name__
-            raise CheckpointError(
-                f"the weights do not fit: {name} is {tuple(tensor.shape)}, given {shape}"
-            )
+        why = _misfit(tensor, weights[name])
+        if not why and not torch.equal(values.setdefault(id(tensor), weights[name]), weights[name]):
+            why = "another name of the same tensor has other values"
+        if why:
+            raise CheckpointError(f"the weights do not fit: {name} {why}")
+
+
+def _misfit(tensor: Tensor, weight: Any) -> str:
+    """Return why a tensor cannot take these values; empty if it can."""
+    if not isinstance(weight, Tensor):
+        return f"is given as {type(weight).__name__}"
+    if weight.shape != tensor.shape:
+        return f"is {tuple(tensor.shape)}, given {tuple(weight.shape)}"
+    if weight.layout != torch.strided or weight.is_meta:
+        return f"is given as a {'meta' if weight.is_meta else 'sparse'} tensor"
+    if not torch.can_cast(weight.dtype, tensor.dtype):
+        return f"is {tensor.dtype}, given {weight.dtype}"
+    return ""

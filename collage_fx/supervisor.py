@@ -22,7 +22,6 @@ from collage_fx.passes.forms import Form
 from collage_fx.passes.program import LOW_PRECISION, StatePlan
 from collage_fx.report import Served
 from collage_fx.runtime.residuals import STORE, clear_stale, version, zeros
-from collage_fx.runtime.storage import chosen
 
 
 class Supervisor:
@@ -56,7 +55,7 @@ class Supervisor:
         self.engine = Engine(config.arithmetic, config.storage, self)
         self.states: dict[Any, tuple[Owned, Write]] = {}
         """Place of a state -> its tensor at the beginning of the step."""
-        self.judge = Judge(config, self.served, self.states, self.engine.shadows)
+        self.judge = Judge(config, self.served, self.states, self.engine.shadows, warn)
         self.by_graph: set[int] = set()
         self.returned: set[int] = set()
         self.sources: dict[Any, GraphModule] = {}
@@ -144,7 +143,7 @@ class Supervisor:
             if served.eager:
                 clear_stale([(tensor, residual)])
             shadow.made = residual.components
-        elif served.judged < TRIED:
+        elif served.judged < TRIED and tensor.dtype in write.storage.residuals:
             shadow.make = functools.partial(zeros, tensor, write.storage.name)
         if not served.compensated:
             shadow.forms = {write: Form(1)}
@@ -163,9 +162,7 @@ class Supervisor:
             elif self.resumed:
                 served.judged = TRIED
         served.name = owned.name  # a graph may have known it as an argument only
-        is_param = owned.owner == "param"
-        storage = chosen(self.config.storage, owned.name, tensor.dtype, is_param=is_param)
-        write = self.engine.know(tensor, storage)
+        write = self.engine.know(tensor, self.judge.storage(owned))
         self._refresh(write)
         self.states[place_of(owned)] = owned, write
 

@@ -64,6 +64,21 @@ def single_overload(target: Any, args: tuple[Any, ...]) -> Any:
     return target
 
 
+def _with_tensors(op: Any, args: tuple[Any, ...]) -> Any:
+    """Return the overload of op that takes these operands, of which some numbers are now tensors.
+
+    Raises NotImplementedError if there is none: as a number, one would be taken for a constant.
+    """
+    if op in _WITH_TENSOR and isinstance(args[-1], Node):
+        return _WITH_TENSOR[op]
+    types = [str(a.type) for a in op._schema.arguments][: len(args)]
+    if all("Tensor" in t for x, t in zip(args, types, strict=True) if isinstance(x, Node)):
+        return op
+    if op._overloadname == "Scalar" and "Tensor" in op.overloadpacket.overloads():
+        return op.overloadpacket.Tensor
+    raise NotImplementedError(f"{op} with a number that changes")
+
+
 def canonicalize(program: Program) -> None:
     """Rewrite the graph into single-tensor operations that round at most once.
 
@@ -101,6 +116,13 @@ def canonicalize(program: Program) -> None:
     program.canonical = _LazyGraphModule(program.source, builder.graph)
 
 
+def _has_symbol(node: Node) -> bool:
+    """Tell whether an elementwise operation has a symbolic number among its operands."""
+    return torch.Tag.pointwise in getattr(node.target, "tags", ()) and any(
+        isinstance(a.meta.get("val"), torch.SymFloat) for a in node.all_input_nodes
+    )
+
+
 class _Builder:
     """Builds the canonical graph node by node."""
 
@@ -125,7 +147,9 @@ class _Builder:
             self.env[node] = self.env[node.args[0]][node.args[1]]  # type: ignore[index]
         elif name.startswith("aten::_foreach_") and name[6:] in FOREACH:
             self.env[node] = self._each(node, FOREACH[name[6:]])
-        elif is_tensor(node) and (node.target in DECOMPOSITIONS or node.target in _WITH_TENSOR):
+        elif is_tensor(node) and (
+            node.target in DECOMPOSITIONS or node.target in _WITH_TENSOR or _has_symbol(node)
+        ):
             args, kwargs = self._map(node.args), self._map(node.kwargs)
             self.env[node] = self._single(node.target, value_of(node), args, kwargs)
         elif node.target is aten.copy_.default and node.args[1] in self.inputs:
@@ -165,8 +189,7 @@ class _Builder:
         return results
 
     def _single(self, op: Any, val: Tensor, args: Any, kwargs: Any) -> Any:
-        if op in _WITH_TENSOR and isinstance(args[-1], Node):
-            op = _WITH_TENSOR[op]
+        op = _with_tensors(op, args)
         if op in DECOMPOSITIONS:
             return DECOMPOSITIONS[op](self, val, *args, **kwargs)
         return self.call(op, *args, val=val, **kwargs)

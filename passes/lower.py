@@ -142,10 +142,12 @@ class _Rounding:
         dtype = _dtype(node)
         wide = WIDER[dtype] if dtype in LOW_PRECISION else dtype
 
+        compute = wide if wide.is_floating_point else torch.float32  # of a comparison
+
         def operand(n: Node) -> Any:
             x = self._carrier(n)
-            if isinstance(x, Node) and x.meta["dtype"] == torch.float64 and wide != torch.float64:
-                return self._op(_CONVERT, x, wide, dtype=wide)
+            if isinstance(x, Node) and x.meta["dtype"] == torch.float64 != compute:
+                return self._op(_CONVERT, x, compute, dtype=compute)
             return x
 
         args = torch.fx.node.map_arg(node.args, operand)

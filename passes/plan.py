@@ -18,7 +18,8 @@ from collage_fx.passes.program import (
     StateClass,
     StatePlan,
 )
-from collage_fx.runtime.storage import STORAGES, Choice, chosen
+from collage_fx.runtime.errors import StorageError
+from collage_fx.runtime.storage import STORAGES, Choice, check_held, chosen
 
 Verdict: TypeAlias = tuple[bool, str, str]
 """Whether a state is compensated, the reason, and the text of its recurrence."""
@@ -71,6 +72,8 @@ def _member(program: Program, group: StateClass, member: Slice) -> dict[int, Ver
         if verdicts[i][0] and any(before.get(n, p) is not p for n, p in steps.items()):
             verdicts[i] = _second(member.states[i][0], found, verdicts, i, model)
         if verdicts[i][0]:
+            verdicts[i] = _if_held(member.states[i][0], verdicts[i], program.settings.storage)
+        if verdicts[i][0]:
             before.update(steps)
     sources = {_old(model, i): i for i in range(len(found))}
     for _ in found:
@@ -81,6 +84,21 @@ def _member(program: Program, group: StateClass, member: Slice) -> dict[int, Ver
         carried.index: (*verdicts[i], found[i].text)
         for i, (carried, _, _) in enumerate(member.states)
     }
+
+
+def _if_held(carried: Carried, found: tuple[bool, str], choice: Choice) -> tuple[bool, str]:
+    """Return a verdict, or a refusal if it needs a storage that cannot hold the state.
+
+    Raises StorageError for a parameter.
+    """
+    try:
+        storage_of(carried, choice)
+    except StorageError as error:
+        if carried.owner == "param":
+            raise
+        carried.refusal = str(error)
+        return False, carried.refusal
+    return found
 
 
 _ORDER = ("overwritten", "unchanged", "linear", "selected", "nonlinear")
@@ -123,8 +141,10 @@ def _by_compensated(
 
 def storage_of(carried: Carried, choice: Choice) -> str:
     """Return the storage for a carried state; raises StorageError if it cannot hold the state."""
-    is_param = carried.owner == "param"
-    return chosen(choice, carried.name, carried.val.dtype, is_param=is_param)
+    dtype, is_param = carried.val.dtype, carried.owner == "param"
+    storage = chosen(choice, carried.name, dtype, is_param=is_param)
+    check_held(dtype, storage, carried.name)
+    return storage
 
 
 def verdict(carried: Carried, found: Recurrence, level: Level, has_param: bool) -> tuple[bool, str]:

@@ -25,6 +25,7 @@ aten, prims = torch.ops.aten, torch.ops.prims
 _NAMES = ["add", "sub", "mul", "div", "addcmul", "addcdiv", "lerp", "pow", "clamp_min", "clamp_max"]
 _TAKES_SYMBOLS = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}
 """What AOTAutograd makes a symbol an input of, if it is an operand."""
+_NOT_OURS = ("out", "_mode")
 _OF_TENSORS = {
     aten.pow.Scalar: aten.pow.Tensor_Tensor,
     aten.pow.Tensor_Scalar: aten.pow.Tensor_Tensor,
@@ -39,13 +40,15 @@ def keep_symbols(table: Table) -> Table:
     """Return a table of decompositions for AOTAutograd by which no symbol becomes a constant."""
     packets = [getattr(aten, prefix + name) for name in _NAMES for prefix in ("", "_foreach_")]
     overloads = [getattr(packet, o) for packet in packets for o in packet.overloads()]
-    ours = [op for op in overloads if not written(op) and not op._overloadname.endswith("out")]
-    ours += [prims.fma.default, aten.full.default]
+    ours = [op for op in overloads if not written(op) and not op._overloadname.endswith(_NOT_OURS)]
+    ours += [prims.fma.default, aten.full.default, aten.scalar_tensor.default]
     return table | {op: partial(_decomposed, op, table.get(op)) for op in ours}
 
 
 def _decomposed(op: Any, other: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
-    if not _symbolic(kwargs if op in _TAKES_SYMBOLS else (args, kwargs)):
+    filled = op in (aten.full.default, aten.scalar_tensor.default)
+    truncated = filled and not (kwargs.get("dtype") or torch.float32).is_floating_point
+    if truncated or not _symbolic(kwargs if op in _TAKES_SYMBOLS else (args, kwargs)):
         return NotImplemented if other is None else other(*args, **kwargs)
     if is_foreach(op):
         return [_single(*one) for one in each(functional(op), args, kwargs)]
@@ -54,10 +57,14 @@ def _decomposed(op: Any, other: Callable[..., Any] | None, *args: Any, **kwargs:
 
 def _single(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Do an operation on single tensors, with one rounding, and symbols in products only."""
-    # These two in the form that `canonicalize` knows.
+    # These in the forms that `canonicalize` knows.
     if op is aten.lerp.Scalar:
         start, end, weight = args
-        return start + (end - start) * weight
+        if -0.5 < weight < 0.5:
+            return start + (end - start) * weight
+        return _single(aten.add.Tensor, (end, end - start), {"alpha": weight - 1})
+    if op is aten.scalar_tensor.default:
+        return torch.ones((), **kwargs) * args[0]
     if op is aten.full.default:
         size, number = args
         return torch.full(size, 1.0, **kwargs) * number

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 from collage_fx.runtime.eft import WIDER
-from collage_fx.runtime.errors import CollageWarning, ResidualError
+from collage_fx.runtime.errors import CollageWarning, ResidualError, StorageError
 from collage_fx.runtime.storage import STORAGES, check_held, layout_of
 
 _CHUNK = 1 << 22
@@ -142,6 +142,7 @@ class ResidualStore:
         self._residuals: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._of_memory: dict[tuple[Any, ...], Residual] = {}
         """For tensors that are made anew at each call, as `p.data` is: storage and layout."""
+        self._coarser: set[tuple[str, str]] = set()
         self.generation = 0
         """How often a tensor was given a residual."""
 
@@ -173,8 +174,23 @@ class ResidualStore:
         if residual is None or not residual.fits(tensor):
             return self.adopt(tensor, None, storage, name)
         if residual.storage != storage:
+            self._warn_coarser(residual, storage, tensor.dtype)
             return self.convert(tensor, storage)
         return residual
+
+    def _warn_coarser(self, residual: Residual, storage: str, dtype: torch.dtype) -> None:
+        """Warn, once for each pair of storages, that a residual goes into one that keeps less."""
+        pair = residual.storage, storage
+        old, new = (STORAGES[name].precision[dtype] for name in pair)
+        if new < old and pair not in self._coarser:
+            self._coarser.add(pair)
+            warnings.warn(
+                f"collage_fx: the residual of {residual.name} was kept in storage {pair[0]!r} and "
+                f"goes on in {pair[1]!r}, which keeps {new} bits instead of {old}: that is what "
+                "this step was compiled with. Two optimizers of one parameter need one storage",
+                CollageWarning,
+                stacklevel=2,
+            )
 
     def adopt(
         self, tensor: Tensor, lows: tuple[Tensor, ...] | None, storage: str, name: str
@@ -196,6 +212,7 @@ class ResidualStore:
         The high word changes where the storages round it differently.
         """
         old = self._residuals[tensor]
+        check_held(tensor.dtype, storage, old.name)
         clear_stale([(tensor, old)])
         with torch.no_grad(), _disable_current_modes():
             return self.assign(tensor, old.whole(tensor), storage, old.name)
@@ -257,7 +274,10 @@ def check_components(tensor: Tensor, components: Sequence[Tensor], storage: str,
         raise ResidualError(
             f"the residual of {name} has storage {storage!r}; known here: {', '.join(STORAGES)}"
         )
-    check_held(tensor.dtype, storage, name)
+    try:
+        check_held(tensor.dtype, storage, name)
+    except StorageError as error:
+        raise ResidualError(str(error)) from None
     dtypes = known.residuals[tensor.dtype]
     if len(components) != len(dtypes):
         raise ResidualError(

@@ -86,7 +86,7 @@ def join_ulp8(hi: Tensor, lo: Tensor) -> Tensor:
         return _float(bits + below)
     sign, magnitude = bits & _SIGN, _float(bits & ~_SIGN)
     small = (magnitude < _NORMAL) | ((magnitude == _NORMAL) & (lo < 0))
-    anchor = torch.where(small, _NORMAL, 0.0)
+    anchor = small.to(torch.float32) * _NORMAL
     return _float(_bits(_float(_bits(magnitude + anchor) + below) - anchor) | sign)
 
 
@@ -101,7 +101,7 @@ def split_ulp8(x: Tensor, dtype: torch.dtype) -> Components:
     bits, anchor = _bits(x), torch.zeros((), dtype=x.dtype, device=x.device)
     sign = bits & _SIGN
     if dtype is torch.float16:  # subnormals end where the numbers from 2^-14 to 2^-13 end
-        anchor = torch.where(x.abs() < _NORMAL, _NORMAL, 0.0)
+        anchor = (x.abs() < _NORMAL).to(x.dtype) * _NORMAL
         bits = _bits(x.abs() + anchor)
     unit = 1 << (places - 8)
     bits = (bits + (unit // 2 - 1) + ((bits >> (places - 8)) & 1)) & -unit
@@ -199,16 +199,14 @@ FINEST = {_BF16: "remainder16", _FP16: "mcf3"}
 def chosen(choice: Choice, name: str, dtype: torch.dtype, *, is_param: bool) -> str:
     """Return the storage for a state; `auto` for one that no pattern fits.
 
-    Patterns, as in fnmatch, are for the kind of the state (`param`, `exp_avg_sq`) or its name.
-    Raises StorageError if the storage cannot hold the state.
+    Patterns, as in fnmatch, are for the kind of the state (`param`, `exp_avg_sq`) or its name. It
+    may be one that cannot hold the state: see `check_held`.
     """
     if not isinstance(choice, str):
         kind = "param" if is_param else name.partition(" of ")[0]
         fitting = (s for p, s in choice if fnmatchcase(kind, p) or fnmatchcase(name, p))
         choice = next(fitting, "auto")
-    storage = AUTO.get(dtype, "mcf2") if choice == "auto" else choice
-    check_held(dtype, storage, name)
-    return storage
+    return AUTO.get(dtype, "mcf2") if choice == "auto" else choice
 
 
 def layout_of(hi: Tensor, lows: Sequence[Tensor]) -> Storage:

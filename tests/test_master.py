@@ -43,6 +43,7 @@ def test_fp32_weights_come_back_bit_for_bit(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("storage", ["mcf2", "remainder16"])
+@pytest.mark.filterwarnings("ignore:.*keeps 17 bits instead of 24")
 def test_a_step_goes_on_from_the_weights_that_were_loaded(storage: str) -> None:
     there = model(torch.bfloat16)
     optimizer = torch.optim.SGD(there.parameters(), lr=1e-4)
@@ -79,7 +80,10 @@ def _shorter(weights: dict[str, Tensor]) -> Any:
         (_shorter, r"missing \['0\.bias'\]"),
         (lambda w: {**w, "2.scale": torch.ones(2)}, r"unknown \['2\.scale'\]"),
         (lambda w: {**w, "2.bias": torch.ones(3)}, r"2\.bias is \(2,\), given \(3,\)"),
-        (lambda w: {**w, "2.bias": 1.0}, r"2\.bias is \(2,\), given float"),
+        (lambda w: {**w, "2.bias": 1.0}, r"2\.bias is given as float"),
+        (lambda w: {**w, "2.bias": torch.ones(2, device="meta")}, "meta"),
+        (lambda w: {**w, "2.bias": torch.ones(2).to_sparse()}, "sparse"),
+        (lambda w: {**w, "2.bias": torch.ones(2, dtype=torch.complex64)}, "complex64"),
         (lambda w: list(w.values()), "by name"),
     ],
 )
@@ -92,7 +96,18 @@ def test_weights_that_do_not_fit_change_nothing(change: Any, message: str) -> No
     assert all(STORE.get(p) is None for p in there.parameters())
 
 
+def test_tied_weights_have_one_value() -> None:
+    there = nn.ModuleList([nn.Linear(2, 2, bias=False).bfloat16()])
+    there.append(there[0])
+    with pytest.raises(CheckpointError, match="same tensor"):
+        collage_fx.load_master_weights(
+            there, {"0.weight": torch.ones(2, 2), "1.weight": torch.zeros(2, 2)}
+        )
+
+
 def test_bad_options_are_refused() -> None:
+    with pytest.raises(OptionError, match="mcf2"):
+        collage_fx.load_master_weights(model(torch.bfloat16), masters(), storage=["mcf2"])  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="mcf9"):
         collage_fx.load_master_weights(model(torch.bfloat16), masters(), storage="mcf9")
     with pytest.raises(StorageError, match="remainder16"):

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import collage_fx
-from collage_fx.errors import CheckpointError, ResidualError, StorageError
+from collage_fx.errors import CheckpointError, CollageWarning, ResidualError, StorageError
 from collage_fx.ownership import PARAM
 from collage_fx.runtime.residuals import STORE
 
@@ -98,6 +98,59 @@ def test_auto_is_remainder16_for_bf16_and_mcf2_for_fp16(way: str) -> None:
         optimizer = torch.optim.SGD(params, lr=1e-4)
         steps(optimizer, compiled(optimizer, way, storage="auto"), 0, 2)
         assert all(r.dtype == word for p in params for r in collage_fx.residuals(p))
+
+
+def test_ulp8_holds_fp16_in_a_graph_of_its_own_and_swept() -> None:
+    for way in ("each", "swept"):
+        params = start(MEMBERS[way], torch.float16)
+        exact = [p.detach().double().requires_grad_() for p in params]
+        optimizer, reference = (torch.optim.SGD(p, lr=1e-4) for p in (params, exact))
+        step = collage_fx.compile(optimizer, storage="ulp8")
+        steps(optimizer, step)
+        steps(reference, reference.step)
+        found = [collage_fx.value(p).detach() for p in params]
+        assert lost(found, [p.detach() for p in exact]) < 0.05
+        assert all(s.eager == 0 for s in collage_fx.report(step).states)
+
+
+class Mixed(Optimizer):
+    """bf16 parameters with a momentum in fp16, made in the first step."""
+
+    def __init__(self, params: list[Tensor], decay: float) -> None:
+        super().__init__(params, {"lr": 1e-3, "decay": decay})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        (group,) = self.param_groups
+        for p in group["params"]:
+            if not self.state[p]:
+                self.state[p]["m"] = torch.zeros_like(p, dtype=torch.float16)
+            m = self.state[p]["m"].mul_(group["decay"]).add_(p.grad.half())
+            p.sub_(group["lr"] * m.to(p.dtype))
+
+
+@pytest.mark.filterwarnings("ignore:bf16 and fp16 are mixed")
+@pytest.mark.parametrize("way", ["each", "eager"])
+def test_a_plain_state_need_not_be_held_and_one_that_is_not_held_is_named(way: str) -> None:
+    optimizer = Mixed(start(2, torch.bfloat16), 0.5)
+    steps(optimizer, compiled(optimizer, way, storage="remainder16"), 0, 3)
+    optimizer = Mixed(start(2, torch.bfloat16), 0.9999)
+    with pytest.warns(CollageWarning, match=r"not compensated: .*remainder16.*m of .*float16"):
+        steps(optimizer, compiled(optimizer, way, storage="remainder16"), 0, 3)
+    params = optimizer.param_groups[0]["params"]
+    assert all(r.dtype == torch.int16 for p in params for r in collage_fx.residuals(p))
+
+
+def test_two_optimizers_of_one_parameter_with_two_storages_warn() -> None:
+    params = start(1, torch.bfloat16)
+    first, second = (torch.optim.SGD(params, lr=1e-6) for _ in range(2))
+    fine = collage_fx.compile(first, storage="remainder16")
+    coarse = collage_fx.compile(second, storage="ulp8")
+    STORE._coarser.clear()
+    steps(first, fine, 0, 1)
+    with pytest.warns(CollageWarning, match="16 bits instead of 24"):
+        steps(second, coarse, 1, 2)
+    steps(first, fine, 2, 3)  # and never again
 
 
 class Chase(Optimizer):
@@ -188,12 +241,27 @@ def test_a_checkpoint_of_another_storage_is_converted() -> None:
     optimizer = torch.optim.SGD(again, lr=0.0)
     optimizer.load_state_dict(saved)
     optimizer.param_groups[0]["lr"] = 0.0
-    steps(optimizer, collage_fx.compile(optimizer, storage="mcf2"), 5, 6)
+    STORE._coarser.clear()
+    with pytest.warns(CollageWarning, match="17 bits instead of 24"):
+        steps(optimizer, collage_fx.compile(optimizer, storage="mcf2"), 5, 6)
     for p, exact in zip(again, values, strict=True):
         (lo,) = collage_fx.residuals(p)
         assert lo.dtype == torch.bfloat16
         assert ((collage_fx.value(p) - exact).abs() <= 2.0**-17 * exact.abs()).all()
         assert not torch.equal(p.double(), exact)  # as if the residual had been dropped
+
+
+@pytest.mark.parametrize("first", ["load", "compile"])
+def test_a_checkpoint_of_another_dtype_is_refused(first: str) -> None:
+    params = start(1, torch.bfloat16)
+    optimizer = torch.optim.SGD(params, lr=1e-4)
+    steps(optimizer, collage_fx.compile(optimizer, storage="remainder16"), 0, 1)
+    other = torch.optim.SGD(start(1, torch.float16), lr=1e-4)
+    if first == "compile":
+        collage_fx.compile(other)
+    with pytest.raises(CheckpointError, match="which is float16"):
+        other.load_state_dict(optimizer.state_dict())
+        collage_fx.compile(other)
 
 
 @pytest.mark.parametrize("first", ["load", "compile"])

@@ -26,6 +26,10 @@ FORMS: dict[str, Form] = {
     "base": lambda p, g, s: p.sub_(0.01 * torch.pow(s, g.abs())),
     "clamp": lambda p, g, s: p.sub_(g.clamp(-s, s)),
     "fill": lambda p, g, s: p.sub_(torch.full_like(g, s)),
+    "where": lambda p, g, s: p.sub_(torch.where(g > 0, 0.001 * g, s)),
+    "either": lambda p, g, s: p.sub_(torch.where(g > 0, s, -s)),
+    "masked": lambda p, g, s: p.sub_((0.001 * g).masked_fill(g > 0, s)),
+    "tensor": lambda p, g, s: p.sub_(torch.tensor(s) * g),
     "foreach add": lambda p, g, s: torch._foreach_add_([p], [g], alpha=-s),
     "foreach mul": lambda p, g, s: torch._foreach_mul_([p], 1 - s),
     "foreach addcmul": lambda p, g, s: torch._foreach_addcmul_([p], [g], [g], -s),
@@ -35,23 +39,38 @@ FORMS: dict[str, Form] = {
 }
 
 
+EDGES: dict[str, Form] = {
+    "compare": lambda p, g, s: p.sub_((g > 10 * s).to(p.dtype)),
+    "not above": lambda p, g, s: p.sub_((g <= 10 * s).to(p.dtype)),
+    "shrink": lambda p, g, s: p.sub_(torch.where(g.abs() > 100 * s, g, 0 * g)),
+    "mask": lambda p, g, s: p.mul_(p > -s),
+    "integer": lambda p, g, s: p.sub_(torch.full(p.shape, 1000 * s, dtype=torch.int64)),
+    "bool": lambda p, g, s: p.sub_(torch.full(p.shape, s, dtype=torch.bool).to(p.dtype)),
+    "rounded down": lambda p, g, s: p.sub_(torch.div(g, 500 * s, rounding_mode="trunc")),
+    "all the way": lambda p, g, s: p.lerp_(g, 1 + 0 * s),
+    "foreach list": lambda p, g, s: torch._foreach_lerp_([p], [g], [1 + 0 * s]),
+}
+"""What gives whole numbers here, so that it is equal or wrong."""
+
+
 class EachForm(Optimizer):
     """Updates each parameter by another form of using the learning rate."""
 
-    def __init__(self, params: list[Tensor]) -> None:
+    def __init__(self, params: list[Tensor], forms: dict[str, Form]) -> None:
         super().__init__(params, {"lr": 0.0})
+        self.forms = list(forms.values())
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            for p, form in zip(group["params"], FORMS.values(), strict=True):
+            for p, form in zip(group["params"], self.forms, strict=True):
                 form(p, p.grad, group["lr"])
 
 
 def run(params: list[Tensor], steps: int, way: Callable[[Optimizer], Callable[[], object]]) -> None:
     """Step with another learning rate each time."""
     generator = torch.Generator().manual_seed(1)
-    optimizer = EachForm(params)
+    optimizer = EachForm(params, FORMS)
     step = way(optimizer)
     for k in range(steps):
         optimizer.param_groups[0]["lr"] = 1e-3 * (1 + 0.5 * k)
@@ -88,6 +107,25 @@ def test_no_form_of_a_changing_number_makes_another_graph() -> None:
     found, lost = errors(params, exact), errors(plain, exact)
     assert max(found.values()) < 0.02, found
     assert min(lost.values()) > 0.1, lost
+
+
+@pytest.mark.filterwarnings("ignore:collage_fx. nothing needed compensation")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_numbers_keep_their_values_where_they_stay_constants_too(dtype: torch.dtype) -> None:
+    def trained(compiled: bool) -> list[Tensor]:
+        params = [torch.arange(1.0, 9).to(dtype).requires_grad_() for _ in EDGES]
+        params[-2].data.mul_(1e8)  # of which nothing is left
+        optimizer = EachForm(params, EDGES)
+        step = collage_fx.compile(optimizer, level="all") if compiled else optimizer.step
+        for k in range(4):
+            optimizer.param_groups[0]["lr"] = 0.004 * (k + 1)
+            for p in params:
+                p.grad = torch.arange(-3.0, 5).to(dtype)
+            step()
+        return [collage_fx.value(p).detach() for p in params]
+
+    for name, found, exact in zip(EDGES, trained(True), trained(False), strict=True):
+        assert torch.equal(found, exact), name
 
 
 def test_it_made_a_graph_for_each_value_without(monkeypatch: pytest.MonkeyPatch) -> None:

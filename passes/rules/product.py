@@ -34,6 +34,8 @@ def times(b: Builder, x: Pair, factor: Any) -> Expanded:
     if plain.meta["scalar"]:
         gap = b.op(aten.sub.Tensor, plain, 1, dtype=plain.meta["dtype"])
         return decayed(b, x, gap, small=False)
+    if not plain.meta["dtype"].is_floating_point:  # a mask
+        plain = b.narrowed(plain)
     if plain.meta["dtype"] == b.dtype:
         return b.pair(collage.mul.float, *x, plain)
     return b.pair(collage.mul.default, *x, *b.split(plain))

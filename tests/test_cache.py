@@ -1,0 +1,44 @@
+"""Inductor's cache of compiled graphs: it is used, and its key covers all that makes the code."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tensors import bf16, with_grads
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
+
+import collage_fx
+from collage_fx import config
+
+
+@pytest.fixture(autouse=True)
+def _empty_cache() -> Iterator[None]:
+    with fresh_cache():
+        yield
+
+
+def compiled(**options: Any) -> tuple[int, int]:
+    """Compile one step as a new process would; return hits and misses of the cache."""
+    torch.compiler.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    params = with_grads([bf16(6), bf16(5)])
+    collage_fx.compile(torch.optim.SGD(params, lr=1e-2, momentum=0.5), **options)()
+    found = counters["inductor"]
+    return found["fxgraph_cache_hit"], found["fxgraph_cache_miss"]
+
+
+def test_the_second_time_comes_from_the_cache() -> None:
+    first, again = compiled(), compiled()
+    assert first[0] == 0 and first[1] > 0
+    assert again == (first[1], 0)
+
+
+def test_other_passes_or_options_are_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled()
+    # The same graph, for another reason: on_unsupported changes nothing here.
+    assert compiled(on_unsupported="error")[0] == 0
+    monkeypatch.setattr(config, "_source_digest", lambda: "passes of another version")
+    assert compiled()[0] == 0
