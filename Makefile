@@ -7,18 +7,28 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # Two processes for two cores, of one thread each.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+PYTEST := -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test test-all lint bench coverage clean
+.PHONY: demo test test-all test-torch211 lint bench coverage clean
 
 demo: $(READY)
 	$(BIN)/python examples/train_bytes.py
 
 test: lint
-	$(PYTEST) -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m "not slow"
 
 test-all: lint
-	$(PYTEST)
+	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST)
+
+# The tests under the oldest torch that is supported, in an environment of its own.
+test-torch211: build/torch211/.ready
+	OMP_NUM_THREADS=1 build/torch211/bin/python $(PYTEST) -m "not slow"
+
+build/torch211/.ready: requirements-torch211.txt
+	$(PYTHON) -m venv build/torch211
+	build/torch211/bin/python -m pip install --quiet --requirement $<
+	build/torch211/bin/python -m pip install --quiet --no-build-isolation --no-deps --editable .
+	touch $@
 
 lint: $(READY)
 	$(BIN)/ruff check .
