@@ -203,6 +203,8 @@ def _prepare(
 ) -> tuple[str, Callable[..., Any], dict[str, Any]]:
     """Return a name, a step on copies and the options it was compiled with."""
     options: dict[str, Any] = {}
+    if isinstance(subject, Optimizer):  # whose step may have been assigned to it
+        subject = vars(subject).get("step", subject)
     session = getattr(subject, "_collage", None)
     if isinstance(session, Session):
         options = {**vars(session.config), **session.inductor}

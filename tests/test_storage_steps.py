@@ -325,6 +325,13 @@ def test_explain_says_what_a_storage_keeps_and_when_it_is_too_small(
     assert ("keeps changes of" in str(found)) == bool(finer) and finer in str(found)
 
 
+def test_explain_of_an_optimizer_is_of_the_step_that_was_assigned_to_it() -> None:
+    optimizer = torch.optim.SGD(start(1, torch.bfloat16), lr=1e-4)
+    optimizer.step = collage_fx.compile(optimizer, storage="ulp8")  # type: ignore[method-assign]
+    (state,) = collage_fx.explain(optimizer).plan
+    assert state.storage == "ulp8"
+
+
 def test_explain_is_silent_about_updates_of_a_learning_rate_of_zero() -> None:
     params = start(1, torch.bfloat16)
     params[0].grad = torch.ones_like(params[0])
