@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -136,6 +137,18 @@ def compare(
     return found
 
 
+def conditions(steps: int, start: list[Tensor]) -> dict[str, Any]:
+    """Return what the results were measured with."""
+    return {
+        "command": " ".join(["python", *sys.argv]),
+        "date": time.strftime("%Y-%m-%d"),
+        "device": f"cpu, {platform.machine()}, {torch.get_num_threads()} threads",
+        "torch": torch.__version__,
+        "steps": steps,
+        "parameters": sum(s.numel() for s in start),
+    }
+
+
 def main() -> None:
     """Run every combination, print the table and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -150,17 +163,9 @@ def main() -> None:
             for name, (theta, v) in compare(start, stream, beta2, lr, list(VARIANTS)).items():
                 print(f"{beta2:6} {lr:7.0e} {name:20} {theta:9.2e} {v:9.2e}", flush=True)
                 rows.append({"beta2": beta2, "lr": lr, "variant": name, "E_theta": theta, "E_v": v})
-    conditions = {
-        "command": " ".join(["python", *sys.argv]),
-        "date": time.strftime("%Y-%m-%d"),
-        "device": f"cpu, {platform.machine()}, {torch.get_num_threads()} threads",
-        "torch": torch.__version__,
-        "steps": args.steps,
-        "weight_decay": WEIGHT_DECAY,
-        "parameters": sum(s.numel() for s in start),
-    }
+    found = {**conditions(args.steps, start), "weight_decay": WEIGHT_DECAY}
     args.out.parent.mkdir(exist_ok=True)
-    args.out.write_text(json.dumps({"conditions": conditions, "rows": rows}, indent=1) + "\n")
+    args.out.write_text(json.dumps({"conditions": found, "rows": rows}, indent=1) + "\n")
     print(f"written to {args.out}")
 
 

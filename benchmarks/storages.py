@@ -13,15 +13,12 @@ written to benchmarks/results/storages.json and storages.md:
 
 import argparse
 import json
-import platform
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from replay import record
+from replay import conditions, record
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -132,17 +129,10 @@ def main() -> None:
                 rows.append({"optimizer": name, "lr": lr, "variant": variant, **numbers})
                 shown = ", ".join(f"{k} {v:.3g}" for k, v in numbers.items())
                 print(f"{name} lr {lr:.0e} {variant:12} {shown}", flush=True)
-    conditions = {
-        "command": " ".join(["python", *sys.argv]),
-        "date": time.strftime("%Y-%m-%d"),
-        "device": f"cpu, {platform.machine()}, {torch.get_num_threads()} threads",
-        "torch": torch.__version__,
-        "steps": args.steps,
-        "parameters": sum(s.numel() for s in start),
-    }
+    measured = conditions(args.steps, start)
     args.out.parent.mkdir(exist_ok=True)
-    args.out.write_text(json.dumps({"conditions": conditions, "rows": rows}, indent=1) + "\n")
-    listed = "\n".join(f"- {k}: {v}" for k, v in conditions.items())
+    args.out.write_text(json.dumps({"conditions": measured, "rows": rows}, indent=1) + "\n")
+    listed = "\n".join(f"- {k}: {v}" for k, v in measured.items())
     args.out.with_suffix(".md").write_text(f"{table(rows)}\n{listed}\n")
     print(f"written to {args.out}")
 
