@@ -14,6 +14,7 @@ written to benchmarks/results/storages.json and storages.md:
 import argparse
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ import collage_fx
 from collage_fx.runtime.metrics import edq
 
 RATES = (1e-3, 1e-4, 1e-5, 1e-6)
-OPTIMIZERS: dict[str, Callable[[list[Tensor], float], Optimizer]] = {
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "AdamW": lambda params, lr: torch.optim.AdamW(params, lr=lr, foreach=True),
     "SGD": lambda params, lr: torch.optim.SGD(params, lr=100 * lr, momentum=0.9, foreach=True),
 }
@@ -121,7 +122,7 @@ def main() -> None:
     rows = []
     for name, make in OPTIMIZERS.items():
         for lr in RATES:
-            at_rate: Callable[[list[Tensor]], Optimizer] = lambda p, m=make, r=lr: m(p, r)  # noqa: E731
+            at_rate = partial(make, lr=lr)
             exact = run(start, stream, at_rate, torch.float64, None)
             for variant, (dtype, options) in VARIANTS.items():
                 torch.compiler.reset()

@@ -6,6 +6,8 @@ nothing of this package has seen the optimizer yet, and loads into plain PyTorch
 """
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from collage_fx.ownership import PARAM, Owned, owned_tensors, tensors_in
+from collage_fx.ownership import PARAM, owned_tensors, tensors_in
 from collage_fx.runtime.errors import CheckpointError, CollageWarning, ResidualError
 from collage_fx.runtime.residuals import STORE, check_components, checksum, clear_stale
 
@@ -74,6 +76,15 @@ def _check(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
                 _check_entry(index, key, entry, params, state_dict["state"])
 
 
+@contextmanager
+def _fitting() -> Iterator[None]:
+    """Raise CheckpointError for residuals that do not fit."""
+    try:
+        yield
+    except ResidualError as error:
+        raise CheckpointError(f"the checkpoint does not fit this optimizer: {error}") from error
+
+
 def _check_entry(
     index: int, key: str, entry: dict[str, Any], params: list[Tensor], states: dict[int, Any]
 ) -> None:
@@ -83,10 +94,8 @@ def _check_entry(
         owner = tensor if path == key else owner
     if owner is None:
         raise CheckpointError(f"the checkpoint has a residual for {name}, which does not exist")
-    try:
+    with _fitting():
         check_components(owner, entry["components"], entry["storage"], name)
-    except ResidualError as error:
-        raise CheckpointError(f"the checkpoint does not fit this optimizer: {error}") from error
 
 
 def _load(optimizer: Optimizer) -> None:
@@ -109,16 +118,6 @@ def _load(optimizer: Optimizer) -> None:
     )
 
 
-def _restore(owned: Owned, entry: dict[str, Any]) -> None:
-    components, storage = entry["components"], entry["storage"]
-    try:
-        STORE.load(
-            owned.tensor, components, storage=storage, name=owned.name, expected=entry["checksum"]
-        )
-    except ResidualError as error:
-        raise CheckpointError(f"the checkpoint does not fit this optimizer: {error}") from error
-
-
 def _adopt(optimizer: Optimizer) -> None:
     entries = {
         (index, key): entry
@@ -130,7 +129,14 @@ def _adopt(optimizer: Optimizer) -> None:
         entry = entries.get((owned.param, owned.key))
         residual = STORE.get(owned.tensor)
         if entry is not None:
-            _restore(owned, entry)
+            with _fitting():
+                STORE.load(
+                    owned.tensor,
+                    entry["components"],
+                    storage=entry["storage"],
+                    name=owned.name,
+                    expected=entry["checksum"],
+                )
         elif residual is not None:
             residual.clear()
             residual.settle(owned.tensor)

@@ -15,9 +15,8 @@ from collage_fx.passes.plan import verdict
 from collage_fx.passes.program import Carried, Recurrence
 from collage_fx.passes.recurrence import recurrence_of
 from collage_fx.passes.system import joint_recurrences
-from collage_fx.runtime.errors import StorageError
 from collage_fx.runtime.residuals import STORE
-from collage_fx.runtime.storage import check_held, chosen
+from collage_fx.runtime.storage import check_held, chosen, refusal
 from collage_fx.shadows import Shadow, Shadows
 
 TRIED = 2
@@ -61,8 +60,9 @@ class Judge:
                 keep, reason = True, f"takes over the value of {source}"
             if not keep and owned.owner == "param" and self._precise(tensor, shadow):
                 keep, reason = True, "computed anew from states that are compensated"
-            if keep and tensor.dtype not in write.storage.residuals:
-                keep, reason = False, self._refuse(owned)
+            if keep and (why := refusal(tensor.dtype, write.storage.name, owned.name)):
+                keep, reason = False, why
+                self.warn(f"not compensated: {why}")
             served.compensated, served.reason, served.recurrence = keep, reason, found.text
         if served.compensated:
             lows = shadow.low(tensor)
@@ -84,15 +84,6 @@ class Judge:
         if is_param:
             check_held(owned.tensor.dtype, storage, owned.name)
         return storage
-
-    def _refuse(self, owned: Owned) -> str:
-        """Warn that a state which needs a residual cannot have one; return why."""
-        try:
-            check_held(owned.tensor.dtype, self.storage(owned), owned.name)
-        except StorageError as error:
-            self.warn(f"not compensated: {error}")
-            return str(error)
-        raise AssertionError("the storage holds it")
 
     def judge_made(self, owned: Owned, write: Write, made: Shadow) -> None:
         """Decide whether a state that the step has made keeps the low word it was made with.

@@ -12,7 +12,7 @@ from collage_fx.ownership import owned_tensors
 from collage_fx.passes.program import LOW_PRECISION
 from collage_fx.runtime.errors import CheckpointError, OptionError
 from collage_fx.runtime.residuals import STORE, Residual, clear_stale
-from collage_fx.runtime.storage import STORAGES, check_held
+from collage_fx.runtime.storage import FINEST, STORAGES, check_held
 
 
 def load_master_weights(
@@ -120,13 +120,9 @@ def _residual(tensor: Tensor) -> Residual | None:
 
 
 def _storage_for(tensor: Tensor) -> str:
-    """Return the storage that a tensor has, or the smallest of those that keep most of it."""
+    """Return the storage that a tensor has, or the one that keeps most of it."""
     residual = STORE.get(tensor)
-    if residual is not None:
-        return residual.storage
-    fitting = [s for s in STORAGES.values() if tensor.dtype in s.residuals]
-    best = max(fitting, key=lambda s: (s.precision[tensor.dtype], -s.residual_bytes(tensor)))
-    return best.name
+    return FINEST[tensor.dtype] if residual is None else residual.storage
 
 
 def _tensors(model_or_optimizer: nn.Module | Optimizer) -> dict[str, Tensor]:

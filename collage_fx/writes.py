@@ -140,12 +140,12 @@ class Writer:
         for name, tree in targets.items():
             for tensor in tensors_of(tree):
                 forms = self._unknown(before, tensor, name, kwargs)
-                lows = None
+                shadow, lows = self.shadows.find(tensor), None
                 if id(tensor) in wide:
-                    storage = self._storage(tensor, self.shadows.find(tensor))
+                    storage = self._storage(tensor, shadow)
                     hi, lows = self.operands.split(wide[id(tensor)], storage, tensor.dtype)
                     tensor.copy_(hi)
-                self._wrote(tensor, self.shadows.find(tensor), lows, forms)
+                self._wrote(tensor, shadow, lows, forms)
         written = {id(w): t for t in before if (w := wide.get(id(t))) is not None}
         return tree_map(lambda r: written.get(id(r), r), result)
 

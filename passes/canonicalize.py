@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -64,6 +65,12 @@ def single_overload(target: Any, args: tuple[Any, ...]) -> Any:
     return target
 
 
+@cache
+def _numbers(op: Any) -> tuple[int, ...]:
+    """Return the positions of the arguments of op that are no tensors."""
+    return tuple(i for i, a in enumerate(op._schema.arguments) if "Tensor" not in str(a.type))
+
+
 def _with_tensors(op: Any, args: tuple[Any, ...]) -> Any:
     """Return the overload of op that takes these operands, of which some numbers are now tensors.
 
@@ -71,8 +78,7 @@ def _with_tensors(op: Any, args: tuple[Any, ...]) -> Any:
     """
     if op in _WITH_TENSOR and isinstance(args[-1], Node):
         return _WITH_TENSOR[op]
-    types = [str(a.type) for a in op._schema.arguments][: len(args)]
-    if all("Tensor" in t for x, t in zip(args, types, strict=True) if isinstance(x, Node)):
+    if not any(isinstance(args[i], Node) for i in _numbers(op) if i < len(args)):
         return op
     if op._overloadname == "Scalar" and "Tensor" in op.overloadpacket.overloads():
         return op.overloadpacket.Tensor

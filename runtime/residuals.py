@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 from collage_fx.runtime.eft import WIDER
-from collage_fx.runtime.errors import CollageWarning, ResidualError, StorageError
-from collage_fx.runtime.storage import STORAGES, check_held, layout_of
+from collage_fx.runtime.errors import CollageWarning, ResidualError
+from collage_fx.runtime.storage import STORAGES, check_held, layout_of, refusal
 
 _CHUNK = 1 << 22
 
@@ -274,10 +274,8 @@ def check_components(tensor: Tensor, components: Sequence[Tensor], storage: str,
         raise ResidualError(
             f"the residual of {name} has storage {storage!r}; known here: {', '.join(STORAGES)}"
         )
-    try:
-        check_held(tensor.dtype, storage, name)
-    except StorageError as error:
-        raise ResidualError(str(error)) from None
+    if why := refusal(tensor.dtype, storage, name):
+        raise ResidualError(why)
     dtypes = known.residuals[tensor.dtype]
     if len(components) != len(dtypes):
         raise ResidualError(

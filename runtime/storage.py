@@ -229,11 +229,18 @@ def kept(dtype: torch.dtype, storage: str = "") -> float:
     return 2.0 ** -STORAGES[storage].precision[dtype] if storage else torch.finfo(dtype).eps / 2
 
 
+def refusal(dtype: torch.dtype, storage: str, name: str) -> str:
+    """Return why a storage cannot hold the state of this dtype and name; empty if it can."""
+    if dtype in STORAGES[storage].residuals:
+        return ""
+    others = [repr(s.name) for s in STORAGES.values() if dtype in s.residuals]
+    return (
+        f"storage {storage!r} cannot hold {name}, which is {str(dtype).removeprefix('torch.')};"
+        f" {', '.join(others) or 'no storage'} can"
+    )
+
+
 def check_held(dtype: torch.dtype, storage: str, name: str) -> None:
     """Raise StorageError unless a storage can hold the state of this dtype and name."""
-    if dtype not in STORAGES[storage].residuals:
-        others = [repr(s.name) for s in STORAGES.values() if dtype in s.residuals]
-        raise StorageError(
-            f"storage {storage!r} cannot hold {name}, which is {str(dtype).removeprefix('torch.')};"
-            f" {', '.join(others) or 'no storage'} can"
-        )
+    if why := refusal(dtype, storage, name):
+        raise StorageError(why)
