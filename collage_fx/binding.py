@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -12,6 +12,9 @@ from collage_fx import checkpoint
 from collage_fx.ownership import Owned, live_optimizers, owners_of
 from collage_fx.passes.program import Carried, StatePlan
 from collage_fx.runtime.residuals import STORE, Residual, clear_stale
+
+Locate: TypeAlias = Callable[[tuple[Any, ...]], Tensor | None]
+"""How to find a tensor from the arguments of a call."""
 
 
 class Static:
@@ -36,8 +39,8 @@ class Residuals:
         self,
         session: Any,
         carried: list[Carried],
-        locate: list[Callable[[tuple[Any, ...]], Tensor | None]],
-        others: list[Callable[[tuple[Any, ...]], Tensor | None]],
+        locate: list[Locate],
+        others: list[Locate],
         plan: list[StatePlan],
     ) -> None:
         self.session = session
@@ -136,9 +139,9 @@ class Code:
 
     function: Callable[..., Any]
     residuals: Residuals | None
-    states: list[tuple[Callable[[tuple[Any, ...]], Tensor | None], StatePlan]]
+    states: list[tuple[Locate, StatePlan]]
     """The carried states of 16 bits: how to find each, and its verdict."""
-    reads: list[Callable[[tuple[Any, ...]], Tensor | None]]
+    reads: list[Locate]
     """How to find the states that the graph reads, and of which it knows the high word only."""
     refused: bool
     """Whether a state that needs a residual cannot have one in this graph."""

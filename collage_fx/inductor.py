@@ -39,7 +39,7 @@ def separate_outputs(gm: GraphModule) -> None:
 
 def compile_rewritten(gm: GraphModule, inputs: list[Any], kwargs: dict[str, Any]) -> Any:
     """Return the callable of a rewritten graph, and Inductor's code of what it compiled."""
-    direct = None if _cudagraphs(kwargs) else split(gm)
+    direct = None if uses_cudagraphs(kwargs.get("cudagraphs")) else split(gm)
     if direct is None:
         inner = _compile(gm, inputs, kwargs)
         return inner, getattr(inner, "source_code", "")
@@ -52,9 +52,12 @@ def compile_rewritten(gm: GraphModule, inputs: list[Any], kwargs: dict[str, Any]
     return direct.bind(inner), getattr(inner, "source_code", "")
 
 
-def _cudagraphs(kwargs: dict[str, Any]) -> bool:
-    """Tell whether CUDA graphs are recorded, which only Inductor's own callable can be."""
-    wanted = kwargs.get("cudagraphs")
+def uses_cudagraphs(wanted: bool | None) -> bool:
+    """Tell whether CUDA graphs are recorded, which only Inductor's own callable can be.
+
+    Args:
+        wanted: what the user says; None for nothing.
+    """
     return inductor_config.triton.cudagraphs if wanted is None else bool(wanted)
 
 

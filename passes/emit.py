@@ -11,7 +11,17 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from collage_fx.passes.decompose import like
-from collage_fx.passes.program import Program, Rewritten, Slice, graph_of, made, mutations, value_of
+from collage_fx.passes.others import Other, Others
+from collage_fx.passes.program import (
+    Carried,
+    Program,
+    Rewritten,
+    Slice,
+    graph_of,
+    made,
+    mutations,
+    value_of,
+)
 from collage_fx.passes.region import register_region
 from collage_fx.passes.scalars import Scalars, scalars_of
 from collage_fx.passes.sweep import (
@@ -60,6 +70,8 @@ class _Stamp:
     rewritten: Rewritten
     member: Slice
     residuals: list[Node]
+    others: list[Other]
+    """The members for which it stands."""
     pending: list[int] = field(default_factory=list)
     """Positions of the lowered graph's results that are not in the graph yet."""
     new_residuals: dict[int, Node] = field(default_factory=dict)
@@ -79,6 +91,7 @@ class _Emitter:
         self.swept: list[tuple[Rewritten, list[_Stamp], Scalars | None]] = []
         """Classes that run as one operation, with the 0-d work of their members."""
         self.parts: dict[tuple[int, tuple[int, ...]], _Part] = {}
+        self.others = Others(program, self.graph)
 
     def run(self) -> None:
         """Fill in `result` and `residual_inputs` of the program."""
@@ -88,6 +101,7 @@ class _Emitter:
         with mode:
             for node in placeholders:
                 self._copy(node)
+            self.others.add_inputs(self.env)
             self._choose()
             updated = [s.member for _, stamps, _ in self.swept for s in stamps]
             updated += [m for _, _, scalars in self.swept if scalars for m in scalars.members]
@@ -96,7 +110,7 @@ class _Emitter:
             last = [n for n in nodes if n.op == "output" or n.target is aten.copy_.default]
             rest = set(nodes) - replaced - set(last) - set(placeholders)
             self._interleave([n for n in nodes if n in rest])
-            vectors = [self._vectors(scalars) if scalars else [] for _, _, scalars in self.swept]
+            vectors = [self._vectors(scalars, s) if scalars else [] for _, s, scalars in self.swept]
             for (rewritten, stamps, scalars), made_for in zip(self.swept, vectors, strict=True):
                 self._sweep(rewritten, stamps, scalars.feeds if scalars else {}, made_for)
             done = {member.inputs[at] for member in updated for _, at, _ in member.states}
@@ -107,6 +121,8 @@ class _Emitter:
                     self._copy(node)
             self._write_residuals()
             self._copy(last[-1])
+            self.others.add_results(last[-1])
+        self.others.check()
         self.graph.lint()
         self.program.result = _LazyGraphModule(self.canonical, self.graph)
 
@@ -151,7 +167,8 @@ class _Emitter:
         wanted = self.program.settings.multi_tensor
         if not wanted:
             return "multi_tensor=False"
-        if wanted == "auto" and len(rewritten.members) < MEMBERS:
+        rewritten.left_out = sum(len(self.others.of(member)) for member in rewritten.members)
+        if wanted == "auto" and len(rewritten.members) + rewritten.left_out < MEMBERS:
             return f"fewer than {MEMBERS} members"
         return obstacle(rewritten)
 
@@ -184,24 +201,38 @@ class _Emitter:
         written: list[Node] = []
         read: list[Node] = []
         for stamp in stamps:
-            memory = [self._memory(value_of(n)) for n in made(stamp.member)]
-            self.env |= dict(zip(made(stamp.member), memory, strict=True))
-            inputs = [*stamp.member.inputs, *stamp.residuals, *memory]
-            written += [self.env.get(inputs[i], inputs[i]) for i in sweep.written]
-            read += [self.env.get(inputs[i], inputs[i]) for i in sweep.read]
+            new = made(stamp.member)
+            memory = [self._memory(value_of(n)) for n in new]
+            self.env |= dict(zip(new, memory, strict=True))
+            inputs = [*(self.env.get(n, n) for n in stamp.member.inputs), *stamp.residuals, *memory]
+            written += [inputs[i] for i in sweep.written]
+            read += [inputs[i] for i in sweep.read]
+            for other in stamp.others:
+                for n, mine in zip(new, memory, strict=True):
+                    its = self._memory(like(other.like, value_of(n).dtype))
+                    other.instead[mine] = its
+                    self.others.made.setdefault(n, []).append(its)
+                written += other.operands([inputs[i] for i in sweep.written])
+                read += other.operands([inputs[i] for i in sweep.read])
         operands = (written, read, [vectors[k] for k in feeds.values()])
         node = self.graph.call_function(collage.sweep.default, (*operands, key))
         node.meta["val"] = None
 
-    def _vectors(self, scalars: Scalars) -> list[Node]:
+    def _vectors(self, scalars: Scalars, stamps: list[_Stamp]) -> list[Node]:
         """Append the operation that does the 0-d work of all members; return what it makes."""
         key = register_scalars(scalars)
-        sweep, members = SWEEPS[key], scalars.members
-        written = [self.env[m.inputs[i]] for m in members for i in sweep.written]
-        read = [self.env[m.inputs[i]] for m in members for i in sweep.read]
-        device = value_of(members[0].outputs[0]).device
+        sweep = SWEEPS[key]
+        written: list[Node] = []
+        read: list[Node] = []
+        for part, stamp in zip(scalars.members, stamps, strict=True):
+            inputs = [self.env[n] for n in part.inputs]
+            ours = [inputs[i] for i in sweep.written], [inputs[i] for i in sweep.read]
+            written += [*ours[0], *(n for other in stamp.others for n in other.operands(ours[0]))]
+            read += [*ours[1], *(n for other in stamp.others for n in other.operands(ours[1]))]
+        count = sum(1 + len(stamp.others) for stamp in stamps)
+        device = value_of(scalars.members[0].outputs[0]).device
         vectors = [
-            self._memory(torch.empty(len(members), dtype=sweep.dtypes[i], device=device))
+            self._memory(torch.empty(count, dtype=sweep.dtypes[i], device=device))
             for i in sweep.vectors
         ]
         node = self.graph.call_function(collage.sweep.default, (written, read, vectors, key))
@@ -217,16 +248,29 @@ class _Emitter:
         return node
 
     def _stamp(self, rewritten: Rewritten, member: Slice) -> _Stamp:
-        residuals = []
+        residuals: list[Node] = []
+        others = self.others.of(member)
         for i in rewritten.compensated:
             carried, at, _ = member.states[i]
-            for k, dtype in enumerate(rewritten.residuals(i)):
-                lo = self.graph.placeholder(f"{member.inputs[at].name}_lo{k or ''}")
-                lo.meta["val"] = like(carried.val, dtype)
-                residuals.append(lo)
-                self.program.static_residuals.append(carried.static)
-            self.program.residual_inputs.append(carried)
-        return _Stamp(rewritten, member, residuals)
+            name, dtypes = f"{member.inputs[at].name}_lo", rewritten.residuals(i)
+            ours = self._residuals(carried, name, dtypes)
+            residuals += ours
+            its = self.program.others.get(carried.index, [])
+            for other, c in zip(others, its, strict=True):
+                other.instead |= dict(zip(ours, self._residuals(c, name, dtypes), strict=True))
+        return _Stamp(rewritten, member, residuals, others)
+
+    def _residuals(
+        self, carried: Carried, name: str, dtypes: tuple[torch.dtype, ...]
+    ) -> list[Node]:
+        """Append the residuals of a state to the inputs."""
+        lows = []
+        for k, dtype in enumerate(dtypes):
+            lows.append(self.graph.placeholder(f"{name}{k or ''}"))
+            lows[-1].meta["val"] = like(carried.val, dtype)
+            self.program.static_residuals.append(carried.static)
+        self.program.residual_inputs.append(carried)
+        return lows
 
     def _interleave(self, rest: list[Node]) -> None:
         """Append other nodes and regions in turn, each when its inputs are there."""

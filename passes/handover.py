@@ -84,7 +84,8 @@ def _sums(program: Program, states: dict[Node, Carried]) -> Iterator[str]:
                 if state.owner == "param" or origin in place:
                     yield f"{state.name} enters a sum or difference with its high word only"
                 else:
-                    program.reads.append(state.index)
+                    others = program.others.get(state.index, [])
+                    program.reads += [state.index, *(other.index for other in others)]
 
 
 def _origin(node: Any) -> Node:

@@ -1,5 +1,6 @@
 """Pass 5: decide which carried states get residuals, and say why."""
 
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
@@ -38,7 +39,9 @@ def plan(program: Program) -> None:
             verdicts.update(_member(program, group, member))
         program.rewritten += _by_compensated(group, verdicts, program.settings.storage)
     for carried in program.carried:
-        program.plan.append(_entry(carried, verdicts.get(carried.index), program))
+        entry = _entry(carried, verdicts.get(carried.index), program)
+        others = program.others.get(carried.index, [])
+        program.plan += [entry, *(_of_other(entry, other) for other in others)]
 
 
 def spare(carried: list[Carried], named: tuple[str, ...]) -> None:
@@ -202,6 +205,18 @@ def _entry(carried: Carried, verdict: Verdict | None, program: Program) -> State
         residual_bytes=STORAGES[storage].residual_bytes(carried.val) if storage else 0,
         refused=bool(carried.refusal) and low,
         index=carried.index,
+    )
+
+
+def _of_other(entry: StatePlan, other: Carried) -> StatePlan:
+    """Return the verdict on a state of a member that is not in the graph."""
+    storage = entry.storage
+    return replace(
+        entry,
+        name=other.name,
+        shape=tuple(other.val.shape),
+        residual_bytes=STORAGES[storage].residual_bytes(other.val) if storage else 0,
+        index=other.index,
     )
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from collage_fx.runtime.errors import CollageError
 from collage_fx.runtime.storage import STORAGES, Choice
 
 Level = Literal["light", "plus", "auto", "all"]
@@ -165,6 +166,8 @@ class Rewritten:
     """The key of the kernel that updates all members at once; see `sweep.py`."""
     apart: str = ""
     """Why each member has a kernel of its own instead."""
+    left_out: int = 0
+    """How many members more it has, which are not in the graph."""
 
     def residuals(self, i: int) -> tuple[torch.dtype, ...]:
         """Return the dtypes of the residuals of state i."""
@@ -181,6 +184,23 @@ class Rewritten:
         return sum(len(self.residuals(i)) for i in self.compensated)
 
 
+@dataclass(eq=False)
+class Copies:
+    """Members of a class that `narrow` left out of the graph, where one like them stayed."""
+
+    inputs: list[int]
+    """The placeholders of that one."""
+    others: list[list[Carried]]
+    """For each member left out, what it has in their places; the indices go on behind those of the
+    graph."""
+    shared: set[int]
+    """Which of the placeholders are read outside the member too."""
+
+
+class Unlike(CollageError):
+    """Members that `narrow` left out of the graph cannot be updated together with the one in it."""
+
+
 @dataclass
 class Program:
     """One graph on its way through the passes; each pass fills in the fields that it owns."""
@@ -194,6 +214,8 @@ class Program:
     """Tells what a 0-d input (a learning rate, say) is called in the recurrences."""
     is_step: bool = False
     """Whether the graph is known to be a part of an optimizer's step."""
+    copies: list[Copies] = field(default_factory=list)
+    """What stands for more than one member."""
     carried: list[Carried] = field(default_factory=list)
     canonical: GraphModule | None = None
     classes: list[StateClass] = field(default_factory=list)
@@ -204,13 +226,26 @@ class Program:
     reads: list[int] = field(default_factory=list)
     """Positions of states that the graph does not write, and of which it would need a low word."""
     result: GraphModule | None = None
-    """What Inductor compiles: residual placeholders appended, in the order of `residual_inputs`."""
+    """What Inductor compiles. Its inputs are those of the graph, those of the members left out, and
+    the residuals in the order of `residual_inputs`."""
     residual_inputs: list[Carried] = field(default_factory=list)
     """The states whose residuals they are; each has as many as its storage says."""
+    made: dict[int, list[int]] = field(default_factory=dict)
+    """Result that a member makes which stands for others -> the results of `result` that these
+    make."""
     static_residuals: list[bool] = field(default_factory=list)
     """For each of these placeholders whether it is always the same tensor."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Time spent in each pass."""
+
+    @functools.cached_property
+    def others(self) -> dict[int, list[Carried]]:
+        """Input of a member that stands for more -> what the members left out have instead."""
+        return {
+            index: [other[i] for other in copies.others]
+            for copies in self.copies
+            for i, index in enumerate(copies.inputs)
+        }
 
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)

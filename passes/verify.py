@@ -38,13 +38,17 @@ def _slices(program: Program) -> None:
 
 def _plan(program: Program) -> None:
     """Each carried state has one verdict with a reason, and those compensated are rewritten."""
-    _demand(len(program.plan) == len(program.carried), "a carried state has no verdict")
+    planned = [s.index for s in program.plan]
+    expected = [c.index for c in program.carried]
+    expected += [other.index for i in expected for other in program.others.get(i, [])]
+    _demand(sorted(planned) == sorted(expected), "a carried state has no verdict")
     _demand(all(s.reason for s in program.plan), "a verdict has no reason")
-    planned = {s.index for s in program.plan if s.compensated}
+    compensated = {s.index for s in program.plan if s.compensated}
     rewritten = {
         m.states[i][0].index for r in program.rewritten for m in r.members for i in r.compensated
     }
-    _demand(planned == rewritten, "what is compensated by plan is not what is rewritten")
+    rewritten |= {other.index for i in rewritten for other in program.others.get(i, [])}
+    _demand(compensated == rewritten, "what is compensated by plan is not what is rewritten")
 
 
 def _expanded(program: Program) -> None:
@@ -101,7 +105,7 @@ def _emitted(program: Program) -> None:
         if node.target is collage.sweep.default:
             written += [a for a in node.args[0] if a.op == "placeholder"]
     residuals = placeholders[len(placeholders) - len(program.static_residuals) :]
-    expected: list[Node] = [placeholders[c.index] for c in program.carried] + residuals
+    expected: list[Node] = [placeholders[s.index] for s in program.plan] + residuals
     _demand(sorted(map(str, written)) == sorted(map(str, expected)), "a write was lost or doubled")
 
 

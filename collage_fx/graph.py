@@ -1,0 +1,310 @@
+"""One graph of Dynamo's on its way to a callable that binds residuals."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch._functorch import config as functorch_config
+from torch._guards import TracingContext
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.decomposition import select_decomp_table
+from torch.compiler import config as compiler_config
+from torch.fx import GraphModule, Node
+
+from collage_fx.binding import Code, Locate, Residuals
+from collage_fx.inductor import compile_rewritten, separate_outputs, uses_cudagraphs
+from collage_fx.inputs import Inputs, Source, source_behind
+from collage_fx.members import Members
+from collage_fx.ownership import live_optimizers, owners_of
+from collage_fx.passes import run_passes
+from collage_fx.passes.narrow import Narrow, narrow
+from collage_fx.passes.plan import spare
+from collage_fx.passes.program import (
+    LOW_PRECISION,
+    Carried,
+    Copies,
+    Program,
+    StatePlan,
+    Unlike,
+)
+from collage_fx.passes.sweep import MEMBERS
+from collage_fx.passes.symbolic import keep_symbols
+
+
+def compile_graph(
+    session: Any, gm: GraphModule, example_inputs: Sequence[Any], args: tuple[Any, ...] = ()
+) -> Code:
+    """Compile a graph: one member of each class of it, where that will do for all.
+
+    Args:
+        session: who asks for it.
+        gm: what Dynamo made.
+        example_inputs: the arguments of the call that made Dynamo compile.
+        args: those of the call for which the graph is compiled anew; () at first.
+    """
+    optimizer = session.optimizer()
+    owners = owners_of([optimizer] if optimizer is not None else live_optimizers())
+    inputs = Inputs(
+        gm,
+        args or example_inputs,
+        owners,
+        of_optimizer=optimizer is not None,
+        again=bool(args),
+    )
+    try:
+        narrowed = _narrowed(session, inputs)
+        if narrowed is not None:
+            try:
+                return _Compilation(session, inputs, narrowed).run(example_inputs)
+            except Unlike:
+                pass
+        return _Compilation(session, inputs, None).run(example_inputs)
+    finally:
+        inputs.release()
+
+
+def _narrowed(session: Any, inputs: Inputs) -> Narrow | None:
+    settings = session.config.settings
+    if not settings.multi_tensor or uses_cudagraphs(session.inductor.get("triton.cudagraphs")):
+        return None
+    least = MEMBERS if settings.multi_tensor == "auto" else 2
+    return narrow(inputs.gm, lambda node: inputs.fact(node, settings), least)
+
+
+class _Compilation:
+    """The compilation of a graph, whole or narrow."""
+
+    def __init__(self, session: Any, inputs: Inputs, narrowed: Narrow | None) -> None:
+        self.session = session
+        self.given = inputs
+        self.narrow = narrowed
+        gm = inputs.gm
+        self.gm = narrowed.gm if narrowed else gm
+        self.members = Members(narrowed, len(gm.graph.output_node().args[0])) if narrowed else None  # type: ignore[arg-type]
+        self.locate: dict[int, Locate] = {}
+        """Position of a carried state -> how to find its tensor from the arguments of a call."""
+        self.residuals: Residuals | None = None
+        self.plan: list[StatePlan] = []
+        self.reads: list[int] = []
+        self.refused = False
+
+    def run(self, example_inputs: Sequence[Any]) -> Code:
+        """Compile the graph."""
+        chosen = self.narrow.inputs if self.narrow else range(len(example_inputs))
+        # The cache of AOTAutograd sees neither our inner_compile nor the residuals it binds.
+        with functorch_config.patch(enable_autograd_cache=False):
+            function: Any = compile_fx(
+                self.gm,
+                [example_inputs[i] for i in chosen],
+                inner_compile=self.inner,
+                decompositions=keep_symbols(select_decomp_table()),
+                config_patches=self.session.inductor or None,
+            )
+        states = [
+            (self.locate[s.index], s)
+            for s in self.plan
+            if s.dtype in LOW_PRECISION and s.index in self.locate
+        ]
+        refused = self.refused or any(s.refused and s.dtype in LOW_PRECISION for s in self.plan)
+        reads = [self.locate[index] for index in self.reads if index in self.locate]
+        function = self.members.of(function) if self.members else function
+        return Code(function, self.residuals, states, reads, refused)
+
+    def inner(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        """Rewrite the functional graph, compile it and bind its residuals."""
+        # Inductor's own again: ours are for AOTAutograd, and no cache can have them in its key.
+        kwargs.pop("get_decomp_fn", None)
+        self._refuse_outer_writes(gm)
+        if not kwargs.get("is_inference", False):
+            if self.narrow is not None:
+                raise Unlike("gradients are recorded")
+            self._warn_differentiated(gm)
+            return compile_fx_inner(gm, example_inputs, **kwargs)
+        separate_outputs(gm)
+        settings = self.session.config.settings
+        is_step = self.session.optimizer() is not None
+        copies = self._copies(gm)
+        program = run_passes(Program(gm, settings, self.describe, self.label, is_step, copies))
+        if self.members is not None:
+            self._note_results(program, gm)
+        compiled = self.session.note(program)
+        self.plan, self.reads = program.plan, program.reads
+        self._warn(program)
+        self._warn_functional(gm)
+        carried = program.residual_inputs
+        where = [self.locate[c.index] for c in carried]
+        left = [s.index for s in program.plan if s.dtype in LOW_PRECISION and not s.compensated]
+        others = [self.locate[index] for index in left if index in self.locate]
+        self.residuals = Residuals(self.session, carried, where, others, program.plan)
+        if program.result is None:
+            inner = compile_fx_inner(gm, example_inputs, **kwargs)
+            compiled.source_code = getattr(inner, "source_code", "")
+            return inner
+        count = len(list(gm.graph.find_nodes(op="placeholder")))
+        count += len(self.members.locate) if self.members is not None else 0
+        kwargs["static_input_idxs"] = [
+            *kwargs.get("static_input_idxs", ()),
+            *(count + i for i, static in enumerate(program.static_residuals) if static),
+        ]
+        placeholders = list(program.result.graph.find_nodes(op="placeholder"))
+        fakes = [n.meta["val"] for n in placeholders[count:]]
+        tag = compiler_config.cache_key_tag + "collage_fx:" + self.session.config.fingerprint
+        with compiler_config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
+            inputs = [*example_inputs, *fakes]
+            inner, compiled.source_code = compile_rewritten(program.result, inputs, kwargs)
+        bound = self.residuals.bind(inner)
+        return self.members.bind(bound) if self.members is not None else bound
+
+    def describe(self, index: int, placeholder: Node) -> Carried:
+        """Say which tensor a placeholder is."""
+        source = self._source(placeholder)
+        val = placeholder.meta["val"]
+        if source is None:
+            name = f"an input that overlaps others ({placeholder.name})"
+            return Carried(index, name, "tensor", False, val)
+        self.locate[index] = self.given.locate(source)
+        return self.given.describe(index, source, val, placeholder.name)
+
+    def label(self, placeholder: Node) -> str:
+        """Return `lr` for a 0-d input that is the `lr` of a parameter group."""
+        return self.given.label(self._source(placeholder)) or placeholder.name
+
+    def _source(self, placeholder: Node) -> Source | None:
+        descriptor = placeholder.meta.get("desc")
+        return source_behind(descriptor, self.narrow.inputs if self.narrow else None)
+
+    def _copies(self, gm: GraphModule) -> list[Copies]:
+        """Return what the members of the graph stand for, and note how to find that."""
+        if self.narrow is None or self.members is None:
+            return []
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        place = {self._source(n): i for i, n in enumerate(placeholders)}
+        self.members.written = []
+        found = []
+        seen = _seen_by_autograd()
+        for group in self.narrow.groups:
+            stayed, *others = [[self.given.source_of(n) for n in m] for m in group.inputs]
+            if any(source not in place for source in stayed):
+                raise Unlike("an input of a member overlaps others")
+            copies = Copies([place[s] for s in stayed], [], group.shared)
+            for nodes, sources in zip(group.inputs[1:], others, strict=True):
+                row = []
+                for node, source, at in zip(nodes, sources, copies.inputs, strict=True):
+                    index = len(placeholders) + len(self.members.locate)
+                    if at in seen:
+                        self.members.written.append(len(self.members.locate))
+                    self.locate[index] = self.given.locate(source)
+                    self.members.locate.append(self.locate[index])
+                    val = node.meta["example_value"]
+                    row.append(self.given.describe(index, source, val, node.name))
+                copies.others.append(row)
+            found.append(copies)
+        return found
+
+    def _note_results(self, program: Program, gm: GraphModule) -> None:
+        """Note which results of the whole graph the members make that were left out of it."""
+        assert self.members is not None and self.narrow is not None
+        if program.result is None:
+            raise Unlike("nothing of it is compensated")
+        made = {k for group in self.narrow.groups for k in group.results[0]}
+        outputs: Any = gm.graph.output_node().args[0]
+        place = {k: i for i, k in enumerate(self.narrow.results)}
+        if made and not (
+            len(outputs) == len(place) and {place[k] for k in made} <= {*program.made}
+        ):
+            raise Unlike("a result of a member is not one that its operation makes")
+        for group in self.narrow.groups:
+            for m, positions in enumerate(group.results[1:]):
+                for k, first in zip(positions, group.results[0], strict=True):
+                    self.members.made[k] = program.made[place[first]][m] - len(outputs)
+
+    def _refuse_outer_writes(self, gm: GraphModule) -> None:
+        """Refuse a graph whose new values AOTAutograd itself writes back, after the graph has run.
+
+        So it does with a parameter that was updated through `.data`, and with one whose strides the
+        step changes in place: no copy_ is in the graph.
+        """
+        context = TracingContext.try_get()
+        metadata = context.fw_metadata if context is not None else None
+        if metadata is None:
+            return
+        inputs = [n.meta.get("val") for n in gm.graph.find_nodes(op="placeholder")]
+        turned = [i for i, info in enumerate(metadata.input_info) if info.mutates_metadata]
+        indices = [*metadata.mutated_inp_runtime_indices, *turned]
+        outer = [inputs[i] for i in indices if i < len(inputs)]
+        if any(isinstance(v, Tensor) and v.dtype in LOW_PRECISION for v in outer):
+            self.refused = True
+            if self.session.supervisor() is None:
+                self.session.warn_once(
+                    "not compensated: parameters updated through .data; update them in place under "
+                    "torch.no_grad(), or use collage_fx.compile, which does that eagerly"
+                )
+
+    def _warn_differentiated(self, gm: GraphModule) -> None:
+        """Say that a graph whose outputs are differentiated is compiled as it stands.
+
+        Statistics of a model that is being trained are no optimizer's states: not a word on them.
+        """
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        written = {n.args[0] for n in gm.graph.nodes if str(n.target) == "aten.copy_.default"}
+        carried = [
+            self.describe(index, node)
+            for index, node in enumerate(placeholders)
+            if node in written and node.meta["val"].dtype in LOW_PRECISION
+        ]
+        spare(carried, self.session.config.states)
+        names = [c.name for c in carried if not c.spared]
+        if names:
+            self.refused = True
+            if self.session.supervisor() is not None:
+                return  # the eager engine does what this graph does
+            self.session.warn_once(
+                f"a graph that updates 16-bit tensors ({', '.join(names)}) is part of a "
+                "differentiated computation, and runs without compensation; compile the update by "
+                "itself, under torch.no_grad()"
+            )
+
+    def _warn_functional(self, gm: GraphModule) -> None:
+        """Say that a function that returns its new states is not seen to carry them."""
+        if not self.session.named or self.session.optimizer() is not None:
+            return
+        if any(s.dtype in LOW_PRECISION for s in self.plan):
+            return
+        inputs = [n.meta.get("val") for n in gm.graph.find_nodes(op="placeholder")]
+        results = [n.meta.get("val") for n in gm.graph.output_node().all_input_nodes]
+        alike = [(v.shape, v.dtype) for v in inputs if isinstance(v, Tensor)]
+        if any(
+            isinstance(r, Tensor) and r.dtype in LOW_PRECISION and (r.shape, r.dtype) in alike
+            for r in results
+        ):
+            self.session.warn_once(
+                "not compensated: a function that returns new tensors and updates none in place. "
+                "Name the arguments whose place its first results take, in order, as in "
+                "collage_fx.compile(step, carries=('p', 'm')), or write them in place"
+            )
+
+    def _warn(self, program: Program) -> None:
+        if program.lost:
+            self.refused = True
+            self.session.note_loss(program.lost)
+        refused = [f"{s.name} ({s.reason})" for s in program.plan if s.refused]
+        if refused and self.session.supervisor() is not None:
+            return  # the eager engine does what this graph does
+        if refused:
+            self.session.warn_once(f"not compensated: {'; '.join(refused)}")
+        spared = {c.index for c in program.carried if c.spared}
+        mine = [s for s in program.plan if s.index not in spared]
+        floating = [s for s in mine if s.dtype.is_floating_point and s.shape]
+        if self.session.supervisor() is None and floating and program.result is None:
+            dtypes = ", ".join(sorted({str(s.dtype).removeprefix("torch.") for s in floating}))
+            self.session.warn_once(
+                f"nothing needed compensation: the states of this step are {dtypes}, and none of "
+                "them loses updates in its dtype; collage_fx.explain gives the reason for each"
+            )
+
+
+def _seen_by_autograd() -> set[int]:
+    """Return the inputs of which AOTAutograd counts up the versions when the graph runs."""
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    return set(metadata.mutated_graph_handled_indices_seen_by_autograd if metadata else ())

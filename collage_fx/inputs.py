@@ -1,0 +1,152 @@
+"""What the inputs of a graph of Dynamo's are: whose, how they are called, how a call has them."""
+
+import functools
+import operator
+import re
+from collections.abc import Hashable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, TypeAlias
+
+from torch import Tensor
+from torch._functorch._aot_autograd.descriptors import (
+    BufferAOTInput,
+    ParamAOTInput,
+    PlainAOTInput,
+)
+from torch.fx import GraphModule, Node
+from torch.nn import Parameter
+
+from collage_fx.binding import Locate, Static
+from collage_fx.ownership import (
+    Owned,
+    is_buffer,
+    owner_of,
+    placeholder_source,
+    pretty,
+    source_name,
+)
+from collage_fx.passes.program import LOW_PRECISION, Carried, Owner, Settings
+from collage_fx.runtime.residuals import STORE
+from collage_fx.runtime.storage import chosen
+
+Source: TypeAlias = int | str
+"""The position of a placeholder, or the name of an attribute: a tensor that Dynamo guards."""
+
+
+class Inputs:
+    """The inputs of a graph that Dynamo made."""
+
+    def __init__(
+        self,
+        gm: GraphModule,
+        args: Sequence[Any],
+        owners: dict[int, tuple[Any, Owned]],
+        *,
+        of_optimizer: bool,
+        again: bool,
+    ) -> None:
+        """Note the arguments.
+
+        Args:
+            gm: the graph.
+            args: the arguments of the call for which it is compiled.
+            owners: see `owners_of`.
+            of_optimizer: whether it is a part of an optimizer's step.
+            again: whether it is compiled anew, since an argument has a residual that it should use.
+        """
+        self.gm = gm
+        self.args = args
+        self.owners = owners
+        self.of_optimizer = of_optimizer
+        self.again = again
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        self.place = {node: i for i, node in enumerate(placeholders)}
+        self.sources = [placeholder_source(node) for node in placeholders]
+
+    def release(self) -> None:
+        """Let go of tensors and optimizers, which what is compiled must not keep alive."""
+        self.args, self.owners = (), {}
+
+    def source_of(self, node: Node) -> Source:
+        """Return the source of a node of Dynamo's graph, a placeholder or an attribute."""
+        return str(node.target) if node.op == "get_attr" else self.place[node]
+
+    def tensor(self, source: Source) -> Any:
+        """Return what the call that is being compiled has there."""
+        if isinstance(source, str):
+            return functools.reduce(getattr, source.split("."), self.gm)
+        return self.args[source]
+
+    def locate(self, source: Source) -> Locate:
+        """Return how to find the tensor from the arguments of a call."""
+        if isinstance(source, str):
+            return Static(self.tensor(source))
+        return operator.itemgetter(source)
+
+    def describe(self, index: int, source: Source, val: Tensor, called: str = "") -> Carried:
+        """Return what is known of an input as a carried state.
+
+        Args:
+            index: its position among the inputs of the graph in the passes.
+            source: where it comes from.
+            val: a fake tensor like it.
+            called: its name where Dynamo has none.
+        """
+        tensor, static = self.tensor(source), isinstance(source, str)
+        path = self._path(source)
+        carried = self._named(index, pretty(path) or called, is_buffer(path), tensor, val)
+        carried.static = static
+        carried.pinned = (static or self.again) and STORE.get(tensor) is not None
+        return carried
+
+    def fact(self, node: Node, settings: Settings) -> Hashable | None:
+        """Return in what else members of a class agree for this input; None: let it alone.
+
+        That is what `plan` makes a difference by.
+        """
+        source, val = self.source_of(node), node.meta["example_value"]
+        if type(self.tensor(source)) not in (Tensor, Parameter):
+            return None
+        c = self.describe(0, source, val, str(source))
+        named = [s for s in settings.states if s == c.name or fnmatchcase(c.name, s)]
+        storage = ""
+        if val.dtype in LOW_PRECISION:
+            is_param = c.owner == "param"
+            storage = chosen(settings.storage, c.name, val.dtype, is_param=is_param)
+        return c.owner, c.owned, c.static, c.pinned, storage, bool(named)
+
+    def label(self, source: Source | None) -> str:
+        """Return `lr` for what is the `lr` of a parameter group; empty if there is no name."""
+        path = self.sources[source] if isinstance(source, int) else ""
+        words = re.findall(r"[A-Za-z_]\w*", path)
+        return words[-1] if words else ""
+
+    def _path(self, source: Source) -> str:
+        if isinstance(source, int):
+            return self.sources[source]
+        known: Any = self.gm._param_name_to_source
+        return source_name(known.get(source)) or source
+
+    def _named(self, index: int, name: str, is_buffer: bool, tensor: Any, val: Tensor) -> Carried:
+        """Return a carried state by the name that its optimizer has for it, else by its source."""
+        owned = self.owners.get(id(tensor))
+        if owned is not None:
+            return Carried(index, owned[1].name, owned[1].owner, False, val, owned=True)
+        owner: Owner = "buffer" if is_buffer else owner_of(tensor)
+        # An attribute of the optimizer being compiled, though not in its state.
+        own = self.of_optimizer and not (is_buffer or name.endswith(".grad"))
+        return Carried(index, name, owner, False, val, owned=own)
+
+
+def source_behind(descriptor: Any, placeholders: Sequence[int] | None) -> Source | None:
+    """Return the source of an input of AOTAutograd's; None if it is made of several.
+
+    Args:
+        descriptor: AOTAutograd's.
+        placeholders: which placeholders of the whole graph its own are; None for all of them.
+    """
+    if isinstance(descriptor, ParamAOTInput | BufferAOTInput):
+        return descriptor.target
+    if not isinstance(descriptor, PlainAOTInput):
+        return None
+    return descriptor.idx if placeholders is None else placeholders[descriptor.idx]

@@ -1,0 +1,198 @@
+"""Before AOTAutograd: leave one member of each class in the graph of a step.
+
+Dynamo unrolls the step of an optimizer, AOTAutograd traces it operation by operation, and the
+passes then find that it is the same slice over and over. Where a class is to be swept, all but one
+of its members leave the graph that Dynamo made, before any of that work; `emit` gives them back, as
+operands of the class's one operation. What is left out here is only supposed to be elementwise:
+whether it is, `emit` finds out from the member that stayed, and raises Unlike if not.
+"""
+
+import operator
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_aggregate
+
+from collage_fx.passes.program import LOW_PRECISION
+from collage_fx.passes.scan import Atom, Part, Scan, UnknownOperation
+
+Fact = Callable[[Node], Hashable | None]
+
+
+@dataclass
+class Group:
+    """Members of a class, alike but for the sizes of their tensors; the first stays in the graph.
+
+    Inputs and results of all members are listed in the same order.
+    """
+
+    inputs: list[list[Node]]
+    """For each member what it alone takes: placeholders and attributes of the whole graph."""
+    results: list[list[int]]
+    """For each member the positions of what it makes among the results of the whole graph."""
+    shared: set[int]
+    """Which of the inputs are read outside the member too; none of them is 0-d or written."""
+
+
+@dataclass
+class Narrow:
+    """A graph that has one member of each group."""
+
+    gm: GraphModule
+    inputs: list[int]
+    """The placeholders of the whole graph that it takes."""
+    results: list[int]
+    """The results of the whole graph that it returns."""
+    groups: list[Group]
+
+
+def narrow(gm: GraphModule, fact: Fact, least: int) -> Narrow | None:
+    """Return the graph of one member of each class, or None if no class can do with that.
+
+    A member is what is connected by tensors that only it uses. Members of a group agree in
+    operations, constants, dtypes, in what is known of their inputs, and in how many dimensions and
+    which of size 1 their tensors have: all of them have one shape and are dense, or are 0-d and
+    computed from 0-d tensors.
+
+    Args:
+        gm: a graph of Dynamo's.
+        fact: what else members have to agree in for an input; None if it is to be left alone.
+        least: of how many members a class consists at least.
+    """
+    try:
+        found = Scan(gm)
+    except UnknownOperation:
+        return None
+    classes: dict[Hashable, dict[Hashable, list[Part]]] = {}
+    for part in found.parts():
+        layout = _layout(part)
+        key = _key(part, found, fact) if layout is not None else None
+        if key is not None:
+            classes.setdefault(key, {}).setdefault(layout, []).append(part)
+    many = [alike for alike in classes.values() if sum(map(len, alike.values())) >= least]
+    groups = [parts for alike in many for parts in alike.values() if len(parts) > 1]
+    return _without(found, groups) if groups else None
+
+
+def _layout(part: Part) -> Hashable | None:
+    """Return what layouts of members must have in common, None for one that cannot leave."""
+    if any(a.odd for a in part.atoms) or any(x.odd for x in part.inputs):
+        return None
+    operands = {x: None for a in part.atoms for x in a.operands if x.part is not part}
+    given = [x.value for x in (*part.inputs, *operands) if x.value is not None and x.value.dim()]
+    if not given or any(x.others and not _full(x) for x in part.inputs):
+        return None
+    shape, stride = given[0].shape, given[0].stride()
+    if any(type(n) is not int or n == 0 for n in (*shape, *stride)):
+        return None
+    if any(v.shape != shape or v.stride() != stride for v in given):
+        return None
+    if not torch.ops.aten.is_non_overlapping_and_dense(given[0]):
+        return None
+    for atom in part.atoms:
+        if atom.value is None or (_full(atom) and atom.value.shape != shape):
+            return None
+        if not _full(atom) and any(_full(x) for x in atom.operands):
+            return None  # a reduction
+    low = any(not x.pure and _full(x) and _dtype(x) in LOW_PRECISION for x in part.inputs)
+    return tuple(n == 1 for n in shape) if low else None
+
+
+def _key(part: Part, scan: Scan, fact: Fact) -> Hashable | None:
+    """Describe the part but for sizes and tensors; None if an input is to be left alone."""
+    number = {x: f"in{i}" for i, x in enumerate(part.inputs)}
+    lines: list[Hashable] = []
+    for x in part.inputs:
+        known = fact(x.node)
+        value = x.value
+        if known is None or value is None:
+            return None
+        lines.append((known, x.node.op, _full(x), x.pure, x.others, str(value.dtype)))
+        lines.append((str(value.device), value.requires_grad))
+    for i, atom in enumerate(part.atoms):
+        number[atom] = f"n{i}"
+
+        def text(a: Any) -> str:
+            if not isinstance(a, Node):
+                return repr(a)
+            operand = scan.atom_of.get(a)
+            if operand is None:
+                return scan.scalars[a]
+            return number.get(operand) or f"{operand.node.name}[{operand.at}]"
+
+        operands = repr(map_aggregate(atom.args, text))
+        lines.append((atom.node.op, str(atom.node.target), operands, atom.graded))
+    lines += [number[scan.results[k]] for k in part.results]  # type: ignore[index]
+    return tuple(lines)
+
+
+def _full(x: Atom) -> bool:
+    return x.value is not None and x.value.dim() > 0
+
+
+def _dtype(x: Atom) -> torch.dtype | None:
+    return x.value.dtype if x.value is not None else None
+
+
+def _without(scan: Scan, groups: list[list[Part]]) -> Narrow:
+    """Return the graph of the first part of each group, and of what is in none."""
+    left = [part for parts in groups for part in parts[1:]]
+    gone = {x for part in left for x in (*part.atoms, *part.inputs) if not x.others}
+    rest = {f: [i for i, a in enumerate(own) if a not in gone] for f, own in scan.lists.items()}
+    graph = Graph()
+    env: dict[Node, Node] = {}
+    for node in scan.gm.graph.nodes:
+        if node.op == "output" or scan.atom_of.get(node) in gone or rest.get(node) == []:
+            continue
+        if node in rest:
+            env[node] = _shortened(graph, node, rest[node], env)
+        elif node.target is operator.getitem and node.args[0] in rest:
+            at = rest[node.args[0]].index(node.args[1])
+            env[node] = graph.call_function(operator.getitem, (env[node.args[0]], at))
+            env[node].meta = dict(node.meta)
+        else:
+            env[node] = graph.node_copy(node, lambda n: env[n])
+        if node.op == "placeholder":
+            env[node]._dynamo_source = getattr(node, "_dynamo_source", None)
+    for node in reversed(scan.scalars):
+        if node.op != "placeholder" and not env[node].users:
+            graph.erase_node(env[node])
+    output = scan.gm.graph.output_node()
+    results = [k for k, a in enumerate(scan.results) if a not in gone]
+    values: Any = output.args[0]
+    graph.output(tuple(env.get(values[k], values[k]) for k in results))
+    graph.output_node().meta = dict(output.meta)
+    placeholders = scan.gm.graph.find_nodes(op="placeholder")
+    inputs = [i for i, n in enumerate(placeholders) if n in env]
+    return Narrow(_module(scan.gm, graph), inputs, results, [_group(p) for p in groups])
+
+
+def _group(parts: list[Part]) -> Group:
+    shared = {i for i, x in enumerate(parts[0].inputs) if x.others}
+    return Group([[x.node for x in p.inputs] for p in parts], [p.results for p in parts], shared)
+
+
+def _module(gm: GraphModule, graph: Graph) -> GraphModule:
+    module = GraphModule(gm, graph, class_name=type(gm).__name__)
+    module.meta = gm.meta
+    for name in ("_param_name_to_source", "compile_subgraph_reason"):
+        if hasattr(gm, name):
+            object.__setattr__(module, name, getattr(gm, name))
+    return module
+
+
+def _shortened(graph: Graph, node: Node, kept: list[int], env: dict[Node, Node]) -> Node:
+    """Append a foreach operation for some of the tensors of its lists."""
+
+    def some(a: Any) -> Any:
+        chosen = [a[i] for i in kept] if isinstance(a, list | tuple) else a
+        return map_aggregate(chosen, lambda n: env[n] if isinstance(n, Node) else n)
+
+    args = tuple(some(a) for a in node.args)
+    kwargs = {k: some(a) for k, a in node.kwargs.items()}
+    new = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+    new.meta = {**node.meta, "example_value": some(node.meta["example_value"])}
+    return new

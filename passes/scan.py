@@ -1,0 +1,270 @@
+"""What each operation of a graph of Dynamo's reads and overwrites, and what belongs together."""
+
+import operator
+import re
+import types
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate
+
+
+class UnknownOperation(Exception):
+    """The graph has an operation of which it is not known what it reads and writes."""
+
+
+@dataclass(eq=False, slots=True)
+class Atom:
+    """An input, an operation, or what a foreach operation does to one tensor of its lists."""
+
+    node: Node
+    at: int
+    """The position in the lists of a foreach operation; -1 otherwise."""
+    args: Any = ()
+    operands: list["Atom"] = field(default_factory=list)
+    value: Tensor | None = None
+    pure: bool = True
+    """Whether nothing that the graph overwrites comes into it."""
+    odd: bool = False
+    """Whether it cannot be part of a member that leaves the graph."""
+    graded: bool = True
+    """Whether gradients are recorded where it runs."""
+    parent: "Atom | None" = None
+    part: "Part | None" = None
+    others: bool = False
+    """Whether it is read by what belongs to several parts or to none."""
+
+    @property
+    def is_input(self) -> bool:
+        """Whether the graph is given it."""
+        return self.node.op in ("placeholder", "get_attr")
+
+
+@dataclass(eq=False)
+class Part:
+    """A member: what is connected by tensors that the graph overwrites or only it uses."""
+
+    atoms: list[Atom] = field(default_factory=list)
+    """In the order of the graph, without inputs."""
+    inputs: list[Atom] = field(default_factory=list)
+    """Those that no other part uses, in the order of their first use."""
+    results: list[int] = field(default_factory=list)
+    """Positions among the results of the graph, in the order in which they are made."""
+
+
+_SCALAR_MODULES = ("_operator", "math", "builtins", "torch.fx.experimental.sym_node")
+
+
+class Scan:
+    """What each operation of a graph reads and overwrites."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.gm = gm
+        self.inputs: list[Atom] = []
+        self.atoms: list[Atom] = []
+        self.atom_of: dict[Node, Atom] = {}
+        self.lists: dict[Node, list[Atom]] = {}
+        """Foreach operation -> its atoms."""
+        self.scalars: dict[Node, str] = {}
+        """What is no tensor and depends on none -> how it is computed."""
+        self.numbers: dict[str, str] = {}
+        self.graded = True
+        self.written: set[int] = set()
+        """The memory that the graph overwrites."""
+        for node in gm.graph.nodes:
+            self._visit(node)
+        output: Any = gm.graph.output_node().args[0]
+        if not isinstance(output, tuple | list):
+            raise UnknownOperation
+        self.results = [self.atom_of.get(n) if isinstance(n, Node) else None for n in output]
+        self._connect()
+
+    def _visit(self, node: Node) -> None:
+        value = node.meta.get("example_value")
+        if node.op == "output":
+            return
+        if node.op in ("placeholder", "get_attr"):
+            if isinstance(value, Tensor):
+                atom = self.atom_of[node] = Atom(node, -1, value=value)
+                self.inputs.append(atom)
+            elif node.op == "placeholder":
+                self.scalars[node] = node.name
+            else:
+                raise UnknownOperation
+        elif node.target is torch._C._set_grad_enabled:
+            self.graded = bool(node.args[0])
+        elif node.target is operator.getitem and node.args[0] in self.lists:
+            self.atom_of[node] = self.lists[node.args[0]][node.args[1]]  # type: ignore[index]
+        elif _is_foreach(node):
+            self._foreach(node)
+        elif any(a in self.lists for a in node.all_input_nodes):
+            raise UnknownOperation  # a whole list
+        elif isinstance(value, Tensor) or any(a in self.atom_of for a in node.all_input_nodes):
+            self.atom_of[node] = self._atom(node, -1, (node.args, node.kwargs), value)
+        else:
+            self._scalar(node)
+
+    def _foreach(self, node: Node) -> None:
+        values = node.meta.get("example_value")
+        if not isinstance(values, list | tuple) or len(values) != len(_list_of(node)):
+            raise UnknownOperation
+        self.lists[node] = []
+        for i, value in enumerate(values):
+            args = _each(node.args, i, len(values)), _each(node.kwargs, i, len(values))
+            self.lists[node].append(self._atom(node, i, args, value))
+
+    def _atom(self, node: Node, at: int, args: Any, value: Any) -> Atom:
+        operands: dict[Atom, None] = {}
+
+        def note(a: Any) -> Any:
+            if isinstance(a, Node) and a in self.atom_of:
+                operands[self.atom_of[a]] = None
+            return a
+
+        map_aggregate(args, note)
+        tensor = value if isinstance(value, Tensor) else None
+        writes, plain = _known(node)
+        odd = not plain or tensor is None
+        for x in list(operands)[: None if odd else int(writes)]:
+            self.written.add(memory_of(x.value))
+        atom = Atom(node, at, args, list(operands), tensor, odd=odd, graded=self.graded)
+        self.atoms.append(atom)
+        return atom
+
+    def _scalar(self, node: Node) -> None:
+        """Give what is no tensor a name that it shares with what is computed in the same way."""
+        if getattr(node.target, "__module__", None) not in _SCALAR_MODULES:
+            raise UnknownOperation
+        text = repr(map_aggregate((node.args, node.kwargs), self._name))
+        line = f"{node.target} {text}"
+        self.scalars[node] = self.numbers.setdefault(line, f"scalar{len(self.numbers)}")
+
+    def _name(self, a: Any) -> str:
+        if isinstance(a, Node):
+            if a not in self.scalars:
+                raise UnknownOperation
+            return self.scalars[a]
+        return repr(a)
+
+    def _connect(self) -> None:
+        """Find out what belongs together."""
+        memory: dict[int, Atom] = {}
+        for x in self.inputs:
+            where = memory_of(x.value)
+            x.pure = where not in self.written
+            other = memory.setdefault(where, x)
+            if other is not x:
+                x.odd = other.odd = True  # they overlap
+        for atom in self.atoms:
+            atom.pure = not (
+                atom.odd
+                or memory_of(atom.value) in self.written
+                or any(not x.pure for x in atom.operands)
+            )
+            if not atom.pure:
+                for x in atom.operands:
+                    if not x.pure and _root(x) is not _root(atom):
+                        _root(x).parent = _root(atom)
+        parts: dict[Atom, Part] = {}
+        for x in (*self.inputs, *self.atoms):
+            if not x.pure:
+                x.part = parts.setdefault(_root(x), Part())
+        self._assign_pure()
+
+    def _assign_pure(self) -> None:
+        """Add to each part what only it uses."""
+        users: dict[Atom, set[Part | None]] = {}
+        for atom in reversed(self.atoms):
+            if atom.pure:
+                of = users.get(atom, set())
+                atom.part = next(iter(of)) if len(of) == 1 else None
+            for x in atom.operands:
+                if x.pure:
+                    users.setdefault(x, set()).add(atom.part)
+        for x in self.inputs:
+            if x.pure:
+                of = users.get(x, set()) - {None}
+                x.part = next(iter(of)) if len(of) == 1 else None
+                x.others = None in users.get(x, set())
+
+    def parts(self) -> Iterable[Part]:
+        """Return the parts, with what is in each."""
+        found: dict[Part, dict[Atom, None]] = {}
+        for atom in self.atoms:
+            if atom.part is not None:
+                atom.part.atoms.append(atom)
+                taken = found.setdefault(atom.part, {})
+                taken.update((x, None) for x in atom.operands if x.is_input and x.part is atom.part)
+        given = {memory_of(x.value) for x in self.inputs}
+        for k, result in enumerate(self.results):
+            if result is not None and result.part is not None:
+                result.odd |= memory_of(result.value) in given
+                result.part.results.append(k)
+        place = {a: i for i, a in enumerate(self.atoms)}
+        for part, taken in found.items():
+            part.inputs = list(taken)
+            part.results.sort(key=lambda k: place.get(self.results[k], -1))  # type: ignore[arg-type]
+        return found
+
+
+def _root(x: Atom) -> Atom:
+    while x.parent is not None:
+        if x.parent.parent is not None:
+            x.parent = x.parent.parent
+        x = x.parent
+    return x
+
+
+def memory_of(value: Tensor | None) -> int:
+    """Return which memory a fake tensor is in; 0 for none."""
+    return value.untyped_storage()._cdata if value is not None else 0
+
+
+def _is_foreach(node: Node) -> bool:
+    name = getattr(node.target, "__name__", "")
+    return node.op == "call_function" and name.startswith("_foreach_")
+
+
+def _list_of(node: Node) -> Any:
+    """Return the first list of tensors among the operands of a foreach operation."""
+    return next(
+        (a for a in node.args if isinstance(a, list | tuple) and isinstance(a[0], Node)), ()
+    )
+
+
+def _each(args: Any, i: int, count: int) -> Any:
+    """Return the arguments of a foreach operation for one tensor of its lists."""
+
+    def one(a: Any) -> Any:
+        if not isinstance(a, list | tuple):
+            return a
+        if len(a) != count:
+            raise UnknownOperation
+        return a[i]
+
+    return {k: one(a) for k, a in args.items()} if isinstance(args, dict) else tuple(map(one, args))
+
+
+_IN_PLACE = [f"i{name}" for name in ("add", "sub", "mul", "truediv", "pow", "and", "or", "xor")]
+_IN_PLACE += ["ifloordiv", "imod", "ilshift", "irshift", "iconcat", "imatmul", "setitem"]
+_DUNDERS = {f"__{name}__" for name in _IN_PLACE}
+_RANDOM = re.compile("rand|normal|uniform|bernoulli|exponential|poisson|multinomial|dropout|cauchy")
+_BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+
+
+def _known(node: Node) -> tuple[bool, bool]:
+    """Tell whether an operation overwrites its first operand, and whether it can leave the graph.
+
+    Of one that cannot, nothing is known: it may overwrite whatever it takes.
+    """
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.is_mutable, not target._schema.is_mutable
+    name = target if node.op == "call_method" else getattr(target, "__name__", "")
+    plain = node.op == "call_method" or isinstance(target, _BUILTIN)
+    written = name in _IN_PLACE or name in _DUNDERS or (name[-1:] == "_" and name[-2:] != "__")
+    return written, plain and not _RANDOM.search(name) and "out" not in node.kwargs
