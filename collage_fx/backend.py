@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 from torch.fx import GraphModule
 from torch.optim import Optimizer
@@ -13,9 +14,8 @@ from collage_fx import watch
 from collage_fx.binding import Code
 from collage_fx.config import CollageConfig, split_options
 from collage_fx.graph import compile_graph
-from collage_fx.passes.program import (
-    Program,
-)
+from collage_fx.ownership import stateless
+from collage_fx.passes.program import LOW_PRECISION, Program
 from collage_fx.runtime.errors import CollageError, CollageWarning
 from collage_fx.runtime.residuals import STORE
 from collage_fx.supervisor import Supervisor
@@ -46,6 +46,8 @@ class Session:
     supervisor: Callable[[], Supervisor | None] = lambda: None
     """A weak reference to what watches the steps, where `collage_fx.compile` made the step: it
     holds the tensors, which Dynamo's cache must not keep alive."""
+    begun: set[int] = field(default_factory=set)
+    """The ids of the parameters whose first states the eager engine made."""
     graphs: int = 0
     """How many graphs have been compiled."""
     calls: int = 0
@@ -59,6 +61,24 @@ class Session:
         if message not in self.warned:
             self.warned.add(message)
             warnings.warn(f"collage_fx: {message}", CollageWarning, stacklevel=2)
+
+    def begins(self, gm: GraphModule) -> bool:
+        """Tell whether a graph makes states for parameters that had none before this step.
+
+        It runs once, and what it makes would begin with its high word only: the eager engine gives
+        the states both words, and has nothing to compile.
+        """
+        optimizer = self.optimizer()
+        if optimizer is None or self.supervisor() is None:
+            return False
+        values = [n.meta.get("example_value") for n in gm.graph.output_node().all_input_nodes]
+        if not any(isinstance(v, Tensor) and v.dim() and v.dtype in LOW_PRECISION for v in values):
+            return False
+        new = stateless(optimizer) - self.begun
+        self.begun |= new
+        if new:
+            self.notes.add("the first step ran in the eager engine: its new states have both words")
+        return bool(new)
 
     def note(self, program: Program) -> Compiled:
         """Note that a graph was compiled."""
@@ -116,7 +136,10 @@ class _Step:
         """The generation of the store in which every residual was known to this graph."""
         self.error: CollageError | None = None
         """What the calls raise: a backend that raises it would be passed over by Dynamo."""
-        self.code = self._compile(gm, example_inputs)
+        self.waits = 2 if session.begins(gm) else 0
+        """The call with which it becomes worth while to compile the graph."""
+        refused = Code(gm, None, [], [], refused=True)
+        self.code = refused if self.waits else self._compile(gm, example_inputs)
         supervisor = session.supervisor()
         if supervisor is not None:
             supervisor.sources[self] = gm
@@ -151,6 +174,10 @@ class _Step:
                     "residual and drops it; collage_fx.compile compiles that one again, with it"
                 )
             return self.code.run(args)
+        if self.waits:
+            self.waits -= 1
+            if not self.waits:
+                self.code = self._compile(supervisor.sources[self], args, args)
         if STORE.generation != self.checked and self.code.drops_residual(args):
             # Another graph, or the eager engine, has since given a residual to a state that this
             # graph writes.

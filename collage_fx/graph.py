@@ -80,7 +80,11 @@ class _Compilation:
         self.narrow = narrowed
         gm = inputs.gm
         self.gm = narrowed.gm if narrowed else gm
-        self.members = Members(narrowed, len(gm.graph.output_node().args[0])) if narrowed else None  # type: ignore[arg-type]
+        self.members = None
+        if narrowed is not None:
+            self.members = Members(narrowed, len(gm.graph.output_node().args[0]))  # type: ignore[arg-type]
+            for k, node in narrowed.returned.items():
+                self.members.returned[k] = inputs.locate(inputs.source_of(node))
         self.locate: dict[int, Locate] = {}
         """Position of a carried state -> how to find its tensor from the arguments of a call."""
         self.residuals: Residuals | None = None
@@ -140,14 +144,13 @@ class _Compilation:
             inner = compile_fx_inner(gm, example_inputs, **kwargs)
             compiled.source_code = getattr(inner, "source_code", "")
             return inner
-        count = len(list(gm.graph.find_nodes(op="placeholder")))
-        count += len(self.members.locate) if self.members is not None else 0
+        placeholders = list(program.result.graph.find_nodes(op="placeholder"))
+        count = len(placeholders) - len(program.static_residuals)
         kwargs["static_input_idxs"] = [
             *kwargs.get("static_input_idxs", ()),
             *(count + i for i, static in enumerate(program.static_residuals) if static),
         ]
-        placeholders = list(program.result.graph.find_nodes(op="placeholder"))
-        fakes = [n.meta["val"] for n in placeholders[count:]]
+        fakes = [n.meta["val"] for n in placeholders[len(example_inputs) :]]
         tag = compiler_config.cache_key_tag + "collage_fx:" + self.session.config.fingerprint
         with compiler_config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
             inputs = [*example_inputs, *fakes]

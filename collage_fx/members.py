@@ -25,6 +25,8 @@ class Members:
         """Which of them are written in a way that autograd should know of."""
         self.made: dict[int, int] = {}
         """Result of the whole graph -> the additional result of the narrow one that it is."""
+        self.returned: dict[int, Locate] = {}
+        """Result of the whole graph -> how to find the input that it is."""
         self.inputs: list[Any] = []
         self.results: list[Any] = []
 
@@ -55,6 +57,8 @@ class Members:
                     results[k] = result
                 for k, at in self.made.items():
                     results[k] = self.results[at]
+                for k, find in self.returned.items():
+                    results[k] = find(args)
                 return tuple(results)
             finally:
                 self.inputs, self.results = [], []

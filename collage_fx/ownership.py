@@ -126,6 +126,17 @@ def state_count(optimizer: Optimizer) -> int:
     )
 
 
+def stateless(optimizer: Optimizer) -> set[int]:
+    """Return the ids of the parameters with a gradient that have no state of their size."""
+    found = set()
+    for one in family(optimizer):
+        groups, states = _parts_of(one)
+        for p in (p for group in groups for p in group["params"] if p.grad is not None):
+            if not any(t.shape == p.shape for _, t in tensors_in(states.get(p, {}))):
+                found.add(id(p))
+    return found
+
+
 def argument_tensors(
     names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[Owned]:

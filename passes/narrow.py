@@ -46,6 +46,8 @@ class Narrow:
     """The placeholders of the whole graph that it takes."""
     results: list[int]
     """The results of the whole graph that it returns."""
+    returned: dict[int, Node]
+    """Other results: the inputs that they are."""
     groups: list[Group]
 
 
@@ -97,7 +99,7 @@ def _layout(part: Part) -> Hashable | None:
             return None
         if not _full(atom) and any(_full(x) for x in atom.operands):
             return None  # a reduction
-    low = any(not x.pure and _full(x) and _dtype(x) in LOW_PRECISION for x in part.inputs)
+    low = any(x.bound and _full(x) and _dtype(x) in LOW_PRECISION for x in part.inputs)
     return tuple(n == 1 for n in shape) if low else None
 
 
@@ -110,7 +112,7 @@ def _key(part: Part, scan: Scan, fact: Fact) -> Hashable | None:
         value = x.value
         if known is None or value is None:
             return None
-        lines.append((known, x.node.op, _full(x), x.pure, x.others, str(value.dtype)))
+        lines.append((known, x.node.op, _full(x), x.bound, x.others, str(value.dtype)))
         lines.append((str(value.device), value.requires_grad))
     for i, atom in enumerate(part.atoms):
         number[atom] = f"n{i}"
@@ -161,13 +163,14 @@ def _without(scan: Scan, groups: list[list[Part]]) -> Narrow:
         if node.op != "placeholder" and not env[node].users:
             graph.erase_node(env[node])
     output = scan.gm.graph.output_node()
-    results = [k for k, a in enumerate(scan.results) if a not in gone]
+    results = [k for k, a in enumerate(scan.results) if a not in gone and k not in scan.returned]
     values: Any = output.args[0]
     graph.output(tuple(env.get(values[k], values[k]) for k in results))
     graph.output_node().meta = dict(output.meta)
     placeholders = scan.gm.graph.find_nodes(op="placeholder")
     inputs = [i for i, n in enumerate(placeholders) if n in env]
-    return Narrow(_module(scan.gm, graph), inputs, results, [_group(p) for p in groups])
+    found = [_group(parts) for parts in groups]
+    return Narrow(_module(scan.gm, graph), inputs, results, scan.returned, found)
 
 
 def _group(parts: list[Part]) -> Group:

@@ -18,7 +18,9 @@ from collage_fx.passes.program import (
     Slice,
     StateClass,
     StatePlan,
+    value_of,
 )
+from collage_fx.passes.sweep import flat
 from collage_fx.runtime.errors import StorageError
 from collage_fx.runtime.storage import STORAGES, Choice, check_held, chosen
 
@@ -30,7 +32,8 @@ def plan(program: Program) -> None:
     """Give every carried state a verdict and sort the slices to be rewritten by class.
 
     Members of one class may differ in what they compensate, since a state that has a residual keeps
-    it whatever the level says. The graph does not change.
+    it whatever the level says; in whether they are one flat walk over memory; and in their device.
+    The graph does not change.
     """
     verdicts: dict[int, Verdict] = {}
     spare(program.carried, program.settings.states)
@@ -138,7 +141,9 @@ def _by_compensated(
         if which:
             storages = tuple(storage_of(member.states[i][0], choice) for i in which)
             new = Rewritten([], which, group.recurrences, group.representative, storages)
-            found.setdefault((which, storages), new).members.append(member)
+            # What cannot be swept must not keep the others from it.
+            layout = flat(member), value_of(member.nodes[0]).device
+            found.setdefault((which, storages, layout), new).members.append(member)
     return list(found.values())
 
 

@@ -27,13 +27,18 @@ class Atom:
     args: Any = ()
     operands: list["Atom"] = field(default_factory=list)
     value: Tensor | None = None
-    pure: bool = True
-    """Whether nothing that the graph overwrites comes into it."""
+    same: "Atom | None" = None
+    """The input that it is, if it returns what it has overwritten."""
+    bound: bool = False
+    """Whether it is in memory that the graph overwrites, or reads such memory."""
     odd: bool = False
     """Whether it cannot be part of a member that leaves the graph."""
     graded: bool = True
     """Whether gradients are recorded where it runs."""
     parent: "Atom | None" = None
+    """Another one that it belongs together with."""
+    home: "Atom | None" = None
+    """One that is bound and belongs to the same part."""
     part: "Part | None" = None
     others: bool = False
     """Whether it is read by what belongs to several parts or to none."""
@@ -81,6 +86,12 @@ class Scan:
         if not isinstance(output, tuple | list):
             raise UnknownOperation
         self.results = [self.atom_of.get(n) if isinstance(n, Node) else None for n in output]
+        self.returned: dict[int, Node] = {}
+        """Position among the results -> the input that it is."""
+        for k, result in enumerate(self.results):
+            same = result if result is None or result.is_input else result.same
+            if same is not None:
+                self.returned[k] = same.node
         self._connect()
 
     def _visit(self, node: Node) -> None:
@@ -132,6 +143,9 @@ class Scan:
         for x in list(operands)[: None if odd else int(writes)]:
             self.written.add(memory_of(x.value))
         atom = Atom(node, at, args, list(operands), tensor, odd=odd, graded=self.graded)
+        if writes and not odd:
+            first = atom.operands[0]
+            atom.same = first if first.is_input else first.same
         self.atoms.append(atom)
         return atom
 
@@ -151,45 +165,44 @@ class Scan:
         return repr(a)
 
     def _connect(self) -> None:
-        """Find out what belongs together."""
+        """Find out what belongs together: what meets in memory that the graph overwrites."""
         memory: dict[int, Atom] = {}
         for x in self.inputs:
-            where = memory_of(x.value)
-            x.pure = where not in self.written
-            other = memory.setdefault(where, x)
+            other = memory.setdefault(memory_of(x.value), x)
             if other is not x:
                 x.odd = other.odd = True  # they overlap
-        for atom in self.atoms:
-            atom.pure = not (
-                atom.odd
-                or memory_of(atom.value) in self.written
-                or any(not x.pure for x in atom.operands)
-            )
-            if not atom.pure:
-                for x in atom.operands:
-                    if not x.pure and _root(x) is not _root(atom):
-                        _root(x).parent = _root(atom)
-        parts: dict[Atom, Part] = {}
-        for x in (*self.inputs, *self.atoms):
-            if not x.pure:
-                x.part = parts.setdefault(_root(x), Part())
-        self._assign_pure()
+        for atom in (*self.inputs, *self.atoms):
+            for x in (atom, *atom.operands):
+                where = memory_of(x.value)
+                if where in self.written or (x.odd and not x.is_input):
+                    atom.bound = True
+                    _join(atom, memory.setdefault(where, x))
+        self._assign()
 
-    def _assign_pure(self) -> None:
-        """Add to each part what only it uses."""
-        users: dict[Atom, set[Part | None]] = {}
+    def _assign(self) -> None:
+        """Add to each part what only it uses, and join parts of which one alone uses the other."""
+        users: dict[Atom, list[Atom | None]] = {}
         for atom in reversed(self.atoms):
-            if atom.pure:
-                of = users.get(atom, set())
-                atom.part = next(iter(of)) if len(of) == 1 else None
+            parts = {_root(u) if u else None for u in users.get(atom, [])}
+            only = next(iter(parts)) if len(parts) == 1 else None
+            if not atom.bound:
+                atom.home = only
+            else:
+                atom.home = atom
+                if only is not None:
+                    _join(only, atom)
+                elif parts - {_root(atom)}:
+                    atom.odd = True
             for x in atom.operands:
-                if x.pure:
-                    users.setdefault(x, set()).add(atom.part)
+                users.setdefault(x, []).append(atom.home)
+        parts_of: dict[Atom, Part] = {}
         for x in self.inputs:
-            if x.pure:
-                of = users.get(x, set()) - {None}
-                x.part = next(iter(of)) if len(of) == 1 else None
-                x.others = None in users.get(x, set())
+            homes = {_root(u) if u else None for u in users.get(x, [])}
+            x.others = None in homes
+            homes -= {None}
+            x.home = x if x.bound else next(iter(homes)) if len(homes) == 1 else None
+        for x in (*self.inputs, *self.atoms):
+            x.part = parts_of.setdefault(_root(x.home), Part()) if x.home else None
 
     def parts(self) -> Iterable[Part]:
         """Return the parts, with what is in each."""
@@ -201,14 +214,19 @@ class Scan:
                 taken.update((x, None) for x in atom.operands if x.is_input and x.part is atom.part)
         given = {memory_of(x.value) for x in self.inputs}
         for k, result in enumerate(self.results):
-            if result is not None and result.part is not None:
-                result.odd |= memory_of(result.value) in given
+            if result is not None and result.part is not None and k not in self.returned:
+                result.odd |= memory_of(result.value) in given  # a view
                 result.part.results.append(k)
         place = {a: i for i, a in enumerate(self.atoms)}
         for part, taken in found.items():
             part.inputs = list(taken)
             part.results.sort(key=lambda k: place.get(self.results[k], -1))  # type: ignore[arg-type]
         return found
+
+
+def _join(a: Atom, b: Atom) -> None:
+    if _root(a) is not _root(b):
+        _root(a).parent = _root(b)
 
 
 def _root(x: Atom) -> Atom:

@@ -230,7 +230,7 @@ def obstacle(rewritten: Rewritten) -> str:
     members = rewritten.members
     if not all(_ends(m) for m in members):
         return "the graph goes on with what a member computes"
-    if not all(_flat(m) for m in members):
+    if not all(flat(m) for m in members):
         return "the tensors of a member differ in shape or strides, or are not dense"
     if not _on_one_device([value_of(n) for m in members for n in m.inputs]):
         return "the members are not on one CPU or CUDA device"
@@ -278,7 +278,7 @@ def _ends(member: Slice) -> bool:
     )
 
 
-def _flat(member: Slice) -> bool:
+def flat(member: Slice) -> bool:
     """Tell whether all tensors of a member lie in memory in one and the same dense order."""
     full = [value_of(n) for n in member.inputs if value_of(n).dim()]
     states = {member.inputs[at] for _, at, _ in member.states}
