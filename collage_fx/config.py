@@ -4,14 +4,11 @@ import dataclasses
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 from torch._inductor import config as inductor_config
 
-import collage_fx.passes
-import collage_fx.runtime
+from collage_fx.passes.digest import source_digest
 from collage_fx.passes.program import Arithmetic, Level, OnUnsupported, Settings
 from collage_fx.runtime.errors import OptionError
 from collage_fx.runtime.storage import STORAGES, Choice
@@ -104,7 +101,7 @@ class CollageConfig:
     @property
     def fingerprint(self) -> str:
         """A digest of this configuration and of the source of the passes and the arithmetic."""
-        text = repr(dataclasses.astuple(self)) + _source_digest()
+        text = repr(dataclasses.astuple(self)) + source_digest()
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -130,13 +127,3 @@ def split_options(
 
         theirs = {**list_mode_options(mode), **theirs}
     return CollageConfig(**mine), theirs
-
-
-@cache
-def _source_digest() -> str:
-    digest = hashlib.sha256()
-    for package in (collage_fx.passes, collage_fx.runtime):
-        for folder in package.__path__:
-            for path in sorted(Path(folder).rglob("*.py")):
-                digest.update(path.read_bytes())
-    return digest.hexdigest()

@@ -16,7 +16,7 @@ from collage_fx.inductor import compile_rewritten, separate_outputs, uses_cudagr
 from collage_fx.inputs import Inputs, Source, source_behind
 from collage_fx.members import Members
 from collage_fx.ownership import live_optimizers, owners_of
-from collage_fx.passes import run_passes
+from collage_fx.passes import run_passes, without_collector
 from collage_fx.passes.narrow import Narrow, narrow
 from collage_fx.passes.plan import spare
 from collage_fx.passes.program import (
@@ -52,7 +52,8 @@ def compile_graph(
         again=bool(args),
     )
     try:
-        narrowed = _narrowed(session, inputs)
+        with without_collector():
+            narrowed = _narrowed(session, inputs)
         if narrowed is not None:
             try:
                 return _Compilation(session, inputs, narrowed).run(example_inputs)

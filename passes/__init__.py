@@ -43,7 +43,7 @@ def run_passes(program: Program) -> Program:
     Stops after `handover` when no state is to be compensated, leaving `result` None. Raises
     LegalityError when a pass breaks the specification of `verify.py`.
     """
-    with _without_collector():
+    with without_collector():
         for run in PASSES:
             start = time.perf_counter()
             run(program)
@@ -55,7 +55,7 @@ def run_passes(program: Program) -> Program:
 
 
 @contextlib.contextmanager
-def _without_collector() -> Iterator[None]:
+def without_collector() -> Iterator[None]:
     """Keep Python from looking for garbage, which in a large graph takes 40% of the time."""
     enabled = gc.isenabled()
     gc.disable()

@@ -6,19 +6,23 @@ and run over its members, each as one flat walk over its memory: on a CPU by a l
 Inductor's kernel, on a GPU by one launch of a Triton kernel of our own.
 """
 
+import contextlib
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.compiler import config as compiler_config
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from collage_fx.passes.digest import source_digest
 from collage_fx.passes.kernel import print_kernel
 from collage_fx.passes.program import (
     Rewritten,
@@ -106,10 +110,11 @@ class Sweep:
                 for dtype, scalar in zip(self.dtypes, self.scalar, strict=True)
             ]
             graph = make_fx(step, tracing_mode="symbolic")(*samples)
+            graph.shape_env = None  # what Inductor cannot have in the key of its cache
             fakes = [n.meta["val"] for n in graph.graph.find_nodes(op="placeholder")]
             # Without assertions on sizes only the first tensor needs to be flat: it tells the size,
             # of the others the kernel takes the address.
-            with inductor_config.patch(size_asserts=False):
+            with inductor_config.patch(size_asserts=False), _cacheable(fakes):
                 compiled: Any = compile_fx_inner(graph, fakes)
             self.sources["cpu"] = getattr(compiled, "source_code", "")
             function = getattr(compiled, "current_callable", None) or compiled
@@ -124,6 +129,17 @@ class Sweep:
         if sizes:
             device = device_of(columns[self.scalar.index(False)])
             self.runner(device).run(columns, sizes)
+
+
+@contextlib.contextmanager
+def _cacheable(fakes: list[Tensor]) -> Iterator[None]:
+    """Give Inductor's cache of graphs what it needs to keep this one; our version in its key."""
+    tag = compiler_config.cache_key_tag + "collage_fx:" + source_digest()
+    with (
+        compiler_config.patch(cache_key_tag=tag),  # type: ignore[attr-defined]
+        tracing(TracingContext(detect_fake_mode(fakes))),
+    ):
+        yield
 
 
 class Runner(Protocol):
