@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import re
 import types
 import warnings
 import weakref
@@ -37,7 +38,8 @@ class Explanation:
     plan: list[StatePlan]
     """The verdict on each carried state."""
     before: list[GraphModule]
-    """The functional graphs as they came from Dynamo and AOTAutograd."""
+    """The functional graphs as they came from Dynamo and AOTAutograd, which of the members of a
+    class that one kernel updates had one."""
     expanded: list[GraphModule]
     """For each class of slices its graph of collage:: operations; run eagerly, the reference."""
     lowered: list[GraphModule]
@@ -58,6 +60,8 @@ class Explanation:
     """The warnings that compiling the step gives."""
     engine: dict[str, str] = field(default_factory=dict)
     """Name of a state -> what serves it: `graph`, `eager` or both."""
+    alike: str = ""
+    """What the counts of operations leave out."""
     updates: dict[str, float] = field(default_factory=dict)
     """Name of a parameter -> the median of its update relative to it, with the learning rate and
     the gradients of now, as it was stored: 0 if the storage loses most of it."""
@@ -100,7 +104,7 @@ class Explanation:
             "",
             *_table(self.plan, self.engine),
             "",
-            f"operations before: {_count(self.before)}",
+            f"operations before: {_count(self.before)}{self.alike}",
             f"operations after:  {_count(self.lowered)}",
             *(
                 f"class {k}: {n} {'member' if n == 1 else 'members'}, "
@@ -280,19 +284,29 @@ def _explanation(
     return Explanation(
         subject=subject,
         config=config,
-        plan=list(states.values()),
+        plan=sorted(states.values(), key=_place),
         before=[p.source for p in programs],
         expanded=[r.expanded for r in rewritten if r.expanded is not None],
         lowered=[r.lowered for r in rewritten if r.lowered is not None],
         after=[p.result for p in programs if p.result is not None],
         output_code=[c.source_code for c in latest],
-        members=[len(r.members) for r in rewritten],
+        members=[r.count for r in rewritten],
         kernels=[_kernel(r) for r in rewritten],
         apart=[r.apart for r in rewritten],
         joined=[op for r in rewritten for op in r.joined],
         notes=notes,
         engine={one.name: one.engine for one in served},
+        alike=" (of members that are alike, those of one)"
+        if any(p.copies for p in programs)
+        else "",
     )
+
+
+def _place(state: StatePlan) -> list[tuple[bool, int, str]]:
+    """Return what states are ordered by: the parameter, by number, and their own name."""
+    name, _, param = state.name.rpartition(" of ")
+    words = [*re.split(r"(\d+)", param), name]
+    return [(word.isdigit(), int(word) if word.isdigit() else 0, word) for word in words]
 
 
 def _written(choice: Choice) -> str:

@@ -29,6 +29,7 @@ from collage_fx.passes.program import (
 )
 from collage_fx.passes.sweep import MEMBERS
 from collage_fx.passes.symbolic import keep_symbols
+from collage_fx.runtime.residuals import STORE
 
 
 def compile_graph(
@@ -133,6 +134,7 @@ class _Compilation:
         if self.members is not None:
             self._note_results(program, gm)
         compiled = self.session.note(program)
+        self._conclude(program.plan)
         self.plan, self.reads = program.plan, program.reads
         self._warn(program)
         self._warn_functional(gm)
@@ -221,6 +223,17 @@ class _Compilation:
             for m, positions in enumerate(group.results[1:]):
                 for k, first in zip(positions, group.results[0], strict=True):
                     self.members.made[k] = program.made[place[first]][m] - len(outputs)
+
+    def _conclude(self, plan: list[StatePlan]) -> None:
+        """Keep or drop the residuals that states were made with, now that there is a verdict."""
+        for state in plan:
+            find = self.locate.get(state.index)
+            tensor = find(tuple(self.given.args)) if find is not None else None
+            residual = STORE.get(tensor) if tensor is not None else None
+            if residual is not None and tensor is not None and residual.provisional:
+                residual.provisional = not (state.compensated or state.refused)
+                if residual.provisional and not state.replaced:
+                    STORE.drop(tensor)
 
     def _refuse_outer_writes(self, gm: GraphModule) -> None:
         """Refuse a graph whose new values AOTAutograd itself writes back, after the graph has run.

@@ -96,7 +96,8 @@ class Inputs:
         path = self._path(source)
         carried = self._named(index, pretty(path) or called, is_buffer(path), tensor, val)
         carried.static = static
-        carried.pinned = (static or self.again) and STORE.get(tensor) is not None
+        residual = STORE.get(tensor) if static or self.again else None
+        carried.pinned = residual is not None and not residual.provisional
         return carried
 
     def fact(self, node: Node, settings: Settings) -> Hashable | None:

@@ -88,12 +88,17 @@ class Judge:
     def judge_made(self, owned: Owned, write: Write, made: Shadow) -> None:
         """Decide whether a state that the step has made keeps the low word it was made with.
 
-        What it was computed from may have been judged before, and is not followed any more.
+        What it was computed from may have been judged before, and is not followed any more. A graph
+        that updates the state later sees its recurrence, and judges it anew.
         """
-        if self._precise(owned.tensor, made):
+        precise = self._precise(owned.tensor, made)
+        if precise:
             served = self.served[write.tensor]
             served.compensated, served.reason = True, "made from states that are compensated"
         self.judge(owned, write, made)
+        residual = STORE.get(owned.tensor)
+        if precise and residual is not None:
+            residual.provisional = True
 
     def _precise(self, tensor: Tensor, shadow: Shadow) -> bool:
         """Tell whether what was written has more bits than the tensor."""

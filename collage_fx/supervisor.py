@@ -275,10 +275,10 @@ class Supervisor:
                 self.by_graph.add(id(tensor))
             if self.engine.asleep and not new:
                 continue
-            if not served.compensated:
+            residual = STORE.get(tensor)
+            if not served.compensated or residual is None:
                 served.compensated, served.reason = plan.compensated, plan.reason
                 served.recurrence = plan.recurrence
-            residual = STORE.get(tensor)
             write = self._write_of(tensor)
             if write is not None:
                 write.version, write.wrote = version(tensor), False

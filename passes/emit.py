@@ -168,7 +168,7 @@ class _Emitter:
         if not wanted:
             return "multi_tensor=False"
         rewritten.left_out = sum(len(self.others.of(member)) for member in rewritten.members)
-        if wanted == "auto" and len(rewritten.members) + rewritten.left_out < MEMBERS:
+        if wanted == "auto" and rewritten.count < MEMBERS:
             return f"fewer than {MEMBERS} members"
         return obstacle(rewritten)
 

@@ -170,8 +170,13 @@ def verdict(carried: Carried, found: Recurrence, level: Level, has_param: bool) 
         return False, carried.spared
     if found.kind in ("overwritten", "unchanged") and not found.together:
         return False, f"{found.kind}: nothing accumulates"
-    if carried.pinned:
+    keep, reason = _judged(carried, found, level, has_param)
+    if carried.pinned and not keep:
         return True, "it has a residual from an earlier graph"
+    return keep, reason
+
+
+def _judged(carried: Carried, found: Recurrence, level: Level, has_param: bool) -> tuple[bool, str]:
     if level == "all":
         return True, "level all"
     if carried.owner == "param" and level in ("light", "plus"):

@@ -169,6 +169,11 @@ class Rewritten:
     left_out: int = 0
     """How many members more it has, which are not in the graph."""
 
+    @property
+    def count(self) -> int:
+        """How many members it has."""
+        return len(self.members) + self.left_out
+
     def residuals(self, i: int) -> tuple[torch.dtype, ...]:
         """Return the dtypes of the residuals of state i."""
         dtype = self.model.states[i][0].val.dtype

@@ -52,13 +52,23 @@ class Residual:
     It never refers to its tensor, which is the weak key it is stored under.
     """
 
-    __slots__ = ("address", "components", "expected_checksum", "name", "storage", "version")
+    __slots__ = (
+        "address",
+        "components",
+        "expected_checksum",
+        "name",
+        "provisional",
+        "storage",
+        "version",
+    )
 
     def __init__(self, tensor: Tensor, storage: str, name: str) -> None:
         self.storage = storage
         self.name = name
         self.components = zeros(tensor, storage)
         self.expected_checksum: int | None = None
+        self.provisional = False
+        """Whether the tensor was made with it, and nobody knows yet if its updates need one."""
         self.settle(tensor)
 
     def settle(self, tensor: Tensor) -> None:
@@ -205,6 +215,13 @@ class ResidualStore:
         if lows is not None:
             residual.components = lows
         return residual
+
+    def drop(self, tensor: Tensor) -> None:
+        """Forget the residual of tensor."""
+        residual = self._residuals.pop(tensor)
+        for key in [key for key, r in self._of_memory.items() if r is residual]:
+            del self._of_memory[key]
+        self.generation += 1
 
     def convert(self, tensor: Tensor, storage: str) -> Residual:
         """Lay out the whole value of tensor, which has a residual, in another storage.
