@@ -83,6 +83,12 @@ class Direct:
         return run
 
 
+def only_sweeps(gm: GraphModule) -> bool:
+    """Tell whether nothing is left of a graph for Inductor."""
+    known = (collage.sweep.default, aten.empty_strided.default)
+    return all(n.target in known for n in gm.graph.nodes if n.op == "call_function")
+
+
 def split(gm: GraphModule) -> Direct | None:
     """Take the sweeps out of a rewritten graph; None if there are none, or they cannot be last."""
     placeholders = list(gm.graph.find_nodes(op="placeholder"))

@@ -1,10 +1,12 @@
 """One graph of Dynamo's on its way to a callable that binds residuals."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 from torch._functorch import config as functorch_config
+from torch._functorch.aot_autograd import aot_module_simplified
 from torch._guards import TracingContext
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
@@ -12,6 +14,7 @@ from torch.compiler import config as compiler_config
 from torch.fx import GraphModule, Node
 
 from collage_fx.binding import Code, Locate, Residuals
+from collage_fx.direct import only_sweeps
 from collage_fx.inductor import compile_rewritten, separate_outputs, uses_cudagraphs
 from collage_fx.inputs import Inputs, Source, source_behind
 from collage_fx.members import Members
@@ -26,6 +29,7 @@ from collage_fx.passes.program import (
     Program,
     StatePlan,
     Unlike,
+    graph_of,
 )
 from collage_fx.passes.sweep import MEMBERS
 from collage_fx.passes.symbolic import keep_symbols
@@ -55,9 +59,9 @@ def compile_graph(
     try:
         with without_collector():
             narrowed = _narrowed(session, inputs)
-        if narrowed is not None:
+        for alone in (True, False) if narrowed else ():
             try:
-                return _Compilation(session, inputs, narrowed).run(example_inputs)
+                return _Compilation(session, inputs, narrowed, alone).run(example_inputs)
             except Unlike:
                 pass
         return _Compilation(session, inputs, None).run(example_inputs)
@@ -76,8 +80,20 @@ def _narrowed(session: Any, inputs: Inputs) -> Narrow | None:
 class _Compilation:
     """The compilation of a graph, whole or narrow."""
 
-    def __init__(self, session: Any, inputs: Inputs, narrowed: Narrow | None) -> None:
+    def __init__(
+        self, session: Any, inputs: Inputs, narrowed: Narrow | None, alone: bool = False
+    ) -> None:
+        """Compile a graph.
+
+        Args:
+            session: who asks for it.
+            inputs: those of the whole graph.
+            narrowed: the narrow graph, if that is to be compiled.
+            alone: whether to raise Unlike if anything but operations for classes is left of it.
+                Inductor has no part in it then, and what it does to be ready takes longer.
+        """
         self.session = session
+        self.alone = alone
         self.given = inputs
         self.narrow = narrowed
         gm = inputs.gm
@@ -97,15 +113,28 @@ class _Compilation:
     def run(self, example_inputs: Sequence[Any]) -> Code:
         """Compile the graph."""
         chosen = self.narrow.inputs if self.narrow else range(len(example_inputs))
+        given = [example_inputs[i] for i in chosen]
+        table = keep_symbols(select_decomp_table())
         # The cache of AOTAutograd sees neither our inner_compile nor the residuals it binds.
         with functorch_config.patch(enable_autograd_cache=False):
-            function: Any = compile_fx(
-                self.gm,
-                [example_inputs[i] for i in chosen],
-                inner_compile=self.inner,
-                decompositions=keep_symbols(select_decomp_table()),
-                config_patches=self.session.inductor or None,
-            )
+            function: Any
+            if self.alone:
+                function = aot_module_simplified(
+                    self.gm,
+                    given,
+                    fw_compiler=self.inner,
+                    inference_compiler=partial(self.inner, is_inference=True),
+                    decompositions=table,
+                    keep_inference_input_mutations=True,
+                )
+            else:
+                function = compile_fx(
+                    self.gm,
+                    given,
+                    inner_compile=self.inner,
+                    decompositions=table,
+                    config_patches=self.session.inductor or None,
+                )
         states = [
             (self.locate[s.index], s)
             for s in self.plan
@@ -133,6 +162,8 @@ class _Compilation:
         program = run_passes(Program(gm, settings, self.describe, self.label, is_step, copies))
         if self.members is not None:
             self._note_results(program, gm)
+        if self.alone and not only_sweeps(graph_of(program.result)):
+            raise Unlike("there is more in it")
         compiled = self.session.note(program)
         self._conclude(program.plan)
         self.plan, self.reads = program.plan, program.reads

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import collage_fx
 from collage_fx.errors import CheckpointError, CollageWarning
+from collage_fx.runtime.residuals import STORE
 
 Step = Callable[[], Any]
 
@@ -232,3 +233,22 @@ def test_residual_goes_with_its_tensor() -> None:
     del model, step
     torch.compiler.reset()
     assert count() <= before
+
+
+@pytest.mark.parametrize(("level", "kept"), [("auto", False), ("all", True)])
+def test_a_momentum_made_with_both_words_keeps_them_where_the_verdict_says_so(
+    level: str, kept: bool
+) -> None:
+    torch.compiler.reset()
+    p = torch.ones(8).bfloat16().requires_grad_()
+    p.grad = torch.linspace(0.1, 0.9, 8).bfloat16()
+    optimizer = torch.optim.SGD([p], lr=1e-3, momentum=0.9, weight_decay=1e-3)
+    step = collage_fx.compile(optimizer, level=level)
+    step()
+    made = STORE.get(optimizer.state[p]["momentum_buffer"])
+    assert made is not None and made.provisional
+    step()
+    momentum = STORE.get(optimizer.state[p]["momentum_buffer"])
+    assert (momentum is made and not momentum.provisional) if kept else momentum is None
+    verdicts = {s.name.partition(" ")[0]: s.compensated for s in collage_fx.report(step).states}
+    assert verdicts == {"param_groups[0].params[0]": True, "momentum_buffer": kept}
