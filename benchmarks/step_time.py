@@ -3,6 +3,7 @@
     plain         bf16 parameters and states, torch.compile (on a GPU fused=True as well)
     light, plus   collage_fx at that level, in eft or wide arithmetic; "each" compiles a kernel for
                   each tensor (multi_tensor=False), the others one for all
+    remainder16   level plus in storage remainder16, which holds fp32 exactly
     master        fp32 master weights and states, fused, with bf16 gradients and a bf16 copy
 
 For each: the 20th, 50th and 80th percentile of a step in milliseconds; the bytes that its tables of
@@ -48,7 +49,7 @@ SETS: dict[str, dict[str, Shapes]] = {
         "300 of 7B shapes, 2B": [(4096, 4096), (4096,), (11008, 1024)] * 100,
     },
 }
-BYTES = {"plain": 14, "light": 18, "plus": 22, "master": 40}
+BYTES = {"plain": 14, "light": 18, "plus": 22, "remainder16": 22, "master": 40}
 """For each parameter; master: gradient widened (6), fused step (28), parameter copied (6)."""
 
 
@@ -63,6 +64,9 @@ def ways(shapes: Shapes, device: str) -> dict[str, Step]:
             found[f"{level} {arithmetic}"] = collage_fx.compile(
                 _adamw(shapes, device), level=level, arithmetic=arithmetic, multi_tensor=True
             )
+    found["remainder16"] = collage_fx.compile(
+        _adamw(shapes, device), level="plus", storage="remainder16", multi_tensor=True
+    )
     found["plus eft each"] = collage_fx.compile(
         _adamw(shapes, device), level="plus", multi_tensor=False
     )

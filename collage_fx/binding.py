@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from collage_fx import checkpoint
 from collage_fx.ownership import Owned, live_optimizers, owners_of
 from collage_fx.passes.program import Carried, StatePlan
+from collage_fx.runtime.errors import CollageError
 from collage_fx.runtime.residuals import STORE, Residual, clear_stale
 
 Locate: TypeAlias = Callable[[tuple[Any, ...]], Tensor | None]
@@ -108,6 +109,12 @@ class Residuals:
             residual.settle(tensor)
         self.current = self.replaced = []
 
+    def keep(self) -> None:
+        """Record that nothing was written, whatever versions AOTAutograd has counted up."""
+        for tensor, residual in self.current:
+            residual.settle(tensor)
+        self.current = self.replaced = []
+
     def _introduce(self, tensors: list[Tensor]) -> list[Tensor]:
         """Attach the optimizers of tensors that are seen for the first time; return the others."""
         optimizer = self.session.optimizer()
@@ -151,7 +158,11 @@ class Code:
         if self.residuals is None:
             return self.function(*args)
         self.residuals.gather(args)
-        result = self.function(*args)
+        try:
+            result = self.function(*args)
+        except CollageError:
+            self.residuals.keep()
+            raise
         self.residuals.settle()
         return result
 

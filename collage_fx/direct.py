@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from collage_fx.passes.program import base_of, value_of
-from collage_fx.passes.sweep import SWEEPS, run_sweep
+from collage_fx.passes.sweep import SWEEPS, check_sizes, run_sweep
 from collage_fx.runtime.ops import collage
 
 aten = torch.ops.aten
@@ -28,10 +28,17 @@ class Call:
     operands: list[list[int]]
     key: str
     device: torch.device
+    full: list[list[int]]
+    """Where the members' tensors are, for each input of the kernel that is given and not 0-d."""
 
-    def prepare(self) -> None:
-        """Compile what runs on the device, unless that is done."""
+    def prepare(self, values: list[Any]) -> None:
+        """Compile what runs on the device, unless that is done; raise CollageError if it must not.
+
+        Args:
+            values: the inputs of the graph, and memory.
+        """
         SWEEPS[self.key].runner(self.device)
+        check_sizes([values[i].numel() for i in column] for column in self.full)
 
     def run(self, values: list[Any]) -> None:
         """Update all members."""
@@ -67,13 +74,13 @@ class Direct:
         layouts = [(m.size(), m.stride(), m.dtype, m.device) for m in self.memory]
 
         def run(args: list[Any]) -> Any:
-            for call in self.calls:
-                call.prepare()  # before anything is written
             values = list(args)
             args.clear()
-            made = [] if rest is None else list(rest([values[i] for i in self.inputs]))
             for size, stride, dtype, device in layouts:
                 values.append(torch.empty_strided(size, stride, dtype=dtype, device=device))
+            for call in self.calls:
+                call.prepare(values)  # before anything is written
+            made = [] if rest is None else list(rest([values[i] for i in self.inputs]))
             values += [*self.constants, *made]
             for call in self.calls:
                 call.run(values)
@@ -117,16 +124,19 @@ def split(gm: GraphModule) -> Direct | None:
         inputs,
         [value_of(n) for n in memory],
         constants,
-        [_call(n, number) for n in sweeps],
+        [_call(n, number, first) for n in sweeps],
         [number[n] if isinstance(n, Node) else next(places) for n in results],
     )
 
 
-def _call(sweep: Node, number: dict[Node, int]) -> Call:
-    *operands, key = sweep.args
-    device = value_of(sweep.all_input_nodes[0]).device
+def _call(node: Node, number: dict[Node, int], given: int) -> Call:
+    *operands, key = node.args
+    device = value_of(node.all_input_nodes[0]).device
     numbers = [[number[n] for n in nodes] for nodes in operands]  # type: ignore[union-attr, index]
-    return Call(numbers, str(key), device)
+    sweep = SWEEPS[str(key)]
+    columns = sweep.columns(numbers[0], numbers[1])
+    full = [list(c) for i, c in columns.items() if not sweep.scalar[i] and max(c) < given]
+    return Call(numbers, str(key), device, full)
 
 
 def _rest(

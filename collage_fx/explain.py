@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import re
 import types
 import warnings
 import weakref
@@ -23,7 +22,7 @@ from collage_fx.config import CollageConfig, split_options
 from collage_fx.ownership import owned_tensors
 from collage_fx.passes.program import LOW_PRECISION, Program, Rewritten, StatePlan
 from collage_fx.passes.sweep import SWEEPS
-from collage_fx.report import Served
+from collage_fx.report import Served, place_of
 from collage_fx.runtime.errors import CollageError
 from collage_fx.runtime.storage import STORAGES, Choice, chosen, kept
 from collage_fx.steps import compile_function, compile_optimizer, report_of
@@ -284,7 +283,7 @@ def _explanation(
     return Explanation(
         subject=subject,
         config=config,
-        plan=sorted(states.values(), key=_place),
+        plan=sorted(states.values(), key=lambda state: place_of(state.name)),
         before=[p.source for p in programs],
         expanded=[r.expanded for r in rewritten if r.expanded is not None],
         lowered=[r.lowered for r in rewritten if r.lowered is not None],
@@ -300,13 +299,6 @@ def _explanation(
         if any(p.copies for p in programs)
         else "",
     )
-
-
-def _place(state: StatePlan) -> list[tuple[bool, int, str]]:
-    """Return what states are ordered by: the parameter, by number, and their own name."""
-    name, _, param = state.name.rpartition(" of ")
-    words = [*re.split(r"(\d+)", param), name]
-    return [(word.isdigit(), int(word) if word.isdigit() else 0, word) for word in words]
 
 
 def _written(choice: Choice) -> str:

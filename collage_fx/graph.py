@@ -1,10 +1,12 @@
 """One graph of Dynamo's on its way to a callable that binds residuals."""
 
+import contextlib
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
 from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._guards import TracingContext
@@ -14,7 +16,7 @@ from torch.compiler import config as compiler_config
 from torch.fx import GraphModule, Node
 
 from collage_fx.binding import Code, Locate, Residuals
-from collage_fx.direct import only_sweeps
+from collage_fx.direct import only_sweeps, split
 from collage_fx.inductor import compile_rewritten, separate_outputs, uses_cudagraphs
 from collage_fx.inputs import Inputs, Source, source_behind
 from collage_fx.members import Members
@@ -33,6 +35,7 @@ from collage_fx.passes.program import (
 )
 from collage_fx.passes.sweep import MEMBERS
 from collage_fx.passes.symbolic import keep_symbols
+from collage_fx.runtime.errors import CollageError
 from collage_fx.runtime.residuals import STORE
 
 
@@ -57,16 +60,30 @@ def compile_graph(
         again=bool(args),
     )
     try:
-        with without_collector():
-            narrowed = _narrowed(session, inputs)
-        for alone in (True, False) if narrowed else ():
-            try:
-                return _Compilation(session, inputs, narrowed, alone).run(example_inputs)
-            except Unlike:
-                pass
+        code = _compile_narrow(session, inputs, example_inputs)
+        if code is not None:
+            return code
         return _Compilation(session, inputs, None).run(example_inputs)
     finally:
         inputs.release()
+
+
+def _compile_narrow(session: Any, inputs: Inputs, example_inputs: Sequence[Any]) -> Code | None:
+    """Compile one member of each class; return None where the graph has to be compiled whole."""
+    try:
+        with without_collector():
+            narrowed = _narrowed(session, inputs)
+        for alone in (True, False) if narrowed else ():
+            with contextlib.suppress(Unlike):
+                return _Compilation(session, inputs, narrowed, alone).run(example_inputs)
+    except (CollageError, TorchDynamoException):
+        raise
+    except Exception as error:
+        session.notes.add(
+            f"a graph was compiled member by member, since {type(error).__name__} was raised in "
+            "narrowing it: a defect of collage_fx, please report it"
+        )
+    return None
 
 
 def _narrowed(session: Any, inputs: Inputs) -> Narrow | None:
@@ -164,6 +181,8 @@ class _Compilation:
             self._note_results(program, gm)
         if self.alone and not only_sweeps(graph_of(program.result)):
             raise Unlike("there is more in it")
+        if self.members is not None and split(graph_of(program.result)) is None:
+            raise Unlike("its classes cannot be updated last")
         compiled = self.session.note(program)
         self._conclude(program.plan)
         self.plan, self.reads = program.plan, program.reads
@@ -246,9 +265,7 @@ class _Compilation:
         made = {k for group in self.narrow.groups for k in group.results[0]}
         outputs: Any = gm.graph.output_node().args[0]
         place = {k: i for i, k in enumerate(self.narrow.results)}
-        if made and not (
-            len(outputs) == len(place) and {place[k] for k in made} <= {*program.made}
-        ):
+        if len(outputs) != len(place) or any(place[k] not in program.made for k in made):
             raise Unlike("a result of a member is not one that its operation makes")
         for group in self.narrow.groups:
             for m, positions in enumerate(group.results[1:]):

@@ -1,5 +1,6 @@
 """Which engine served each carried state, and how often."""
 
+import re
 from dataclasses import dataclass, field
 
 import torch
@@ -52,13 +53,20 @@ class Served:
         return " + ".join(e for e in ("graph", "eager") if getattr(self, e)) or "none"
 
 
+def place_of(name: str) -> list[tuple[bool, int, str]]:
+    """Return what states are ordered by: the parameter, by number, and their own name."""
+    own, _, param = name.rpartition(" of ")
+    words = [*re.split(r"(\d+)", param), own]
+    return [(word.isdigit(), int(word) if word.isdigit() else 0, word) for word in words]
+
+
 @dataclass
 class Report:
     """What `collage_fx.compile` did for a step so far; str() of it is a table."""
 
     subject: str
     states: list[Served] = field(default_factory=list)
-    """The 16-bit states that were written, in the order in which they were met."""
+    """The 16-bit states that were written, in the order of their parameters."""
     notes: list[str] = field(default_factory=list)
     """The warnings given."""
 

@@ -17,7 +17,7 @@ from collage_fx import nested
 from collage_fx.backend import Session
 from collage_fx.errors import CollageError, OptionError
 from collage_fx.ownership import Owned, argument_tensors, held_tensors, state_count
-from collage_fx.report import Report
+from collage_fx.report import Report, place_of
 from collage_fx.storm import Storm, symbolic_math
 from collage_fx.supervisor import Supervisor
 
@@ -156,6 +156,6 @@ def report_of(step: Any) -> Report:
 def _report(supervisor: Supervisor, session: Session) -> Report:
     return Report(
         supervisor.subject,
-        [s for s in supervisor.served.values() if s.steps],
+        sorted((s for s in supervisor.served.values() if s.steps), key=lambda s: place_of(s.name)),
         sorted(session.warned | session.notes),
     )

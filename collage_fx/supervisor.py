@@ -206,9 +206,11 @@ class Supervisor:
         self._look_for_chain(written, args)
         if not self.engine.asleep:
             self._hand_over(written)
-        with self.engine.pause():
-            yield self._results
-        self._account(written)
+        try:
+            with self.engine.pause():
+                yield self._results
+        finally:
+            self._account(written)
 
     def expands(self, args: tuple[Any, ...]) -> bool:
         """Tell whether one of these is an expansion that the eager engine has made, and no state.

@@ -53,7 +53,7 @@ def like(val: Tensor, dtype: torch.dtype) -> Tensor:
     if not symbolic and key in made:
         return made[key]
     with mode:
-        new = torch.empty_strided(val.size(), val.stride(), dtype=dtype, device=val.device)
+        new = torch.empty_like(val, dtype=dtype)  # with gaps, it is dense, as residuals are
     if not symbolic:
         made[key] = new
     return new

@@ -180,7 +180,8 @@ class _Emitter:
         slices = [m for r in self.program.rewritten for m in r.members]
         inside = {n for m in slices for n in m.nodes}
         new_value = mutations(graph)
-        found = [scalars_of(r, states, new_value, inside) for r in swept]
+        alone = self.others.taken_alone
+        found = [scalars_of(r, states, new_value, inside, alone) for r in swept]
         parts = [m for scalars in found if scalars for m in scalars.members]
         conflicting = conflicts(readers, [*parts, *(m for r in swept for m in r.members)])
         return [s if s and not conflicting.intersection(s.members) else None for s in found]
@@ -212,7 +213,7 @@ class _Emitter:
                     its = self._memory(like(other.like, value_of(n).dtype))
                     other.instead[mine] = its
                     self.others.made.setdefault(n, []).append(its)
-                written += other.operands([inputs[i] for i in sweep.written])
+                written += other.written([inputs[i] for i in sweep.written])
                 read += other.operands([inputs[i] for i in sweep.read])
         operands = (written, read, [vectors[k] for k in feeds.values()])
         node = self.graph.call_function(collage.sweep.default, (*operands, key))
@@ -227,7 +228,7 @@ class _Emitter:
         for part, stamp in zip(scalars.members, stamps, strict=True):
             inputs = [self.env[n] for n in part.inputs]
             ours = [inputs[i] for i in sweep.written], [inputs[i] for i in sweep.read]
-            written += [*ours[0], *(n for other in stamp.others for n in other.operands(ours[0]))]
+            written += [*ours[0], *(n for other in stamp.others for n in other.written(ours[0]))]
             read += [*ours[1], *(n for other in stamp.others for n in other.operands(ours[1]))]
         count = sum(1 + len(stamp.others) for stamp in stamps)
         device = value_of(scalars.members[0].outputs[0]).device
@@ -257,7 +258,8 @@ class _Emitter:
             residuals += ours
             its = self.program.others.get(carried.index, [])
             for other, c in zip(others, its, strict=True):
-                other.instead |= dict(zip(ours, self._residuals(c, name, dtypes), strict=True))
+                its_name = f"{name}_other{c.index}_"
+                other.instead |= dict(zip(ours, self._residuals(c, its_name, dtypes), strict=True))
         return _Stamp(rewritten, member, residuals, others)
 
     def _residuals(

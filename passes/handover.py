@@ -82,10 +82,15 @@ def _sums(program: Program, states: dict[Node, Carried]) -> Iterator[str]:
                 if state is None or node in place.get(origin, ()):
                     continue
                 if state.owner == "param" or origin in place:
-                    yield f"{state.name} enters a sum or difference with its high word only"
+                    for name in _names(program, state):
+                        yield f"{name} enters a sum or difference with its high word only"
                 else:
                     others = program.others.get(state.index, [])
                     program.reads += [state.index, *(other.index for other in others)]
+
+
+def _names(program: Program, state: Carried) -> list[str]:
+    return [state.name, *(other.name for other in program.others.get(state.index, []))]
 
 
 def _origin(node: Any) -> Node:
@@ -107,7 +112,8 @@ def _results(program: Program, states: dict[Node, Carried]) -> Iterator[str]:
                 continue
             found = recurrence_of(form), program.settings.level, has_param
             if states[x].owner == "param" or verdict(states[x], *found)[0]:
-                yield f"a result takes over the value of {states[x].name}, without its low word"
+                for name in _names(program, states[x]):
+                    yield f"a result takes over the value of {name}, without its low word"
 
 
 def _candidates(program: Program) -> dict[Node, bool]:

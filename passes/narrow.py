@@ -159,14 +159,14 @@ def _without(scan: Scan, groups: list[list[Part]]) -> Narrow:
             env[node] = graph.node_copy(node, lambda n: env[n])
         if node.op == "placeholder":
             env[node]._dynamo_source = getattr(node, "_dynamo_source", None)
-    for node in reversed(scan.scalars):
-        if node.op != "placeholder" and not env[node].users:
-            graph.erase_node(env[node])
     output = scan.gm.graph.output_node()
     results = [k for k, a in enumerate(scan.results) if a not in gone and k not in scan.returned]
     values: Any = output.args[0]
     graph.output(tuple(env.get(values[k], values[k]) for k in results))
     graph.output_node().meta = dict(output.meta)
+    for node in reversed(scan.scalars):
+        if node.op != "placeholder" and not env[node].users:
+            graph.erase_node(env[node])
     placeholders = scan.gm.graph.find_nodes(op="placeholder")
     inputs = [i for i, n in enumerate(placeholders) if n in env]
     found = [_group(parts) for parts in groups]

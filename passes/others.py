@@ -32,6 +32,15 @@ class Other:
             raise Unlike("a member takes what is computed elsewhere")
         return [self.instead.get(n, n) for n in nodes]
 
+    def written(self, nodes: Sequence[Node]) -> list[Node]:
+        """Return what this member overwrites in the places of these nodes.
+
+        Raises Unlike for what it has in common with others.
+        """
+        if any(n not in self.instead for n in nodes):
+            raise Unlike("members overwrite the same")
+        return [self.instead[n] for n in nodes]
+
 
 class Others:
     """All of them, on their way into the graph that `emit` makes."""
@@ -40,7 +49,7 @@ class Others:
         self.program = program
         self.graph = graph
         self.copies: dict[Node, Copies] = {}
-        """Input, before `emit`, of a member that stands for others -> what it stands for."""
+        """What only a member takes that stands for others, before `emit` -> what it stands for."""
         self.inputs: dict[Copies, list[Other]] = {}
         self.made: dict[Node, list[Node]] = {}
         """What such a member makes, before `emit` -> what the others make."""
@@ -54,12 +63,14 @@ class Others:
         placeholders = list(env)
         for copies in self.program.copies:
             stayed = [placeholders[i] for i in copies.inputs]
-            self.copies |= dict.fromkeys(stayed, copies)
+            mine = (n for k, n in enumerate(stayed) if k not in copies.shared)
+            self.copies |= dict.fromkeys(mine, copies)
             self.inputs[copies] = []
             for carried in copies.others:
                 instead = {}
                 for node, c in zip(stayed, carried, strict=True):
-                    new = instead[env[node]] = self.graph.placeholder(f"{node.name}_other")
+                    name = f"{node.name}_other{c.index}"
+                    new = instead[env[node]] = self.graph.placeholder(name)
                     new.meta["val"] = c.val
                 full = next(c.val for c in carried if c.val.dim())
                 self.inputs[copies].append(Other(instead, full))
@@ -70,6 +81,11 @@ class Others:
         if len(found) > 1:
             raise Unlike("members that have nothing in common are updated together")
         return [Other(dict(o.instead), o.like) for copies in found for o in self.inputs[copies]]
+
+    def taken_alone(self, member: Slice) -> set[Node] | None:
+        """Return, before `emit`, what only this member takes; None if it stands for no others."""
+        found = {self.copies[n] for n in member.inputs if n in self.copies}
+        return {n for n, copies in self.copies.items() if copies in found} if found else None
 
     def add_results(self, output: Node) -> None:
         """Append what the members make to the results.

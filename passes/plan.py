@@ -224,6 +224,7 @@ def _of_other(entry: StatePlan, other: Carried) -> StatePlan:
     return replace(
         entry,
         name=other.name,
+        reason=entry.reason.replace(entry.name, other.name),
         shape=tuple(other.val.shape),
         residual_bytes=STORAGES[storage].residual_bytes(other.val) if storage else 0,
         index=other.index,

@@ -4,6 +4,7 @@ A step count and its bias corrections are 0-d, and each parameter has its own. T
 slice, whose kernel would compute them once for each element. Left to Inductor, they are unrolled.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +41,7 @@ def scalars_of(
     states: dict[Node, Carried],
     new_value: dict[Node, Node],
     others: set[Node],
+    alone: Callable[[Slice], set[Node] | None] = lambda _: None,
 ) -> Scalars | None:
     """Return the 0-d parts of a class, or None if there are none, or they are not alike.
 
@@ -48,13 +50,18 @@ def scalars_of(
         states: placeholder -> state, of all 0-d carried states.
         new_value: placeholder -> its new value.
         others: the nodes of all slices, of which no part can be made.
+        alone: for a member that stands for others which are not in the graph, the inputs that only
+            it takes. What it computes from none of them is that of all.
     """
     cones = [_cone(member, others) for member in rewritten.members]
     seen: dict[Node, int] = {}
     for cone in cones:
         for node in cone:
             seen[node] = seen.get(node, 0) + 1
-    own = [[n for n in cone if seen[n] == 1] for cone in cones]
+    own = [
+        [n for n in _depending(cone, alone(member)) if seen[n] == 1]
+        for cone, member in zip(cones, rewritten.members, strict=True)
+    ]
     if not all(own):
         return None
     parts = [make_slice(nodes, states, new_value) for nodes in own]
@@ -83,6 +90,17 @@ def _cone(member: Slice, others: set[Node]) -> list[Node]:
     for node in member.inputs:
         if is_tensor(node) and value_of(node).dim() == 0:
             visit(node)
+    return list(found)
+
+
+def _depending(cone: list[Node], inputs: set[Node] | None) -> list[Node]:
+    """Return what is computed from these inputs; all, for None."""
+    if inputs is None:
+        return cone
+    found: dict[Node, None] = {}
+    for node in cone:
+        if any(a in inputs or a in found for a in node.all_input_nodes):
+            found[node] = None
     return list(found)
 
 

@@ -1,7 +1,7 @@
 """What each operation of a graph of Dynamo's reads and overwrites, and what belongs together."""
 
+import functools
 import operator
-import re
 import types
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -77,11 +77,15 @@ class Scan:
         self.scalars: dict[Node, str] = {}
         """What is no tensor and depends on none -> how it is computed."""
         self.numbers: dict[str, str] = {}
+        self.numbers_read: list[Atom] = []
+        """The inputs of which the graph takes the value as a number."""
         self.graded = True
         self.written: set[int] = set()
         """The memory that the graph overwrites."""
         for node in gm.graph.nodes:
             self._visit(node)
+        if any(memory_of(x.value) in self.written for x in self.numbers_read):
+            raise UnknownOperation
         output: Any = gm.graph.output_node().args[0]
         if not isinstance(output, tuple | list):
             raise UnknownOperation
@@ -114,6 +118,10 @@ class Scan:
             self._foreach(node)
         elif any(a in self.lists for a in node.all_input_nodes):
             raise UnknownOperation  # a whole list
+        elif node.target == "item" and (read := self.atom_of[node.all_input_nodes[0]]).is_input:
+            # As Dynamo hands in a number that changes from step to step.
+            self.scalars[node] = f"number in {read.node}"
+            self.numbers_read.append(read)
         elif isinstance(value, Tensor) or any(a in self.atom_of for a in node.all_input_nodes):
             self.atom_of[node] = self._atom(node, -1, (node.args, node.kwargs), value)
         else:
@@ -270,7 +278,8 @@ def _each(args: Any, i: int, count: int) -> Any:
 _IN_PLACE = [f"i{name}" for name in ("add", "sub", "mul", "truediv", "pow", "and", "or", "xor")]
 _IN_PLACE += ["ifloordiv", "imod", "ilshift", "irshift", "iconcat", "imatmul", "setitem"]
 _DUNDERS = {f"__{name}__" for name in _IN_PLACE}
-_RANDOM = re.compile("rand|normal|uniform|bernoulli|exponential|poisson|multinomial|dropout|cauchy")
+_PYTHONS = {"to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "bool"}
+"""What PyTorch's operations do under other names."""
 _BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 
 
@@ -281,8 +290,21 @@ def _known(node: Node) -> tuple[bool, bool]:
     """
     target: Any = node.target
     if isinstance(target, torch._ops.OpOverload):
-        return target._schema.is_mutable, not target._schema.is_mutable
+        random = torch.Tag.nondeterministic_seeded in target.tags
+        return target._schema.is_mutable, not (target._schema.is_mutable or random)
     name = target if node.op == "call_method" else getattr(target, "__name__", "")
     plain = node.op == "call_method" or isinstance(target, _BUILTIN)
     written = name in _IN_PLACE or name in _DUNDERS or (name[-1:] == "_" and name[-2:] != "__")
-    return written, plain and not _RANDOM.search(name) and "out" not in node.kwargs
+    # PyTorch's functions take `out` by that name only.
+    return written, plain and _repeatable(target, name) and "out" not in node.kwargs
+
+
+@functools.cache
+def _repeatable(target: Any, name: str) -> bool:
+    """Tell whether a function is known to give the same for the same operands."""
+    if name in _PYTHONS or name.startswith("__") or getattr(operator, name, None) is target:
+        return True
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = [getattr(packet, o) for o in packet.overloads()] if packet is not None else []
+    random = torch.Tag.nondeterministic_seeded
+    return bool(overloads) and not any(random in o.tags for o in overloads)

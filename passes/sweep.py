@@ -8,9 +8,9 @@ Inductor's kernel, on a GPU by one launch of a Triton kernel of our own.
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ from collage_fx.passes.program import (
 from collage_fx.passes.region import register_region
 from collage_fx.passes.scalars import Scalars
 from collage_fx.runtime.columns import Column, device_of, select
+from collage_fx.runtime.errors import CollageError
 from collage_fx.runtime.launch import Launch
 from collage_fx.runtime.loop import loop_over
 from collage_fx.runtime.ops import collage
@@ -45,6 +46,7 @@ _SAMPLE = 96
 MEMBERS = 8
 """Members from which on a class is swept where the user leaves the choice."""
 SWEEPS: dict[str, "Sweep"] = {}
+T = TypeVar("T")
 
 _LIBRARY = torch.library.Library("collage", "FRAGMENT")
 _LIBRARY.define("sweep(Tensor(a!)[] written, Tensor[] read, Tensor(b!)[] vectors, str key) -> ()")
@@ -79,6 +81,12 @@ class Sweep:
     def stored(self) -> list[int]:
         """The inputs that get the results."""
         return [*self.written, *self.vectors][: len(self.results)]
+
+    def columns(self, written: Sequence[T], read: Sequence[T]) -> dict[int, Sequence[T]]:
+        """Return, for each input that is no vector, those of all members."""
+        wide, narrow = len(self.written), len(self.read)
+        found = {i: written[k::wide] for k, i in enumerate(self.written)}
+        return found | {i: read[k::narrow] for k, i in enumerate(self.read)}
 
     def runner(self, device: torch.device) -> "Runner":
         """Return what updates members on a device."""
@@ -323,6 +331,26 @@ def _on_one_device(values: list[Tensor]) -> bool:
     )
 
 
+def check_sizes(sizes: Iterable[list[int]]) -> None:
+    """Raise CollageError unless all tensors of each member have as many elements.
+
+    Dynamo guards the identity of an optimizer's parameters and not their shapes.
+
+    Args:
+        sizes: for each input that is not 0-d, the elements of all members' tensors.
+    """
+    first: list[int] | None = None
+    for found in sizes:
+        first = found if first is None else first
+        if found != first:
+            pair = next(p for p in zip(first, found, strict=True) if p[0] != p[1])
+            raise CollageError(
+                f"a parameter of {pair[0]} elements has a gradient, state or residual of "
+                f"{pair[1]}: it was given another shape since its step was compiled; give it new "
+                "states, or a new optimizer. Nothing was written"
+            )
+
+
 def run_sweep(written: list[Tensor], read: list[Tensor], vectors: list[Tensor], key: str) -> None:
     """Update all members of a class: the operation `collage::sweep`.
 
@@ -334,13 +362,20 @@ def run_sweep(written: list[Tensor], read: list[Tensor], vectors: list[Tensor], 
         key: what the two return.
     """
     sweep = SWEEPS[key]
-    wide, narrow = len(sweep.written), len(sweep.read)
-    columns: dict[int, Column] = {i: written[k::wide] for k, i in enumerate(sweep.written)}
-    columns |= {i: read[k::narrow] for k, i in enumerate(sweep.read)}
+    columns: dict[int, Column] = {**sweep.columns(written, read)}
     columns |= dict(zip(sweep.vectors, vectors, strict=True))
-    own = written[::wide] if wide else read[::narrow]
+    own = columns[[*sweep.written, *sweep.read][0]]
     sweep.run([columns[i] for i in range(len(columns))], [t.numel() for t in own])
 
 
-_LIBRARY.impl("sweep", run_sweep, "CompositeExplicitAutograd")
+def _run_checked(
+    written: list[Tensor], read: list[Tensor], vectors: list[Tensor], key: str
+) -> None:
+    columns = SWEEPS[key].columns(written, read)
+    full = (c for i, c in columns.items() if not SWEEPS[key].scalar[i])
+    check_sizes([t.numel() for t in column] for column in full)
+    run_sweep(written, read, vectors, key)
+
+
+_LIBRARY.impl("sweep", _run_checked, "CompositeExplicitAutograd")
 _LIBRARY.impl("sweep", lambda *_: None, "Meta")
