@@ -118,7 +118,7 @@ class Scan:
             self._foreach(node)
         elif any(a in self.lists for a in node.all_input_nodes):
             raise UnknownOperation  # a whole list
-        elif node.target == "item" and (read := self.atom_of[node.all_input_nodes[0]]).is_input:
+        elif node.target == "item" and (read := self._input(node.args[0])) is not None:
             # As Dynamo hands in a number that changes from step to step.
             self.scalars[node] = f"number in {read.node}"
             self.numbers_read.append(read)
@@ -126,6 +126,10 @@ class Scan:
             self.atom_of[node] = self._atom(node, -1, (node.args, node.kwargs), value)
         else:
             self._scalar(node)
+
+    def _input(self, a: Any) -> Atom | None:
+        atom = self.atom_of.get(a)
+        return atom if atom is not None and atom.is_input else None
 
     def _foreach(self, node: Node) -> None:
         values = node.meta.get("example_value")
@@ -147,13 +151,15 @@ class Scan:
         map_aggregate(args, note)
         tensor = value if isinstance(value, Tensor) else None
         writes, plain = _known(node)
+        # A number to which a tensor is added is not overwritten.
+        writes &= isinstance(first := _first(args), Node) and first in self.atom_of
         odd = not plain or tensor is None
         for x in list(operands)[: None if odd else int(writes)]:
             self.written.add(memory_of(x.value))
         atom = Atom(node, at, args, list(operands), tensor, odd=odd, graded=self.graded)
         if writes and not odd:
-            first = atom.operands[0]
-            atom.same = first if first.is_input else first.same
+            own = atom.operands[0]
+            atom.same = own if own.is_input else own.same
         self.atoms.append(atom)
         return atom
 
@@ -248,6 +254,11 @@ def _root(x: Atom) -> Atom:
 def memory_of(value: Tensor | None) -> int:
     """Return which memory a fake tensor is in; 0 for none."""
     return value.untyped_storage()._cdata if value is not None else 0
+
+
+def _first(args: Any) -> Any:
+    """Return the first operand, of (args, kwargs)."""
+    return next(iter(args[0]), None) if args and args[0] else None
 
 
 def _is_foreach(node: Node) -> bool:
