@@ -18,7 +18,7 @@ class Written(Optimizer):
         super().__init__(params, {})
         self.update = update
         self.count = torch.tensor(1.0)
-        self.number = 0
+        self.param_groups[0]["number"] = 0
         for p in params:
             self.state[p] |= {"t": torch.tensor(1.0), "m": torch.zeros_like(p)}
         self.state[params[0]]["extra"] = torch.zeros_like(params[0])
@@ -83,9 +83,10 @@ def lists(self: Any, params: Any, grads: Any, states: Any) -> None:
 @torch.no_grad()
 def numbered(self: Any, params: Any, grads: Any, states: Any) -> None:
     """A count in Python, of which Dynamo makes an input when it changes."""
-    self.number += 1
+    group = self.param_groups[0]
+    group["number"] += 1
     for p, g in zip(params, grads, strict=True):
-        p.sub_(g * (0.01 / self.number))
+        p.sub_(g * (0.01 / group["number"]))
 
 
 @torch.no_grad()
