@@ -4,7 +4,6 @@ import functools
 import operator
 import re
 from collections.abc import Hashable, Sequence
-from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -25,6 +24,7 @@ from collage_fx.ownership import (
     pretty,
     source_name,
 )
+from collage_fx.passes.plan import is_named
 from collage_fx.passes.program import LOW_PRECISION, Carried, Owner, Settings
 from collage_fx.runtime.residuals import STORE
 from collage_fx.runtime.storage import chosen
@@ -109,12 +109,11 @@ class Inputs:
         if type(self.tensor(source)) not in (Tensor, Parameter):
             return None
         c = self.describe(0, source, val, str(source))
-        named = [s for s in settings.states if s == c.name or fnmatchcase(c.name, s)]
         storage = ""
         if val.dtype in LOW_PRECISION:
             is_param = c.owner == "param"
             storage = chosen(settings.storage, c.name, val.dtype, is_param=is_param)
-        return c.owner, c.owned, c.static, c.pinned, storage, bool(named)
+        return c.owner, c.owned, c.static, c.pinned, storage, is_named(c, settings.states)
 
     def label(self, source: Source | None) -> str:
         """Return `lr` for what is the `lr` of a parameter group; empty if there is no name."""

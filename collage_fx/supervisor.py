@@ -290,8 +290,6 @@ class Supervisor:
         shadow = self.engine.shadows.find(tensor)
         return self.engine.writes.get(shadow) if shadow is not None else None
 
-    # The end.
-
     def _end(self) -> None:
         if self.engine.asleep:
             self.engine.asleep = False

@@ -55,11 +55,15 @@ def spare(carried: list[Carried], named: tuple[str, ...]) -> None:
     """
     any_owned = any(c.owned for c in carried)
     for c in carried:
-        # As it stands too, since the brackets of params[0] mean something else in a pattern.
-        mine = c.owned or any(c.name == name or fnmatchcase(c.name, name) for name in named)
-        if not mine and (any_owned or c.owner == "buffer"):
+        if not (c.owned or is_named(c, named)) and (any_owned or c.owner == "buffer"):
             c.refusal = ""
             c.spared = f"not an optimizer's state; name it with states=({c.name!r},)"
+
+
+def is_named(carried: Carried, named: tuple[str, ...]) -> bool:
+    """Tell whether the user names a state, by its name or by a pattern."""
+    # As it stands too, since the brackets of params[0] mean something else in a pattern.
+    return any(carried.name == name or fnmatchcase(carried.name, name) for name in named)
 
 
 def _member(program: Program, group: StateClass, member: Slice) -> dict[int, Verdict]:
