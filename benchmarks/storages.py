@@ -31,15 +31,20 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "AdamW": lambda params, lr: torch.optim.AdamW(params, lr=lr, foreach=True),
     "SGD": lambda params, lr: torch.optim.SGD(params, lr=100 * lr, momentum=0.9, foreach=True),
 }
-STOCK: dict[str, str] = {}
+STOCK: dict[str, Any] = {}
 """Options that stand for torch.compile without collage_fx."""
-VARIANTS: dict[str, tuple[torch.dtype, dict[str, str] | None]] = {
+VARIANTS: dict[str, tuple[torch.dtype, dict[str, Any] | None]] = {
     "fp32": (torch.float32, None),
     "fp32, compiled": (torch.float32, STOCK),
     "plain bf16": (torch.bfloat16, None),
     "mcf2, eft": (torch.bfloat16, {"level": "all"}),
     "mcf2, wide": (torch.bfloat16, {"level": "all", "arithmetic": "wide"}),
+    "mcf2, by chance": (torch.bfloat16, {"level": "all", "stochastic_rounding": True}),
     "ulp8": (torch.bfloat16, {"level": "all", "storage": "ulp8"}),
+    "ulp8, by chance": (
+        torch.bfloat16,
+        {"level": "all", "storage": "ulp8", "stochastic_rounding": True},
+    ),
     "remainder16": (torch.bfloat16, {"level": "all", "storage": "remainder16"}),
     "mcf3": (torch.bfloat16, {"level": "all", "storage": "mcf3"}),
 }
@@ -52,7 +57,7 @@ def run(
     stream: list[list[Tensor]],
     make: Callable[[list[Tensor]], Optimizer],
     dtype: torch.dtype,
-    options: dict[str, str] | None,
+    options: dict[str, Any] | None,
 ) -> tuple[Path_, Tensor, int]:
     """Return the way of the parameters, the second moments, and bytes per parameter."""
     params = [s.clone().to(dtype).requires_grad_() for s in start]
@@ -129,7 +134,7 @@ def main() -> None:
                 numbers = row(exact, run(start, stream, at_rate, dtype, options))
                 rows.append({"optimizer": name, "lr": lr, "variant": variant, **numbers})
                 shown = ", ".join(f"{k} {v:.3g}" for k, v in numbers.items())
-                print(f"{name} lr {lr:.0e} {variant:12} {shown}", flush=True)
+                print(f"{name} lr {lr:.0e} {variant:15} {shown}", flush=True)
     measured = conditions(args.steps, start)
     args.out.parent.mkdir(exist_ok=True)
     args.out.write_text(json.dumps({"conditions": measured, "rows": rows}, indent=1) + "\n")

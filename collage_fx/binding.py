@@ -1,10 +1,11 @@
 """From the carried states of a compiled graph to their residuals, at each call."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -12,7 +13,8 @@ from collage_fx import checkpoint
 from collage_fx.ownership import Owned, live_optimizers, owners_of
 from collage_fx.passes.program import Carried, StatePlan
 from collage_fx.runtime.errors import CollageError
-from collage_fx.runtime.residuals import STORE, Residual, clear_stale
+from collage_fx.runtime.residuals import STORE, Residual, clear_stale, next_draw
+from collage_fx.runtime.stochastic import Seeds
 
 Locate: TypeAlias = Callable[[tuple[Any, ...]], Tensor | None]
 """How to find a tensor from the arguments of a call."""
@@ -88,11 +90,21 @@ class Residuals:
             for (reference, _), tensor in zip(self.known, tensors, strict=True)
         )
 
-    def bind(self, inner: Any) -> Callable[[list[Any]], Any]:
-        """Return a boxed callable that appends the residual tensors to the inputs of inner."""
+    def bind(self, inner: Any, devices: Sequence[torch.device]) -> Callable[[list[Any]], Any]:
+        """Return a boxed callable that appends residuals and seeds to the inputs of inner.
+
+        Args:
+            inner: a boxed callable.
+            devices: those on which it takes a seed.
+        """
+        seeds: list[Seeds] = []
 
         def run(args: list[Any]) -> Any:
             full = [*args, *(c for _, residual in self.current for c in residual.components)]
+            if devices:
+                if not seeds:  # now, and not under the fake mode of compiling
+                    seeds.append(Seeds(self.session.config.seed, devices))
+                full += seeds[0].draw(next_draw(residual for _, residual in self.current))
             args.clear()
             return inner(full)
 

@@ -51,6 +51,8 @@ def _save(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     clear_stale((owned.tensor, residual) for owned, residual in found)
     for owned, residual in found:
         entries.append({"storage": residual.storage, "components": list(residual.components)})
+        if residual.draws:
+            entries[-1]["draws"] = residual.draws
         sums.append(checksum(owned.tensor).cpu())
         residuals[owned.group].setdefault(owned.param, {})[owned.key] = entries[-1]
     for entry, total in zip(entries, torch.stack(sums).tolist() if sums else [], strict=True):
@@ -136,6 +138,7 @@ def _adopt(optimizer: Optimizer) -> None:
                     storage=entry["storage"],
                     name=owned.name,
                     expected=entry["checksum"],
+                    draws=entry.get("draws", 0),
                 )
         elif residual is not None:
             residual.clear()

@@ -18,6 +18,7 @@ _ALLOWED: dict[str, tuple[Any, ...]] = {
     "arithmetic": get_args(Arithmetic),
     "on_unsupported": get_args(OnUnsupported),
     "multi_tensor": (True, False, "auto"),
+    "stochastic_rounding": (True, False),
 }
 
 
@@ -37,6 +38,16 @@ def _choice(storage: Any) -> Choice:
                 f"{', '.join(map(repr, known))}"
             )
     return storage if isinstance(storage, str) else pairs
+
+
+def _check_chance(storage: str) -> None:
+    """Raise OptionError if a storage leaves nothing to be rounded by chance."""
+    if STORAGES[storage].split_by_chance is None:
+        can = ", ".join(repr(s.name) for s in STORAGES.values() if s.split_by_chance)
+        raise OptionError(
+            f"stochastic_rounding=True with storage={storage!r}, which holds what is computed as it"
+            f" is and rounds nothing; it is for {can}"
+        )
 
 
 @dataclass(frozen=True)
@@ -70,6 +81,13 @@ class CollageConfig:
     """Whether a class of parameters is compiled once and its kernel run over all of them (on CPUs),
     rather than a kernel for each; `auto`: from 8 on."""
 
+    stochastic_rounding: bool = False
+    """Whether the last residual of a state is rounded up or down by chance, so that updates too
+    small for its storage are kept on average; for storages `mcf2` and `ulp8`, with arithmetic
+    `wide`, which it implies."""
+    seed: int = 0
+    """What chance begins with. Checkpoints hold how far it has come."""
+
     def __post_init__(self) -> None:
         for name, allowed in _ALLOWED.items():
             value = getattr(self, name)
@@ -80,22 +98,33 @@ class CollageConfig:
             raise OptionError(f"states={self.states!r} is not a sequence of names or patterns")
         object.__setattr__(self, "states", tuple(names))
         object.__setattr__(self, "storage", _choice(self.storage))
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+            raise OptionError(f"seed={self.seed!r} is not an integer")
+        exact = isinstance(self.storage, str) and self.storage in STORAGES
+        if self.stochastic_rounding and exact:
+            _check_chance(str(self.storage))
 
     @property
     def wide(self) -> bool:
         """Whether the step is computed in fp32 registers: as asked for, or as the storage needs."""
-        return self.arithmetic == "wide" or self.storage != "mcf2"
+        return self.arithmetic == "wide" or self.storage != "mcf2" or self.stochastic_rounding
+
+    def rounds_by_chance(self, storage: str) -> bool:
+        """Tell whether the last residual of a storage is rounded by chance."""
+        known = STORAGES.get(storage)
+        return self.stochastic_rounding and known is not None and known.split_by_chance is not None
 
     @property
     def settings(self) -> Settings:
         """The part of the configuration that the passes see."""
         return Settings(
             self.level,
-            self.arithmetic,
+            "wide" if self.stochastic_rounding else self.arithmetic,
             self.storage,
             self.on_unsupported,
             self.states,
             self.multi_tensor,
+            self.stochastic_rounding,
         )
 
     @property

@@ -37,11 +37,11 @@ from collage_fx.passes.overloads import (
     overwrites,
     written,
 )
-from collage_fx.passes.program import LOW_PRECISION, Arithmetic
+from collage_fx.passes.program import LOW_PRECISION, Settings
 from collage_fx.passes.rules.structural import STRUCTURE
 from collage_fx.runtime.eft import WIDER
 from collage_fx.runtime.residuals import version
-from collage_fx.runtime.storage import STORAGES, Choice
+from collage_fx.runtime.storage import STORAGES
 from collage_fx.shadows import Shadow, Shadows, has_memory
 from collage_fx.writes import Writer
 
@@ -54,12 +54,12 @@ class Engine(TorchDispatchMode):
     The supervisor tells it by `know` which states there are.
     """
 
-    def __init__(self, arithmetic: Arithmetic, storage: Choice, supervisor: Watcher) -> None:
+    def __init__(self, settings: Settings, seed: int, supervisor: Watcher) -> None:
         super().__init__()
         self.supervisor = supervisor
         self.shadows = Shadows()
         self.writes: dict[Shadow, Write] = {}
-        self.operands = Operands(self.shadows, self.writes, arithmetic, storage, supervisor.missing)
+        self.operands = Operands(self.shadows, self.writes, settings, seed, supervisor.missing)
         self.dither = Dither()
         self.writer = Writer(self.shadows, self.writes, self.operands, supervisor, self._undithered)
         self.paused = False

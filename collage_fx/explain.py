@@ -81,7 +81,10 @@ class Explanation:
         for state in self.plan:
             update = self.updates.get(state.name)
             held = state.dtype, state.storage
-            if state.compensated and update is not None and update < kept(*held):
+            by_chance = self.config.rounds_by_chance(state.storage)
+            if by_chance or not state.compensated or update is None:
+                continue
+            if update < kept(*held):
                 small.setdefault(held, []).append(state.name)
         lines = []
         for (dtype, storage), names in small.items():
@@ -115,6 +118,13 @@ class Explanation:
         ]
         for state in self.refused:
             lines.append(f"refused: {state.name}: {state.reason}")
+        by_chance = [s for s in self.plan if self.config.rounds_by_chance(s.storage)]
+        if by_chance:
+            lines.append(
+                f"rounded by chance, with seed {self.config.seed}: the residuals of "
+                f"{len(by_chance)} states; what is smaller than their storage keeps is kept on "
+                "average"
+            )
         lines += self._too_small()
         if self.joined:
             lines.append(

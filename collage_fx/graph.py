@@ -198,17 +198,18 @@ class _Compilation:
             compiled.source_code = getattr(inner, "source_code", "")
             return inner
         placeholders = list(program.result.graph.find_nodes(op="placeholder"))
-        count = len(placeholders) - len(program.static_residuals)
+        static = [*program.static_residuals, *(True for _ in program.seeds)]
+        count = len(placeholders) - len(static)
         kwargs["static_input_idxs"] = [
             *kwargs.get("static_input_idxs", ()),
-            *(count + i for i, static in enumerate(program.static_residuals) if static),
+            *(count + i for i, same in enumerate(static) if same),
         ]
         fakes = [n.meta["val"] for n in placeholders[len(example_inputs) :]]
         tag = compiler_config.cache_key_tag + "collage_fx:" + self.session.config.fingerprint
         with compiler_config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
             inputs = [*example_inputs, *fakes]
             inner, compiled.source_code = compile_rewritten(program.result, inputs, kwargs)
-        bound = self.residuals.bind(inner)
+        bound = self.residuals.bind(inner, program.seeds)
         return self.members.bind(bound) if self.members is not None else bound
 
     def describe(self, index: int, placeholder: Node) -> Carried:

@@ -11,9 +11,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from collage_fx.fallback import Failures
 from collage_fx.passes.eager import Call, Forms, Operation, Traced, expansion_of, supports
 from collage_fx.passes.forms import CURVED, MUCH, bound
-from collage_fx.passes.program import LOW_PRECISION, Arithmetic
+from collage_fx.passes.program import LOW_PRECISION, Settings
 from collage_fx.runtime.eft import WIDER
-from collage_fx.runtime.residuals import version
+from collage_fx.runtime.residuals import STORE, next_draw, version
+from collage_fx.runtime.stochastic import Seeds
 from collage_fx.runtime.storage import FINEST, STORAGES, Choice, Storage, layout_of, whole
 from collage_fx.shadows import Shadow, Shadows, has_memory
 
@@ -88,29 +89,50 @@ class Operands:
         self,
         shadows: Shadows,
         writes: dict[Shadow, Write],
-        arithmetic: Arithmetic,
-        storage: Choice,
+        settings: Settings,
+        seed: int,
         missing: Missing,
     ) -> None:
         self.shadows = shadows
         self.writes = writes
-        self.arithmetic = arithmetic
+        self.arithmetic = settings.arithmetic
         self.missing = missing
-        self.storages = {d: _working(storage, d) for d in LOW_PRECISION}
+        self.by_chance = settings.stochastic_rounding
+        self.seed = seed
+        # By chance only once, where a state is stored.
+        choice = "the finest" if self.by_chance else settings.storage
+        self.storages = {d: _working(choice, d) for d in LOW_PRECISION}
         """dtype -> how results on the way are kept; None if the states' storage has no such."""
 
-    def split(self, x: Tensor, storage: Storage | None, dtype: torch.dtype) -> Whole:
-        """Return a wide value as high word and low words; without, if the storage has none."""
+    def split(
+        self, x: Tensor, storage: Storage | None, dtype: torch.dtype, write: Write | None = None
+    ) -> Whole:
+        """Return a wide value as high word and low words; without, if the storage has none.
+
+        With a state that gets it, it is rounded by chance where that is asked for.
+        """
         if storage is None or dtype not in storage.residuals:
             return x.to(dtype), None
-        hi, *lows = storage.split(x, dtype)
+        if self.by_chance and write is not None and storage.split_by_chance is not None:
+            residual = STORE.get(write.tensor)
+            draw = next_draw([residual] if residual is not None else [])
+            (seed,) = Seeds(self.seed, [x.device]).draw(draw)
+            hi, *lows = storage.split_by_chance(x, dtype, seed)
+        else:
+            hi, *lows = storage.split(x, dtype)
         return hi, tuple(lows)
 
-    def kept(self, hi: Tensor, lows: Lows | None, storage: Storage | None) -> Whole:
+    def kept(
+        self,
+        hi: Tensor,
+        lows: Lows | None,
+        storage: Storage | None,
+        write: Write | None = None,
+    ) -> Whole:
         """Return an expansion in another storage; as it is, if it is in that one already."""
         if lows is None or layout_of(hi, lows) is storage:
             return hi, lows
-        return self.split(whole(hi, lows), storage, hi.dtype)
+        return self.split(whole(hi, lows), storage, hi.dtype, write)
 
     def states(self, tensors: Iterable[Tensor]) -> list[Write]:
         """Return the states among tensors, or from which they were computed as far as is known."""

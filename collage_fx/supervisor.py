@@ -52,7 +52,7 @@ class Supervisor:
         self.failures = Failures(warn)
         self.subject = subject
         self.served: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self.engine = Engine(config.arithmetic, config.storage, self)
+        self.engine = Engine(config.settings, config.seed, self)
         self.states: dict[Any, tuple[Owned, Write]] = {}
         """Place of a state -> its tensor at the beginning of the step."""
         self.judge = Judge(config, self.served, self.states, self.engine.shadows, warn)

@@ -81,18 +81,19 @@ class Writer:
             dest.copy_(op(*args, **kwargs))
 
     def _assign(self, dest: Tensor, shadow: Shadow | None, result: Traced) -> None:
-        storage = self._storage(dest, shadow)
-        hi, lows = self.operands.kept(value_of(result), lows_of(result), storage)
+        home = self._home(dest, shadow)
+        hi, lows = self.operands.kept(value_of(result), lows_of(result), *home)
         dest.copy_(hi)
         self._wrote(dest, shadow, lows, result.forms)
 
-    def _storage(self, dest: Tensor, shadow: Shadow | None) -> Storage | None:
-        """Return how the low words of dest are kept, or are to be."""
+    def _home(self, dest: Tensor, shadow: Shadow | None) -> tuple[Storage | None, Write | None]:
+        """Return how the low words of dest are kept, or are to be, and the state that it is."""
         write = self.writes.get(shadow) if shadow else None
         if write is not None:
-            return write.storage
+            return write.storage, write
         held = shadow.low(dest) if shadow else None
-        return self.operands.storages.get(dest.dtype) if held is None else layout_of(dest, held)
+        storage = self.operands.storages.get(dest.dtype)
+        return (storage if held is None else layout_of(dest, held)), None
 
     def _copy(self, dest: Tensor, shadow: Shadow | None, source: Any) -> None:
         """dest.copy_(source), low word and all."""
@@ -108,13 +109,13 @@ class Writer:
         lows = theirs.low(source) if theirs else None
         forms = dict(theirs.forms) if theirs else {}
         held = shadow is not None and shadow.lows is not None
-        storage = self._storage(dest, shadow)
+        storage, write = self._home(dest, shadow)
         if lows is not None and source.dtype != dest.dtype:
             source, lows = join_whole(source, lows), None
         if held and source.is_floating_point() and source.dtype not in LOW_PRECISION:
-            source, lows = self.operands.split(source, storage, dest.dtype)
+            source, lows = self.operands.split(source, storage, dest.dtype, write)
         else:
-            source, lows = self.operands.kept(source, lows, storage)
+            source, lows = self.operands.kept(source, lows, storage, write)
         dest.copy_(source)
         lows = None if lows is None else tuple(lo.expand_as(dest) for lo in lows)
         self._wrote(dest, shadow, lows, forms, whole=whole)
@@ -142,8 +143,8 @@ class Writer:
                 forms = self._unknown(before, tensor, name, kwargs)
                 shadow, lows = self.shadows.find(tensor), None
                 if id(tensor) in wide:
-                    storage = self._storage(tensor, shadow)
-                    hi, lows = self.operands.split(wide[id(tensor)], storage, tensor.dtype)
+                    storage, write = self._home(tensor, shadow)
+                    hi, lows = self.operands.split(wide[id(tensor)], storage, tensor.dtype, write)
                     tensor.copy_(hi)
                 self._wrote(tensor, shadow, lows, forms)
         written = {id(w): t for t in before if (w := wide.get(id(t))) is not None}

@@ -72,6 +72,8 @@ class _Stamp:
     residuals: list[Node]
     others: list[Other]
     """The members for which it stands."""
+    seed: list[Node] = field(default_factory=list)
+    """The seed, if it takes one."""
     pending: list[int] = field(default_factory=list)
     """Positions of the lowered graph's results that are not in the graph yet."""
     new_residuals: dict[int, Node] = field(default_factory=dict)
@@ -92,6 +94,7 @@ class _Emitter:
         """Classes that run as one operation, with the 0-d work of their members."""
         self.parts: dict[tuple[int, tuple[int, ...]], _Part] = {}
         self.others = Others(program, self.graph)
+        self.seeds: dict[torch.device, Node] = {}
 
     def run(self) -> None:
         """Fill in `result` and `residual_inputs` of the program."""
@@ -161,6 +164,18 @@ class _Emitter:
                 self.stamps += stamps
             else:
                 self.swept.append((rewritten, stamps, scalars[rewritten]))
+        stamps = [*self.stamps, *(s for _, found, _ in self.swept for s in found)]
+        for stamp in stamps:  # the last inputs, behind all residuals
+            if stamp.rewritten.seeded:
+                stamp.seed = [self._seed(value_of(stamp.residuals[0]).device)]
+
+    def _seed(self, device: torch.device) -> Node:
+        """Return the input that is the seed on a device."""
+        if device not in self.seeds:
+            node = self.seeds[device] = self.graph.placeholder(f"seed{len(self.seeds) or ''}")
+            node.meta["val"] = torch.empty((), dtype=torch.int32, device=device)
+            self.program.seeds.append(device)
+        return self.seeds[device]
 
     def _obstacle(self, rewritten: Rewritten) -> str:
         """Return why the members of a class are not swept; empty if they are."""
@@ -205,7 +220,8 @@ class _Emitter:
             new = made(stamp.member)
             memory = [self._memory(value_of(n)) for n in new]
             self.env |= dict(zip(new, memory, strict=True))
-            inputs = [*(self.env.get(n, n) for n in stamp.member.inputs), *stamp.residuals, *memory]
+            inputs = [self.env.get(n, n) for n in stamp.member.inputs]
+            inputs += [*stamp.residuals, *stamp.seed, *memory]
             written += [inputs[i] for i in sweep.written]
             read += [inputs[i] for i in sweep.read]
             for other in stamp.others:
@@ -295,7 +311,7 @@ class _Emitter:
         """Append one region for all pending results of a member whose inputs are there."""
         count = len(stamp.member.inputs)
         have = {i for i, n in enumerate(stamp.member.inputs) if n in self.env}
-        have |= set(range(count, count + len(stamp.residuals)))
+        have |= set(range(count, count + len(stamp.residuals) + len(stamp.seed)))
         needs = _needs(stamp.rewritten)
         ready = tuple(i for i in stamp.pending if needs[i] <= have)
         if not ready:
@@ -304,7 +320,7 @@ class _Emitter:
         part = self.parts.get(key)
         if part is None:
             part = self.parts[key] = _Part(graph_of(stamp.rewritten.lowered), ready)
-        sources = [self.env.get(n) for n in stamp.member.inputs] + list(stamp.residuals)
+        sources = [self.env.get(n) for n in stamp.member.inputs] + stamp.residuals + stamp.seed
         inputs = [n for i in part.inputs if (n := sources[i]) is not None]
         self._append_region(stamp, part, inputs)
 

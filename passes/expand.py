@@ -20,7 +20,7 @@ from collage_fx.passes.rules.joined import join_op_split
 from collage_fx.passes.rules.registry import Call, Decayed, Expanded, Pair
 from collage_fx.runtime.eft import WIDER
 from collage_fx.runtime.errors import RuleError, UnsupportedError
-from collage_fx.runtime.ops import JOIN, SPLIT
+from collage_fx.runtime.ops import JOIN, SPLIT, SPLIT_BY_CHANCE
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -48,7 +48,8 @@ def expand(program: Program) -> None:
         grow = collage.grow(mul[0], mul[1], square)
 
     Arithmetic `wide`: compensated states are joined, everything is computed in fp32 without
-    rounding in between, and new values are split (or rounded, where the state is plain) at the end.
+    rounding in between, and new values are split (or rounded, where the state is plain) at the end,
+    with `stochastic_rounding` by chance.
     So are slices with another storage than mcf2, for which there are no transformations.
     """
     for rewritten in program.rewritten:
@@ -56,6 +57,8 @@ def expand(program: Program) -> None:
         if not wide and _has_side_way(rewritten):
             rewritten.joined.append("a slice in which a state enters its own update twice")
             wide = True
+        if program.settings.stochastic_rounding:
+            rewritten.seeded = any(s in SPLIT_BY_CHANCE for s in rewritten.storages)
         expander = _Wide(rewritten) if wide else Eft(rewritten, program.settings)
         rewritten.expanded = expander.run()
 
@@ -260,10 +263,14 @@ class _Wide(_Expander):
                 self.env[node] = self.op(join, new, *residuals[node], dtype=WIDER[dtype])
             elif dtype in LOW_PRECISION:
                 self.env[node] = self.convert(new, WIDER[dtype])
+        seed = None
+        if self.rewritten.seeded:
+            seed = self.graph.placeholder("seed")
+            seed.meta.update(dtype=torch.int32, scalar=True)
         for node in self.part.nodes:
             self.origin = node
             self.env[node] = self._wide_op(node)
-        return self._outputs()
+        return self._outputs(seed)
 
     def _wide_op(self, node: Node) -> Node:
         dtype = value_of(node).dtype
@@ -279,13 +286,15 @@ class _Wide(_Expander):
         kwargs = torch.fx.node.map_arg(dict(node.kwargs), lambda n: self.env[n])
         return self.op(node.target, *args, dtype=wide, **kwargs)
 
-    def _outputs(self) -> GraphModule:
+    def _outputs(self, seed: Node | None) -> GraphModule:
         whole = {}
         for i, new in zip(self.rewritten.compensated, self.new_values(), strict=True):
             dtype = value_of(new).dtype
             dtypes = (dtype, *self.rewritten.residuals(i))
-            split = SPLIT[self.rewritten.storage_of(i)]
-            whole[new] = self.several(split, self.env[new], dtype, dtypes=dtypes)
+            storage = self.rewritten.storage_of(i)
+            by_chance = SPLIT_BY_CHANCE.get(storage) if seed is not None else None
+            args = (self.env[new], dtype, *((seed,) if by_chance else ()))
+            whole[new] = self.several(by_chance or SPLIT[storage], *args, dtypes=dtypes)
         outputs = [
             whole[n][0] if n in whole else self.convert(self.env[n], value_of(n).dtype)
             for n in self.part.outputs

@@ -31,6 +31,7 @@ class Settings:
     on_unsupported: OnUnsupported = "join"
     states: tuple[str, ...] = ()
     multi_tensor: bool | Literal["auto"] = "auto"
+    stochastic_rounding: bool = False
 
 
 @dataclass
@@ -156,10 +157,12 @@ class Rewritten:
     storages: tuple[str, ...]
     """How the expansions of these states are laid out."""
     expanded: GraphModule | None = None
-    """Inputs: those of the slice, then the residuals of the compensated states in order. Outputs:
-    those of the slice, then the new residuals in the same order."""
+    """Inputs: those of the slice, then the residuals of the compensated states in order, then the
+    seed if there is one. Outputs: those of the slice, then the new residuals in the same order."""
     lowered: GraphModule | None = None
     """The same signature; every rounding to 16 bits is a collage::round, all else is fp32."""
+    seeded: bool = False
+    """Whether a residual is rounded by chance, for which the step takes a seed."""
     joined: list[str] = field(default_factory=list)
     """Operations on a carried path that have no rule and ran as join - op - split."""
     sweep: str = ""
@@ -231,8 +234,8 @@ class Program:
     reads: list[int] = field(default_factory=list)
     """Positions of states that the graph does not write, and of which it would need a low word."""
     result: GraphModule | None = None
-    """What Inductor compiles. Its inputs are those of the graph, those of the members left out, and
-    the residuals in the order of `residual_inputs`."""
+    """What Inductor compiles. Its inputs are those of the graph, those of the members left out, the
+    residuals in the order of `residual_inputs`, and `seeds`."""
     residual_inputs: list[Carried] = field(default_factory=list)
     """The states whose residuals they are; each has as many as its storage says."""
     made: dict[int, list[int]] = field(default_factory=dict)
@@ -240,6 +243,8 @@ class Program:
     make."""
     static_residuals: list[bool] = field(default_factory=list)
     """For each of these placeholders whether it is always the same tensor."""
+    seeds: list[torch.device] = field(default_factory=list)
+    """Where the seeds are that come last: one of a call for each device, int32, 0-d."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Time spent in each pass."""
 

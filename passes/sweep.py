@@ -186,20 +186,18 @@ def register_sweep(rewritten: Rewritten, vectors: Sequence[int] = ()) -> str:
         rewritten: the class.
         vectors: the 0-d inputs that come as one vector for all members.
     """
-    part, residuals, new = (
-        rewritten.members[0],
-        rewritten.residual_count,
-        made(rewritten.members[0]),
-    )
+    part, residuals, seeds = rewritten.members[0], rewritten.residual_count, rewritten.seeded
+    new = made(part)
     written = [at for _, at, _ in part.states]
     results = [part.outputs.index(value) for _, _, value in part.states]
     for k in range(residuals):
         written.append(len(part.inputs) + k)
         results.append(len(part.outputs) + k)
     for k, node in enumerate(new):
-        written.append(len(part.inputs) + residuals + k)
+        written.append(len(part.inputs) + residuals + seeds + k)
         results.append(part.outputs.index(node))
-    scalar = [value_of(n).dim() == 0 for n in part.inputs] + [False] * (residuals + len(new))
+    scalar = [value_of(n).dim() == 0 for n in part.inputs] + [False] * residuals
+    scalar += [True] * seeds + [False] * len(new)
     return _register(graph_of(rewritten.lowered), new, scalar, written, results, list(vectors))
 
 

@@ -89,7 +89,7 @@ def _signature(r: Rewritten, module: torch.fx.GraphModule | None) -> None:
     extra = r.residual_count
     part = r.model
     inputs = len(module.graph.find_nodes(op="placeholder"))
-    _demand(inputs == len(part.inputs) + extra, "a rewritten slice has other inputs")
+    _demand(inputs == len(part.inputs) + extra + r.seeded, "a rewritten slice has other inputs")
     outputs = module.graph.output_node().args[0]
     assert isinstance(outputs, tuple | list)
     _demand(len(outputs) == len(part.outputs) + extra, "a rewritten slice has other outputs")
@@ -104,7 +104,8 @@ def _emitted(program: Program) -> None:
     for node in nodes:
         if node.target is collage.sweep.default:
             written += [a for a in node.args[0] if a.op == "placeholder"]
-    residuals = placeholders[len(placeholders) - len(program.static_residuals) :]
+    end = len(placeholders) - len(program.seeds)
+    residuals = placeholders[end - len(program.static_residuals) : end]
     expected: list[Node] = [placeholders[s.index] for s in program.plan] + residuals
     _demand(sorted(map(str, written)) == sorted(map(str, expected)), "a write was lost or doubled")
 

@@ -52,6 +52,8 @@ JOIN: dict[str, Any] = {}
 """Storage -> the operation (hi, *residuals) -> value; `collage::join` is that of mcf2."""
 SPLIT: dict[str, Any] = {}
 """Storage -> the operation (value, dtype of hi) -> (hi, *residuals)."""
+SPLIT_BY_CHANCE: dict[str, Any] = {}
+"""Storage -> the operation (value, dtype of hi, seed) -> (hi, *residuals), where it has one."""
 
 
 def _define_storage(s: storage.Storage) -> None:
@@ -63,6 +65,11 @@ def _define_storage(s: storage.Storage) -> None:
     _define(f"split{overload}(Tensor x, ScalarType dtype) -> ({results})", s.split)
     JOIN[s.name] = getattr(torch.ops.collage.join, overload[1:] or "default")
     SPLIT[s.name] = getattr(torch.ops.collage.split, overload[1:] or "default")
+    if s.split_by_chance is not None:
+        signature = f"(Tensor x, ScalarType dtype, Tensor seed) -> ({results})"
+        _define(f"split_by_chance{overload}{signature}", s.split_by_chance)
+        named = getattr(torch.ops.collage.split_by_chance, overload[1:] or "default")
+        SPLIT_BY_CHANCE[s.name] = named
 
 
 for _storage in storage.STORAGES.values():

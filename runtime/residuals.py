@@ -55,6 +55,7 @@ class Residual:
     __slots__ = (
         "address",
         "components",
+        "draws",
         "expected_checksum",
         "name",
         "provisional",
@@ -66,6 +67,8 @@ class Residual:
         self.storage = storage
         self.name = name
         self.components = zeros(tensor, storage)
+        self.draws = 0
+        """How often the last component was rounded by chance; each time takes another seed."""
         self.expected_checksum: int | None = None
         self.provisional = False
         """Whether the tensor was made with it, and nobody knows yet if its updates need one."""
@@ -145,6 +148,15 @@ def clear_stale(pairs: Iterable[tuple[Tensor, Residual]]) -> None:
         )
 
 
+def next_draw(residuals: Iterable[Residual]) -> int:
+    """Count one more stochastic rounding for residuals; return which it is, for all of them."""
+    found = list(residuals)
+    draw = max((residual.draws for residual in found), default=0)
+    for residual in found:
+        residual.draws = draw + 1
+    return draw
+
+
 class ResidualStore:
     """Residuals by identity of their tensors; an entry goes when its tensor does."""
 
@@ -210,7 +222,9 @@ class ResidualStore:
         Lows are in the storage that their dtypes say; zeros are made for this one.
         """
         storage = storage if lows is None else layout_of(tensor, lows).name
+        old: Residual | None = self._residuals.get(tensor)
         residual = self._residuals[tensor] = Residual(tensor, storage, name)
+        residual.draws = old.draws if old is not None else 0
         self.generation += 1
         if lows is not None:
             residual.components = lows
@@ -252,6 +266,7 @@ class ResidualStore:
         storage: str = "mcf2",
         name: str = "a tensor",
         expected: int | None = None,
+        draws: int = 0,
     ) -> None:
         """Give tensor these residual components, copied.
 
@@ -262,6 +277,7 @@ class ResidualStore:
         if residual is None or residual.storage != storage or not residual.fits(tensor):
             residual = self.adopt(tensor, None, storage, name)
         residual.load(tensor, components, expected)
+        residual.draws = draws
 
     def __iter__(self) -> Iterator[tuple[Tensor, Residual]]:
         return iter(list(self._residuals.items()))

@@ -11,6 +11,7 @@ from torch import Tensor
 from collage_fx.runtime.arithmetic import Expansion, finite_or_zero
 from collage_fx.runtime.eft import WIDER
 from collage_fx.runtime.errors import StorageError
+from collage_fx.runtime.stochastic import chance, round_by_chance
 
 Components = tuple[Tensor, ...]
 """hi and its residuals."""
@@ -42,6 +43,16 @@ def split(x: Tensor, dtype: torch.dtype) -> Expansion:
     """
     hi = x.to(dtype)
     return hi, finite_or_zero((x - hi.to(x.dtype)).to(dtype))
+
+
+def split_by_chance(x: Tensor, dtype: torch.dtype, seed: Tensor) -> Expansion:
+    """Return (hi, lo) of dtype with hi = RN(x) and lo = x - hi rounded up or down by chance.
+
+    On average over the seeds hi + lo is x; see `stochastic.round_by_chance`.
+    """
+    hi = x.to(dtype)
+    rest = finite_or_zero(x - hi.to(x.dtype))
+    return hi, round_by_chance(rest, dtype, chance(x, seed))
 
 
 def join3(hi: Tensor, mid: Tensor, lo: Tensor) -> Tensor:
@@ -90,12 +101,12 @@ def join_ulp8(hi: Tensor, lo: Tensor) -> Tensor:
     return _float(_bits(_float(_bits(magnitude + anchor) + below) - anchor) | sign)
 
 
-def split_ulp8(x: Tensor, dtype: torch.dtype) -> Components:
+def split_ulp8(x: Tensor, dtype: torch.dtype, seed: Tensor | None = None) -> Components:
     """Return (hi, lo): x rounded to 8 more bits than dtype has, the int8 lo being those.
 
-    That is 16 bits for bf16 and 19 for fp16, to nearest, ties to even; hi is what is nearest to
-    that, ties away from zero. Below the normal numbers of dtype the last place stays where it is.
-    Where hi is not finite, lo is zero.
+    That is 16 bits for bf16 and 19 for fp16, to nearest, ties to even, or with a seed by chance; hi
+    is what is nearest to that, ties away from zero. Below the normal numbers of dtype the last
+    place stays where it is. Where hi is not finite, lo is zero.
     """
     places = _PLACES[dtype]
     bits, anchor = _bits(x), torch.zeros((), dtype=x.dtype, device=x.device)
@@ -104,8 +115,11 @@ def split_ulp8(x: Tensor, dtype: torch.dtype) -> Components:
         anchor = (x.abs() < _NORMAL).to(x.dtype) * _NORMAL
         bits = _bits(x.abs() + anchor)
     unit = 1 << (places - 8)
-    bits = (bits + (unit // 2 - 1) + ((bits >> (places - 8)) & 1)) & -unit
-    nearest, lo = _low_bits(bits, places)
+    if seed is None:
+        up = (unit // 2 - 1) + ((bits >> (places - 8)) & 1)
+    else:
+        up = chance(x, seed) >> (16 - (places - 8))
+    nearest, lo = _low_bits((bits + up) & -unit, places)
     if dtype is torch.float16:
         nearest = _float(_bits(nearest - anchor) | sign)
     hi = nearest.to(dtype)
@@ -153,6 +167,9 @@ class Storage:
     split: Callable[[Tensor, torch.dtype], Components]
     """(a value of the wide dtype, dtype of hi) -> (hi, *residuals). In all layouts residuals of
     zero stand for hi itself."""
+    split_by_chance: Callable[[Tensor, torch.dtype, Tensor], Components] | None = None
+    """The same with a seed, an int32 of 31 bits: the last residual is rounded up or down by chance,
+    which is right on average. None where nothing is left to round."""
 
     def residual_bytes(self, tensor: Tensor) -> int:
         """Return the bytes that the residuals of tensor take."""
@@ -164,7 +181,14 @@ _BF16, _FP16 = torch.bfloat16, torch.float16
 STORAGES = {
     s.name: s
     for s in (
-        Storage("mcf2", {_BF16: (_BF16,), _FP16: (_FP16,)}, {_BF16: 17, _FP16: 23}, join, split),
+        Storage(
+            "mcf2",
+            {_BF16: (_BF16,), _FP16: (_FP16,)},
+            {_BF16: 17, _FP16: 23},
+            join,
+            split,
+            split_by_chance,
+        ),
         Storage(
             "mcf3",
             {_BF16: (_BF16,) * 2, _FP16: (_FP16,) * 2},
@@ -180,6 +204,7 @@ STORAGES = {
             {_BF16: (torch.int8,), _FP16: (torch.int8,)},
             {_BF16: 16, _FP16: 19},
             join_ulp8,
+            split_ulp8,
             split_ulp8,
         ),
     )

@@ -68,15 +68,22 @@ class Captured:
         self, level: Level = "auto", arithmetic: Arithmetic = "eft", storage: str = "mcf2"
     ) -> Program:
         """Run all passes."""
-        settings = Settings(level, arithmetic, storage)
+        return self.of(Settings(level, arithmetic, storage))
+
+    def of(self, settings: Settings) -> Program:
+        """Run all passes with these settings."""
         return run_passes(Program(self.functional, settings, self._describe))
 
-    @functools.cache  # noqa: B019  captures live as long as the tests
     def rewritten(
         self, level: Level = "auto", arithmetic: Arithmetic = "eft", storage: str = "mcf2"
     ) -> Rewritten:
+        """Return the only rewritten class of a program."""
+        return self.only(Settings(level, arithmetic, storage))
+
+    @functools.cache  # noqa: B019  captures live as long as the tests
+    def only(self, settings: Settings) -> Rewritten:
         """Return the only rewritten class of a program that tests share and leave as it is."""
-        (only,) = self.program(level, arithmetic, storage).rewritten
+        (only,) = self.of(settings).rewritten
         return only
 
     def plan(self, level: Level = "auto") -> dict[str, StatePlan]:

@@ -29,7 +29,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import interpreter
 
-from collage_fx.passes.program import Level, Rewritten, Settings, graph_of
+from collage_fx.passes.program import Arithmetic, Level, Rewritten, Settings, graph_of
 from collage_fx.passes.sweep import SWEEPS, Sweep, register_sweep
 from collage_fx.runtime.launch import BLOCK, CHUNK, WARPS
 
@@ -67,10 +67,12 @@ class Case(NamedTuple):
     traffic: int
     """Bytes read and written for each element."""
     storage: str = "mcf2"
+    by_chance: bool = False
 
     @property
     def settings(self) -> Settings:
-        return Settings(self.level, storage=self.storage)
+        arithmetic: Arithmetic = "wide" if self.by_chance else "eft"
+        return Settings(self.level, arithmetic, self.storage, stochastic_rounding=self.by_chance)
 
 
 CASES = {
@@ -79,6 +81,7 @@ CASES = {
     "adamw-remainder16": Case(optim.AdamW, {}, "plus", 22, "remainder16"),
     "adamw-mcf3": Case(optim.AdamW, {}, "plus", 30, "mcf3"),
     "adamw-ulp8": Case(optim.AdamW, {}, "plus", 18, "ulp8"),
+    "adamw-mcf2-by-chance": Case(optim.AdamW, {}, "plus", 22, "mcf2", True),
     "sgd-light": Case(optim.SGD, {"momentum": 0.9, "weight_decay": 0.01}, "light", 14),
     "trust-light": Case(Trust, {}, "light", 14),
 }
@@ -93,7 +96,7 @@ def captured(case: Case, shapes: Sequence[tuple[int, ...]] = SHAPES) -> Captured
 
 def rewritten(case: Case) -> Rewritten:
     """Return the class that all parameters of a case are in."""
-    return captured(case).rewritten(case.level, storage=case.storage)
+    return captured(case).only(case.settings)
 
 
 def sweep_of(rewritten: Rewritten) -> Sweep:

@@ -1,0 +1,83 @@
+"""Stochastic rounding: up or down by chance, with the probability that is right on average."""
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
+_MANTISSA = {torch.bfloat16: 7, torch.float16: 10, torch.float32: 23, torch.float64: 52}
+_HALF = 0xFFFF
+_FACTORS = (0x6C8D, 0x5A35, 0x7369, 0x4F3B)
+"""Odd, of 15 bits: times 16 bits, and 16 bits more, they stay below 2^31."""
+
+
+def seed_of(seed: int, draw: int) -> int:
+    """Return the 31 bits that the draw-th rounding of a tensor is seeded with."""
+    digest = hashlib.blake2b(f"{seed} {draw}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest) >> 1
+
+
+class Seeds:
+    """The seeds of a step: a 0-d tensor on each device, with another value at each call."""
+
+    def __init__(self, seed: int, devices: Sequence[torch.device]) -> None:
+        self.seed = seed
+        self.tensors = [torch.zeros((), dtype=torch.int32, device=d) for d in devices]
+
+    def draw(self, draw: int) -> list[Tensor]:
+        """Return the tensors, with the seed of this draw."""
+        for tensor in self.tensors:
+            tensor.fill_(seed_of(self.seed, draw))
+        return self.tensors
+
+
+def chance(x: Tensor, seed: Tensor) -> Tensor:
+    """Return 16 random bits for each element of x: a hash of its value, with the seed as key.
+
+    Equal values get equal bits, so that the copies of a parameter in data-parallel training stay
+    equal, however they are sharded and in whatever order elements are visited. It is a Feistel
+    network of four rounds on the halves of the value's bits, which no int32 overflows in.
+
+    Args:
+        x: fp32 or fp64, of any shape.
+        seed: int32, 0-d, 31 bits.
+
+    Returns:
+        int32 of the shape of x, from 0 to 2^16 - 1.
+    """
+    bits = x.view(_INTEGERS[x.dtype])
+    if x.dtype == torch.float64:
+        bits = ((bits ^ (bits >> 31)) & 0x7FFFFFFF).to(torch.int32)
+    left, right = (bits >> 16) & _HALF, bits & _HALF
+    keys = (seed & _HALF, (seed >> 15) & _HALF)
+    for i, factor in enumerate(_FACTORS):
+        mixed = (right ^ keys[i % 2]) * factor + keys[(i + 1) % 2]
+        left, right = right, left ^ ((mixed >> 9) & _HALF)
+    return right
+
+
+def round_by_chance(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
+    """Return one of the two values of dtype around x, the nearer one the more probably.
+
+    Over all 16-bit numbers the mean of the results is x, to 2^-16 of a unit in the last place of
+    dtype, and to 2^-13 below its normal numbers; a value of dtype stays what it is.
+
+    Args:
+        x: finite, of a wider dtype.
+        dtype: bf16, fp16 or fp32.
+        bits: int32, 16 random bits for each element.
+    """
+    places = _MANTISSA[x.dtype] - _MANTISSA[dtype]
+    magnitude = x.abs()
+    tiny = torch.finfo(dtype).tiny
+    if tiny > torch.finfo(x.dtype).tiny:  # below, the last place of dtype stays where it is
+        anchor = (magnitude < tiny).to(x.dtype) * tiny
+        magnitude = magnitude + anchor
+    word = magnitude.view(_INTEGERS[x.dtype])
+    noise = bits >> (16 - places) if places <= 16 else bits.to(word.dtype) << (places - 16)
+    rounded = ((word + noise) & -(1 << places)).view(x.dtype)
+    if tiny > torch.finfo(x.dtype).tiny:
+        rounded = rounded - anchor
+    return torch.where(x < 0, -rounded, rounded).to(dtype)

@@ -1,0 +1,160 @@
+"""Stochastic rounding of the last residual: unbiased, seeded, the same after a resume."""
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from storage_runs import MEMBERS, WAYS, compiled, start, steps
+from torch import Tensor
+
+import collage_fx
+from collage_fx.errors import OptionError
+from collage_fx.runtime.stochastic import chance, round_by_chance, seed_of
+from collage_fx.runtime.storage import STORAGES
+
+FORMATS = [
+    (torch.float32, torch.bfloat16),
+    (torch.float32, torch.float16),
+    (torch.float64, torch.float32),
+]
+VALUES = [1.2345678, -3.3e-5, 1e-7, -6.1e-5, 1.37 * 2.0**-130, 0.75 * 2.0**-24, -300.7, 0.0, -2.5]
+BY_CHANCE = [s.name for s in STORAGES.values() if s.split_by_chance]
+
+
+def of(draw: int) -> Tensor:
+    return torch.tensor(seed_of(0, draw), dtype=torch.int32)
+
+
+@pytest.mark.parametrize(("wide", "dtype"), FORMATS)
+def test_the_mean_over_all_chances_is_the_value(wide: torch.dtype, dtype: torch.dtype) -> None:
+    every = torch.arange(1 << 16, dtype=torch.int32)
+    for value in VALUES:
+        x = torch.full((1 << 16,), value, dtype=wide)
+        found = round_by_chance(x, dtype, every).double()
+        x = x.double()
+        around = found.unique()
+        unit = float(around[-1] - around[0])
+        assert len(around) == (1 if x[0] in x.to(dtype).double() or unit == 0 else 2)
+        smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+        assert abs(float(found.mean() - x[0])) <= max(unit, smallest) * 2.0**-13
+        nearest = x[0].to(dtype).double()  # the control: rounding to nearest is off where this is
+        if len(around) == 2 and unit / 64 < abs(float(nearest - x[0])):
+            assert abs(float(nearest - x[0])) > unit * 2.0**-13
+
+
+def uniform(found: Tensor) -> bool:
+    """Tell whether 16-bit numbers are spread evenly, and independent of the ones before them."""
+    counts = torch.bincount(found.flatten() >> 10, minlength=64).double()
+    expected = found.numel() / 64
+    centred = found.double() - found.double().mean()
+    serial = float((centred[1:] * centred[:-1]).mean() / centred.var())
+    spread = float(((counts - expected) ** 2 / expected).sum())
+    return spread < 63 + 5 * (2 * 63) ** 0.5 and abs(serial) < 5 / len(found) ** 0.5
+
+
+def test_chance_is_uniform_over_draws_and_over_neighbours() -> None:
+    neighbours = (torch.arange(1 << 14, dtype=torch.int32) + 0x3F800000).view(torch.float32)
+    coarse = (torch.arange(0x3000, 0x4F00, dtype=torch.int32) << 16).view(torch.float32)
+    for x in (neighbours, coarse, coarse.double()):
+        assert uniform(chance(x, of(3)))
+        assert torch.equal(chance(x, of(1)), chance(x.flip(0), of(1)).flip(0))
+    assert uniform(torch.cat([chance(torch.full((1,), 3.14159), of(d)) for d in range(8192)]))
+    assert not uniform(neighbours.view(torch.int32) & 0xFFFF)
+    draws = torch.stack([chance(neighbours, of(d)).double() for d in range(4)])
+    assert float((torch.corrcoef(draws) - torch.eye(4)).abs().max()) < 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("storage", BY_CHANCE)
+def test_a_storage_keeps_the_value_on_average(storage: str, dtype: torch.dtype) -> None:
+    s = STORAGES[storage]
+    x = torch.randn(64, generator=torch.Generator().manual_seed(1)) * 3
+    assert s.split_by_chance is not None
+    draws = 4096
+    found = torch.stack([s.join(*s.split_by_chance(x, dtype, of(d))) for d in range(draws)])
+    bound = 5 * 2.0 ** -s.precision[dtype] * x.abs() / draws**0.5 + 2.0**-24 / draws**0.5
+    assert bool(((found.double().mean(0) - x.double()).abs() <= bound).all())
+    nearest = s.join(*s.split(x, dtype))
+    assert not bool(((nearest.double() - x.double()).abs() <= bound).all())
+    assert bool(((found - x).abs() <= 4 * 2.0 ** -s.precision[dtype] * x.abs() + 2.0**-24).all())
+    for special in (float("inf"), -float("inf"), float("nan"), 3.4e38, 0.0):
+        hi, lo = s.split_by_chance(torch.tensor([special]), dtype, of(0))
+        assert torch.equal(hi, torch.tensor([special]).to(dtype)) or special != special
+        assert bool(lo.isfinite().all()) and (not hi.isfinite().all()) <= (not lo.any())
+
+
+@WAYS
+def test_steps_too_small_for_the_storage_are_kept_on_average(way: str) -> None:
+    """Updates of an eighth of what ulp8 keeps: nothing, or all on average."""
+    begin = [(torch.arange(128) / 128 + 1).bfloat16() for _ in range(MEMBERS[way])]
+
+    def moved(**options: Any) -> Tensor:
+        params = [b.clone().requires_grad_() for b in begin]
+        step = compiled(torch.optim.SGD(params, lr=2.0**-19), way, storage="ulp8", **options)
+        for _ in range(64):
+            for p in params:
+                p.grad = -torch.ones_like(p)
+            step()
+        found = torch.stack([collage_fx.value(p).detach() for p in params])
+        return (found - torch.stack(begin)) / (64 * 2.0**-19)
+
+    first, again = (moved(stochastic_rounding=True, seed=7) for _ in range(2))
+    assert abs(float(first.mean()) - 1) < 0.2
+    assert abs(float(moved().mean())) < 0.02
+    assert torch.equal(first, again)
+    assert not torch.equal(first, moved(stochastic_rounding=True, seed=8))
+
+
+@pytest.mark.parametrize("way", ["swept", "eager"])
+def test_a_resumed_run_draws_what_it_would_have_drawn(way: str) -> None:
+    options = {"stochastic_rounding": True, "seed": 3, "level": "all"}
+
+    def make(params: list[Tensor]) -> tuple[torch.optim.Optimizer, Any]:
+        optimizer = torch.optim.AdamW(params, lr=1e-5, foreach=way != "eager")
+        return optimizer, compiled(optimizer, way, **options)
+
+    whole = start(MEMBERS[way], torch.bfloat16)
+    optimizer, step = make(whole)
+    steps(optimizer, step, 0, 4)
+    checkpoint = io.BytesIO()
+    torch.save(optimizer.state_dict(), checkpoint)
+    halfway = [p.detach().clone() for p in whole]
+    steps(optimizer, step, 4, 8)
+
+    def resumed(forget: bool) -> list[Tensor]:
+        params = [p.clone().requires_grad_() for p in halfway]
+        optimizer, step = make(params)
+        checkpoint.seek(0)
+        state = torch.load(checkpoint, weights_only=True)
+        for group in state["param_groups"]:
+            for by_key in group["collage_fx"]["residuals"].values():
+                for entry in by_key.values():
+                    entry.update(draws=0 if forget else entry["draws"])
+        optimizer.load_state_dict(state)
+        steps(optimizer, step, 4, 8)
+        return [collage_fx.value(p).detach() for p in params]
+
+    expected = [collage_fx.value(p).detach() for p in whole]
+    assert all(torch.equal(a, b) for a, b in zip(resumed(False), expected, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(resumed(True), expected, strict=True))
+
+
+def test_explain_says_what_is_rounded_by_chance() -> None:
+    p = torch.ones(3, dtype=torch.bfloat16, requires_grad=True)
+    p.grad = torch.ones_like(p)
+    optimizer = torch.optim.SGD([p], lr=1e-6)
+    found = str(collage_fx.explain(optimizer, stochastic_rounding=True, seed=5))
+    assert "rounded by chance, with seed 5: the residuals of 1 states" in found
+    assert "keeps changes of" not in found
+    assert "keeps changes of" in str(collage_fx.explain(optimizer, storage="ulp8"))
+
+
+def test_storages_that_round_nothing_are_refused_and_seeds_are_integers() -> None:
+    for storage in ("remainder16", "mcf3"):
+        with pytest.raises(OptionError, match="rounds nothing; it is for 'mcf2', 'ulp8'"):
+            collage_fx.compile(lambda p: p, storage=storage, stochastic_rounding=True)
+    with pytest.raises(OptionError, match=r"seed=1\.5"):
+        collage_fx.compile(lambda p: p, seed=1.5)
+    with pytest.raises(OptionError, match="stochastic_rounding='yes'"):
+        collage_fx.compile(lambda p: p, stochastic_rounding="yes")
