@@ -14,6 +14,7 @@ from collage_fx.config import split_options
 from collage_fx.ownership import family, live_optimizers, owners_of
 from collage_fx.report import Report
 from collage_fx.runtime.residuals import STORE, Residual, storage_of
+from collage_fx.runtime.shards import shard_of, sharded_like
 from collage_fx.steps import compile_function, compile_optimizer, in_place, report_of
 
 
@@ -83,7 +84,8 @@ def residuals(tensor: Tensor) -> tuple[Tensor, ...]:
     outside does not count; the next step clears it.
     """
     residual = _present(tensor)
-    return () if residual is None else residual.components
+    components = () if residual is None else residual.components
+    return tuple(sharded_like(c, tensor) for c in components)
 
 
 def value(tensor: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -93,7 +95,9 @@ def value(tensor: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     components are more than 2^53 apart. A tensor without residuals is converted.
     """
     residual = _present(tensor)
-    return (tensor.detach() if residual is None else residual.whole(tensor)).to(dtype)
+    if residual is None:
+        return tensor.detach().to(dtype)
+    return sharded_like(residual.whole(shard_of(tensor)).to(dtype), tensor)
 
 
 def load_residuals(tensor: Tensor, components: Sequence[Tensor]) -> None:
@@ -108,11 +112,13 @@ def load_residuals(tensor: Tensor, components: Sequence[Tensor]) -> None:
         ResidualError: the components do not fit the tensor.
     """
     name = _name_of(tensor)
+    tensor, components = shard_of(tensor), [shard_of(c) for c in components]
     STORE.load(tensor, components, storage=storage_of(tensor, components, name), name=name)
 
 
 def _present(tensor: Tensor) -> Residual | None:
     """Return the residual of tensor if it belongs to its present value."""
+    tensor = shard_of(tensor)
     residual = STORE.get(tensor)
     if residual is None or residual.expected_checksum is not None or residual.belongs(tensor):
         return residual
@@ -120,5 +126,5 @@ def _present(tensor: Tensor) -> Residual | None:
 
 
 def _name_of(tensor: Tensor) -> str:
-    owner = owners_of(live_optimizers()).get(id(tensor))
+    owner = owners_of(live_optimizers()).get(id(shard_of(tensor)))
     return owner[1].name if owner else f"a tensor of shape {tuple(tensor.shape)}"

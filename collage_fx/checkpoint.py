@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from collage_fx.ownership import PARAM, owned_tensors, tensors_in
 from collage_fx.runtime.errors import CheckpointError, CollageWarning, ResidualError
 from collage_fx.runtime.residuals import STORE, check_components, checksum, clear_stale
+from collage_fx.runtime.shards import shard_of
 
 ENTRY = "collage_fx"
 FORMAT = 1
@@ -63,7 +64,7 @@ def _save(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
 def _check(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """Raise CheckpointError before anything is loaded if the residuals do not fit."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    params = [shard_of(p) for group in optimizer.param_groups for p in group["params"]]
     for group in state_dict["param_groups"]:
         payload = group.get(ENTRY)
         if not payload:
@@ -93,7 +94,7 @@ def _check_entry(
     name = f"parameter {index}" if key == PARAM else f"{key} of parameter {index}"
     owner = params[index] if key == PARAM and index < len(params) else None
     for path, tensor in tensors_in(states.get(index, {})):
-        owner = tensor if path == key else owner
+        owner = shard_of(tensor) if path == key else owner
     if owner is None:
         raise CheckpointError(f"the checkpoint has a residual for {name}, which does not exist")
     with _fitting():

@@ -41,6 +41,7 @@ from collage_fx.passes.program import LOW_PRECISION, Settings
 from collage_fx.passes.rules.structural import STRUCTURE
 from collage_fx.runtime.eft import WIDER
 from collage_fx.runtime.residuals import version
+from collage_fx.runtime.shards import any_sharded
 from collage_fx.runtime.storage import STORAGES
 from collage_fx.shadows import Shadow, Shadows, has_memory
 from collage_fx.writes import Writer
@@ -112,6 +113,8 @@ class Engine(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if any_sharded(types):
+            return NotImplemented  # it comes again, for the shards
         if self.paused or not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
         if func.is_view and func not in TURNS:

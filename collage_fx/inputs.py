@@ -4,13 +4,14 @@ import functools
 import operator
 import re
 from collections.abc import Hashable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
     ParamAOTInput,
     PlainAOTInput,
+    SubclassGetAttrAOTInput,
 )
 from torch.fx import GraphModule, Node
 from torch.nn import Parameter
@@ -29,7 +30,20 @@ from collage_fx.passes.program import LOW_PRECISION, Carried, Owner, Settings
 from collage_fx.runtime.residuals import STORE
 from collage_fx.runtime.storage import chosen
 
-Source: TypeAlias = int | str
+
+class Part(NamedTuple):
+    """A tensor that a subclass is made of, such as the shard of a DTensor."""
+
+    whole: int | str
+    path: tuple[str, ...]
+    """The attributes that lead to it."""
+
+    def of(self, whole: Any) -> Any:
+        """Return it, of the tensor itself."""
+        return functools.reduce(getattr, self.path, whole)
+
+
+Source: TypeAlias = int | str | Part
 """The position of a placeholder, or the name of an attribute: a tensor that Dynamo guards."""
 
 
@@ -73,12 +87,17 @@ class Inputs:
 
     def tensor(self, source: Source) -> Any:
         """Return what the call that is being compiled has there."""
+        if isinstance(source, Part):
+            return source.of(self.tensor(source.whole))
         if isinstance(source, str):
             return functools.reduce(getattr, source.split("."), self.gm)
         return self.args[source]
 
     def locate(self, source: Source) -> Locate:
         """Return how to find the tensor from the arguments of a call."""
+        if isinstance(source, Part):
+            find = self.locate(source.whole)
+            return lambda args: None if (whole := find(args)) is None else source.of(whole)
         if isinstance(source, str):
             return Static(self.tensor(source))
         return operator.itemgetter(source)
@@ -92,8 +111,11 @@ class Inputs:
             val: a fake tensor like it.
             called: its name where Dynamo has none.
         """
-        tensor, static = self.tensor(source), isinstance(source, str)
-        path = self._path(source)
+        if isinstance(source, Part):
+            static, path = isinstance(source.whole, str), self._path(source.whole)
+        else:
+            static, path = isinstance(source, str), self._path(source)
+        tensor = self.tensor(source)
         carried = self._named(index, pretty(path) or called, is_buffer(path), tensor, val)
         carried.static = static
         residual = STORE.get(tensor) if static or self.again else None
@@ -121,7 +143,7 @@ class Inputs:
         words = re.findall(r"[A-Za-z_]\w*", path)
         return words[-1] if words else ""
 
-    def _path(self, source: Source) -> str:
+    def _path(self, source: int | str) -> str:
         if isinstance(source, int):
             return self.sources[source]
         known: Any = self.gm._param_name_to_source
@@ -145,6 +167,10 @@ def source_behind(descriptor: Any, placeholders: Sequence[int] | None) -> Source
         descriptor: AOTAutograd's.
         placeholders: which placeholders of the whole graph its own are; None for all of them.
     """
+    if isinstance(descriptor, SubclassGetAttrAOTInput):
+        whole = source_behind(descriptor.base, placeholders)
+        before = whole if isinstance(whole, Part) else None if whole is None else Part(whole, ())
+        return before and Part(before.whole, (*before.path, descriptor.attr))
     if isinstance(descriptor, ParamAOTInput | BufferAOTInput):
         return descriptor.target
     if not isinstance(descriptor, PlainAOTInput):

@@ -12,6 +12,7 @@ from collage_fx.ownership import owned_tensors
 from collage_fx.passes.program import LOW_PRECISION
 from collage_fx.runtime.errors import CheckpointError, OptionError
 from collage_fx.runtime.residuals import STORE, Residual, clear_stale
+from collage_fx.runtime.shards import placed, shard_of, sharded_like
 from collage_fx.runtime.storage import FINEST, STORAGES, check_held
 
 
@@ -28,9 +29,9 @@ def load_master_weights(
 
     Args:
         model_or_optimizer: a module, or an optimizer.
-        weights: fp32 or fp64 values of the same shapes: for a module a state dict with all of its
-            entries; for an optimizer a list in the order of its parameters, or a mapping by name if
-            it was made from `model.named_parameters()`.
+        weights: fp32 or fp64 values of the same shapes, sharded alike: for a module a state dict
+            with all of its entries; for an optimizer a list in the order of its parameters, or a
+            mapping by name if it was made from `model.named_parameters()`.
         storage: how to keep what the high words do not hold. By default that of the residual that
             a parameter has, else the one that keeps most; a step converts it to its own.
 
@@ -45,16 +46,17 @@ def load_master_weights(
     if not isinstance(weights, Mapping):
         weights = _in_order(targets, model_or_optimizer, weights)
     _check(targets, weights)
+    targets = {name: shard_of(tensor) for name, tensor in targets.items()}
     plan = {n: storage or _storage_for(t) for n, t in targets.items() if t.dtype in LOW_PRECISION}
     for name, chosen in plan.items():
         check_held(targets[name].dtype, chosen, name)
     with torch.no_grad():
         for name, tensor in targets.items():
+            given = shard_of(weights[name])
             if name in plan:
-                value = weights[name].detach().to(tensor.device)
-                STORE.assign(tensor, value, plan[name], name)
+                STORE.assign(tensor, given.detach().to(tensor.device), plan[name], name)
             else:
-                tensor.copy_(weights[name])
+                tensor.copy_(given)
 
 
 def master_state_dict(
@@ -80,10 +82,12 @@ def master_state_dict(
         checkpoint.attach(optimizer)
     result = {}
     for name, tensor in _tensors(model).items():
-        residual = _residual(tensor)
+        shard = shard_of(tensor)
+        residual = _residual(shard)
         low = tensor.dtype in LOW_PRECISION and isinstance(tensor, nn.Parameter)
-        whole = tensor.detach() if residual is None else residual.whole(tensor)
-        result[name] = whole.to(dtype if low else tensor.dtype, copy=True)
+        whole = shard.detach() if residual is None else residual.whole(shard)
+        whole = whole.to(dtype if low else tensor.dtype, copy=True)
+        result[name] = sharded_like(whole, tensor)
     return result
 
 
@@ -160,7 +164,8 @@ def _check(targets: dict[str, Tensor], weights: Mapping[str, Any]) -> None:
     values: dict[int, Tensor] = {}
     for name, tensor in targets.items():
         why = _misfit(tensor, weights[name])
-        if not why and not torch.equal(values.setdefault(id(tensor), weights[name]), weights[name]):
+        given = shard_of(weights[name]) if not why else weights[name]
+        if not why and not torch.equal(values.setdefault(id(tensor), given), given):
             why = "another name of the same tensor has other values"
         if why:
             raise CheckpointError(f"the weights do not fit: {name} {why}")
@@ -170,6 +175,8 @@ def _misfit(tensor: Tensor, weight: Any) -> str:
     """Return why a tensor cannot take these values; empty if it can."""
     if not isinstance(weight, Tensor):
         return f"is given as {type(weight).__name__}"
+    if (ours := placed(tensor)) != (theirs := placed(weight)):
+        return f"is {ours or 'not sharded'}, given {theirs or 'not sharded'}"
     if weight.shape != tensor.shape:
         return f"is {tuple(tensor.shape)}, given {tuple(weight.shape)}"
     if weight.layout != torch.strided or weight.is_meta:

@@ -12,6 +12,7 @@ from torch.fx import Node
 from torch.optim import Optimizer
 
 from collage_fx.passes.program import LOW_PRECISION, Owner
+from collage_fx.runtime.shards import shard_of
 from collage_fx.shadows import has_memory, overlapping
 
 PARAM = "<param>"
@@ -23,6 +24,7 @@ class Owned:
     """One tensor that a step may carry."""
 
     tensor: Tensor
+    """Of one that is sharded this process's shard."""
     group: int
     param: int
     """Position among all parameters, as in the optimizer's state_dict(); -1 for what belongs to no
@@ -52,9 +54,9 @@ def owned_tensors(optimizer: Optimizer) -> Iterator[Owned]:
     for g, group in enumerate(groups):
         for p, param in enumerate(group["params"]):
             name = f"param_groups[{g}].params[{p}]"
-            yield Owned(param, g, index, PARAM, name)
+            yield Owned(shard_of(param), g, index, PARAM, name)
             for key, tensor in tensors_in(states.get(param, {})):
-                yield Owned(tensor, g, index, key, f"{key} of {name}")
+                yield Owned(shard_of(tensor), g, index, key, f"{key} of {name}")
             index += 1
 
 
@@ -81,7 +83,7 @@ def held_tensors(optimizer: Optimizer) -> Iterator[Owned]:
         }
         for path, tensor in tensors_in(elsewhere):
             if id(tensor) not in params:
-                yield Owned(tensor, n, -1, path, f"{path} of {type(one).__name__}")
+                yield Owned(shard_of(tensor), n, -1, path, f"{path} of {type(one).__name__}")
 
 
 def low_precision(found: Iterable[Owned], warn: Callable[[str], None]) -> list[Owned]:
@@ -144,7 +146,7 @@ def argument_tensors(
     named = {names[i] if i < len(names) else f"args[{i}]": a for i, a in enumerate(args)}
     for path, tensor in tensors_in({**named, **kwargs}):
         name = re.sub(r"\.(\d+)", r"[\1]", path)
-        yield Owned(tensor, 0, -1, path, name, of_optimizer=False)
+        yield Owned(shard_of(tensor), 0, -1, path, name, of_optimizer=False)
 
 
 def tensors_in(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:

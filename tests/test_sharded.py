@@ -1,0 +1,137 @@
+"""Sharded states (DTensor, FSDP2): each process compensates its shard, as it would the whole."""
+
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from storage_runs import compiled
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import collage_fx
+from collage_fx.errors import CheckpointError
+
+RANKS, RANK = 3, 2
+SHAPES = ((7, 5), (2, 5), (4,), (7, 5)) * 2
+"""Of seven rows the last of three processes has one, of two or four none or one."""
+LR = 1e-5
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """One process that takes itself for the last of three; a step needs no other."""
+    dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=RANKS)
+    yield init_device_mesh("cpu", (RANKS,))
+    dist.destroy_process_group()
+
+
+def mine(whole: Tensor) -> Tensor:
+    """Return the rows that are this process's."""
+    rows = whole.chunk(RANKS)
+    return (rows[RANK] if len(rows) > RANK else whole[:0]).clone()
+
+
+def sharded(whole: Tensor, mesh: DeviceMesh) -> DTensor:
+    placed = {"shape": whole.shape, "stride": whole.stride()}
+    return DTensor.from_local(mine(whole), mesh, [Shard(0)], run_check=False, **placed)
+
+
+def values(seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).bfloat16() for shape in SHAPES]
+
+
+def run(optimizer: Any, step: Any, mesh: DeviceMesh | None, first: int = 0, last: int = 6) -> None:
+    for k in range(first, last):
+        for p, g in zip(optimizer.param_groups[0]["params"], values(100 + k), strict=True):
+            p.grad = sharded(g, mesh) if mesh else g
+        step()
+
+
+def make(kind: str, params: list[Tensor], way: str, **options: Any) -> tuple[Any, Any]:
+    optimizer: Any = (
+        torch.optim.AdamW(params, lr=LR, foreach=way == "swept")
+        if kind == "AdamW"
+        else torch.optim.SGD(params, lr=LR, momentum=0.9)
+    )
+    return optimizer, compiled(optimizer, way, level="all", **options)
+
+
+@pytest.mark.parametrize("storage", ["mcf2", "remainder16"])
+@pytest.mark.parametrize(("kind", "way"), [("AdamW", "swept"), ("SGD", "eager")])
+def test_a_shard_takes_the_steps_of_its_rows(
+    kind: str, way: str, storage: str, mesh: DeviceMesh
+) -> None:
+    plain = [v.requires_grad_() for v in values(0)]
+    shards = [sharded(v, mesh).requires_grad_() for v in values(0)]
+    for params, over in ((plain, None), (shards, mesh)):
+        run(*make(kind, params, way, storage=storage), over)
+    some = 0
+    for p, q in zip(shards, plain, strict=True):
+        found = collage_fx.value(p)
+        assert isinstance(found, DTensor) and found.placements == (Shard(0),)
+        assert found.shape == p.shape and found.to_local().shape == p.to_local().shape
+        assert torch.equal(found.to_local(), mine(collage_fx.value(q)))
+        lows = [r.to_local() for r in collage_fx.residuals(p) if isinstance(r, DTensor)]
+        assert [lo.shape for lo in lows] == [p.to_local().shape]
+        some += sum(int(lo.count_nonzero()) for lo in lows)
+    assert some > 0
+
+
+def test_every_state_of_the_step_is_in_the_report(mesh: DeviceMesh) -> None:
+    shards = [sharded(v, mesh).requires_grad_() for v in values(0)]
+    optimizer, step = make("AdamW", shards, "each")
+    run(optimizer, step, mesh, 0, 2)
+    served = collage_fx.report(step).states
+    assert len(served) == 3 * len(SHAPES) and all(s.compensated for s in served)
+    assert all(s.graph == 2 and s.eager == 0 for s in served)
+
+
+def test_a_resumed_run_is_the_same_and_another_shard_is_refused(mesh: DeviceMesh) -> None:
+    shards = [sharded(v, mesh).requires_grad_() for v in values(0)]
+    optimizer, step = make("AdamW", shards, "swept")
+    run(optimizer, step, mesh, 0, 3)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    halfway = [p.detach().clone().requires_grad_() for p in shards]
+    run(optimizer, step, mesh, 3, 6)
+    for forget in (False, True):
+        file.seek(0)
+        state = torch.load(file, weights_only=False)
+        if forget:
+            state["param_groups"][0]["collage_fx"]["residuals"] = {}
+        params = [p.detach().clone().requires_grad_() for p in halfway]
+        resumed, again = make("AdamW", params, "swept")
+        resumed.load_state_dict(state)
+        run(resumed, again, mesh, 3, 6)
+        pairs = [
+            (collage_fx.value(p), collage_fx.value(q)) for p, q in zip(params, shards, strict=True)
+        ]
+        assert forget != all(torch.equal(a.to_local(), b.to_local()) for a, b in pairs)
+    file.seek(0)
+    whole, _ = make("AdamW", [v.requires_grad_() for v in values(0)], "each")
+    with pytest.raises(CheckpointError, match="shape"):
+        collage_fx.compile(whole)
+        whole.load_state_dict(torch.load(file, weights_only=False))
+
+
+def test_master_weights_go_in_and_out_by_shards(mesh: DeviceMesh) -> None:
+    model = torch.nn.Linear(5, 7).bfloat16()
+    for name, p in list(model.named_parameters()):
+        setattr(model, name, torch.nn.Parameter(sharded(p.detach(), mesh)))
+    weights = {n: torch.randn(p.shape) for n, p in model.named_parameters()}
+    collage_fx.load_master_weights(model, {n: sharded(w, mesh) for n, w in weights.items()})
+    for name, found in collage_fx.master_state_dict(model).items():
+        assert isinstance(found, DTensor)
+        assert torch.equal(found.to_local(), mine(weights[name]))
+        assert not torch.equal(found.to_local(), mine(weights[name]).bfloat16().float())
+    with pytest.raises(CheckpointError, match=r"sharded by .* given not sharded"):
+        collage_fx.load_master_weights(model, weights)
+    copies = {n: DTensor.from_local(w, mesh, [Replicate()]) for n, w in weights.items()}
+    with pytest.raises(CheckpointError, match="sharded by"):
+        collage_fx.load_master_weights(model, copies)
