@@ -93,6 +93,8 @@ class Explanation:
             finer = [repr(s) for s in fitting if kept(dtype, s) < least]
             more = f" and of {len(names) - 1} more" if names[1:] else ""
             would = f"{' or '.join(finer)} keeps more" if finer else "no storage keeps more"
+            if STORAGES[storage].split_by_chance is not None:
+                would += ", and stochastic_rounding=True keeps them on average"
             lines.append(
                 f"storage {storage!r} keeps changes of {least:.1e} of a value and more: at the "
                 f"learning rate of now half the updates of {names[0]}{more} are smaller; {would}"

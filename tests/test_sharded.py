@@ -62,15 +62,18 @@ def make(kind: str, params: list[Tensor], way: str, **options: Any) -> tuple[Any
     return optimizer, compiled(optimizer, way, level="all", **options)
 
 
-@pytest.mark.parametrize("storage", ["mcf2", "remainder16"])
+BY_CHANCE = {"storage": "ulp8", "stochastic_rounding": True}
+
+
+@pytest.mark.parametrize("options", [{}, {"storage": "remainder16"}, BY_CHANCE], ids=str)
 @pytest.mark.parametrize(("kind", "way"), [("AdamW", "swept"), ("SGD", "eager")])
 def test_a_shard_takes_the_steps_of_its_rows(
-    kind: str, way: str, storage: str, mesh: DeviceMesh
+    kind: str, way: str, options: dict[str, Any], mesh: DeviceMesh
 ) -> None:
     plain = [v.requires_grad_() for v in values(0)]
     shards = [sharded(v, mesh).requires_grad_() for v in values(0)]
     for params, over in ((plain, None), (shards, mesh)):
-        run(*make(kind, params, way, storage=storage), over)
+        run(*make(kind, params, way, **options), over)
     some = 0
     for p, q in zip(shards, plain, strict=True):
         found = collage_fx.value(p)
