@@ -15,9 +15,10 @@ from collage_fx.binding import Code
 from collage_fx.config import CollageConfig, split_options
 from collage_fx.graph import compile_graph
 from collage_fx.ownership import stateless
-from collage_fx.passes.program import LOW_PRECISION, Program
+from collage_fx.passes.program import Program
 from collage_fx.runtime.errors import CollageError, CollageWarning
 from collage_fx.runtime.residuals import STORE
+from collage_fx.runtime.storage import held_dtypes
 from collage_fx.supervisor import Supervisor
 
 
@@ -71,8 +72,9 @@ class Session:
         optimizer = self.optimizer()
         if optimizer is None or self.supervisor() is None:
             return False
+        dtypes = held_dtypes(self.config.storage)
         values = [n.meta.get("example_value") for n in gm.graph.output_node().all_input_nodes]
-        if not any(isinstance(v, Tensor) and v.dim() and v.dtype in LOW_PRECISION for v in values):
+        if not any(isinstance(v, Tensor) and v.dim() and v.dtype in dtypes for v in values):
             return False
         new = stateless(optimizer) - self.begun
         self.begun |= new

@@ -37,9 +37,8 @@ from collage_fx.passes.overloads import (
     overwrites,
     written,
 )
-from collage_fx.passes.program import LOW_PRECISION, Settings
+from collage_fx.passes.program import Settings
 from collage_fx.passes.rules.structural import STRUCTURE
-from collage_fx.runtime.eft import WIDER
 from collage_fx.runtime.residuals import version
 from collage_fx.runtime.shards import any_sharded
 from collage_fx.runtime.storage import STORAGES
@@ -201,7 +200,8 @@ class Engine(TorchDispatchMode):
     def _enlist(self, targets: Any) -> None:
         """Prepare the states among targets; a 16-bit tensor that is not known may be a new one."""
         for tensor in tensors_of(targets):
-            if tensor.dtype in LOW_PRECISION and self.shadows.find(tensor) not in self.writes:
+            known = self.shadows.find(tensor) in self.writes
+            if tensor.dtype in self.operands.storages and not known:
                 self.supervisor.enlist()
                 break
         for tensor in tensors_of(targets):
@@ -225,8 +225,10 @@ class Engine(TorchDispatchMode):
             return self.operands.read_joined(func, dtype, tensors, args, kwargs)
         if func is aten._to_copy.default and self.operands.narrows(args[0], kwargs):
             return self.operands.narrowed(args[0], kwargs)
-        wider = any(t.dtype in WIDER.values() and t.dim() for t in tensors) or func in COPIES
-        result = func(*(tree_map(self.operands.joined, args) if wider else args), **kwargs)
+        sizes = [t.itemsize for t in tensors if t.is_floating_point() and t.dim()]
+        widest = 8 if func in COPIES else max(sizes, default=0)
+        joined = tree_map(partial(self.operands.joined, widest=widest), args)
+        result = func(*joined, **kwargs)
         if isinstance(result, Tensor) and result.is_floating_point() and has_memory(result):
             forms = self.operands.forms(op, tensors, args, kwargs)
             whole = self.operands.whole(result.dtype, tensors)

@@ -24,7 +24,7 @@ from collage_fx.passes.program import LOW_PRECISION, Program, Rewritten, StatePl
 from collage_fx.passes.sweep import SWEEPS
 from collage_fx.report import Served, place_of
 from collage_fx.runtime.errors import CollageError
-from collage_fx.runtime.storage import STORAGES, Choice, chosen, kept
+from collage_fx.runtime.storage import FINEST, STORAGES, Choice, chosen, kept
 from collage_fx.steps import compile_function, compile_optimizer, report_of
 
 
@@ -190,7 +190,7 @@ def _parameters(owner: Any) -> list[tuple[str, Tensor]]:
     return [
         (o.name, o.tensor)
         for o in owned_tensors(owner)
-        if o.owner == "param" and id(o.tensor) in moving and o.tensor.dtype in LOW_PRECISION
+        if o.owner == "param" and id(o.tensor) in moving and o.tensor.dtype in FINEST
     ]
 
 
@@ -288,7 +288,10 @@ def _explanation(
     for state in served:
         if state.eager and not state.graph:
             is_param = " of " not in state.name
-            storage = chosen(config.storage, state.name, state.dtype, is_param=is_param)
+            scalar = not state.shape
+            storage = chosen(
+                config.storage, state.name, state.dtype, is_param=is_param, scalar=scalar
+            )
             states[state.name] = state.planned(storage)
     programs: list[Program] = [c.program for c in latest]
     rewritten = [r for p in programs for r in p.rewritten if r.lowered is not None]
@@ -335,7 +338,7 @@ def _count(modules: list[GraphModule]) -> str:
 def _table(plan: list[StatePlan], engine: dict[str, str]) -> list[str]:
     rows = [("state", "dtype", "recurrence", "verdict", "storage", "keeps", "bytes", "engine")]
     for state in plan:
-        low = state.dtype in LOW_PRECISION
+        low = state.dtype in LOW_PRECISION or state.compensated
         verdict = (
             "compensated" if state.compensated else "plain" if low or not state.refused else ""
         )

@@ -25,18 +25,19 @@ from collage_fx.passes import run_passes, without_collector
 from collage_fx.passes.narrow import Narrow, narrow
 from collage_fx.passes.plan import spare
 from collage_fx.passes.program import (
-    LOW_PRECISION,
     Carried,
     Copies,
     Program,
     StatePlan,
     Unlike,
     graph_of,
+    held_in,
 )
 from collage_fx.passes.sweep import MEMBERS
 from collage_fx.passes.symbolic import keep_symbols
 from collage_fx.runtime.errors import CollageError
 from collage_fx.runtime.residuals import STORE
+from collage_fx.runtime.storage import held_dtypes
 
 
 def compile_graph(
@@ -91,7 +92,8 @@ def _narrowed(session: Any, inputs: Inputs) -> Narrow | None:
     if not settings.multi_tensor or uses_cudagraphs(session.inductor.get("triton.cudagraphs")):
         return None
     least = MEMBERS if settings.multi_tensor == "auto" else 2
-    return narrow(inputs.gm, lambda node: inputs.fact(node, settings), least)
+    dtypes = held_dtypes(settings.storage)
+    return narrow(inputs.gm, lambda node: inputs.fact(node, settings), least, dtypes)
 
 
 class _Compilation:
@@ -126,6 +128,7 @@ class _Compilation:
         self.plan: list[StatePlan] = []
         self.reads: list[int] = []
         self.refused = False
+        self.dtypes = held_dtypes(session.config.storage)
 
     def run(self, example_inputs: Sequence[Any]) -> Code:
         """Compile the graph."""
@@ -152,12 +155,8 @@ class _Compilation:
                     decompositions=table,
                     config_patches=self.session.inductor or None,
                 )
-        states = [
-            (self.locate[s.index], s)
-            for s in self.plan
-            if s.dtype in LOW_PRECISION and s.index in self.locate
-        ]
-        refused = self.refused or any(s.refused and s.dtype in LOW_PRECISION for s in self.plan)
+        states = [(self.locate[s.index], s) for s in self.plan if s.held and s.index in self.locate]
+        refused = self.refused or any(s.refused and s.held for s in self.plan)
         reads = [self.locate[index] for index in self.reads if index in self.locate]
         function = self.members.of(function) if self.members else function
         return Code(function, self.residuals, states, reads, refused)
@@ -190,7 +189,7 @@ class _Compilation:
         self._warn_functional(gm)
         carried = program.residual_inputs
         where = [self.locate[c.index] for c in carried]
-        left = [s.index for s in program.plan if s.dtype in LOW_PRECISION and not s.compensated]
+        left = [s.index for s in program.plan if s.held and not s.compensated]
         others = [self.locate[index] for index in left if index in self.locate]
         self.residuals = Residuals(self.session, carried, where, others, program.plan)
         if program.result is None:
@@ -298,7 +297,7 @@ class _Compilation:
         turned = [i for i, info in enumerate(metadata.input_info) if info.mutates_metadata]
         indices = [*metadata.mutated_inp_runtime_indices, *turned]
         outer = [inputs[i] for i in indices if i < len(inputs)]
-        if any(isinstance(v, Tensor) and v.dtype in LOW_PRECISION for v in outer):
+        if any(isinstance(v, Tensor) and v.dtype in self.dtypes for v in outer):
             self.refused = True
             if self.session.supervisor() is None:
                 self.session.warn_once(
@@ -316,16 +315,17 @@ class _Compilation:
         carried = [
             self.describe(index, node)
             for index, node in enumerate(placeholders)
-            if node in written and node.meta["val"].dtype in LOW_PRECISION
+            if node in written and node.meta["val"].dtype in self.dtypes
         ]
         spare(carried, self.session.config.states)
-        names = [c.name for c in carried if not c.spared]
+        choice = self.session.config.storage
+        names = [c.name for c in carried if not c.spared and held_in(c, choice)]
         if names:
             self.refused = True
             if self.session.supervisor() is not None:
                 return  # the eager engine does what this graph does
             self.session.warn_once(
-                f"a graph that updates 16-bit tensors ({', '.join(names)}) is part of a "
+                f"a graph that updates states ({', '.join(names)}) is part of a "
                 "differentiated computation, and runs without compensation; compile the update by "
                 "itself, under torch.no_grad()"
             )
@@ -334,13 +334,13 @@ class _Compilation:
         """Say that a function that returns its new states is not seen to carry them."""
         if not self.session.named or self.session.optimizer() is not None:
             return
-        if any(s.dtype in LOW_PRECISION for s in self.plan):
+        if any(s.held for s in self.plan):
             return
         inputs = [n.meta.get("val") for n in gm.graph.find_nodes(op="placeholder")]
         results = [n.meta.get("val") for n in gm.graph.output_node().all_input_nodes]
         alike = [(v.shape, v.dtype) for v in inputs if isinstance(v, Tensor)]
         if any(
-            isinstance(r, Tensor) and r.dtype in LOW_PRECISION and (r.shape, r.dtype) in alike
+            isinstance(r, Tensor) and r.dtype in self.dtypes and (r.shape, r.dtype) in alike
             for r in results
         ):
             self.session.warn_once(

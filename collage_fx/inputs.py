@@ -26,9 +26,8 @@ from collage_fx.ownership import (
     source_name,
 )
 from collage_fx.passes.plan import is_named
-from collage_fx.passes.program import LOW_PRECISION, Carried, Owner, Settings
+from collage_fx.passes.program import Carried, Owner, Settings, held_in
 from collage_fx.runtime.residuals import STORE
-from collage_fx.runtime.storage import chosen
 
 
 class Part(NamedTuple):
@@ -131,10 +130,7 @@ class Inputs:
         if type(self.tensor(source)) not in (Tensor, Parameter):
             return None
         c = self.describe(0, source, val, str(source))
-        storage = ""
-        if val.dtype in LOW_PRECISION:
-            is_param = c.owner == "param"
-            storage = chosen(settings.storage, c.name, val.dtype, is_param=is_param)
+        storage = held_in(c, settings.storage)
         return c.owner, c.owned, c.static, c.pinned, storage, is_named(c, settings.states)
 
     def label(self, source: Source | None) -> str:

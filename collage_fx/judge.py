@@ -12,11 +12,11 @@ from collage_fx.ownership import Owned
 from collage_fx.passes.criticality import critical
 from collage_fx.passes.forms import FREE, Form
 from collage_fx.passes.plan import verdict
-from collage_fx.passes.program import Carried, Recurrence
+from collage_fx.passes.program import LOW_PRECISION, Carried, Recurrence, held_in
 from collage_fx.passes.recurrence import recurrence_of
 from collage_fx.passes.system import joint_recurrences
 from collage_fx.runtime.residuals import STORE
-from collage_fx.runtime.storage import check_held, chosen, refusal
+from collage_fx.runtime.storage import FINEST, check_held, refusal
 from collage_fx.shadows import Shadow, Shadows
 
 TRIED = 2
@@ -79,11 +79,29 @@ class Judge:
 
         Raises StorageError for a parameter that it cannot hold. Another state may not need it.
         """
-        is_param = owned.owner == "param"
-        storage = chosen(self.config.storage, owned.name, owned.tensor.dtype, is_param=is_param)
-        if is_param:
+        storage = self.held_in(owned)
+        if owned.owner == "param":
             check_held(owned.tensor.dtype, storage, owned.name)
         return storage
+
+    def held(self, owned: Owned) -> bool:
+        """Tell whether a state may be compensated; warn of one that was and is not any more."""
+        tensor = owned.tensor
+        if tensor.dtype in LOW_PRECISION or tensor.dtype not in FINEST:
+            return tensor.dtype in LOW_PRECISION
+        held = bool(self.held_in(owned))
+        if not held and STORE.get(tensor) is not None:
+            STORE.drop(tensor)
+            self.warn(
+                f"the residual of {owned.name} is dropped: this step leaves states of "
+                f"{tensor.dtype} as they are; compile it with storage={FINEST[tensor.dtype]!r}"
+            )
+        return held
+
+    def held_in(self, owned: Owned) -> str:
+        """Return the storage for a state, if it can hold it or not; empty to leave it alone."""
+        carried = Carried(-1, owned.name, owned.owner, False, owned.tensor)
+        return held_in(carried, self.config.storage)
 
     def judge_made(self, owned: Owned, write: Write, made: Shadow) -> None:
         """Decide whether a state that the step has made keeps the low word it was made with.

@@ -47,7 +47,7 @@ def load_master_weights(
         weights = _in_order(targets, model_or_optimizer, weights)
     _check(targets, weights)
     targets = {name: shard_of(tensor) for name, tensor in targets.items()}
-    plan = {n: storage or _storage_for(t) for n, t in targets.items() if t.dtype in LOW_PRECISION}
+    plan = {n: s for n, t in targets.items() if (s := _storage_for(t, storage))}
     for name, chosen in plan.items():
         check_held(targets[name].dtype, chosen, name)
     with torch.no_grad():
@@ -84,9 +84,10 @@ def master_state_dict(
     for name, tensor in _tensors(model).items():
         shard = shard_of(tensor)
         residual = _residual(shard)
-        low = tensor.dtype in LOW_PRECISION and isinstance(tensor, nn.Parameter)
+        low = tensor.dtype in LOW_PRECISION or residual is not None
         whole = shard.detach() if residual is None else residual.whole(shard)
-        whole = whole.to(dtype if low else tensor.dtype, copy=True)
+        held = low and isinstance(tensor, nn.Parameter)
+        whole = whole.to(dtype if held else tensor.dtype, copy=True)
         result[name] = sharded_like(whole, tensor)
     return result
 
@@ -123,10 +124,20 @@ def _residual(tensor: Tensor) -> Residual | None:
     return residual
 
 
-def _storage_for(tensor: Tensor) -> str:
-    """Return the storage that a tensor has, or the one that keeps most of it."""
+def _storage_for(tensor: Tensor, wanted: str | None) -> str:
+    """Return the storage for the values of a tensor; empty if it is only to be copied to.
+
+    That is the wanted one, or the one that it has, or the one that keeps most of it; an fp32 tensor
+    that has none gets one only if it is wanted.
+    """
+    if tensor.dtype in LOW_PRECISION:
+        residual = STORE.get(tensor)
+        return wanted or (FINEST[tensor.dtype] if residual is None else residual.storage)
+    fits = wanted is not None and tensor.dtype in STORAGES[wanted].residuals
+    if fits and isinstance(tensor, nn.Parameter):
+        return str(wanted)
     residual = STORE.get(tensor)
-    return FINEST[tensor.dtype] if residual is None else residual.storage
+    return "" if residual is None else residual.storage
 
 
 def _tensors(model_or_optimizer: nn.Module | Optimizer) -> dict[str, Tensor]:

@@ -15,7 +15,15 @@ from collage_fx.passes.program import LOW_PRECISION, Settings
 from collage_fx.runtime.eft import WIDER
 from collage_fx.runtime.residuals import STORE, next_draw, version
 from collage_fx.runtime.stochastic import Seeds
-from collage_fx.runtime.storage import FINEST, STORAGES, Choice, Storage, layout_of, whole
+from collage_fx.runtime.storage import (
+    FINEST,
+    STORAGES,
+    Choice,
+    Storage,
+    held_dtypes,
+    layout_of,
+    whole,
+)
 from collage_fx.shadows import Shadow, Shadows, has_memory
 
 aten = torch.ops.aten
@@ -101,8 +109,9 @@ class Operands:
         self.seed = seed
         # By chance only once, where a state is stored.
         choice = "the finest" if self.by_chance else settings.storage
-        self.storages = {d: _working(choice, d) for d in LOW_PRECISION}
-        """dtype -> how results on the way are kept; None if the states' storage has no such."""
+        self.storages = {d: _working(choice, d) for d in held_dtypes(settings.storage)}
+        """dtype that states may be compensated in -> how results on the way are kept; None if the
+        states' storage has no such."""
 
     def split(
         self, x: Tensor, storage: Storage | None, dtype: torch.dtype, write: Write | None = None
@@ -113,6 +122,7 @@ class Operands:
         """
         if storage is None or dtype not in storage.residuals:
             return x.to(dtype), None
+        x = x.to(WIDER[dtype])
         if self.by_chance and write is not None and storage.split_by_chance is not None:
             residual = STORE.get(write.tensor)
             draw = next_draw([residual] if residual is not None else [])
@@ -149,7 +159,7 @@ class Operands:
         shape = torch.broadcast_shapes(*(t.shape for t in tensors))
         out = torch.empty(shape, dtype=dtype, device="meta")
         made: dict[int, Traced] = {}
-        operands = tree_map(lambda a: self.operand(a, made), (args, kwargs))
+        operands = tree_map(lambda a: self.operand(a, made, dtype), (args, kwargs))
         storage = self.storages[dtype]
         operation = Operation(dtype, self.arithmetic, storage.name if storage else "mcf2")
         result = operation.run(Call(op, *operands), out)
@@ -184,15 +194,21 @@ class Operands:
 
         return tree_map(narrowed, results)
 
-    def operand(self, x: Any, made: dict[int, Traced]) -> Any:
-        """Return what stands for x, the same for the same tensor."""
+    def operand(self, x: Any, made: dict[int, Traced], dtype: torch.dtype | None = None) -> Any:
+        """Return what stands for x, the same for the same tensor.
+
+        An expansion is one beside results of its own dtype, and its wide value beside others.
+        """
         if not isinstance(x, Tensor):
             return x
         if id(x) not in made:
             shadow = self.shadows.find(x)
             lows = shadow.low(x) if shadow else None
             dense = x.to_dense() if x.is_sparse else x
-            hi, lows = self.kept(dense, lows, self.storages.get(x.dtype))
+            if lows is not None and dtype not in (None, x.dtype):
+                hi, lows = whole(dense, lows), None
+            else:
+                hi, lows = self.kept(dense, lows, self.storages.get(x.dtype))
             made[id(x)] = expansion_of(hi, lows, dict(shadow.forms) if shadow else None)
         return made[id(x)]
 
@@ -209,13 +225,16 @@ class Operands:
             return torch.zeros_like(hi, dtype=storage.residuals[x.dtype][i - 1])
         return lows[i - 1]
 
-    def joined(self, x: Any) -> Any:
-        """Return the value of x with its low word, in the wide dtype; x itself if it has none."""
+    def joined(self, x: Any, widest: int = 8) -> Any:
+        """Return the value of x with its low word, in the wide dtype; x itself if it has none.
+
+        Also x itself where that dtype has more than `widest` bytes, and no result would have it.
+        """
         if isinstance(x, list | tuple):
-            return type(x)(self.joined(a) for a in x)
+            return type(x)(self.joined(a, widest) for a in x)
         shadow = self.shadows.find(x) if isinstance(x, Tensor) else None
         lows = shadow.low(x) if shadow else None
-        return x if lows is None else whole(x, lows)
+        return x if lows is None or WIDER[x.dtype].itemsize > widest else whole(x, lows)
 
     def forms(self, op: Any, tensors: list[Tensor], args: Any, kwargs: Any) -> Forms:
         """Return how the result of a plain operation depends on the states that are followed."""
@@ -249,13 +268,14 @@ class Operands:
         """Tell whether a result of this dtype has the value of an expansion in it, being wide."""
         if dtype in LOW_PRECISION:
             return False
-        shadows = (self.shadows.find(t) for t in operands)
-        return any(s is not None and (s.whole or s.lows is not None) for s in shadows)
+        shadows = filter(None, map(self.shadows.find, operands))
+        return any(s.whole or (s.lows is not None and s.dtype != dtype) for s in shadows)
 
     def narrows(self, x: Tensor, kwargs: dict[str, Any]) -> bool:
         """Tell whether x, to be converted, is a wide tensor that carries some of a state."""
-        wide = x.dtype not in LOW_PRECISION and self.shadows.find(x) is not None
-        return wide and kwargs.get("dtype") in LOW_PRECISION
+        to = kwargs.get("dtype")
+        wide = to in self.storages and x.dtype not in LOW_PRECISION and x.dtype != to
+        return wide and self.shadows.find(x) is not None
 
     def narrowed(self, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """Convert such an x as kwargs say, with what the rounding takes away as its low word."""
@@ -270,8 +290,13 @@ class Operands:
         return hi
 
     def widened(self, x: Any, wide: dict[int, Tensor]) -> Any:
-        """Return x, if it is of 16 bits, in the wide dtype and in memory of its own."""
-        if not isinstance(x, Tensor) or x.dtype not in LOW_PRECISION:
+        """Return x, if states may be of its dtype, in the wide dtype and in memory of its own.
+
+        A number in fp32 stays as it is: the step count of a fused kernel has to be one.
+        """
+        if not isinstance(x, Tensor) or x.dtype not in self.storages:
+            return x
+        if x.dtype not in LOW_PRECISION and not x.dim() and not self.expanded([x]):
             return x
         if id(x) not in wide:
             joined = self.joined(x)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.optim import Optimizer
 
-from collage_fx.passes.program import LOW_PRECISION, Owner
+from collage_fx.passes.program import Owner
 from collage_fx.runtime.shards import shard_of
 from collage_fx.shadows import has_memory, overlapping
 
@@ -86,13 +86,15 @@ def held_tensors(optimizer: Optimizer) -> Iterator[Owned]:
                 yield Owned(shard_of(tensor), n, -1, path, f"{path} of {type(one).__name__}")
 
 
-def low_precision(found: Iterable[Owned], warn: Callable[[str], None]) -> list[Owned]:
-    """Return the states of 16 bits, each piece of memory once, and warn of those that overlap."""
+def compensable(
+    found: Iterable[Owned], held: Callable[[Owned], bool], warn: Callable[[str], None]
+) -> list[Owned]:
+    """Return the states that `held` picks, each piece of memory once; warn of overlapping ones."""
     seen: set[Any] = set()
     low = []
     for owned in found:
         tensor = owned.tensor
-        if tensor.dtype in LOW_PRECISION and has_memory(tensor):
+        if has_memory(tensor) and held(owned):
             where = tensor.data_ptr(), tensor.shape, tensor.stride()
             if id(tensor) not in seen and (where not in seen or not tensor.numel()):
                 seen.update((id(tensor), where))

@@ -15,11 +15,11 @@ from collage_fx.eager import Engine
 from collage_fx.errors import UnsupportedError
 from collage_fx.fallback import Failures
 from collage_fx.judge import TRIED, Judge, place_of
-from collage_fx.operands import Write
-from collage_fx.ownership import Owned, low_precision
+from collage_fx.operands import Write, tensors_of
+from collage_fx.ownership import Owned, compensable
 from collage_fx.passes.expand import WAY_OUT
 from collage_fx.passes.forms import Form
-from collage_fx.passes.program import LOW_PRECISION, StatePlan
+from collage_fx.passes.program import StatePlan
 from collage_fx.report import Served
 from collage_fx.runtime.residuals import STORE, clear_stale, version, zeros
 
@@ -149,8 +149,8 @@ class Supervisor:
             shadow.forms = {write: Form(1)}
 
     def _low(self) -> list[Owned]:
-        """Return the states of 16 bits."""
-        return low_precision(self.owned(), self.warn)
+        """Return the states that may be compensated."""
+        return compensable(self.owned(), self.judge.held, self.warn)
 
     def _know(self, owned: Owned) -> None:
         tensor = owned.tensor
@@ -262,9 +262,8 @@ class Supervisor:
 
     def _results(self, results: Any) -> None:
         """Note what a graph returned: states that are put in the place of others, maybe."""
-        for tensor in results if isinstance(results, list | tuple) else ():
-            if isinstance(tensor, Tensor) and tensor.dtype in LOW_PRECISION:
-                self.returned.add(id(tensor))
+        tensors = (t for t in tensors_of(results) if t.dtype in self.engine.operands.storages)
+        self.returned.update(map(id, tensors))
 
     def _account(self, written: list[tuple[Tensor, StatePlan]]) -> None:
         for tensor, plan in written:
@@ -344,7 +343,8 @@ class Supervisor:
     def _say_if_nothing_was_needed(self) -> None:
         floating = {o.tensor.dtype for o in self.owned() if o.tensor.is_floating_point()}
         written = [s for s in self.served.values() if s.steps]
-        if (floating - set(LOW_PRECISION) or written) and not any(s.compensated for s in written):
+        other = floating - set(self.engine.operands.storages)
+        if (other or written) and not any(s.compensated for s in written):
             dtypes = ", ".join(sorted(str(d).removeprefix("torch.") for d in floating))
             self.warn(
                 f"nothing needed compensation: the states of this step are {dtypes}, and none of "

@@ -61,9 +61,9 @@ class Writer:
 
     def _joined_unless(self, dest: Tensor) -> Callable[[Any], Any]:
         """Return what gives operands their low words where dest is wide enough to hold them."""
-        if dest.dtype in LOW_PRECISION and self._holds(dest):
+        if self._holds(dest):
             return lambda x: x
-        return self.operands.joined
+        return lambda x: self.operands.joined(x, dest.itemsize)
 
     def _holds(self, dest: Tensor) -> bool:
         """Tell whether dest can have low words."""
@@ -112,7 +112,8 @@ class Writer:
         storage, write = self._home(dest, shadow)
         if lows is not None and source.dtype != dest.dtype:
             source, lows = join_whole(source, lows), None
-        if held and source.is_floating_point() and source.dtype not in LOW_PRECISION:
+        wider = source.dtype != dest.dtype and source.dtype not in LOW_PRECISION
+        if held and source.is_floating_point() and wider:
             source, lows = self.operands.split(source, storage, dest.dtype, write)
         else:
             source, lows = self.operands.kept(source, lows, storage, write)

@@ -12,6 +12,7 @@ from collage_fx.passes.program import (
     mutations,
     value_of,
 )
+from collage_fx.runtime.eft import FP8
 
 aten = torch.ops.aten
 
@@ -52,5 +53,6 @@ def _refusal(placeholder: Node, carried: Carried) -> str:
     if dtype.is_complex:
         return f"{dtype} has no storage for residuals; it is updated as it stands"
     if dtype.is_floating_point and dtype.itemsize == 1:
-        return f"{dtype} has no storage for residuals yet; keep this state in bfloat16"
+        known = ", ".join(str(d).removeprefix("torch.") for d in FP8)
+        return f"{dtype} has no storage for residuals; of 8 bits there are {known}"
     return ""

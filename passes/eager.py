@@ -18,6 +18,7 @@ from collage_fx.passes.rules import RULES
 from collage_fx.passes.rules.builder import RuleBuilder
 from collage_fx.passes.rules.joined import join_op_split
 from collage_fx.passes.rules.registry import Expanded
+from collage_fx.runtime.storage import transforms
 
 Forms = dict[Any, Form]
 """Carried state -> how a value depends on it."""
@@ -71,7 +72,7 @@ class Operation(RuleBuilder):
     def __init__(self, dtype: torch.dtype, arithmetic: Arithmetic, storage: str = "mcf2") -> None:
         self.dtype = dtype
         self.storage = storage
-        self.wide = arithmetic == "wide" or storage != "mcf2"
+        self.wide = arithmetic == "wide" or not transforms(dtype, storage)
         self.env: Any = _Environment()
         self.without_rule: list[str] = []
         """Operations that ran as join - op - split, for want of a rule."""

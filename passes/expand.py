@@ -21,6 +21,7 @@ from collage_fx.passes.rules.registry import Call, Decayed, Expanded, Pair
 from collage_fx.runtime.eft import WIDER
 from collage_fx.runtime.errors import RuleError, UnsupportedError
 from collage_fx.runtime.ops import JOIN, SPLIT, SPLIT_BY_CHANCE
+from collage_fx.runtime.storage import transforms
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -50,10 +51,11 @@ def expand(program: Program) -> None:
     Arithmetic `wide`: compensated states are joined, everything is computed in fp32 without
     rounding in between, and new values are split (or rounded, where the state is plain) at the end,
     with `stochastic_rounding` by chance.
-    So are slices with another storage than mcf2, for which there are no transformations.
+    So are slices with another storage than mcf2, or an fp8 state in it, for which there are no
+    transformations. Slices with an fp32 state that is compensated are computed in float64.
     """
     for rewritten in program.rewritten:
-        wide = program.settings.arithmetic == "wide" or set(rewritten.storages) != {"mcf2"}
+        wide = program.settings.arithmetic == "wide" or not _transforms(rewritten)
         if not wide and _has_side_way(rewritten):
             rewritten.joined.append("a slice in which a state enters its own update twice")
             wide = True
@@ -61,6 +63,12 @@ def expand(program: Program) -> None:
             rewritten.seeded = any(s in SPLIT_BY_CHANCE for s in rewritten.storages)
         expander = _Wide(rewritten) if wide else Eft(rewritten, program.settings)
         rewritten.expanded = expander.run()
+
+
+def _transforms(rewritten: Rewritten) -> bool:
+    """Tell whether there are error-free transformations for all states that are compensated."""
+    kept = zip(rewritten.compensated, rewritten.storages, strict=True)
+    return all(transforms(rewritten.model.states[i][0].val.dtype, s) for i, s in kept)
 
 
 def _has_side_way(rewritten: Rewritten) -> bool:
@@ -249,7 +257,18 @@ def _line_of(trace: str) -> str:
 
 
 class _Wide(_Expander):
-    """Everything in fp32, split or rounded once at the end."""
+    """Everything in fp32, or float64 for states of fp32; split or rounded once at the end."""
+
+    def __init__(self, rewritten: Rewritten) -> None:
+        super().__init__(rewritten)
+        states = (self.part.states[i][0] for i in rewritten.compensated)
+        self.double = any(WIDER[state.val.dtype] == torch.float64 for state in states)
+
+    def _wide(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which values of a dtype are computed."""
+        if self.double and dtype.is_floating_point:
+            return torch.float64
+        return WIDER[dtype] if dtype in LOW_PRECISION else dtype
 
     def run(self) -> GraphModule:
         """Return the expanded graph."""
@@ -260,9 +279,8 @@ class _Wide(_Expander):
             dtype = new.meta["dtype"]
             if node in residuals:
                 join = JOIN[storages[node]]
-                self.env[node] = self.op(join, new, *residuals[node], dtype=WIDER[dtype])
-            elif dtype in LOW_PRECISION:
-                self.env[node] = self.convert(new, WIDER[dtype])
+                new = self.op(join, new, *residuals[node], dtype=WIDER[dtype])
+            self.env[node] = self.convert(new, self._wide(dtype))
         seed = None
         if self.rewritten.seeded:
             seed = self.graph.placeholder("seed")
@@ -276,9 +294,10 @@ class _Wide(_Expander):
         dtype = value_of(node).dtype
         if node.target in (_CONVERT, aten._to_copy.default) and dtype.is_floating_point:
             x: Node = self.env[node.args[0]]  # type: ignore[index]
-            if dtype in LOW_PRECISION or x.meta["dtype"] == dtype:
+            if x.meta["dtype"].is_floating_point and self._wide(dtype) != dtype:
                 return x
-        wide = WIDER[dtype] if dtype in LOW_PRECISION else dtype
+            return self.convert(x, self._wide(dtype))
+        wide = self._wide(dtype)
         if node.target in (aten.lerp.Scalar, aten.lerp.Tensor):
             operands: Any = torch.fx.node.map_arg(node.args, lambda n: self.env[n])
             return lerp(self, operands[0], operands[1], operands[2], wide)
@@ -292,8 +311,9 @@ class _Wide(_Expander):
             dtype = value_of(new).dtype
             dtypes = (dtype, *self.rewritten.residuals(i))
             storage = self.rewritten.storage_of(i)
+            value = self.convert(self.env[new], WIDER[dtype])
             by_chance = SPLIT_BY_CHANCE.get(storage) if seed is not None else None
-            args = (self.env[new], dtype, *((seed,) if by_chance else ()))
+            args = (value, dtype, *((seed,) if by_chance else ()))
             whole[new] = self.several(by_chance or SPLIT[storage], *args, dtypes=dtypes)
         outputs = [
             whole[n][0] if n in whole else self.convert(self.env[n], value_of(n).dtype)

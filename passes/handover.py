@@ -13,6 +13,7 @@ from collage_fx.passes.program import (
     Carried,
     Program,
     graph_of,
+    held_in,
     is_tensor,
     mutations,
     value_of,
@@ -20,6 +21,7 @@ from collage_fx.passes.program import (
 from collage_fx.passes.recurrence import recurrence_of
 from collage_fx.passes.rules.structural import STRUCTURE
 from collage_fx.passes.spine import walk
+from collage_fx.runtime.storage import held_dtypes
 
 aten = torch.ops.aten
 
@@ -51,18 +53,19 @@ def handover(program: Program) -> None:
 
 
 def _states(program: Program) -> dict[Node, Carried]:
-    """Return the 16-bit states among the inputs that have a residual, or may have one."""
+    """Return the states among the inputs that have a residual, or may have one."""
     compensated = {s.index for s in program.plan if s.compensated}
     written = {c.index for c in program.carried}
+    held = held_dtypes(program.settings.storage)
     found = {}
     for index, node in enumerate(graph_of(program.canonical).graph.find_nodes(op="placeholder")):
-        if not is_tensor(node) or value_of(node).dtype not in LOW_PRECISION:
+        if not is_tensor(node) or value_of(node).dtype not in held:
             continue
         if index in compensated:
             found[node] = next(c for c in program.carried if c.index == index)
         elif index not in written and node.users:
             carried = program.describe(index, node)
-            if carried.owner in ("param", "state"):
+            if carried.owner in ("param", "state") and held_in(carried, program.settings.storage):
                 found[node] = carried
     return found
 

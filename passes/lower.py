@@ -1,5 +1,6 @@
 """Pass 7: replace collage:: operations by their arithmetic and make every rounding explicit."""
 
+import math
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from collage_fx.passes.program import LOW_PRECISION, Program, graph_of
 from collage_fx.runtime.eft import WIDER
 from collage_fx.runtime.ops import collage
+from collage_fx.runtime.storage import LAST
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -34,6 +36,15 @@ _EXACT = {
     aten.clone.default,
     aten.alias.default,
 }
+
+
+_BEYOND = {
+    dtype: factor
+    for dtype, factor in ((torch.float8_e4m3fn, math.nan), (torch.float8_e5m2, math.inf))
+    if not math.isfinite(torch.tensor(1e6).to(dtype).item())
+}
+"""dtype -> what numbers beyond its largest are multiplied by to become what they are in it; none
+where PyTorch has the largest in their place, as for e4m3fn in 2.13."""
 
 
 def lower(program: Program) -> None:
@@ -136,13 +147,30 @@ class _Rounding:
             return x
         if x.meta["dtype"] != WIDER[to]:
             x = self._op(_CONVERT, x, WIDER[to], dtype=WIDER[to])
-        return self._op(collage.round.default, x, to, dtype=x.meta["dtype"])
+        return self._rounded(x, to)
+
+    def _rounded(self, x: Node, to: torch.dtype) -> Node:
+        """Return x rounded to a dtype, what is beyond fp8 as eager PyTorch does.
+
+        A GPU makes the largest number of that.
+        """
+        wide = x.meta["dtype"]
+        rounded = self._op(collage.round.default, x, to, dtype=wide)
+        if to not in _BEYOND:
+            return rounded
+        size = self._op(aten.abs.default, x, dtype=wide)
+        inside = self._op(aten.le.Scalar, size, LAST[to], dtype=torch.bool)
+        beyond = self._op(aten.mul.Tensor, x, _BEYOND[to], dtype=wide)
+        return self._op(aten.where.self, inside, rounded, beyond, dtype=wide)
 
     def _operation(self, node: Node) -> Node:
         dtype = _dtype(node)
         wide = WIDER[dtype] if dtype in LOW_PRECISION else dtype
 
-        compute = wide if wide.is_floating_point else torch.float32  # of a comparison
+        compute = wide
+        if not wide.is_floating_point:  # a comparison
+            double = {_dtype(a) for a in node.all_input_nodes} == {torch.float64}
+            compute = torch.float64 if double else torch.float32
 
         def operand(n: Node) -> Any:
             x = self._carrier(n)
@@ -158,7 +186,7 @@ class _Rounding:
             target = _WHERE[numbers]
         new = self._op(target, *args, dtype=wide, **kwargs)
         if dtype in LOW_PRECISION and node.target not in _EXACT:
-            return self._op(collage.round.default, new, dtype, dtype=wide)
+            return self._rounded(new, dtype)
         return new
 
 

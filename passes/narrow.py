@@ -8,7 +8,7 @@ whether it is, `emit` finds out from the member that stayed, and raises Unlike i
 """
 
 import operator
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
-from collage_fx.passes.program import LOW_PRECISION
 from collage_fx.passes.scan import Atom, Part, Scan, UnknownOperation
+from collage_fx.runtime.eft import LOW_PRECISION
 
 Fact = Callable[[Node], Hashable | None]
 
@@ -51,7 +51,9 @@ class Narrow:
     groups: list[Group]
 
 
-def narrow(gm: GraphModule, fact: Fact, least: int) -> Narrow | None:
+def narrow(
+    gm: GraphModule, fact: Fact, least: int, dtypes: Collection[torch.dtype] = LOW_PRECISION
+) -> Narrow | None:
     """Return the graph of one member of each class, or None if no class can do with that.
 
     A member is what is connected by tensors that only it uses. Members of a group agree in
@@ -63,6 +65,7 @@ def narrow(gm: GraphModule, fact: Fact, least: int) -> Narrow | None:
         gm: a graph of Dynamo's.
         fact: what else members have to agree in for an input; None if it is to be left alone.
         least: of how many members a class consists at least.
+        dtypes: those of states that may be compensated; others need no narrow graph.
     """
     try:
         found = Scan(gm)
@@ -70,7 +73,7 @@ def narrow(gm: GraphModule, fact: Fact, least: int) -> Narrow | None:
         return None
     classes: dict[Hashable, dict[Hashable, list[Part]]] = {}
     for part in found.parts():
-        layout = _layout(part)
+        layout = _layout(part, dtypes)
         key = _key(part, found, fact) if layout is not None else None
         if key is not None:
             classes.setdefault(key, {}).setdefault(layout, []).append(part)
@@ -79,7 +82,7 @@ def narrow(gm: GraphModule, fact: Fact, least: int) -> Narrow | None:
     return _without(found, groups) if groups else None
 
 
-def _layout(part: Part) -> Hashable | None:
+def _layout(part: Part, dtypes: Collection[torch.dtype]) -> Hashable | None:
     """Return what layouts of members must have in common, None for one that cannot leave."""
     if any(a.odd for a in part.atoms) or any(x.odd for x in part.inputs):
         return None
@@ -99,7 +102,7 @@ def _layout(part: Part) -> Hashable | None:
             return None
         if not _full(atom) and any(_full(x) for x in atom.operands):
             return None  # a reduction
-    low = any(x.bound and _full(x) and _dtype(x) in LOW_PRECISION for x in part.inputs)
+    low = any(x.bound and _full(x) and _dtype(x) in dtypes for x in part.inputs)
     return tuple(n == 1 for n in shape) if low else None
 
 

@@ -4,12 +4,12 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
+import torch
 from torch.fx import Node
 
 from collage_fx.passes.criticality import critical
 from collage_fx.passes.forms import is_number
 from collage_fx.passes.program import (
-    LOW_PRECISION,
     Carried,
     Level,
     Program,
@@ -18,11 +18,12 @@ from collage_fx.passes.program import (
     Slice,
     StateClass,
     StatePlan,
+    held_in,
     value_of,
 )
 from collage_fx.passes.sweep import flat
 from collage_fx.runtime.errors import StorageError
-from collage_fx.runtime.storage import STORAGES, Choice, check_held, chosen
+from collage_fx.runtime.storage import STORAGES, Choice, check_held
 
 Verdict: TypeAlias = tuple[bool, str, str]
 """Whether a state is compensated, the reason, and the text of its recurrence."""
@@ -153,9 +154,8 @@ def _by_compensated(
 
 def storage_of(carried: Carried, choice: Choice) -> str:
     """Return the storage for a carried state; raises StorageError if it cannot hold the state."""
-    dtype, is_param = carried.val.dtype, carried.owner == "param"
-    storage = chosen(choice, carried.name, dtype, is_param=is_param)
-    check_held(dtype, storage, carried.name)
+    storage = held_in(carried, choice)
+    check_held(carried.val.dtype, storage, carried.name)
     return storage
 
 
@@ -205,9 +205,10 @@ def _light(carried: Carried, found: Recurrence, has_param: bool) -> tuple[bool, 
 
 
 def _entry(carried: Carried, verdict: Verdict | None, program: Program) -> StatePlan:
-    compensated, reason, text = verdict or (False, carried.refusal or _outside(carried), "")
+    held = bool(held_in(carried, program.settings.storage))
+    outside = carried.refusal or _outside(carried, held=held)
+    compensated, reason, text = verdict or (False, outside, "")
     storage = storage_of(carried, program.settings.storage) if compensated else ""
-    low = carried.val.dtype in LOW_PRECISION or carried.val.dtype.is_complex
     return StatePlan(
         name=carried.name,
         dtype=carried.val.dtype,
@@ -217,9 +218,15 @@ def _entry(carried: Carried, verdict: Verdict | None, program: Program) -> State
         reason=reason,
         storage=storage,
         residual_bytes=STORAGES[storage].residual_bytes(carried.val) if storage else 0,
-        refused=bool(carried.refusal) and low,
+        refused=bool(carried.refusal) and (held or _unknown(carried.val.dtype)),
         index=carried.index,
+        held=held,
     )
+
+
+def _unknown(dtype: torch.dtype) -> bool:
+    """Tell whether there is no storage for a dtype in which updates may be lost."""
+    return dtype.is_complex or (dtype.is_floating_point and dtype.itemsize == 1)
 
 
 def _of_other(entry: StatePlan, other: Carried) -> StatePlan:
@@ -235,7 +242,7 @@ def _of_other(entry: StatePlan, other: Carried) -> StatePlan:
     )
 
 
-def _outside(carried: Carried) -> str:
-    if carried.val.dtype in LOW_PRECISION:
+def _outside(carried: Carried, *, held: bool) -> str:
+    if held:
         return carried.spared or "overwritten: nothing accumulates"
     return f"{str(carried.val.dtype).removeprefix('torch.')}: updated as it stands"

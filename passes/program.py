@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from collage_fx.runtime.eft import LOW_PRECISION as LOW_PRECISION
 from collage_fx.runtime.errors import CollageError
-from collage_fx.runtime.storage import STORAGES, Choice
+from collage_fx.runtime.storage import STORAGES, Choice, chosen
 
 Level = Literal["light", "plus", "auto", "all"]
 Arithmetic = Literal["eft", "wide"]
@@ -137,6 +138,8 @@ class StatePlan:
     refused: bool = False
     index: int = -1
     """Position of its placeholder among the inputs of the graph."""
+    held: bool = True
+    """Whether it may be compensated, by its dtype and the storage that was asked for."""
 
     @property
     def replaced(self) -> bool:
@@ -258,7 +261,10 @@ class Program:
         }
 
 
-LOW_PRECISION = (torch.bfloat16, torch.float16)
+def held_in(carried: Carried, choice: Choice) -> str:
+    """Return the storage for a state, which may not be able to hold it; empty to leave it alone."""
+    is_param, scalar = carried.owner == "param", carried.val.dim() == 0
+    return chosen(choice, carried.name, carried.val.dtype, is_param=is_param, scalar=scalar)
 
 
 def graph_of(module: GraphModule | None) -> GraphModule:

@@ -12,6 +12,7 @@ from collage_fx.passes.program import (
     Slice,
     StateClass,
     graph_of,
+    held_in,
     is_tensor,
     mutations,
     value_of,
@@ -25,11 +26,11 @@ _CONVERSIONS = {prims.convert_element_type.default, aten._to_copy.default, aten.
 def slice_(program: Program) -> None:
     """Find the slices and their classes.
 
-    A slice is a connected component of elementwise nodes of one shape that holds a carried state of
-    low precision. What is computed from 0-d values only (step counts, bias corrections, a tensor
-    learning rate), what reduces, multiplies matrices or changes shape is in no slice: slices take
-    its results as inputs. Slices that agree in operations, constants, dtypes and the roles of their
-    inputs form a class. The graph does not change.
+    A slice is a connected component of elementwise nodes of one shape that holds a carried state
+    which may be compensated. What is computed from 0-d values only (step counts, bias corrections,
+    a tensor learning rate), what reduces, multiplies matrices or changes shape is in no slice:
+    slices take its results as inputs. Slices that agree in operations, constants, dtypes and the
+    roles of their inputs form a class. The graph does not change.
     """
     nodes = list(graph_of(program.canonical).graph.nodes)
     placeholders = [n for n in nodes if n.op == "placeholder"]
@@ -37,7 +38,7 @@ def slice_(program: Program) -> None:
     states = {
         placeholders[c.index]: c
         for c in program.carried
-        if not c.refusal and c.val.dtype in LOW_PRECISION
+        if not c.refusal and held_in(c, program.settings.storage)
     }
     groups = _components(nodes, states, new_value)
     where = {node: group for group in groups for node in group}

@@ -9,9 +9,12 @@ intermediates wider destroys an EFT, and `passes/lower.py` is what prevents that
 import torch
 from torch import Tensor
 
+FP8 = {torch.float8_e4m3fn: 4, torch.float8_e5m2: 3}
+"""fp8 dtype -> its precision p. There is no arithmetic in them, only conversions."""
+LOW_PRECISION = (torch.bfloat16, torch.float16, *FP8)
+"""dtypes of states that PyTorch computes with in fp32, and then rounds."""
 WIDER = {
-    torch.bfloat16: torch.float32,
-    torch.float16: torch.float32,
+    **dict.fromkeys(LOW_PRECISION, torch.float32),
     torch.float32: torch.float64,
 }
 """dtype -> a dtype that holds any product of two values of it exactly (2p bits are enough)."""

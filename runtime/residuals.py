@@ -10,11 +10,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-from collage_fx.runtime.eft import WIDER
+from collage_fx.runtime.eft import FP8, WIDER
 from collage_fx.runtime.errors import CollageWarning, ResidualError
 from collage_fx.runtime.storage import STORAGES, check_held, layout_of, refusal
 
 _CHUNK = 1 << 22
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+"""Bytes -> a dtype."""
 
 
 def checksum(tensor: Tensor) -> Tensor:
@@ -22,7 +24,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
     It tells whether a residual from a checkpoint belongs to the values it is loaded beside.
     """
-    words = tensor.detach().reshape(-1).view(torch.int16)
+    words = tensor.detach().reshape(-1).view(_INTEGERS[tensor.itemsize])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, words.numel(), _CHUNK):
         chunk = words[start : start + _CHUNK].to(torch.int64)
@@ -95,7 +97,7 @@ class Residual:
     def whole(self, tensor: Tensor) -> Tensor:
         """Return the value of tensor and its components, in float64."""
         hi = tensor.detach()
-        if any(c.dtype != hi.dtype for c in self.components):
+        if hi.dtype in FP8 or any(c.dtype != hi.dtype for c in self.components):
             return STORAGES[self.storage].join(hi, *self.components).to(torch.float64)
         return sum((c.to(torch.float64) for c in self.components), start=hi.to(torch.float64))
 

@@ -7,7 +7,14 @@ import torch
 from torch import Tensor
 
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
-_MANTISSA = {torch.bfloat16: 7, torch.float16: 10, torch.float32: 23, torch.float64: 52}
+_MANTISSA = {
+    torch.float8_e4m3fn: 3,
+    torch.float8_e5m2: 2,
+    torch.bfloat16: 7,
+    torch.float16: 10,
+    torch.float32: 23,
+    torch.float64: 52,
+}
 _HALF = 0xFFFF
 _FACTORS = (0x6C8D, 0x5A35, 0x7369, 0x4F3B)
 """Odd, of 15 bits: times 16 bits, and 16 bits more, they stay below 2^31."""
@@ -66,7 +73,7 @@ def round_by_chance(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
 
     Args:
         x: finite, of a wider dtype.
-        dtype: bf16, fp16 or fp32.
+        dtype: fp8, bf16, fp16 or fp32.
         bits: int32, 16 random bits for each element.
     """
     places = _MANTISSA[x.dtype] - _MANTISSA[dtype]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from collage_fx.runtime.arithmetic import Expansion, finite_or_zero
-from collage_fx.runtime.eft import WIDER
+from collage_fx.runtime.eft import FP8, LOW_PRECISION, WIDER
 from collage_fx.runtime.errors import StorageError
 from collage_fx.runtime.stochastic import chance, round_by_chance
 
@@ -18,11 +18,14 @@ Components = tuple[Tensor, ...]
 
 
 def join(hi: Tensor, lo: Tensor) -> Tensor:
-    """Return hi + lo in `WIDER[hi.dtype]` (fp32 for bf16 and fp16), rounded once.
+    """Return hi + lo in `WIDER[hi.dtype]` (float64 for fp32, else fp32), rounded once.
 
     The sum is exact unless the exponents of hi and lo are further apart than the wide dtype holds,
-    where the error is at most 2^-24 of the sum for fp32.
+    where the error is at most 2^-24 of the sum in fp32, 2^-53 in float64. What `split` made is
+    joined exactly. For fp8, whose lo is scaled, see `join8`.
     """
+    if hi.dtype in FP8:
+        return join8(hi, lo)
     wide = WIDER[hi.dtype]
     return hi.to(wide) + lo.to(wide)
 
@@ -39,17 +42,24 @@ def decay(hi: Tensor, lo: Tensor, gap: Tensor | float) -> Tensor:
 def split(x: Tensor, dtype: torch.dtype) -> Expansion:
     """Return (hi, lo) of dtype with hi = RN(x) and lo = RN(x - hi).
 
-    x is a tensor of a wider dtype. Where hi is not finite, lo is zero.
+    x is a tensor of a wider dtype. Where hi is not finite, lo is zero. Of a float64 value two words
+    of fp32 (a double-single) keep 49 bits, from 2^-100 on; below, and above the largest fp32
+    number, they are as fp32 is. For fp8 see `split8`.
     """
+    if dtype in FP8:
+        hi, lo = split8(x, dtype, 1)
+        return hi, lo
     hi = x.to(dtype)
     return hi, finite_or_zero((x - hi.to(x.dtype)).to(dtype))
 
 
-def split_by_chance(x: Tensor, dtype: torch.dtype, seed: Tensor) -> Expansion:
+def split_by_chance(x: Tensor, dtype: torch.dtype, seed: Tensor) -> Components:
     """Return (hi, lo) of dtype with hi = RN(x) and lo = x - hi rounded up or down by chance.
 
     On average over the seeds hi + lo is x; see `stochastic.round_by_chance`.
     """
+    if dtype in FP8:
+        return split8(x, dtype, 1, seed)
     hi = x.to(dtype)
     rest = finite_or_zero(x - hi.to(x.dtype))
     return hi, round_by_chance(rest, dtype, chance(x, seed))
@@ -57,6 +67,8 @@ def split_by_chance(x: Tensor, dtype: torch.dtype, seed: Tensor) -> Expansion:
 
 def join3(hi: Tensor, mid: Tensor, lo: Tensor) -> Tensor:
     """Return hi + mid + lo in fp32; exact for what `split3` made of an fp32 value."""
+    if hi.dtype in FP8:
+        return join8(hi, mid, lo)
     wide = WIDER[hi.dtype]
     return hi.to(wide) + (mid.to(wide) + lo.to(wide))
 
@@ -65,12 +77,68 @@ def split3(x: Tensor, dtype: torch.dtype) -> Components:
     """Return (hi, mid, lo) of dtype, each the rounding of what the ones before leave of x.
 
     In bf16 they hold every fp32 value from 2^-110 on, exactly; below, and in fp16 below one, they
-    are off by at most half the smallest number of dtype (2^-134, 2^-25).
+    are off by at most half the smallest number of dtype (2^-134, 2^-25). For fp8 see `split8`.
     """
+    if dtype in FP8:
+        return split8(x, dtype, 2)
     hi = x.to(dtype)
     rest = finite_or_zero(x - hi.to(x.dtype))
     mid = rest.to(dtype)
     return hi, mid, (rest - mid.to(x.dtype)).to(dtype)
+
+
+def join8(hi: Tensor, *lows: Tensor) -> Tensor:
+    """Return hi + lows[0] / 2^p + lows[1] / 4^p in fp32, for fp8 words of precision p.
+
+    Exact for what `split8` made. Other words need up to 35 bits from the first to the last
+    (e5m2); their sum is rounded, by at most 2^-24 of it in each addition.
+    """
+    total = lows[-1].to(torch.float32)
+    for word in (*lows[-2::-1], hi):
+        total = word.to(torch.float32) + total * 2.0 ** -FP8[hi.dtype]
+    return total
+
+
+def split8(x: Tensor, dtype: torch.dtype, count: int, seed: Tensor | None = None) -> Components:
+    """Return (hi, *lows) of an fp8 dtype, each to nearest even: hi = RN(x), lows[i] = RN(r_i).
+
+    With a seed the last is rounded up or down by chance.
+
+    r_i is what the words before leave of x, times 2^(p*(i+1)) for precision p (4 in e4m3fn, 3 in
+    e5m2): without that it would mostly be below the smallest fp8 number. Scaled it is at most as
+    large as hi, and as precise where hi is subnormal. The whole keeps (count+1)*(p+1) - 1 bits of x
+    from 2^-5 (e4m3fn, one low), 2^-4 (two), 2^-13 (e5m2, one) or 2^-12 (two) on; below, it is off
+    by at most 2^-14, 2^-18, 2^-20 or 2^-23.
+
+    Beyond `LAST` hi is what PyTorch makes of x: infinite in e5m2; in e4m3fn, which has no infinity,
+    448 in 2.13 and NaN in 2.11. There, and where x is NaN, the lows are zero. They are finite
+    always. From 60928 to 61440 in e5m2 the whole is 60928.
+
+    Args:
+        x: fp32.
+        dtype: of hi and of the lows.
+        count: how many lows.
+        seed: int32, 0-d.
+    """
+    words = [x.to(dtype)]
+    most = _MOST[dtype]
+    rest = torch.where(x.abs() <= LAST[dtype], x.clamp(-most, most) - words[0].to(x.dtype), 0.0)
+    for k in range(count):
+        rest = rest * 2.0 ** FP8[dtype]
+        if seed is not None and k == count - 1:
+            words.append(round_by_chance(rest, dtype, chance(x, seed)))
+        else:
+            words.append(rest.to(dtype))
+        rest = rest - words[-1].to(x.dtype)
+    return tuple(words)
+
+
+LAST = {torch.float8_e4m3fn: 464.0, torch.float8_e5m2: 61440 - 2.0**-8}
+"""fp8 dtype -> the largest fp32 value that is nearest to one of its numbers; 448 and 57344 are the
+largest of these."""
+_MOST = {torch.float8_e4m3fn: 464.0, torch.float8_e5m2: 60928.0}
+"""fp8 dtype -> the largest value of all words that splits into the same again: in e5m2 the next
+one, 61440, is infinite."""
 
 
 def join_remainder16(hi: Tensor, lo: Tensor) -> Tensor:
@@ -176,23 +244,24 @@ class Storage:
         return sum(r.itemsize for r in self.residuals[tensor.dtype]) * tensor.numel()
 
 
-_BF16, _FP16 = torch.bfloat16, torch.float16
+_BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
+_E4M3, _E5M2 = FP8
 
 STORAGES = {
     s.name: s
     for s in (
         Storage(
             "mcf2",
-            {_BF16: (_BF16,), _FP16: (_FP16,)},
-            {_BF16: 17, _FP16: 23},
+            {d: (d,) for d in LOW_PRECISION},
+            {_BF16: 17, _FP16: 23, _E4M3: 9, _E5M2: 7},
             join,
             split,
             split_by_chance,
         ),
         Storage(
             "mcf3",
-            {_BF16: (_BF16,) * 2, _FP16: (_FP16,) * 2},
-            {_BF16: 24, _FP16: 24},
+            {d: (d, d) for d in LOW_PRECISION},
+            {_BF16: 24, _FP16: 24, _E4M3: 14, _E5M2: 11},
             join3,
             split3,
         ),
@@ -207,31 +276,62 @@ STORAGES = {
             split_ulp8,
             split_ulp8,
         ),
+        Storage("double_single", {_FP32: (_FP32,)}, {_FP32: 49}, join, split),
     )
 }
 """name -> storage. `mcf2` is the paper's: hi and lo in one dtype, about 2p + 1 bits. `remainder16`
-is that of Transformer Engine and apex, `ulp8` that of FlashOptim."""
+is that of Transformer Engine and apex, `ulp8` that of FlashOptim. `double_single` is mcf2 of fp32
+under the name that it has there, so that fp32 states are left alone unless it is asked for."""
 
 
 Choice = str | tuple[tuple[str, str], ...]
 """A storage, `auto`, or pairs of a pattern for names of states and one of these."""
-AUTO = {_BF16: "remainder16", _FP16: "mcf2"}
-"""dtype -> what keeps most of a state for two bytes."""
-FINEST = {_BF16: "remainder16", _FP16: "mcf3"}
+AUTO = {_BF16: "remainder16", **dict.fromkeys((_FP16, *FP8), "mcf2")}
+"""dtype -> what keeps most of a state for as many bytes again; fp32 states stay as they are."""
+FINEST = {_BF16: "remainder16", **dict.fromkeys((_FP16, *FP8), "mcf3"), _FP32: "double_single"}
 """dtype -> what keeps most of a state."""
 
 
-def chosen(choice: Choice, name: str, dtype: torch.dtype, *, is_param: bool) -> str:
-    """Return the storage for a state; `auto` for one that no pattern fits.
+def chosen(
+    choice: Choice, name: str, dtype: torch.dtype, *, is_param: bool, scalar: bool = False
+) -> str:
+    """Return the storage for a state; empty for one that is left as it is.
 
-    Patterns, as in fnmatch, are for the kind of the state (`param`, `exp_avg_sq`) or its name. It
-    may be one that cannot hold the state: see `check_held`.
+    That is `auto` for one that no pattern fits. Patterns, as in fnmatch, are for the kind of the
+    state (`param`, `exp_avg_sq`) or its name. For a state of low precision it may be one that
+    cannot hold it: see `check_held`. States of other dtypes are left alone by such a storage.
+
+    Args:
+        choice: what the user asks for.
+        name: of the state.
+        dtype: of the state.
+        is_param: whether it is a parameter.
+        scalar: whether it is 0-d. A number in fp32 is mostly a count of steps, exact up to 2^24,
+            and is left alone unless it is a parameter or a pattern other than `*` fits it.
     """
+    pattern = "*"
     if not isinstance(choice, str):
         kind = "param" if is_param else name.partition(" of ")[0]
-        fitting = (s for p, s in choice if fnmatchcase(kind, p) or fnmatchcase(name, p))
-        choice = next(fitting, "auto")
-    return AUTO.get(dtype, "mcf2") if choice == "auto" else choice
+        fitting = (c for c in choice if fnmatchcase(kind, c[0]) or fnmatchcase(name, c[0]))
+        pattern, choice = next(fitting, ("*", "auto"))
+    storage = AUTO.get(dtype, "") if choice == "auto" else choice
+    if dtype in LOW_PRECISION:
+        return storage
+    held = storage in STORAGES and dtype in STORAGES[storage].residuals
+    counts = scalar and not is_param and pattern == "*"
+    return storage if held and not counts else ""
+
+
+def held_dtypes(choice: Choice) -> tuple[torch.dtype, ...]:
+    """Return the dtypes of states that may get residuals: fp32 where a storage for it is named."""
+    names = [choice] if isinstance(choice, str) else [name for _, name in choice]
+    held = {d: None for name in names if name in STORAGES for d in STORAGES[name].residuals}
+    return (*LOW_PRECISION, *(d for d in held if d not in LOW_PRECISION))
+
+
+def transforms(dtype: torch.dtype, storage: str) -> bool:
+    """Tell whether there are error-free transformations for expansions that are so laid out."""
+    return storage == "mcf2" and dtype not in FP8
 
 
 def layout_of(hi: Tensor, lows: Sequence[Tensor]) -> Storage:

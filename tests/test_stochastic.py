@@ -17,6 +17,8 @@ FORMATS = [
     (torch.float32, torch.bfloat16),
     (torch.float32, torch.float16),
     (torch.float64, torch.float32),
+    (torch.float32, torch.float8_e4m3fn),
+    (torch.float32, torch.float8_e5m2),
 ]
 VALUES = [1.2345678, -3.3e-5, 1e-7, -6.1e-5, 1.37 * 2.0**-130, 0.75 * 2.0**-24, -300.7, 0.0, -2.5]
 BY_CHANCE = [s.name for s in STORAGES.values() if s.split_by_chance]

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from floats import BF16, FP16, FP32, Format
+from floats import FP32
 from torch import Tensor
 
 from collage_fx.errors import StorageError
+from collage_fx.runtime.eft import FP8, WIDER
 from collage_fx.runtime.storage import (
     STORAGES,
     Storage,
@@ -14,9 +15,18 @@ from collage_fx.runtime.storage import (
     split_remainder16,
 )
 
-FORMATS = {torch.bfloat16: BF16, torch.float16: FP16}
 EVERY = [(s, d) for s in STORAGES.values() for d in s.residuals]
-BYTES = {"mcf2": 2, "mcf3": 4, "remainder16": 2, "ulp8": 1}
+E4M3, E5M2 = FP8
+BYTES = {"mcf2": 2, "mcf3": 4, "remainder16": 2, "ulp8": 1, "double_single": 4}
+"""Of a residual; half as many of an fp8 state."""
+LOWEST = {
+    torch.bfloat16: {"*": 2.0**-100},
+    torch.float16: {"*": 2.0**-8, "mcf2": 1.0, "mcf3": 1.0},
+    torch.float32: {"*": 2.0**-100},
+    E4M3: {"mcf2": 2.0**-5, "mcf3": 2.0**-4},
+    E5M2: {"mcf2": 2.0**-13, "mcf3": 2.0**-12},
+}
+"""From where on a storage has its precision: below, a last word is no normal number."""
 COUNT = 10**6
 PER_CHUNK = 1 << 24
 
@@ -41,41 +51,50 @@ def equal(a: Tensor, b: Tensor) -> bool:
     return bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
-def random_bits(count: int) -> Tensor:
-    return FP32.random(count, torch.Generator().manual_seed(0))
+def random_bits(count: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Values of the wide dtype: fp32 with random bits, some near fp8, or float64 near such."""
+    g = torch.Generator().manual_seed(0)
+    x = FP32.random(count, g)
+    if dtype in FP8:
+        x[::2] = torch.randn(x[::2].shape, generator=g) * torch.exp2(
+            torch.randint(-22, 18, x[::2].shape, generator=g).float()
+        )
+    if WIDER[dtype] == torch.float64:
+        return x.double() * (1 + torch.rand(count, generator=g, dtype=torch.float64) * 2.0**-22)
+    return x
 
 
-def inside(x: Tensor, f: Format) -> Tensor:
-    """Where x is far from both ends of the range of a 16-bit format."""
-    lowest = 2.0**-8 if f is FP16 else 2.0**-100
-    return (x.abs() >= lowest) & (x.abs() <= f.largest)
+def inside(x: Tensor, storage: Storage, dtype: torch.dtype) -> Tensor:
+    """Where a storage has its precision."""
+    lowest = LOWEST[dtype].get(storage.name, LOWEST[dtype].get("*", 0.0))
+    return (x.abs() >= lowest) & (x.abs() <= torch.finfo(dtype).max)
 
 
 @every
 def test_words_are_of_the_dtypes_and_bytes_that_it_says(
     storage: Storage, dtype: torch.dtype
 ) -> None:
-    hi, *lows = storage.split(random_bits(15), dtype)
+    hi, *lows = storage.split(random_bits(15, dtype), dtype)
     assert hi.dtype == dtype
     assert tuple(lo.dtype for lo in lows) == storage.residuals[dtype]
-    assert storage.residual_bytes(hi) == 15 * BYTES[storage.name]
+    assert storage.residual_bytes(hi) == 15 * BYTES[storage.name] // (1 + (dtype in FP8))
 
 
 @every
 def test_a_residual_of_zero_stands_for_the_high_word(storage: Storage, dtype: torch.dtype) -> None:
-    hi = words(dtype, torch.int16)
+    integers = {1: torch.int8, 2: torch.int16}
+    wide = dtype.itemsize == 4
+    hi = random_bits(COUNT) if wide else words(dtype, integers[dtype.itemsize])
     lows = (torch.zeros_like(hi, dtype=d) for d in storage.residuals[dtype])
-    assert equal(storage.join(hi, *lows), hi.float())
+    assert equal(storage.join(hi, *lows), hi.to(WIDER[dtype]))
 
 
 @every
 def test_precision_is_what_it_says(storage: Storage, dtype: torch.dtype) -> None:
-    x = random_bits(8 * COUNT)
-    x = x[inside(x, FORMATS[dtype])]
+    x = random_bits(8 * COUNT, dtype)
+    x = x[inside(x, storage, dtype)]
     error = (storage.join(*storage.split(x, dtype)).double() - x.double()).abs() / x.double().abs()
     u = 2.0 ** -storage.precision[dtype]
-    if storage.name in ("mcf2", "mcf3") and dtype == torch.float16:
-        error = error[x.abs() >= 1]  # below, the last word is not a normal number any more
     if storage.precision[dtype] == 24:
         assert error.max() == 0
     else:
@@ -85,7 +104,7 @@ def test_precision_is_what_it_says(storage: Storage, dtype: torch.dtype) -> None
 @every
 def test_what_was_split_comes_back(storage: Storage, dtype: torch.dtype) -> None:
     """Split, joined and split again it is the same: nothing drifts while a state stands still."""
-    first = storage.split(random_bits(COUNT), dtype)
+    first = storage.split(random_bits(COUNT, dtype), dtype)
     again = storage.split(storage.join(*first), dtype)
     assert equal(storage.join(*again), storage.join(*first))
 
@@ -95,18 +114,22 @@ def test_what_was_split_comes_back(storage: Storage, dtype: torch.dtype) -> None
 def test_what_is_not_finite_has_no_residual(
     storage: Storage, dtype: torch.dtype, value: float
 ) -> None:
-    hi, *lows = storage.split(torch.tensor([value]), dtype)
-    assert torch.equal(bits(hi.float()), bits(torch.tensor([value])))
-    assert not any(lo.any() for lo in lows)
+    x = torch.tensor([value], dtype=WIDER[dtype])
+    hi, *lows = storage.split(x, dtype)
+    assert equal(hi.float(), x.to(dtype).float())
+    assert dtype == E4M3 or equal(hi.float(), x.float())
+    assert not any(lo.float().any() for lo in lows)
 
 
 def test_the_largest_numbers() -> None:
     """fp32 beyond the largest bf16 is kept by remainder16 alone; the others overflow, cleanly."""
     x = torch.tensor([3.4e38, -3.4e38])
     for storage, dtype in EVERY:
-        whole = storage.join(*storage.split(x, dtype))
-        expected = x if storage.name == "remainder16" else x.sign() * torch.inf
-        assert torch.equal(whole, expected), storage.name
+        large = x if WIDER[dtype] == torch.float32 else 1.01 * x.double()
+        whole = storage.join(*storage.split(large, dtype))
+        expected = x if storage.name == "remainder16" else large.to(dtype).to(large.dtype)
+        assert equal(whole, expected), storage.name
+        assert dtype == E4M3 or storage.name == "remainder16" or whole.isinf().all()
     hi, lo = STORAGES["ulp8"].split(torch.tensor([65519.0, 65520.0]), torch.float16)
     assert hi.tolist() == [65504.0, torch.inf] and lo[1] == 0
 

@@ -81,9 +81,10 @@ class RuleBuilder(ABC):
         plain = self.plain(operand)
         if not is_value(plain) or plain.meta["scalar"]:
             return plain
-        if plain.meta["dtype"] not in LOW_PRECISION:
+        dtype, wide = plain.meta["dtype"], WIDER[self.dtype]
+        if not dtype.is_floating_point or dtype.itemsize >= wide.itemsize:
             return plain
-        return self.convert(plain, WIDER[self.dtype])
+        return self.convert(plain, wide)
 
     def settle(self, x: Expanded) -> Pair:
         """Add up a decayed expansion."""
