@@ -16,6 +16,7 @@ from collage_fx.config import CollageConfig, split_options
 from collage_fx.graph import compile_graph
 from collage_fx.ownership import stateless
 from collage_fx.passes.program import Program
+from collage_fx.passes.sweep import unreachable
 from collage_fx.runtime.errors import CollageError, CollageWarning
 from collage_fx.runtime.residuals import STORE
 from collage_fx.runtime.storage import held_dtypes
@@ -83,7 +84,10 @@ class Session:
         return bool(new)
 
     def note(self, program: Program) -> Compiled:
-        """Note that a graph was compiled."""
+        """Note that a graph was compiled; say where its classes cannot share a kernel."""
+        for reason in {unreachable(s.val.device) for s in program.carried} - {""}:
+            if program.settings.multi_tensor and program.result is not None:
+                self.warn_once(f"{reason}; Inductor compiles one for each, where it has a backend")
         compiled = Compiled(program)
         if self.keep:
             self.compiled.append(compiled)

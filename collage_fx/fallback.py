@@ -55,7 +55,7 @@ class Failures(logging.Filter):
         """Count an error of torch.compile and warn of it."""
         self.count += 1
         error = getattr(error, "inner_exception", error)
-        text = " ".join(str(error).split())[:240]
+        text = " ".join(str(error).split()).partition(" Set TORCHDYNAMO_VERBOSE")[0][:240]
         self.warn(
             f"torch.compile fails on a part of the step, with {type(error).__name__}: {text}. The "
             "eager engine does that part, more slowly and as precisely"

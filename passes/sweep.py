@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.compiler import config as compiler_config
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._triton import has_triton
 
 from collage_fx.passes.digest import source_digest
 from collage_fx.passes.kernel import print_kernel
@@ -254,9 +255,19 @@ def obstacle(rewritten: Rewritten) -> str:
         return "the graph goes on with what a member computes"
     if not all(flat(m) for m in members):
         return "the tensors of a member differ in shape or strides, or are not dense"
-    if not _on_one_device([value_of(n) for m in members for n in m.inputs]):
-        return "the members are not on one CPU or CUDA device"
-    return ""
+    values = [value_of(n) for m in members for n in m.inputs]
+    if not _on_one_device(values):
+        return "the members are not on one device"
+    return unreachable(next(v.device for v in values if v.dim()))
+
+
+def unreachable(device: torch.device) -> str:
+    """Return why no kernel over many members can be made for a device; empty if one can."""
+    if device.type == "cpu":
+        return ""
+    if device.type != "cuda":
+        return f"a kernel over many members is for CPUs and CUDA devices, not for {device.type}"
+    return "" if has_triton() else "Triton cannot be used: not installed, or too old a GPU"
 
 
 Readers: TypeAlias = dict[Node, list[tuple[Node, bool]]]
@@ -322,11 +333,7 @@ def _on_one_device(values: list[Tensor]) -> bool:
     """Tell whether one kernel can reach all of them; a launch brings scalars of the CPU along."""
     devices = {v.device for v in values if v.dim()}
     scalars = {v.device for v in values if not v.dim()}
-    return (
-        len(devices) == 1
-        and {d.type for d in devices} <= {"cpu", "cuda"}
-        and scalars <= devices | {torch.device("cpu")}
-    )
+    return len(devices) == 1 and scalars <= devices | {torch.device("cpu")}
 
 
 def check_sizes(sizes: Iterable[list[int]]) -> None:

@@ -1,0 +1,97 @@
+"""Devices that Triton cannot be used for: no crash, and one warning."""
+
+import inspect
+import subprocess
+import sys
+from unittest import mock
+
+import pytest
+import torch
+from kernels import CASES, captured
+from tensors import bf16, with_grads
+from torch import Tensor
+from torch._inductor.exc import TritonMissing
+from torch._inductor.scheduler import Scheduler
+from torch._inductor.utils import fresh_cache
+from virtual_gpu import on_gpu, virtual_gpu
+
+import collage_fx
+from collage_fx.errors import CollageWarning
+from collage_fx.passes import sweep
+from collage_fx.passes.program import Rewritten
+
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None  # importing it raises ImportError
+import torch, collage_fx
+params = [torch.ones(5, requires_grad=True, dtype=torch.bfloat16) for _ in range(9)]
+step = collage_fx.compile(torch.optim.SGD(params, lr=1e-3))
+for p in params:
+    p.grad = torch.ones_like(p)
+step()
+assert 1 - collage_fx.value(params[8])[0] == torch.tensor(1e-3).bfloat16(), params[8]
+engines = {line.engine for line in collage_fx.report(step).states}
+assert engines == {"graph"}, engines
+"""
+
+
+def test_a_cpu_needs_no_triton() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def classes(*, triton: bool) -> list[Rewritten]:
+    """Return the classes of a step on a GPU that Triton can be used for, or not."""
+    case = CASES["sgd-light"]
+    capture = captured(case)
+    with virtual_gpu(), mock.patch.object(sweep, "has_triton", lambda: triton):
+        return on_gpu(capture, case.settings).rewritten
+
+
+def test_a_gpu_without_triton_is_left_to_inductor() -> None:
+    assert [r.apart for r in classes(triton=True)] == [""]
+    assert [r.apart[:23] for r in classes(triton=False)] == ["Triton cannot be used: "]
+
+
+def trained() -> list[Tensor]:
+    """Return the values of parameters after some steps."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    params = with_grads([bf16(5, 3) for _ in range(9)])
+    step = collage_fx.compile(torch.optim.SGD(params, lr=1e-3, momentum=0.5))
+    for _ in range(3):
+        step()
+    return [collage_fx.value(p) for p in params]
+
+
+def test_what_inductor_cannot_compile_the_eager_engine_does_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a CPU that is taken for a GPU without Triton."""
+
+    def missing(self: Scheduler, device: torch.device) -> None:
+        raise TritonMissing(inspect.currentframe())  # as Inductor does
+
+    with torch.compiler.set_stance("force_eager"):
+        expected = trained()
+    monkeypatch.setattr(sweep, "unreachable", lambda device: "Triton cannot be used")
+    monkeypatch.setattr(Scheduler, "create_backend", missing)
+    with fresh_cache(), pytest.warns(CollageWarning) as caught:
+        found = trained()
+    assert len(caught) == 1 and "TritonMissing" in str(caught[0].message)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_a_device_of_another_kind_is_left_to_inductor_and_that_is_said_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As it would be on Apple's GPUs, for which Inductor has a backend of its own."""
+    expected = trained()
+    reason = sweep.unreachable(torch.device("mps"))
+    assert "not for mps" in reason and not sweep.unreachable(torch.device("cpu"))
+    for module in (sweep, collage_fx.backend):
+        monkeypatch.setattr(module, "unreachable", lambda device: reason)
+    with pytest.warns(CollageWarning) as caught:
+        found = trained()
+    assert len(caught) == 1 and reason in str(caught[0].message)
+    assert all(map(torch.equal, found, expected))
