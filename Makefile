@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 # Two processes for two cores, of one thread each.
 PYTEST := -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test test-all test-torch211 lint bench coverage clean
+.PHONY: demo test test-all test-torch211 lint bench bench-peers gpu a-gpu coverage clean
 
 demo: $(READY)
 	$(BIN)/python examples/train_bytes.py
@@ -41,6 +41,26 @@ lint: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/replay.py
 	$(BIN)/python benchmarks/compile_time.py
+
+# Optimizers of others that step_time.py then measures too; without their dependencies, so that
+# torch stays what it is.
+bench-peers: $(READY)
+	$(BIN)/python -m pip install --quiet --no-deps torchao==0.18.0 torch-optimi==0.3.3 \
+		flashoptim==0.1.4
+
+# All that needs a GPU: tests of bits and of CUDA graphs, then time, memory and a training run.
+gpu: a-gpu $(READY)
+	$(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit( \
+		"make gpu: torch " + torch.__version__ + " finds no CUDA device here")'
+	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python benchmarks/step_time.py --device cuda
+	$(BIN)/python benchmarks/memory.py --device cuda
+	$(BIN)/python benchmarks/train_gpt.py --device cuda
+
+# Before anything is installed.
+a-gpu:
+	@ls /dev/nvidia* /dev/kfd /dev/dxg 2>/dev/null | grep -q . || \
+		{ echo "make gpu: this machine has no GPU (no device of NVIDIA or AMD in /dev)"; exit 1; }
 
 # Optimizers of other packages, in an environment of their own; an hour or two on two cores.
 coverage: build/coverage/.ready

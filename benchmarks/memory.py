@@ -1,11 +1,6 @@
 """How much memory a compensated AdamW takes for each parameter, beside what else there is.
 
-    plain         bf16 parameters, gradients and states, torch.compile
-    light, plus   collage_fx at that level; remainder16: plus, in that storage
-    master        fp32 master weights and states, fused, with bf16 gradients and a bf16 copy: 16
-                  bytes, and 4 for the gradients in fp32 that the fused step takes
-
-Each way in a process of its own, over the same tensors:
+The ways are those of ways.py. Each way in a process of its own, over the same tensors:
 
     held          bytes for each parameter that are there after a step: parameters, gradients,
                   states, residuals. On a GPU what its allocator has given out, on a CPU what the
@@ -23,19 +18,17 @@ import json
 import multiprocessing
 import re
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-WAYS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "light": {"level": "light"},
-    "plus": {"level": "plus"},
-    "remainder16": {"level": "plus", "storage": "remainder16"},
-    "master": {},
-}
-EXPECTED = {"plain": 8, "light": 10, "plus": 12, "remainder16": 12, "master": 20}
-"""By the tables of states, in bytes."""
+NAMES = (
+    "plain",
+    "plain fused",
+    "light eft",
+    "plus eft",
+    "remainder16",
+    "master compiled",
+    "master",
+)
 SETS = {"cpu": (8, 1024, 8192), "cuda": (24, 2048, 50304)}
 """Layers, width and vocabulary of a GPT."""
 
@@ -70,26 +63,21 @@ def _status(name: str) -> int:
 def measure(way: str, device: str) -> dict[str, float]:
     """Measure one way."""
     import torch
-    from step_time import _adamw, _master, gpt
-
-    import collage_fx
+    from step_time import gpt
+    from steps import parameters
+    from ways import WAYS
 
     warnings.simplefilter("ignore")
-
-    def made(shapes: Any) -> Callable[[], Any]:
-        if way == "master":
-            return _master(shapes, device)
-        step = _adamw(shapes, device).step
-        options = WAYS[way]
-        return collage_fx.compile(step.__self__, **options) if options else torch.compile(step)  # type: ignore[attr-defined]
-
+    make = WAYS[way].make
     shapes = gpt(*SETS[device])
-    small = made([(2, 2)] * 10)  # what compiling leaves in the process is nobody's state
+    small = make(
+        parameters([(2, 2)] * 10, device)
+    )  # what compiling leaves in the process is nobody's state
     for _ in range(3):
         small()
     torch.compiler.reset()
     before = held_now(device)
-    step = made(shapes)
+    step = make(parameters(shapes, device))
     for _ in range(3):
         step()
     held = held_now(device)
@@ -107,6 +95,7 @@ def measure(way: str, device: str) -> dict[str, float]:
 def main() -> None:
     """Measure, print and write the table."""
     from steps import conditions
+    from ways import WAYS
 
     parser = argparse.ArgumentParser(description="memory beside other ways")
     parser.add_argument("--device", choices=SETS, default="cpu")
@@ -114,13 +103,14 @@ def main() -> None:
     args = parser.parse_args()
     out = args.out or Path(__file__).parent / f"results/memory_{args.device}.json"
     rows = []
-    for way in WAYS:
+    for way in NAMES:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
-            row = {"way": way, "expected_bytes": EXPECTED[way]}
+            row = {"way": way, "expected_bytes": WAYS[way].held}
             row |= pool.apply(measure, (way, args.device))
         rows.append(row)
         print(
-            f"{way:12} {row['held_bytes']:6.2f} bytes a parameter ({EXPECTED[way]} by its states), "
+            f"{way:16} {row['held_bytes']:6.2f} bytes a parameter "
+            f"({WAYS[way].held} by its states), "
             f"in a step {row['peak_above']:+.1%}",
             flush=True,
         )

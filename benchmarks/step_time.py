@@ -1,33 +1,27 @@
 """How long a compensated AdamW step takes, beside what else there is, on the same tensors.
 
-    plain         bf16 parameters and states, torch.compile (on a GPU fused=True as well)
-    light, plus   collage_fx at that level, in eft or wide arithmetic; "each" compiles a kernel for
-                  each tensor (multi_tensor=False), the others one for all
-    remainder16   level plus in storage remainder16, which holds fp32 exactly
-    master        fp32 master weights and states, fused, with bf16 gradients and a bf16 copy
+The ways are those of ways.py. For each: the 20th, 50th and 80th percentile of a step in
+milliseconds; the bytes that its tables of states ask to be read and written for each parameter; and
+those divided by the time, as a share of what a plain copy reaches on the device in the same run.
 
-For each: the 20th, 50th and 80th percentile of a step in milliseconds; the bytes that its tables of
-states ask to be read and written for each parameter; and those divided by the time, as a share of
-what a plain copy of the same bytes reaches on the device in the same run. The ways take turns, a
-round of steps each. Written to benchmarks/results/step_time_<device>.json.
+The ways take turns, a round of steps each. On a GPU, whose memory does not hold them all at once,
+each takes turns with the copy alone. A peer that does not run is named with its reason. Written to
+benchmarks/results/step_time_<device>.json.
 """
 
 import argparse
+import gc
 import json
+import logging
 import statistics
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from steps import MIXED, Shapes, conditions, parameters
-from torch import Tensor
-
-import collage_fx
-
-Step = Callable[[], Any]
+from steps import Shapes, conditions, parameters
+from ways import PEERS, WAYS, Step, absent
 
 
 def gpt(layers: int, width: int, vocabulary: int = 50304) -> Shapes:
@@ -40,59 +34,15 @@ def gpt(layers: int, width: int, vocabulary: int = 50304) -> Shapes:
 SETS: dict[str, dict[str, Shapes]] = {
     "cpu": {
         "300 of 64 elements": [(64,)] * 300,
-        "300 mixed, 1.5M": [MIXED[i % len(MIXED)] for i in range(300)],
+        "300 of 7B shapes, 11M": [(256, 256), (256,), (688, 64)] * 100,
         "GPT, 26M": gpt(4, 512, 8192),
     },
     "cuda": {
         "300 of 64 elements": [(64,)] * 300,
         "GPT, 1.3B": gpt(24, 2048),
-        "300 of 7B shapes, 2B": [(4096, 4096), (4096,), (11008, 1024)] * 100,
+        "300 of 7B shapes, 2.8B": [(4096, 4096), (4096,), (11008, 1024)] * 100,
     },
 }
-BYTES = {"plain": 14, "light": 18, "plus": 22, "remainder16": 22, "master": 40}
-"""For each parameter; master: gradient widened (6), fused step (28), parameter copied (6)."""
-
-
-def ways(shapes: Shapes, device: str) -> dict[str, Step]:
-    """Return the steps to be measured, each over tensors of its own."""
-    found: dict[str, Step] = {"plain": torch.compile(_adamw(shapes, device).step)}
-    if device == "cuda":
-        found["plain fused"] = _adamw(shapes, device, fused=True).step
-    found["master"] = _master(shapes, device)
-    for level in ("light", "plus"):
-        for arithmetic in ("eft", "wide"):
-            found[f"{level} {arithmetic}"] = collage_fx.compile(
-                _adamw(shapes, device), level=level, arithmetic=arithmetic, multi_tensor=True
-            )
-    found["remainder16"] = collage_fx.compile(
-        _adamw(shapes, device), level="plus", storage="remainder16", multi_tensor=True
-    )
-    found["plus eft each"] = collage_fx.compile(
-        _adamw(shapes, device), level="plus", multi_tensor=False
-    )
-    return found
-
-
-def _adamw(shapes: Shapes, device: str, **options: Any) -> torch.optim.Optimizer:
-    if device == "cuda":
-        options = {"capturable": True, **options}
-    return torch.optim.AdamW(parameters(shapes, device), lr=1e-4, **options)
-
-
-def _master(shapes: Shapes, device: str) -> Step:
-    params: list[Tensor] = parameters(shapes, device)
-    masters = [p.detach().float().requires_grad_() for p in params]
-    for master in masters:
-        master.grad = torch.empty_like(master)
-    optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=True)
-
-    @torch.no_grad()
-    def step() -> None:
-        torch._foreach_copy_([m.grad for m in masters], [p.grad for p in params])
-        optimizer.step()
-        torch._foreach_copy_(params, masters)
-
-    return step
 
 
 def seconds(step: Step, steps: int, device: str) -> list[float]:
@@ -109,10 +59,13 @@ def seconds(step: Step, steps: int, device: str) -> list[float]:
     return found
 
 
-def measure(shapes: Shapes, device: str, rounds: int, steps: int, only: list[str]) -> list[Any]:
-    """Return the rows of one set of shapes."""
+def measure(
+    shapes: Shapes, device: str, rounds: int, steps: int, names: list[str]
+) -> list[dict[str, Any]]:
+    """Return the rows of some ways that take turns, and of the copy beside them."""
     count = sum(torch.Size(s).numel() for s in shapes)
-    steppers = {name: way for name, way in ways(shapes, device).items() if not only or name in only}
+    ways = WAYS | PEERS
+    steppers: dict[str, Step] = {n: ways[n].make(parameters(shapes, device)) for n in names}
     a, b = (torch.empty(count * 4, dtype=torch.bfloat16, device=device) for _ in range(2))
     steppers["copy"] = lambda: a.copy_(b)
     times: dict[str, list[float]] = {name: [] for name in steppers}
@@ -126,12 +79,33 @@ def measure(shapes: Shapes, device: str, rounds: int, steps: int, only: list[str
     rows = []
     for name, found in times.items():
         p20, p50, p80 = (sorted(found)[int(q * len(found))] for q in (0.2, 0.5, 0.8))
-        each = BYTES.get(name.split()[0])
-        row: dict[str, Any] = {"way": name, "p20_ms": p20, "p50_ms": p50, "p80_ms": p80}
-        row = {k: round(v * 1e3, 4) if k != "way" else v for k, v in row.items()}
-        if each is not None:
-            row |= {"bytes": each, "share_of_copy": round(each * count / p50 / copied, 3)}
+        row: dict[str, Any] = {"way": name}
+        row |= {f"p{p}_ms": round(v * 1e3, 4) for p, v in ((20, p20), (50, p50), (80, p80))}
+        if name in ways:
+            moved = ways[name].moved
+            row |= {"bytes": moved, "share_of_copy": round(moved * count / p50 / copied, 3)}
+        else:
+            row["GB_per_s"] = round(copied / 1e9, 2)
         rows.append(row)
+    return rows
+
+
+def table(shapes: Shapes, args: argparse.Namespace, names: list[str]) -> list[dict[str, Any]]:
+    """Return the rows of one set of shapes, printing each."""
+    rows = []
+    for together in [[n] for n in names] if args.device == "cuda" else [names]:
+        torch.compiler.reset()
+        gc.collect()
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
+        found = measure(shapes, args.device, args.rounds, args.steps, together)
+        for row in found:
+            share = row.get("share_of_copy")
+            times = f"{row['p20_ms']:9.3f} {row['p50_ms']:9.3f} {row['p80_ms']:9.3f} ms"
+            print(
+                f"  {row['way']:16} {times}" + ("" if share is None else f"  {share:.1%} of copy")
+            )
+        rows += found
     return rows
 
 
@@ -142,28 +116,29 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--sets", nargs="+", help="names of sets of shapes; all by default")
     parser.add_argument("--only", nargs="+", default=[], help="names of ways; all by default")
+    parser.add_argument("--without", nargs="+", default=[], help="names of ways to leave out")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
     out = args.out or Path(__file__).parent / f"results/step_time_{args.device}.json"
+    skipped = absent(args.device)
+    for name, reason in skipped.items():
+        print(f"without {name}: {reason}")
+    wanted = args.only or [*WAYS, *PEERS]
+    names = [n for n in wanted if n not in skipped and n not in args.without]
     results = []
     for name, shapes in SETS[args.device].items():
         if args.sets and name not in args.sets:
             continue
         for threads in args.threads if args.device == "cpu" else [torch.get_num_threads()]:
             torch.set_num_threads(threads)
-            torch.compiler.reset()
             print(f"{name}, {threads} threads", flush=True)
-            rows = measure(shapes, args.device, args.rounds, args.steps, args.only)
-            results.append({"shapes": name, "threads": threads, "rows": rows})
-            for row in rows:
-                share = row.get("share_of_copy")
-                times = f"{row['p20_ms']:9.3f} {row['p50_ms']:9.3f} {row['p80_ms']:9.3f} ms"
-                print(f"  {row['way']:16} {times}" + (f"  {share:.0%} of copy" if share else ""))
+            results.append({"shapes": name, "threads": threads, "rows": table(shapes, args, names)})
             out.parent.mkdir(exist_ok=True)
-            result = {"conditions": conditions(args.device), "results": results}
+            result = {"conditions": conditions(args.device), "without": skipped, "results": results}
             out.write_text(json.dumps(result, indent=1) + "\n")
 
 

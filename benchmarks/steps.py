@@ -1,5 +1,6 @@
 """The optimizers and tensors that compile_time.py and step_time.py measure."""
 
+import os
 import platform
 import sys
 import time
@@ -12,6 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 Shapes = Sequence[tuple[int, ...]]
+LOAD = os.getloadavg()[0]
+"""What else ran when the benchmark began: processes that wanted a core, over a minute."""
 MIXED: Shapes = [(64, 64), (64,), (128, 64), (64, 128), (256, 64), (31,)]
 
 
@@ -85,6 +88,7 @@ def conditions(device: str = "cpu") -> dict[str, Any]:
     return {
         "command": " ".join(["python", *words]),
         "date": time.strftime("%Y-%m-%d"),
+        "load": round(LOAD, 1),
         "device": f"{device}, {name}, {torch.get_num_threads()} threads",
         "torch": torch.__version__,
         "triton": triton.__version__,

@@ -1,0 +1,149 @@
+"""The ways to take a step of AdamW in bf16 that step_time.py, memory.py and train_gpt.py compare.
+
+    plain             bf16 parameters and states, compiled; plain fused: torch's own kernel
+    master            fp32 master weights and states, torch's fused kernel, which takes gradients in
+                      fp32; the bf16 parameters are copies
+    master compiled   the same, gradients widened and copies made in the compiled step
+    light, plus       collage_fx at that level, in eft or wide arithmetic; "each" compiles a kernel
+                      for each tensor (multi_tensor=False), the others one for all
+    remainder16       level plus in that storage, which holds fp32 exactly (and is wide)
+
+and, where they are installed (`make bench-peers`):
+
+    torchao 8-bit     states of 8 bits, parameters rounded to bf16
+    torchao rounding  bf16 states, parameters rounded stochastically
+    optimi            Kahan summation of the parameters, bf16 states
+    flashoptim        8 more bits for the parameters, states of 8 bits; on a GPU only
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW, Optimizer
+from torch.optim.adamw import adamw as adamw_function
+
+import collage_fx
+
+Step = Callable[[], Any]
+LR = 1e-4
+
+
+class Way(NamedTuple):
+    """One way to take a step."""
+
+    make: Callable[[list[Tensor]], Step]
+    """Takes bf16 parameters with gradients."""
+    moved: float
+    """Bytes for each parameter that a step must read and write, by the table of its states."""
+    held: float
+    """Bytes for each parameter that are there between steps, with its gradient."""
+
+
+def adamw(params: list[Tensor], **options: Any) -> Optimizer:
+    """Return AdamW with its step counts where the parameters are."""
+    if params[0].is_cuda:
+        options = {"capturable": True, **options}
+    return AdamW(params, lr=LR, **options)
+
+
+def _collage(**options: Any) -> Callable[[list[Tensor]], Step]:
+    return lambda params: collage_fx.compile(adamw(params), **{"multi_tensor": True, **options})
+
+
+def _masters(params: list[Tensor]) -> list[Tensor]:
+    return [p.detach().float().requires_grad_() for p in params]
+
+
+def _master(params: list[Tensor]) -> Step:
+    masters = _masters(params)
+    for master in masters:
+        master.grad = torch.empty_like(master)
+    optimizer = adamw(masters, fused=True)
+
+    @torch.no_grad()
+    def step() -> None:
+        torch._foreach_copy_([m.grad for m in masters], [p.grad for p in params])
+        optimizer.step()
+        torch._foreach_copy_(params, masters)
+
+    return step
+
+
+def _master_compiled(params: list[Tensor]) -> Step:
+    masters = _masters(params)
+    averages, squares = ([torch.zeros_like(m) for m in masters] for _ in range(2))
+    counts = [torch.zeros((), device=m.device) for m in masters]
+
+    @torch.compile
+    @torch.no_grad()
+    def step(params: list[Tensor], grads: list[Tensor]) -> None:
+        wide = [g.float() for g in grads]
+        settings = {"lr": LR, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8}
+        adamw_function(
+            masters,
+            wide,
+            averages,
+            squares,
+            [],
+            counts,
+            foreach=False,
+            capturable=masters[0].is_cuda,
+            amsgrad=False,
+            maximize=False,
+            **settings,
+        )
+        for p, m in zip(params, masters, strict=True):
+            p.copy_(m)
+
+    def run() -> None:
+        step([p.detach() for p in params], [p.grad for p in params if p.grad is not None])
+
+    return run
+
+
+WAYS: dict[str, Way] = {
+    "plain": Way(lambda params: torch.compile(adamw(params).step), 14, 8),
+    "plain fused": Way(lambda params: adamw(params, fused=True).step, 14, 8),
+    # Gradients widened (6), fused step (28), parameters copied (6); 4 bytes are those gradients.
+    "master": Way(_master, 40, 20),
+    "master compiled": Way(_master_compiled, 28, 16),
+    "light eft": Way(_collage(level="light"), 18, 10),
+    "light wide": Way(_collage(level="light", arithmetic="wide"), 18, 10),
+    "plus eft": Way(_collage(level="plus"), 22, 12),
+    "plus wide": Way(_collage(level="plus", arithmetic="wide"), 22, 12),
+    "remainder16": Way(_collage(level="plus", storage="remainder16"), 22, 12),
+    "plus eft each": Way(_collage(level="plus", multi_tensor=False), 22, 12),
+}
+
+
+def _peer(module: str, kind: str, **options: Any) -> Callable[[list[Tensor]], Step]:
+    def make(params: list[Tensor]) -> Step:
+        optimizer = getattr(importlib.import_module(module), kind)(params, lr=LR, **options)
+        return optimizer.step
+
+    return make
+
+
+# Both 8-bit peers have a scale for each block of a state: fp32 for 256 elements, fp16 for 32.
+PEERS: dict[str, Way] = {
+    "torchao 8-bit": Way(_peer("torchao.optim", "AdamW8bit"), 10.0625, 6.03125),
+    "torchao rounding": Way(_peer("torchao.optim", "_AdamW", bf16_stochastic_round=True), 14, 8),
+    "optimi": Way(_peer("optimi", "AdamW", betas=(0.9, 0.999), eps=1e-8), 18, 10),
+    "flashoptim": Way(_peer("flashoptim", "FlashAdamW"), 12.25, 7.125),
+}
+
+
+def absent(device: str) -> dict[str, str]:
+    """Return which peers cannot be run on a device, and why: what they say when they are tried."""
+    found = {}
+    for name, way in PEERS.items():
+        p = torch.ones(64, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
+        p.grad = torch.ones_like(p)
+        try:
+            way.make([p])()
+        except Exception as error:  # whatever a peer raises is the reason
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
