@@ -136,11 +136,19 @@ def test_the_comparison_can_fail() -> None:
     assert sum(steps(of_class, without_roundings(source), 2)) > 1000
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_what_inductor_emits_takes_the_same_twenty_steps(case: Case) -> None:
+def steps_of_inductor(case: Case, count: int, *, rounding: bool = True) -> list[int]:
+    """Return, for each step, at how many elements what Inductor emits differs from the reference.
+
+    Args:
+        case: the optimizer.
+        count: of the steps.
+        rounding: whether conversions to bf16 and back are left in the kernels.
+    """
     captures = captured(case, ((37, 29), (5,)))
     with virtual_gpu():
         emitted = inductor(on_gpu(captures, case.settings))
+    for kernel in emitted.kernels:
+        kernel.source = kernel.source if rounding else without_roundings(kernel.source)
     program = captures.of(case.settings)
     graph = graph_of(program.result)
     generator = torch.Generator().manual_seed(0)
@@ -149,8 +157,19 @@ def test_what_inductor_emits_takes_the_same_twenty_steps(case: Case) -> None:
         x = torch.rand(n.meta["val"].shape, generator=generator)
         ours.append(_residual(n, x) if "_lo" in n.name else x.to(dtype(n)))
     theirs = [x.clone() for x in ours]
-    for _ in range(20):
+    found = []
+    for _ in range(count):
         emitted.call(list(ours))
         with ExactRoot():
             graph(*theirs)
-        assert [differing(a, b) for a, b in zip(ours, theirs, strict=True)] == [0] * len(ours)
+        found.append(sum(differing(a, b) for a, b in zip(ours, theirs, strict=True)))
+    return found
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_what_inductor_emits_takes_the_same_twenty_steps(case: Case) -> None:
+    assert steps_of_inductor(case, 20) == [0] * 20
+
+
+def test_the_comparison_with_what_inductor_emits_can_fail() -> None:
+    assert sum(steps_of_inductor(CASES["adamw-plus"], 2, rounding=False)) > 500

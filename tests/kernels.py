@@ -135,6 +135,11 @@ def moved(ptx: Counter[str]) -> int:
     return 16 * matching(ptx, r"(ld|st)\.global\.v4\.b32") + 8 * eights
 
 
+def moved_in_tails(ptx: Counter[str]) -> int:
+    """Return the bytes that a thread of a class's kernel reads and writes one by one."""
+    return 2 * matching(ptx, r"(ld|st)\.global\.b16") + matching(ptx, r"(ld|st)\.global\.b8")
+
+
 def rounded(ptx: Counter[str]) -> int:
     """Return how many results are rounded to bf16.
 
@@ -203,10 +208,9 @@ def repaired_interpreter() -> Iterator[Callable[..., Any]]:
 
 
 def without_roundings(source: str) -> str:
-    """Return the source of a sweep with the conversions to bf16 and back left out."""
-    return re.sub(
-        r"(t\d+) = (t\d+)\.to\(tl\.bfloat16\)\n +(t\d+) = \1\.to\(tl\.float32\)", r"\3 = \2", source
-    )
+    """Return the source of a kernel with the conversions to bf16 and back left out."""
+    line = r"(\n +)(\w+) = (\w+)\.to\(tl\.bfloat16\)\n +(\w+) = \2\.to\(tl\.float32\)"
+    return re.sub(line, r"\1\2 = \3\1\4 = \3", source)
 
 
 def misaligned(x: Tensor) -> Tensor:

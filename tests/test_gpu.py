@@ -1,4 +1,8 @@
-"""On a CUDA device: the kernels against the eager reference, and CUDA graphs. `pytest -m gpu`."""
+"""On a CUDA device: the kernels against the eager reference, and CUDA graphs. `pytest -m gpu`.
+
+Where there is no such device each test runs on the CPU, by way of the C++ kernels and without CUDA
+graphs, in as few cases as show that the test itself works.
+"""
 
 from typing import Any
 
@@ -6,31 +10,46 @@ import pytest
 import torch
 from graphs import differing
 from interpreted import members_of, reference
-from kernels import CASES, Case, rewritten, sweep_of
+from kernels import CASES, rewritten, sweep_of
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
 import collage_fx
 
-pytestmark = pytest.mark.gpu
-
 SHAPES = ((64, 48), (7,), (130, 131), (1,), (3, 5, 7), (1024,), (33, 3), (256, 256))
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_twenty_launches_are_the_steps_of_the_eager_reference(case: Case) -> None:
-    of_class = rewritten(case)
+def on(device: str, *values: Any) -> Any:
+    """Return parameters of a test, which needs a GPU unless the device is the CPU."""
+    marks = [pytest.mark.gpu] if device == "cuda" else []
+    return pytest.param(device, *values, marks=marks)
+
+
+BOTH = [on("cpu"), on("cuda")]
+
+
+@pytest.mark.parametrize(
+    ("device", "name"), [on("cpu", "sgd-light"), *(on("cuda", name) for name in CASES)]
+)
+def test_twenty_launches_are_the_steps_of_the_eager_reference(device: str, name: str) -> None:
+    """Of the reference on the CPU and of that on the device."""
+    of_class = rewritten(CASES[name])
     sweep = sweep_of(of_class)
-    theirs = members_of(of_class)
-    ours = [[x.cuda() for x in inputs] for inputs in theirs]
+    ours = [[x.to(device) for x in inputs] for inputs in members_of(of_class)]
+    references = [[[x.to(d) for x in i] for i in members_of(of_class)] for d in ("cpu", device)]
     for step in range(20):
         sizes = [max(x.numel() for x in inputs) for inputs in ours]
         sweep.run([list(column) for column in zip(*ours, strict=True)], sizes)
-        for m, n in zip(ours, theirs, strict=True):
-            reference(of_class, n)
-            assert [differing(a.cpu(), b) for a, b in zip(m, n, strict=True)] == [0] * len(n)
+        for theirs in references:
+            for m, n in zip(ours, theirs, strict=True):
+                reference(of_class, n)
+                found = [differing(a.cpu(), b.cpu()) for a, b in zip(m, n, strict=True)]
+                assert found == [0] * len(n)
+                for i in sweep.read:
+                    n[i].mul_(-0.7 if step % 3 else 1.6)
+        for m, n in zip(ours, references[0], strict=True):
             for i in sweep.read:
-                m[i].copy_(n[i].mul_(-0.7 if step % 3 else 1.6))
+                m[i].copy_(n[i])
 
 
 def trained(
@@ -61,32 +80,44 @@ def total(a: tuple[list[Tensor], ...], b: tuple[list[Tensor], ...]) -> int:
     return sum(differing(x, y) for x, y in pairs)
 
 
-def test_a_step_on_the_gpu_is_that_of_the_cpu() -> None:
+def adamw(device: str, **options: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Return what AdamW leaves, with its step counts on the device if that is a GPU."""
+    return trained(optim.AdamW, device, **{"capturable": device == "cuda", **options})
+
+
+@pytest.mark.parametrize("device", BOTH)
+def test_a_step_on_the_gpu_is_that_of_the_cpu(device: str) -> None:
     on_cpu = trained(optim.SGD, "cpu", momentum=0.9, lr=1e-3)
     for multi_tensor in (True, False):
-        on_gpu = trained(optim.SGD, "cuda", momentum=0.9, lr=1e-3, multi_tensor=multi_tensor)
-        assert total(on_cpu, on_gpu) == 0
+        found = trained(optim.SGD, device, momentum=0.9, lr=1e-3, multi_tensor=multi_tensor)
+        assert total(on_cpu, found) == 0
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("capturable", [False, True])
 def test_one_launch_is_equal_to_a_kernel_for_each(capturable: bool) -> None:
     together, apart = (
-        trained(optim.AdamW, "cuda", capturable=capturable, multi_tensor=multi_tensor)
+        adamw("cuda", capturable=capturable, multi_tensor=multi_tensor)
         for multi_tensor in (True, False)
     )
     assert total(together, apart) == 0
 
 
-@pytest.mark.parametrize("multi_tensor", [True, False])
-def test_a_replayed_cuda_graph_keeps_its_residuals(multi_tensor: bool) -> None:
-    options = {"capturable": True, "multi_tensor": multi_tensor}
-    launched = trained(optim.AdamW, "cuda", **options)
-    assert total(launched, trained(optim.AdamW, "cuda", mode="reduce-overhead", **options)) == 0
+@pytest.mark.parametrize(
+    ("device", "multi_tensor"), [on("cpu", True), on("cuda", True), on("cuda", False)]
+)
+def test_a_replayed_cuda_graph_keeps_its_residuals(device: str, multi_tensor: bool) -> None:
+    launched, replayed = (
+        adamw(device, mode=mode, multi_tensor=multi_tensor) for mode in (None, "reduce-overhead")
+    )
+    assert total(launched, replayed) == 0
+    assert sum(int(low.count_nonzero()) for low in replayed[1]) > 1000
 
 
-def test_arithmetic_in_wide_is_near_that_in_eft() -> None:
+@pytest.mark.parametrize("device", BOTH)
+def test_arithmetic_in_wide_is_near_that_in_eft(device: str) -> None:
     (wide, lows), (eft, _) = (
-        trained(optim.AdamW, "cuda", arithmetic=arithmetic) for arithmetic in ("wide", "eft")
+        adamw(device, arithmetic=arithmetic) for arithmetic in ("wide", "eft")
     )
     assert sum(int(low.count_nonzero()) for low in lows) > 1000
     for a, b in zip(wide, eft, strict=True):

@@ -11,9 +11,11 @@ from kernels import (
     instructions,
     matching,
     moved,
+    moved_in_tails,
     rounded,
     roundings,
     stack_bytes,
+    without_roundings,
 )
 from virtual_gpu import Kernel, inductor, on_gpu, virtual_gpu
 
@@ -30,6 +32,7 @@ def emitted(case: Case) -> tuple[Rewritten, Kernel]:
         program = on_gpu(capture, case.settings)
         kernels = inductor(program).kernels
     (of_class,) = program.rewritten
+    assert len(kernels) <= 2  # the other one counts steps
     return of_class, max(kernels, key=lambda kernel: len(kernel.source))
 
 
@@ -39,6 +42,7 @@ def test_one_kernel_reads_and_writes_each_tensor_once_and_rounds_every_result(ca
     built = kernel.assembled()
     counts = instructions(built["ptx"])
     assert moved(counts) == PER_THREAD * case.traffic
+    assert moved_in_tails(counts) == matching(counts, r"st\.global\.b(32|64)") == 0
     assert stack_bytes(built["cubin"]) == 0
     assert rounded(counts) >= PER_THREAD * roundings(of_class)
     # Bias corrections are computed once in a thread, and 2.11 divides approximately there.
@@ -51,6 +55,24 @@ def test_left_alone_inductor_contracts_and_divides_approximately() -> None:
         _, kernel = emitted(CASES["adamw-plus"])
     counts = instructions(kernel.assembled()["ptx"])
     assert matching(counts, r"fma\.rn\.f32") > 0 and matching(counts, r"div\.full\.f32") > 0
+
+
+def test_without_a_residual_a_step_moves_fourteen_bytes() -> None:
+    """What the tables of traffic are compared with, counted in the same way."""
+    capture = captured(CASES["adamw-light"], LARGE)
+    with virtual_gpu():
+        program = on_gpu(capture, CASES["adamw-light"].settings)
+        program.result = program.source
+        kernels = inductor(program).kernels
+    kernel = max(kernels, key=lambda kernel: len(kernel.source))
+    assert moved(instructions(kernel.assembled()["ptx"])) == PER_THREAD * 14
+
+
+def test_the_check_on_roundings_can_fail() -> None:
+    of_class, kernel = emitted(CASES["adamw-plus"])
+    kernel.source = without_roundings(kernel.source)
+    counts = instructions(kernel.assembled()["ptx"])
+    assert rounded(counts) < PER_THREAD * roundings(of_class)
 
 
 def test_a_step_of_many_parameters_is_two_sweeps_and_no_kernel_of_inductor() -> None:

@@ -57,8 +57,9 @@ def trained() -> list[Tensor]:
     """Return the values of parameters after some steps."""
     torch.compiler.reset()
     torch.manual_seed(0)
-    params = with_grads([bf16(5, 3) for _ in range(9)])
-    step = collage_fx.compile(torch.optim.SGD(params, lr=1e-3, momentum=0.5))
+    params = with_grads([bf16(5, 3), bf16(7)])
+    optimizer = torch.optim.SGD(params, lr=1e-3, momentum=0.5)
+    step = collage_fx.compile(optimizer, multi_tensor=True)
     for _ in range(3):
         step()
     return [collage_fx.value(p) for p in params]

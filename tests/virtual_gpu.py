@@ -169,8 +169,13 @@ class Kernel:
             exec(compile(self.source, file, "exec"), scope)
         return scope[self.name], meta
 
-    def assembled(self, *, block: int = 1024, warps: int = 4) -> dict[str, Any]:
-        """Compile it for SM90 with the options that Inductor asks for; return what stages left."""
+    def assembled(
+        self, *, block: int = 1024, warps: int = 4, target: GPUTarget = SM90, fusion: bool = False
+    ) -> dict[str, Any]:
+        """Compile it with the options that Inductor asks for; return what the stages left.
+
+        `fusion` lets products be contracted all the same.
+        """
         function, meta = self.load()
         signature = meta["triton_meta"]["signature"]
         constants = {name: block for name, kind in signature.items() if kind == "constexpr"}
@@ -183,9 +188,9 @@ class Kernel:
         options = {
             "num_warps": warps,
             "num_stages": 1,
-            "enable_fp_fusion": meta["triton_meta"]["enable_fp_fusion"],
+            "enable_fp_fusion": fusion or meta["triton_meta"]["enable_fp_fusion"],
         }
-        return triton.compile(source, target=SM90, options=options).asm
+        return triton.compile(source, target=target, options=options).asm
 
     def run(self, *args: Any, stream: int) -> None:
         """Run it by Triton's interpreter, in a process that has TRITON_INTERPRET=1."""
