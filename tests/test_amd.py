@@ -54,7 +54,7 @@ def own(operation: str, of: str) -> int:
 
 def contracted(counts: Counter[str]) -> int:
     """Return how many contractions are no division's and no root's."""
-    divisions, roots = r"v_div_fixup_f32\w*", r"v_sqrt_f32\w*"
+    divisions, roots = r"v_div_fixup_f32\w*", r"v_(sqrt|rsq)_f32\w*"
     found = fused(counts)
     found -= own("tl.div_rn(x, x + 1)", divisions) * matching(counts, divisions)
     return found - own("tl.sqrt_rn(x)", roots) * matching(counts, roots)
