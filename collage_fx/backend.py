@@ -14,7 +14,7 @@ from collage_fx import watch
 from collage_fx.binding import Code
 from collage_fx.config import CollageConfig, split_options
 from collage_fx.graph import compile_graph
-from collage_fx.ownership import stateless
+from collage_fx.ownership import makes_states, rates, stateless
 from collage_fx.passes.program import Program
 from collage_fx.passes.sweep import unreachable
 from collage_fx.runtime.errors import CollageError, CollageWarning
@@ -50,6 +50,8 @@ class Session:
     holds the tensors, which Dynamo's cache must not keep alive."""
     begun: set[int] = field(default_factory=set)
     """The ids of the parameters whose first states the eager engine made."""
+    began_with: list[dict[str, Any]] | None = None
+    """The rates of a first step that Dynamo has not seen, until it has seen another."""
     graphs: int = 0
     """How many graphs have been compiled."""
     calls: int = 0
@@ -77,11 +79,35 @@ class Session:
         values = [n.meta.get("example_value") for n in gm.graph.output_node().all_input_nodes]
         if not any(isinstance(v, Tensor) and v.dim() and v.dtype in dtypes for v in values):
             return False
+        return self._begin(optimizer)
+
+    def begins_untraced(self) -> bool:
+        """Tell whether a step is the first and makes its states: then Dynamo need not see it.
+
+        It would trace all of it for a graph that is left to the eager engine.
+        """
+        optimizer = self.optimizer()
+        if self.graphs:
+            self.began_with = None
+        if optimizer is None or self.begun or self.graphs or not makes_states(optimizer):
+            return False
+        self.began_with = rates(optimizer)
+        return self._begin(optimizer)
+
+    def _begin(self, optimizer: Optimizer) -> bool:
         new = stateless(optimizer) - self.begun
         self.begun |= new
         if new:
             self.notes.add("the first step ran in the eager engine: its new states have both words")
         return bool(new)
+
+    def settled(self) -> bool:
+        """Tell whether no rate has changed since a first step that Dynamo has not seen.
+
+        One that has is a constant in the first graph, and an input of the next.
+        """
+        optimizer, before = self.optimizer(), self.began_with
+        return optimizer is None or before is None or before == rates(optimizer)
 
     def note(self, program: Program) -> Compiled:
         """Note that a graph was compiled; say where its classes cannot share a kernel."""
@@ -142,7 +168,7 @@ class _Step:
         """The generation of the store in which every residual was known to this graph."""
         self.error: CollageError | None = None
         """What the calls raise: a backend that raises it would be passed over by Dynamo."""
-        self.waits = 2 if session.begins(gm) else 0
+        self.waits = 2 if session.begins(gm) or not session.settled() else 0
         """The call with which it becomes worth while to compile the graph."""
         refused = Code(gm, None, [], [], refused=True)
         self.code = refused if self.waits else self._compile(gm, example_inputs)

@@ -1,6 +1,7 @@
 """Which optimizer a tensor belongs to, and what it is called there."""
 
 import gc
+import inspect
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -9,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.fx import Node
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from collage_fx.passes.program import Owner
 from collage_fx.runtime.shards import shard_of
@@ -139,6 +140,33 @@ def stateless(optimizer: Optimizer) -> set[int]:
             if not any(t.shape == p.shape for _, t in tensors_in(states.get(p, {}))):
                 found.add(id(p))
     return found
+
+
+def makes_states(optimizer: Optimizer) -> bool:
+    """Tell whether a step is the first and will make states itself, as far as can be foreseen.
+
+    For a class that has `_init_group` Dynamo calls that before it traces the step, and only SGD's
+    momentum is left for the step to make. Of others the code tells: it names `state`.
+    """
+    if state_count(optimizer) or not stateless(optimizer):
+        return False
+    if hasattr(optimizer, "_init_group"):
+        groups, _ = _parts_of(optimizer)
+        return isinstance(optimizer, SGD) and any(group["momentum"] for group in groups)
+    step = inspect.unwrap(type(optimizer).step)
+    return "state" in getattr(getattr(step, "__code__", None), "co_names", ())
+
+
+def rates(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the numbers of each parameter group, such as `lr` and `betas`."""
+    groups, _ = _parts_of(optimizer)
+    return [{k: v for k, v in group.items() if _is_number(v)} for group in groups]
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(_is_number(v) for v in value)
+    return isinstance(value, int | float)
 
 
 def argument_tensors(

@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from collage_fx import nested
 from collage_fx.backend import Session
 from collage_fx.errors import CollageError, OptionError
-from collage_fx.ownership import Owned, argument_tensors, held_tensors, state_count
+from collage_fx.held import Held, HeldBy
+from collage_fx.ownership import Owned, argument_tensors
 from collage_fx.report import Report, place_of
 from collage_fx.storm import Storm, symbolic_math
 from collage_fx.supervisor import Supervisor
@@ -32,8 +33,7 @@ def compile_optimizer(optimizer: Optimizer, session: Session) -> Callable[..., A
     reference = weakref.ref(optimizer)
     supervisor = Supervisor(
         session.config,
-        lambda: held_tensors(_alive(reference)),
-        lambda: state_count(_alive(reference)),
+        HeldBy(lambda: _alive(reference)),
         session.warn_once,
         f"the step of {type(optimizer).__name__}",
     )
@@ -56,7 +56,7 @@ def compile_function(function: Callable[..., Any], session: Session) -> Callable
     name = getattr(function, "__name__", repr(function))
     names = _argument_names(function)
     supervisor = Supervisor(
-        session.config, lambda: arguments, lambda: 0, session.warn_once, name, keeps=False
+        session.config, Held(lambda: arguments), session.warn_once, name, keeps=False
     )
     run = _supervised(function, session, supervisor)
 
@@ -92,6 +92,7 @@ def _supervised(
     @disable  # where the whole training step is compiled
     def run(*args: Any, **kwargs: Any) -> Any:
         with supervisor.step() as engine, storm.watch() as calm:
+            calm = calm and not session.begins_untraced()
             # A closure runs the model, eagerly or as the user compiled it: no part of the step.
             args, kwargs = tree_map(
                 lambda a: disable(engine.suspended(a)) if callable(a) else a, (args, kwargs)

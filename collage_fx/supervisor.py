@@ -1,7 +1,7 @@
 """One step under supervision: which states there are, who wrote them, and what that calls for."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -14,9 +14,10 @@ from collage_fx.config import CollageConfig
 from collage_fx.eager import Engine
 from collage_fx.errors import UnsupportedError
 from collage_fx.fallback import Failures
+from collage_fx.held import Held
 from collage_fx.judge import TRIED, Judge, place_of
 from collage_fx.operands import Write, tensors_of
-from collage_fx.ownership import Owned, compensable
+from collage_fx.ownership import Owned
 from collage_fx.passes.expand import WAY_OUT
 from collage_fx.passes.forms import Form
 from collage_fx.passes.program import StatePlan
@@ -27,7 +28,7 @@ from collage_fx.runtime.residuals import STORE, clear_stale, version, zeros
 class Supervisor:
     """Watches the steps of one optimizer or function.
 
-    `owned` lists the states. A state that is written outside compiled graphs gets a residual by the
+    `held` finds the states. A state that is written outside compiled graphs gets a residual by the
     same verdict as in a graph, from the recurrence that its first writes show. At the end of a step
     the version counter of each state is compared with the writes that were accounted for.
     """
@@ -35,8 +36,7 @@ class Supervisor:
     def __init__(
         self,
         config: CollageConfig,
-        owned: Callable[[], Iterable[Owned]],
-        count: Callable[[], int],
+        held: Held,
         warn: Callable[[str], None],
         subject: str,
         *,
@@ -45,9 +45,7 @@ class Supervisor:
         self.config = config
         self.keeps = keeps
         """Whether the states are mostly those of the step before, and may be kept alive."""
-        self.count = count
-        self.counted = 0
-        self.owned = owned
+        self.held = held
         self.warn = warn
         self.failures = Failures(warn)
         self.subject = subject
@@ -94,7 +92,7 @@ class Supervisor:
         self.steps += 1
         self.by_graph.clear()
         self.returned.clear()
-        if self.quiet and self.count() == self.counted:
+        if self.quiet and not self.held.changed():
             self.engine.asleep = True
             self.versions = [version(write.tensor) for _, write in self.states.values()]
         else:
@@ -103,7 +101,6 @@ class Supervisor:
     def wake(self) -> None:
         """Find the states, their residuals and how far their verdicts are."""
         self.engine.asleep = False
-        self.counted = self.count()
         present = self._low()
         if not self._same(present):
             self.engine.forget()
@@ -150,7 +147,7 @@ class Supervisor:
 
     def _low(self) -> list[Owned]:
         """Return the states that may be compensated."""
-        return compensable(self.owned(), self.judge.held, self.warn)
+        return self.held.low(self.judge.held, self.warn)
 
     def _know(self, owned: Owned) -> None:
         tensor = owned.tensor
@@ -168,10 +165,8 @@ class Supervisor:
 
     def enlist(self) -> None:
         """Take up the states that the step has made since it began."""
-        count = self.count()
-        if count != self.counted:
-            self.counted = count
-            for owned in self._low():
+        if self.held.changed():
+            for owned in self.held.made(self.judge.held, self.warn):
                 if place_of(owned) not in self.states:
                     self._adopt(owned)
 
@@ -341,7 +336,7 @@ class Supervisor:
         return unaccounted
 
     def _say_if_nothing_was_needed(self) -> None:
-        floating = {o.tensor.dtype for o in self.owned() if o.tensor.is_floating_point()}
+        floating = {o.tensor.dtype for o in self.held.all() if o.tensor.is_floating_point()}
         written = [s for s in self.served.values() if s.steps]
         other = floating - set(self.engine.operands.storages)
         if (other or written) and not any(s.compensated for s in written):

@@ -1,0 +1,124 @@
+"""A first step that makes its states: the eager engine takes it, and Dynamo does not see it."""
+
+from typing import Any
+
+import pytest
+import torch
+from tensors import bf16, with_grads
+from torch import Tensor
+from torch.optim import SGD, AdamW, Optimizer
+
+import collage_fx
+from collage_fx import held
+
+RATES = (1e-3, 2e-3, 3e-3, 4e-3)
+
+
+class Averages(Optimizer):
+    """Makes two states of each parameter, one after the update of the other."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        super().__init__(params, {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["fast"] = torch.zeros_like(p)
+                state["fast"].add_(p.grad, alpha=1e-3)
+                if "slow" not in state:
+                    state["slow"] = torch.zeros_like(p)
+                state["slow"].mul_(0.999).add_(state["fast"], alpha=1e-3)
+                p.sub_(state["slow"], alpha=group["lr"])
+
+
+class Sign(Optimizer):
+    """Has no states."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad.sign(), alpha=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("make", "graphs"),
+    [
+        (Averages, 0),
+        (lambda params: SGD(params, lr=1e-3, momentum=0.9), 0),
+        (lambda params: AdamW(params, lr=1e-3), 1),  # Dynamo makes its states
+        (lambda params: Sign(params, {}), 1),
+    ],
+)
+def test_dynamo_sees_the_first_step_unless_it_makes_states(make: Any, graphs: int) -> None:
+    torch.compiler.reset()
+    optimizer = make(with_grads([bf16(4)]))
+    step = collage_fx.compile(optimizer)
+    session = step._collage  # type: ignore[attr-defined]
+    step()
+    assert session.graphs == graphs
+    assert ("first step ran in the eager engine" in str(collage_fx.report(step))) == (not graphs)
+    assert {(s.graph, s.eager) for s in collage_fx.report(step).states} == {(graphs, 1 - graphs)}
+
+
+def test_a_rate_that_changes_from_the_first_step_on_is_compiled_once() -> None:
+    """As an input; the graph that had it as a constant is left to the eager engine."""
+    torch.compiler.reset()
+    params = with_grads([bf16(6)])
+    exact = [p.detach().double().requires_grad_() for p in params]
+    for p, e in zip(params, exact, strict=True):
+        e.grad = p.grad.double()
+    ours, theirs = Averages(params), Averages(exact)
+    step = collage_fx.compile(ours)
+    session = step._collage  # type: ignore[attr-defined]
+    session.keep = True
+    start = exact[0].detach().clone()
+    for rate in RATES:
+        for optimizer in (ours, theirs):
+            optimizer.param_groups[0]["lr"] = rate
+        step()
+        theirs.step()
+    assert session.graphs == 2 and len(session.compiled) == 1
+    end = exact[0].detach()
+    assert float(((collage_fx.value(params[0]) - end) / (end - start)).detach().abs().max()) < 0.05
+    assert {(s.graph, s.eager) for s in collage_fx.report(step).states} == {(2, 2)}
+
+
+def made_by_first_step(count: int) -> list[Tensor]:
+    """Return the values of what the first step writes."""
+    torch.manual_seed(0)
+    params = with_grads([bf16(3 + k % 2) for k in range(count)])
+    optimizer = Averages(params)
+    collage_fx.compile(optimizer, level="all")()
+    return [collage_fx.value(t) for p in params for t in (p, *optimizer.state[p].values())]
+
+
+def test_new_states_are_found_without_a_look_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+    every = held.low_precision
+
+    def counted(*args: Any) -> list[Any]:
+        looks.append(1)
+        return every(*args)
+
+    monkeypatch.setattr(held, "low_precision", counted)
+    found, few = made_by_first_step(20), len(looks)
+    monkeypatch.setattr(held._Recent, "made", lambda *_: None)
+    exact, many = made_by_first_step(20), len(looks) - few
+    assert all(torch.equal(a, b) for a, b in zip(found, exact, strict=True))
+    assert few < 8 < many
+
+
+def test_new_states_that_share_memory_with_others_call_for_a_look_at_all() -> None:
+    params = with_grads([bf16(4), bf16(4)])
+    optimizer = Averages(params)
+    recent = held._Recent(optimizer, [])
+    both = torch.zeros(2, 4).bfloat16()
+    optimizer.state[params[0]]["fast"] = both[0]
+    (fast,) = recent.made(1) or []
+    assert fast.tensor is optimizer.state[params[0]]["fast"] and fast.key == "fast"
+    assert fast.name == "fast of param_groups[0].params[0]"
+    optimizer.state[params[1]]["fast"] = both[1]
+    assert recent.made(1) is None
