@@ -52,7 +52,8 @@ class Form:
         """Return the form of the product with something that does not depend on x."""
         if self.branches:
             return _choice([Branch(p.a * factor, p.adds) for p in self.branches])
-        return Form(self.a * factor, self.b)
+        # sympy asks whether what it multiplies by zero is finite, and loads much to find out.
+        return Form(self.a * factor if self.a != 0 else 0, self.b)
 
     @property
     def alternatives(self) -> list[Branch] | None:
