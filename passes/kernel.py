@@ -36,6 +36,21 @@ def divide(x, y):
 
 
 @triton.jit
+def root(x):
+    if x.dtype == tl.float64:
+        return tl.sqrt(x)
+    else:
+        return tl.sqrt_rn(x)
+
+
+@triton.jit
+def narrow_e5m2(x):
+    # Which it represents. A conversion would make the largest number of an infinity.
+    bits = x.to(tl.float16).to(tl.int16, bitcast=True)
+    return (bits >> 8).to(tl.int8).to(tl.float8e5, bitcast=True)
+
+
+@triton.jit
 def body({inputs}):
     {body}
     return {results}
@@ -142,6 +157,9 @@ class _Printer(DefaultHandler):
     def div_rn(self, x: str, y: str) -> str:
         return self.truediv(x, y)
 
+    def sqrt(self, x: str) -> str:
+        return self._line(f"root({x})")
+
     # Inductor's look their operands up in the kernel that it is writing.
     def tanh(self, x: str) -> str:
         return self._line(f"libdevice.tanh({x})")
@@ -161,6 +179,8 @@ class _Printer(DefaultHandler):
     ) -> str:
         if dtype is torch.float64 and not use_compute_types:
             return x  # a detour that `lower_round` makes for C++ kernels
+        if dtype is torch.float8_e5m2 and use_compute_types:
+            return self._line(f"narrow_e5m2({x})")
         return self._line(f"{x} != 0" if dtype is torch.bool else f"{x}.to({triton_type(dtype)})")
 
 

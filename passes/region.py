@@ -28,6 +28,7 @@ from torch.torch_version import TorchVersion
 from collage_fx.runtime.ops import collage
 
 aten = torch.ops.aten
+_CONVERT = torch.ops.prims.convert_element_type.default
 
 _REGIONS: dict[str, GraphModule] = {}
 
@@ -122,7 +123,27 @@ def _divide(x: Any, y: Any) -> TensorBox:
     return make_pointwise(body)(*broadcast_tensors(*boxes))
 
 
+def _convert(x: TensorBox, dtype: torch.dtype) -> TensorBox:
+    """Convert. A GPU makes the largest number of e5m2 of an infinity: there it is put by its bits.
+
+    x is what the dtype represents, the upper half of an fp16 number.
+    """
+    if dtype is not torch.float8_e5m2 or x.get_device_or_error().type == "cpu":
+        return lowerings[_CONVERT](x, dtype)
+    source = x.get_dtype()
+
+    def body(value: Any) -> Any:
+        half = ops.to_dtype(value, torch.float16, src_dtype=source, use_compute_types=False)
+        bits = ops.to_dtype_bitcast(half, torch.int16, torch.float16)
+        upper = ops.bitwise_right_shift(bits, ops.constant(8, torch.int16))
+        byte = ops.to_dtype(upper, torch.int8, src_dtype=torch.int16)
+        return ops.to_dtype_bitcast(byte, dtype, torch.int8)
+
+    return make_pointwise(body, override_return_dtype=dtype)(x)
+
+
 _LOWERINGS: dict[Any, Callable[..., TensorBox]] = {
+    _CONVERT: _convert,
     aten.div.Tensor: _divide,
     aten.reciprocal.default: lambda x: _divide(1.0, x),
 }

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from fp8_steps import Adam8
 from graphs import Captured, capture_optimizer
 from torch import Tensor, optim
 from torch._inductor.codecache import PyCodeCache
@@ -67,6 +68,7 @@ class Case(NamedTuple):
     traffic: int
     """Bytes read and written for each element."""
     storage: str = "mcf2"
+    dtype: torch.dtype = torch.bfloat16
     by_chance: bool = False
 
     @property
@@ -81,7 +83,10 @@ CASES = {
     "adamw-remainder16": Case(optim.AdamW, {}, "plus", 22, "remainder16"),
     "adamw-mcf3": Case(optim.AdamW, {}, "plus", 30, "mcf3"),
     "adamw-ulp8": Case(optim.AdamW, {}, "plus", 18, "ulp8"),
-    "adamw-mcf2-by-chance": Case(optim.AdamW, {}, "plus", 22, "mcf2", True),
+    "adamw-mcf2-by-chance": Case(optim.AdamW, {}, "plus", 22, "mcf2", by_chance=True),
+    "adamw-double-single": Case(optim.AdamW, {}, "all", 52, "double_single", torch.float32),
+    "adam-e4m3fn": Case(Adam8, {"moments": torch.float8_e4m3fn}, "plus", 18),
+    "adam-e5m2-mcf3": Case(Adam8, {"moments": torch.float8_e5m2}, "plus", 26, "mcf3"),
     "sgd-light": Case(optim.SGD, {"momentum": 0.9, "weight_decay": 0.01}, "light", 14),
     "trust-light": Case(Trust, {}, "light", 14),
 }
@@ -91,7 +96,7 @@ LIBRARY = Case(Trust, {"squash": True}, "light", 14)
 
 def captured(case: Case, shapes: Sequence[tuple[int, ...]] = SHAPES) -> Captured:
     """Return the graph of a case's step."""
-    return capture_optimizer(case.kind, shapes=shapes, **case.options)
+    return capture_optimizer(case.kind, shapes=shapes, dtype=case.dtype, **case.options)
 
 
 def rewritten(case: Case) -> Rewritten:
@@ -141,12 +146,13 @@ def moved_in_tails(ptx: Counter[str]) -> int:
 
 
 def rounded(ptx: Counter[str]) -> int:
-    """Return how many results are rounded to bf16.
+    """Return how many results are rounded to bf16 or fp8.
 
     LLVM makes a bf16 instruction of a float32 one and its rounding, which is the same; those for
     two elements count twice.
     """
     double = matching(ptx, r"(cvt\.rn\.bf16x2\.f32|(add|sub|mul)\.rn\.bf16x2)")
+    double += matching(ptx, r"cvt\.rn\.satfinite\.(e4m3|e5m2)x2\.f32")
     return matching(ptx, r"(cvt\.rn\.bf16\.f32|(add|sub|mul)\.rn\.bf16)") + 2 * double
 
 
@@ -173,8 +179,21 @@ def roundings(rewritten: Rewritten) -> int:
 _convert = interpreter._convert_float
 
 
+_FP8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
+
+
 def _repaired(x: Any, source: Any, target: Any, mode: Any) -> Any:
-    """float32 to bfloat16 to nearest, ties to even, and back exactly; else as it was."""
+    """float32 to bfloat16 or fp8 to nearest, ties to even, and back exactly; else as it was.
+
+    Of what is beyond fp8 a GPU makes the largest number, of infinities too.
+    """
+    if source in _FP8:
+        return torch.from_numpy(np.array(x)).view(_FP8[source]).float().numpy().reshape(x.shape)
+    if target in _FP8:
+        dtype = _FP8[target]
+        largest = torch.finfo(dtype).max
+        value = torch.from_numpy(np.array(x, dtype=np.float32)).clamp(-largest, largest)
+        return value.to(dtype).view(torch.uint8).numpy().reshape(x.shape)
     if source == tl.float32 and target == tl.bfloat16:
         bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -196,13 +215,19 @@ def _power(x: Any, y: Any) -> Any:
     return tl.core.tensor(interpreter.TensorHandle(data, y.dtype.scalar), y.type)
 
 
+def _root(x: Any) -> Any:
+    """The root of float64, which is the same everywhere."""
+    return tl.core.tensor(interpreter.TensorHandle(np.sqrt(x.handle.data), x.dtype.scalar), x.type)
+
+
 @contextlib.contextmanager
 def repaired_interpreter() -> Iterator[Callable[..., Any]]:
     """Convert between float32 and bfloat16 as a GPU does; give Triton's own conversion."""
-    library = types.SimpleNamespace(pow=_power)
+    library = types.SimpleNamespace(pow=_power, sqrt=_root)
     with (
         mock.patch.object(interpreter, "_convert_float", _repaired),
         mock.patch.object(triton_helpers, "libdevice", library),
+        np.errstate(all="ignore"),  # a product that is not chosen may be 0 * inf
     ):
         yield _convert
 
