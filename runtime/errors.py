@@ -20,6 +20,10 @@ class ResidualError(CollageError, ValueError):
     """Residuals given for a tensor that cannot have them."""
 
 
+class ComponentError(CollageError, ValueError):
+    """An expansion of no, or of more than three, components."""
+
+
 class StorageError(CollageError, ValueError):
     """A state of a dtype that the storage which was asked for cannot hold."""
 

@@ -83,44 +83,12 @@ def normalize_case(f: Format, n: int, g: Generator) -> Case:
     return Case((hi, lo), [a.double(), b.double()], hi.isfinite() & b.isfinite())
 
 
-def grow_case(f: Format, n: int, g: Generator, op: Callable[..., Pair] = grow) -> Case:
-    hi, lo = f.expansions(n, g)
-    a = partners(f, hi, g)
-    result = op(hi, lo, a)
-    valid = result[0].isfinite() & (hi.abs() != f.largest)
-    return Case(result, [hi.double(), lo.double(), a.double()], valid)
-
-
-def add_case(f: Format, n: int, g: Generator) -> Case:
-    x = f.expansions(n, g)
-    b = partners(f, x[0], g)
-    y = b, f.residuals(b, g)
-    result = add(*x, *y)
-    valid = result[0].isfinite() & (x[0].abs() != f.largest)
-    return Case(result, [v.double() for v in (*x, *y)], valid)
-
-
-def mul_case(f: Format, n: int, g: Generator, op: Callable[..., Pair] = mul) -> Case:
-    x, y = f.expansions(n, g), f.expansions(n, g)
-    result = op(*x, *y)
-    terms = [a.double() * b.double() for a in x for b in y]
-    # What is lost where a product underflows is at most the last place: 5u^2 needs a normal u*x*y.
-    in_range = terms[0].abs() >= 2.0 ** (f.emin + f.p)
-    return Case(result, terms, result[0].isfinite() & in_range)
-
-
 EXACT = [
     *((two_sum_case, f) for f in (BF16, FP16, FP32)),
     *((fast_two_sum_case, f) for f in (BF16, FP16, FP32)),
     *((two_prod_case, f) for f in (BF16, FP16, FP32)),
     *((normalize_case, f) for f in SHORT),
 ]
-BOUNDED = [
-    *((grow_case, f, 2.0) for f in SHORT),
-    *((add_case, f, 3 / (1 - 4 * f.u)) for f in SHORT),
-    *((mul_case, f, 5.0) for f in SHORT),
-]
-"""(operation, format, proven bound of the relative error in u^2)"""
 
 
 def named(value: object) -> str | None:
@@ -161,27 +129,11 @@ def test_error_free_transformations_are_exact(make: Make, f: Format, seeds: rang
         assert f.is_normalized(*case.result)[case.valid].all()
 
 
-@pytest.mark.parametrize("seeds", VOLUMES)
-@pytest.mark.parametrize("make, f, bound", BOUNDED, ids=named)
-def test_expansion_arithmetic_keeps_its_bound(
-    make: Make, f: Format, bound: float, seeds: range
-) -> None:
-    for seed in seeds:
-        case = make(f, CHUNK, generator(seed))
-        worst, where = largest_error(case, f)
-        assert worst <= bound, where
-        assert case.valid.double().mean() > 0.3
-        finite = case.result[0].isfinite()
-        assert f.is_normalized(*case.result)[finite].all()
-        assert case.result[1].isfinite().all()
-        assert (case.result[1][~finite] == 0).all()
-
-
-@pytest.mark.parametrize("make, f", [*EXACT, *((m, f) for m, f, _ in BOUNDED)], ids=named)
+@pytest.mark.parametrize("make, f", EXACT, ids=named)
 def test_vectorised_oracles_agree_with_rationals(make: Make, f: Format) -> None:
     case = make(f, 3 * SAMPLES, generator(1000))
     errors = relative_error(case.result, case.terms)
-    wrong = inexact(case) if len(case.terms) == 2 else torch.zeros_like(case.valid)
+    wrong = inexact(case)
     chosen = case.valid.nonzero().flatten()[torch.randperm(int(case.valid.sum()))[:SAMPLES]]
     assert len(chosen) > SAMPLES // 2
     for i in chosen:
@@ -189,7 +141,7 @@ def test_vectorised_oracles_agree_with_rationals(make: Make, f: Format) -> None:
         error = abs(sum((fraction(r[i]) for r in case.result), -exact))
         relative = float(error / abs(exact)) if exact else float(error)
         assert float(errors[i]) == pytest.approx(relative, rel=1e-9)
-        assert bool(wrong[i]) == (len(case.terms) == 2 and error != 0)
+        assert bool(wrong[i]) == (error != 0)
 
 
 def test_check_fails_for_a_transformation_whose_sum_is_kept_wide() -> None:
@@ -200,25 +152,6 @@ def test_check_fails_for_a_transformation_whose_sum_is_kept_wide() -> None:
         return s.bfloat16(), t.bfloat16()
 
     assert inexact(two_sum_case(BF16, CHUNK // 10, generator(0), kept_wide)).double().mean() > 0.1
-
-
-@pytest.mark.parametrize("f", SHORT, ids=named)
-def test_check_fails_for_grow_with_the_wrong_first_step(f: Format) -> None:
-    def fast_grow(hi: Tensor, lo: Tensor, a: Tensor) -> Pair:
-        s, t = fast_two_sum(hi, a)
-        return normalize(s, lo + t)
-
-    worst, where = largest_error(grow_case(f, CHUNK // 10, generator(0), fast_grow), f)
-    assert worst > 100, where
-
-
-@pytest.mark.parametrize("f", SHORT, ids=named)
-def test_check_fails_for_mul_without_the_products_error(f: Format) -> None:
-    def careless_mul(hi: Tensor, lo: Tensor, b_hi: Tensor, b_lo: Tensor) -> Pair:
-        return normalize(hi * b_hi, lo * b_hi + hi * b_lo)
-
-    worst, where = largest_error(mul_case(f, CHUNK // 10, generator(0), careless_mul), f)
-    assert worst > 100, where
 
 
 def scaled(f: Format, *values: float) -> list[Tensor]:

@@ -1,4 +1,7 @@
-"""Quotients and roots of expansions: their bounds over all exponents, and where these end."""
+"""Quotients and roots of two components: careless, approximate and special ones.
+
+test_bounds.py has the bounds.
+"""
 
 from collections.abc import Callable
 
@@ -39,30 +42,9 @@ def quotient_error(f: Format, y_lo: float, op: Callable[..., Pair] = div) -> tup
     return float(error[valid].max()), valid
 
 
-@FORMATS
-def test_quotient_of_expansions_keeps_its_bound(f: Format) -> None:
-    assert quotient_error(f, 1)[0] <= 3 + 8 * f.u
-
-
-@FORMATS
-def test_quotient_by_one_float_keeps_its_bound(f: Format) -> None:
-    assert quotient_error(f, 0)[0] <= 2 + 8 * f.u
-
-
 def roots(f: Format, g: Generator) -> Pair:
     hi, lo = f.expansions(COUNT, g)
     return hi.abs(), torch.where(hi < 0, -lo, lo)
-
-
-@FORMATS
-def test_root_keeps_its_bound(f: Format) -> None:
-    x = roots(f, torch.Generator().manual_seed(0))
-    s = sqrt(*x)
-    valid = in_range(s[0], f)
-    assert valid.double().mean() > 0.3
-    assert s[1].isfinite().all()
-    error = backward_error([a.double() * b.double() for a in s for b in s], x, f) / 2
-    assert float(error[valid].max()) <= 25 / 8
 
 
 @FORMATS
