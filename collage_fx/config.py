@@ -11,7 +11,7 @@ from torch._inductor import config as inductor_config
 from collage_fx.passes.digest import source_digest
 from collage_fx.passes.program import Arithmetic, Level, OnUnsupported, Settings
 from collage_fx.runtime.errors import OptionError
-from collage_fx.runtime.storage import STORAGES, Choice
+from collage_fx.runtime.storage import EXPANSIONS, STORAGES, Choice
 
 _ALLOWED: dict[str, tuple[Any, ...]] = {
     "level": get_args(Level),
@@ -64,11 +64,12 @@ class CollageConfig:
     storage: Choice = "mcf2"
     """How an expansion is laid out in memory. `mcf2`: hi and lo in the state's dtype, 17 bits in
     bf16. `remainder16`: bf16 and the int16 that fp32 has beyond, exactly fp32 in four bytes.
-    `ulp8`: 8 more bits in an int8. `mcf3`: two residuals in the state's dtype. All but `mcf2` are
-    for arithmetic `wide`, which they imply. `auto`: what keeps most for two bytes, `remainder16`
-    for bf16 and `mcf2` for fp16. A dict gives each state its own, by patterns (as in fnmatch) for
-    its kind (`param`, `exp_avg_sq`) or its name, in order: {"param": "remainder16", "*": "ulp8"};
-    `auto` for what no pattern fits."""
+    `ulp8`: 8 more bits in an int8. `mcf3`: two residuals in the state's dtype. Others than `mcf2`
+    and `mcf3` are for arithmetic `wide`, which they imply. `auto`: what keeps most for two bytes,
+    `remainder16` for bf16 and `mcf2` for fp16. A dict gives each state its own, by patterns (as in
+    fnmatch) for its kind (`param`, `exp_avg_sq`) or its name, in order: {"param": "remainder16",
+    "*": "ulp8"}; `auto` for what no pattern fits. States of different storages that are updated
+    together are in arithmetic `wide` too."""
     on_unsupported: OnUnsupported = "join"
     """What an operation on a carried path does that has no rule in `eft`: `join` applies it in fp32
     to the joined value, splits its result and lists it in the plan; `error` raises
@@ -107,7 +108,8 @@ class CollageConfig:
     @property
     def wide(self) -> bool:
         """Whether the step is computed in fp32 registers: as asked for, or as the storage needs."""
-        return self.arithmetic == "wide" or self.storage != "mcf2" or self.stochastic_rounding
+        known = self.storage in EXPANSIONS
+        return self.arithmetic == "wide" or not known or self.stochastic_rounding
 
     def rounds_by_chance(self, storage: str) -> bool:
         """Tell whether the last residual of a storage is rounded by chance."""

@@ -11,11 +11,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 from collage_fx.fallback import Failures
 from collage_fx.passes.eager import Call, Forms, Operation, Traced, expansion_of, supports
 from collage_fx.passes.forms import CURVED, MUCH, bound
-from collage_fx.passes.program import LOW_PRECISION, Settings
+from collage_fx.passes.program import LOW_PRECISION, Arithmetic, Settings
 from collage_fx.runtime.eft import WIDER
 from collage_fx.runtime.residuals import STORE, next_draw, version
 from collage_fx.runtime.stochastic import Seeds
 from collage_fx.runtime.storage import (
+    EXPANSIONS,
     FINEST,
     STORAGES,
     Choice,
@@ -103,7 +104,8 @@ class Operands:
     ) -> None:
         self.shadows = shadows
         self.writes = writes
-        self.arithmetic = settings.arithmetic
+        known = settings.storage in EXPANSIONS
+        self.arithmetic: Arithmetic = settings.arithmetic if known else "wide"
         self.missing = missing
         self.by_chance = settings.stochastic_rounding
         self.seed = seed

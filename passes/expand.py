@@ -21,7 +21,7 @@ from collage_fx.passes.rules.registry import Call, Decayed, Expanded, Pair
 from collage_fx.runtime.eft import WIDER
 from collage_fx.runtime.errors import RuleError, UnsupportedError
 from collage_fx.runtime.ops import JOIN, SPLIT, SPLIT_BY_CHANCE
-from collage_fx.runtime.storage import transforms
+from collage_fx.runtime.storage import EXPANSIONS, transforms
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -51,11 +51,11 @@ def expand(program: Program) -> None:
     Arithmetic `wide`: compensated states are joined, everything is computed in fp32 without
     rounding in between, and new values are split (or rounded, where the state is plain) at the end,
     with `stochastic_rounding` by chance.
-    So are slices with another storage than mcf2, or an fp8 state in it, for which there are no
-    transformations. Slices with an fp32 state that is compensated are computed in float64.
+    So are slices whose states have a storage without transformations, fp8 ones, or not all the same
+    storage. Slices with an fp32 state that is compensated are computed in float64.
     """
     for rewritten in program.rewritten:
-        wide = program.settings.arithmetic == "wide" or not _transforms(rewritten)
+        wide = program.settings.arithmetic == "wide" or _storage_of(rewritten) is None
         if not wide and _has_side_way(rewritten):
             rewritten.joined.append("a slice in which a state enters its own update twice")
             wide = True
@@ -65,21 +65,24 @@ def expand(program: Program) -> None:
         rewritten.expanded = expander.run()
 
 
-def _transforms(rewritten: Rewritten) -> bool:
-    """Tell whether there are error-free transformations for all states that are compensated."""
+def _storage_of(rewritten: Rewritten) -> str | None:
+    """Return how all compensated states are laid out, if eft arithmetic knows that."""
     kept = zip(rewritten.compensated, rewritten.storages, strict=True)
-    return all(transforms(rewritten.model.states[i][0].val.dtype, s) for i, s in kept)
+    known = all(transforms(rewritten.model.states[i][0].val.dtype, s) for i, s in kept)
+    storages = set(rewritten.storages)
+    return storages.pop() if len(storages) == 1 and known else None
 
 
 def _has_side_way(rewritten: Rewritten) -> bool:
     """Tell whether a compensated state comes into its update beside the spine, with weight.
 
     There eft rounds what it computes of the state to its dtype and would lose u * side of it; up to
-    a side of 4u that is within the bounds of its storage, as the weight decay that SGD adds to a
-    gradient is.
+    a side of 4u that is within the bounds of two components, as the weight decay that SGD adds to a
+    gradient is, and up to 4u^2 within those of three.
     """
+    rest = EXPANSIONS[str(_storage_of(rewritten))] - 1
     return any(
-        abs(rewritten.recurrences[i].side) > 2 * torch.finfo(state.val.dtype).eps
+        abs(rewritten.recurrences[i].side) > 4 * (torch.finfo(state.val.dtype).eps / 2) ** rest
         for i, (state, _, _) in enumerate(rewritten.model.states)
         if i in rewritten.compensated
     )
@@ -104,10 +107,6 @@ class _Expander:
         if self.origin is not None and "stack_trace" in self.origin.meta:
             node.meta["stack_trace"] = self.origin.meta["stack_trace"]
         return node
-
-    def components(self, target: Any, *args: Any, dtype: torch.dtype) -> Pair:
-        """Append an operation that returns an expansion of this dtype, hi and lo."""
-        return self.several(target, *args, dtypes=(dtype, dtype))
 
     def several(self, target: Any, *args: Any, dtypes: tuple[torch.dtype, ...]) -> Pair:
         """Append an operation that returns values of these dtypes."""
@@ -171,6 +170,7 @@ class Eft(_Expander, RuleBuilder):
     def __init__(self, rewritten: Rewritten, settings: Settings) -> None:
         super().__init__(rewritten)
         self.settings = settings
+        self.storage = str(_storage_of(rewritten))
 
     def run(self) -> GraphModule:
         """Return the expanded graph."""
@@ -184,7 +184,11 @@ class Eft(_Expander, RuleBuilder):
                 self._on_path(node, before[node]) if node in before else self._plain_op(node)
             )
         outputs = [self.plain(n) for n in self.part.outputs]
-        return self.finish(outputs + [self.settled(n)[1] for n in self.new_values()])
+        return self.finish(outputs + [lo for n in self.new_values() for lo in self.settled(n)[1:]])
+
+    def components(self, target: Any, *args: Any, dtype: torch.dtype) -> Pair:
+        """Append an operation that returns an expansion of this dtype."""
+        return self.several(target, *args, dtypes=(dtype,) * self.count)
 
     def _spines(self) -> dict[Node, Node]:
         """Return, for each node on a carried path, the node before it on that path."""

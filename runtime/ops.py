@@ -1,4 +1,4 @@
-"""The `collage::` operators: `runtime/arithmetic.py` and `runtime/storage.py` as graph nodes.
+"""The `collage::` operators: `runtime/components.py` and `runtime/storage.py` as graph nodes.
 
 All but `round` are composite: run eagerly they are the functions themselves, and a tracer goes
 through them. `round` is opaque to the compiler, which is its purpose.
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collage_fx.runtime import arithmetic, storage
+from collage_fx.runtime import components, storage
 
 _LIBRARY = torch.library.Library("collage", "DEF")
 
@@ -19,34 +19,44 @@ def _define(schema: str, implementation: object) -> None:
     _LIBRARY.impl(schema.partition("(")[0], implementation, "CompositeImplicitAutograd")
 
 
-_define("grow(Tensor hi, Tensor lo, Tensor a) -> (Tensor, Tensor)", arithmetic.grow)
-_define("add(Tensor hi, Tensor lo, Tensor b_hi, Tensor b_lo) -> (Tensor, Tensor)", arithmetic.add)
-_define("mul(Tensor hi, Tensor lo, Tensor b_hi, Tensor b_lo) -> (Tensor, Tensor)", arithmetic.mul)
-_define(
-    "mul.constant(Tensor hi, Tensor lo, float b_hi, float b_lo) -> (Tensor, Tensor)",
-    arithmetic.mul,
-)
-_define(
-    "mul.float(Tensor hi, Tensor lo, Tensor b) -> (Tensor, Tensor)",
-    lambda hi, lo, b: arithmetic.mul(hi, lo, b, 0.0),
-)
-_define("div(Tensor hi, Tensor lo, Tensor b_hi, Tensor b_lo) -> (Tensor, Tensor)", arithmetic.div)
-_define(
-    "div.constant(Tensor hi, Tensor lo, float b_hi, float b_lo) -> (Tensor, Tensor)",
-    arithmetic.div,
-)
-_define(
-    "div.float(Tensor hi, Tensor lo, Tensor b) -> (Tensor, Tensor)",
-    lambda hi, lo, b: arithmetic.div(hi, lo, b, 0.0),
-)
-_define(
-    "div.into(Tensor a, Tensor hi, Tensor lo) -> (Tensor, Tensor)",
-    lambda a, hi, lo: arithmetic.div(a, 0.0, hi, lo),
-)
-_define("sqrt(Tensor hi, Tensor lo) -> (Tensor, Tensor)", arithmetic.sqrt)
-_define("neg(Tensor hi, Tensor lo) -> (Tensor, Tensor)", arithmetic.neg)
-_define("decay(Tensor hi, Tensor lo, Tensor gap) -> Tensor", storage.decay)
-_define("decay.constant(Tensor hi, Tensor lo, float gap) -> Tensor", storage.decay)
+THREE: dict[Any, Any] = {}
+"""Operation on expansions of two components -> the same on three."""
+
+
+def _define_arithmetic(n: int) -> None:
+    """Define the operations on expansions of n components, as they are named for two."""
+    names, digit = (("hi", "mid", "lo"), "3") if n == 3 else (("hi", "lo"), "")
+    decay = storage.decay3 if n == 3 else storage.decay
+    x = ", ".join(f"Tensor {c}" for c in names)
+    y = ", ".join(f"Tensor b_{c}" for c in names)
+    numbers = ", ".join(f"float b_{c}" for c in names)
+    result = f"({', '.join(['Tensor'] * n)})"
+
+    def define(name: str, operands: str, function: Any, result: str = result) -> None:
+        packet, dot, overload = name.partition(".")
+        _define(f"{packet}{digit}{dot}{overload}({operands}) -> {result}", function)
+        if n == 3:
+            of_two, of_three = (getattr(torch.ops.collage, p) for p in (packet, packet + digit))
+            overload = overload or "default"
+            THREE[getattr(of_two, overload)] = getattr(of_three, overload)
+
+    define("grow", f"{x}, Tensor a", lambda *c: components.add(c[:n], c[n:]))
+    define("add", f"{x}, {y}", lambda *c: components.add(c[:n], c[n:]))
+    define("mul", f"{x}, {y}", lambda *c: components.mul(c[:n], c[n:]))
+    define("mul.constant", f"{x}, {numbers}", lambda *c: components.mul(c[:n], c[n:]))
+    define("mul.float", f"{x}, Tensor b", lambda *c: components.mul(c[:n], c[n:]))
+    define("div", f"{x}, {y}", lambda *c: components.div(c[:n], c[n:]))
+    define("div.constant", f"{x}, {numbers}", lambda *c: components.div(c[:n], c[n:]))
+    define("div.float", f"{x}, Tensor b", lambda *c: components.div(c[:n], c[n:]))
+    define("div.into", f"Tensor a, {x}", lambda *c: components.div(c[:1], c[1:]))
+    define("sqrt", x, lambda *c: components.sqrt(c))
+    define("neg", x, lambda *c: components.neg(c))
+    define("decay", f"{x}, Tensor gap", decay, "Tensor")
+    define("decay.constant", f"{x}, float gap", decay, "Tensor")
+
+
+for _n in (2, 3):
+    _define_arithmetic(_n)
 
 JOIN: dict[str, Any] = {}
 """Storage -> the operation (hi, *residuals) -> value; `collage::join` is that of mcf2."""

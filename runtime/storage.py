@@ -73,6 +73,11 @@ def join3(hi: Tensor, mid: Tensor, lo: Tensor) -> Tensor:
     return hi.to(wide) + (mid.to(wide) + lo.to(wide))
 
 
+def decay3(hi: Tensor, mid: Tensor, lo: Tensor, gap: Tensor | float) -> Tensor:
+    """Return (hi + mid + lo) * gap in the wide dtype; zero where hi is not finite: see `decay`."""
+    return finite_or_zero(join3(hi, mid, lo)) * gap
+
+
 def split3(x: Tensor, dtype: torch.dtype) -> Components:
     """Return (hi, mid, lo) of dtype, each the rounding of what the ones before leave of x.
 
@@ -283,6 +288,10 @@ STORAGES = {
 is that of Transformer Engine and apex, `ulp8` that of FlashOptim. `double_single` is mcf2 of fp32
 under the name that it has there, so that fp32 states are left alone unless it is asked for."""
 
+EXPANSIONS = {"mcf2": 2, "mcf3": 3}
+"""Storage -> of how many floats of the state's own dtype it is the sum; for these, and no others,
+there is arithmetic `eft`."""
+
 
 Choice = str | tuple[tuple[str, str], ...]
 """A storage, `auto`, or pairs of a pattern for names of states and one of these."""
@@ -331,7 +340,7 @@ def held_dtypes(choice: Choice) -> tuple[torch.dtype, ...]:
 
 def transforms(dtype: torch.dtype, storage: str) -> bool:
     """Tell whether there are error-free transformations for expansions that are so laid out."""
-    return storage == "mcf2" and dtype not in FP8
+    return storage in EXPANSIONS and dtype not in FP8
 
 
 def layout_of(hi: Tensor, lows: Sequence[Tensor]) -> Storage:

@@ -61,6 +61,11 @@ class TensorBuilder:
         narrow = isinstance(operand, Value) and operand.meta["dtype"] == self.dtype
         return Value(_raw(operand).to(WIDER[self.dtype])) if narrow else operand
 
+    count = 2
+
+    def form(self, target: Any) -> Any:
+        return target
+
     def is_number(self, operand: Any) -> bool:
         return isinstance(operand, int | float)
 

@@ -76,7 +76,8 @@ def test_the_whole_value_is_that_of_rationals_to_49_bits() -> None:
     exact = [Fraction(v) for v in p.tolist()]
     for k in range(8):
         p.grad = torch.tensor([1.1, 0.3, 2e-20, 3e30]) * (k + 1)
-        exact = [x - Fraction(1e-9) * Fraction(g) for x, g in zip(exact, p.grad.tolist())]
+        gradient = p.grad.tolist()
+        exact = [x - Fraction(1e-9) * Fraction(g) for x, g in zip(exact, gradient, strict=True)]
         step()
     for value, high, x in zip(collage_fx.value(p).tolist(), p.tolist(), exact, strict=True):
         assert abs(Fraction(value) - x) <= 8 * abs(x) / 2**49

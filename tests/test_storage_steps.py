@@ -15,7 +15,11 @@ def test_precision_of_a_step_is_that_of_its_storage(way: str) -> None:
     exact, fp32 = trained(way, torch.float64), trained(way, torch.float32)
     found = {s: lost(trained(way, storage=s, level="all"), exact) for s in BITS}
     assert found["remainder16"] < 1.05 * lost(fp32, exact)
-    assert found["mcf3"] == found["remainder16"]
+    # eft rounds the update to bf16, and sums up beyond what fp32 keeps of it.
+    assert found["mcf3"] < 0.7 * found["remainder16"]
+    if way == "eager":
+        wide = trained(way, storage="mcf3", arithmetic="wide", level="all")
+        assert lost(wide, exact) == found["remainder16"]
     assert found["remainder16"] < 0.7 * found["mcf2"] < 0.7 * 0.05 * found["ulp8"]
     assert found["ulp8"] < 0.8 * lost(trained(way), exact)  # plain bf16, the control
 

@@ -8,7 +8,8 @@ import torch
 from collage_fx.passes.program import LOW_PRECISION, is_value, value_of
 from collage_fx.passes.rules.registry import Call, Decayed, Expanded, Pair
 from collage_fx.runtime.eft import WIDER
-from collage_fx.runtime.ops import JOIN, SPLIT, collage
+from collage_fx.runtime.ops import JOIN, SPLIT, THREE, collage
+from collage_fx.runtime.storage import EXPANSIONS
 
 
 class RuleBuilder(ABC):
@@ -19,6 +20,11 @@ class RuleBuilder(ABC):
     """How expansions are laid out."""
     env: Any
     """Operand -> what it is here: one value or an expansion."""
+
+    @property
+    def count(self) -> int:
+        """How many components an expansion has."""
+        return EXPANSIONS[self.storage]
 
     @abstractmethod
     def op(self, target: Any, *args: Any, dtype: torch.dtype, **kwargs: Any) -> Any:
@@ -91,19 +97,23 @@ class RuleBuilder(ABC):
         if not isinstance(x, Decayed):
             return x
         dtype = x.pair[0].meta["dtype"]
-        if x.small:
+        if x.small and self.count == 2:  # of three, one float is no longer within the bounds
             small = self.convert(x.term, dtype)
-            return self.components(collage.grow.default, *x.pair, small, dtype=dtype)
+            return self.components(self.form(collage.grow.default), *x.pair, small, dtype=dtype)
         term = self.components(SPLIT[self.storage], x.term, dtype, dtype=dtype)
-        return self.components(collage.add.default, *x.pair, *term, dtype=dtype)
+        return self.components(self.form(collage.add.default), *x.pair, *term, dtype=dtype)
+
+    def form(self, target: Any) -> Any:
+        """Return an operation, named by its form for two components, as it is for `count`."""
+        return THREE.get(target, target) if self.storage == "mcf3" else target
 
     def is_number(self, operand: Any) -> bool:
         """Tell whether operand is a Python number."""
         return isinstance(operand, int | float)
 
     def pair(self, target: Any, *args: Any) -> Pair:
-        """Append an operation that returns an expansion of the storage dtype."""
-        return self.components(target, *args, dtype=self.dtype)
+        """Append an operation that returns an expansion of the storage dtype; see `form`."""
+        return self.components(self.form(target), *args, dtype=self.dtype)
 
     def again(self, node: Call, args: list[Any], dtype: torch.dtype) -> Any:
         """Append the operation of node on other operands."""

@@ -1,12 +1,13 @@
 """Product rules: products, quotients and roots of expansions."""
 
+import math
 from typing import Any
 
 import torch
 
 from collage_fx.passes.rules.joined import apply_wide
 from collage_fx.passes.rules.registry import Builder, Call, Decayed, Expanded, Pair, rule
-from collage_fx.runtime.arithmetic import split_constant
+from collage_fx.runtime.components import split_constant
 from collage_fx.runtime.eft import WIDER
 from collage_fx.runtime.ops import collage
 
@@ -41,10 +42,10 @@ def times(b: Builder, x: Pair, factor: Any) -> Expanded:
     return b.pair(collage.mul.default, *x, *b.split(plain))
 
 
-def _constant(b: Builder, c: float) -> tuple[float, float] | None:
+def _constant(b: Builder, c: float) -> tuple[float, ...] | None:
     """Return a number as an expansion; None if it is outside the range of the dtype."""
-    hi, lo = split_constant(float(c), b.dtype)
-    return (hi, lo) if abs(hi + lo - c) <= _unit(b) ** 2 * abs(c) else None
+    found = split_constant(float(c), b.dtype, b.count)
+    return found if abs(math.fsum((*found, -c))) <= _unit(b) ** b.count * abs(c) else None
 
 
 def _unit(b: Builder) -> float:
@@ -59,7 +60,7 @@ def near_one(b: Builder, factor: float) -> bool:
 def decayed(b: Builder, x: Pair, gap: Any, *, small: bool) -> Decayed:
     """Return x * (1 + gap), for a number or a scalar tensor."""
     decay = collage.decay.constant if b.is_number(gap) else collage.decay.default
-    return Decayed(x, b.op(decay, *x, gap, dtype=WIDER[b.dtype]), small)
+    return Decayed(x, b.op(b.form(decay), *x, gap, dtype=WIDER[b.dtype]), small)
 
 
 @rule(aten.mul.Tensor)

@@ -11,7 +11,7 @@ Term = Any
 
 Rules may read its `.meta["dtype"]` and `.meta["scalar"]` (0-d), and nothing else of it."""
 Pair = tuple[Term, ...]
-"""An expansion: its hi and lo; more than one lo in some storages, which rules only pass on."""
+"""An expansion: hi and lo, or hi, mid and lo."""
 
 
 class Call(Protocol):
@@ -56,6 +56,10 @@ class Builder(Protocol):
     dtype: torch.dtype
     """The dtype of the state on whose carried path the node lies."""
 
+    @property
+    def count(self) -> int:
+        """How many components an expansion has: two or three."""
+
     def plain(self, operand: Any) -> Any:
         """Return an operand as one value: of an expansion the high word or, where the operand is
         wider than the storage, the join in its dtype; a number as it is."""
@@ -85,7 +89,10 @@ class Builder(Protocol):
         """Append an operation with one result."""
 
     def pair(self, target: Any, *args: Any) -> Pair:
-        """Append a collage:: operation that returns an expansion."""
+        """Append a collage:: operation that returns an expansion, as `form` names it."""
+
+    def form(self, target: Any) -> Any:
+        """Return a collage:: operation, named as for two components, as it is for `count`."""
 
     def settle(self, x: Expanded) -> Pair:
         """Add up a decayed expansion."""

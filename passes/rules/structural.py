@@ -48,22 +48,21 @@ def keep(b: Builder, node: Call, x: Expanded, at: int) -> Expanded:
 
 @rule(*_MOVING)
 def move(b: Builder, node: Call, x: Expanded, at: int) -> Expanded:
-    """The same elements of hi and of lo; exact."""
-    hi, lo = (
+    """The same elements of each component; exact."""
+    return tuple(
         b.again(node, [c if i == at else mapped(b.plain, a) for i, a in enumerate(node.args)], kind)
         for c, kind in ((c, c.meta["dtype"]) for c in b.settle(x))
     )
-    return hi, lo
 
 
 @rule(*_GATHERING)
 def gather(b: Builder, node: Call, x: Expanded, at: int) -> Expanded:
-    """Tensors put together: all high words, and all low words; exact."""
+    """Tensors put together: all high words, and all low words of one place; exact."""
     parts = [as_pair(b, a) for a in node.args[at]]
-    hi, lo = (
-        b.again(node, [[p[i] for p in parts], *node.args[at + 1 :]], b.dtype) for i in range(2)
+    return tuple(
+        b.again(node, [list(words), *node.args[at + 1 :]], b.dtype)
+        for words in zip(*parts, strict=True)
     )
-    return hi, lo
 
 
 @rule(aten.where.self)
@@ -71,20 +70,20 @@ def where(b: Builder, node: Call, x: Expanded, at: int) -> Expanded:
     """Each component chosen by the same condition; exact but for a wide alternative's split."""
     condition, *sides = node.args
     pairs = [b.settle(x) if i + 1 == at else as_pair(b, a) for i, a in enumerate(sides)]
-    hi, lo = (
+    return tuple(
         b.op(aten.where.self, b.plain(condition), *values, dtype=b.dtype)
         for values in zip(*pairs, strict=True)
     )
-    return hi, lo
 
 
 def as_pair(b: Builder, operand: Any) -> Pair:
-    """Return an operand as an expansion: a plain one of the storage dtype has a low word of zero,
+    """Return an operand as an expansion: a plain one of the storage dtype has low words of zero,
     a wider one is split."""
     found = b.expansion(operand)
     if found is not None:
         return found
     plain = b.plain(operand)
     if plain.meta["dtype"] == b.dtype:
-        return plain, b.op(aten.zeros_like.default, plain, dtype=b.dtype)
+        zero = b.op(aten.zeros_like.default, plain, dtype=b.dtype)
+        return plain, *[zero] * (b.count - 1)
     return b.split(plain)
