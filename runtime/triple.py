@@ -99,8 +99,8 @@ def split_constant(c: float, dtype: torch.dtype) -> tuple[float, float, float]:
     """
     parts: list[float] = []
     for _ in range(3):
-        rest = torch.tensor(math.fsum((c, *(-x for x in parts))), dtype=torch.float64)
-        parts.append(float(rest.to(dtype)))
+        parts.append(float(torch.tensor(c, dtype=torch.float64).to(dtype)))
+        c -= parts[-1]  # exact
     hi, mid, lo = parts
     return hi, mid, lo
 

@@ -1,6 +1,7 @@
 """Product rules: products, quotients and roots of expansions."""
 
-import math
+import functools
+import operator
 from typing import Any
 
 import torch
@@ -45,7 +46,8 @@ def times(b: Builder, x: Pair, factor: Any) -> Expanded:
 def _constant(b: Builder, c: float) -> tuple[float, ...] | None:
     """Return a number as an expansion; None if it is outside the range of the dtype."""
     found = split_constant(float(c), b.dtype, b.count)
-    return found if abs(math.fsum((*found, -c))) <= _unit(b) ** b.count * abs(c) else None
+    rest = functools.reduce(operator.sub, found, float(c))
+    return found if abs(rest) <= _unit(b) ** b.count * abs(c) else None
 
 
 def _unit(b: Builder) -> float:
