@@ -46,7 +46,11 @@ VARIANTS: dict[str, tuple[torch.dtype, dict[str, Any] | None]] = {
         {"level": "all", "storage": "ulp8", "stochastic_rounding": True},
     ),
     "remainder16": (torch.bfloat16, {"level": "all", "storage": "remainder16"}),
-    "mcf3": (torch.bfloat16, {"level": "all", "storage": "mcf3"}),
+    "mcf3, eft": (torch.bfloat16, {"level": "all", "storage": "mcf3"}),
+    "mcf3, wide": (
+        torch.bfloat16,
+        {"level": "all", "storage": "mcf3", "arithmetic": "wide"},
+    ),
 }
 Path_ = list[Tensor]
 """The parameters before the first step and after each, flat, in float64."""

@@ -17,7 +17,7 @@ from collage_fx.passes.program import (
 from collage_fx.passes.rules import RULES
 from collage_fx.passes.rules.builder import RuleBuilder
 from collage_fx.passes.rules.joined import join_op_split
-from collage_fx.passes.rules.registry import Call, Decayed, Expanded, Pair
+from collage_fx.passes.rules.registry import Call, Components, Decayed, Expanded
 from collage_fx.runtime.eft import WIDER
 from collage_fx.runtime.errors import RuleError, UnsupportedError
 from collage_fx.runtime.ops import JOIN, SPLIT, SPLIT_BY_CHANCE
@@ -108,7 +108,7 @@ class _Expander:
             node.meta["stack_trace"] = self.origin.meta["stack_trace"]
         return node
 
-    def several(self, target: Any, *args: Any, dtypes: tuple[torch.dtype, ...]) -> Pair:
+    def several(self, target: Any, *args: Any, dtypes: tuple[torch.dtype, ...]) -> Components:
         """Append an operation that returns values of these dtypes."""
         all_ = self.op(target, *args, dtype=dtypes[0])
         return tuple(self.op(_getitem, all_, i, dtype=dtype) for i, dtype in enumerate(dtypes))
@@ -186,7 +186,7 @@ class Eft(_Expander, RuleBuilder):
         outputs = [self.plain(n) for n in self.part.outputs]
         return self.finish(outputs + [lo for n in self.new_values() for lo in self.settled(n)[1:]])
 
-    def components(self, target: Any, *args: Any, dtype: torch.dtype) -> Pair:
+    def components(self, target: Any, *args: Any, dtype: torch.dtype) -> Components:
         """Append an operation that returns an expansion of this dtype."""
         return self.several(target, *args, dtypes=(dtype,) * self.count)
 

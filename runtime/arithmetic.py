@@ -1,4 +1,4 @@
-"""Arithmetic on expansions of two components: the only source of arithmetic in the project.
+"""Arithmetic on expansions of two components: with `triple.py` the only source of arithmetic.
 
 An expansion is a pair (hi, lo) of tensors of one dtype with value hi + lo and hi = RN(hi + lo). The
 same functions are the eager reference, which anyone can call on bf16, fp16 or fp32 tensors, and the

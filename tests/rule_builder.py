@@ -9,7 +9,7 @@ from torch import Generator, Tensor
 
 from collage_fx.passes.program import Value
 from collage_fx.passes.rules import RULES
-from collage_fx.passes.rules.registry import Decayed, Expanded, Pair
+from collage_fx.passes.rules.registry import Components, Decayed, Expanded
 from collage_fx.runtime.eft import WIDER
 from collage_fx.runtime.ops import collage
 
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 class Whole:
     """An operand that is an expansion."""
 
-    pair: Pair
+    pair: Components
 
     @staticmethod
     def of(hi: Tensor, lo: Tensor) -> "Whole":
@@ -46,7 +46,7 @@ class TensorBuilder:
     def plain(self, operand: Any) -> Any:
         return operand.pair[0] if isinstance(operand, Whole) else operand
 
-    def expansion(self, operand: Any) -> Pair | None:
+    def expansion(self, operand: Any) -> Components | None:
         return operand.pair if isinstance(operand, Whole) else None
 
     def rounded(self, operand: Any) -> Value:
@@ -74,18 +74,18 @@ class TensorBuilder:
         assert result.dtype == dtype, (target, result.dtype, dtype)
         return Value(result)
 
-    def pair(self, target: Any, *args: Any) -> Pair:
+    def pair(self, target: Any, *args: Any) -> Components:
         hi, lo = target(*_raw(args))
         assert hi.dtype == lo.dtype == self.dtype, target
         return Value(hi), Value(lo)
 
-    def join(self, x: Pair) -> Value:
+    def join(self, x: Components) -> Value:
         return self.op(collage.join.default, *x, dtype=WIDER[self.dtype])
 
-    def split(self, term: Value) -> Pair:
+    def split(self, term: Value) -> Components:
         return self.pair(collage.split.default, term, self.dtype)
 
-    def settle(self, x: Expanded) -> Pair:
+    def settle(self, x: Expanded) -> Components:
         if not isinstance(x, Decayed):
             return x
         if x.small:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from collage_fx.passes.program import LOW_PRECISION, is_value, value_of
-from collage_fx.passes.rules.registry import Call, Decayed, Expanded, Pair
+from collage_fx.passes.rules.registry import Call, Components, Decayed, Expanded
 from collage_fx.runtime.eft import WIDER
 from collage_fx.runtime.ops import JOIN, SPLIT, THREE, collage
 from collage_fx.runtime.storage import EXPANSIONS
@@ -38,7 +38,7 @@ class RuleBuilder(ABC):
     def convert(self, x: Any, dtype: torch.dtype) -> Any:
         """Return a value in dtype."""
 
-    def settled(self, node: Any) -> Pair:
+    def settled(self, node: Any) -> Components:
         """Return the expansion that a node of the slice became."""
         if isinstance(self.env[node], Decayed):
             self.env[node] = self.settle(self.env[node])
@@ -55,7 +55,7 @@ class RuleBuilder(ABC):
             return self.convert(pair[0], dtype)
         return self.convert(self.join(pair), dtype)
 
-    def expansion(self, operand: Any) -> Pair | None:
+    def expansion(self, operand: Any) -> Components | None:
         """Return the expansion that operand is, in the storage dtype, or None."""
         if not is_value(operand) or not isinstance(self.env[operand], tuple | Decayed):
             return None
@@ -64,11 +64,11 @@ class RuleBuilder(ABC):
             return pair
         return self.split(self.join(pair))
 
-    def join(self, x: Pair) -> Any:
+    def join(self, x: Components) -> Any:
         """Return the whole value of an expansion, in the wide dtype."""
         return self.op(JOIN[self.storage], *x, dtype=WIDER[x[0].meta["dtype"]])
 
-    def split(self, term: Any) -> Pair:
+    def split(self, term: Any) -> Components:
         """Return a value of the wide dtype as an expansion of the storage dtype."""
         return self.pair(SPLIT[self.storage], term, self.dtype)
 
@@ -92,7 +92,7 @@ class RuleBuilder(ABC):
             return plain
         return self.convert(plain, wide)
 
-    def settle(self, x: Expanded) -> Pair:
+    def settle(self, x: Expanded) -> Components:
         """Add up a decayed expansion."""
         if not isinstance(x, Decayed):
             return x
@@ -111,7 +111,7 @@ class RuleBuilder(ABC):
         """Tell whether operand is a Python number."""
         return isinstance(operand, int | float)
 
-    def pair(self, target: Any, *args: Any) -> Pair:
+    def pair(self, target: Any, *args: Any) -> Components:
         """Append an operation that returns an expansion of the storage dtype; see `form`."""
         return self.components(self.form(target), *args, dtype=self.dtype)
 

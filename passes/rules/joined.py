@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from collage_fx.passes.rules.registry import Builder, Call, Expanded, Pair
+from collage_fx.passes.rules.registry import Builder, Call, Components, Expanded
 from collage_fx.runtime.eft import WIDER
 
 
@@ -14,7 +14,7 @@ def mapped(function: Callable[[Any], Any], operand: Any) -> Any:
     return function(operand)
 
 
-def apply_wide(b: Builder, node: Call, x: Expanded, at: int) -> Pair:
+def apply_wide(b: Builder, node: Call, x: Expanded, at: int) -> Components:
     """Join every expansion, apply the operation in the wide dtype and split its result.
 
     Relative error: that of the operation in the wide dtype, on operands that are off by 2^-24 where

@@ -9,14 +9,22 @@ import torch
 
 from collage_fx.passes.rules.joined import apply_wide
 from collage_fx.passes.rules.product import decayed, near_one, times
-from collage_fx.passes.rules.registry import Builder, Call, Decayed, Expanded, Pair, Term, rule
+from collage_fx.passes.rules.registry import (
+    Builder,
+    Call,
+    Components,
+    Decayed,
+    Expanded,
+    Term,
+    rule,
+)
 from collage_fx.runtime.eft import WIDER
 from collage_fx.runtime.ops import collage
 
 aten = torch.ops.aten
 
 
-def plus(b: Builder, x: Expanded, term: Any, operation: Any) -> Pair:
+def plus(b: Builder, x: Expanded, term: Any, operation: Any) -> Components:
     """Return x + term or x - term, as operation is aten.add.Tensor or aten.sub.Tensor."""
     other = b.expansion(term)
     if other is not None:
@@ -85,13 +93,13 @@ def lerp(b: Builder, node: Call, x: Expanded, at: int) -> Expanded:
     return b.settle(Decayed(pair, total, small=number and not whole))
 
 
-def _mostly_end(b: Builder, node: Call, x: Pair) -> Pair:
+def _mostly_end(b: Builder, node: Call, x: Components) -> Components:
     """lerp(start, x, w) for a number w."""
     start, _, weight = node.args
     term = b.op(aten.mul.Tensor, b.widened(start), 1 - weight, dtype=WIDER[b.dtype])
     return _plus_wide(b, b.settle(times(b, x, weight)), term)
 
 
-def _plus_wide(b: Builder, x: Pair, term: Term) -> Pair:
+def _plus_wide(b: Builder, x: Components, term: Term) -> Components:
     """Return x + term, a term of the wide dtype, which is split."""
     return b.pair(collage.add.default, *x, *b.split(term))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from collage_fx.passes.rules.joined import apply_wide
-from collage_fx.passes.rules.registry import Builder, Call, Decayed, Expanded, Pair, rule
+from collage_fx.passes.rules.registry import Builder, Call, Components, Decayed, Expanded, rule
 from collage_fx.runtime.components import split_constant
 from collage_fx.runtime.eft import WIDER
 from collage_fx.runtime.ops import collage
@@ -15,7 +15,7 @@ from collage_fx.runtime.ops import collage
 aten = torch.ops.aten
 
 
-def times(b: Builder, x: Pair, factor: Any) -> Expanded:
+def times(b: Builder, x: Components, factor: Any) -> Expanded:
     """Return x * factor.
 
     A constant within 5u of one, and a scalar tensor (1 - lr * weight_decay), become a decay. Any
@@ -59,7 +59,7 @@ def near_one(b: Builder, factor: float) -> bool:
     return abs(1 - factor) <= 5 * _unit(b)
 
 
-def decayed(b: Builder, x: Pair, gap: Any, *, small: bool) -> Decayed:
+def decayed(b: Builder, x: Components, gap: Any, *, small: bool) -> Decayed:
     """Return x * (1 + gap), for a number or a scalar tensor."""
     decay = collage.decay.constant if b.is_number(gap) else collage.decay.default
     return Decayed(x, b.op(b.form(decay), *x, gap, dtype=WIDER[b.dtype]), small)

@@ -10,7 +10,7 @@ Term = Any
 """A tensor that a builder knows: a node of the graph it builds, or a real tensor in its place.
 
 Rules may read its `.meta["dtype"]` and `.meta["scalar"]` (0-d), and nothing else of it."""
-Pair = tuple[Term, ...]
+Components = tuple[Term, ...]
 """An expansion: hi and lo, or hi, mid and lo."""
 
 
@@ -39,7 +39,7 @@ class Decayed:
     is rounded. The Collage paper folds weight decay into the update for the same reason.
     """
 
-    pair: Pair
+    pair: Components
     term: Term
     """(factor - 1) * x, of the wide dtype."""
     small: bool
@@ -47,7 +47,7 @@ class Decayed:
     5u^2 of a product."""
 
 
-Expanded = Pair | Decayed
+Expanded = Components | Decayed
 
 
 class Builder(Protocol):
@@ -64,7 +64,7 @@ class Builder(Protocol):
         """Return an operand as one value: of an expansion the high word or, where the operand is
         wider than the storage, the join in its dtype; a number as it is."""
 
-    def expansion(self, operand: Any) -> Pair | None:
+    def expansion(self, operand: Any) -> Components | None:
         """Return the expansion, of the storage dtype, that operand is; None if it is plain."""
 
     def rounded(self, operand: Any) -> Term:
@@ -73,10 +73,10 @@ class Builder(Protocol):
     def narrowed(self, term: Term) -> Term:
         """Return a result of this builder rounded to the storage dtype, once."""
 
-    def join(self, x: Pair) -> Term:
+    def join(self, x: Components) -> Term:
         """Return the whole value of an expansion, in the wide dtype."""
 
-    def split(self, term: Term) -> Pair:
+    def split(self, term: Term) -> Components:
         """Return a value of the wide dtype as an expansion of the storage dtype."""
 
     def widened(self, operand: Any) -> Any:
@@ -88,13 +88,13 @@ class Builder(Protocol):
     def op(self, target: Any, *args: Any, dtype: torch.dtype) -> Term:
         """Append an operation with one result."""
 
-    def pair(self, target: Any, *args: Any) -> Pair:
+    def pair(self, target: Any, *args: Any) -> Components:
         """Append a collage:: operation that returns an expansion, as `form` names it."""
 
     def form(self, target: Any) -> Any:
         """Return a collage:: operation, named as for two components, as it is for `count`."""
 
-    def settle(self, x: Expanded) -> Pair:
+    def settle(self, x: Expanded) -> Components:
         """Add up a decayed expansion."""
 
     def again(self, node: Call, args: list[Any], dtype: torch.dtype) -> Term:

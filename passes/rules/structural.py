@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from collage_fx.passes.rules.joined import mapped
-from collage_fx.passes.rules.registry import Builder, Call, Expanded, Pair, rule
+from collage_fx.passes.rules.registry import Builder, Call, Components, Expanded, rule
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -58,7 +58,7 @@ def move(b: Builder, node: Call, x: Expanded, at: int) -> Expanded:
 @rule(*_GATHERING)
 def gather(b: Builder, node: Call, x: Expanded, at: int) -> Expanded:
     """Tensors put together: all high words, and all low words of one place; exact."""
-    parts = [as_pair(b, a) for a in node.args[at]]
+    parts = [as_expansion(b, a) for a in node.args[at]]
     return tuple(
         b.again(node, [list(words), *node.args[at + 1 :]], b.dtype)
         for words in zip(*parts, strict=True)
@@ -69,14 +69,14 @@ def gather(b: Builder, node: Call, x: Expanded, at: int) -> Expanded:
 def where(b: Builder, node: Call, x: Expanded, at: int) -> Expanded:
     """Each component chosen by the same condition; exact but for a wide alternative's split."""
     condition, *sides = node.args
-    pairs = [b.settle(x) if i + 1 == at else as_pair(b, a) for i, a in enumerate(sides)]
+    pairs = [b.settle(x) if i + 1 == at else as_expansion(b, a) for i, a in enumerate(sides)]
     return tuple(
         b.op(aten.where.self, b.plain(condition), *values, dtype=b.dtype)
         for values in zip(*pairs, strict=True)
     )
 
 
-def as_pair(b: Builder, operand: Any) -> Pair:
+def as_expansion(b: Builder, operand: Any) -> Components:
     """Return an operand as an expansion: a plain one of the storage dtype has low words of zero,
     a wider one is split."""
     found = b.expansion(operand)
