@@ -23,6 +23,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._triton import has_triton
 
+from collage_fx.passes import kept
 from collage_fx.passes.digest import source_digest
 from collage_fx.passes.kernel import print_kernel
 from collage_fx.passes.program import (
@@ -93,7 +94,7 @@ class Sweep:
         """Return what updates members on a device."""
         if device.type not in self.runners:
             if device.type == "cpu":
-                self.runners["cpu"] = self._compile()
+                self.runners["cpu"] = self._kept_or_compiled()
             else:
                 self.runners[device.type] = Launch(self.triton(), self.scalar)
         return self.runners[device.type]
@@ -105,6 +106,22 @@ class Sweep:
                 self.region, self.dtypes, self.scalar, self.stored, self.results
             )
         return self.sources["cuda"]
+
+    def _kept_or_compiled(self) -> "Runner":
+        """Return the compiled kernel for a CPU, from another process if there is one."""
+        place = kept.place_of(self.text())
+        found = kept.load(place)
+        if found is not None:
+            runner, self.sources["cpu"] = found
+            return runner
+        compiled = self._compile()
+        kept.save(place, compiled, self.sources["cpu"])
+        return compiled
+
+    def text(self) -> str:
+        """Return what all that is compiled of it follows from."""
+        order = (self.scalar, self.written, self.results, self.vectors)
+        return repr((self.region, self.dtypes, *order))
 
     def _compile(self) -> "Runner":
         def step(*inputs: Tensor) -> tuple[()]:
@@ -238,8 +255,7 @@ def _register(
     lowered = _with_memory(lowered, [value_of(n).dtype for n in new])
     dtypes = [n.meta["dtype"] for n in lowered.graph.find_nodes(op="placeholder")]
     sweep = Sweep(register_region(lowered), dtypes, scalar, written, results, vectors)
-    text = repr((sweep.region, written, results, scalar, vectors))
-    key = hashlib.sha256(text.encode()).hexdigest()[:16]
+    key = hashlib.sha256(sweep.text().encode()).hexdigest()[:16]
     SWEEPS.setdefault(key, sweep)
     return key
 

@@ -5,6 +5,7 @@ import itertools
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,6 +52,31 @@ class Loop:
     """For each pointer, the bytes from one element to the next: 0 for a scalar."""
     driver: Any
     """The compiled loop."""
+    library: str
+    """The file with the kernel."""
+
+    @classmethod
+    def of(cls, library: str | Path, order: Sequence[int], widths: Sequence[int]) -> "Loop":
+        """Return the loop around the kernel in a shared library; OSError if there is none.
+
+        Args:
+            library: its file.
+            order: see `Loop`.
+            widths: see `Loop`.
+        """
+        source = _DRIVER.format(
+            pointers="void*, " * len(order),
+            arguments="".join(
+                f"reinterpret_cast<void*>(at[{k}] + start[t] * widths[{k}]), "
+                for k in range(len(order))
+            ),
+            arity=len(order),
+            chunk=_CHUNK,
+        )
+        address = ctypes.cast(ctypes.CDLL(str(library)).kernel, ctypes.c_void_p).value
+        assert address is not None
+        driver = CppCodeCache.load(source)
+        return cls(address, tuple(order), tuple(widths), driver, str(library))
 
     def run(self, columns: Sequence[Column], sizes: Sequence[int]) -> None:
         """Run the kernel over all members.
@@ -99,15 +125,4 @@ def _loop(kernel: Callable[..., Any], args: tuple[Any, ...], samples: list[Tenso
         return None
     order = tuple(place[p] for p in pointers)
     widths = tuple(samples[i].element_size() if samples[i].dim() else 0 for i in order)
-    source = _DRIVER.format(
-        pointers="void*, " * len(order),
-        arguments="".join(
-            f"reinterpret_cast<void*>(at[{k}] + start[t] * widths[{k}]), "
-            for k in range(len(order))
-        ),
-        arity=len(order),
-        chunk=_CHUNK,
-    )
-    address = ctypes.cast(ctypes.CDLL(path).kernel, ctypes.c_void_p).value
-    assert address is not None
-    return Loop(address, order, widths, CppCodeCache.load(source))
+    return Loop.of(path, order, widths)

@@ -1,18 +1,23 @@
 """Inductor's cache of compiled graphs: it is used, and its key covers all that makes the code."""
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tensors import bf16, with_grads
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor_config
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.utils import fresh_cache
 
 import collage_fx
 from collage_fx import config
-from collage_fx.passes import sweep
+from collage_fx.passes import kept, sweep
 from collage_fx.passes.sweep import SWEEPS
+from collage_fx.runtime.loop import Loop
 
 
 @pytest.fixture(autouse=True)
@@ -35,20 +40,50 @@ def compiled(members: int = 2, **options: Any) -> tuple[int, int]:
     return found["fxgraph_cache_hit"], found["fxgraph_cache_miss"]
 
 
-@pytest.mark.parametrize("members", [2, 9])
-def test_the_second_time_comes_from_the_cache(members: int) -> None:
-    """Two members have a kernel each, and nine have one together."""
-    first, again = compiled(members), compiled(members)
+def test_the_second_time_comes_from_the_cache() -> None:
+    first, again = compiled(), compiled()
     assert first[0] == 0 and first[1] > 0
     assert again == (first[1], 0)
+
+
+def test_one_kernel_for_many_is_loaded_without_asking_inductor() -> None:
+    first, again = compiled(9), compiled(9)
+    assert first[0] == 0 and first[1] > 0
+    assert again == (0, 0) and "cpp_fused" in _sweep().sources["cpu"]
+    (kept_,) = Path(cache_dir(), "collage_fx").iterdir()
+    assert isinstance(_sweep().runners["cpu"], Loop)
+    known = json.loads(kept_.read_text())
+    for broken in ("", "[]", "{}", json.dumps(known | {"library": "gone.so"})):
+        kept_.write_text(broken)
+        assert kept.load(kept_) is None
+    assert compiled(9) == (first[1], 0)  # Inductor has it too
+
+
+def test_a_kernel_has_a_place_of_its_own_for_each_setting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place = kept.place_of("a")
+    assert place is not None and place == kept.place_of("a") != kept.place_of("b")
+    with inductor_config.patch({"cpp.max_horizontal_fusion_size": 8}):
+        assert kept.place_of("a") not in (None, place)
+    with inductor_config.patch(fx_graph_cache=False):
+        assert kept.place_of("a") is None
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    assert kept.place_of("a") not in (None, place)
+
+
+def _sweep() -> sweep.Sweep:
+    (found,) = SWEEPS.values()
+    return found
 
 
 def test_other_passes_or_options_are_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled()
     # The same graph, for another reason: on_unsupported changes nothing here.
     assert compiled(on_unsupported="error")[0] == 0
-    assert compiled(9)[0] == 0
-    monkeypatch.setattr(config, "source_digest", lambda: "passes of another version")
-    monkeypatch.setattr(sweep, "source_digest", lambda: "passes of another version")
+    assert compiled(9)[1] > 0
+    for module in (config, sweep, kept):
+        monkeypatch.setattr(module, "source_digest", lambda: "passes of another version")
     assert compiled()[0] == 0
-    assert compiled(9)[0] == 0
+    hits, misses = compiled(9)
+    assert hits == 0 and misses > 0
