@@ -66,13 +66,10 @@ class Operation:
         """The proven bound in units of u^n."""
         return self.bound(f.u, torch.finfo(WIDER[f.dtype]).eps / 2)
 
-    def valid(self, f: Format, x: Words, y: Words, r: Words, reference: Tensor) -> Tensor:
-        """Where the operands and the result are in the declared range."""
+    def valid(self, f: Format, x: Words, y: Words, r: Words, size: Tensor) -> Tensor:
+        """Where the operands and the exact result, of this size, are in the declared range."""
         found = r[0].isfinite() & (x[0].abs() < f.largest) & (y[0].abs() < f.largest)
-        if self.scale == 1 and "/" not in self.name:
-            found &= (reference.abs() <= f.largest) & (reference != 0)
-        else:
-            found &= (x[0] != 0) & (y[0] != 0)
+        found &= (size <= f.largest) & (size != 0)
         if self.edge is not None:
             found &= r[0] != 0
         if "/" in self.name and self.n == 3:
@@ -93,11 +90,11 @@ class Operation:
         total = sum(reversed(found[:-1]), start=found[-1])
         reference = total + difference
         errors = (difference / reference).abs() / self.scale
+        size = (sum(widened(r)) * reference / total).abs()
         if self.edge is not None:
-            size = (sum(widened(r)) * reference / total).abs()
             below = size < 2.0 ** (f.emin + self.edge * f.p)
             errors = torch.where(below, errors - _HALF * f.smallest / size, errors)
-        return errors / f.u**self.n, self.valid(f, x, y, r, reference)
+        return errors / f.u**self.n, self.valid(f, x, y, r, size)
 
     def decided(self, f: Format, x: Words, y: Words, r: Words, i: int) -> float:
         """The error of sample i in the same units, by rationals; products are exact in float64."""
