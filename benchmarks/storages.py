@@ -27,12 +27,54 @@ import collage_fx
 from collage_fx.runtime.metrics import edq
 
 RATES = (1e-3, 1e-4, 1e-5, 1e-6)
+
+
+class Adam8(Optimizer):
+    """AdamW with moments in fp8, times constants that bring them into its range.
+
+    The moments of this stream are at most about 1e-2 and 1e-4.
+    """
+
+    def __init__(self, params: list[Tensor], lr: float, moments: torch.dtype) -> None:
+        defaults = {"lr": lr, "betas": (0.9, 0.999), "weight_decay": 0.01, "moments": moments}
+        super().__init__(params, {**defaults, "scales": (2.0**12, 2.0**20)})
+
+    def _init_group(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        for p in group["params"]:
+            if not self.state[p]:
+                self.state[p]["step"] = torch.zeros(())
+                for name in ("exp_avg", "exp_avg_sq"):
+                    self.state[p][name] = torch.zeros_like(p, dtype=group["moments"])
+            params.append(p)
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        """Take a step."""
+        (group,) = self.param_groups
+        (first, second), (beta1, beta2) = group["scales"], group["betas"]
+        params: list[Tensor] = []
+        self._init_group(group, params)
+        for p in params:
+            state, grad = self.state[p], p.grad.float()
+            t = state["step"].add_(1)
+            m = beta1 * (state["exp_avg"].float() / first) + (1 - beta1) * grad
+            v = beta2 * (state["exp_avg_sq"].float() / second) + (1 - beta2) * grad * grad
+            state["exp_avg"].copy_(m * first)
+            state["exp_avg_sq"].copy_(v * second)
+            update = (m / (1 - beta1**t)) / ((v / (1 - beta2**t)).sqrt() + 1e-8)
+            p.mul_(1 - group["lr"] * group["weight_decay"])
+            p.sub_((group["lr"] * update).to(p.dtype))
+
+
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "AdamW": lambda params, lr: torch.optim.AdamW(params, lr=lr, foreach=True),
     "SGD": lambda params, lr: torch.optim.SGD(params, lr=100 * lr, momentum=0.9, foreach=True),
 }
 STOCK: dict[str, Any] = {}
 """Options that stand for torch.compile without collage_fx."""
+EIGHT = {"fp8 e4m3fn": torch.float8_e4m3fn, "fp8 e5m2": torch.float8_e5m2}
+"""Variants of AdamW by what their names begin with: with moments in fp8."""
+_WORDS = {"plain": "", "two": "mcf2", "three": "mcf3"}
 VARIANTS: dict[str, tuple[torch.dtype, dict[str, Any] | None]] = {
     "fp32": (torch.float32, None),
     "fp32, compiled": (torch.float32, STOCK),
@@ -51,7 +93,18 @@ VARIANTS: dict[str, tuple[torch.dtype, dict[str, Any] | None]] = {
         torch.bfloat16,
         {"level": "all", "storage": "mcf3", "arithmetic": "wide"},
     ),
+    "fp32, double_single": (torch.float32, {"level": "all", "storage": "double_single"}),
+    **{
+        f"{name}, {words}": (
+            torch.bfloat16,
+            {"storage": {"param": "remainder16", "*": storage or "mcf2"}}
+            | {"level": "all" if storage else "light"},
+        )
+        for name in EIGHT
+        for words, storage in _WORDS.items()
+    },
 }
+"""Those with moments in fp8 have parameters in remainder16, for the moments to be what differs."""
 Path_ = list[Tensor]
 """The parameters before the first step and after each, flat, in float64."""
 
@@ -115,6 +168,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         lines += ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
         for variant in VARIANTS:
             mine = [r for r in rows if r["optimizer"] == name and r["variant"] == variant]
+            if not mine:
+                continue
             cells = [f"{r['E_theta']:.1e}, {r['EDQ']:.3f}" for r in mine]
             lines.append("| " + " | ".join([variant, str(mine[0]["bytes"]), *cells]) + " |")
         lines.append("")
@@ -134,8 +189,12 @@ def main() -> None:
             at_rate = partial(make, lr=lr)
             exact = run(start, stream, at_rate, torch.float64, None)
             for variant, (dtype, options) in VARIANTS.items():
+                moments = EIGHT.get(variant.partition(",")[0])
+                if moments is not None and name != "AdamW":
+                    continue
+                build = at_rate if moments is None else partial(Adam8, lr=lr, moments=moments)
                 torch.compiler.reset()
-                numbers = row(exact, run(start, stream, at_rate, dtype, options))
+                numbers = row(exact, run(start, stream, build, dtype, options))
                 rows.append({"optimizer": name, "lr": lr, "variant": variant, **numbers})
                 shown = ", ".join(f"{k} {v:.3g}" for k, v in numbers.items())
                 print(f"{name} lr {lr:.0e} {variant:15} {shown}", flush=True)

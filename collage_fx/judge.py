@@ -42,6 +42,8 @@ class Judge:
         self.shadows = shadows
         self.cycles: dict[Any, Recurrence] = {}
         """Place of a state -> what its step does to it together with others."""
+        self.dropped = ""
+        """The first state whose residual was dropped."""
 
     def judge(self, owned: Owned, write: Write, shadow: Shadow) -> None:
         """Decide whether a state that the engine wrote keeps its residual; settle it."""
@@ -92,9 +94,11 @@ class Judge:
         held = bool(self.held_in(owned))
         if not held and STORE.get(tensor) is not None:
             STORE.drop(tensor)
+            self.dropped = self.dropped or owned.name
             self.warn(
-                f"the residual of {owned.name} is dropped: this step leaves states of "
-                f"{tensor.dtype} as they are; compile it with storage={FINEST[tensor.dtype]!r}"
+                f"residuals are dropped, the first of them that of {self.dropped}: this step "
+                f"leaves states of {tensor.dtype} as they are; compile it with "
+                f"storage={FINEST[tensor.dtype]!r}"
             )
         return held
 

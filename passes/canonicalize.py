@@ -11,7 +11,8 @@ from torch.fx import Graph, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from collage_fx.passes.decompose import DECOMPOSITIONS, like
-from collage_fx.passes.program import Program, is_tensor, value_of
+from collage_fx.passes.program import LOW_PRECISION, Program, is_tensor, value_of
+from collage_fx.runtime.eft import WIDER
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -207,6 +208,10 @@ class _Builder:
         if self.origin is not None and "stack_trace" in self.origin.meta:
             node.meta["stack_trace"] = self.origin.meta["stack_trace"]
         return node
+
+    def computed_in(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which PyTorch computes."""
+        return WIDER[dtype] if dtype in LOW_PRECISION else dtype
 
     def convert(self, x: Node, dtype: torch.dtype) -> Node:
         """Return x in dtype."""

@@ -12,8 +12,7 @@ import torch
 import torch._inductor.inductor_prims  # registers torch.ops.prims.fma
 from torch import Tensor
 
-from collage_fx.passes.program import LOW_PRECISION, Operand, is_value, value_of
-from collage_fx.runtime.eft import WIDER
+from collage_fx.passes.program import Operand, is_value, value_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -27,12 +26,15 @@ class Builder(Protocol):
     def convert(self, x: Any, dtype: torch.dtype) -> Any:
         """Return x in dtype."""
 
+    def computed_in(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which what is rounded once to a dtype is computed."""
+
 
 def once(b: Builder, out: Tensor, build: Callable[..., Operand], *operands: Any) -> Any:
     """Compute build(wide, *operands) in the precision that PyTorch uses and round it once."""
-    if out.dtype not in LOW_PRECISION:
+    wide = b.computed_in(out.dtype)
+    if wide == out.dtype:
         return build(out, *operands)
-    wide = WIDER[out.dtype]
     widened = [x if is_scalar(x, out) else b.convert(x, wide) for x in operands]
     return b.convert(build(like(out, wide), *widened), out.dtype)
 

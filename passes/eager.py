@@ -13,12 +13,13 @@ from torch.utils._pytree import tree_map
 
 from collage_fx.passes.decompose import DECOMPOSITIONS, like
 from collage_fx.passes.forms import Form, transfer
-from collage_fx.passes.program import Arithmetic, Value, is_value, value_of
+from collage_fx.passes.program import LOW_PRECISION, Arithmetic, Value, is_value, value_of
 from collage_fx.passes.rules import RULES
 from collage_fx.passes.rules.builder import RuleBuilder
 from collage_fx.passes.rules.joined import join_op_split
 from collage_fx.passes.rules.registry import Expanded
-from collage_fx.runtime.storage import transforms
+from collage_fx.runtime.eft import WIDER
+from collage_fx.runtime.storage import STORAGES, transforms
 
 Forms = dict[Any, Form]
 """Carried state -> how a value depends on it."""
@@ -102,6 +103,11 @@ class Operation(RuleBuilder):
             )
         rule = join_op_split if self.wide else RULES.get(target, join_op_split)
         return Traced(like(val, val.dtype), rule(self, call, args[at].expanded, at), forms)
+
+    def computed_in(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which PyTorch computes; for states of fp32 a wider one."""
+        held = dtype == self.dtype and dtype in STORAGES[self.storage].residuals
+        return WIDER[dtype] if held or dtype in LOW_PRECISION else dtype
 
     def convert(self, x: Any, dtype: torch.dtype) -> Any:
         """Return x in dtype; an expansion keeps its own."""

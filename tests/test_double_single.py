@@ -30,7 +30,7 @@ def drifted(way: str, dtype: torch.dtype, **options: Any) -> list[Tensor]:
     return [collage_fx.value(p).detach() for p in params]
 
 
-@pytest.mark.parametrize("level, bound", [("light", 1e-7), ("all", 1e-8)])
+@pytest.mark.parametrize("level, bound", [("light", 1e-6), ("all", 1e-8)])
 @WAYS
 def test_two_words_keep_what_one_rounds_away(way: str, level: str, bound: float) -> None:
     exact = drifted(way, torch.float64)
@@ -76,8 +76,8 @@ def test_the_whole_value_is_that_of_rationals_to_49_bits() -> None:
     exact = [Fraction(v) for v in p.tolist()]
     for k in range(8):
         p.grad = torch.tensor([1.1, 0.3, 2e-20, 3e30]) * (k + 1)
-        gradient = p.grad.tolist()
-        exact = [x - Fraction(1e-9) * Fraction(g) for x, g in zip(exact, gradient, strict=True)]
+        pairs = zip(exact, p.grad.tolist(), strict=True)
+        exact = [x - Fraction(1e-9) * Fraction(g) for x, g in pairs]
         step()
     for value, high, x in zip(collage_fx.value(p).tolist(), p.tolist(), exact, strict=True):
         assert abs(Fraction(value) - x) <= 8 * abs(x) / 2**49
@@ -118,7 +118,7 @@ def test_a_count_that_is_named_goes_on_beyond_24_bits(way: str) -> None:
     steps(optimizer, step, 0, 3)
     for p in params:
         state = optimizer.state[p]
-        assert collage_fx.value(state["step"]) == 2**24 + 3 and state["step"] != 2**24 + 3
+        assert collage_fx.value(state["step"]) == 2**24 + 3 and state["step"].item() != 2**24 + 3
         assert not collage_fx.residuals(state["exp_avg"]) and collage_fx.residuals(p)
 
 
@@ -128,24 +128,24 @@ MIXED = {"param": "remainder16", "exp_avg*": DOUBLE}
 class MasterMoments(Optimizer):
     """bf16 parameters with moments in fp32."""
 
+    def __init__(self, params: list[Tensor]) -> None:
+        super().__init__(params, {})
+        for p in params:
+            dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
+            self.state[p]["exp_avg"] = torch.zeros_like(p, dtype=dtype)
+
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         for p in self.param_groups[0]["params"]:
-            state = self.state[p]
-            if not state:
-                state["exp_avg"] = torch.zeros_like(p, dtype=torch.float32)
-            state["exp_avg"].mul_(0.9999).add_(p.grad.float(), alpha=1e-4)
-            p.sub_((1e-5 * state["exp_avg"]).to(p.dtype))
+            exp_avg = self.state[p]["exp_avg"].mul_(0.9999).add_(p.grad.float(), alpha=1e-4)
+            p.sub_((1e-5 * exp_avg).to(p.dtype))
 
 
 @WAYS
 def test_bf16_parameters_beside_moments_of_two_fp32_words(way: str) -> None:
     def run(dtype: torch.dtype, **options: Any) -> tuple[list[Tensor], Tensor]:
         params = start(MEMBERS[way], dtype)
-        optimizer = MasterMoments(params, {})
-        if dtype == torch.float64:
-            for p in params:
-                optimizer.state[p]["exp_avg"] = torch.zeros_like(p)
+        optimizer = MasterMoments(params)
         steps(optimizer, compiled(optimizer, way, **options) if options else optimizer.step)
         moments = [collage_fx.value(optimizer.state[p]["exp_avg"]) for p in params]
         return params, torch.cat([m.flatten() for m in moments])
@@ -157,6 +157,7 @@ def test_bf16_parameters_beside_moments_of_two_fp32_words(way: str) -> None:
     assert all(r.dtype == torch.int16 for p in params for r in collage_fx.residuals(p))
 
 
+@pytest.mark.filterwarnings("ignore:collage_fx. nothing needed")
 def test_a_resumed_run_is_bit_equal_and_one_without_the_storage_says_what_it_drops() -> None:
     whole, first = start(2, torch.float32), start(2, torch.float32)
     optimizer = AdamW(whole, lr=1e-7)
@@ -174,7 +175,7 @@ def test_a_resumed_run_is_bit_equal_and_one_without_the_storage_says_what_it_dro
 
     for a, b in zip(resumed(DOUBLE), whole, strict=True):
         assert torch.equal(collage_fx.value(a), collage_fx.value(b))
-    with pytest.warns(CollageWarning, match=r"residual of .*params\[0\] is dropped"):
+    with pytest.warns(CollageWarning, match=r"dropped, the first .*params\[0\]"):
         dropped = resumed("mcf2")
     assert not any(collage_fx.residuals(p) for p in dropped)
 
