@@ -1,8 +1,8 @@
 """What each storage keeps: one recorded gradient stream, AdamW and SGD, four learning rates.
 
 The stream of benchmarks/replay.py drives the optimizer in float64, in fp32 (parameters and states,
-eagerly and by stock torch.compile, and in double_single), in plain bf16 and with each storage at level all; AdamW besides with
-its moments in fp8, of one to three words. It takes some three hours on one core. Printed and
+eagerly and by stock torch.compile, and in double_single), in plain bf16 and with each storage at
+level all; AdamW besides with its moments in fp8, of one to three words. Printed and
 written to benchmarks/results/storages.json and storages.md:
 
     E_theta = |theta - theta64| / |theta64 - theta0|,   E_v = |v - v64| / |v64|  (AdamW)

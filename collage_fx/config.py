@@ -64,12 +64,13 @@ class CollageConfig:
     storage: Choice = "mcf2"
     """How an expansion is laid out in memory. `mcf2`: hi and lo in the state's dtype, 17 bits in
     bf16. `remainder16`: bf16 and the int16 that fp32 has beyond, exactly fp32 in four bytes.
-    `ulp8`: 8 more bits in an int8. `mcf3`: two residuals in the state's dtype. Others than `mcf2`
-    and `mcf3` are for arithmetic `wide`, which they imply. `auto`: what keeps most for two bytes,
-    `remainder16` for bf16 and `mcf2` for fp16. A dict gives each state its own, by patterns (as in
-    fnmatch) for its kind (`param`, `exp_avg_sq`) or its name, in order: {"param": "remainder16",
-    "*": "ulp8"}; `auto` for what no pattern fits. States of different storages that are updated
-    together are in arithmetic `wide` too."""
+    `ulp8`: 8 more bits in an int8. `mcf3`: two residuals in the state's dtype. `double_single`: hi
+    and lo in fp32, for states of fp32, which are left alone unless it is named. Others than `mcf2`
+    and `mcf3` are for arithmetic `wide`, which they imply, as fp8 states do. `auto`: what keeps
+    most for as many bytes again, `remainder16` for bf16 and `mcf2` for fp16 and fp8. A dict gives
+    each state its own, by patterns (as in fnmatch) for its kind (`param`, `exp_avg_sq`) or its
+    name, in order: {"param": "remainder16", "*": "ulp8"}; `auto` for what no pattern fits. States
+    of different storages that are updated together are in arithmetic `wide` too."""
     on_unsupported: OnUnsupported = "join"
     """What an operation on a carried path does that has no rule in `eft`: `join` applies it in fp32
     to the joined value, splits its result and lists it in the plan; `error` raises

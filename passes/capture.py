@@ -43,11 +43,20 @@ def capture(program: Program) -> None:
             labels.add(label)
 
 
+def _converts(device: torch.device) -> bool:
+    """Tell whether kernels for a device can convert to fp8: on GPUs from 8.9 on."""
+    if device.type != "cuda":
+        return True
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def _refusal(placeholder: Node, carried: Carried) -> str:
     descriptor = placeholder.meta.get("desc")
     if isinstance(descriptor, SyntheticBaseAOTInput | ViewBaseAOTInput):
         return "it overlaps another input in memory; pass tensors that do not share storage"
     dtype = carried.val.dtype
+    if dtype in FP8 and not _converts(carried.val.device):
+        return f"kernels for {carried.val.device} cannot convert to {dtype}"
     if dtype in LOW_PRECISION:
         return ""
     if dtype.is_complex:

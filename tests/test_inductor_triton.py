@@ -3,6 +3,7 @@
 from unittest import mock
 
 import pytest
+import torch
 from kernels import (
     CASES,
     PER_THREAD,
@@ -48,6 +49,16 @@ def test_one_kernel_reads_and_writes_each_tensor_once_and_rounds_every_result(ca
     # Bias corrections are computed once in a thread, and 2.11 divides approximately there.
     assert matching(counts, r"fma\.rn\.f32") == 0
     assert matching(counts, r"div\.full\.f32") < PER_THREAD
+
+
+def test_a_gpu_without_fp8_leaves_such_states_to_the_eager_engine() -> None:
+    case = CASES["adam-e4m3fn"]
+    old = mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    capture = captured(case, ((4, 3),))
+    with virtual_gpu(), old:
+        plan = on_gpu(capture, case.settings).plan
+    refused = [s.name.partition(" of ")[0] for s in plan if s.refused]
+    assert refused == ["exp_avg", "exp_avg_sq"]
 
 
 def test_left_alone_inductor_contracts_and_divides_approximately() -> None:
