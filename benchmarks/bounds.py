@@ -60,6 +60,17 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def report(rows: list[dict[str, Any]]) -> str:
+    """Return the table with what it says, and how much was measured."""
+    return (
+        "# Relative errors in units of u^n\n\n"
+        f"{table(rows)}\n\n"
+        f"n components; a is one float. {min(r['samples'] for r in rows):.3g} samples for each "
+        f"operation, {sum(r['beyond'] for r in rows)} beyond a bound in the declared range, "
+        f"torch {torch.__version__}; `python benchmarks/bounds.py`.\n"
+    )
+
+
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -68,13 +79,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows = [row for n in arguments.formats for row in measured(n, int(arguments.samples))]
-    text = (
-        "# Relative errors in units of u^n\n\n"
-        f"{table(rows)}\n\n"
-        f"n components; a is one float. {rows[0]['samples']:.3g} samples for each operation, "
-        f"{sum(r['beyond'] for r in rows)} beyond a bound in the declared range, "
-        f"torch {torch.__version__}; `python benchmarks/bounds.py`.\n"
-    )
+    text = report(rows)
     print(text)
     about = {"torch": torch.__version__, "python": platform.python_version()}
     (RESULTS / "bounds.json").write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
