@@ -97,13 +97,13 @@ def made_by_first_step(count: int) -> list[Tensor]:
 
 def test_new_states_are_found_without_a_look_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[int] = []
-    every = held.low_precision
+    every = held.compensable
 
     def counted(*args: Any) -> list[Any]:
         looks.append(1)
         return every(*args)
 
-    monkeypatch.setattr(held, "low_precision", counted)
+    monkeypatch.setattr(held, "compensable", counted)
     found, few = made_by_first_step(20), len(looks)
     monkeypatch.setattr(held._Recent, "made", lambda *_: None)
     exact, many = made_by_first_step(20), len(looks) - few
@@ -117,8 +117,8 @@ def test_new_states_that_share_memory_with_others_call_for_a_look_at_all() -> No
     recent = held._Recent(optimizer, [])
     both = torch.zeros(2, 4).bfloat16()
     optimizer.state[params[0]]["fast"] = both[0]
-    (fast,) = recent.made(1) or []
+    (fast,) = recent.made(1, lambda _: True) or []
     assert fast.tensor is optimizer.state[params[0]]["fast"] and fast.key == "fast"
     assert fast.name == "fast of param_groups[0].params[0]"
     optimizer.state[params[1]]["fast"] = both[1]
-    assert recent.made(1) is None
+    assert recent.made(1, lambda _: True) is None
