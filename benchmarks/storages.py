@@ -14,13 +14,14 @@ written to benchmarks/results/storages.json and storages.md:
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from replay import conditions, record
+from replay import Model, conditions, record
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -181,33 +182,60 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    """Run every combination, print it and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/storages.json")
-    args = parser.parse_args()
-    start, stream = record(args.steps)
-    rows = []
+def measured(only: str, steps: int) -> Iterator[dict[str, Any]]:
+    """Yield the rows of the variants that a pattern fits, as they are measured."""
+    start, stream = record(steps)
     for name, make in OPTIMIZERS.items():
         for lr in RATES:
             at_rate = partial(make, lr=lr)
             exact = run(start, stream, at_rate, torch.float64, None)
             for variant, (dtype, options) in VARIANTS.items():
                 moments = EIGHT.get(variant.partition(",")[0])
-                if moments is not None and name != "AdamW":
+                if not fnmatchcase(variant, only) or (moments is not None and name != "AdamW"):
                     continue
                 build = at_rate if moments is None else partial(Adam8, lr=lr, moments=moments)
                 torch.compiler.reset()
                 numbers = row(exact, run(start, stream, build, dtype, options))
-                rows.append({"optimizer": name, "lr": lr, "variant": variant, **numbers})
                 shown = ", ".join(f"{k} {v:.3g}" for k, v in numbers.items())
                 print(f"{name} lr {lr:.0e} {variant:15} {shown}", flush=True)
-    measured = conditions(args.steps, start)
-    args.out.parent.mkdir(exist_ok=True)
-    args.out.write_text(json.dumps({"conditions": measured, "rows": rows}, indent=1) + "\n")
-    listed = "\n".join(f"- {k}: {v}" for k, v in measured.items())
-    args.out.with_suffix(".md").write_text(f"{table(rows)}\n{listed}\n")
+                date = conditions(steps, start)["date"]
+                yield {"optimizer": name, "lr": lr, "variant": variant, **numbers, "date": date}
+
+
+def write(out: Path, rows: list[dict[str, Any]], steps: int) -> None:
+    """Put rows into the results, in the place of those of the same combination."""
+    known = json.loads(out.read_text()) if out.exists() else {"conditions": {}, "rows": []}
+    first = known["conditions"].get("date", "")
+    found = {_key(r): {"date": first, **r} for r in known["rows"]}
+    found |= {_key(r): r for r in rows}
+    size = sum(p.numel() for p in Model().parameters())
+    about = {**conditions(steps, []), "parameters": size, "rows": "each has the date of its own"}
+    out.parent.mkdir(exist_ok=True)
+    listed = [found[key] for key in sorted(found)]
+    out.write_text(json.dumps({"conditions": about, "rows": listed}, indent=1) + "\n")
+    lines = "\n".join(f"- {k}: {v}" for k, v in about.items())
+    out.with_suffix(".md").write_text(f"{table(listed)}\n{lines}\n")
+
+
+def _key(row: dict[str, Any]) -> tuple[int, float, int]:
+    return (
+        list(OPTIMIZERS).index(row["optimizer"]),
+        -row["lr"],
+        list(VARIANTS).index(row["variant"]),
+    )
+
+
+def main() -> None:
+    """Run every combination, print it and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--only", default="*", help="pattern of variants; other rows are kept")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/storages.json")
+    args = parser.parse_args()
+    rows = []
+    for one in measured(args.only, args.steps):
+        rows.append(one)
+        write(args.out, rows, args.steps)
     print(f"written to {args.out}")
 
 
