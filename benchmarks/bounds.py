@@ -1,11 +1,11 @@
 """The proven error bound of each operation on expansions, and the largest error that is seen.
 
-    python benchmarks/bounds.py [--samples 1e8] [--formats bf16 fp16]
+    python benchmarks/bounds.py [--samples 1e8] [--formats bf16 fp16] [--out FILE.json]
 
 Operands have random bits over all exponents; a third of the second ones nearly cancel the first.
 Errors are computed as tests/operations.py says, and what seems to break a bound is decided by
-rationals. Writes results/bounds.json and results/bounds.md. With 1e8 samples of each operation it
-takes some ten minutes for each format on one core.
+rationals. Writes results/bounds.json and results/bounds.md, or FILE. With 1e8 samples of each
+operation it takes some ten minutes for each format on one core.
 """
 
 import argparse
@@ -76,14 +76,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--samples", type=float, default=1e8)
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
+    parser.add_argument("--out", type=Path, default=RESULTS / "bounds.json")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows = [row for n in arguments.formats for row in measured(n, int(arguments.samples))]
     text = report(rows)
     print(text)
     about = {"torch": torch.__version__, "python": platform.python_version()}
-    (RESULTS / "bounds.json").write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
-    (RESULTS / "bounds.md").write_text(text)
+    arguments.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+    arguments.out.with_suffix(".md").write_text(text)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ gives those that lose updates in bf16 or fp16 a residual, and rewrites their ari
 multi-component floats (Collage, arXiv 2405.03637).
 """
 
-from collage_fx.api import compile, load_residuals, report, residuals, value
+from collage_fx.api import compile, draws, load_residuals, report, residuals, value
 from collage_fx.config import CollageConfig
 from collage_fx.errors import CollageError, CollageWarning
 from collage_fx.explain import Explanation, explain
@@ -18,6 +18,7 @@ __all__ = [
     "Explanation",
     "compile",
     "convert_residuals",
+    "draws",
     "explain",
     "load_master_weights",
     "load_residuals",

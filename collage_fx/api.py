@@ -100,20 +100,31 @@ def value(tensor: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     return sharded_like(residual.whole(shard_of(tensor)).to(dtype), tensor)
 
 
-def load_residuals(tensor: Tensor, components: Sequence[Tensor]) -> None:
+def draws(tensor: Tensor) -> int:
+    """Return how often the residual of tensor was rounded by chance, 0 if it has none."""
+    residual = STORE.get(shard_of(tensor))
+    return 0 if residual is None else residual.draws
+
+
+def load_residuals(
+    tensor: Tensor, components: Sequence[Tensor], *, draws: int | None = None
+) -> None:
     """Give tensor the residual components that were saved with its present value.
 
     Args:
         tensor: bf16 or fp16, any shape.
         components: what `residuals(tensor)` returned when it was saved, in any storage; the next
             step converts them to its own.
+        draws: what `draws(tensor)` returned then, for steps with stochastic rounding: each takes
+            another seed, and without it they go on from what the tensor has, or begin anew.
 
     Raises:
         ResidualError: the components do not fit the tensor.
     """
     name = _name_of(tensor)
     tensor, components = shard_of(tensor), [shard_of(c) for c in components]
-    STORE.load(tensor, components, storage=storage_of(tensor, components, name), name=name)
+    storage = storage_of(tensor, components, name)
+    STORE.load(tensor, components, storage=storage, name=name, draws=draws)
 
 
 def _present(tensor: Tensor) -> Residual | None:

@@ -112,6 +112,7 @@ def _load(optimizer: Optimizer) -> None:
         residual = STORE.get(owned.tensor)
         if residual is not None:
             residual.clear()
+            residual.draws = 0
             residual.settle(owned.tensor)
     warnings.warn(
         f"collage_fx: the checkpoint that {type(optimizer).__name__} loaded holds no residuals; "
@@ -143,6 +144,7 @@ def _adopt(optimizer: Optimizer) -> None:
                 )
         elif residual is not None:
             residual.clear()
+            residual.draws = 0
             residual.settle(owned.tensor)
     for group in optimizer.param_groups:
         # Emptied in place rather than removed: compiled graphs may guard on the group's keys.

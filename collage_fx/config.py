@@ -85,8 +85,9 @@ class CollageConfig:
 
     stochastic_rounding: bool = False
     """Whether the last residual of a state is rounded up or down by chance, so that updates too
-    small for its storage are kept on average; for storages `mcf2` and `ulp8`, with arithmetic
-    `wide`, which it implies."""
+    small for its storage are kept on average, down to the 2^-24 of a value that fp32 keeps, in
+    which they are computed; for storages `mcf2` and `ulp8`, with arithmetic `wide`, which it
+    implies."""
     seed: int = 0
     """What chance begins with. Checkpoints hold how far it has come."""
 

@@ -124,8 +124,8 @@ class Explanation:
         if by_chance:
             lines.append(
                 f"rounded by chance, with seed {self.config.seed}: the residuals of "
-                f"{len(by_chance)} states; what is smaller than their storage keeps is kept on "
-                "average"
+                f"{len(by_chance)} states; what is smaller than their storage keeps, and not than "
+                "fp32 does, is kept on average"
             )
         lines += self._too_small()
         if self.joined:
@@ -238,7 +238,11 @@ def _prepare(
 
 def _twin(optimizer: Optimizer) -> Optimizer:
     """Return a copy of the optimizer with its own parameters, states and gradients."""
-    memo: dict[int, Any] = {}
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    # Without the gradients, which may share memory that cannot be copied so, as those of FSDP2.
+    memo: dict[int, Any] = {
+        id(p): p.detach().clone().requires_grad_(p.requires_grad) for p in params if p.is_leaf
+    }
     twin = copy.deepcopy(optimizer, memo)
     for name, value in vars(optimizer).items():
         if name not in vars(twin) and name != "step":  # what Optimizer.__getstate__ leaves out

@@ -112,9 +112,14 @@ class Supervisor:
             for owned in present:
                 self._know(owned)
             self.resumed = False
+        # While a verdict is open all are followed: that state may take over the value of another.
+        follow = any(not s.compensated and s.judged < TRIED for s in self._present())
         for _, write in self.states.values():
             write.begin()
-            self._refresh(write)
+            self._refresh(write, follow=follow)
+
+    def _present(self) -> Iterator[Served]:
+        return (self.served[write.tensor] for _, write in self.states.values())
 
     def _same(self, present: list[Owned]) -> bool:
         """Tell whether these are the states of the step before, in the same memory."""
@@ -130,7 +135,7 @@ class Supervisor:
                 return False
         return True
 
-    def _refresh(self, write: Write) -> None:
+    def _refresh(self, write: Write, *, follow: bool = True) -> None:
         """Give a state its residual or, while the verdict is open, one for the time being."""
         tensor, shadow = write.tensor, write.shadow
         served, residual = self.served[tensor], STORE.get(tensor)
@@ -142,7 +147,7 @@ class Supervisor:
             shadow.made = residual.components
         elif served.judged < TRIED and tensor.dtype in write.storage.residuals:
             shadow.make = functools.partial(zeros, tensor, write.storage.name)
-        if not served.compensated:
+        if follow or not served.compensated:
             shadow.forms = {write: Form(1)}
 
     def _low(self) -> list[Owned]:

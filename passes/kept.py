@@ -41,9 +41,11 @@ def place_of(content: str) -> Path | None:
 
 def load(place: Path | None) -> tuple[Loop, str] | None:
     """Return a loop and the source of its kernel, None if there is none that is whole."""
-    if place is None or not place.is_file():
+    if place is None:
         return None
     try:
+        if not place.is_file():
+            return None
         found: dict[str, Any] = json.loads(place.read_text())
         loop = Loop.of(Path(cache_dir(), found["library"]), found["order"], found["widths"])
         return loop, str(found["source"])

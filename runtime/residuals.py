@@ -268,9 +268,9 @@ class ResidualStore:
         storage: str = "mcf2",
         name: str = "a tensor",
         expected: int | None = None,
-        draws: int = 0,
+        draws: int | None = None,
     ) -> None:
-        """Give tensor these residual components, copied.
+        """Give tensor these residual components, copied; and a count of draws, if that is known.
 
         Raises ResidualError if the storage does not exist or components do not fit it and tensor.
         """
@@ -279,7 +279,8 @@ class ResidualStore:
         if residual is None or residual.storage != storage or not residual.fits(tensor):
             residual = self.adopt(tensor, None, storage, name)
         residual.load(tensor, components, expected)
-        residual.draws = draws
+        if draws is not None:
+            residual.draws = draws
 
     def __iter__(self) -> Iterator[tuple[Tensor, Residual]]:
         return iter(list(self._residuals.items()))

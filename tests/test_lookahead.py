@@ -1,0 +1,53 @@
+"""A wrapper that now and then puts a slow copy in the parameter's place: one value, two states."""
+
+from typing import Any
+
+import pytest
+import torch
+from test_eager import error
+from torch import Tensor
+from torch.optim import Optimizer
+
+import collage_fx
+
+
+class SlowSign(Optimizer):
+    """Steps by signs; every second step the parameter becomes the average with its slow copy."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        super().__init__(params, {"lr": 1e-5})
+        self.t = 0
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        self.t += 1
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state["slow"] = p.clone()
+            p.sub_(p.grad.sign(), alpha=self.param_groups[0]["lr"])
+            if self.t % 2 == 0:
+                state["slow"].add_(p - state["slow"], alpha=0.5)
+                p.copy_(state["slow"])
+
+
+@pytest.mark.parametrize("level", ["auto", "light"])
+def test_what_takes_over_a_settled_state_is_compensated_too(level: Any) -> None:
+    begin = [torch.randn(9, 5, generator=torch.Generator().manual_seed(k)) for k in range(2)]
+
+    def run(dtype: torch.dtype, *, compile_: bool) -> Tensor:
+        params = [b.bfloat16().to(dtype).requires_grad_() for b in begin]
+        optimizer = SlowSign(params)
+        step = collage_fx.compile(optimizer, level=level) if compile_ else optimizer.step
+        with torch.compiler.set_stance("force_eager"):
+            for k in range(8):
+                for i, p in enumerate(params):
+                    g = torch.randn(9, 5, generator=torch.Generator().manual_seed(10 * k + i))
+                    p.grad = g.to(dtype)
+                step()
+        return torch.cat([collage_fx.value(p).detach() for p in params])
+
+    exact = run(torch.float64, compile_=False)
+    way = error(torch.cat(begin).bfloat16().double(), exact)
+    assert error(run(torch.bfloat16, compile_=True), exact) < 0.1 * way
+    assert error(run(torch.bfloat16, compile_=False), exact) > 0.5 * way
