@@ -11,24 +11,40 @@ from torch.optim import Optimizer
 import collage_fx
 
 
-class SlowSign(Optimizer):
-    """Steps by signs; every second step the parameter becomes the average with its slow copy."""
+class Sign(Optimizer):
+    """Steps by signs of an average."""
 
     def __init__(self, params: list[Tensor]) -> None:
         super().__init__(params, {"lr": 1e-5})
-        self.t = 0
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        self.t += 1
         for p in self.param_groups[0]["params"]:
-            state = self.state[p]
-            if not state:
-                state["slow"] = p.clone()
-            p.sub_(p.grad.sign(), alpha=self.param_groups[0]["lr"])
-            if self.t % 2 == 0:
-                state["slow"].add_(p - state["slow"], alpha=0.5)
-                p.copy_(state["slow"])
+            m = self.state[p].setdefault("m", torch.zeros_like(p))
+            p.mul_(1 - 1e-6)
+            p.sub_((0.9 * m + 0.1 * p.grad).sign(), alpha=self.param_groups[0]["lr"])
+            m.lerp_(p.grad, 0.01)
+
+
+class Slow(Optimizer):
+    """Lets another optimizer step; every second time parameters become slow averages of them."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner, self.param_groups, self.t = inner, inner.param_groups, 0
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        params = self.param_groups[0]["params"]
+        if not self.t:
+            for p in params:
+                self.state[p]["slow"] = p.detach().clone()
+        self.inner.step()
+        self.t += 1
+        for p in params if self.t % 2 == 0 else ():
+            slow = self.state[p]["slow"]
+            slow.add_(p - slow, alpha=0.5)
+            p.copy_(slow)
 
 
 @pytest.mark.parametrize("level", ["auto", "light"])
@@ -37,7 +53,7 @@ def test_what_takes_over_a_settled_state_is_compensated_too(level: Any) -> None:
 
     def run(dtype: torch.dtype, *, compile_: bool) -> Tensor:
         params = [b.bfloat16().to(dtype).requires_grad_() for b in begin]
-        optimizer = SlowSign(params)
+        optimizer = Slow(Sign(params))
         step = collage_fx.compile(optimizer, level=level) if compile_ else optimizer.step
         with torch.compiler.set_stance("force_eager"):
             for k in range(8):
