@@ -8,12 +8,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from collage_fx import checkpoint
-from collage_fx.ownership import owned_tensors
+from collage_fx.config import CollageConfig
+from collage_fx.ownership import Owned, owned_tensors
 from collage_fx.passes.program import LOW_PRECISION
 from collage_fx.runtime.errors import CheckpointError, OptionError
 from collage_fx.runtime.residuals import STORE, Residual, clear_stale
 from collage_fx.runtime.shards import placed, shard_of, sharded_like
-from collage_fx.runtime.storage import FINEST, STORAGES, check_held
+from collage_fx.runtime.storage import FINEST, STORAGES, Choice, check_held, chosen
 
 
 def load_master_weights(
@@ -48,8 +49,8 @@ def load_master_weights(
     _check(targets, weights)
     targets = {name: shard_of(tensor) for name, tensor in targets.items()}
     plan = {n: s for n, t in targets.items() if (s := _storage_for(t, storage))}
-    for name, chosen in plan.items():
-        check_held(targets[name].dtype, chosen, name)
+    for name, kept in plan.items():
+        check_held(targets[name].dtype, kept, name)
     with torch.no_grad():
         for name, tensor in targets.items():
             given = shard_of(weights[name])
@@ -92,8 +93,11 @@ def master_state_dict(
     return result
 
 
-def convert_residuals(optimizer: Optimizer, storage: str) -> None:
+def convert_residuals(optimizer: Optimizer, storage: str | Mapping[str, str]) -> None:
     """Lay out the parameters and states of an optimizer that have residuals in another storage.
+
+    A dict gives each its own by patterns, as the option `storage` does; it and `auto` leave fp32
+    states as they are unless they name a storage for these.
 
     Values are kept, to the precision of the new storage. A step that was compiled with another one
     converts them back: compile it anew.
@@ -102,13 +106,24 @@ def convert_residuals(optimizer: Optimizer, storage: str) -> None:
         StorageError: a state of a dtype that the storage cannot hold; nothing is changed.
         OptionError: a storage that does not exist.
     """
-    _check_storage(storage)
+    choice = CollageConfig(storage=storage).storage  # type: ignore[arg-type]
     checkpoint.attach(optimizer)
     held = [o for o in owned_tensors(optimizer) if STORE.get(o.tensor) is not None]
-    for owned in held:
-        check_held(owned.tensor.dtype, storage, owned.name)
-    for owned in held:
-        STORE.convert(owned.tensor, storage)
+    plan = [(o, _chosen_for(o, choice)) for o in held]
+    for owned, name in plan:
+        check_held(owned.tensor.dtype, name, owned.name)
+    for owned, name in plan:
+        STORE.convert(owned.tensor, name)
+
+
+def _chosen_for(owned: Owned, choice: Choice) -> str:
+    """Return the storage for a state with a residual: the present one where none is chosen."""
+    if choice in STORAGES:
+        return str(choice)
+    name = chosen(choice, owned.name, owned.tensor.dtype, is_param=owned.owner == "param")
+    residual = STORE.get(owned.tensor)
+    assert residual is not None
+    return name or residual.storage
 
 
 def _check_storage(storage: str) -> None:

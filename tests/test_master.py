@@ -143,6 +143,25 @@ def test_a_checkpoint_goes_from_one_storage_to_another_without_a_step() -> None:
     assert all(torch.equal(v, exact[n]) for n, v in values(other).items())
 
 
+def test_residuals_are_converted_by_patterns_as_steps_keep_them() -> None:
+    params = [torch.ones(4, dtype=d, requires_grad=True) for d in (torch.bfloat16, torch.float32)]
+    optimizer = torch.optim.SGD(params, lr=1e-4)
+    step = collage_fx.compile(optimizer, storage={"*params[[]1]": "double_single", "*": "mcf2"})
+    with torch.compiler.set_stance("force_eager"):
+        for p in params:
+            p.grad = torch.full_like(p, 0.3)
+        step()
+    before = [collage_fx.value(p) for p in params]
+    for storage, words in (({"param": "remainder16"}, torch.int16), ("auto", torch.int16)):
+        collage_fx.convert_residuals(optimizer, storage)
+        assert [collage_fx.residuals(p)[0].dtype for p in params] == [words, torch.float32]
+    assert all(torch.equal(collage_fx.value(p), v) for p, v in zip(params, before, strict=True))
+    for wrong, refused in (("mcf2", "float32"), ("double_single", "bfloat16")):
+        with pytest.raises(StorageError, match=refused):
+            collage_fx.convert_residuals(optimizer, wrong)
+    assert all(torch.equal(collage_fx.value(p), v) for p, v in zip(params, before, strict=True))
+
+
 def test_a_loaded_optimizer_gives_its_residuals_to_the_full_weights() -> None:
     there, optimizer = trained("mcf2")
     exact = values(there)
