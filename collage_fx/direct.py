@@ -15,7 +15,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from collage_fx.passes.program import base_of, value_of
-from collage_fx.passes.sweep import SWEEPS, check_sizes, run_sweep
+from collage_fx.passes.sweep import SWEEPS, run_sweep
+from collage_fx.runtime.columns import check_sizes
 from collage_fx.runtime.ops import collage
 
 aten = torch.ops.aten

@@ -8,7 +8,7 @@ Inductor's kernel, on a GPU by one launch of a Triton kernel of our own.
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -37,8 +37,7 @@ from collage_fx.passes.program import (
 )
 from collage_fx.passes.region import register_region
 from collage_fx.passes.scalars import Scalars
-from collage_fx.runtime.columns import Column, device_of, select
-from collage_fx.runtime.errors import CollageError
+from collage_fx.runtime.columns import Column, check_sizes, device_of, select
 from collage_fx.runtime.launch import Launch
 from collage_fx.runtime.loop import loop_over
 from collage_fx.runtime.ops import collage
@@ -350,26 +349,6 @@ def _on_one_device(values: list[Tensor]) -> bool:
     devices = {v.device for v in values if v.dim()}
     scalars = {v.device for v in values if not v.dim()}
     return len(devices) == 1 and scalars <= devices | {torch.device("cpu")}
-
-
-def check_sizes(sizes: Iterable[list[int]]) -> None:
-    """Raise CollageError unless all tensors of each member have as many elements.
-
-    Dynamo guards the identity of an optimizer's parameters and not their shapes.
-
-    Args:
-        sizes: for each input that is not 0-d, the elements of all members' tensors.
-    """
-    first: list[int] | None = None
-    for found in sizes:
-        first = found if first is None else first
-        if found != first:
-            pair = next(p for p in zip(first, found, strict=True) if p[0] != p[1])
-            raise CollageError(
-                f"a parameter of {pair[0]} elements has a gradient, state or residual of "
-                f"{pair[1]}: it was given another shape since its step was compiled; give it new "
-                "states, or a new optimizer. Nothing was written"
-            )
 
 
 def run_sweep(written: list[Tensor], read: list[Tensor], vectors: list[Tensor], key: str) -> None:

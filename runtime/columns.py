@@ -1,10 +1,12 @@
 """One input of all members of a class: a column of the table that a kernel over them walks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
+
+from collage_fx.runtime.errors import CollageError
 
 Column: TypeAlias = Tensor | Sequence[Tensor]
 """A tensor for each member, or one vector with an element for each."""
@@ -26,3 +28,23 @@ def device_of(column: Column) -> torch.device:
 def select(column: Column, members: list[int]) -> Column:
     """Return the column of some of the members."""
     return [column[m] for m in members]
+
+
+def check_sizes(sizes: Iterable[list[int]]) -> None:
+    """Raise CollageError unless all tensors of each member have as many elements.
+
+    Dynamo guards the identity of an optimizer's parameters and not their shapes.
+
+    Args:
+        sizes: for each input that is not 0-d, the elements of all members' tensors.
+    """
+    first: list[int] | None = None
+    for found in sizes:
+        first = found if first is None else first
+        if found != first:
+            pair = next(p for p in zip(first, found, strict=True) if p[0] != p[1])
+            raise CollageError(
+                f"a parameter of {pair[0]} elements has a gradient, state or residual of "
+                f"{pair[1]}: it was given another shape since its step was compiled; give it new "
+                "states, or a new optimizer. Nothing was written"
+            )
