@@ -207,7 +207,11 @@ def steps_of_inductor(case: Case, count: int, *, rounding: bool = True) -> list[
     return found
 
 
-@pytest.mark.parametrize("case", STEPPED.values(), ids=STEPPED)
+INDUCTOR = {n: c for n, c in STEPPED.items() if n not in FEW or n == "adam-e5m2-mcf3"}
+"""The arithmetic of the others is checked in the kernels of their classes, above."""
+
+
+@pytest.mark.parametrize("case", INDUCTOR.values(), ids=INDUCTOR)
 def test_what_inductor_emits_takes_the_same_steps(case: Case) -> None:
     count = _count(case)
     assert steps_of_inductor(case, count) == [0] * count
