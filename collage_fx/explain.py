@@ -218,12 +218,14 @@ def _prepare(
 ) -> tuple[str, Callable[..., Any], dict[str, Any]]:
     """Return a name, a step on copies and the options it was compiled with."""
     options: dict[str, Any] = {}
+    given = subject
     if isinstance(subject, Optimizer):  # whose step may have been assigned to it
-        subject = vars(subject).get("step", subject)
-    session = getattr(subject, "_collage", None)
+        given = vars(subject).get("step", subject)
+    session = getattr(given, "_collage", None)
     if isinstance(session, Session):
         options = {**vars(session.config), **session.inductor}
-        subject = subject.__self__  # type: ignore[union-attr]
+        # A scheduler puts a function of its own around the step, with its attributes.
+        subject = session.optimizer() or subject
     elif session is not None:
         subject, options = session
     if isinstance(getattr(subject, "__self__", None), Optimizer):

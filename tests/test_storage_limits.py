@@ -178,6 +178,20 @@ def test_explain_of_an_optimizer_is_of_the_step_that_was_assigned_to_it() -> Non
     assert state.storage == "ulp8"
 
 
+@pytest.mark.parametrize("compile_", [True, False])
+def test_explain_sees_the_optimizer_behind_the_step_of_a_scheduler(compile_: bool) -> None:
+    p = torch.ones(4).bfloat16().requires_grad_()
+    p.grad = torch.ones_like(p)
+    optimizer = torch.optim.SGD([p], lr=0.1)
+    if compile_:
+        optimizer.step = collage_fx.compile(optimizer, level="all")  # type: ignore[method-assign]
+    torch.optim.lr_scheduler.ConstantLR(optimizer)
+    for subject in (optimizer, optimizer.step)[: 1 + compile_]:
+        found = collage_fx.explain(subject)
+        assert (found.subject, found.config.level) == ("SGD", "all" if compile_ else "auto")
+        assert torch.equal(p, torch.ones_like(p))
+
+
 def test_explain_is_silent_about_updates_of_a_learning_rate_of_zero() -> None:
     params = start(1, torch.bfloat16)
     params[0].grad = torch.ones_like(params[0])
