@@ -111,9 +111,7 @@ def _load(optimizer: Optimizer) -> None:
     for owned in owned_tensors(optimizer):
         residual = STORE.get(owned.tensor)
         if residual is not None:
-            residual.clear()
-            residual.draws = 0
-            residual.settle(owned.tensor)
+            residual.begin_anew(owned.tensor)
     warnings.warn(
         f"collage_fx: the checkpoint that {type(optimizer).__name__} loaded holds no residuals; "
         "they start at zero, as if its weights and states had just been rounded to their dtype.",
@@ -143,9 +141,7 @@ def _adopt(optimizer: Optimizer) -> None:
                     draws=entry.get("draws", 0),
                 )
         elif residual is not None:
-            residual.clear()
-            residual.draws = 0
-            residual.settle(owned.tensor)
+            residual.begin_anew(owned.tensor)
     for group in optimizer.param_groups:
         # Emptied in place rather than removed: compiled graphs may guard on the group's keys.
         group.get(ENTRY, {}).clear()

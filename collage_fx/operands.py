@@ -110,8 +110,10 @@ class Operands:
         self.by_chance = settings.stochastic_rounding
         self.seed = seed
         # By chance only once, where a state is stored.
-        choice = "the finest" if self.by_chance else settings.storage
-        self.storages = {d: _working(choice, d) for d in held_dtypes(settings.storage)}
+        self.storages = {
+            d: STORAGES[FINEST[d]] if self.by_chance else _working(settings.storage, d)
+            for d in held_dtypes(settings.storage)
+        }
         """dtype that states may be compensated in -> how results on the way are kept; None if the
         states' storage has no such."""
 

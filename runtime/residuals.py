@@ -87,6 +87,12 @@ class Residual:
         for component in self.components:
             component.zero_()
 
+    def begin_anew(self, tensor: Tensor) -> None:
+        """Be as if tensor had just been rounded to its dtype: without content and draws."""
+        self.clear()
+        self.draws = 0
+        self.settle(tensor)
+
     def fits(self, tensor: Tensor) -> bool:
         """Tell whether tensor can have these components."""
         dtypes = STORAGES[self.storage].residuals.get(tensor.dtype, ())
