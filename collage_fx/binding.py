@@ -113,13 +113,11 @@ class Residuals:
 
     def settle(self) -> None:
         """Record, after the step, that the residuals belong to what was written."""
-        for tensor, residual in self.current:
-            residual.settle(tensor)
         for tensor, residual in self.replaced:
             # A value taken over from another tensor: what the old one had beside it is gone too.
             residual.clear()
             residual.settle(tensor)
-        self.current = self.replaced = []
+        self.keep()
 
     def keep(self) -> None:
         """Record that nothing was written, whatever versions AOTAutograd has counted up."""
