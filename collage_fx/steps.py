@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from collage_fx import nested
 from collage_fx.backend import Session
 from collage_fx.errors import CollageError, OptionError
+from collage_fx.garbage import no_full_collection
 from collage_fx.held import Held, HeldBy
 from collage_fx.ownership import Owned, argument_tensors
 from collage_fx.report import Report, place_of
@@ -91,7 +92,7 @@ def _supervised(
 
     @disable  # where the whole training step is compiled
     def run(*args: Any, **kwargs: Any) -> Any:
-        with supervisor.step() as engine, storm.watch() as calm:
+        with no_full_collection(), supervisor.step() as engine, storm.watch() as calm:
             calm = calm and not session.begins_untraced()
             # A closure runs the model, eagerly or as the user compiled it: no part of the step.
             args, kwargs = tree_map(
