@@ -73,6 +73,8 @@ def _member(program: Program, group: StateClass, member: Slice) -> dict[int, Ver
     model, found = group.representative, group.recurrences
     verdicts = [
         verdict(carried, one, program.settings.level, has_param)
+        if held_in(carried, program.settings.storage)
+        else (False, _outside(carried, held=False))
         for (carried, _, _), one in zip(member.states, found, strict=True)
     ]
     before: dict[Node, Node] = {}

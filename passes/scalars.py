@@ -21,7 +21,7 @@ from collage_fx.passes.program import (
     value_of,
     writes_only,
 )
-from collage_fx.passes.slice import elementwise, make_slice
+from collage_fx.passes.slice import elementwise, inverse, make_slice
 
 
 @dataclass
@@ -64,7 +64,8 @@ def scalars_of(
     ]
     if not all(own):
         return None
-    parts = [make_slice(nodes, states, new_value) for nodes in own]
+    stored = inverse(new_value)
+    parts = [make_slice(nodes, states, stored) for nodes in own]
     feeds = [_feeds(m, part) for m, part in zip(rewritten.members, parts, strict=True)]
     alike = all(p.key == parts[0].key for p in parts) and all(f == feeds[0] for f in feeds)
     devices = {value_of(n).device for part in parts for n in part.inputs + part.outputs}

@@ -27,31 +27,47 @@ def slice_(program: Program) -> None:
     """Find the slices and their classes.
 
     A slice is a connected component of elementwise nodes of one shape that holds a carried state
-    which may be compensated. What is computed from 0-d values only (step counts, bias corrections,
-    a tensor learning rate), what reduces, multiplies matrices or changes shape is in no slice:
-    slices take its results as inputs. Slices that agree in operations, constants, dtypes and the
-    roles of their inputs form a class. The graph does not change.
+    which may be compensated; others that it updates, fp32 averages say, are its states too. What is
+    computed from 0-d values only (step counts, bias corrections, a tensor learning rate), what
+    reduces, multiplies matrices or changes shape is in no slice: slices take its results as inputs.
+    Slices that agree in operations, constants, dtypes and the roles of their inputs form a class.
+    The graph does not change.
     """
     nodes = list(graph_of(program.canonical).graph.nodes)
     placeholders = [n for n in nodes if n.op == "placeholder"]
     new_value = mutations(graph_of(program.canonical).graph)
+    held = {c.index for c in program.carried if held_in(c, program.settings.storage)}
     states = {
         placeholders[c.index]: c
         for c in program.carried
-        if not c.refusal and held_in(c, program.settings.storage)
+        if not c.refusal and (c.index in held or _rides_along(c))
     }
     groups = _components(nodes, states, new_value)
     where = {node: group for group in groups for node in group}
     for placeholder, carried in states.items():
         path = _path_refusal(placeholder, new_value[placeholder], where)
-        if path:
+        if path and carried.index in held:
             carried.refusal = path
+    stored = inverse(new_value)
     by_key: dict[str, StateClass] = {}
     for group in groups:
-        part = make_slice(group, states, new_value)
-        if part.states:
+        part = make_slice(group, states, stored)
+        if any(c.index in held for c, _, _ in part.states):
             by_key.setdefault(part.key, StateClass([])).members.append(part)
     program.classes = list(by_key.values())
+
+
+def inverse(new_value: dict[Node, Node]) -> dict[Node, list[Node]]:
+    """Return new value -> the placeholders that it is stored in."""
+    stored: dict[Node, list[Node]] = {}
+    for placeholder, new in new_value.items():
+        stored.setdefault(new, []).append(placeholder)
+    return stored
+
+
+def _rides_along(carried: Carried) -> bool:
+    """Tell whether a state, although never compensated, belongs to the slice that updates it."""
+    return carried.val.dim() > 0 and not carried.val.dtype.is_complex
 
 
 def _shape(node: Node) -> tuple[str, ...]:
@@ -150,25 +166,25 @@ def _first_foreign(placeholder: Node, new: Node, group: list[Node]) -> Node | No
 
 
 def make_slice(
-    group: list[Node], states: dict[Node, Carried], new_value: dict[Node, Node]
+    group: list[Node], states: dict[Node, Carried], stored: dict[Node, list[Node]]
 ) -> Slice:
     """Return the slice of these nodes.
+
+    A state that is overwritten without being read is an input too: the memory for its new value.
 
     Args:
         group: the nodes, in an order in which they can run.
         states: placeholder -> carried state.
-        new_value: placeholder -> its new value.
+        stored: new value -> the placeholders that it is stored in.
     """
     inside = set(group)
-    inputs: dict[Node, int] = {}
-    for node in group:
-        for a in node.all_input_nodes:
-            if a not in inside:
-                inputs.setdefault(a, len(inputs))
+    new_value = {p: n for n in group for p in stored.get(n, ()) if p in states}
+    inputs = dict.fromkeys(a for n in group for a in n.all_input_nodes if a not in inside)
+    inputs |= dict.fromkeys(new_value)
     outputs = [n for n in group if any(user not in inside for user in n.users)]
     part = Slice(group, list(inputs), outputs, [])
     for at, node in enumerate(part.inputs):
-        if node in states and new_value[node] in inside:
+        if node in new_value:
             part.states.append((states[node], at, new_value[node]))
     part.key = _key(part)
     return part

@@ -21,6 +21,7 @@ class Written(Optimizer):
         self.param_groups[0]["number"] = 0
         for p in params:
             self.state[p] |= {"t": torch.tensor(1.0), "m": torch.zeros_like(p)}
+            self.state[p] |= {"w": p.detach().float(), "n": torch.zeros_like(p, dtype=torch.int32)}
         self.state[params[0]]["extra"] = torch.zeros_like(params[0])
 
     def step(self) -> None:  # type: ignore[override]
@@ -138,5 +139,23 @@ def noise(self: Any, p: Tensor, g: Tensor, s: Any) -> None:
     p.sub_(torch.empty(()).geometric_(0.5) * 0.01 * g)
 
 
-ALIKE = [momentum, clipped, counted, lists, numbered, halved, of_one_gradient]
+@each
+def in_fp32(self: Any, p: Tensor, g: Tensor, s: Any) -> None:
+    """Averages in fp32, and a count of each element, beside a parameter of 16 bits."""
+    g = g.float()
+    s["w"].mul_(0.999).addcmul_(g, g, value=0.001)
+    s["n"].add_(g > 0)
+    p.sub_((0.01 * g / (s["w"].abs().sqrt() + 0.1 + s["n"])).to(p.dtype))
+
+
+@each
+def from_a_master(self: Any, p: Tensor, g: Tensor, s: Any) -> None:
+    """Weights in fp32 that the parameter takes over."""
+    s["m"].mul_(0.9).add_(g)
+    s["w"].sub_(0.01 * s["m"])
+    p.copy_(s["w"])
+
+
+ALIKE = [momentum, clipped, counted, lists, numbered, halved, of_one_gradient, in_fp32]
+ALIKE += [from_a_master]
 UNLIKE = [norm_of_its_own, norms, sums, sizes, noise]

@@ -6,7 +6,7 @@ from typing import Any
 import narrow_steps
 import pytest
 import torch
-from narrow_steps import ALIKE, UNLIKE, Written, counted, sizes
+from narrow_steps import ALIKE, UNLIKE, Written, counted, from_a_master, in_fp32, sizes
 from torch import Tensor
 
 import collage_fx
@@ -15,7 +15,11 @@ from collage_fx.passes.narrow import Narrow, narrow
 
 
 def states_after(
-    update: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, *, whole: bool
+    update: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    whole: bool,
+    multi_tensor: bool = True,
 ) -> Any:
     """Return all that three steps leave, and the narrow graphs that were compiled."""
     made: list[Narrow] = []
@@ -39,7 +43,7 @@ def states_after(
         patch.setattr(graph, "narrow", spy)
         patch.setattr(graph._Compilation, "run", run)
         optimizer = Written(params, update)
-        step = collage_fx.compile(optimizer, level="all", multi_tensor=True)
+        step = collage_fx.compile(optimizer, level="all", multi_tensor=multi_tensor)
         torch.manual_seed(1)
         for i in range(3):
             for p in params:
@@ -75,3 +79,14 @@ def test_one_layout_that_shares_a_count(monkeypatch: pytest.MonkeyPatch) -> None
     expected, _, _ = states_after(counted, monkeypatch, whole=True)
     found, _, made = states_after(counted, monkeypatch, whole=False)
     assert made and all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("update", [in_fp32, from_a_master])
+def test_one_kernel_updates_states_that_are_not_compensated_too(
+    update: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Averages or weights in fp32 beside 16 bits; equal to a kernel for each parameter."""
+    monkeypatch.setattr("narrow_steps.SHAPES", [(4, 3), (7,)] * 4)
+    together, _, made = states_after(update, monkeypatch, whole=False)
+    each, _, _ = states_after(update, monkeypatch, whole=False, multi_tensor=False)
+    assert made and all(map(torch.equal, together, each))
