@@ -46,10 +46,12 @@ SHAPES = ((4, 3),) * 8
 class Trust(Optimizer):
     """A user's optimizer."""
 
-    def __init__(self, params: list[Tensor], *, squash: bool = False) -> None:
+    def __init__(
+        self, params: list[Tensor], *, squash: bool = False, trend: torch.dtype | None = None
+    ) -> None:
         super().__init__(params, {"lr": 1e-4, "squash": squash})
         for p in params:
-            self.state[p]["trend"] = torch.zeros_like(p)
+            self.state[p]["trend"] = torch.zeros_like(p, dtype=trend)
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
@@ -58,7 +60,7 @@ class Trust(Optimizer):
             trend = self.state[p]["trend"]
             new = torch.tanh(p.grad) if group["squash"] else p.grad
             trend.mul_(0.999).add_(new, alpha=0.001)
-            p.sub_(group["lr"] * trend / (1 + p.grad.abs()))
+            p.sub_((group["lr"] * trend / (1 + p.grad.abs())).to(p.dtype))
 
 
 class Case(NamedTuple):
@@ -89,6 +91,7 @@ CASES = {
     "adam-e5m2-mcf3": Case(Adam8, {"moments": torch.float8_e5m2}, "plus", 26, "mcf3"),
     "sgd-light": Case(optim.SGD, {"momentum": 0.9, "weight_decay": 0.01}, "light", 14),
     "trust-light": Case(Trust, {}, "light", 14),
+    "trust-in-fp32": Case(Trust, {"trend": torch.float32}, "light", 18),
 }
 LIBRARY = Case(Trust, {"squash": True}, "light", 14)
 """With a function that Triton takes from a library, which the interpreter cannot call."""
