@@ -1,4 +1,4 @@
-"""Full garbage collections, put off until a step is over.
+"""Full garbage collections, put off while a step is compiled.
 
 One walks through all that torch has made since it was imported, some 0.2 s; tracing 30 parameters
 makes enough objects to set one off, and 300 several. Collections of young objects go on.
@@ -7,6 +7,8 @@ makes enough objects to set one off, and 300 several. Collections of young objec
 import gc
 import threading
 
+FIRST = 4
+"""How many steps are compiled so: the first, which make states and meet changed numbers."""
 _NEVER = 1 << 30
 
 
@@ -27,5 +29,6 @@ class no_full_collection:
     def __exit__(self, *_: object) -> None:
         with self._lock:
             no_full_collection._users -= 1
-            if not no_full_collection._users:
+            ours = gc.get_threshold()[2] == _NEVER  # and not what a closure has set since
+            if not no_full_collection._users and ours:
                 gc.set_threshold(*no_full_collection._before)

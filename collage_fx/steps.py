@@ -5,6 +5,7 @@ import inspect
 import types
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from collage_fx import nested
 from collage_fx.backend import Session
 from collage_fx.errors import CollageError, OptionError
-from collage_fx.garbage import no_full_collection
+from collage_fx.garbage import FIRST, no_full_collection
 from collage_fx.held import Held, HeldBy
 from collage_fx.ownership import Owned, argument_tensors
 from collage_fx.report import Report, place_of
@@ -92,7 +93,8 @@ def _supervised(
 
     @disable  # where the whole training step is compiled
     def run(*args: Any, **kwargs: Any) -> Any:
-        with no_full_collection(), supervisor.step() as engine, storm.watch() as calm:
+        compiles = no_full_collection() if storm.calls < FIRST else nullcontext()
+        with compiles, supervisor.step() as engine, storm.watch() as calm:
             calm = calm and not session.begins_untraced()
             # A closure runs the model, eagerly or as the user compiled it: no part of the step.
             args, kwargs = tree_map(

@@ -12,6 +12,9 @@ from collage_fx.passes.program import (
     Program,
     Rewritten,
     Settings,
+    graph_of,
+    is_tensor,
+    mutations,
     value_of,
 )
 from collage_fx.passes.rules import RULES
@@ -52,16 +55,18 @@ def expand(program: Program) -> None:
     rounding in between, and new values are split (or rounded, where the state is plain) at the end,
     with `stochastic_rounding` by chance.
     So are slices whose states have a storage without transformations, fp8 ones, or not all the same
-    storage. Slices with an fp32 state that is compensated are computed in float64.
+    storage, and those that store in fp32 what they compute on a carried path. Slices with an fp32
+    state that is compensated are computed in float64.
     """
+    stored = {n for n in mutations(graph_of(program.canonical).graph).values() if is_tensor(n)}
+    wider = {n for n in stored if value_of(n).dtype not in LOW_PRECISION}
     for rewritten in program.rewritten:
         wide = program.settings.arithmetic == "wide" or _storage_of(rewritten) is None
-        if not wide and _has_side_way(rewritten):
-            rewritten.joined.append("a slice in which a state enters its own update twice")
-            wide = True
+        reason = "" if wide else _unfit(rewritten, wider)
+        rewritten.joined += [reason] if reason else []
         if program.settings.stochastic_rounding:
             rewritten.seeded = any(s in SPLIT_BY_CHANCE for s in rewritten.storages)
-        expander = _Wide(rewritten) if wide else Eft(rewritten, program.settings)
+        expander = _Wide(rewritten) if wide or reason else Eft(rewritten, program.settings)
         rewritten.expanded = expander.run()
 
 
@@ -71,6 +76,22 @@ def _storage_of(rewritten: Rewritten) -> str | None:
     known = all(transforms(rewritten.model.states[i][0].val.dtype, s) for i, s in kept)
     storages = set(rewritten.storages)
     return storages.pop() if len(storages) == 1 and known else None
+
+
+def _unfit(rewritten: Rewritten, wider: set[Node]) -> str:
+    """Return what in a slice would lose by eft arithmetic; empty if nothing.
+
+    Args:
+        rewritten: the class.
+        wider: what the graph stores in more than 16 bits. On a carried path it would be rounded to
+            the words of that path: fp32 weights, say, that a parameter enters and then takes over.
+    """
+    paths = (rewritten.recurrences[i].spine for i in rewritten.compensated)
+    if not wider.isdisjoint(node for path in paths for node in path):
+        return "a slice that stores in fp32 what a state passes through"
+    if _has_side_way(rewritten):
+        return "a slice in which a state enters its own update twice"
+    return ""
 
 
 def _has_side_way(rewritten: Rewritten) -> bool:

@@ -72,9 +72,9 @@ def _member(program: Program, group: StateClass, member: Slice) -> dict[int, Ver
     has_param = any(c.owner == "param" for c in program.carried)
     model, found = group.representative, group.recurrences
     verdicts = [
-        verdict(carried, one, program.settings.level, has_param)
-        if held_in(carried, program.settings.storage)
-        else (False, _outside(carried, held=False))
+        (False, _outside(carried, held=False))
+        if carried.along
+        else verdict(carried, one, program.settings.level, has_param)
         for (carried, _, _), one in zip(member.states, found, strict=True)
     ]
     before: dict[Node, Node] = {}

@@ -55,6 +55,8 @@ class Carried:
     """Whether a torch.optim.Optimizer holds it."""
     spared: str = ""
     """Why it is left alone though it could be compensated; see `plan.spare`."""
+    along: bool = False
+    """Whether it is updated in a slice of others and never compensated, being in fp32 say."""
 
 
 class Branch(NamedTuple):

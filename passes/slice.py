@@ -36,23 +36,24 @@ def slice_(program: Program) -> None:
     nodes = list(graph_of(program.canonical).graph.nodes)
     placeholders = [n for n in nodes if n.op == "placeholder"]
     new_value = mutations(graph_of(program.canonical).graph)
-    held = {c.index for c in program.carried if held_in(c, program.settings.storage)}
+    for c in program.carried:
+        c.along = not held_in(c, program.settings.storage)
     states = {
         placeholders[c.index]: c
         for c in program.carried
-        if not c.refusal and (c.index in held or _rides_along(c))
+        if not (c.refusal or (c.along and (c.val.dim() == 0 or c.val.dtype.is_complex)))
     }
     groups = _components(nodes, states, new_value)
     where = {node: group for group in groups for node in group}
     for placeholder, carried in states.items():
         path = _path_refusal(placeholder, new_value[placeholder], where)
-        if path and carried.index in held:
+        if path and not carried.along:
             carried.refusal = path
     stored = inverse(new_value)
     by_key: dict[str, StateClass] = {}
     for group in groups:
         part = make_slice(group, states, stored)
-        if any(c.index in held for c, _, _ in part.states):
+        if not all(c.along for c, _, _ in part.states):
             by_key.setdefault(part.key, StateClass([])).members.append(part)
     program.classes = list(by_key.values())
 
@@ -63,11 +64,6 @@ def inverse(new_value: dict[Node, Node]) -> dict[Node, list[Node]]:
     for placeholder, new in new_value.items():
         stored.setdefault(new, []).append(placeholder)
     return stored
-
-
-def _rides_along(carried: Carried) -> bool:
-    """Tell whether a state, although never compensated, belongs to the slice that updates it."""
-    return carried.val.dim() > 0 and not carried.val.dtype.is_complex
 
 
 def _shape(node: Node) -> tuple[str, ...]:

@@ -26,21 +26,19 @@ def joint(part: Slice, walks: Sequence[Walk], own: list[Recurrence]) -> list[Rec
     States that are critical by themselves hold what accumulates; what is computed from them anew at
     each step (a momentum with weight decay in it, a cache of their norm) does not, so that they
     take no part in cycles. What remains of a cycle keeps its sum nowhere else. An average of
-    carried states, x' = 0.9*x + 0.1*y, changes as slowly as they do, whatever its own factor.
+    carried states, x' = 0.9*x + 0.1*y, changes as slowly as they do, whatever its own factor. What
+    is never compensated has no part in that, it is given.
 
     Args:
         part: the representative of a class.
         walks: for each state, the forms in its old value.
         own: for each state, its recurrence by itself.
     """
-    loose = [
-        i
-        for i, (state, _, _) in enumerate(part.states)
-        if not critical(own[i], state.val.dtype, "auto")[0]
-    ]
+    kept = [i for i, (state, _, _) in enumerate(part.states) if not state.along]
+    loose = [i for i in kept if not critical(own[i], part.states[i][0].val.dtype, "auto")[0]]
     result = list(own)
     cycles = _cycles(part, walks, loose)
-    lasting = {j for j, one in enumerate(own) if one.kind != "overwritten"}.union(*cycles)
+    lasting = {j for j in kept if own[j].kind != "overwritten"}.union(*cycles)
     for i in loose:
         if own[i].kind == "linear":
             result[i] = _average(part, walks, own[i], i, lasting)
