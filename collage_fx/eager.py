@@ -231,7 +231,8 @@ class Engine(TorchDispatchMode):
         result = func(*joined, **kwargs)
         if isinstance(result, Tensor) and result.is_floating_point() and has_memory(result):
             forms = self.operands.forms(op, tensors, args, kwargs)
-            whole = self.operands.whole(result.dtype, tensors)
+            # What zeros_like makes in fp32 has nothing of the value.
+            whole = computes(func) and self.operands.whole(result.dtype, tensors)
             if forms or whole:
                 self.shadows.add(result, None, forms).whole = whole
         return result

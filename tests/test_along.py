@@ -122,3 +122,29 @@ def test_weights_in_fp32_are_not_rounded_to_the_words_of_the_parameter(update: U
         _, states, _ = run(update, shapes, multi_tensor="auto")
         theirs = error([s[0] for s in plain], [w[0] for w in exact])
         assert error([s[0] for s in states], [w[0] for w in exact]) < 2 * theirs + 1e-6
+
+
+class Wide(Optimizer):
+    """Averages in fp32, which the first step makes."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            if not self.state[p]:
+                self.state[p]["m"] = torch.zeros_like(p, dtype=torch.float32)
+                self.state[p]["last"] = torch.empty_like(p, dtype=torch.float32).fill_(1)
+            self.state[p]["m"].lerp_(p.grad.float(), 0.1)
+            self.state[p]["last"].copy_(p.grad)
+            p.sub_((RATE * self.state[p]["m"]).to(p.dtype))
+
+
+def test_states_in_fp32_that_the_first_step_makes_do_not_keep_others_from_graphs() -> None:
+    torch.compiler.reset()
+    optimizer = Wide([torch.ones(s).bfloat16().requires_grad_() for s in SHAPES], {})
+    step = collage_fx.compile(optimizer)
+    for _ in range(4):
+        for p in optimizer.param_groups[0]["params"]:
+            p.grad = torch.ones_like(p)
+        step()
+    served = collage_fx.report(step).states
+    assert len(served) == len(SHAPES) and all((s.eager, s.graph) == (1, 3) for s in served)
