@@ -8,7 +8,7 @@ import gc
 import threading
 
 FIRST = 4
-"""How many steps are compiled so: the first, which make states and meet changed numbers."""
+"""How many steps of an optimizer are taken so: those that make states and meet changed numbers."""
 _NEVER = 1 << 30
 
 
