@@ -24,6 +24,7 @@ from collage_fx.passes.program import (
 )
 from collage_fx.passes.region import register_region
 from collage_fx.passes.scalars import Scalars, scalars_of
+from collage_fx.passes.slice import inverse
 from collage_fx.passes.sweep import (
     MEMBERS,
     SWEEPS,
@@ -194,9 +195,9 @@ class _Emitter:
         states = {placeholders[c.index]: c for c in self.program.carried if c.val.dim() == 0}
         slices = [m for r in self.program.rewritten for m in r.members]
         inside = {n for m in slices for n in m.nodes}
-        new_value = mutations(graph)
+        stored = inverse(mutations(graph))
         alone = self.others.taken_alone
-        found = [scalars_of(r, states, new_value, inside, alone) for r in swept]
+        found = [scalars_of(r, states, stored, inside, alone) for r in swept]
         parts = [m for scalars in found if scalars for m in scalars.members]
         conflicting = conflicts(readers, [*parts, *(m for r in swept for m in r.members)])
         return [s if s and not conflicting.intersection(s.members) else None for s in found]

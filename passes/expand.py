@@ -58,7 +58,7 @@ def expand(program: Program) -> None:
     storage, and those that store in fp32 what they compute on a carried path. Slices with an fp32
     state that is compensated are computed in float64.
     """
-    stored = {n for n in mutations(graph_of(program.canonical).graph).values() if is_tensor(n)}
+    stored = filter(is_tensor, mutations(graph_of(program.canonical).graph).values())
     wider = {n for n in stored if value_of(n).dtype not in LOW_PRECISION}
     for rewritten in program.rewritten:
         wide = program.settings.arithmetic == "wide" or _storage_of(rewritten) is None

@@ -21,7 +21,7 @@ from collage_fx.passes.program import (
     value_of,
     writes_only,
 )
-from collage_fx.passes.slice import elementwise, inverse, make_slice
+from collage_fx.passes.slice import elementwise, make_slice
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Scalars:
 def scalars_of(
     rewritten: Rewritten,
     states: dict[Node, Carried],
-    new_value: dict[Node, Node],
+    stored: dict[Node, list[Node]],
     others: set[Node],
     alone: Callable[[Slice], set[Node] | None] = lambda _: None,
 ) -> Scalars | None:
@@ -48,7 +48,7 @@ def scalars_of(
     Args:
         rewritten: the class.
         states: placeholder -> state, of all 0-d carried states.
-        new_value: placeholder -> its new value.
+        stored: new value -> the placeholders that it is stored in.
         others: the nodes of all slices, of which no part can be made.
         alone: for a member that stands for others which are not in the graph, the inputs that only
             it takes. What it computes from none of them is that of all.
@@ -64,7 +64,6 @@ def scalars_of(
     ]
     if not all(own):
         return None
-    stored = inverse(new_value)
     parts = [make_slice(nodes, states, stored) for nodes in own]
     feeds = [_feeds(m, part) for m, part in zip(rewritten.members, parts, strict=True)]
     alike = all(p.key == parts[0].key for p in parts) and all(f == feeds[0] for f in feeds)
