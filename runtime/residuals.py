@@ -87,6 +87,10 @@ class Residual:
         for component in self.components:
             component.zero_()
 
+    def has_content(self) -> bool:
+        """Tell whether any component is not zero."""
+        return any(bool(component.any()) for component in self.components)
+
     def begin_anew(self, tensor: Tensor) -> None:
         """Be as if tensor had just been rounded to its dtype: without content and draws."""
         self.clear()
@@ -122,7 +126,7 @@ class Residual:
                 why = "its values are not those that its residual was saved with"
             self.expected_checksum = None
         elif not self.belongs(tensor):
-            if any(bool(component.any()) for component in self.components):
+            if self.has_content():
                 why = "it was written from outside the compiled step"
         else:
             return ""
@@ -146,14 +150,18 @@ def clear_stale(pairs: Iterable[tuple[Tensor, Residual]]) -> None:
             residual.clear()
             cleared.setdefault(why, []).append(residual.name)
     for why, names in cleared.items():
-        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if names[4:] else "")
-        warnings.warn(
-            f"collage_fx: the residual of {shown} was cleared, because {why}. The step goes on "
-            "from the stored value. To keep a residual, write the tensor before the first step or "
-            "load weights and optimizer from one checkpoint.",
-            CollageWarning,
-            stacklevel=2,
-        )
+        _warn_of_cleared(names, why)
+
+
+def _warn_of_cleared(names: list[str], why: str) -> None:
+    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if names[4:] else "")
+    warnings.warn(
+        f"collage_fx: the residual of {shown} was cleared, because {why}. The step goes on "
+        "from the stored value. To keep a residual, write the tensor before the first step or "
+        "load weights and optimizer from one checkpoint.",
+        CollageWarning,
+        stacklevel=3,
+    )
 
 
 def next_draw(residuals: Iterable[Residual]) -> int:
@@ -201,7 +209,11 @@ class ResidualStore:
         One of another storage is converted. `found` is what `get` has returned, if that was asked.
         """
         residual = found or self.get(tensor)
-        if residual is None or not residual.fits(tensor):
+        if residual is not None and not residual.fits(tensor):
+            if residual.has_content():
+                _warn_of_cleared([name], "the tensor has another shape, dtype or device by now")
+            residual = None
+        if residual is None:
             return self.adopt(tensor, None, storage, name)
         if residual.storage != storage:
             self._warn_coarser(residual, storage, tensor.dtype)

@@ -26,15 +26,15 @@ def test_another_shape_is_a_clear_error_and_nothing_is_written() -> None:
     params[4].grad = torch.ones_like(params[4])
     lows = [collage_fx.residuals(p)[0].clone() for p in params[:4]]
     before = [p.detach().clone() for p in params]
-    cleared = pytest.warns(CollageWarning, match="written from outside")
-    with pytest.raises(CollageError, match="another shape"), cleared:
+    with pytest.raises(CollageError, match="another shape"):
         step()
     assert all(map(torch.equal, params, before))
     assert all(
         torch.equal(collage_fx.residuals(p)[0], x) for p, x in zip(params[:4], lows, strict=True)
     )
     optimizer.state[params[4]].clear()
-    step()
+    with pytest.warns(CollageWarning, match="another shape"):
+        step()
     assert float(params[4].detach()[0, 0]) < 1
 
 
