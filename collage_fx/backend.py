@@ -1,6 +1,7 @@
 """The Dynamo backend: from a Dynamo graph to a callable that binds residuals."""
 
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,7 @@ from collage_fx.graph import compile_graph
 from collage_fx.ownership import makes_states, rates, stateless
 from collage_fx.passes.program import Program
 from collage_fx.passes.sweep import unreachable
-from collage_fx.runtime.errors import CollageError, CollageWarning
+from collage_fx.runtime.errors import CollageError, CollageWarning, UnsupportedError
 from collage_fx.runtime.residuals import STORE
 from collage_fx.runtime.storage import held_dtypes
 from collage_fx.supervisor import Supervisor
@@ -48,6 +49,8 @@ class Session:
     supervisor: Callable[[], Supervisor | None] = lambda: None
     """A weak reference to what watches the steps, where `collage_fx.compile` made the step: it
     holds the tensors, which Dynamo's cache must not keep alive."""
+    roster: Any = None
+    """Within a step of which Dynamo sees some of the parameters: which stand for which."""
     begun: set[int] = field(default_factory=set)
     """The ids of the parameters whose first states the eager engine made."""
     began_with: list[dict[str, Any]] | None = None
@@ -170,6 +173,10 @@ class _Step:
         """What the calls raise: a backend that raises it would be passed over by Dynamo."""
         self.waits = 2 if session.begins(gm) or not session.settled() else 0
         """The call with which it becomes worth while to compile the graph."""
+        self.codes: weakref.WeakKeyDictionary[Any, Code] = weakref.WeakKeyDictionary()
+        """For each roster, of parameters that those in the graph stand for."""
+        self.roster: Callable[[], Any] = _reference(session.roster)
+        """That of `code`."""
         refused = Code(gm, None, [], [], refused=True)
         self.code = refused if self.waits else self._compile(gm, example_inputs)
         supervisor = session.supervisor()
@@ -178,8 +185,12 @@ class _Step:
 
     def _compile(self, gm: GraphModule, inputs: Sequence[Any], args: tuple[Any, ...] = ()) -> Code:
         """Compile the graph; if that fails in a supervised step, leave it to the eager engine."""
+        roster = self.session.roster
         try:
-            return compile_graph(self.session, gm, inputs, args)
+            code = compile_graph(self.session, gm, inputs, args)
+            if roster is not None:
+                self.codes[roster] = code
+            return code
         except Exception as error:
             supervisor = self.session.supervisor()
             if supervisor is None or isinstance(error, TorchDynamoException):
@@ -197,6 +208,11 @@ class _Step:
         """
         self.session.calls += 1
         supervisor = self.session.supervisor()
+        roster = self.session.roster
+        if roster is not None and supervisor is not None:
+            gm = supervisor.sources[self]
+            if not self._takes_part(roster, gm, args):
+                return gm(*args)
         if self.error is not None:
             raise self.error
         if supervisor is None or not supervisor.active:
@@ -223,4 +239,29 @@ class _Step:
         with supervisor.graph(self.code.written(args), args) as outputs:
             result = self.code.run(args)
             outputs(result)
+        if roster is not None:
+            roster.done = True
         return result
+
+    def _takes_part(self, roster: Any, gm: GraphModule, args: tuple[Any, ...]) -> bool:
+        """Take up the parameters that those in the graph stand for in this step.
+
+        Return whether they may be updated with them: not if the eager engine has begun the step.
+        """
+        if roster.done:
+            raise UnsupportedError(
+                "a step goes on after its parameters have been updated, which no optimizer of "
+                "torch.optim is known to do; compile it with multi_tensor=False"
+            )
+        roster.graphs += 1
+        if roster.graphs > 1:
+            return False
+        if roster is not self.roster():
+            self.roster, self.checked, self.error = _reference(roster), -1, None
+            known = self.codes.get(roster)
+            self.code = known or self._compile(gm, args, args)
+        return True
+
+
+def _reference(roster: Any) -> Callable[[], Any]:
+    return weakref.ref(roster) if roster is not None else lambda: None

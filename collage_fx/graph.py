@@ -15,6 +15,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.compiler import config as compiler_config
 from torch.fx import GraphModule, Node
 
+from collage_fx import unseen
 from collage_fx.binding import Code, Locate, Residuals
 from collage_fx.direct import only_sweeps, split
 from collage_fx.inductor import compile_rewritten, separate_outputs, uses_cudagraphs
@@ -61,6 +62,8 @@ def compile_graph(
         again=bool(args),
     )
     try:
+        if session.roster is not None:
+            return _compile_for_unseen(session, inputs, example_inputs)
         code = _compile_narrow(session, inputs, example_inputs)
         if code is not None:
             return code
@@ -69,14 +72,30 @@ def compile_graph(
         inputs.release()
 
 
+def _compile_for_unseen(session: Any, inputs: Inputs, example_inputs: Sequence[Any]) -> Code:
+    """Compile a graph for parameters that Dynamo has not seen too; raise Unlike if it cannot be."""
+    with without_collector():
+        narrowed = unseen.narrowed(session, inputs)
+    return _first_alike(session, inputs, narrowed, example_inputs)
+
+
+def _first_alike(
+    session: Any, inputs: Inputs, narrowed: Narrow, example_inputs: Sequence[Any]
+) -> Code:
+    """Compile one member of each class, at best without Inductor; raise Unlike if it cannot be."""
+    with contextlib.suppress(Unlike):
+        return _Compilation(session, inputs, narrowed, alone=True).run(example_inputs)
+    return _Compilation(session, inputs, narrowed).run(example_inputs)
+
+
 def _compile_narrow(session: Any, inputs: Inputs, example_inputs: Sequence[Any]) -> Code | None:
     """Compile one member of each class; return None where the graph has to be compiled whole."""
     try:
         with without_collector():
             narrowed = _narrowed(session, inputs)
-        for alone in (True, False) if narrowed else ():
+        if narrowed is not None:
             with contextlib.suppress(Unlike):
-                return _Compilation(session, inputs, narrowed, alone).run(example_inputs)
+                return _first_alike(session, inputs, narrowed, example_inputs)
     except (CollageError, TorchDynamoException):
         raise
     except Exception as error:
@@ -251,7 +270,7 @@ class _Compilation:
                         self.members.written.append(len(self.members.locate))
                     self.locate[index] = self.given.locate(source)
                     self.members.locate.append(self.locate[index])
-                    val = node.meta["example_value"]
+                    val = self.given.value(node)
                     row.append(self.given.describe(index, source, val, node.name))
                 copies.others.append(row)
             found.append(copies)

@@ -4,6 +4,7 @@ import functools
 import operator
 import re
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
@@ -42,8 +43,21 @@ class Part(NamedTuple):
         return functools.reduce(getattr, self.path, whole)
 
 
-Source: TypeAlias = int | str | Part
-"""The position of a placeholder, or the name of an attribute: a tensor that Dynamo guards."""
+@dataclass(frozen=True, eq=False)
+class Unseen:
+    """A tensor that Dynamo has not seen, being one of a parameter that another one stands for."""
+
+    find: Locate
+    """How to find it, whatever the arguments of a call: the graph does not keep it alive."""
+    static: bool
+    """Whether it stays the same; see `Carried.static`."""
+    val: Tensor
+    """A fake tensor like it."""
+    name: str
+
+
+Source: TypeAlias = int | str | Part | Unseen
+"""The position of a placeholder, the name of an attribute (a tensor that Dynamo guards), ..."""
 
 
 class Inputs:
@@ -80,12 +94,16 @@ class Inputs:
         """Let go of tensors and optimizers, which what is compiled must not keep alive."""
         self.args, self.owners = (), {}
 
-    def source_of(self, node: Node) -> Source:
+    def source_of(self, node: Node | Unseen) -> Source:
         """Return the source of a node of Dynamo's graph, a placeholder or an attribute."""
+        if isinstance(node, Unseen):
+            return node
         return str(node.target) if node.op == "get_attr" else self.place[node]
 
     def tensor(self, source: Source) -> Any:
         """Return what the call that is being compiled has there."""
+        if isinstance(source, Unseen):
+            return source.find(())
         if isinstance(source, Part):
             return source.of(self.tensor(source.whole))
         if isinstance(source, str):
@@ -94,6 +112,8 @@ class Inputs:
 
     def locate(self, source: Source) -> Locate:
         """Return how to find the tensor from the arguments of a call."""
+        if isinstance(source, Unseen):
+            return source.find
         if isinstance(source, Part):
             find = self.locate(source.whole)
             return lambda args: None if (whole := find(args)) is None else source.of(whole)
@@ -110,26 +130,29 @@ class Inputs:
             val: a fake tensor like it.
             called: its name where Dynamo has none.
         """
-        if isinstance(source, Part):
-            static, path = isinstance(source.whole, str), self._path(source.whole)
-        else:
-            static, path = isinstance(source, str), self._path(source)
+        whole = source.whole if isinstance(source, Part) else source
+        path = "" if isinstance(whole, Unseen) else self._path(whole)
+        static = whole.static if isinstance(whole, Unseen) else isinstance(whole, str)
         tensor = self.tensor(source)
-        carried = self._named(index, pretty(path) or called, is_buffer(path), tensor, val)
+        carried = self._named(index, path, called, tensor, val)
         carried.static = static
         residual = STORE.get(tensor) if static or self.again else None
         carried.pinned = residual is not None and not residual.provisional
         return carried
 
-    def fact(self, node: Node, settings: Settings) -> Hashable | None:
+    def value(self, node: Node | Unseen) -> Any:
+        """Return the fake tensor of an input of Dynamo's graph."""
+        return node.val if isinstance(node, Unseen) else node.meta["example_value"]
+
+    def fact(self, node: Node | Unseen, settings: Settings) -> Hashable | None:
         """Return in what else members of a class agree for this input; None: let it alone.
 
         That is what `plan` makes a difference by.
         """
-        source, val = self.source_of(node), node.meta["example_value"]
+        source = self.source_of(node)
         if type(self.tensor(source)) not in (Tensor, Parameter):
             return None
-        c = self.describe(0, source, val, str(source))
+        c = self.describe(0, source, self.value(node), node.name)
         storage = held_in(c, settings.storage)
         return c.owner, c.owned, c.static, c.pinned, storage, is_named(c, settings.states)
 
@@ -145,18 +168,19 @@ class Inputs:
         known: Any = self.gm._param_name_to_source
         return source_name(known.get(source)) or source
 
-    def _named(self, index: int, name: str, is_buffer: bool, tensor: Any, val: Tensor) -> Carried:
+    def _named(self, index: int, path: str, called: str, tensor: Any, val: Tensor) -> Carried:
         """Return a carried state by the name that its optimizer has for it, else by its source."""
         owned = self.owners.get(id(tensor))
         if owned is not None:
             return Carried(index, owned[1].name, owned[1].owner, False, val, owned=True)
-        owner: Owner = "buffer" if is_buffer else owner_of(tensor)
+        name = pretty(path) or called
+        owner: Owner = "buffer" if is_buffer(path) else owner_of(tensor)
         # An attribute of the optimizer being compiled, though not in its state.
-        own = self.of_optimizer and not (is_buffer or name.endswith(".grad"))
+        own = self.of_optimizer and not (owner == "buffer" or name.endswith(".grad"))
         return Carried(index, name, owner, False, val, owned=own)
 
 
-def source_behind(descriptor: Any, placeholders: Sequence[int] | None) -> Source | None:
+def source_behind(descriptor: Any, placeholders: Sequence[int] | None) -> int | str | Part | None:
     """Return the source of an input of AOTAutograd's; None if it is made of several.
 
     Args:
@@ -165,8 +189,9 @@ def source_behind(descriptor: Any, placeholders: Sequence[int] | None) -> Source
     """
     if isinstance(descriptor, SubclassGetAttrAOTInput):
         whole = source_behind(descriptor.base, placeholders)
-        before = whole if isinstance(whole, Part) else None if whole is None else Part(whole, ())
-        return before and Part(before.whole, (*before.path, descriptor.attr))
+        if isinstance(whole, int | str):
+            whole = Part(whole, ())
+        return Part(whole.whole, (*whole.path, descriptor.attr)) if whole is not None else None
     if isinstance(descriptor, ParamAOTInput | BufferAOTInput):
         return descriptor.target
     if not isinstance(descriptor, PlainAOTInput):

@@ -18,6 +18,8 @@ from collage_fx.shadows import has_memory, overlapping
 
 PARAM = "<param>"
 """The key of a parameter itself among the carried states of that parameter."""
+STAND_IN = "_collage_stand_in"
+"""An attribute of what is no optimizer of the user's but stands for one; see representatives.py."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +200,8 @@ def live_optimizers() -> list[Optimizer]:
     backend; the garbage collector knows all of them.
     """
     # type() and not isinstance(): proxies run code of their own when asked for their __class__.
-    return [o for o in gc.get_objects() if issubclass(type(o), Optimizer)]
+    found = [o for o in gc.get_objects() if issubclass(type(o), Optimizer)]
+    return [o for o in found if STAND_IN not in vars(o)]
 
 
 def owners_of(optimizers: Iterable[Optimizer]) -> dict[int, tuple[Optimizer, Owned]]:

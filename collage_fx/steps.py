@@ -21,6 +21,7 @@ from collage_fx.garbage import FIRST, no_full_collection
 from collage_fx.held import Held, HeldBy
 from collage_fx.ownership import Owned, argument_tensors
 from collage_fx.report import Report, place_of
+from collage_fx.representatives import Representatives
 from collage_fx.storm import Storm, symbolic_math
 from collage_fx.supervisor import Supervisor
 
@@ -39,7 +40,8 @@ def compile_optimizer(optimizer: Optimizer, session: Session) -> Callable[..., A
         session.warn_once,
         f"the step of {type(optimizer).__name__}",
     )
-    run = _supervised(plain, session, supervisor)
+    few = Representatives(lambda: _alive(reference), session)
+    run = _supervised(plain, session, supervisor, few)
 
     @functools.wraps(type(optimizer).step)
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -84,9 +86,19 @@ def _argument_names(function: Callable[..., Any]) -> list[str]:
 
 
 def _supervised(
-    plain: Callable[..., Any], session: Session, supervisor: Supervisor
+    plain: Callable[..., Any],
+    session: Session,
+    supervisor: Supervisor,
+    few: Representatives | None = None,
 ) -> Callable[..., Any]:
-    """Return plain compiled, as far as it can be, with the eager engine for the rest."""
+    """Return plain compiled, as far as it can be, with the eager engine for the rest.
+
+    Args:
+        plain: a step.
+        session: compiles it.
+        supervisor: has the eager engine.
+        few: does the steps of which Dynamo need not see all.
+    """
     compiled = torch.compile(plain, backend=session)
     session.supervisor = weakref.ref(supervisor)
     storm = Storm(session, supervisor)
@@ -108,7 +120,11 @@ def _supervised(
                 symbolic_math(),
                 nested.step_of(session, compiled=calm),
             ):
-                return compiled(*args, **kwargs) if calm else plain(*args, **kwargs)
+                if not calm:
+                    return plain(*args, **kwargs)
+                if few is None or not few.tries:
+                    return compiled(*args, **kwargs)
+                return few.step(compiled, *args, **kwargs)
 
     return run
 

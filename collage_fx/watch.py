@@ -13,6 +13,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.utils import counters
 from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -38,6 +39,17 @@ def install(backend: Any) -> None:
     _Watch.backend = backend
     register_optimizer_step_pre_hook(_before)
     register_optimizer_step_post_hook(_after)
+
+
+def is_seen_by_others(optimizer: Optimizer) -> bool:
+    """Tell whether a hook that is not ours looks at the optimizer before or after its step."""
+    hooks = [
+        *optimizer._optimizer_step_pre_hooks.values(),
+        *optimizer._optimizer_step_post_hooks.values(),
+        *torch_optimizer._global_optimizer_pre_hooks.values(),
+        *torch_optimizer._global_optimizer_post_hooks.values(),
+    ]
+    return any(hook not in (_before, _after) for hook in hooks)
 
 
 def count_graph() -> None:

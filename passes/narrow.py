@@ -16,6 +16,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
+from collage_fx.passes.program import Unlike
 from collage_fx.passes.scan import Atom, Part, Scan, UnknownOperation
 from collage_fx.runtime.eft import LOW_PRECISION
 
@@ -29,8 +30,9 @@ class Group:
     Inputs and results of all members are listed in the same order.
     """
 
-    inputs: list[list[Node]]
-    """For each member what it alone takes: placeholders and attributes of the whole graph."""
+    inputs: list[list[Any]]
+    """For each member what it alone takes: placeholders and attributes of the whole graph. For
+    those that Dynamo has not seen what the caller has in their place."""
     results: list[list[int]]
     """For each member the positions of what it makes among the results of the whole graph."""
     shared: set[int]
@@ -80,6 +82,55 @@ def narrow(
     many = [alike for alike in classes.values() if sum(map(len, alike.values())) >= least]
     groups = [parts for alike in many for parts in alike.values() if len(parts) > 1]
     return _without(found, groups) if groups else None
+
+
+def represented(
+    gm: GraphModule,
+    stands: Callable[[Node], int | None],
+    count: int,
+    dtypes: Collection[torch.dtype] = LOW_PRECISION,
+) -> list[tuple[int, list[Node]]]:
+    """Find in a graph the members that stand for others which Dynamo has not seen.
+
+    Args:
+        gm: a graph of Dynamo's.
+        stands: the number of the class for whose first parameter an input is, None for others.
+        count: how many such classes there are.
+        dtypes: those of states that may be compensated.
+
+    Returns:
+        Parts of the graph: the class, and the inputs that only this part takes.
+
+    Raises:
+        Unlike: the graph is not made of such parts, or does not update all classes.
+    """
+    try:
+        scan = Scan(gm)
+    except UnknownOperation:
+        raise Unlike("it has an operation that is not known") from None
+    if scan.results:
+        raise Unlike("it returns values")
+    parts = scan.parts()
+    outside = {x for a in scan.atoms for x in a.operands if x.part is not a.part}
+    if any(stands(x.node) is not None for x in (*outside, *scan.numbers_read) if x.is_input):
+        raise Unlike("what belongs to one parameter is read for others too")
+    found = []
+    updated = set()
+    for part in parts:
+        owners = {stands(x.node) for x in part.inputs}
+        if owners == {None}:
+            continue
+        owner = owners.pop()
+        if owner is None or owners:
+            raise Unlike("parameters are updated together")
+        if _layout(part, dtypes) is None:
+            raise Unlike("a parameter is not updated element by element")
+        found.append((owner, [x.node for x in part.inputs]))
+        if any(x.bound and _full(x) for x in part.inputs):
+            updated.add(owner)
+    if len(updated) < count:
+        raise Unlike("some parameters are updated in another graph")
+    return found
 
 
 def _layout(part: Part, dtypes: Collection[torch.dtype]) -> Hashable | None:

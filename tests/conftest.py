@@ -1,10 +1,14 @@
 """Every test starts without compiled code; tests that cannot run here are skipped."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.torch_version import TorchVersion
+
+from collage_fx import backend
 
 LERP_IN_ONE = (
     "test_golden.py",
@@ -22,6 +26,23 @@ def _fresh_compiler() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.compiler.reset()
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Return, for each graph of Dynamo's, how many tensors it takes."""
+    found: list[int] = []
+    original = backend._Step.__init__
+
+    def spy(self: Any, session: Any, gm: Any, inputs: Any) -> None:
+        nodes = (n for op in ("placeholder", "get_attr") for n in gm.graph.find_nodes(op=op))
+        tensors = [n for n in nodes if isinstance(n.meta["example_value"], Tensor)]
+        found.append(sum(n.meta["example_value"].dim() > 0 for n in tensors))
+        original(self, session, gm, inputs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(backend._Step, "__init__", spy)
+        yield found
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

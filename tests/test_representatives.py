@@ -1,0 +1,173 @@
+"""Steps of which Dynamo sees one parameter of each class: equal to those of which it sees all."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from representative_runs import Change, give_gradients, parameters, run, same
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer
+
+import collage_fx
+from collage_fx import representatives
+
+
+def halve(optimizer: Optimizer, i: int) -> None:
+    """Change the rate in the third step."""
+    if i == 2:
+        optimizer.param_groups[0]["lr"] /= 2
+
+
+OPTIMIZERS = {
+    "Adam": lambda ps: Adam(ps, lr=1e-3, weight_decay=0.1, maximize=True),
+    "AdamW": lambda ps: AdamW(ps, lr=1e-3),
+    "AdamW, foreach": lambda ps: AdamW(ps, lr=1e-3, foreach=True),
+    "AdamW, two groups": lambda ps: AdamW([{"params": ps[:14]}, {"params": ps[14:], "lr": 0.1}]),
+    "AdamW, lr a tensor": lambda ps: AdamW(ps, lr=torch.tensor(1e-3)),
+    "NAdam": lambda ps: NAdam(ps, lr=1e-3),
+    "Adamax, foreach": lambda ps: Adamax(ps, lr=1e-3, foreach=True),
+    "SGD": lambda ps: SGD(ps, lr=1e-3, weight_decay=0.1),
+    "SGD, momentum": lambda ps: SGD(ps, lr=1e-3, momentum=0.9, nesterov=True, foreach=True),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_equal_to_a_step_that_is_traced_whole(
+    name: str, monkeypatch: pytest.MonkeyPatch, traced: list[int]
+) -> None:
+    """Bit for bit, versions and reports included, with the rate changed on the way."""
+    make = OPTIMIZERS[name]
+    found = run(make, monkeypatch, whole=False, change=halve)
+    few, traced[:] = max(traced), []
+    expected = run(make, monkeypatch, whole=True, change=halve)
+    assert same(found, expected)
+    assert few < max(traced)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"level": "plus", "arithmetic": "wide"},
+        {"storage": "remainder16", "multi_tensor": True},
+        {"stochastic_rounding": True, "arithmetic": "wide"},
+    ],
+    ids=str,
+)
+def test_equal_in_other_storages(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As above."""
+    found, expected = (
+        run(OPTIMIZERS["AdamW"], monkeypatch, whole=whole, **options) for whole in (False, True)
+    )
+    assert same(found, expected)
+
+
+def test_what_is_traced_does_not_grow(traced: list[int]) -> None:
+    """It depends on the kinds of parameters, and not on how many there are."""
+    counts = []
+    for times in (10, 40):
+        traced.clear()
+        optimizer = AdamW(parameters([(4, 3), (7,)] * times))
+        give_gradients(optimizer, 0)
+        collage_fx.compile(optimizer)()
+        counts.append(list(traced))
+    assert counts == [[8], [8]]
+
+
+def without(optimizer: Optimizer, i: int) -> None:
+    """Take gradients away, of other parameters each time, and give them back."""
+    params = optimizer.param_groups[0]["params"]
+    for p in {1: params[3:5], 2: params[:1], 3: params[3:5]}.get(i, []):
+        p.grad = None
+
+
+def other_shape(optimizer: Optimizer, i: int) -> None:
+    """Give parameters, with all that they have, other shapes or dtypes under the same name."""
+    if i == 2:
+        for p, dtype in zip(
+            optimizer.param_groups[0]["params"][5:7], (None, torch.float16), strict=True
+        ):
+            shape = (5, 4)[: p.dim()]
+            p.data = torch.ones(shape, dtype=dtype or p.dtype)
+            p.grad = torch.ones(shape, dtype=p.dtype)
+            for k, x in optimizer.state[p].items():
+                if x.dim():
+                    optimizer.state[p][k] = torch.zeros(shape, dtype=p.dtype)
+
+
+def other_state(optimizer: Optimizer, i: int) -> None:
+    """Put other tensors in the place of states; in the end, other states in the place of all."""
+    params = optimizer.param_groups[0]["params"]
+    if i == 1:
+        optimizer.state[params[5]]["exp_avg"] = torch.ones_like(params[5])
+    if i == 2:
+        optimizer.state[params[0]] = {k: v.clone() for k, v in optimizer.state[params[0]].items()}
+    if i == 3:
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+def more(optimizer: Optimizer, i: int) -> None:
+    """Add parameters, take others away."""
+    if i == 2:
+        optimizer.add_param_group({"params": parameters([(4, 3)] * 3)})
+        give_gradients(optimizer, 7)
+    if i == 3:
+        del optimizer.param_groups[0]["params"][6]
+
+
+@pytest.mark.filterwarnings("ignore:.*another shape:collage_fx.CollageWarning")
+@pytest.mark.parametrize("change", [without, other_shape, other_state, more])
+def test_parameters_that_change(change: Change, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Dynamo has not seen is looked at before each step: nothing stale is ever used."""
+    make = OPTIMIZERS["AdamW"]
+    found = run(make, monkeypatch, whole=False, change=change)
+    expected = run(make, monkeypatch, whole=True, change=change)
+    assert all(map(torch.equal, found[:-1], expected[:-1]))
+
+
+def in_one_memory(params: list[Tensor]) -> Optimizer:
+    """Make parameters that lie in one piece of memory, side by side, as FSDP has them."""
+    flat = torch.cat([p.detach().flatten() for p in params])
+    parts = flat.split([p.numel() for p in params])
+    return AdamW(
+        [Parameter(part.view(p.shape)) for part, p in zip(parts, params, strict=True)], lr=1e-3
+    )
+
+
+def test_parameters_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one piece of memory, without overlapping."""
+    found, expected = (run(in_one_memory, monkeypatch, whole=whole) for whole in (False, True))
+    assert all(map(torch.equal, found[:-1], expected[:-1]))
+
+
+class Summed(SGD):
+    """Adds to each parameter what comes from all of them."""
+
+    def step(self, closure: Any = None) -> None:
+        with torch.no_grad():
+            params = self.param_groups[0]["params"]
+            total = sum(p.grad.sum() for p in params)
+            for p in params:
+                p.add_(p.grad + total, alpha=-1e-3)
+
+
+class Chained(SGD):
+    """Adds to each parameter a part of the one before."""
+
+    def step(self, closure: Any = None) -> None:
+        with torch.no_grad():
+            params = self.param_groups[0]["params"]
+            for p, q in itertools.pairwise(params):
+                q.add_(p.mean(), alpha=1e-3)
+
+
+@pytest.mark.parametrize("cls", [Summed, Chained])
+def test_a_step_that_is_not_one_of_parameters_by_themselves(
+    cls: type[Optimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A negative control: if such a class were taken for one that is, the graph would tell."""
+    expected = run(lambda ps: cls(ps, lr=1e-3), monkeypatch, whole=True)
+    monkeypatch.setattr(representatives, "ALIKE", frozenset({cls}))
+    found = run(lambda ps: cls(ps, lr=1e-3), monkeypatch, whole=False)
+    assert all(map(torch.equal, found[:-1], expected[:-1]))
