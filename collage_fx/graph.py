@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_module_simplified
-from torch._guards import TracingContext
+from torch._guards import TracingContext, tracing
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 from torch.compiler import config as compiler_config
@@ -154,8 +154,10 @@ class _Compilation:
         chosen = self.narrow.inputs if self.narrow else range(len(example_inputs))
         given = [example_inputs[i] for i in chosen]
         table = keep_symbols(select_decomp_table())
+        # What AOTAutograd finds out is left there, by Dynamo's call as by our own.
+        context = TracingContext.try_get() or TracingContext(None)
         # The cache of AOTAutograd sees neither our inner_compile nor the residuals it binds.
-        with functorch_config.patch(enable_autograd_cache=False):
+        with functorch_config.patch(enable_autograd_cache=False), tracing(context):
             function: Any
             if self.alone:
                 function = aot_module_simplified(
