@@ -7,7 +7,7 @@ caches (cold), and in three more with those that the first one left (warm: the m
     second    seconds of the second step; where the first has made states, it is compiled again
     dynamo    of both, the seconds in which Dynamo traces and builds its guards, the same for both
     own       of both, the seconds after Dynamo and AOTAutograd: for stock, Inductor; for collage,
-              the passes, those before AOTAutograd too, and the compilation of kernels
+              the passes, the search for parameters that are alike, and the compilation of kernels
     passes    of that, the seconds in the passes of collage_fx
     memory    what compiling adds to the peak memory of the process, MiB
 
@@ -105,14 +105,17 @@ def measure(way: str, name: str, count: int) -> dict[str, float]:
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     import collage_fx
-    from collage_fx import graph
+    from collage_fx import graph, unseen
     from collage_fx.passes.sweep import Sweep
+    from collage_fx.representatives import Representatives
 
     warnings.simplefilter("ignore")
     torch.compile(lambda x: x + 1)(torch.ones(9))
     own: list[float] = []
     passes: list[float] = []
     graph.narrow = timed(graph.narrow, own)
+    unseen.narrowed = timed(unseen.narrowed, own)
+    Representatives._roster = timed(Representatives._roster, own)  # type: ignore[method-assign]
     graph.run_passes = timed(graph.run_passes, passes)
     graph._Compilation.inner = timed(graph._Compilation.inner, own)  # type: ignore[method-assign]
     Sweep._compile = timed(Sweep._compile, own)  # type: ignore[method-assign]

@@ -239,8 +239,18 @@ def serves(optimizer: Optimizer, session: Any) -> bool:
         return False
     if type(optimizer) not in ALIKE or "_init_group" in vars(optimizer):
         return False
+    if any(not f.__globals__["__name__"].startswith("torch.optim.") for f in _layers(optimizer)):
+        return False  # somebody has put a function of their own around the step
     defaults = optimizer.defaults
     return not (defaults.get("fused") or defaults.get("differentiable"))
+
+
+def _layers(optimizer: Optimizer) -> Iterator[Any]:
+    """Yield the step of an optimizer's class, with what PyTorch puts around it."""
+    function: Any = type(optimizer).step
+    while function is not None:
+        yield function
+        function = getattr(function, "__wrapped__", None)
 
 
 def _copy_of_step(optimizer: Optimizer) -> FunctionType:
@@ -249,7 +259,7 @@ def _copy_of_step(optimizer: Optimizer) -> FunctionType:
     Dynamo keeps what it has compiled and seen by the function: a size that differs from what it has
     seen under the same name would become a symbol.
     """
-    step = inspect.unwrap(type(optimizer).step)
+    *_, step = _layers(optimizer)
     code = step.__code__.replace(co_name=f"{step.__name__}_{next(_COPIES)}")
     copy = FunctionType(code, step.__globals__, code.co_name, step.__defaults__, step.__closure__)
     copy.__kwdefaults__ = step.__kwdefaults__

@@ -294,7 +294,7 @@ class Supervisor:
             self.engine.asleep = False
             unaccounted = []
             for (owned, write), before in zip(self.states.values(), self.versions, strict=True):
-                if version(write.tensor) != before and id(write.tensor) not in self.by_graph:
+                if id(write.tensor) not in self.by_graph and version(write.tensor) != before:
                     self.served[write.tensor].unaccounted += 1
                     unaccounted.append(owned.name)
         else:

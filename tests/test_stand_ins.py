@@ -1,8 +1,10 @@
 """Which steps are traced whole, and what becomes of the optimizer in those that are not."""
 
+import functools
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -26,9 +28,27 @@ def subclass(optimizer: Optimizer) -> None:
     optimizer.__class__ = type("Derived", (AdamW,), {})
 
 
-@pytest.mark.parametrize("spoil", [hook, overlap, subclass])
+def wrapped(optimizer: Optimizer) -> None:
+    step = AdamW.step
+
+    @functools.wraps(step)
+    def logged(self: Optimizer, closure: Any = None) -> Any:
+        return step(self, closure)
+
+    AdamW.step = logged  # type: ignore[method-assign]
+
+
+@pytest.fixture
+def _class_as_it_was() -> Iterator[None]:
+    step = AdamW.step
+    yield
+    AdamW.step = step  # type: ignore[method-assign]
+
+
+@pytest.mark.usefixtures("_class_as_it_was")
+@pytest.mark.parametrize("spoil", [hook, overlap, subclass, wrapped])
 def test_steps_that_are_traced_whole(spoil: Callable[[Optimizer], None], traced: list[int]) -> None:
-    """Where somebody looks at the optimizer, memory overlaps, or the class is another."""
+    """Where others look at the optimizer, memory overlaps, or class or step are not torch's."""
     optimizer = AdamW(parameters(SHAPES * 4))
     spoil(optimizer)
     give_gradients(optimizer, 0)
