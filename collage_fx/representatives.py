@@ -2,11 +2,12 @@
 
 Dynamo takes milliseconds for each tensor that it traces: with a thousand parameters nearly all of
 the time to a first step. The optimizers of torch.optim update each parameter of a group by itself
-and all in the same way, or they could not hand them to operations on lists (`foreach`). So their
-step is traced for a stand-in of the optimizer that has only the first parameter of each class, and
-the kernels of the classes run over all. Whether the graph is what that presumes, `represented` in
-`passes/narrow.py` finds out; whether the parameters that it has not seen are still what they were
-is checked here, before each step, as Dynamo's guards would.
+and all in the same way, or they could not hand them to operations on lists (`foreach`); so do
+others whose code is a plain loop. Their step is traced for a stand-in of the optimizer that has
+only the first parameter of each class, and the kernels of the classes run over all. Whether the
+graph is what that presumes, `represented` in `passes/narrow.py` finds out; whether the parameters
+that Dynamo has not seen are still what they were is checked here, before each step, as its guards
+would.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ import inspect
 import itertools
 import operator
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from types import FunctionType, MethodType
 from typing import Any
@@ -26,7 +28,8 @@ from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from collage_fx.inductor import uses_cudagraphs
-from collage_fx.ownership import STAND_IN
+from collage_fx.loops import treats_parameters_alike
+from collage_fx.ownership import STAND_IN, family
 from collage_fx.passes.program import Unlike
 from collage_fx.passes.sweep import MEMBERS
 from collage_fx.runtime.columns import check_sizes
@@ -34,7 +37,10 @@ from collage_fx.runtime.storage import held_dtypes
 from collage_fx.watch import is_seen_by_others
 
 ALIKE = frozenset({Adam, Adamax, AdamW, NAdam, SGD})
-"""Classes, not those derived from them, whose step treats each parameter of a group by itself."""
+"""Classes, not those derived from them, whose step treats each parameter of a group by itself.
+
+Of others their code tells; see `loops.py`.
+"""
 ATTEMPTS = 3
 """Steps in a row that may come to nothing, until all parameters are traced."""
 
@@ -54,13 +60,18 @@ class Representatives:
         """Whether steps are to be tried in this way."""
         return self.failed < ATTEMPTS
 
-    def step(self, compiled: Callable[..., Any], closure: Callable[[], Any] | None = None) -> Any:
+    def step(
+        self, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Do a step, with stand-ins if that can be; return what the optimizer's own returns.
 
         Args:
             compiled: the step, all parameters of which are traced.
-            closure: that of the step. It is called here, since it computes the gradients.
+            args: its arguments, at most a closure. That is called here: it computes the gradients.
+            kwargs: the same by name.
         """
+        given = inspect.signature(type(self.optimizer()).step).bind(None, *args, **kwargs).arguments
+        closure = given.get("closure")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -237,12 +248,19 @@ def serves(optimizer: Optimizer, session: Any) -> bool:
     settings = session.config.settings
     if not settings.multi_tensor or uses_cudagraphs(session.inductor.get("triton.cudagraphs")):
         return False
-    if type(optimizer) not in ALIKE or "_init_group" in vars(optimizer):
+    if "_init_group" in vars(optimizer) or len(family(optimizer)) > 1:
         return False
-    if any(not f.__globals__["__name__"].startswith("torch.optim.") for f in _layers(optimizer)):
-        return False  # somebody has put a function of their own around the step
+    if not isinstance(optimizer.state, defaultdict):
+        return False
     defaults = optimizer.defaults
-    return not (defaults.get("fused") or defaults.get("differentiable"))
+    if defaults.get("fused") or defaults.get("differentiable"):
+        return False
+    *around, step = _layers(optimizer)
+    if not all(f.__globals__["__name__"].startswith("torch.") for f in around):
+        return False  # somebody has put a function of their own around the step
+    if type(optimizer) in ALIKE:
+        return bool(step.__globals__["__name__"].startswith("torch.optim."))
+    return treats_parameters_alike(step)
 
 
 def _layers(optimizer: Optimizer) -> Iterator[Any]:
@@ -271,6 +289,8 @@ _COPIES = itertools.count()
 
 def _make_states(optimizer: Optimizer) -> None:
     """Make the states that Dynamo would have made before it traces, in the same way."""
+    if not hasattr(optimizer, "_init_group"):
+        return
     states = optimizer.state
     for group in optimizer.param_groups:
         new = all(p not in states for p in group["params"])
@@ -281,7 +301,7 @@ def _make_states(optimizer: Optimizer) -> None:
             state["step"] = state["step"].to(p.device)
     for group in optimizer.param_groups:
         if any(p.grad is not None and p not in states for p in group["params"]):
-            init = optimizer._init_group  # type: ignore[attr-defined]
+            init = optimizer._init_group
             lists = len(inspect.signature(init).parameters) - 1
             init(group, *([] for _ in range(lists)))
 
@@ -296,7 +316,7 @@ class StandIn:
             {**group, "params": [p for p in group["params"] if wanted(p)]}
             for group in optimizer.param_groups
         ]
-        few.state = type(optimizer.state)(dict)
+        few.state = defaultdict(optimizer.state.default_factory)
         params = itertools.chain.from_iterable(group["params"] for group in few.param_groups)
         few.state.update((p, optimizer.state[p]) for p in params if p in optimizer.state)
         self.optimizer = few

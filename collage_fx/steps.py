@@ -124,7 +124,7 @@ def _supervised(
                     return plain(*args, **kwargs)
                 if few is None or not few.tries:
                     return compiled(*args, **kwargs)
-                return few.step(compiled, *args, **kwargs)
+                return few.step(compiled, args, kwargs)
 
     return run
 

@@ -18,6 +18,9 @@ def narrowed(session: Any, inputs: Inputs) -> Narrow:
 
     Raises Unlike if it does not do to all of them what it does to those that stand for them.
     """
+    reason: Any = inputs.gm.compile_subgraph_reason
+    if reason.graph_break:
+        raise Unlike("the step goes on after a graph break")
     classes, settings = session.roster.classes, session.config.settings
     place = {
         id(t): (k, at) for k, one in enumerate(classes) for at, t in enumerate(one[0].tensors())
