@@ -15,13 +15,16 @@ from collage_fx import watch
 from collage_fx.binding import Code
 from collage_fx.config import CollageConfig, split_options
 from collage_fx.graph import compile_graph
+from collage_fx.layouts import Layouts, static_inputs
 from collage_fx.ownership import makes_states, rates, stateless
 from collage_fx.passes.program import Program
 from collage_fx.passes.sweep import unreachable
-from collage_fx.runtime.errors import CollageError, CollageWarning, UnsupportedError
+from collage_fx.representatives import LeftToEngine
+from collage_fx.runtime.errors import CollageError, CollageWarning
 from collage_fx.runtime.residuals import STORE
 from collage_fx.runtime.storage import held_dtypes
 from collage_fx.supervisor import Supervisor
+from collage_fx.watch import traced_function
 
 
 @dataclass
@@ -171,12 +174,14 @@ class _Step:
         """The generation of the store in which every residual was known to this graph."""
         self.error: CollageError | None = None
         """What the calls raise: a backend that raises it would be passed over by Dynamo."""
-        self.waits = 2 if session.begins(gm) or not session.settled() else 0
+        self.roster: Callable[[], Any] = _of_whole_step(session.roster, gm)
+        """That of the parameters which those in the graph stand for; None if for none."""
+        part = session.roster is not None and self.roster() is None
+        self.waits = 1 if part else 2 if session.begins(gm) or not session.settled() else 0
         """The call with which it becomes worth while to compile the graph."""
-        self.codes: weakref.WeakKeyDictionary[Any, Code] = weakref.WeakKeyDictionary()
-        """For each roster, of parameters that those in the graph stand for."""
-        self.roster: Callable[[], Any] = _reference(session.roster)
-        """That of `code`."""
+        self.static = static_inputs(gm)
+        self.layouts: Layouts | None = None
+        """Those of the first call."""
         refused = Code(gm, None, [], [], refused=True)
         self.code = refused if self.waits else self._compile(gm, example_inputs)
         supervisor = session.supervisor()
@@ -185,12 +190,8 @@ class _Step:
 
     def _compile(self, gm: GraphModule, inputs: Sequence[Any], args: tuple[Any, ...] = ()) -> Code:
         """Compile the graph; if that fails in a supervised step, leave it to the eager engine."""
-        roster = self.session.roster
         try:
-            code = compile_graph(self.session, gm, inputs, args)
-            if roster is not None:
-                self.codes[roster] = code
-            return code
+            return compile_graph(self.session, gm, inputs, args)
         except Exception as error:
             supervisor = self.session.supervisor()
             if supervisor is None or isinstance(error, TorchDynamoException):
@@ -204,36 +205,31 @@ class _Step:
     def __call__(self, *args: Any) -> Any:
         """Run the graph, or do what it does by the eager engine if it cannot be compensated.
 
-        Raises the CollageError that compiling it raised, before anything is written.
+        Raises the CollageError that compiling it raised, before anything is written; and
+        LeftToEngine, if parameters in it stand for others, in place of doing it by the engine.
         """
         self.session.calls += 1
         supervisor = self.session.supervisor()
         roster = self.session.roster
-        if roster is not None and supervisor is not None:
-            gm = supervisor.sources[self]
-            if not self._takes_part(roster, gm, args):
-                return gm(*args)
+        if roster is not None and roster is not self.roster() and supervisor is not None:
+            return supervisor.sources[self](
+                *args
+            )  # a part of a step that Dynamo has not seen whole
         if self.error is not None:
             raise self.error
+        self.layouts = self.layouts or Layouts(self.static, args)
         if supervisor is None or not supervisor.active:
             if names := self.code.drops_residual(args):
                 self.session.warn_once(
                     f"{', '.join(names)}: updated by several graphs, of which one has no use for a "
                     "residual and drops it; collage_fx.compile compiles that one again, with it"
                 )
+            self.layouts.check(args)
             return self.code.run(args)
-        if self.waits:
-            self.waits -= 1
-            if not self.waits:
-                self.code = self._compile(supervisor.sources[self], args, args)
-        if STORE.generation != self.checked and self.code.drops_residual(args):
-            # Another graph, or the eager engine, has since given a residual to a state that this
-            # graph writes.
-            self.code = self._compile(supervisor.sources[self], args, args)
-            self.code.refused |= bool(self.code.drops_residual(args))
-        if STORE.generation != self.checked:
-            self.code.refused |= self.code.reads_residual(args)
-        if self.code.refused or supervisor.expands(args):
+        self._compile_again(supervisor.sources[self], args)
+        if self.code.refused or supervisor.expands(args) or not self.layouts.hold(args):
+            if roster is not None:
+                raise LeftToEngine
             return supervisor.sources[self](*args)
         self.checked = STORE.generation
         with supervisor.graph(self.code.written(args), args) as outputs:
@@ -243,25 +239,29 @@ class _Step:
             roster.done = True
         return result
 
-    def _takes_part(self, roster: Any, gm: GraphModule, args: tuple[Any, ...]) -> bool:
-        """Take up the parameters that those in the graph stand for in this step.
+    def _compile_again(self, gm: GraphModule, args: tuple[Any, ...]) -> None:
+        """Compile the graph if that has become worth while, or a state has got a residual since.
 
-        Return whether they may be updated with them: not if the eager engine has begun the step.
+        Raises the CollageError that this raises.
         """
-        if roster.done:
-            raise UnsupportedError(
-                "a step goes on after its parameters have been updated, which no optimizer of "
-                "torch.optim is known to do; compile it with multi_tensor=False"
-            )
-        roster.graphs += 1
-        if roster.graphs > 1:
-            return False
-        if roster is not self.roster():
-            self.roster, self.checked, self.error = _reference(roster), -1, None
-            known = self.codes.get(roster)
-            self.code = known or self._compile(gm, args, args)
-        return True
+        if self.waits:
+            self.waits -= 1
+            if not self.waits:
+                self.code = self._compile(gm, args, args)
+        if STORE.generation != self.checked and self.code.drops_residual(args):
+            # Another graph, or the eager engine, has since given a residual to a state that this
+            # graph writes.
+            self.code = self._compile(gm, args, args)
+            self.code.refused |= bool(self.code.drops_residual(args))
+        if STORE.generation != self.checked:
+            self.code.refused |= self.code.reads_residual(args)
+        if self.error is not None:
+            raise self.error
 
 
-def _reference(roster: Any) -> Callable[[], Any]:
-    return weakref.ref(roster) if roster is not None else lambda: None
+def _of_whole_step(roster: Any, gm: GraphModule) -> Callable[[], Any]:
+    """Return a reference to a roster if a graph that Dynamo has just made is all of its step."""
+    if roster is None or roster.name != traced_function():
+        return lambda: None
+    reason: Any = gm.compile_subgraph_reason
+    return weakref.ref(roster) if not reason.graph_break else lambda: None

@@ -22,17 +22,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.guards import TensorGuards
 from torch.nn import Parameter
 from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from collage_fx.inductor import uses_cudagraphs
+from collage_fx.layouts import guards_of, is_plain
 from collage_fx.loops import treats_parameters_alike
 from collage_fx.ownership import STAND_IN, family
 from collage_fx.passes.program import Unlike
 from collage_fx.passes.sweep import MEMBERS
 from collage_fx.runtime.columns import check_sizes
+from collage_fx.runtime.errors import CollageError
 from collage_fx.runtime.storage import held_dtypes
 from collage_fx.watch import is_seen_by_others
 
@@ -43,6 +44,10 @@ Of others their code tells; see `loops.py`.
 """
 ATTEMPTS = 3
 """Steps in a row that may come to nothing, until all parameters are traced."""
+
+
+class LeftToEngine(CollageError):
+    """The eager engine has to do a step, of which nothing is done yet."""
 
 
 class Representatives:
@@ -83,6 +88,10 @@ class Representatives:
                 self._with(roster, optimizer)
                 return loss
             self.failed += 1
+        except LeftToEngine:  # all of it, so that all parameters are treated alike
+            self.failed += 1
+            self._plainly(optimizer)
+            return loss
         except Unlike as reason:  # and nothing has been done
             self.session.notes.add(f"Dynamo traces every parameter: {reason}")
             self.failed = ATTEMPTS
@@ -90,8 +99,11 @@ class Representatives:
         return loss
 
     def _with(self, roster: "Roster", optimizer: Optimizer) -> None:
-        """Do a step with these stand-ins; raise Unlike, with nothing done, if that cannot be."""
-        roster.graphs, roster.done = 0, False
+        """Do a step with these stand-ins.
+
+        Raises Unlike or LeftToEngine, with nothing done, if that cannot be.
+        """
+        roster.done = False
         self.session.roster = roster
         try:
             with roster.few.of(optimizer), torch.no_grad():
@@ -99,15 +111,21 @@ class Representatives:
         finally:
             self.session.roster = None
         self.failed = 0 if roster.done else self.failed + 1
-        if not roster.done:
+        if not roster.done:  # Dynamo has left it, or parts of it, to the eager engine
             with roster.others.of(optimizer):
-                type(optimizer).step(roster.others.optimizer)  # in the eager engine
+                self._plainly(roster.others.optimizer)
+
+    def _plainly(self, optimizer: Optimizer) -> None:
+        """Do a step as Python does it, under the eager engine."""
+        *_, step = _layers(optimizer)
+        with torch.no_grad():
+            step(optimizer)
 
     def _roster(self, optimizer: Optimizer) -> "Roster | None":
         for roster in reversed(self.known):
             if roster.holds(optimizer):
                 return roster
-        with torch.no_grad(), _disable_current_modes():
+        with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
             _make_states(optimizer)
             new = Roster.of(optimizer, self.session)
         if new is not None:
@@ -140,18 +158,13 @@ class Roster:
         self.members = [m.param for m in members]
         self.states = [m.state for m in members]
         self.tensors = list(_values(self.states))
-        # Without the keyword arguments it crashes.
-        self.guards = TensorGuards(
-            *(*self.members, *self.tensors, *_grads(self.members)),
-            dynamic_dims_sizes=None,
-            dynamic_dims_strides=None,
-        )
+        self.plain = [p for p in self.params if is_plain(p) and is_plain(p.grad)]
+        self.guards = guards_of([*self.plain, *self.tensors, *_grads(self.plain)])
         self.few = StandIn(optimizer, lambda p: id(p) not in absent and p.grad is not None)
         self.others = StandIn(optimizer, lambda p: id(p) in absent)
-        step = MethodType(_copy_of_step(optimizer), self.few.optimizer)
-        self.step = torch.compile(step, backend=session)
-        self.graphs = 0
-        """How many graphs the step has run."""
+        step = _copy_of_step(optimizer)
+        self.name = step.__name__
+        self.step = torch.compile(MethodType(step, self.few.optimizer), backend=session)
         self.done = False
         """Whether the step has updated all parameters."""
 
@@ -192,7 +205,7 @@ class Roster:
             return False
         if not _same(list(_values(self.states)), self.tensors) or not self.few.shares(optimizer):
             return False
-        return bool(self.guards.check(*self.members, *self.tensors, *_grads(self.members)))
+        return bool(self.guards.check(*self.plain, *self.tensors, *_grads(self.plain)))
 
 
 class Member:
@@ -250,8 +263,6 @@ def serves(optimizer: Optimizer, session: Any) -> bool:
         return False
     if "_init_group" in vars(optimizer) or len(family(optimizer)) > 1:
         return False
-    if not isinstance(optimizer.state, defaultdict):
-        return False
     defaults = optimizer.defaults
     if defaults.get("fused") or defaults.get("differentiable"):
         return False
@@ -300,7 +311,7 @@ def _make_states(optimizer: Optimizer) -> None:
         if isinstance(state.get("step"), Tensor) and state["step"].is_cpu:
             state["step"] = state["step"].to(p.device)
     for group in optimizer.param_groups:
-        if any(p.grad is not None and p not in states for p in group["params"]):
+        if any(p.grad is not None and not states.get(p) for p in group["params"]):
             init = optimizer._init_group
             lists = len(inspect.signature(init).parameters) - 1
             init(group, *([] for _ in range(lists)))
@@ -313,10 +324,10 @@ class StandIn:
         few: Optimizer = object.__new__(type(optimizer))
         few.__dict__[STAND_IN] = True
         few.param_groups = [
-            {**group, "params": [p for p in group["params"] if wanted(p)]}
+            {"params": [p for p in group["params"] if wanted(p)]}
             for group in optimizer.param_groups
         ]
-        few.state = defaultdict(optimizer.state.default_factory)
+        few.state = defaultdict(dict)
         params = itertools.chain.from_iterable(group["params"] for group in few.param_groups)
         few.state.update((p, optimizer.state[p]) for p in params if p in optimizer.state)
         self.optimizer = few
@@ -326,9 +337,7 @@ class StandIn:
         """Within, it has what else the optimizer has, its rates and so on, and gives it back."""
         few = self.optimizer
         own = {k: vars(few)[k] for k in (STAND_IN, "param_groups", "state")}
-        few.__dict__.clear()
-        few.__dict__.update({**vars(optimizer), **own})
-        few.__dict__.pop("step", None)
+        few.__dict__.update({k: v for k, v in vars(optimizer).items() if k not in (*own, "step")})
         groups = list(zip(few.param_groups, optimizer.param_groups, strict=True))
         for mine, group in groups:
             params = mine["params"]
@@ -339,8 +348,13 @@ class StandIn:
         finally:
             for mine, group in groups:
                 group.update((k, v) for k, v in mine.items() if k != "params")
+                params = mine["params"]
+                mine.clear()  # what the user replaces is let go of
+                mine["params"] = params
             for p, state in few.state.items():
                 optimizer.state.setdefault(p, state)
+            few.__dict__.clear()
+            few.__dict__.update(own)
 
     def shares(self, optimizer: Optimizer) -> bool:
         """Tell whether the states of its parameters are still the optimizer's."""

@@ -18,9 +18,6 @@ def narrowed(session: Any, inputs: Inputs) -> Narrow:
 
     Raises Unlike if it does not do to all of them what it does to those that stand for them.
     """
-    reason: Any = inputs.gm.compile_subgraph_reason
-    if reason.graph_break:
-        raise Unlike("the step goes on after a graph break")
     classes, settings = session.roster.classes, session.config.settings
     place = {
         id(t): (k, at) for k, one in enumerate(classes) for at, t in enumerate(one[0].tensors())
@@ -59,7 +56,9 @@ class _Fakes:
         """Return what another member has in the place of an input."""
         assert where is not None
         _, at = where
-        tensor = member.tensors()[at]
+        if len(tensors := member.tensors()) <= at:
+            raise Unlike("a parameter got its states while the step was traced")
+        tensor = tensors[at]
         key = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
         if key not in self.made:
             with self.inputs.value(node).fake_mode:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo import config as dynamo_config
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import counters
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
@@ -101,6 +102,15 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _trace_ends(type(optimizer).__name__)
 
 
+def traced_function() -> str:
+    """Return the name of the function that Dynamo traces now; empty if it traces none."""
+    try:
+        tx = InstructionTranslator.current_tx()
+    except AttributeError:
+        return ""
+    return str(tx.f_code.co_name)
+
+
 # Dynamo calls functions with this mark while it traces, and puts their result into the graph.
 @torch._dynamo.assume_constant_result
 def _trace_begins() -> bool:
@@ -110,8 +120,6 @@ def _trace_begins() -> bool:
 
 @torch._dynamo.assume_constant_result
 def _trace_ends(name: str) -> bool:
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
     output = InstructionTranslator.current_tx().output
     watched = getattr(output.compiler_fn, "compiler_fn", None) is _Watch.backend
     empty = output.count_calls() == 0 and _Watch.graphs == _Watch.graphs_before
