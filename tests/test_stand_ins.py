@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from representative_runs import SHAPES, give_gradients, parameters
-from torch.optim import SGD, AdamW, Optimizer
+from representative_runs import SHAPES, give_gradients, parameters, run, same
+from torch.nn import Parameter
+from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import collage_fx
+from collage_fx import CollageError, representatives
 
 
 def hook(optimizer: Optimizer) -> None:
@@ -114,3 +116,103 @@ def test_the_optimizer_stays_the_users(traced: list[int]) -> None:
     del optimizer, groups, group, state, step
     gc.collect()
     assert not any(p() is not None for p in params)
+
+
+def test_frames_that_the_steps_share(traced: list[int]) -> None:
+    """Of a step that Dynamo cuts, at a sparse gradient, stand-ins are not to be seen anywhere."""
+    params = parameters([(4, 3)] * 22)
+    rare = parameters([(6, 3)])
+    optimizer = SGD([{"params": params[:2]}, {"params": rare}, {"params": params[2:]}], lr=0.1)
+    step = collage_fx.compile(optimizer)
+    for i in range(3):
+        give_gradients(optimizer, i)
+        rare[0].grad = torch.eye(6, 3).bfloat16().to_sparse()
+        before = [collage_fx.value(p) for p in (*params, *rare)]
+        step()
+        for p, old in zip((*params, *rare), before, strict=True):
+            grad = p.grad.to_dense().double()  # type: ignore[union-attr]
+            assert torch.allclose(collage_fx.value(p), old - 0.1 * grad, atol=1e-3)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_what_the_engine_does_it_does_to_all_alike(foreach: bool, traced: list[int]) -> None:
+    """A first graph that would hand on the second moment without its low word is left to it."""
+    optimizer = Adam(parameters([(4, 3)] * 20), amsgrad=True, foreach=foreach)
+    with torch.no_grad():
+        for p in optimizer.param_groups[0]["params"]:
+            p.fill_(1.0)
+    step = collage_fx.compile(optimizer)
+    for i in range(3):
+        give_gradients(optimizer, i)
+        for p in optimizer.param_groups[0]["params"]:
+            p.grad.fill_(0.5 + i)
+        step()
+    assert max(traced) < 80
+    for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+        states = [optimizer.state[p][key] for p in optimizer.param_groups[0]["params"]]
+        assert len({len(collage_fx.residuals(x)) for x in states}) == 1
+        assert all(torch.equal(collage_fx.value(x), collage_fx.value(states[0])) for x in states)
+
+
+def test_a_residual_that_some_of_a_class_are_given_stays() -> None:
+    """The class is no class any more; nothing is dropped, and nothing warns."""
+    optimizer = AdamW(parameters([(4, 3)] * 20))
+    step = collage_fx.compile(optimizer)
+    for i in range(4):
+        give_gradients(optimizer, i)
+        if i == 2:
+            moment = optimizer.state[optimizer.param_groups[0]["params"][6]]["exp_avg"]
+            collage_fx.load_residuals(moment, [torch.full_like(moment, 1e-5)])
+        step()
+    assert bool(collage_fx.residuals(moment)[0].any())
+
+
+def test_states_that_were_only_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`state` is a defaultdict: to look at an entry makes it, empty."""
+
+    def touch(optimizer: Optimizer, i: int) -> None:
+        assert all(optimizer.state[p] is not None for p in optimizer.param_groups[0]["params"])
+
+    found, expected = (run(AdamW, monkeypatch, whole=w, change=touch) for w in (False, True))
+    assert same(found, expected)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_gradients_whose_strides_change(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo guards nothing of an optimizer's gradients but that there are any."""
+    if whole:
+        monkeypatch.setattr(representatives, "serves", lambda *_: False)
+    params = [Parameter(p.detach().t()) for p in parameters([(4, 3)] * 10)]
+    exact = [p.detach().double() for p in params]
+    step = collage_fx.compile(SGD(params, lr=0.1))
+    for i in range(4):
+        for k, (p, x) in enumerate(zip(params, exact, strict=True)):
+            grad = torch.arange(12.0).view(3, 4).add(i).div(64).bfloat16()
+            p.grad = grad if (i + k) % 2 else grad.t().contiguous().t()
+            x -= 0.1 * grad.double()
+        step()
+    assert all(
+        torch.allclose(collage_fx.value(p), x, atol=1e-3)
+        for p, x in zip(params, exact, strict=True)
+    )
+
+
+def test_other_strides_with_the_backend_string() -> None:
+    """There is no eager engine: a step that Dynamo has no right graph for is an error."""
+    params = [Parameter(p.detach().t()) for p in parameters([(4, 3)] * 10)]
+    optimizer = SGD(params, lr=0.1)
+    step = torch.compile(optimizer.step, backend="collage")
+    for i in range(4):
+        give_gradients(optimizer, i)
+        for p in params:
+            grad = p.grad.div(8)  # type: ignore[union-attr]
+            p.grad = grad if i % 2 else grad.t().contiguous().t()
+        exact = [collage_fx.value(p) for p in params]
+        try:
+            step()
+        except CollageError as error:
+            assert "other strides" in str(error)
+        else:
+            exact = [x - 0.1 * p.grad.double() for x, p in zip(exact, params, strict=True)]  # type: ignore[union-attr]
+        for p, x in zip(params, exact, strict=True):
+            assert torch.allclose(collage_fx.value(p), x, atol=1e-3)
