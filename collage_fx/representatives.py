@@ -172,7 +172,7 @@ class Roster:
     def of(cls, optimizer: Optimizer, session: Any) -> "Roster | None":
         """Return the roster of an optimizer's parameters; None where none stands for others.
 
-        Raises CollageError if a parameter has a gradient or a state of another size.
+        Raises CollageError if a parameter of one of torch.optim's has a state of another size.
         """
         classes: dict[Hashable, dict[Hashable, list[Tensor]]] = {}
         tensors: list[Any] = []
@@ -180,8 +180,8 @@ class Roster:
         for g, group in enumerate(optimizer.param_groups):
             for p in (p for p in group["params"] if p.grad is not None):
                 member = Member(p, optimizer)
-                full = (t for t in member.tensors() if isinstance(t, Tensor) and t.dim())
-                check_sizes([t.numel()] for t in full)
+                if type(optimizer) in ALIKE:
+                    member.check()
                 kind = member.kind(held)
                 if kind is not None:
                     layout = tuple(n == 1 for n in p.shape)
@@ -218,6 +218,11 @@ class Member:
     def tensors(self) -> list[Any]:
         """Return them, in an order that members of a class have in common."""
         return [self.param, self.param.grad, *self.state.values()]
+
+    def check(self) -> None:
+        """Raise CollageError if the gradient or a state has not as many elements."""
+        full = (t for t in self.tensors() if isinstance(t, Tensor) and t.dim())
+        check_sizes([t.numel()] for t in full)
 
     def kind(self, held: Collection[torch.dtype]) -> Hashable | None:
         """Return in what members of a class agree, but for sizes; None for what is in no class.

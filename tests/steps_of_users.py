@@ -56,6 +56,17 @@ def alike_under_no_grad(self: Any) -> None:
                 p -= group["lr"] * p.grad
 
 
+def alike_with_means_of_rows(self: Any) -> None:
+    """Its states have other sizes than the parameters."""
+    for group in self.param_groups:
+        for p in group["params"]:
+            state = self.state[p]
+            if not state:
+                state["rows"] = torch.mean(p.grad, -1, keepdim=True)
+            state["rows"].lerp_(torch.mean(p.grad, -1, keepdim=True), 0.1)
+            p.sub_(group["lr"] * (p.grad - state["rows"]))
+
+
 def alike_but_for_a_value(self: Any) -> None:
     for group in self.param_groups:
         for p in group["params"]:
