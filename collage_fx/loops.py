@@ -22,9 +22,18 @@ from typing import Any
 
 import torch
 
-_BUILTINS = {"abs", "min", "max", "isinstance", "pow"}
+_BUILTINS = {"abs", "min", "max", "pow"}
 _PROPERTIES = {"grad", "dtype", "device", "is_sparse", "ndim", "layout", "requires_grad", "is_cuda"}
-_OF_SIZES = {"numel", "nelement", "size", "stride", "storage_offset", "element_size", "data_ptr"}
+_CONVERSIONS = {"to", "float", "double", "half", "bfloat16", "type_as"}
+_OF_SIZES = {
+    "numel",
+    "nelement",
+    "size",
+    "stride",
+    "storage_offset",
+    "is_contiguous",
+    "is_same_size",
+}
 _OF_VALUES = {"item", "tolist", "numpy", "is_nonzero", "equal", "allclose", "unique", "nonzero"}
 _OF_TENSORS = {"requires_grad_", "retain_grad", "set_", "set_data", "resize_", "detach_"}
 """What they change is not in the graph."""
@@ -67,6 +76,8 @@ class _Step:
         self.globals = names
         self.loops = 0
         self.self = self.group = self.param = ""
+        self.local: set[str] = set()
+        """Names that are bound anywhere in it, and so are no global ones."""
         self.outer: set[str] = set()
         """Names that are bound outside the loop over parameters."""
         self.given: set[str] = set()
@@ -84,6 +95,7 @@ class _Step:
         self.self, *more = [a.arg for a in known]
         if more not in ([], ["closure"]):
             raise _Unknown
+        self.local = _stored(function)
         for statement in function.body:
             self._of_function(statement)
         if self.loops != 1 or not self.param:
@@ -96,7 +108,7 @@ class _Step:
             for statement in node.body:
                 self._of_function(statement)
         elif isinstance(node, ast.Return):
-            if node.value is not None and not isinstance(node.value, ast.Name | ast.Constant):
+            if node.value is not None and not isinstance(node.value, ast.Name):
                 raise _Unknown
         elif self._of_closure(node):
             pass
@@ -104,16 +116,15 @@ class _Step:
             raise _Unknown
 
     def _of_closure(self, node: ast.stmt) -> bool:
-        """Tell whether a statement is the docstring, or calls the closure and keeps its loss."""
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            return True
-        names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
-        stored = {
-            n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
-        }
-        kinds = ast.Assign | ast.AnnAssign | ast.If | ast.With
-        plain = len(stored) <= 1 and names - stored <= {"closure", "torch"}
-        return isinstance(node, kinds) and plain and "closure" not in stored
+        """Tell whether a statement is the docstring, or calls the closure if there is one."""
+        match node:
+            case ast.Expr(value=ast.Constant()):
+                return True
+            case ast.Assign(targets=[ast.Name()], value=value):
+                return ast.unparse(value) in _LOSSES
+            case ast.If(test=test, body=body, orelse=[]):
+                return ast.unparse(test) in ("closure is not None", "closure") and _calls(body)
+        return False
 
     def _over_groups(self, node: ast.For) -> None:
         match node:
@@ -233,7 +244,7 @@ class _Step:
                 if not self._is_state(node):
                     raise _Unknown
                 return
-            case ast.Attribute(value=ast.Name(id=name), attr=attr) if self._is_global(name, bound):
+            case ast.Attribute(value=ast.Name(id=name), attr=attr) if self._is_global(name):
                 if not isinstance(getattr(self.globals[name], attr, None), _CONSTANTS):
                     raise _Unknown
                 return
@@ -242,6 +253,15 @@ class _Step:
                     raise _Unknown
                 self._expression(value, bound)
                 return
+            case ast.Compare(left=left, ops=[ast.In() | ast.NotIn()], comparators=[right]):
+                named = isinstance(right, ast.Name) and right.id in self.states & bound
+                if not (named and isinstance(left, ast.Constant)):
+                    raise _Unknown
+                return
+            case ast.Compare(ops=ops, comparators=comparators):
+                which = any(isinstance(op, ast.In | ast.NotIn | ast.Is | ast.IsNot) for op in ops)
+                if which and ast.unparse(comparators[0]) != "None":
+                    raise _Unknown  # which parameter it is
             case ast.Call(func=function, args=args, keywords=keywords):
                 self._called(function, args, bound)
                 for a in (*args, *(k.value for k in keywords)):
@@ -263,7 +283,7 @@ class _Step:
     def _name(self, name: str, bound: set[str]) -> None:
         if name in bound or name in self.outer or (name == self.param and name):
             return
-        if name in (self.self, self.group, "closure") or name not in self.globals:
+        if name in (self.self, "closure") or not self._is_global(name):
             raise _Unknown
         if not isinstance(self.globals[name], _CONSTANTS):
             raise _Unknown
@@ -274,14 +294,15 @@ class _Step:
                 if not all(isinstance(a, ast.Name) and a.id in self.states for a in args):
                     raise _Unknown
             case ast.Name(id=name):
-                if name not in _BUILTINS or name in self.globals or name in bound | self.outer:
+                if name not in _BUILTINS or name in self.globals or name in self.local:
                     raise _Unknown
-            case ast.Attribute(value=ast.Name(id=name), attr=attr) if self._is_global(name, bound):
+            case ast.Attribute(value=ast.Name(id=name), attr=attr) if self._is_global(name):
                 self._of_module(self.globals[name], attr)
             case ast.Attribute(value=ast.Name(id=name), attr="get") if name in self.states & bound:
                 pass
             case ast.Attribute(value=value, attr=attr):
-                if not hasattr(torch.Tensor, attr) or _tells(attr) or self._is_given(value):
+                known = attr in _CONVERSIONS or getattr(torch.ops.aten, attr, None) is not None
+                if not known or _tells(attr) or self._is_given(value):
                     raise _Unknown
                 self._expression(value, bound)
             case _:
@@ -298,13 +319,30 @@ class _Step:
                 return self._is_given(yes) or self._is_given(no)
         return False
 
-    def _is_global(self, name: str, bound: set[str]) -> bool:
-        return name in self.globals and name not in bound | self.outer | {self.param}
+    def _is_global(self, name: str) -> bool:
+        return name in self.globals and name not in self.local
 
     def _of_module(self, module: Any, attr: str) -> None:
         of_torch = attr == "tensor" or getattr(torch.ops.aten, attr, None) is not None
         if not (module is math or (module is torch and of_torch)) or _tells(attr):
             raise _Unknown
+
+
+_LOSSES = (
+    "None",
+    "None if closure is None else closure()",
+    "closure() if closure is not None else None",
+)
+
+
+def _calls(body: list[ast.stmt]) -> bool:
+    """Tell whether some code is `loss = closure()`, be it under torch.enable_grad()."""
+    match body:
+        case [ast.With(items=[item], body=inner)] if item.optional_vars is None:
+            return ast.unparse(item.context_expr) == "torch.enable_grad()" and _calls(inner)
+        case [ast.Assign(targets=[ast.Name()], value=value)]:
+            return ast.unparse(value) == "closure()"
+    return False
 
 
 def _is_no_grad(node: ast.With) -> bool:

@@ -207,3 +207,50 @@ def unknown_object(self: Any) -> None:
         for p in group["params"]:
             writer = group["writer"]
             p.sub_(p.grad * writer.add(p))
+
+
+def unknown_local_of_a_global_name(self: Any) -> None:
+    for group in self.param_groups:
+        for p in group["params"]:
+            if group["lr"] > 1:
+                EPS = p.grad
+            p.sub_(EPS)
+
+
+def unknown_member_of_a_list(self: Any) -> None:
+    for group in self.param_groups:
+        few = group["few"]
+        for p in group["params"]:
+            if p in few:
+                p.sub_(p.grad)
+
+
+def unknown_first(self: Any) -> None:
+    for group in self.param_groups:
+        first = group["first"]
+        for p in group["params"]:
+            if p is not first:
+                p.sub_(p.grad)
+
+
+def unknown_layout(self: Any) -> None:
+    for group in self.param_groups:
+        for p in group["params"]:
+            if p.is_contiguous():
+                p.sub_(p.grad)
+
+
+def unknown_nothing_without_closure(self: Any, closure: Any = None) -> None:
+    if closure is None:
+        return
+    for group in self.param_groups:
+        for p in group["params"]:
+            p.sub_(p.grad)
+
+
+def unknown_closure_at_the_end(self: Any, closure: Any = None) -> Any:
+    for group in self.param_groups:
+        for p in group["params"]:
+            p.sub_(p.grad)
+    loss = closure()
+    return loss
