@@ -2,12 +2,11 @@
 
 Dynamo takes milliseconds for each tensor that it traces: with a thousand parameters nearly all of
 the time to a first step. The optimizers of torch.optim update each parameter of a group by itself
-and all in the same way, or they could not hand them to operations on lists (`foreach`); so do
-others whose code is a plain loop. Their step is traced for a stand-in of the optimizer that has
-only the first parameter of each class, and the kernels of the classes run over all. Whether the
-graph is what that presumes, `represented` in `passes/narrow.py` finds out; whether the parameters
-that Dynamo has not seen are still what they were is checked here, before each step, as its guards
-would.
+and all in the same way, or they could not hand them to operations on lists (`foreach`). Their step
+is traced for a stand-in of the optimizer that has only the first parameter of each class, and the
+kernels of the classes run over all. Whether the graph is what that presumes, `represented` in
+`passes/narrow.py` finds out; whether the parameters that Dynamo has not seen are still what they
+were is checked here, before each step, as its guards would.
 """
 
 import contextlib
@@ -28,8 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from collage_fx.inductor import uses_cudagraphs
 from collage_fx.layouts import guards_of, is_plain
-from collage_fx.loops import treats_parameters_alike
-from collage_fx.ownership import STAND_IN, family
+from collage_fx.ownership import STAND_IN
 from collage_fx.passes.program import Unlike
 from collage_fx.passes.sweep import MEMBERS
 from collage_fx.runtime.columns import check_sizes
@@ -38,10 +36,7 @@ from collage_fx.runtime.storage import held_dtypes
 from collage_fx.watch import is_seen_by_others
 
 ALIKE = frozenset({Adam, Adamax, AdamW, NAdam, SGD})
-"""Classes, not those derived from them, whose step treats each parameter of a group by itself.
-
-Of others their code tells; see `loops.py`.
-"""
+"""Classes, not those derived from them, whose step treats each parameter of a group by itself."""
 ATTEMPTS = 3
 """Steps in a row that may come to nothing, until all parameters are traced."""
 
@@ -172,7 +167,7 @@ class Roster:
     def of(cls, optimizer: Optimizer, session: Any) -> "Roster | None":
         """Return the roster of an optimizer's parameters; None where none stands for others.
 
-        Raises CollageError if a parameter of one of torch.optim's has a state of another size.
+        Raises CollageError if a parameter has a gradient or a state of another size.
         """
         classes: dict[Hashable, dict[Hashable, list[Tensor]]] = {}
         tensors: list[Any] = []
@@ -180,8 +175,7 @@ class Roster:
         for g, group in enumerate(optimizer.param_groups):
             for p in (p for p in group["params"] if p.grad is not None):
                 member = Member(p, optimizer)
-                if type(optimizer) in ALIKE:
-                    member.check()
+                member.check()
                 kind = member.kind(held)
                 if kind is not None:
                     layout = tuple(n == 1 for n in p.shape)
@@ -266,7 +260,7 @@ def serves(optimizer: Optimizer, session: Any) -> bool:
     settings = session.config.settings
     if not settings.multi_tensor or uses_cudagraphs(session.inductor.get("triton.cudagraphs")):
         return False
-    if "_init_group" in vars(optimizer) or len(family(optimizer)) > 1:
+    if type(optimizer) not in ALIKE or "_init_group" in vars(optimizer):
         return False
     defaults = optimizer.defaults
     if defaults.get("fused") or defaults.get("differentiable"):
@@ -274,9 +268,7 @@ def serves(optimizer: Optimizer, session: Any) -> bool:
     *around, step = _layers(optimizer)
     if not all(f.__globals__["__name__"].startswith("torch.") for f in around):
         return False  # somebody has put a function of their own around the step
-    if type(optimizer) in ALIKE:
-        return bool(step.__globals__["__name__"].startswith("torch.optim."))
-    return treats_parameters_alike(step)
+    return bool(step.__globals__["__name__"].startswith("torch.optim."))
 
 
 def _layers(optimizer: Optimizer) -> Iterator[Any]:
@@ -305,8 +297,6 @@ _COPIES = itertools.count()
 
 def _make_states(optimizer: Optimizer) -> None:
     """Make the states that Dynamo would have made before it traces, in the same way."""
-    if not hasattr(optimizer, "_init_group"):
-        return
     states = optimizer.state
     for group in optimizer.param_groups:
         new = all(p not in states for p in group["params"])
@@ -317,7 +307,7 @@ def _make_states(optimizer: Optimizer) -> None:
             state["step"] = state["step"].to(p.device)
     for group in optimizer.param_groups:
         if any(p.grad is not None and not states.get(p) for p in group["params"]):
-            init = optimizer._init_group
+            init = optimizer._init_group  # type: ignore[attr-defined]
             lists = len(inspect.signature(init).parameters) - 1
             init(group, *([] for _ in range(lists)))
 
