@@ -212,9 +212,8 @@ class _Step:
         supervisor = self.session.supervisor()
         roster = self.session.roster
         if roster is not None and roster is not self.roster() and supervisor is not None:
-            return supervisor.sources[self](
-                *args
-            )  # a part of a step that Dynamo has not seen whole
+            # A part of a step that Dynamo has not seen whole.
+            return supervisor.sources[self](*args)
         if self.error is not None:
             raise self.error
         self.layouts = self.layouts or Layouts(self.static, args)
