@@ -34,7 +34,7 @@ from collage_fx.passes.program import (
     graph_of,
     held_in,
 )
-from collage_fx.passes.sweep import MEMBERS
+from collage_fx.passes.sweep import least_members
 from collage_fx.passes.symbolic import keep_symbols
 from collage_fx.runtime.errors import CollageError
 from collage_fx.runtime.residuals import STORE
@@ -110,8 +110,7 @@ def _narrowed(session: Any, inputs: Inputs) -> Narrow | None:
     settings = session.config.settings
     if not settings.multi_tensor or uses_cudagraphs(session.inductor.get("triton.cudagraphs")):
         return None
-    least = MEMBERS if settings.multi_tensor == "auto" else 2
-    dtypes = held_dtypes(settings.storage)
+    least, dtypes = least_members(settings), held_dtypes(settings.storage)
     return narrow(inputs.gm, lambda node: inputs.fact(node, settings), least, dtypes)
 
 

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -29,7 +28,7 @@ from collage_fx.inductor import uses_cudagraphs
 from collage_fx.layouts import guards_of, is_plain
 from collage_fx.ownership import STAND_IN
 from collage_fx.passes.program import Unlike
-from collage_fx.passes.sweep import MEMBERS
+from collage_fx.passes.sweep import least_members
 from collage_fx.runtime.columns import check_sizes
 from collage_fx.runtime.errors import CollageError
 from collage_fx.runtime.storage import held_dtypes
@@ -54,6 +53,7 @@ class Representatives:
         self.known: list[Roster] = []
         """The latest last."""
         self.failed = 0 if serves(optimizer(), session) else ATTEMPTS
+        self.signature: Any = inspect.signature(type(optimizer()).step) if self.tries else None
 
     @property
     def tries(self) -> bool:
@@ -70,8 +70,7 @@ class Representatives:
             args: its arguments, at most a closure. That is called here: it computes the gradients.
             kwargs: the same by name.
         """
-        given = inspect.signature(type(self.optimizer()).step).bind(None, *args, **kwargs).arguments
-        closure = given.get("closure")
+        closure = self.signature.bind(None, *args, **kwargs).arguments.get("closure")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -181,7 +180,7 @@ class Roster:
                     layout = tuple(n == 1 for n in p.shape)
                     classes.setdefault((g, kind), {}).setdefault(layout, []).append(p)
                 tensors += member.tensors()
-        least = MEMBERS if session.config.settings.multi_tensor == "auto" else 2
+        least = least_members(session.config.settings)
         large = [one.values() for one in classes.values() if sum(map(len, one.values())) >= least]
         found = [alike for one in large for alike in one if len(alike) > 1]
         return None if not found or _meet(tensors) else cls(optimizer, found, session)
@@ -226,9 +225,9 @@ class Member:
         """
         p = self.param
         values = self.tensors()
-        if any(type(t) is not Tensor and type(t) is not Parameter for t in values):
+        if not all(map(is_plain, values)):
             return None
-        if not p.dim() or not p.numel() or p.is_complex() or p.layout is not torch.strided:
+        if not p.dim() or not p.numel() or p.is_complex():
             return None
         if not any(t.dtype in held and t.dim() for t in (p, *self.state.values())):
             return None
@@ -237,7 +236,7 @@ class Member:
         for t in values:
             if t.dim() and (t.shape != p.shape or t.stride() != p.stride()):
                 return None
-            if t.device != p.device or t.layout is not torch.strided:
+            if t.device != p.device:
                 return None
         facts = ((type(t), t.dtype, t.dim() > 0, t.requires_grad) for t in values)
         return p.device, *facts, *self.state

@@ -28,6 +28,7 @@ from collage_fx.passes.digest import source_digest
 from collage_fx.passes.kernel import print_kernel
 from collage_fx.passes.program import (
     Rewritten,
+    Settings,
     Slice,
     base_of,
     graph_of,
@@ -48,6 +49,12 @@ MEMBERS = 8
 """Members from which on a class is swept where the user leaves the choice."""
 SWEEPS: dict[str, "Sweep"] = {}
 T = TypeVar("T")
+
+
+def least_members(settings: Settings) -> int:
+    """Return of how many members a class consists at least that is compiled once for all."""
+    return MEMBERS if settings.multi_tensor == "auto" else 2
+
 
 _LIBRARY = torch.library.Library("collage", "FRAGMENT")
 _LIBRARY.define("sweep(Tensor(a!)[] written, Tensor[] read, Tensor(b!)[] vectors, str key) -> ()")
