@@ -17,6 +17,7 @@ from collage_fx.config import CollageConfig, split_options
 from collage_fx.graph import compile_graph
 from collage_fx.layouts import Layouts, static_inputs
 from collage_fx.ownership import makes_states, rates, stateless
+from collage_fx.passes.denominator import one_denominator
 from collage_fx.passes.program import Program
 from collage_fx.passes.sweep import unreachable
 from collage_fx.representatives import LeftToEngine
@@ -136,6 +137,7 @@ class Session:
         """Compile one Dynamo graph; the callable that a Dynamo backend returns."""
         watch.count_graph()
         self.graphs += 1
+        one_denominator(gm)
         return _Step(self, gm, example_inputs)
 
 

@@ -36,8 +36,7 @@ class AdamW:
         m, g32 = self.m.float(), g.float()
         self.m = (m + (g32 - m) * (1 - beta1)).to(dtype)
         self._second_moment(g32 * (1 - beta2) * g32, beta2)
-        denominator = self._foreach_denominator() if self.foreach else self._denominator()
-        update = weight_decay + self.m.float() / denominator.float()
+        update = weight_decay + self.m.float() / self._denominator().float()
         self.p, self.p_lo = grow(self.p, self.p_lo, update.to(dtype))
 
     def _second_moment(self, square: Tensor, beta2: float) -> None:
@@ -49,19 +48,16 @@ class AdamW:
             decayed = mul(self.v, self.v_lo, *split_constant(beta2, dtype))
             self.v, self.v_lo = grow(*decayed, square.to(dtype))
 
-    def _foreach_denominator(self) -> Tensor:
-        beta1, beta2 = self.betas
-        step_size = torch.reciprocal((torch.pow(beta1, self.t) - 1) / self.lr)
-        root = torch.sqrt(-(torch.pow(beta2, self.t) - 1))
-        scaled = rounded_sqrt(self.v, self.v_lo) / root
-        return (scaled.float() + self.eps).to(self.p.dtype) / step_size
-
     def _denominator(self) -> Tensor:
         beta1, beta2 = self.betas
-        step_size = -(torch.reciprocal(1 - torch.pow(beta1, self.t)) * self.lr)
-        root = torch.sqrt(1 - torch.pow(beta2, self.t))
-        scaled = rounded_sqrt(self.v, self.v_lo) / (root * step_size)
-        return (scaled.float() + torch.reciprocal(step_size) * self.eps).to(self.p.dtype)
+        if self.foreach:
+            step_size = torch.reciprocal((torch.pow(beta1, self.t) - 1) / self.lr)
+            root = torch.sqrt(-(torch.pow(beta2, self.t) - 1))
+        else:
+            step_size = -(torch.reciprocal(1 - torch.pow(beta1, self.t)) * self.lr)
+            root = torch.sqrt(1 - torch.pow(beta2, self.t))
+        scaled = rounded_sqrt(self.v, self.v_lo) / root
+        return (scaled.float() + self.eps).to(self.p.dtype) / step_size
 
     @property
     def stored(self) -> dict[str, Tensor]:
