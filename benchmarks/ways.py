@@ -5,7 +5,8 @@
                       fp32; the bf16 parameters are copies
     master compiled   the same, gradients widened and copies made in the compiled step
     light, plus       collage_fx at that level, in eft or wide arithmetic; "each" compiles a kernel
-                      for each tensor (multi_tensor=False), the others one for all
+                      for each tensor (multi_tensor=False), the others one for all; "foreach" and
+                      "fused" say how the optimizer was constructed, both are plus in wide
     remainder16       level plus in that storage, which holds fp32 exactly (and is wide)
 
 and, where they are installed (`make bench-peers`):
@@ -49,8 +50,11 @@ def adamw(params: list[Tensor], **options: Any) -> Optimizer:
     return AdamW(params, lr=LR, **options)
 
 
-def _collage(**options: Any) -> Callable[[list[Tensor]], Step]:
-    return lambda params: collage_fx.compile(adamw(params), **{"multi_tensor": True, **options})
+def _collage(
+    optimizer: dict[str, Any] | None = None, **options: Any
+) -> Callable[[list[Tensor]], Step]:
+    options = {"multi_tensor": True, **options}
+    return lambda params: collage_fx.compile(adamw(params, **(optimizer or {})), **options)
 
 
 def _masters(params: list[Tensor]) -> list[Tensor]:
@@ -114,6 +118,10 @@ WAYS: dict[str, Way] = {
     "light wide": Way(_collage(level="light", arithmetic="wide"), 18, 10),
     "plus eft": Way(_collage(level="plus"), 22, 12),
     "plus wide": Way(_collage(level="plus", arithmetic="wide"), 22, 12),
+    "plus foreach": Way(
+        _collage(level="plus", arithmetic="wide", optimizer={"foreach": True}), 22, 12
+    ),
+    "plus fused": Way(_collage(level="plus", optimizer={"fused": True}), 22, 12),
     "remainder16": Way(_collage(level="plus", storage="remainder16"), 22, 12),
     "plus eft each": Way(_collage(level="plus", multi_tensor=False), 22, 12),
 }

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from collage_fx import checkpoint
 from collage_fx.backend import Session
 from collage_fx.config import split_options
+from collage_fx.fused import as_its_kernel
 from collage_fx.ownership import family, live_optimizers, owners_of
 from collage_fx.report import Report
 from collage_fx.runtime.residuals import STORE, Residual, storage_of
@@ -53,6 +54,7 @@ def compile(
         optimizer = optimizer_or_function
         for one in family(optimizer):
             checkpoint.attach(one)
+        config = as_its_kernel(config, options, optimizer)
         session = Session(config, inductor, optimizer=weakref.ref(optimizer))
         return compile_optimizer(optimizer, session)
     if not callable(optimizer_or_function):

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 from collage_fx.api import value as full_value
 from collage_fx.backend import Compiled, Session
 from collage_fx.config import CollageConfig, split_options
+from collage_fx.fused import as_its_kernel
 from collage_fx.ownership import owned_tensors
 from collage_fx.passes.program import LOW_PRECISION, Program, Rewritten, StatePlan
 from collage_fx.passes.sweep import SWEEPS
@@ -156,8 +157,11 @@ def explain(
         CollageError: the step cannot be run.
     """
     subject, step, known = _prepare(optimizer_or_function, args)
-    config, inductor = split_options({**known, **options})
+    options = {**known, **options}
+    config, inductor = split_options(options)
     owner = getattr(step, "__self__", None)
+    if isinstance(owner, Optimizer):
+        config = as_its_kernel(config, options, owner)
     session = Session(config, inductor, named=True, keep=True)
     if isinstance(owner, Optimizer):
         session.optimizer = weakref.ref(owner)

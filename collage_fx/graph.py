@@ -21,7 +21,7 @@ from collage_fx.direct import only_sweeps, split
 from collage_fx.inductor import compile_rewritten, separate_outputs, uses_cudagraphs
 from collage_fx.inputs import Inputs, Source, source_behind
 from collage_fx.members import Members
-from collage_fx.ownership import live_optimizers, owners_of
+from collage_fx.ownership import family, live_optimizers, owners_of
 from collage_fx.passes import run_passes, without_collector
 from collage_fx.passes.narrow import Narrow, narrow
 from collage_fx.passes.plan import spare
@@ -53,7 +53,7 @@ def compile_graph(
         args: those of the call for which the graph is compiled anew; () at first.
     """
     optimizer = session.optimizer()
-    owners = owners_of([optimizer] if optimizer is not None else live_optimizers())
+    owners = owners_of(family(optimizer) if optimizer is not None else live_optimizers())
     inputs = Inputs(
         gm,
         args or example_inputs,
@@ -337,7 +337,8 @@ class _Compilation:
             for index, node in enumerate(placeholders)
             if node in written and node.meta["val"].dtype in self.dtypes
         ]
-        spare(carried, self.session.config.states)
+        is_step = self.session.optimizer() is not None
+        spare(carried, self.session.config.states, is_step=is_step)
         choice = self.session.config.storage
         names = [c.name for c in carried if not c.spared and held_in(c, choice)]
         if names:

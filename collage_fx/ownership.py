@@ -159,6 +159,15 @@ def makes_states(optimizer: Optimizer) -> bool:
     return "state" in getattr(getattr(step, "__code__", None), "co_names", ())
 
 
+def init_states(optimizer: Optimizer, groups: Iterable[dict[str, Any]]) -> None:
+    """Make the states of one of torch.optim's classes that a step would begin by making."""
+    for group in groups:
+        if any(p.grad is not None and not optimizer.state.get(p) for p in group["params"]):
+            init = optimizer._init_group  # type: ignore[attr-defined]
+            lists = len(inspect.signature(init).parameters) - 1
+            init(group, *([] for _ in range(lists)))
+
+
 def rates(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return the numbers of each parameter group, such as `lr` and `betas`."""
     groups, _ = _parts_of(optimizer)

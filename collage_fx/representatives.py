@@ -24,9 +24,10 @@ from torch import Tensor
 from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
+from collage_fx.fused import unscaled
 from collage_fx.inductor import uses_cudagraphs
 from collage_fx.layouts import guards_of, is_plain
-from collage_fx.ownership import STAND_IN
+from collage_fx.ownership import STAND_IN, init_states
 from collage_fx.passes.program import Unlike
 from collage_fx.passes.sweep import least_members
 from collage_fx.runtime.columns import check_sizes
@@ -111,9 +112,8 @@ class Representatives:
 
     def _plainly(self, optimizer: Optimizer) -> None:
         """Do a step as Python does it, under the eager engine."""
-        *_, step = _layers(optimizer)
         with torch.no_grad():
-            step(optimizer)
+            _without_hooks(optimizer)(optimizer)
 
     def _roster(self, optimizer: Optimizer) -> "Roster | None":
         for roster in reversed(self.known):
@@ -261,8 +261,7 @@ def serves(optimizer: Optimizer, session: Any) -> bool:
         return False
     if type(optimizer) not in ALIKE or "_init_group" in vars(optimizer):
         return False
-    defaults = optimizer.defaults
-    if defaults.get("fused") or defaults.get("differentiable"):
+    if optimizer.defaults.get("differentiable"):
         return False
     *around, step = _layers(optimizer)
     if not all(f.__globals__["__name__"].startswith("torch.") for f in around):
@@ -278,13 +277,19 @@ def _layers(optimizer: Optimizer) -> Iterator[Any]:
         function = getattr(function, "__wrapped__", None)
 
 
+def _without_hooks(optimizer: Optimizer) -> Callable[..., Any]:
+    """Return the step of an optimizer's class as it is written."""
+    *_, step = _layers(optimizer)
+    return unscaled(step, optimizer)
+
+
 def _copy_of_step(optimizer: Optimizer) -> FunctionType:
     """Return the step of an optimizer's class, without hooks, as a function of its own.
 
     Dynamo keeps what it has compiled and seen by the function: a size that differs from what it has
     seen under the same name would become a symbol.
     """
-    *_, step = _layers(optimizer)
+    step: Any = _without_hooks(optimizer)
     code = step.__code__.replace(co_name=f"{step.__name__}_{next(_COPIES)}")
     copy = FunctionType(code, step.__globals__, code.co_name, step.__defaults__, step.__closure__)
     copy.__kwdefaults__ = step.__kwdefaults__
@@ -304,11 +309,7 @@ def _make_states(optimizer: Optimizer) -> None:
     for p, state in states.items():
         if isinstance(state.get("step"), Tensor) and state["step"].is_cpu:
             state["step"] = state["step"].to(p.device)
-    for group in optimizer.param_groups:
-        if any(p.grad is not None and not states.get(p) for p in group["params"]):
-            init = optimizer._init_group  # type: ignore[attr-defined]
-            lists = len(inspect.signature(init).parameters) - 1
-            init(group, *([] for _ in range(lists)))
+    init_states(optimizer, optimizer.param_groups)
 
 
 class StandIn:

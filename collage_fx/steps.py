@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from collage_fx import nested
 from collage_fx.backend import Session
 from collage_fx.errors import CollageError, OptionError
+from collage_fx.fused import is_fused, note_of, traceable, unscaling
 from collage_fx.garbage import FIRST, no_full_collection
 from collage_fx.held import Held, HeldBy
 from collage_fx.ownership import Owned, argument_tensors
@@ -32,7 +33,7 @@ RECOMPILE_LIMIT = 256
 def compile_optimizer(optimizer: Optimizer, session: Session) -> Callable[..., Any]:
     """Return a method bound to the optimizer that runs its class's step compiled."""
     # The class's own step: optimizer.step may be wrapped by a scheduler, or be ours already.
-    plain = types.MethodType(type(optimizer).step, optimizer)
+    plain = types.MethodType(unscaling(optimizer), optimizer)
     reference = weakref.ref(optimizer)
     supervisor = Supervisor(
         session.config,
@@ -43,9 +44,14 @@ def compile_optimizer(optimizer: Optimizer, session: Session) -> Callable[..., A
     few = Representatives(lambda: _alive(reference), session)
     run = _supervised(plain, session, supervisor, few)
 
+    def run_fused(*args: Any, **kwargs: Any) -> Any:
+        session.notes.add(note_of(session.config))
+        with traceable(_alive(reference)) as wanted:
+            return run(*args, **kwargs) if wanted else None
+
     @functools.wraps(type(optimizer).step)
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        result = run(*args, **kwargs)
+        result = (run_fused if is_fused(_alive(reference)) else run)(*args, **kwargs)
         self._opt_called = True  # type: ignore[attr-defined]  # what schedulers look at
         return result
 

@@ -67,7 +67,10 @@ def why_not_compiled(optimizer: Optimizer) -> str:
     """Return the warning for a step that ran without a compiled graph: who, why and the remedy."""
     groups = optimizer.param_groups
     if any(group.get("fused") for group in groups):
-        cause, remedy = "fused=True is one kernel that is not traced", "construct it without fused"
+        cause, remedy = (
+            "fused=True is one kernel that is not traced",
+            ("construct it without fused, or use collage_fx.compile, which traces it"),
+        )
     elif any(p.grad is not None and p.grad.is_sparse for g in groups for p in g["params"]):
         cause, remedy = "its gradients are sparse", "use dense gradients"
     else:

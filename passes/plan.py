@@ -37,7 +37,7 @@ def plan(program: Program) -> None:
     The graph does not change.
     """
     verdicts: dict[int, Verdict] = {}
-    spare(program.carried, program.settings.states)
+    spare(program.carried, program.settings.states, is_step=program.is_step)
     for group in program.classes:
         for member in group.members:
             verdicts.update(_member(program, group, member))
@@ -48,13 +48,14 @@ def plan(program: Program) -> None:
         program.plan += [entry, *(_of_other(entry, other) for other in others)]
 
 
-def spare(carried: list[Carried], named: tuple[str, ...]) -> None:
+def spare(carried: list[Carried], named: tuple[str, ...], *, is_step: bool) -> None:
     """Mark the states of one step that are left alone, being nobody's optimizer state.
 
     Those are the buffers of modules (statistics of a batch norm, caches); and where an optimizer
-    owns some of the states, all others. What the user names is not left alone.
+    owns some of the states, or the step is known to be one's, all others, such as gradients. What
+    the user names is not left alone.
     """
-    any_owned = any(c.owned for c in carried)
+    any_owned = is_step or any(c.owned for c in carried)
     for c in carried:
         if not (c.owned or is_named(c, named)) and (any_owned or c.owner == "buffer"):
             c.refusal = ""

@@ -83,9 +83,6 @@ class Views(Optimizer):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda p: torch.optim.AdamW(p, fused=True),
-        lambda p: torch.optim.SGD(p, lr=1e-4, momentum=0.9, fused=True, weight_decay=0.1),
-        lambda p: torch.optim.Adagrad(p, fused=True),
         torch.optim.Adafactor,
         Rebinding,
         Views,

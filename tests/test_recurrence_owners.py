@@ -135,10 +135,10 @@ def test_verdicts_without_a_graph() -> None:
     assert verdict(state, slow, "auto", False)[0]
     assert not verdict(state, recurrence_of(Form(0.5, "free")), "auto", False)[0]
     other = Carried(1, "p", "param", False, torch.zeros(3, dtype=BF16), owned=True)
-    spare([state, other], ())
+    spare([state, other], (), is_step=False)
     assert not verdict(state, slow, "auto", True)[0] and not other.spared
     state.spared = ""
-    spare([state, other], ("v[0]",))
+    spare([state, other], ("v[0]",), is_step=False)
     assert verdict(state, slow, "auto", True)[0]
 
 
