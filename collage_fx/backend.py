@@ -25,6 +25,7 @@ from collage_fx.runtime.errors import CollageError, CollageWarning
 from collage_fx.runtime.residuals import STORE
 from collage_fx.runtime.storage import held_dtypes
 from collage_fx.supervisor import Supervisor
+from collage_fx.symbols import Symbols
 from collage_fx.watch import traced_function
 
 
@@ -182,6 +183,7 @@ class _Step:
         self.waits = 1 if part else 2 if session.begins(gm) or not session.settled() else 0
         """The call with which it becomes worth while to compile the graph."""
         self.static = static_inputs(gm)
+        self.symbols = Symbols(gm)
         self.layouts: Layouts | None = None
         """Those of the first call."""
         refused = Code(gm, None, [], [], refused=True)
@@ -203,6 +205,11 @@ class _Step:
             else:
                 supervisor.failures.note(error)
             return Code(gm, None, [], [], refused=True)
+
+    def _again(self, gm: GraphModule, args: tuple[Any, ...]) -> Code:
+        """Compile the graph for the tensors of a call, its symbols being what they were."""
+        with self.symbols.compiling_again(args) as inputs:
+            return self._compile(gm, inputs, args)
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph, or do what it does by the eager engine if it cannot be compensated.
@@ -228,7 +235,8 @@ class _Step:
             self.layouts.check(args)
             return self.code.run(args)
         self._compile_again(supervisor.sources[self], args)
-        if self.code.refused or supervisor.expands(args) or not self.layouts.hold(args):
+        fits = self.layouts.hold(args) and self.symbols.hold(args)
+        if self.code.refused or supervisor.expands(args) or not fits:
             if roster is not None:
                 raise LeftToEngine
             return supervisor.sources[self](*args)
@@ -248,11 +256,11 @@ class _Step:
         if self.waits:
             self.waits -= 1
             if not self.waits:
-                self.code = self._compile(gm, args, args)
+                self.code = self._again(gm, args)
         if STORE.generation != self.checked and self.code.drops_residual(args):
             # Another graph, or the eager engine, has since given a residual to a state that this
             # graph writes.
-            self.code = self._compile(gm, args, args)
+            self.code = self._again(gm, args)
             self.code.refused |= bool(self.code.drops_residual(args))
         if STORE.generation != self.checked:
             self.code.refused |= self.code.reads_residual(args)

@@ -1,0 +1,90 @@
+"""The symbolic numbers of a graph of Dynamo's, for when it is compiled again.
+
+A Python number that changes from step to step (a step count, a size) is a symbol in the graph, and
+Dynamo's guards say for which values the graph holds. Compiled again from the arguments of one call
+the graph would have the numbers of that call for ever.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import sympy
+import torch
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import GraphModule
+
+
+class Symbols:
+    """Those of one graph."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.examples = [n.meta.get("example_value") for n in gm.graph.find_nodes(op="placeholder")]
+        self.items = {
+            i: memo for i, x in enumerate(self.examples) if (memo := _item_of(x)) is not None
+        }
+        """For 0-d tensors, as Dynamo hands in floats that change, the symbol of their value."""
+        modes = [x.fake_mode for x in self.examples if isinstance(x, FakeTensor)]
+        # Dynamo's own, not the one that it begins for a backend: that has not seen these tensors.
+        self.fake_mode: Any = next(iter(modes), None)
+        self.assumed: list[sympy.Expr] = []
+        """What compiling it again has assumed of the symbols, beyond Dynamo's guards."""
+
+    @contextmanager
+    def compiling_again(self, args: Sequence[Any]) -> Iterator[Sequence[Any]]:
+        """Within, the graph can be compiled as when Dynamo made it.
+
+        Args:
+            args: those of a call.
+
+        Yields:
+            The inputs to compile it for: fake tensors and symbols; args, if it has no symbol.
+        """
+        env = getattr(self.fake_mode, "shape_env", None)
+        known = env is not None and all(x is not None for x in self.examples)
+        if not known or not (self.items or any(map(_symbolic, self.examples))):
+            yield args
+            return
+        before, frozen = len(env.guards), env.frozen
+        for i, memo in self.items.items():  # which has been forgotten, the graph having been traced
+            self.examples[i].item_memo = memo
+        env.frozen = False  # Dynamo froze it when it made its guards: later ones would be dropped
+        try:
+            with tracing(TracingContext(self.fake_mode)):
+                yield self.examples
+        finally:
+            env.frozen = frozen
+        self.assumed = [guard.expr for guard in env.guards[before:]]
+
+    def hold(self, args: Sequence[Any]) -> bool:
+        """Tell whether what was assumed is so for the arguments of a call."""
+        if not self.assumed:
+            return True
+        values = self._values(args)
+        return all(expr.xreplace(values) == sympy.true for expr in self.assumed)
+
+    def _values(self, args: Sequence[Any]) -> dict[sympy.Symbol, sympy.Expr]:
+        """Return the values of the symbols in a call."""
+        found: dict[sympy.Symbol, sympy.Expr] = {}
+        for i, (example, arg) in enumerate(zip(self.examples, args, strict=True)):
+            pairs = [(example, arg)]
+            if isinstance(example, torch.Tensor):
+                pairs = list(zip(example.shape, arg.shape, strict=True))
+                if i in self.items:
+                    pairs.append((self.items[i], arg.item()))
+            for symbolic, value in pairs:
+                if _symbolic(symbolic):
+                    found[symbolic.node.expr] = sympy.sympify(value)
+        return found
+
+
+def _item_of(example: Any) -> Any:
+    return getattr(example, "item_memo", None)
+
+
+def _symbolic(example: Any) -> bool:
+    if isinstance(example, torch.Tensor):
+        sizes = (*example.shape, *example.stride()) if example.layout is torch.strided else ()
+        return any(map(_symbolic, sizes))
+    return isinstance(example, torch.SymInt | torch.SymFloat | torch.SymBool)

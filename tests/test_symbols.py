@@ -1,0 +1,116 @@
+"""A graph that is compiled again keeps its symbols: no number of one call stays in it."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.optim import Optimizer
+
+import collage_fx
+from collage_fx.symbols import Symbols
+
+
+class HandWritten(Optimizer):
+    """Adam with L2 decay, which counts its steps by a Python number."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                st = self.state[p]
+                if not st:
+                    st.update(k=0, m=torch.zeros_like(p), v=torch.zeros_like(p))
+                st["k"] += 1
+                g = p.grad.add(p, alpha=1e-2)
+                st["m"].mul_(0.9).add_(g, alpha=0.1)
+                st["v"].mul_(0.999).addcmul_(g, g, value=1e-3)
+                root = (st["v"] / (1 - 0.999 ** st["k"])).sqrt_().add_(1e-8)
+                p.addcdiv_(st["m"] / (1 - 0.9 ** st["k"]), root, value=-group["lr"])
+
+
+def moved(rates: list[float], dtype: torch.dtype, *, compiled: bool) -> float:
+    """How far a parameter of ones goes."""
+    p = nn.Parameter(torch.ones(4, dtype=dtype))
+    optimizer = HandWritten([p])
+    step = collage_fx.compile(optimizer) if compiled else optimizer.step
+    for k, rate in enumerate(rates):
+        optimizer.param_groups[0]["lr"] = rate
+        p.grad = torch.full((4,), 0.5 + 0.125 * (k % 3), dtype=dtype)
+        step()
+    return 1 - float(collage_fx.value(p)[0])
+
+
+def test_a_step_count_goes_on_counting() -> None:
+    rates = [1e-3] * 12
+    exact = moved(rates, torch.float64, compiled=False)
+    found = moved(rates, torch.bfloat16, compiled=True)
+    assert abs(found - exact) < 5e-3 * exact  # the bias correction of step 3: 0.15 of it
+
+
+def test_the_rate_of_a_second_optimizer_changes_in_its_second_step() -> None:
+    changing = [1e-3 * (k + 1) for k in range(8)]
+    for rates in ([1e-3] * 4, changing, changing):
+        exact = moved(rates, torch.float64, compiled=False)
+        assert abs(moved(rates, torch.bfloat16, compiled=True) - exact) < 1e-2 * exact
+
+
+@pytest.mark.filterwarnings("ignore:collage_fx. nothing needed")
+def test_a_function_takes_other_sizes_after_residuals_were_loaded() -> None:
+    def step(p: Tensor, g: Tensor) -> None:
+        p.mul_(0.5).add_(g, alpha=1e-3)
+
+    compiled = collage_fx.compile(step)
+    for k, n in enumerate((8, 16, 24, 40, 112, 40, 8)):
+        p, low = torch.ones(n).bfloat16(), 1e-4 if k > 2 else 0.0
+        if low:  # the graph was made for a state that needs no residual
+            collage_fx.load_residuals(p, [torch.full((n,), low).bfloat16()])
+        for _ in range(3):
+            compiled(p, torch.ones(n).bfloat16())
+        exact = (1 + low) / 8 + 1.75e-3
+        assert (collage_fx.value(p) - exact).abs().max() < (1e-6 if low else 1e-3)
+
+
+def test_what_is_assumed_of_symbols_is_looked_at_in_each_call() -> None:
+    found: list[Symbols] = []
+
+    def backend(gm: GraphModule, inputs: Any) -> Any:
+        found.append(Symbols(gm))
+        return gm
+
+    function = torch.compile(lambda x: x * 2, backend=backend, dynamic=True)
+    function(torch.ones(40))
+    (symbols,) = found
+    args = tuple(40 if isinstance(x, torch.SymInt) else torch.ones(40) for x in symbols.examples)
+    others = tuple(
+        112 if isinstance(x, torch.SymInt) else torch.ones(112) for x in symbols.examples
+    )
+    with symbols.compiling_again(args) as inputs:
+        assert any(isinstance(x, torch.SymInt) for x in inputs)
+    assert symbols.hold(args) and symbols.hold(others)
+    with symbols.compiling_again(args) as inputs:
+        (size,) = (x for x in inputs if isinstance(x, torch.SymInt))
+        assert size % 8 == 0  # as a kernel might be specialized
+    assert symbols.assumed
+    assert symbols.hold(args) and symbols.hold(others)
+    with symbols.compiling_again(args) as inputs:
+        assert size < 64
+    assert symbols.hold(args) and not symbols.hold(others)
+
+
+@pytest.mark.parametrize("static", [True, False])
+def test_a_graph_without_symbols_is_compiled_for_the_call(static: bool) -> None:
+    found: list[Symbols] = []
+
+    def backend(gm: GraphModule, inputs: Any) -> Any:
+        found.append(Symbols(gm))
+        return gm
+
+    torch.compile(lambda x: x * 2, backend=backend, dynamic=not static)(torch.ones(3))
+    args = (torch.ones(3),)
+    with found[0].compiling_again(args) as inputs:
+        assert (inputs is args) == static
