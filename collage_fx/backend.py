@@ -21,7 +21,7 @@ from collage_fx.passes.denominator import one_denominator
 from collage_fx.passes.program import Program
 from collage_fx.passes.sweep import unreachable
 from collage_fx.representatives import LeftToEngine
-from collage_fx.runtime.errors import CollageError, CollageWarning
+from collage_fx.runtime.errors import CollageError, CollageWarning, OptionError
 from collage_fx.runtime.residuals import STORE
 from collage_fx.runtime.storage import held_dtypes
 from collage_fx.supervisor import Supervisor
@@ -158,6 +158,8 @@ def collage(
     Raises OptionError for unknown names and values.
     """
     config, inductor = split_options(options or {}, mode)
+    if config.verify:
+        raise OptionError("verify=n is for collage_fx.compile, which sees whole steps")
     # One session per configuration, so that a warning is not repeated at every recompilation.
     session = _SESSIONS.setdefault(
         repr((config, sorted(inductor.items()))), Session(config, inductor)

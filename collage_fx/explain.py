@@ -1,6 +1,5 @@
 """`explain`: what is compensated, what not and why, and the graphs before and after."""
 
-import copy
 import inspect
 import types
 import warnings
@@ -27,6 +26,7 @@ from collage_fx.report import Served, place_of
 from collage_fx.runtime.errors import CollageError
 from collage_fx.runtime.storage import FINEST, STORAGES, Choice, chosen, kept
 from collage_fx.steps import compile_function, compile_optimizer, report_of
+from collage_fx.twin import twin_of, with_some_gradient
 
 
 @dataclass
@@ -235,36 +235,12 @@ def _prepare(
     if isinstance(getattr(subject, "__self__", None), Optimizer):
         subject = subject.__self__  # type: ignore[union-attr]
     if isinstance(subject, Optimizer):
-        twin = _twin(subject)
+        twin = twin_of(subject, torch.clone)
+        with_some_gradient(twin)
         return type(subject).__name__, types.MethodType(type(twin).step, twin), options
     if not callable(subject):
         raise TypeError(f"expected an optimizer or a function, got {type(subject)}")
     return getattr(subject, "__name__", repr(subject)), subject, options
-
-
-def _twin(optimizer: Optimizer) -> Optimizer:
-    """Return a copy of the optimizer with its own parameters, states and gradients."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    # Without the gradients, which may share memory that cannot be copied so, as those of FSDP2.
-    memo: dict[int, Any] = {
-        id(p): p.detach().clone().requires_grad_(p.requires_grad) for p in params if p.is_leaf
-    }
-    twin = copy.deepcopy(optimizer, memo)
-    for name, value in vars(optimizer).items():
-        if name not in vars(twin) and name != "step":  # what Optimizer.__getstate__ leaves out
-            setattr(twin, name, copy.deepcopy(value, memo))
-    pairs = [
-        (p, q)
-        for group, copied in zip(optimizer.param_groups, twin.param_groups, strict=True)
-        for p, q in zip(group["params"], copied["params"], strict=True)
-    ]
-    none = all(p.grad is None for p, _ in pairs)
-    for p, q in pairs:
-        if p.grad is not None:
-            q.grad = p.grad.detach().clone()
-        elif none and p.requires_grad:
-            q.grad = torch.zeros_like(p)
-    return twin
 
 
 def _copied(args: tuple[Any, ...]) -> Any:

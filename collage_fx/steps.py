@@ -23,6 +23,7 @@ from collage_fx.held import Held, HeldBy
 from collage_fx.ownership import Owned, argument_tensors
 from collage_fx.report import Report, place_of
 from collage_fx.representatives import Representatives
+from collage_fx.step_check import StepCheck
 from collage_fx.storm import Storm, symbolic_math
 from collage_fx.supervisor import Supervisor
 
@@ -43,6 +44,7 @@ def compile_optimizer(optimizer: Optimizer, session: Session) -> Callable[..., A
     )
     few = Representatives(lambda: _alive(reference), session)
     run = _supervised(plain, session, supervisor, few)
+    check = StepCheck(supervisor, session, session.config.verify)
 
     def run_fused(*args: Any, **kwargs: Any) -> Any:
         session.notes.add(note_of(session.config))
@@ -51,7 +53,12 @@ def compile_optimizer(optimizer: Optimizer, session: Session) -> Callable[..., A
 
     @functools.wraps(type(optimizer).step)
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        result = (run_fused if is_fused(_alive(reference)) else run)(*args, **kwargs)
+        optimizer = _alive(reference)
+        done = run_fused if is_fused(optimizer) else run
+        if check.wanted:
+            result = check.step(optimizer, done, args, kwargs)
+        else:
+            result = done(*args, **kwargs)
         self._opt_called = True  # type: ignore[attr-defined]  # what schedulers look at
         return result
 
@@ -62,6 +69,8 @@ def compile_optimizer(optimizer: Optimizer, session: Session) -> Callable[..., A
 
 def compile_function(function: Callable[..., Any], session: Session) -> Callable[..., Any]:
     """Return the function compiled, and supervised as the step of an optimizer is."""
+    if session.config.verify:
+        raise OptionError("verify=n checks the steps of optimizers, not calls of functions")
     arguments: list[Owned] = []
     name = getattr(function, "__name__", repr(function))
     names = _argument_names(function)

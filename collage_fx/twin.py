@@ -1,0 +1,47 @@
+"""A copy of an optimizer that has parameters, states and gradients of its own."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from collage_fx.ownership import tensors_in
+
+
+def twin_of(optimizer: Optimizer, convert: Callable[[Tensor], Tensor]) -> Optimizer:
+    """Return a copy of the optimizer; nothing of what is done to it reaches the original.
+
+    Args:
+        optimizer: any; a step assigned to it, or put around its step, is left out.
+        convert: makes the copy of a tensor, a parameter, a state or a gradient.
+    """
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    # Without the gradients, which may share memory that cannot be copied so, as those of FSDP2.
+    memo: dict[int, Any] = {
+        id(p): convert(p).detach().requires_grad_(p.requires_grad) for p in params if p.is_leaf
+    }
+    for state in optimizer.state.values():
+        memo |= {id(t): convert(t).detach() for _, t in tensors_in(state) if id(t) not in memo}
+    twin = copy.deepcopy(optimizer, memo)
+    for name, value in vars(optimizer).items():
+        if name not in vars(twin) and name != "step":  # what Optimizer.__getstate__ leaves out
+            setattr(twin, name, copy.deepcopy(value, memo))
+    for p, q in zip(params, _params(twin), strict=True):
+        if p.grad is not None:
+            q.grad = convert(p.grad).detach()
+    return twin
+
+
+def with_some_gradient(optimizer: Optimizer) -> None:
+    """Give parameters gradients of zeros if none has one: a step would do nothing."""
+    params = _params(optimizer)
+    if all(p.grad is None for p in params):
+        for p in (p for p in params if p.requires_grad):
+            p.grad = torch.zeros_like(p)
+
+
+def _params(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]

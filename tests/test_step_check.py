@@ -1,0 +1,192 @@
+"""`verify=n`: the first steps are held against the same steps in float64."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.optim import Optimizer
+
+import collage_fx
+from collage_fx import backend
+from collage_fx.errors import CollageWarning, OptionError
+
+
+def params(count: int = 2, dtype: torch.dtype = torch.bfloat16) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(1)
+    start = [torch.randn(7, generator=generator).bfloat16() for _ in range(count)]
+    return [nn.Parameter(p.to(dtype)) for p in start]
+
+
+def trained(
+    make: Callable[..., Optimizer],
+    steps: int = 4,
+    *,
+    count: int = 2,
+    exact: bool = False,
+    **kw: Any,
+) -> tuple[list[Tensor], Any]:
+    """Return the values of the parameters after some steps, and the step."""
+    ps = params(count, torch.float64 if exact else torch.bfloat16)
+    optimizer = make(ps)
+    step: Any = optimizer.step if exact else collage_fx.compile(optimizer, **kw)
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(steps):
+        for p in ps:
+            p.grad = torch.randn(7, generator=generator).bfloat16().to(p.dtype)
+        step()
+    return [collage_fx.value(p) for p in ps], step
+
+
+class Counting(Optimizer):
+    """Keeps a number, a list and a state that its first step makes."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-3, "count": 0})
+        self.history: list[float] = []
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["count"] += 1
+            self.history.append(group["lr"])
+            for p in group["params"]:
+                state = self.state[p]
+                if "mean" not in state:
+                    state["mean"] = torch.zeros_like(p)
+                state["mean"].lerp_(p.grad, 0.1)
+                p.sub_(state["mean"], alpha=group["lr"])
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every graph take another weight of an average, as a defect of a compiler might."""
+
+    def defect(gm: GraphModule) -> None:
+        for node in gm.graph.nodes:
+            if node.target == "lerp_":
+                node.args = (*node.args[:2], 3 * node.args[2])
+        gm.recompile()
+
+    monkeypatch.setattr(backend, "one_denominator", defect)
+
+
+def farthest(found: list[Tensor], exact: list[Tensor]) -> float:
+    return max(float((f - e).abs().max()) for f, e in zip(found, exact, strict=True))
+
+
+MADE: dict[str, Callable[..., Optimizer]] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-3),
+    "fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=1e-4, momentum=0.9),
+    "Counting": Counting,
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"storage": "remainder16"}], ids=["eft", "wide"])
+@pytest.mark.parametrize("name", MADE)
+def test_a_right_step_passes_and_is_not_changed(name: str, options: dict[str, str]) -> None:
+    plain, _ = trained(MADE[name], **options)
+    torch.compiler.reset()
+    found, step = trained(MADE[name], **options, verify=3)
+    assert all(map(torch.equal, found, plain))
+    assert not any("verify" in note for note in collage_fx.report(step).notes)
+
+
+@pytest.mark.parametrize("count", [2, 9])
+@pytest.mark.parametrize("name", ["AdamW", "fused", "Counting"])
+def test_a_wrong_graph_is_named_and_its_step_undone(broken: None, name: str, count: int) -> None:
+    exact, _ = trained(MADE[name], count=count, exact=True)
+    with pytest.warns(CollageWarning, match=r"verify: in step \d of .*params\[0\].* float64"):
+        found, step = trained(MADE[name], count=count, verify=3)
+    optimizer = step.__self__
+    way = farthest([p.detach().double() for p in params(count)], exact)
+    assert farthest(found, exact) < 0.05 * way
+    if name == "Counting":
+        assert optimizer.param_groups[0]["count"] == 4 == len(optimizer.history)
+    else:
+        assert all(int(s["step"]) == 4 for s in optimizer.state.values())
+    report = collage_fx.report(step)
+    assert all(s.eager for s in report.states if s.name.startswith("param"))
+    # The negative control: without the check the defect trains on in silence.
+    torch.compiler.reset()
+    wrong, _ = trained(MADE[name], count=count)
+    assert farthest(wrong, exact) > 0.2 * way
+
+
+class ByDtype(Counting):
+    """Moves by the precision of its parameters, as Adafactor's eps does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.mul_(1 - 0.1 * torch.finfo(p.dtype).eps).sub_(
+                p.grad.sign() * torch.finfo(p.dtype).eps
+            )
+
+
+class Noisy(Counting):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.add_(torch.randn_like(p), alpha=1e-3)
+
+
+class Wants16Bits(Counting):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.dtype is not torch.bfloat16:
+                raise TypeError("bf16 only")
+            p.add_(p.grad, alpha=-1e-3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "note"),
+    [(ByDtype, "depends on their dtype"), (Noisy, "random"), (Wants16Bits, "bf16 only")],
+)
+def test_what_cannot_be_checked_is_said_and_served_as_ever(kind: Any, note: str) -> None:
+    torch.manual_seed(3)
+    plain, _ = trained(kind)
+    torch.compiler.reset()
+    torch.manual_seed(3)
+    found, step = trained(kind, verify=2)
+    assert any(n.startswith("verify: ") and note in n for n in collage_fx.report(step).notes)
+    if kind is not Noisy:  # compiled random numbers differ from run to run
+        assert all(torch.allclose(f, e, rtol=2**-7) for f, e in zip(found, plain, strict=True))
+    assert all(s.graph for s in collage_fx.report(step).states)
+
+
+def test_closures_and_hooks_are_not_run_twice() -> None:
+    (p,) = params(1)
+    calls = []
+
+    def closure() -> Tensor:
+        calls.append(1)
+        p.grad = torch.ones(7).bfloat16()
+        return torch.zeros(())
+
+    step = collage_fx.compile(torch.optim.SGD([p]), verify=1)
+    step(closure)
+    assert len(calls) == 1
+    assert any("closure" in note for note in collage_fx.report(step).notes)
+    optimizer = torch.optim.SGD([p])
+    optimizer.register_step_post_hook(lambda *_: calls.append(2))
+    step = collage_fx.compile(optimizer, verify=1)
+    step()
+    assert calls == [1, 2]
+    assert any("hooks" in note for note in collage_fx.report(step).notes)
+
+
+def test_bad_options_are_refused() -> None:
+    for wrong in (-1, True, "first"):
+        with pytest.raises(OptionError, match="verify"):
+            collage_fx.compile(torch.optim.SGD(params(1)), verify=wrong)
+    with pytest.raises(OptionError, match="optimizers"):
+        collage_fx.compile(lambda p: p.add_(1), verify=1)
+    with pytest.raises(Exception, match="verify"):
+        p = params(1)
+        p[0].grad = torch.ones(7).bfloat16()
+        torch.compile(torch.optim.SGD(p).step, backend="collage", options={"verify": 1})()
