@@ -21,10 +21,11 @@ from torch.compiler import set_stance
 from torch.optim import Optimizer
 
 from collage_fx.backend import Session
+from collage_fx.judge import TRIED
 from collage_fx.ownership import family, held_tensors, tensors_in
 from collage_fx.runtime.residuals import STORE
 from collage_fx.runtime.storage import kept
-from collage_fx.supervisor import TRIED, Supervisor
+from collage_fx.supervisor import Supervisor
 from collage_fx.twin import twin_of
 from collage_fx.watch import is_seen_by_others
 
@@ -60,7 +61,8 @@ class StepCheck:
         """
         self.done += 1
         exact = self._exact(optimizer, args, kwargs)
-        if exact is None:
+        if isinstance(exact, str):
+            self._note(exact)
             return run(*args, **kwargs)
         before, snapshot = values_of(optimizer), Snapshot(optimizer)
         calls = self.session.calls
@@ -91,24 +93,25 @@ class StepCheck:
         )
         return result
 
-    def _exact(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Values | None:
-        """Return what the step makes of a copy in float64; None if that is not to be known."""
+    def _exact(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Values | str:
+        """Return what the step makes of a copy in float64, or why that is not to be known."""
         if args or kwargs:
-            return self._note("steps with arguments, such as a closure, are not checked")
+            return "steps with arguments, such as a closure, are not checked"
         if is_seen_by_others(optimizer):
-            return self._note("steps with hooks are not checked, which would run twice")
+            return "steps with hooks are not checked, which would run twice"
         with torch.random.fork_rng(), set_stance("force_eager"):
             state = torch.get_rng_state()
             try:
                 twin = twin_of(optimizer, _in_float64)
                 types.MethodType(type(twin).step, twin)()
             except Exception as error:  # whatever code of the user's raises that wants 16 bits
-                return self._note(f"steps cannot be done in float64: {error}")
+                return f"steps cannot be done in float64: {error}"
             if not torch.equal(state, torch.get_rng_state()):
-                return self._note("steps that draw random numbers are not checked")
+                return "steps that draw random numbers are not checked"
         return values_of(twin)
 
     def _note(self, text: str) -> None:
+        """Have a report say why no more steps are checked."""
         self.left = 0
         self.session.notes.add(f"verify: {text}")
 

@@ -42,8 +42,8 @@ class Symbols:
             The inputs to compile it for: fake tensors and symbols; args, if it has no symbol.
         """
         env = getattr(self.fake_mode, "shape_env", None)
-        known = env is not None and all(x is not None for x in self.examples)
-        if not known or not (self.items or any(map(_symbolic, self.examples))):
+        symbolic = self.items or any(map(_symbolic, self.examples))
+        if env is None or not symbolic or any(x is None for x in self.examples):
             yield args
             return
         before, frozen = len(env.guards), env.frozen
