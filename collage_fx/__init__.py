@@ -3,13 +3,24 @@
 A backend for torch.compile that finds the states which an optimizer step carries from call to call,
 gives those that lose updates in bf16 or fp16 a residual, and rewrites their arithmetic as
 multi-component floats (Collage, arXiv 2405.03637).
+
+Importing it costs nothing and changes nothing: the public names are loaded when they are first
+asked for, since the compiler that they need takes seconds to import.
 """
 
-from collage_fx.api import compile, draws, load_residuals, report, residuals, value
-from collage_fx.config import CollageConfig
-from collage_fx.errors import CollageError, CollageWarning
-from collage_fx.explain import Explanation, explain
-from collage_fx.master import convert_residuals, load_master_weights, master_state_dict
+import importlib
+import sys
+from importlib.util import find_spec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collage_fx.api import compile, report
+    from collage_fx.config import CollageConfig
+    from collage_fx.errors import CollageError, CollageWarning
+    from collage_fx.explain import Explanation, explain
+    from collage_fx.master import convert_residuals, load_master_weights, master_state_dict
+    from collage_fx.values import draws, load_residuals, residuals, value
 
 __all__ = [
     "CollageConfig",
@@ -27,3 +38,45 @@ __all__ = [
     "residuals",
     "value",
 ]
+
+_HOMES = {
+    "api": ("compile", "report"),
+    "config": ("CollageConfig",),
+    "errors": ("CollageError", "CollageWarning"),
+    "explain": ("Explanation", "explain"),
+    "master": ("convert_residuals", "load_master_weights", "master_state_dict"),
+    "values": ("draws", "load_residuals", "residuals", "value"),
+}
+"""Module -> the public names that are defined there."""
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+
+
+if not TYPE_CHECKING:  # which would take every name for one that exists
+
+    def __getattr__(name: str) -> Any:
+        """Load a public name, or a module; from then on it is an ordinary attribute."""
+        module = f"{__name__}.{_HOME.get(name, name)}"
+        if name not in _HOME and (name.startswith("_") or not find_spec(module)):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = importlib.import_module(module)
+        if name in _HOME:
+            found = globals()[name] = getattr(found, name)
+        return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """Keeps `explain` and `report` the functions: importing the modules of these names sets them.
+
+    Nothing else asks for a module in this way; `from collage_fx.explain import ...` does not.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _HOME and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -145,7 +145,7 @@ class Session:
 _SESSIONS: dict[str, Session] = {}
 
 
-def collage(
+def _collage(
     gm: GraphModule,
     example_inputs: Sequence[Any],
     *,
@@ -167,7 +167,15 @@ def collage(
     return session(gm, example_inputs)
 
 
-watch.install(collage)
+def __getattr__(name: str) -> Any:
+    """Give the backend, `collage`, to who asks for it: torch.compile, before it traces anything.
+
+    Only from then on is there something to watch in the steps of optimizers.
+    """
+    if name != "collage":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    watch.install(_collage)
+    return _collage
 
 
 class _Step:

@@ -15,7 +15,6 @@ from torch.fx import GraphModule
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from collage_fx.api import value as full_value
 from collage_fx.backend import Compiled, Session
 from collage_fx.config import CollageConfig, split_options
 from collage_fx.fused import as_its_kernel
@@ -27,6 +26,7 @@ from collage_fx.runtime.errors import CollageError
 from collage_fx.runtime.storage import FINEST, STORAGES, Choice, chosen, kept
 from collage_fx.steps import compile_function, compile_optimizer, report_of
 from collage_fx.twin import twin_of, with_some_gradient
+from collage_fx.values import value as full_value
 
 
 @dataclass

@@ -3,6 +3,7 @@
 `fused=True`, sparse gradients and `.item()` make Dynamo run a step eagerly without a word, and a
 backend that is not called cannot say so. `collage_fx.compile` sees it from outside. For the backend
 string there are global hooks of Optimizer.step, at the moment when Dynamo traces through them.
+They are there from the moment when torch.compile looks the backend up.
 """
 
 import warnings
@@ -36,7 +37,9 @@ class _Watch:
 
 
 def install(backend: Any) -> None:
-    """Watch the optimizer steps that are compiled with this backend."""
+    """Watch the optimizer steps that are compiled with this backend. Idempotent."""
+    if _Watch.backend is not None:
+        return
     _Watch.backend = backend
     register_optimizer_step_pre_hook(_before)
     register_optimizer_step_post_hook(_after)
