@@ -13,6 +13,7 @@ from collage_fx.fused import as_its_kernel
 from collage_fx.ownership import family
 from collage_fx.report import Report
 from collage_fx.steps import compile_function, compile_optimizer, in_place, report_of
+from collage_fx.subject import subject_of
 
 
 def compile(
@@ -26,7 +27,9 @@ def compile(
 
     Args:
         optimizer_or_function: a torch.optim.Optimizer (its class may be the user's own), or a
-            function over tensors that updates some of them in place.
+            function over tensors that updates some of them in place. It may be a method, such as
+            `AveragedModel.update_parameters`, and update the tensors of its object; the `step` of
+            an optimizer stands for the optimizer.
         mode: a mode of torch.compile, for Inductor.
         carries: for a function that returns new states instead of updating its arguments: the names
             of the arguments that its first results take the place of, in order. With
@@ -43,20 +46,19 @@ def compile(
 
     Raises:
         OptionError: an option or value that does not exist.
-        TypeError: neither an optimizer nor callable.
+        SubjectError: a model, or anything else that is neither an optimizer nor a function.
     """
     config, inductor = split_options(options, mode)
-    if isinstance(optimizer_or_function, Optimizer):
-        optimizer = optimizer_or_function
+    subject = subject_of(optimizer_or_function)
+    if isinstance(subject, Optimizer):
+        optimizer = subject
         for one in family(optimizer):
             checkpoint.attach(one)
         config = as_its_kernel(config, options, optimizer)
         session = Session(config, inductor, optimizer=weakref.ref(optimizer))
         return compile_optimizer(optimizer, session)
-    if not callable(optimizer_or_function):
-        raise TypeError(f"expected an optimizer or a function, got {type(optimizer_or_function)}")
     session = Session(config, inductor, named=True)
-    plain = in_place(optimizer_or_function, tuple(carries))
+    plain = in_place(subject, tuple(carries))
     function = compile_function(plain, session)
     function._collage = (plain, options)  # type: ignore[attr-defined]
     return function
@@ -66,7 +68,8 @@ def report(step_or_optimizer: Callable[..., Any] | Optimizer) -> Report:
     """Say which engine served each carried state of a step, how often, and with what verdict.
 
     Args:
-        step_or_optimizer: what `collage_fx.compile` returned, or an optimizer whose `step` it is.
+        step_or_optimizer: what `collage_fx.compile` returned, an optimizer whose `step` it is, or
+            one that wraps such an optimizer and has it as its `optimizer`.
 
     Raises:
         CollageError: it was not made by `collage_fx.compile`.

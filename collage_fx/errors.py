@@ -10,6 +10,7 @@ from collage_fx.runtime.errors import (
     ResidualError,
     RuleError,
     StorageError,
+    SubjectError,
     UnsupportedError,
 )
 
@@ -23,5 +24,6 @@ __all__ = [
     "ResidualError",
     "RuleError",
     "StorageError",
+    "SubjectError",
     "UnsupportedError",
 ]

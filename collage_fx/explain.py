@@ -18,13 +18,14 @@ from torch.utils._pytree import tree_map
 from collage_fx.backend import Compiled, Session
 from collage_fx.config import CollageConfig, split_options
 from collage_fx.fused import as_its_kernel
-from collage_fx.ownership import owned_tensors
+from collage_fx.ownership import owned_tensors, tensors_of_callable
 from collage_fx.passes.program import LOW_PRECISION, Program, Rewritten, StatePlan
 from collage_fx.passes.sweep import SWEEPS
 from collage_fx.report import Served, place_of
 from collage_fx.runtime.errors import CollageError
 from collage_fx.runtime.storage import FINEST, STORAGES, Choice, chosen, kept
 from collage_fx.steps import compile_function, compile_optimizer, report_of
+from collage_fx.subject import innermost, name_of, step_made_here, subject_of
 from collage_fx.twin import twin_of, with_some_gradient
 from collage_fx.values import value as full_value
 
@@ -143,7 +144,8 @@ def explain(
     """Say what collage_fx would do to a step, without changing anything.
 
     Args:
-        optimizer_or_function: an optimizer, a step made by `collage_fx.compile`, or a function.
+        optimizer_or_function: an optimizer, or what wraps one and has it as its `optimizer`; a step
+            made by `collage_fx.compile`; or a function.
         *args: for a function, the arguments of one call; they are copied.
         **options: as for `collage_fx.compile`; by default those the step was compiled with.
 
@@ -154,6 +156,7 @@ def explain(
 
     Raises:
         OptionError: an option or value that does not exist.
+        SubjectError: a model, or anything else that is neither an optimizer nor a function.
         CollageError: the step cannot be run.
     """
     subject, step, known = _prepare(optimizer_or_function, args)
@@ -222,25 +225,20 @@ def _prepare(
 ) -> tuple[str, Callable[..., Any], dict[str, Any]]:
     """Return a name, a step on copies and the options it was compiled with."""
     options: dict[str, Any] = {}
-    given = subject
-    if isinstance(subject, Optimizer):  # whose step may have been assigned to it
-        given = vars(subject).get("step", subject)
-    session = getattr(given, "_collage", None)
+    session = getattr(step_made_here(subject, "_collage"), "_collage", None)
     if isinstance(session, Session):
         options = {**vars(session.config), **session.inductor}
         # A scheduler puts a function of its own around the step, with its attributes.
         subject = session.optimizer() or subject
     elif session is not None:
         subject, options = session
-    if isinstance(getattr(subject, "__self__", None), Optimizer):
-        subject = subject.__self__  # type: ignore[union-attr]
+    subject = subject_of(innermost(subject))
     if isinstance(subject, Optimizer):
         twin = twin_of(subject, torch.clone)
         with_some_gradient(twin)
         return type(subject).__name__, types.MethodType(type(twin).step, twin), options
-    if not callable(subject):
-        raise TypeError(f"expected an optimizer or a function, got {type(subject)}")
-    return getattr(subject, "__name__", repr(subject)), subject, options
+    owned = any(True for _ in tensors_of_callable(subject))  # which a copy of it has too
+    return name_of(subject), copy.deepcopy(subject) if owned else subject, options
 
 
 def _copied(args: tuple[Any, ...]) -> Any:

@@ -1,5 +1,6 @@
 """Which optimizer a tensor belongs to, and what it is called there."""
 
+import functools
 import gc
 import inspect
 import re
@@ -10,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.fx import Node
+from torch.nn import Module
 from torch.optim import SGD, Optimizer
 
 from collage_fx.passes.program import Owner
@@ -188,6 +190,34 @@ def argument_tensors(
     for path, tensor in tensors_in({**named, **kwargs}):
         name = re.sub(r"\.(\d+)", r"[\1]", path)
         yield Owned(shard_of(tensor), 0, -1, path, name, of_optimizer=False)
+
+
+def without_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what functools.partial was given."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
+def tensors_of_callable(function: Callable[..., Any]) -> Iterator[Owned]:
+    """Yield the tensors of the object whose method a function is, or which is called itself.
+
+    Of a module they are its parameters: `AveragedModel.update_parameters` updates these. Of
+    functools.partial also those that it passes on.
+    """
+    given: dict[str, Any] = {}
+    while isinstance(function, functools.partial):
+        given.update({f"args[{i}]": a for i, a in enumerate(function.args)}, **function.keywords)
+        function = function.func
+    owner = getattr(function, "__self__", None if inspect.isroutine(function) else function)
+    if isinstance(owner, Optimizer):
+        yield from held_tensors(owner)
+    elif isinstance(owner, Module):
+        given.update(owner.named_parameters())
+    else:
+        given.update(getattr(owner, "__dict__", {}))
+    for path, tensor in tensors_in(given):
+        yield Owned(shard_of(tensor), 0, -1, path, path, of_optimizer=False)
 
 
 def tensors_in(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:

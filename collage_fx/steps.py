@@ -20,11 +20,12 @@ from collage_fx.errors import CollageError, OptionError
 from collage_fx.fused import is_fused, note_of, traceable, unscaling
 from collage_fx.garbage import FIRST, no_full_collection
 from collage_fx.held import Held, HeldBy
-from collage_fx.ownership import Owned, argument_tensors
+from collage_fx.ownership import Owned, argument_tensors, tensors_of_callable
 from collage_fx.report import Report, place_of
 from collage_fx.representatives import Representatives
 from collage_fx.step_check import StepCheck
 from collage_fx.storm import Storm, symbolic_math
+from collage_fx.subject import name_of, step_made_here
 from collage_fx.supervisor import Supervisor
 
 RECOMPILE_LIMIT = 256
@@ -72,16 +73,15 @@ def compile_function(function: Callable[..., Any], session: Session) -> Callable
     if session.config.verify:
         raise OptionError("verify=n checks the steps of optimizers, not calls of functions")
     arguments: list[Owned] = []
-    name = getattr(function, "__name__", repr(function))
     names = _argument_names(function)
     supervisor = Supervisor(
-        session.config, Held(lambda: arguments), session.warn_once, name, keeps=False
+        session.config, Held(lambda: arguments), session.warn_once, name_of(function), keeps=False
     )
     run = _supervised(function, session, supervisor)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        arguments[:] = argument_tensors(names, args, kwargs)
+        arguments[:] = [*argument_tensors(names, args, kwargs), *tensors_of_callable(function)]
         try:
             return run(*args, **kwargs)
         finally:
@@ -117,6 +117,7 @@ def _supervised(
     compiled = torch.compile(plain, backend=session)
     session.supervisor = weakref.ref(supervisor)
     storm = Storm(session, supervisor)
+    is_closure = _is_function if few is None else callable
 
     @disable  # where the whole training step is compiled
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -125,7 +126,7 @@ def _supervised(
             calm = calm and not session.begins_untraced()
             # A closure runs the model, eagerly or as the user compiled it: no part of the step.
             args, kwargs = tree_map(
-                lambda a: disable(engine.suspended(a)) if callable(a) else a, (args, kwargs)
+                lambda a: disable(engine.suspended(a)) if is_closure(a) else a, (args, kwargs)
             )
             # All optimizers of a class share one function, whose graphs Dynamo counts together: its
             # default limit of 8 is soon reached.
@@ -142,6 +143,11 @@ def _supervised(
                 return few.step(compiled, args, kwargs)
 
     return run
+
+
+def _is_function(argument: Any) -> bool:
+    """Tell whether an argument is a function, and no model or other object that can be called."""
+    return inspect.isroutine(argument) or isinstance(argument, functools.partial)
 
 
 def in_place(function: Callable[..., Any], carries: tuple[str, ...]) -> Callable[..., Any]:
@@ -180,12 +186,10 @@ def report_of(step: Any) -> Report:
 
     Raises CollageError for any other.
     """
-    if isinstance(step, Optimizer):
-        step = step.step
-    made: Callable[[], Report] | None = getattr(step, "_report", None)
+    made = step_made_here(step, "_report")
     if made is None:
         raise CollageError(f"{step!r} was not made by collage_fx.compile, which keeps the record")
-    return made()
+    return made._report()  # type: ignore[no-any-return]
 
 
 def _report(supervisor: Supervisor, session: Session) -> Report:

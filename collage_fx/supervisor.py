@@ -196,8 +196,6 @@ class Supervisor:
             clear_stale([(write.tensor, residual)])
             write.shadow.made = residual.components
 
-    # Compiled graphs within the step.
-
     @contextmanager
     def graph(
         self, written: list[tuple[Tensor, StatePlan]], args: tuple[Any, ...]
@@ -267,7 +265,10 @@ class Supervisor:
 
     def _account(self, written: list[tuple[Tensor, StatePlan]]) -> None:
         for tensor, plan in written:
+            write = None if self.engine.asleep else self._write_of(tensor)
             served = self.by_id.get(id(tensor)) or self.served.get(tensor)
+            if served is None and write is not None and write.shadow.same(tensor):
+                served = self.served[write.tensor]  # p.detach() in the place of p
             new = served is None
             if served is None:
                 served = self.served[tensor] = Served(plan.name, tensor.dtype, plan.shape)
@@ -280,7 +281,6 @@ class Supervisor:
             if not served.compensated or residual is None:
                 served.compensated, served.reason = plan.compensated, plan.reason
                 served.recurrence = plan.recurrence
-            write = self._write_of(tensor)
             if write is not None:
                 write.version, write.wrote = version(tensor), False
                 write.shadow.made = None if residual is None else residual.components
@@ -302,7 +302,7 @@ class Supervisor:
         if unaccounted:
             self._warn_unaccounted(unaccounted)
             self.quiet, self.eager_only = False, True
-        if self.steps == TRIED or not self.states:
+        if (self.steps == TRIED and not self.eager_only) or not self.states:
             self._say_if_nothing_was_needed()
         self.engine.dither.clear()
         if not self.keeps:

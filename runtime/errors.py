@@ -12,6 +12,10 @@ class OptionError(CollageError, ValueError):
     """An option, or a value of one, that does not exist."""
 
 
+class SubjectError(OptionError, TypeError):
+    """Something that is neither an optimizer nor a function that updates tensors."""
+
+
 class CheckpointError(CollageError, ValueError):
     """Residuals in a checkpoint that do not fit the optimizer that loads them."""
 
