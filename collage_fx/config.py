@@ -58,9 +58,10 @@ class CollageConfig:
     """Which carried states get residuals: `light` (parameters), `plus` (and states whose decay
     rounds away, such as Adam's second moment), `auto` (parameters and what the analysis finds
     critical), `all`."""
-    arithmetic: Arithmetic = "eft"
-    """`eft`: each operation on the carried path in the state's own dtype with its error caught, as
-    in the Collage paper. `wide`: the step in fp32 registers, split once at the store."""
+    arithmetic: Arithmetic | None = None
+    """`eft`, the default: each operation on the carried path in the state's own dtype with its
+    error caught, as in the Collage paper. `wide`: the step in fp32 registers, split once at the
+    store."""
     storage: Choice = "mcf2"
     """How an expansion is laid out in memory. `mcf2`: hi and lo in the state's dtype, 17 bits in
     bf16. `remainder16`: bf16 and the int16 that fp32 has beyond, exactly fp32 in four bytes.
@@ -87,7 +88,7 @@ class CollageConfig:
     """Whether the last residual of a state is rounded up or down by chance, so that updates too
     small for its storage are kept on average, down to the 2^-24 of a value that fp32 keeps, in
     which they are computed; for storages `mcf2` and `ulp8`, with arithmetic `wide`, which it
-    implies."""
+    implies: `eft` beside it is an error."""
     seed: int = 0
     """What chance begins with. Checkpoints hold how far it has come."""
     verify: int = 0
@@ -97,6 +98,13 @@ class CollageConfig:
     of parameters, gradients and states. With `collage_fx.compile` of an optimizer only."""
 
     def __post_init__(self) -> None:
+        if self.stochastic_rounding and self.arithmetic == "eft":
+            raise OptionError(
+                "stochastic_rounding=True with arithmetic='eft', where each operation is rounded to "
+                "nearest; leave arithmetic out, or pass arithmetic='wide'"
+            )
+        if self.arithmetic is None:
+            object.__setattr__(self, "arithmetic", "wide" if self.stochastic_rounding else "eft")
         for name, allowed in _ALLOWED.items():
             value = getattr(self, name)
             if value not in allowed:
@@ -120,7 +128,7 @@ class CollageConfig:
     def wide(self) -> bool:
         """Whether the step is computed in fp32 registers: as asked for, or as the storage needs."""
         known = self.storage in EXPANSIONS
-        return self.arithmetic == "wide" or not known or self.stochastic_rounding
+        return self.arithmetic == "wide" or not known
 
     def rounds_by_chance(self, storage: str) -> bool:
         """Tell whether the last residual of a storage is rounded by chance."""
@@ -132,7 +140,7 @@ class CollageConfig:
         """The part of the configuration that the passes see."""
         return Settings(
             self.level,
-            "wide" if self.stochastic_rounding else self.arithmetic,
+            "wide" if self.arithmetic == "wide" else "eft",
             self.storage,
             self.on_unsupported,
             self.states,

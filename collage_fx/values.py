@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from collage_fx.ownership import live_optimizers, owners_of
-from collage_fx.runtime.residuals import STORE, Residual, storage_of
+from collage_fx.runtime.residuals import STORE, Residual, checksum, storage_of
 from collage_fx.runtime.shards import shard_of, sharded_like
 
 
@@ -15,7 +15,8 @@ def residuals(tensor: Tensor) -> tuple[Tensor, ...]:
 
     Each has the shape and device of tensor, and the dtype that its storage says: that of tensor
     for `mcf2`, whose value is the sum of both. A residual whose tensor was written since from
-    outside does not count; the next step clears it.
+    outside does not count, nor does that of a checkpoint beside other values than it was saved
+    with; the next step clears it.
     """
     residual = _present(tensor)
     components = () if residual is None else residual.components
@@ -65,9 +66,10 @@ def _present(tensor: Tensor) -> Residual | None:
     """Return the residual of tensor if it belongs to its present value."""
     tensor = shard_of(tensor)
     residual = STORE.get(tensor)
-    if residual is None or residual.expected_checksum is not None or residual.belongs(tensor):
-        return residual
-    return None
+    if residual is None or residual.expected_checksum is None:
+        return residual if residual is not None and residual.belongs(tensor) else None
+    # It stays what it is: the values that it was saved with may be loaded after it.
+    return residual if int(checksum(tensor)) == residual.expected_checksum else None
 
 
 def _name_of(tensor: Tensor) -> str:

@@ -216,6 +216,26 @@ def test_checkpoint_that_does_not_fit_is_refused_before_anything_is_loaded(
     assert not optimizer.state
 
 
+def test_residuals_of_a_checkpoint_do_not_count_beside_other_values(
+    uninterrupted: tuple[Path, list[Tensor]],
+) -> None:
+    checkpoint = torch.load(uninterrupted[0], weights_only=True)
+    model = make(seed=5)
+    optimizer = adamw(model)
+    compiled(optimizer, "compile")
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    for p in model.parameters():
+        assert collage_fx.residuals(p) == ()
+        assert torch.equal(collage_fx.value(p), p.detach().double())
+        v = optimizer.state[p]["exp_avg_sq"]  # which came with them
+        assert collage_fx.residuals(v) and not torch.equal(collage_fx.value(v), v.double())
+    model.load_state_dict(checkpoint["model"])
+    for p in model.parameters():
+        (lo,) = collage_fx.residuals(p)
+        assert bool(lo.any())
+        assert torch.equal(collage_fx.value(p), p.detach().double() + lo.double())
+
+
 def test_residual_goes_with_its_tensor() -> None:
     import gc
 

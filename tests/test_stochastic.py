@@ -183,3 +183,15 @@ def test_storages_that_round_nothing_are_refused_and_seeds_are_integers() -> Non
         collage_fx.compile(lambda p: p, seed=1.5)
     with pytest.raises(OptionError, match="stochastic_rounding='yes'"):
         collage_fx.compile(lambda p: p, stochastic_rounding="yes")
+
+
+def test_arithmetic_that_rounds_to_nearest_is_refused_at_once() -> None:
+    for storage in ("mcf2", "ulp8"):
+        options: dict[str, Any] = {"storage": storage, "stochastic_rounding": True}
+        with pytest.raises(OptionError, match=r"arithmetic='eft'.*pass arithmetic='wide'"):
+            collage_fx.compile(lambda p: p, arithmetic="eft", **options)
+        wide = collage_fx.CollageConfig(**options)
+        assert wide == collage_fx.CollageConfig(arithmetic="wide", **options)
+        assert wide.settings.arithmetic == "wide" and wide.wide
+    assert collage_fx.CollageConfig().arithmetic == "eft"
+    assert collage_fx.CollageConfig(arithmetic="eft") == collage_fx.CollageConfig()
