@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from collage_fx import checkpoint
+from collage_fx import checkpoint, plainly
 from collage_fx.backend import Session
 from collage_fx.config import split_options
 from collage_fx.fused import as_its_kernel
@@ -55,6 +55,7 @@ def compile(
         for one in family(optimizer):
             checkpoint.attach(one)
         config = as_its_kernel(config, options, optimizer)
+        plainly.watch(family(optimizer))
         session = Session(config, inductor, optimizer=weakref.ref(optimizer))
         return compile_optimizer(optimizer, session)
     session = Session(config, inductor, named=True)

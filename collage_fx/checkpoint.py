@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from collage_fx.copies import carry_over
 from collage_fx.ownership import PARAM, owned_tensors, tensors_in
 from collage_fx.runtime.errors import CheckpointError, CollageWarning, ResidualError
 from collage_fx.runtime.residuals import STORE, check_components, checksum, clear_stale
@@ -29,14 +30,17 @@ _ATTACHED: WeakSet[Optimizer] = WeakSet()
 def attach(optimizer: Optimizer) -> None:
     """Make state_dict() of the optimizer hold its residuals and load_state_dict() restore them.
 
-    Residuals that a checkpoint left in the parameter groups before are taken over. Idempotent.
+    Residuals that a checkpoint left in the parameter groups before are taken over. Copies of the
+    optimizer are like it in this. Idempotent.
     """
     if optimizer in _ATTACHED or not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
         return  # the latter wraps another optimizer, and has never been an Optimizer of its own
     _ATTACHED.add(optimizer)
-    optimizer.register_state_dict_post_hook(_save)
-    optimizer.register_load_state_dict_pre_hook(_check)
-    optimizer.register_load_state_dict_post_hook(_load)
+    carry_over(optimizer)
+    if _save not in optimizer._optimizer_state_dict_post_hooks.values():  # as in a copy
+        optimizer.register_state_dict_post_hook(_save)
+        optimizer.register_load_state_dict_pre_hook(_check)
+        optimizer.register_load_state_dict_post_hook(_load)
     if any(group.get(ENTRY) for group in optimizer.param_groups):
         _adopt(optimizer)
 

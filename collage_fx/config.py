@@ -100,7 +100,7 @@ class CollageConfig:
     def __post_init__(self) -> None:
         if self.stochastic_rounding and self.arithmetic == "eft":
             raise OptionError(
-                "stochastic_rounding=True with arithmetic='eft', where each operation is rounded to "
+                "stochastic_rounding=True with arithmetic='eft', which rounds each operation to "
                 "nearest; leave arithmetic out, or pass arithmetic='wide'"
             )
         if self.arithmetic is None:

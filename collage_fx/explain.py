@@ -1,5 +1,6 @@
 """`explain`: what is compensated, what not and why, and the graphs before and after."""
 
+import copy
 import inspect
 import types
 import warnings

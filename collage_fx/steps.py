@@ -14,13 +14,13 @@ from torch.compiler import disable
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from collage_fx import nested
+from collage_fx import nested, plainly
 from collage_fx.backend import Session
 from collage_fx.errors import CollageError, OptionError
 from collage_fx.fused import is_fused, note_of, traceable, unscaling
 from collage_fx.garbage import FIRST, no_full_collection
 from collage_fx.held import Held, HeldBy
-from collage_fx.ownership import Owned, argument_tensors, tensors_of_callable
+from collage_fx.ownership import Owned, argument_tensors, family, tensors_of_callable
 from collage_fx.report import Report, place_of
 from collage_fx.representatives import Representatives
 from collage_fx.step_check import StepCheck
@@ -54,6 +54,8 @@ def compile_optimizer(optimizer: Optimizer, session: Session) -> Callable[..., A
 
     @functools.wraps(type(optimizer).step)
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if not supervisor.steps:
+            plainly.called(family(self))
         optimizer = _alive(reference)
         done = run_fused if is_fused(optimizer) else run
         if check.wanted:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from collage_fx.ownership import tensors_in
+from collage_fx.ownership import owned_tensors, tensors_in
+from collage_fx.runtime.residuals import STORE
 
 
 def twin_of(optimizer: Optimizer, convert: Callable[[Tensor], Tensor]) -> Optimizer:
@@ -26,6 +27,9 @@ def twin_of(optimizer: Optimizer, convert: Callable[[Tensor], Tensor]) -> Optimi
     for state in optimizer.state.values():
         memo |= {id(t): convert(t).detach() for _, t in tensors_in(state) if id(t) not in memo}
     twin = copy.deepcopy(optimizer, memo)
+    for owned in owned_tensors(twin):  # what is found out is not to rest on residuals that there are
+        if STORE.get(owned.tensor) is not None:
+            STORE.drop(owned.tensor)
     for name, value in vars(optimizer).items():
         if name not in vars(twin) and name != "step":  # what Optimizer.__getstate__ leaves out
             setattr(twin, name, copy.deepcopy(value, memo))

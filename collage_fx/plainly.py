@@ -1,0 +1,71 @@
+"""Notice an optimizer that takes plain steps while what was compiled for it is never called."""
+
+import warnings
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch.optim import Optimizer
+
+from collage_fx.runtime.errors import CollageWarning
+
+_HOOKS = "_optimizer_step_post_hooks"
+_KEY = "collage_fx"
+_CALLED: "WeakSet[Optimizer]" = WeakSet()
+"""Optimizers whose compiled step was called."""
+_SAID: "WeakSet[Optimizer]" = WeakSet()
+
+
+def watch(optimizers: list[Optimizer]) -> None:
+    """Warn of the first plain step of one of these, unless the compiled step is called before.
+
+    The hook knows nothing of the compiled step, which may well be gone: that is the usual mistake.
+    """
+    for optimizer in optimizers:
+        if optimizer not in _CALLED and hasattr(optimizer, _HOOKS):
+            getattr(optimizer, _HOOKS)[_KEY] = _compiled_in_vain
+
+
+def watch_copy(hooks: Any) -> Any:
+    """Add to the hooks of a copy, whose original has residuals, one that warns; return them."""
+    hooks[_KEY] = _not_compiled
+    return hooks
+
+
+def called(optimizers: list[Optimizer]) -> None:
+    """Watch these no longer: their compiled step is being called."""
+    for optimizer in optimizers:
+        _CALLED.add(optimizer)
+        getattr(optimizer, _HOOKS, {}).pop(_KEY, None)
+
+
+def _compiled_in_vain(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    name = type(optimizer).__name__
+    _warn_once(
+        optimizer,
+        f"{name}.step was called, without compensation, and the step that collage_fx.compile made "
+        f"for it never was: assign that, as in optimizer.step = collage_fx.compile(optimizer), or "
+        "call it",
+    )
+
+
+def _not_compiled(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    name = type(optimizer).__name__
+    _warn_once(
+        optimizer,
+        f"a copy of {name} took a step without compensation: it has the residuals of its original, "
+        "and not the step that was compiled; compile the copy too, as in "
+        "optimizer.step = collage_fx.compile(optimizer)",
+    )
+
+
+def _warn_once(optimizer: Optimizer, message: str) -> None:
+    # Checkpoints are primed by a step with a rate of zero, which makes the states.
+    idle = all(float(group.get("lr", 1)) == 0 for group in optimizer.param_groups)
+    if not idle and optimizer not in _SAID:
+        _SAID.add(optimizer)
+        warnings.warn(f"collage_fx: {message}", CollageWarning, stacklevel=4)
