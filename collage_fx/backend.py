@@ -136,7 +136,7 @@ class Session:
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one Dynamo graph; the callable that a Dynamo backend returns."""
-        watch.count_graph()
+        watch.count_graph(supervised=self.supervisor() is not None)
         self.graphs += 1
         one_denominator(gm)
         return _Step(self, gm, example_inputs)

@@ -2,11 +2,16 @@
 
 `fused=True`, sparse gradients and `.item()` make Dynamo run a step eagerly without a word, and a
 backend that is not called cannot say so. `collage_fx.compile` sees it from outside. For the backend
-string there are global hooks of Optimizer.step, at the moment when Dynamo traces through them.
-They are there from the moment when torch.compile looks the backend up.
+string there are global hooks of Optimizer.step, at the moment when Dynamo traces through them, and
+a filter of Dynamo's log: nothing else tells that it gives up on a function which a step calls. All
+of these come when torch.compile looks the backend up.
 """
 
+import logging
+import sys
 import warnings
+from collections import Counter
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -24,6 +29,8 @@ from torch.optim.optimizer import (
 from collage_fx.ownership import live_optimizers
 from collage_fx.runtime.errors import CollageWarning
 
+_LOG = logging.getLogger("torch._dynamo.convert_frame")
+
 
 class _Watch:
     """What has been seen of the step being traced."""
@@ -34,6 +41,10 @@ class _Watch:
     """How many graphs that backend has been given."""
     graphs_before = 0
     warned: set[str] = set()  # noqa: RUF012 - one watch per process
+    functions: Counter[str] = Counter()  # noqa: RUF012
+    """The functions that graphs of that backend are of, as Dynamo's log has them: how many."""
+    gave_up: set[str] = set()  # noqa: RUF012
+    """The classes of optimizers on which Dynamo is known to have given up."""
 
 
 def install(backend: Any) -> None:
@@ -43,6 +54,7 @@ def install(backend: Any) -> None:
     _Watch.backend = backend
     register_optimizer_step_pre_hook(_before)
     register_optimizer_step_post_hook(_after)
+    _LOG.addFilter(_read_log)
 
 
 def is_seen_by_others(optimizer: Optimizer) -> bool:
@@ -56,9 +68,20 @@ def is_seen_by_others(optimizer: Optimizer) -> bool:
     return any(hook not in (_before, _after) for hook in hooks)
 
 
-def count_graph() -> None:
-    """Note that the watched backend was given a graph."""
+def count_graph(*, supervised: bool) -> None:
+    """Note that the backend was given a graph.
+
+    Args:
+        supervised: whether an eager engine does what is not compiled.
+    """
     _Watch.graphs += 1
+    code = _traced_code()
+    if code is not None and not supervised:
+        function = f"{code.co_name!r} ({code.co_filename}:{code.co_firstlineno})"
+        _Watch.functions[function] += 1
+        silent = not _LOG.isEnabledFor(logging.WARNING)
+        if silent and _Watch.functions[function] == dynamo_config.recompile_limit:
+            _warn_of_limit(f"what needs another graph of {function} runs", "recompile_limit", "it")
 
 
 def has_gradient(optimizer: Optimizer) -> bool:
@@ -90,11 +113,40 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _trace_begins()
     elif get_eval_frame_callback() is False and _Watch.graphs:
         # False, not None: within a compiled function, but Dynamo may only run what it has.
-        _warn_once(
-            f"the step of {type(optimizer).__name__} ran without compensation: torch.compile gave "
-            f"up after torch._dynamo.config.recompile_limit = {dynamo_config.recompile_limit} "
-            "graphs of one function; raise it, or use collage_fx.compile, which does"
-        )
+        name = type(optimizer).__name__
+        if name not in _Watch.gave_up:
+            _warn_of_limit(f"the step of {name} ran", "recompile_limit", "one function")
+
+
+def _read_log(record: logging.LogRecord) -> bool:
+    """Warn where Dynamo gives up on a function of which it has made graphs for the backend."""
+    if str(record.msg).startswith("torch._dynamo hit config."):
+        limit, _, function = (str(arg) for arg in (*record.args, "", "", "")[:3])  # type: ignore[misc]
+        if function in _Watch.functions:
+            name = _stepping()
+            _Watch.gave_up.add(name)
+            who = f"a part of the step of {name}" if name else "a compiled function"
+            _warn_of_limit(f"{who}, {function}, runs", limit, "it")
+    return True
+
+
+def _stepping() -> str:
+    """Return the class of the optimizer whose step is running; empty if none is."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if issubclass(type(owner), Optimizer):
+            return type(owner).__name__
+        frame = frame.f_back
+    return ""
+
+
+def _warn_of_limit(what: str, limit: str, function: str) -> None:
+    value = getattr(dynamo_config, limit, "unknown")
+    _warn_once(
+        f"{what} without compensation: torch.compile gave up after torch._dynamo.config.{limit} = "
+        f"{value} graphs of {function}; raise it, or use collage_fx.compile, which does"
+    )
 
 
 def _warn_once(message: str) -> None:
@@ -110,11 +162,16 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def traced_function() -> str:
     """Return the name of the function that Dynamo traces now; empty if it traces none."""
+    code = _traced_code()
+    return code.co_name if code is not None else ""
+
+
+def _traced_code() -> CodeType | None:
     try:
         tx = InstructionTranslator.current_tx()
     except AttributeError:
-        return ""
-    return str(tx.f_code.co_name)
+        return None
+    return tx.f_code
 
 
 # Dynamo calls functions with this mark while it traces, and puts their result into the graph.
