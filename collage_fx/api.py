@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from collage_fx import checkpoint, plainly
 from collage_fx.backend import Session
 from collage_fx.config import split_options
+from collage_fx.delegated import compile_held, held_by
 from collage_fx.fused import as_its_kernel
 from collage_fx.ownership import family
 from collage_fx.report import Report
@@ -29,7 +30,8 @@ def compile(
         optimizer_or_function: a torch.optim.Optimizer (its class may be the user's own), or a
             function over tensors that updates some of them in place. It may be a method, such as
             `AveragedModel.update_parameters`, and update the tensors of its object; the `step` of
-            an optimizer stands for the optimizer.
+            an optimizer stands for the optimizer. Of optimizers of torch.distributed, such as
+            ZeroRedundancyOptimizer, the one that they hold is compiled.
         mode: a mode of torch.compile, for Inductor.
         carries: for a function that returns new states instead of updating its arguments: the names
             of the arguments that its first results take the place of, in order. With
@@ -52,6 +54,9 @@ def compile(
     subject = subject_of(optimizer_or_function)
     if isinstance(subject, Optimizer):
         optimizer = subject
+        if held := held_by(optimizer):
+            steps = [compile(one, mode=mode, **options) for one in held]
+            return compile_held(optimizer, held, steps)
         for one in family(optimizer):
             checkpoint.attach(one)
         config = as_its_kernel(config, options, optimizer)

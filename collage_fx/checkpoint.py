@@ -45,6 +45,25 @@ def attach(optimizer: Optimizer) -> None:
         _adopt(optimizer)
 
 
+def attach_around(optimizer: Optimizer) -> None:
+    """Make an optimizer that gathers the states of others say that it gathers no residuals."""
+    if optimizer not in _ATTACHED:
+        _ATTACHED.add(optimizer)
+        optimizer.register_state_dict_post_hook(_save_nothing)
+        optimizer.register_load_state_dict_post_hook(_load)
+
+
+def _save_nothing(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    name = type(optimizer).__name__
+    warnings.warn(
+        f"collage_fx: state_dict() of {name} holds no residuals; that of the optimizer within it "
+        "does (optimizer.optim.state_dict()), in each process those of its parameters: save and "
+        "load it there",
+        CollageWarning,
+        stacklevel=3,
+    )
+
+
 def _save(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """Add the residuals: {parameter index: {state key: storage, components, checksum}}."""
     entries: list[dict[str, Any]] = []

@@ -29,12 +29,14 @@ from collage_fx.operands import (
 from collage_fx.passes.eager import Traced, supports
 from collage_fx.passes.forms import CURVED
 from collage_fx.passes.overloads import (
+    COLLECTIVE,
     TURNS,
     computes,
     each,
     functional,
     is_foreach,
     overwrites,
+    received,
     written,
 )
 from collage_fx.passes.program import Settings
@@ -124,6 +126,8 @@ class Engine(TorchDispatchMode):
             return self._turn(func, args, kwargs)
         if func is aten._to_copy.default and kwargs.get("dtype") is torch.bfloat16:
             args = (self._undithered(args[0]), *args[1:])
+        if func.namespace in COLLECTIVE:
+            return self._communicate(func, args, kwargs)
         names = written(func)
         if names:
             return self._write(func, names, args, kwargs)
@@ -196,6 +200,25 @@ class Engine(TorchDispatchMode):
         else:
             self.writer.one(func, op, target, args, kwargs)
         return target
+
+    def _communicate(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Let a collective operation have the tensors themselves, not knowing of low words.
+
+        It may be asynchronous: what it receives is written, in the very memory, after it returns.
+        """
+        targets = list(tensors_of(received(func, args, kwargs)))
+        operands = list(tensors_of((args, kwargs)))
+        traced = func.namespace != "c10d" and "wait_tensor" not in func._opname
+        self.writer.loses_low(operands if traced else targets)
+        self._enlist(targets)
+        result = func(*args, **kwargs)
+        for target in targets:
+            self.writer.received(target)
+        forms = {k: CURVED for t in operands if (s := self.shadows.find(t)) for k in s.forms}
+        if traced and forms and not targets:
+            for one in tensors_of(result):
+                self.shadows.add(one, None, forms)
+        return result
 
     def _enlist(self, targets: Any) -> None:
         """Prepare the states among targets; a 16-bit tensor that is not known may be a new one."""

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 
 from collage_fx.backend import Compiled, Session
 from collage_fx.config import CollageConfig, split_options
+from collage_fx.delegated import held_by
 from collage_fx.fused import as_its_kernel
 from collage_fx.ownership import owned_tensors, tensors_of_callable
 from collage_fx.passes.program import LOW_PRECISION, Program, Rewritten, StatePlan
@@ -235,6 +236,7 @@ def _prepare(
         subject, options = session
     subject = subject_of(innermost(subject))
     if isinstance(subject, Optimizer):
+        subject = next(iter(held_by(subject)), subject)
         twin = twin_of(subject, torch.clone)
         with_some_gradient(twin)
         return type(subject).__name__, types.MethodType(type(twin).step, twin), options

@@ -71,6 +71,9 @@ class Watcher(Protocol):
     returned: set[int]
     """The ids of what compiled graphs have returned in this step."""
 
+    def warn(self, message: str) -> None:
+        """Warn of something, once."""
+
     def wake(self) -> None:
         """Find the states: called before the first operation of a step that began asleep."""
 

@@ -27,7 +27,7 @@ def twin_of(optimizer: Optimizer, convert: Callable[[Tensor], Tensor]) -> Optimi
     for state in optimizer.state.values():
         memo |= {id(t): convert(t).detach() for _, t in tensors_in(state) if id(t) not in memo}
     twin = copy.deepcopy(optimizer, memo)
-    for owned in owned_tensors(twin):  # what is found out is not to rest on residuals that there are
+    for owned in owned_tensors(twin):  # whose residuals have been copied too
         if STORE.get(owned.tensor) is not None:
             STORE.drop(owned.tensor)
     for name, value in vars(optimizer).items():

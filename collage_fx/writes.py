@@ -13,7 +13,7 @@ from collage_fx.passes.eager import Forms, Traced
 from collage_fx.passes.forms import CURVED, Form
 from collage_fx.passes.overloads import is_foreach, overwrites
 from collage_fx.passes.program import LOW_PRECISION, value_of
-from collage_fx.runtime.residuals import version
+from collage_fx.runtime.residuals import STORE, version
 from collage_fx.runtime.storage import Storage, layout_of
 from collage_fx.runtime.storage import whole as join_whole
 from collage_fx.shadows import Shadow, Shadows, has_memory
@@ -150,6 +150,22 @@ class Writer:
                 self._wrote(tensor, shadow, lows, forms)
         written = {id(w): t for t in before if (w := wide.get(id(t))) is not None}
         return tree_map(lambda r: written.get(id(r), r), result)
+
+    def loses_low(self, tensors: list[Tensor]) -> None:
+        """Warn if one of these, about to be exchanged with other processes, has a low word."""
+        for shadow in filter(None, map(self.shadows.find, tensors)):
+            write = self.writes.get(shadow)
+            written = write is not None and (write.wrote or STORE.get(write.tensor) is not None)
+            if written or (write is None and shadow.lows is not None):
+                self.supervisor.warn(
+                    "the step gets states that it has computed from other processes, by a "
+                    "collective operation that carries their high words: their residuals begin "
+                    "anew each time"
+                )
+
+    def received(self, dest: Tensor) -> None:
+        """Note that a tensor got its value, the high word, from other processes."""
+        self._wrote(dest, self.shadows.find(dest), None, {})
 
     def _unknown(self, operands: list[Tensor], tensor: Tensor, name: str, kwargs: Any) -> Forms:
         """Return the forms of what an operation without a rule wrote to an argument."""

@@ -31,6 +31,30 @@ def written(op: OpOverload) -> tuple[str, ...]:
     )
 
 
+COLLECTIVE = frozenset({"c10d", "c10d_functional", "_c10d_functional"})
+"""Namespaces of operations that communicate: as they are called, and as Dynamo traces them."""
+
+
+def received(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments that a collective operation writes, which the schemas of c10d hide.
+
+    Who sends what all others receive writes nothing.
+    """
+    names = [a.name for a in op._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if op.namespace != "c10d":
+        return [given[name] for name in written(op)]
+    if op._opname in ("send", "barrier"):
+        return []
+    if op._opname == "broadcast_":
+        group = torch.distributed.ProcessGroup.unbox(given["process_group"])
+        if group.rank() == given["root_rank"]:
+            return []
+    return [
+        value for name, value in given.items() if name == "tensors" or name.startswith("output")
+    ]
+
+
 @cache
 def is_foreach(op: OpOverload) -> bool:
     """Tell whether op does one operation for each tensor of a list."""

@@ -1,0 +1,161 @@
+"""Steps that communicate, in two processes: what each sends and receives, and what it keeps."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tensors import with_grads
+from torch import Tensor
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.multiprocessing.spawn import spawn
+
+import collage_fx
+from collage_fx.errors import CollageWarning
+
+RANKS, STEPS, LR = 2, 20, 1e-2
+KINDS = ("zero", "assigned", "alike", "shared", "in turn")
+
+
+def params() -> list[Tensor]:
+    return [(torch.arange(1, 5 + k) / 4).bfloat16().requires_grad_() for k in range(4)]
+
+
+def train(step: Any, given: list[Tensor], steps: int = STEPS) -> list[str]:
+    """Take steps; return the warnings of collage_fx."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for k in range(steps):
+            torch.manual_seed(k)
+            with_grads(given)
+            step()
+    return [str(w.message) for w in caught if issubclass(w.category, CollageWarning)]
+
+
+class Shared(torch.optim.Optimizer):
+    """Each process updates every other parameter, and sends it to the other process."""
+
+    def __init__(self, params: list[Tensor], late: bool = True) -> None:
+        super().__init__(params, {"lr": LR})
+        self.late = late
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        pending = []
+        for group in self.param_groups:
+            for k, p in enumerate(group["params"]):
+                if k % RANKS == dist.get_rank():
+                    p.sub_(p.grad, alpha=group["lr"])
+                if self.late:
+                    pending.append(dist.broadcast(p.data, src=k % RANKS, async_op=True))
+                else:
+                    dist.broadcast(p, src=k % RANKS)
+        for one in pending:
+            one.wait()
+
+
+class Alike(torch.optim.SGD):
+    """Both processes update all, and take the mean of what they got."""
+
+    def step(self) -> None:  # type: ignore[override]
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            dist.all_reduce(p.data, op=dist.ReduceOp.SUM)
+            p.data.div_(RANKS)
+
+
+def run(kind: str) -> dict[str, Any]:
+    torch.compiler.reset()
+    own = params()
+    if kind in ("zero", "assigned"):
+        optimizer: Any = ZeroRedundancyOptimizer(own, torch.optim.AdamW, lr=LR)
+    else:
+        optimizer = Alike(own, lr=LR) if kind == "alike" else Shared(own)
+        optimizer.late = kind == "shared"
+    step: Any = collage_fx.compile(optimizer, level="plus")
+    if kind == "assigned":
+        optimizer.step = step
+        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+        step = lambda: (optimizer.step(), scheduler.step())  # noqa: E731
+    found: dict[str, Any] = {"warnings": train(step, own), "high": [p.detach() for p in own]}
+    found["values"] = [collage_fx.value(p) for p in own]
+    found["residuals"] = [len(collage_fx.residuals(p)) for p in own]
+    if kind == "assigned":
+        found["report"] = str(collage_fx.report(optimizer))
+        found["explained"] = str(collage_fx.explain(optimizer))
+        inner = optimizer.optim.state_dict()["param_groups"][0]["collage_fx"]["residuals"]
+        found["saved"] = len(inner)
+        optimizer.consolidate_state_dict(to=0)
+        if dist.get_rank() == 0:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                optimizer.state_dict()
+            found["said"] = [str(w.message) for w in caught]
+    return found
+
+
+def work(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
+    torch.save({kind: run(kind) for kind in KINDS}, f"{folder}/{rank}")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("processes")
+    spawn(work, args=(str(folder),), nprocs=RANKS)
+    return [torch.load(Path(folder) / str(rank)) for rank in range(RANKS)]
+
+
+def alone(kind: str) -> list[Tensor]:
+    """The parameters of one process that does all by itself."""
+    own = params()
+    optimizer: Any = torch.optim.AdamW(own, lr=LR)
+    if kind in ("shared", "in turn"):
+        optimizer = torch.optim.SGD(own, lr=LR)
+    assert not train(collage_fx.compile(optimizer, level="plus"), own)
+    return own
+
+
+@pytest.mark.parametrize("kind", ["zero", "assigned", "shared", "in turn"])
+def test_each_process_has_all_updates_and_the_residuals_of_its_own(
+    found: list[dict[str, Any]], kind: str
+) -> None:
+    expected = alone(kind)
+    moved = [not torch.equal(e, p) for e, p in zip(expected, params(), strict=True)]
+    assert all(moved)
+    for rank in range(RANKS):
+        one = found[rank][kind]
+        assert not one["warnings"]
+        assert all(torch.equal(h, e) for h, e in zip(one["high"], expected, strict=True))
+        kept = [k for k, n in enumerate(one["residuals"]) if n]
+        assert len(kept) == len(expected) // RANKS
+        for k in kept:
+            assert torch.equal(one["values"][k], collage_fx.value(expected[k]))
+    both = [found[rank][kind]["residuals"] for rank in range(RANKS)]
+    assert [a + b for a, b in zip(*both, strict=True)] == [1] * len(expected)
+
+
+def test_the_optimizer_within_is_the_one_that_is_reported_and_saved(
+    found: list[dict[str, Any]],
+) -> None:
+    first = found[0]["assigned"]
+    assert "AdamW in ZeroRedundancyOptimizer" in first["report"]
+    assert "exp_avg_sq of param_groups[0].params[1]" in first["report"]
+    assert "collage_fx: AdamW, level=plus" in first["explained"] and first["saved"] == 2
+    assert any("optim.state_dict()" in message for message in first["said"])
+
+
+def test_states_that_come_from_elsewhere_lose_their_residuals_not_in_silence(
+    found: list[dict[str, Any]],
+) -> None:
+    plain = params()
+    train(torch.optim.SGD(plain, lr=LR).step, plain)
+    for rank in range(RANKS):
+        one = found[rank]["alike"]
+        assert any("their residuals begin anew" in message for message in one["warnings"])
+        assert all(torch.equal(a, b) for a, b in zip(one["high"], plain, strict=True))
