@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from collage_fx.passes.decompose import DECOMPOSITIONS, like
-from collage_fx.passes.program import LOW_PRECISION, Program, is_tensor, value_of
+from collage_fx.passes.program import LOW_PRECISION, Program, base_of, is_tensor, value_of
 from collage_fx.runtime.eft import WIDER
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -94,7 +94,8 @@ def canonicalize(program: Program) -> None:
       `prims.fma` becomes addcmul or add.
     - In 16 bits, operations that PyTorch computes in fp32 and rounds once (addcmul, addcdiv, add
       with alpha) become fp32 operations and one conversion, so that the rounding is in the graph.
-    - A state that takes over the old value of another has an operation for it, a clone.
+    - A state that takes over the old value of another has an operation for it, a clone. So has a
+      result that begins as a copy of what has memory already: an input, or another result.
 
     Before::
 
@@ -113,6 +114,7 @@ def canonicalize(program: Program) -> None:
     inputs = [n.meta.get("val") for n in program.source.graph.find_nodes(op="placeholder")]
     tensors = [v for v in inputs if isinstance(v, Tensor)]
     builder = _Builder(max(tensors, key=lambda t: t.dim(), default=torch.empty(())))
+    builder.results = _memory_of_results(program.source.graph)
     for node in program.source.graph.nodes:
         builder.take(node)
     builder.graph.eliminate_dead_code(
@@ -121,6 +123,17 @@ def canonicalize(program: Program) -> None:
         )
     )
     program.canonical = _LazyGraphModule(program.source, builder.graph)
+
+
+def _memory_of_results(graph: Graph) -> set[Node]:
+    """Return the nodes in whose memory the results of a graph are."""
+    results = (n for n in graph.output_node().all_input_nodes if is_tensor(n))
+    return {base_of(n, items=False) for n in results if n.target is not aten.copy_.default}
+
+
+def _strides(val: Tensor) -> list[str]:
+    # Strings, since a symbolic stride must not be compared as a number: that would add a guard.
+    return [str(s) for s in val.stride()]
 
 
 def _has_symbol(node: Node) -> bool:
@@ -142,13 +155,33 @@ class _Builder:
         self.origin: Node | None = None
         self.numbers: dict[Node, Node] = {}
         """Symbolic number -> the 0-d tensor that holds it."""
-        self.inputs: set[Any] = set()
+        self.results: set[Node] = set()
+        """The nodes of the source graph in whose memory its results are."""
+        self.taken: set[Node] = set()
+        """What such nodes have become."""
 
     def take(self, node: Node) -> None:
         """Translate one node of the source graph."""
         self.origin = node
-        if node.op == "placeholder":
-            self.inputs.add(node)
+        self._translate(node)
+        if node in self.results and is_tensor(node) and node.op != "placeholder":
+            self.env[node] = self._memory_for(node, self.env[node])
+            self.taken.add(self.env[node])
+
+    def _memory_for(self, node: Node, made: Node) -> Node:
+        """Return what a result has become, as a clone where it would be in memory of another.
+
+        So would a copy, of which nothing else is left, and it would be laid out as the other is.
+        """
+        val = value_of(node)
+        if _strides(value_of(made)) != _strides(val):
+            layout = torch.contiguous_format if val.is_contiguous() else torch.preserve_format
+            return self.call(aten.clone.default, made, val=val, memory_format=layout)
+        if made in self.taken or base_of(made).op == "placeholder":
+            return self.call(aten.clone.default, made, val=val)
+        return made
+
+    def _translate(self, node: Node) -> None:
         name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
         if node.target is operator.getitem and isinstance(self.env[node.args[0]], list):  # type: ignore[index]
             self.env[node] = self.env[node.args[0]][node.args[1]]  # type: ignore[index]
@@ -159,7 +192,7 @@ class _Builder:
         ):
             args, kwargs = self._map(node.args), self._map(node.kwargs)
             self.env[node] = self._single(node.target, value_of(node), args, kwargs)
-        elif node.target is aten.copy_.default and node.args[1] in self.inputs:
+        elif node.target is aten.copy_.default and self._is_old(node.args[1]):
             written, taken = (self.env[a] for a in node.all_input_nodes)
             moved = self.call(aten.clone.default, taken, val=value_of(taken))
             self.env[node] = self.graph.call_function(node.target, (written, moved))
@@ -167,6 +200,10 @@ class _Builder:
         else:
             new = self.graph.node_copy(node, lambda n: self.env[n])
             self.env[node] = new
+
+    def _is_old(self, node: Any) -> bool:
+        """Tell whether a node has become an input, or a view of one."""
+        return is_tensor(node) and base_of(self.env[node]).op == "placeholder"
 
     def _map(self, tree: Any) -> Any:
         return torch.fx.node.map_arg(tree, self._operand)

@@ -290,9 +290,16 @@ def writes_only(node: Node) -> bool:
     return node.target is torch.ops.aten.copy_.default and all(u.op == "output" for u in node.users)
 
 
-def base_of(node: Node) -> Node:
-    """Return what node is a view of, itself if it has memory of its own."""
+def base_of(node: Node, *, items: bool = True) -> Node:
+    """Return what node is a view of, itself if it has memory of its own.
+
+    Args:
+        node: the node of a tensor.
+        items: whether an item of a list counts as a view of the list.
+    """
     while node.op == "call_function" and _is_view(node.target):
+        if node.target is operator.getitem and not items:
+            break
         node = node.all_input_nodes[0]
     return node
 

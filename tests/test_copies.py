@@ -1,206 +1,122 @@
-"""Copies of an optimizer have its residuals; plain steps beside a compiled one are named."""
+"""What a step copies has memory of its own, however it was copied, and keeps its value."""
 
-import copy
-import gc
-import io
-import pickle
-import warnings
-import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
-from tensors import bf16, with_grads
-from test_state import adamw, compiled, everything, make, same, train
-from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch import Tensor
 from torch.optim import Optimizer
 
 import collage_fx
 from collage_fx.errors import CollageWarning
-from collage_fx.runtime.residuals import STORE
+
+COPIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "zeros_like": lambda x: torch.zeros_like(x).copy_(x),
+    "new_empty": lambda x: x.new_empty(x.shape).copy_(x),
+    "full_like": lambda x: torch.full_like(x, 2).copy_(x),
+    "to": lambda x: x.detach().to(x.dtype, copy=True),
+    "foreach": lambda x: _foreach_copied(torch.zeros_like(x), x),
+    "there_and_back": lambda x: x.to(torch.float32).to(x.dtype),
+    "where": lambda x: torch.where(torch.ones_like(x, dtype=torch.bool), x, x),
+    "reshaped": lambda x: torch.empty_like(x).copy_(x).view(2, 4),
+    "part": lambda x: torch.empty_like(x).copy_(x)[2:],
+    "of_a_view": lambda x: torch.empty(4, 2, dtype=x.dtype).copy_(x.view(2, 4).t()),
+    "clone": lambda x: x.detach().clone(),
+    "sum": lambda x: torch.zeros_like(x).add_(x),
+    "plus_nothing": lambda x: x + 0,
+    "times_one": lambda x: (x * 1).view(2, 4),
+    "stack": lambda x: torch.stack([x])[0],
+    "cat": lambda x: torch.cat([x]),
+}
 
 
-def deeply(pair: Any) -> Any:
-    return copy.deepcopy(pair)
+def _foreach_copied(into: Tensor, x: Tensor) -> Tensor:
+    torch._foreach_copy_([into], [x])
+    return into
 
 
-def pickled(pair: Any) -> Any:
-    return pickle.loads(pickle.dumps(pair))
+def tensors(count: int, dtype: torch.dtype) -> list[Tensor]:
+    """Return tensors whose values and differences bf16 holds exactly."""
+    return [(torch.arange(8) + 8 + i % 3).to(dtype) for i in range(count)]
 
 
-def saved(pair: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(pair, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
+def memory(tensors: Iterable[Tensor]) -> list[int]:
+    return [t.untyped_storage().data_ptr() for t in tensors]
 
 
-def twice(pair: Any) -> Any:
-    return deeply(saved(pair))
+def copies(ps: list[Tensor], gs: list[Tensor]) -> list[Tensor]:
+    """Return copies of each parameter from before the step, of a gradient, of new parameters."""
+    olds = [copy(p) for copy, p in zip(COPIES.values(), ps, strict=True)]
+    olds += [torch.empty_like(gs[0]).copy_(gs[0]) for _ in range(2)]
+    for p, g in zip(ps, gs, strict=True):
+        p.sub_(g, alpha=0.125)
+    return [*olds, ps[0].view(2, 4).t().clone(), torch.empty_like(ps[1]).copy_(ps[1])]
 
 
-@pytest.mark.parametrize("way", ["compile", "string"])
-@pytest.mark.parametrize("duplicate", [deeply, pickled, saved, twice])
-def test_a_copy_goes_on_as_its_original(duplicate: Any, way: str) -> None:
-    model = make()
-    optimizer = adamw(model)
-    step = compiled(optimizer, way)
-    train(model, step, 0, 3)
-    before = everything(model, optimizer)
-    other, again = duplicate((model, optimizer))
-    assert same(everything(other, again), before) and same(everything(model, optimizer), before)
-    assert next(other.parameters()) is again.param_groups[0]["params"][0]
-    state = again.state_dict()["param_groups"][0]["collage_fx"]["residuals"]
-    assert len(state) == len(list(model.parameters()))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", CollageWarning)
-        train(other, compiled(again, way), 3, 6)
-        train(model, step, 3, 6)
-    assert same(everything(other, again), everything(model, optimizer))
-    last, without = duplicate((model, optimizer))
-    for t in (t for p in last.parameters() for t in (p, *without.state[p].values())):
-        if STORE.get(t) is not None:
-            STORE.drop(t)
-    train(last, compiled(without, way), 6, 7)
-    train(model, step, 6, 7)
-    assert not same(everything(last, without), everything(model, optimizer))
+@pytest.mark.filterwarnings("ignore:.*belong to no torch.optim.Optimizer")
+@pytest.mark.parametrize("backend", ["collage", None])
+def test_a_copy_that_a_function_returns_has_memory_of_its_own(backend: str | None) -> None:
+    step = collage_fx.compile(copies)
+    if backend:
+        step = torch.compile(copies, backend=backend)
+    exact = tensors(len(COPIES), torch.float64)
+    expected = copies(exact, tensors(len(COPIES), torch.float64))
+    ps, gs = (tensors(len(COPIES), torch.bfloat16) for _ in range(2))
+    found = step(ps, gs)
+    assert len(set(memory([*ps, *gs, *found]))) == len([*ps, *gs, *found])
+    for ours, theirs in zip([*ps, *found], [*exact, *expected], strict=True):
+        assert torch.equal(ours.double(), theirs) and ours.stride() == theirs.stride()
 
 
-def test_a_rollback_to_a_copy_takes_its_residuals() -> None:
-    model = make()
-    optimizer = adamw(model)
-    step = compiled(optimizer, "compile")
-    train(model, step, 0, 3)
-    before, weights = copy.deepcopy(optimizer), copy.deepcopy(model.state_dict())
-    train(model, step, 3, 6)
-    after = everything(model, optimizer)
-    model.load_state_dict(weights)
-    optimizer.load_state_dict(before.state_dict())
-    train(model, step, 3, 6)
-    assert same(everything(model, optimizer), after)
+class Keeping(Optimizer):
+    """Each parameter keeps what it was before its first step, copied in its own way."""
+
+    def __init__(self, params: list[Tensor], copies: list[Callable[[Tensor], Tensor]]) -> None:
+        super().__init__(params, {})
+        self.copies = copies
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for p, copy in zip(self.param_groups[0]["params"], self.copies, strict=True):
+            state = self.state[p]
+            if not state:
+                state["start"] = copy(p)
+            p.sub_(p.grad, alpha=0.125)
 
 
-def test_residuals_that_do_not_belong_are_not_copied() -> None:
-    model = make()
-    optimizer = adamw(model)
-    train(model, compiled(optimizer, "compile"), 0, 3)
-    first, *others = model.parameters()
-    with torch.no_grad():
-        first.zero_()
-    copied = copy.deepcopy(optimizer).param_groups[0]["params"]
-    assert STORE.get(copied[0]) is None and all(STORE.get(p) is not None for p in copied[1:])
-    assert len(others) == len(copied) - 1
-
-
-def test_residuals_of_a_checkpoint_wait_in_a_copy_too() -> None:
-    model = make()
-    optimizer = adamw(model)
-    train(model, compiled(optimizer, "compile"), 0, 3)
-    other = make(seed=5)
-    again = adamw(other)
-    compiled(again, "compile")
-    again.load_state_dict(optimizer.state_dict())
-    third, final = copy.deepcopy((other, again))
-    third.load_state_dict(model.state_dict())
-    assert same(everything(third, final), everything(model, optimizer))
-
-
-def test_a_copy_that_is_not_compiled_says_so_once() -> None:
-    model = make()
-    optimizer = adamw(model)
-    optimizer.step = compiled(optimizer, "compile")  # type: ignore[method-assign]
-    untouched = copy.deepcopy(optimizer)  # it has no residuals yet
-    train(model, optimizer.step, 0, 1)
-    copied = copy.deepcopy(optimizer)
-    for p in (p for o in (untouched, copied) for p in o.param_groups[0]["params"]):
-        p.grad = torch.ones_like(p)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", CollageWarning)
-        untouched.step()
-    with pytest.warns(CollageWarning, match="a copy of AdamW.*compile the copy") as caught:
-        copied.step()
-        copied.step()
-    assert sum(issubclass(w.category, CollageWarning) for w in caught) == 1
-
-
-def test_explaining_a_trained_optimizer_gives_the_reasons() -> None:
-    model = make()
-    optimizer = adamw(model)
-    train(model, compiled(optimizer, "compile"), 0, 2)
-    kept = everything(model, optimizer)
-    assert all("residual" not in s.reason for s in collage_fx.explain(optimizer).plan)
-    assert same(everything(model, optimizer), kept)
-
-
-def sgd(count: int = 2) -> Optimizer:
-    return torch.optim.SGD(with_grads([bf16(4) for _ in range(count)]), lr=1e-3)
-
-
-def steps(step: Any, count: int = 3) -> list[str]:
-    """Take steps; return the warnings."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(count):
+@pytest.mark.parametrize(
+    "ways", [list(COPIES.values()), [COPIES["zeros_like"]] * 9], ids=["each", "class"]
+)
+def test_a_state_that_begins_as_a_copy_is_not_the_parameter(ways: Any) -> None:
+    starts = tensors(len(ways), torch.bfloat16)
+    params = [p.clone().requires_grad_() for p in starts]
+    for p in params:
+        p.grad = p.detach().clone()
+    optimizer = Keeping(params, ways)
+    step = torch.compile(optimizer.step, backend="collage")
+    with pytest.warns(CollageWarning, match="takes over the value"):  # without its low word
+        for _ in range(2):
             step()
-    return [str(w.message) for w in caught if issubclass(w.category, CollageWarning)]
+    kept = [optimizer.state[p]["start"] for p in params]
+    assert len(set(memory([*params, *kept]))) == 2 * len(params)
+    for p, start, copied, copy in zip(params, starts, kept, ways, strict=True):
+        assert torch.equal(copied, copy(start)) and torch.equal(p, start - start / 4)
 
 
-@pytest.mark.parametrize("kept", [True, False])
-def test_a_compiled_step_that_is_never_called_is_named_once(kept: bool) -> None:
-    optimizer = sgd()
-    step = collage_fx.compile(optimizer)
-    if not kept:  # the usual mistake
-        del step
-        gc.collect()
-    (message,) = steps(optimizer.step)
-    assert "SGD.step was called" in message and "optimizer.step = " in message
+def test_states_change_places_through_copies_and_views() -> None:
+    def step(p: Tensor, a: Tensor, b: Tensor, c: Tensor) -> None:
+        p.sub_(c, alpha=0.125)
+        old = a.clone()
+        a.copy_(torch.empty_like(b).copy_(b.t()))
+        b.copy_(torch.zeros_like(c).copy_(c))
+        c.copy_(old.t())
 
-
-def test_the_hook_is_of_each_optimizer_and_knows_a_scaler() -> None:
-    optimizer, other = sgd(), sgd()
-    collage_fx.compile(optimizer)
-    assert not steps(other.step)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
-    scaler.scale(torch.ones(()))
-    assert len(steps(lambda: scaler.step(optimizer), 1)) == 1
-
-
-def test_steps_that_are_called_give_no_warning() -> None:
-    optimizer = sgd()
-    optimizer.step = collage_fx.compile(optimizer)  # type: ignore[method-assign]
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    assert not steps(lambda: (optimizer.step(), scheduler.step()))
-    assert collage_fx.residuals(optimizer.param_groups[0]["params"][0])
-    spare = collage_fx.compile(optimizer, level="light")  # not used, beside one that is
-    assert not steps(optimizer.step)
-    del spare
-    assert not steps(lambda: type(optimizer).step(optimizer), 1)  # a plain one, later
-    second = sgd()
-    step = collage_fx.compile(second)
-    closure = lambda: torch.zeros(())  # noqa: E731
-    assert not steps(lambda: step(closure))
-    assert not second._optimizer_step_post_hooks  # which Dynamo would trace
-
-
-def test_a_step_that_primes_a_checkpoint_is_no_mistake() -> None:
-    model = nn.Linear(3, 2).bfloat16()
-    optimizer = torch.optim.AdamW(model.parameters())
-    step = collage_fx.compile(optimizer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", CollageWarning)
-        get_optimizer_state_dict(model, optimizer)
-    assert optimizer.state
-    train(model, step, 0, 1)
-
-
-def test_optimizers_that_were_compiled_and_copied_are_let_go() -> None:
-    optimizer = sgd()
-    step = collage_fx.compile(optimizer)
-    step()
-    copied = copy.deepcopy(optimizer)
-    references = [weakref.ref(one) for one in (optimizer, copied)]
-    del optimizer, copied, step
-    torch.compiler.reset()
-    gc.collect()
-    assert [r() for r in references] == [None, None]
+    exact = [x.view(2, 4)[:, :2].contiguous() for x in tensors(4, torch.float64)]
+    ours = [x.bfloat16() for x in exact]
+    compiled = collage_fx.compile(step)
+    for _ in range(4):
+        compiled(*ours)
+        step(*exact)
+        for x, y in zip(ours, exact, strict=True):
+            assert torch.equal(collage_fx.value(x), y)
