@@ -242,6 +242,9 @@ class _Step:
                     f"{', '.join(names)}: updated by several graphs, of which one has no use for a "
                     "residual and drops it; collage_fx.compile compiles that one again, with it"
                 )
+            if names := self.code.reads_residual(args):
+                lost = "read in a sum with the high word only, by a graph that does not write"
+                self.session.note_loss([f"{name}: {lost} it" for name in names])
             self.layouts.check(args)
             return self.code.run(args)
         self._compile_again(supervisor.sources[self], args)
@@ -273,7 +276,7 @@ class _Step:
             self.code = self._again(gm, args)
             self.code.refused |= bool(self.code.drops_residual(args))
         if STORE.generation != self.checked:
-            self.code.refused |= self.code.reads_residual(args)
+            self.code.refused |= bool(self.code.reads_residual(args))
         if self.error is not None:
             raise self.error
 

@@ -158,8 +158,9 @@ class Code:
     residuals: Residuals | None
     states: list[tuple[Locate, StatePlan]]
     """The carried states of 16 bits: how to find each, and its verdict."""
-    reads: list[Locate]
-    """How to find the states that the graph reads, and of which it knows the high word only."""
+    reads: list[tuple[Locate, str]]
+    """How to find the states that the graph reads, and of which it knows the high word only, with
+    their names."""
     refused: bool
     """Whether a state that needs a residual cannot have one in this graph."""
 
@@ -180,10 +181,10 @@ class Code:
         """Return the tensors of 16 bits that a call writes."""
         return [(t, plan) for find, plan in self.states if (t := find(args)) is not None]
 
-    def reads_residual(self, args: tuple[Any, ...]) -> bool:
-        """Tell whether a state that the graph reads has a low word that the graph would need."""
-        tensors = (find(args) for find in self.reads)
-        return any(t is not None and STORE.get(t) is not None for t in tensors)
+    def reads_residual(self, args: tuple[Any, ...]) -> list[str]:
+        """Return the names of states that it reads with a low word that the graph would need."""
+        found = [(find(args), name) for find, name in self.reads]
+        return [name for t, name in found if t is not None and STORE.get(t) is not None]
 
     def drops_residual(self, args: tuple[Any, ...]) -> list[str]:
         """Return the names of states that have a residual which this graph does not know of."""

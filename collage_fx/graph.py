@@ -144,7 +144,7 @@ class _Compilation:
         """Position of a carried state -> how to find its tensor from the arguments of a call."""
         self.residuals: Residuals | None = None
         self.plan: list[StatePlan] = []
-        self.reads: list[int] = []
+        self.reads: dict[int, str] = {}
         self.refused = False
         self.dtypes = held_dtypes(session.config.storage)
 
@@ -177,7 +177,7 @@ class _Compilation:
                 )
         states = [(self.locate[s.index], s) for s in self.plan if s.held and s.index in self.locate]
         refused = self.refused or any(s.refused and s.held for s in self.plan)
-        reads = [self.locate[index] for index in self.reads if index in self.locate]
+        reads = [(self.locate[i], name) for i, name in self.reads.items() if i in self.locate]
         function = self.members.of(function) if self.members else function
         return Code(function, self.residuals, states, reads, refused)
 

@@ -193,7 +193,7 @@ class _Builder:
             args, kwargs = self._map(node.args), self._map(node.kwargs)
             self.env[node] = self._single(node.target, value_of(node), args, kwargs)
         elif node.target is aten.copy_.default and self._is_old(node.args[1]):
-            written, taken = (self.env[a] for a in node.all_input_nodes)
+            written, taken = (self.env[a] for a in node.args[:2])  # type: ignore[index]
             moved = self.call(aten.clone.default, taken, val=value_of(taken))
             self.env[node] = self.graph.call_function(node.target, (written, moved))
             self.env[node].meta = dict(node.meta)

@@ -1,16 +1,18 @@
 """What a graph would pass on of a state with its high word only."""
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from collage_fx.passes.forms import MUCH, Form, bound, is_number
+from collage_fx.passes.high import entering
 from collage_fx.passes.plan import verdict
 from collage_fx.passes.program import (
     LOW_PRECISION,
     Carried,
+    Owner,
     Program,
     graph_of,
     held_in,
@@ -37,22 +39,27 @@ def handover(program: Program) -> None:
 
     - a sum or difference of a parameter, as of the distance that it has moved, where the graph does
       not write that parameter or does so in another slice;
+    - the update of a state which a state of another slice enters with weight, however it is scaled
+      before: an average of the two, say; see `high.py`;
     - a result that takes over the value of a state and is not stored in the graph: a new state that
       begins as a copy of a parameter, a parameter computed anew from other states, a state that is
       replaced and not overwritten or is stored after a graph break, bits to be rounded by chance.
 
-    States that it only reads, in a sum, may get a residual later: they are in `Program.reads`.
+    States that it only reads so may get a residual later: they are in `Program.reads`.
 
     The graph does not change.
     """
     owned = any(c.owned and c.owner in ("param", "state") for c in program.carried)
-    if not (owned or program.is_step):
-        return  # the forward pass of a model, say
-    states = _states(program)
-    program.lost = [*_sums(program, states), *_results(program, states)]
+    if owned or program.is_step:
+        states = _states(program, ("param", "state"))
+        lost = [*_sums(program, states), *_results(program, states)]
+        program.lost = list(dict.fromkeys(lost))
+    elif any(s.compensated for s in program.plan):  # and not the forward pass of a model, say
+        states, place = _states(program, ("param", "state", "tensor")), _place(program)
+        program.lost = list(_missed(program, states, entering(program, states, place), place))
 
 
-def _states(program: Program) -> dict[Node, Carried]:
+def _states(program: Program, owners: tuple[Owner, ...]) -> dict[Node, Carried]:
     """Return the states among the inputs that have a residual, or may have one."""
     compensated = {s.index for s in program.plan if s.compensated}
     written = {c.index for c in program.carried}
@@ -65,31 +72,61 @@ def _states(program: Program) -> dict[Node, Carried]:
             found[node] = next(c for c in program.carried if c.index == index)
         elif index not in written and node.users:
             carried = program.describe(index, node)
-            if carried.owner in ("param", "state") and held_in(carried, program.settings.storage):
+            if carried.owner in owners and held_in(carried, program.settings.storage):
                 found[node] = carried
     return found
 
 
-def _sums(program: Program, states: dict[Node, Carried]) -> Iterator[str]:
-    place = {
+def _place(program: Program) -> dict[Node, set[Node]]:
+    """Return, for each state that is compensated, the nodes of its slice."""
+    return {
         part.inputs[at]: set(part.nodes)
         for rewritten in program.rewritten
         for part in rewritten.members
         for _, at, _ in (part.states[i] for i in rewritten.compensated)
     }
+
+
+def _sums(program: Program, states: dict[Node, Carried]) -> Iterator[str]:
+    place = _place(program)
+    found = [*_operands(program, states, place), *entering(program, states, place)]
+    params = {x for x in states if states[x].owner == "param"}
+    yield from _missed(program, states, found, params | place.keys())
+
+
+def _missed(
+    program: Program,
+    states: dict[Node, Carried],
+    found: Iterable[Node],
+    certain: Container[Node],
+) -> Iterator[str]:
+    """Say which states are read with their high word only; note those that may have no more.
+
+    Args:
+        program: the program.
+        states: what the nodes are.
+        found: the states that are read so.
+        certain: those which have a low word, or will have one, for certain.
+    """
+    for x in dict.fromkeys(found):
+        if x in certain:
+            for name in _names(program, states[x]):
+                yield f"{name} enters a sum or difference with its high word only"
+        else:
+            others = program.others.get(states[x].index, [])
+            program.reads |= {c.index: c.name for c in (states[x], *others)}
+
+
+def _operands(
+    program: Program, states: dict[Node, Carried], place: dict[Node, set[Node]]
+) -> Iterator[Node]:
+    """Return the states that are an operand of a sum themselves, outside their own slice."""
     for node in graph_of(program.canonical).graph.nodes:
         if node.target in _ADDING and node.users:
             for operand in filter(is_tensor, node.args):
                 origin = _origin(operand)
-                state = states.get(origin)
-                if state is None or node in place.get(origin, ()):
-                    continue
-                if state.owner == "param" or origin in place:
-                    for name in _names(program, state):
-                        yield f"{name} enters a sum or difference with its high word only"
-                else:
-                    others = program.others.get(state.index, [])
-                    program.reads += [state.index, *(other.index for other in others)]
+                if origin in states and node not in place.get(origin, ()):
+                    yield origin
 
 
 def _names(program: Program, state: Carried) -> list[str]:

@@ -236,8 +236,9 @@ class Program:
     rewritten: list[Rewritten] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     """What the graph would pass on of a state with its high word only; see `handover`."""
-    reads: list[int] = field(default_factory=list)
-    """Positions of states that the graph does not write, and of which it would need a low word."""
+    reads: dict[int, str] = field(default_factory=dict)
+    """Positions and names of states that the graph does not write, and of which it would need a
+    low word."""
     result: GraphModule | None = None
     """What Inductor compiles. Its inputs are those of the graph, those of the members left out, the
     residuals in the order of `residual_inputs`, and `seeds`."""

@@ -105,14 +105,15 @@ def test_a_state_that_begins_as_a_copy_is_not_the_parameter(ways: Any) -> None:
 
 
 def test_states_change_places_through_copies_and_views() -> None:
-    def step(p: Tensor, a: Tensor, b: Tensor, c: Tensor) -> None:
+    def step(p: Tensor, a: Tensor, b: Tensor, c: Tensor, same: Tensor) -> None:
+        same.copy_(same.clone())
         p.sub_(c, alpha=0.125)
         old = a.clone()
         a.copy_(torch.empty_like(b).copy_(b.t()))
         b.copy_(torch.zeros_like(c).copy_(c))
         c.copy_(old.t())
 
-    exact = [x.view(2, 4)[:, :2].contiguous() for x in tensors(4, torch.float64)]
+    exact = [x.view(2, 4)[:, :2].contiguous() for x in tensors(5, torch.float64)]
     ours = [x.bfloat16() for x in exact]
     compiled = collage_fx.compile(step)
     for _ in range(4):

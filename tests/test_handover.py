@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import collage_fx
+from collage_fx.errors import CollageWarning
 
 LR = 1e-4
 
@@ -150,6 +151,124 @@ def test_no_update_is_lost_and_none_counts_twice(update: Any) -> None:
     exact = moved(update, torch.float64, compensated=False)
     assert math.isclose(moved(update, torch.bfloat16, compensated=True), exact, rel_tol=0.01)
     assert not math.isclose(moved(update, torch.bfloat16, compensated=False), exact, rel_tol=0.5)
+
+
+AVERAGES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "alpha": lambda p, s: p.mul_(0.75).add_(s, alpha=0.25),
+    "product": lambda p, s: p.mul_(0.75).add_(s * 0.25),
+    "addcmul": lambda p, s: p.mul_(0.75).addcmul_(s, torch.full_like(s, 0.25)),
+    "addcdiv": lambda p, s: p.mul_(0.75).addcdiv_(s, torch.full_like(s, 4)),
+    "quotient": lambda p, s: p.mul_(0.75).add_(s / 4),
+    "difference": lambda p, s: p.mul_(0.75).sub_(-0.25 * s),
+    "new_sum": lambda p, s: p.copy_(s * 0.25 + p * 0.75),
+    "view": lambda p, s: p.mul_(0.75).add_((s * 0.25).view(4, 1).t().view(4)),
+    "conversion": lambda p, s: p.copy_((p.float() * 0.75 + s.float() * 0.25).to(p.dtype)),
+    "foreach": lambda p, s: _foreach_average(p, s),
+    "selection": lambda p, s: p.mul_(0.75).add_(torch.where(s > 0, s, 0) * 0.25),
+}
+"""Ways to move weights towards slow ones, whose low word has weight in all of them."""
+
+
+def _foreach_average(p: Tensor, s: Tensor) -> None:
+    torch._foreach_mul_([p], 0.75)
+    torch._foreach_add_([p], [s], alpha=0.25)
+
+
+class Averaged(Optimizer):
+    """Each parameter goes towards a state that another graph writes, in its own way."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        params = self.param_groups[0]["params"]
+        for p in params:
+            if not self.state[p]:
+                self.state[p]["slow"] = p.clone()
+            self.state[p]["slow"].sub_(p.grad, alpha=LR)
+        torch._dynamo.graph_break()
+        for p, average in zip(params, AVERAGES.values(), strict=True):
+            average(p, self.state[p]["slow"])
+
+
+def averaged(
+    dtype: torch.dtype, compile: Callable[[Optimizer], Callable[[], Any]]
+) -> tuple[Tensor, Callable[[], Any]]:
+    """Return how far each parameter has moved, and the step."""
+    torch.compiler.reset()
+    params = [torch.ones(4, dtype=dtype, requires_grad=True) for _ in AVERAGES]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    step = compile(Averaged(params, {}))
+    for _ in range(12):
+        step()
+    return torch.stack([1 - collage_fx.value(p)[0] for p in params]), step
+
+
+def test_the_low_word_of_a_state_that_is_only_read_enters_however_it_is_scaled() -> None:
+    exact, _ = averaged(torch.float64, lambda optimizer: optimizer.step)
+    plain, _ = averaged(torch.bfloat16, lambda optimizer: optimizer.step)
+    ours, step = averaged(torch.bfloat16, collage_fx.compile)
+    assert torch.allclose(ours, exact, rtol=0.01)
+    assert not torch.isclose(plain, exact, rtol=0.5).any()
+    assert all(s.graph for s in collage_fx.report(step).states if s.name.startswith("slow"))
+
+
+def test_the_backend_string_says_which_states_are_read_without_their_low_word() -> None:
+    def compile(optimizer: Optimizer) -> Callable[[], Any]:
+        # Options of its own, since one session does not say a thing twice.
+        return torch.compile(optimizer.step, backend="collage", options={"seed": 5})
+
+    with pytest.warns(CollageWarning) as caught:
+        averaged(torch.bfloat16, compile)
+    said = " ".join(str(w.message) for w in caught)
+    for i in range(len(AVERAGES)):
+        assert f"slow of param_groups[0].params[{i}]: read in a sum with the high word" in said
+
+
+def test_functions_that_read_what_another_one_writes() -> None:
+    def slowly(slow: Tensor, g: Tensor) -> None:
+        slow.sub_(g, alpha=LR)
+
+    def towards(p: Tensor, slow: Tensor) -> None:
+        p.mul_(0.75).add_(slow, alpha=0.25)
+
+    def moved(dtype: torch.dtype, compile: Callable[[Any], Any]) -> Tensor:
+        p, slow, g = (torch.ones(4, dtype=dtype) for _ in range(3))
+        first, second = compile(towards), compile(slowly)
+        for _ in range(12):
+            first(p, slow)
+            second(slow, g)
+        return 1 - collage_fx.value(p)
+
+    exact = moved(torch.float64, lambda function: function)
+    ours = moved(torch.bfloat16, lambda function: collage_fx.compile(function, level="all"))
+    assert torch.allclose(ours, exact, rtol=0.01)
+    assert not torch.allclose(moved(torch.bfloat16, lambda f: f), exact, rtol=0.5)
+
+
+class Split(Optimizer):
+    """AdamW whose moments and parameters are updated in two graphs."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        (p,) = self.param_groups[0]["params"]
+        state = self.state[p]
+        if not state:
+            state["m"], state["v"] = torch.zeros_like(p), torch.zeros_like(p)
+        state["m"].lerp_(p.grad, 0.01)
+        state["v"].mul_(0.999).addcmul_(p.grad, p.grad, value=0.001)
+        torch._dynamo.graph_break()
+        p.mul_(1 - 1e-5).addcdiv_(state["m"], state["v"].sqrt().add_(1e-8), value=-LR)
+
+
+def test_moments_whose_low_word_has_no_weight_leave_the_parameter_in_its_graph() -> None:
+    p = torch.ones(4).bfloat16().requires_grad_()
+    p.grad = torch.ones_like(p)
+    step = collage_fx.compile(Split([p], {}), level="all")
+    for _ in range(5):
+        step()
+    states = collage_fx.report(step).states
+    assert len(states) == 3
+    assert all(s.graph == 4 and s.compensated for s in states)
 
 
 def test_report_says_why_a_part_is_left_to_the_eager_engine() -> None:
