@@ -143,14 +143,13 @@ class Sweep:
             ]
             graph = make_fx(step, tracing_mode="symbolic")(*samples)
             graph.shape_env = None  # what Inductor cannot have in the key of its cache
-            fakes = [n.meta["val"] for n in graph.graph.find_nodes(op="placeholder")]
-            # Without assertions on sizes only the first tensor needs to be flat: it tells the size,
-            # of the others the kernel takes the address.
+            fakes = _with_size(graph, self.scalar.index(False))
+            # Without assertions on sizes no tensor needs to be flat: the kernel takes addresses.
             with inductor_config.patch(size_asserts=False), _cacheable(fakes):
                 compiled: Any = compile_fx_inner(graph, fakes)
             self.sources["cpu"] = getattr(compiled, "source_code", "")
             function = getattr(compiled, "current_callable", None) or compiled
-            return loop_over(function, samples) or Each(function, self.scalar.index(False))
+            return loop_over(function, _SAMPLE, samples) or Each(function)
 
     def run(self, columns: list[Column], sizes: list[int]) -> None:
         """Update members; see `Runner.run`. Those without elements are left out."""
@@ -163,8 +162,26 @@ class Sweep:
             self.runner(device).run(columns, sizes)
 
 
+def _with_size(graph: GraphModule, first: int) -> list[Any]:
+    """Make the number of elements the first input of a graph; return what stands for its inputs.
+
+    So Dynamo hands its graphs over. Left to find the number itself, Inductor takes it from the
+    size of a tensor before torch 2.14, and then only where it asserts the sizes of tensors.
+
+    Args:
+        graph: a graph with symbolic sizes.
+        first: an input with so many elements.
+    """
+    inputs = graph.graph.find_nodes(op="placeholder")
+    with graph.graph.inserting_before(inputs[0]):
+        size = graph.graph.placeholder("size")
+    size.meta["val"] = value_of(inputs[first]).shape[0]
+    graph.recompile()
+    return [n.meta["val"] for n in (size, *inputs)]
+
+
 @contextlib.contextmanager
-def _cacheable(fakes: list[Tensor]) -> Iterator[None]:
+def _cacheable(fakes: list[Any]) -> Iterator[None]:
     """Give Inductor's cache of graphs what it needs to keep this one; our version in its key."""
     tag = compiler_config.cache_key_tag + "collage_fx:" + source_digest()
     with (
@@ -191,16 +208,13 @@ class Runner(Protocol):
 class Each:
     """A compiled function, called for each member: where there is no loop over its kernel."""
 
-    function: Callable[[list[Tensor]], Any]
-    first: int
-    """The input that tells the number of elements."""
+    function: Callable[[list[Any]], Any]
+    """It takes the number of elements and the tensors."""
 
     def run(self, columns: Sequence[Column], sizes: Sequence[int]) -> None:
         """Update all members."""
         for m, size in enumerate(sizes):
-            inputs = [column[m] for column in columns]
-            inputs[self.first] = inputs[self.first].as_strided((size,), (1,))
-            self.function(inputs)
+            self.function([size, *(column[m] for column in columns)])
 
 
 def register_sweep(rewritten: Rewritten, vectors: Sequence[int] = ()) -> str:

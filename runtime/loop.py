@@ -93,11 +93,13 @@ class Loop:
         self.driver.run(ctypes.c_void_p(self.kernel), *pointers, *counts)
 
 
-def loop_over(call: Any, samples: list[Tensor]) -> Loop | None:
+def loop_over(call: Any, size: int, samples: list[Tensor]) -> Loop | None:
     """Return the loop over the one kernel that Inductor's wrapper calls; None if it is not so.
 
     Args:
-        call: `Runner.call` of a graph that overwrites some of its inputs and returns nothing.
+        call: `Runner.call` of a graph that takes the number of elements and tensors, overwrites
+            some of them and returns nothing.
+        size: the number of elements of the samples.
         samples: inputs of it, flat or 0-d. What the wrapper hands to its kernel for them shows the
             order; the kernel does not run.
     """
@@ -109,17 +111,18 @@ def loop_over(call: Any, samples: list[Tensor]) -> Loop | None:
     kernel = scope[kernels[0]]
     scope[kernels[0]] = lambda *args: calls.append(args)
     try:
-        call(list(samples))
+        call([size, *samples])
     finally:
         scope[kernels[0]] = kernel
-    return _loop(kernel, calls[0], samples) if len(calls) == 1 else None
+    return _loop(kernel, calls[0], size, samples) if len(calls) == 1 else None
 
 
-def _loop(kernel: Callable[..., Any], args: tuple[Any, ...], samples: list[Tensor]) -> Loop | None:
+def _loop(
+    kernel: Callable[..., Any], args: tuple[Any, ...], size: int, samples: list[Tensor]
+) -> Loop | None:
     place = {sample.data_ptr(): i for i, sample in enumerate(samples)}
     pointers = [a.data_ptr() for a in args[:-1] if isinstance(a, Tensor)]
     path = getattr(getattr(kernel, "__self__", None), "__file__", None)
-    size = next(s.numel() for s in samples if s.dim())
     known = len(pointers) == len(args) - 1 and all(p in place for p in pointers)
     if path is None or not known or args[-1] != size:
         return None

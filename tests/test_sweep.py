@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import collage_fx
-from collage_fx.passes.sweep import SWEEPS
-from collage_fx.runtime.loop import _CHUNK
+from collage_fx.passes import sweep
+from collage_fx.passes.sweep import SWEEPS, Each
+from collage_fx.runtime.loop import _CHUNK, Loop
 
 COUNT = 9
 
@@ -81,6 +82,31 @@ def test_a_swept_step_is_equal_to_one_of_single_kernels(update: Callable[..., An
         step = collage_fx.compile(optimizer, multi_tensor=multi_tensor)
         for _ in range(4):
             step()
+        states = [t for p in params for t in (p, *optimizer.state[p].values())]
+        results.append(torch.cat([collage_fx.value(t).flatten() for t in states]))
+    assert torch.equal(*results)
+
+
+def test_members_of_any_size_are_equal_by_a_loop_and_by_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where there is no loop over a kernel, Inductor's function is called for each member."""
+    results = []
+    for kind in (Loop, Each):
+        SWEEPS.clear()
+        if kind is Each:
+            monkeypatch.setattr(sweep, "loop_over", lambda *_: None)
+            monkeypatch.setattr(sweep.kept, "load", lambda place: None)
+        generator = torch.Generator().manual_seed(1)
+        shapes = [(n, 3 + n % 2) for n in range(1, 10)]
+        params = [torch.randn(s, generator=generator).bfloat16() for s in shapes]
+        for p in params:
+            p.requires_grad_().grad = torch.randn(p.shape, generator=generator).bfloat16()
+        optimizer = Written(params, running_mean)
+        step = collage_fx.compile(optimizer, multi_tensor=True)
+        for _ in range(3):
+            step()
+        assert kind in {type(s.runners["cpu"]) for s in SWEEPS.values()}
         states = [t for p in params for t in (p, *optimizer.state[p].values())]
         results.append(torch.cat([collage_fx.value(t).flatten() for t in states]))
     assert torch.equal(*results)
