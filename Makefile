@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 # Two processes for two cores, of one thread each.
 PYTEST := -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test test-all test-torch211 lint bench bench-peers gpu a-gpu coverage clean
+.PHONY: demo test test-all test-torch tested-version lint bench bench-peers gpu a-gpu coverage clean
 
 demo: $(READY)
 	$(BIN)/python examples/train_bytes.py
@@ -20,15 +20,23 @@ test: lint
 test-all: lint
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST)
 
-# The tests under the oldest torch that is supported, in an environment of its own.
-test-torch211: build/torch211/.ready
-	OMP_NUM_THREADS=1 build/torch211/bin/python $(PYTEST) -m "not slow"
+# The tests under another torch that is supported: make test-torch VERSION=2.15.0, in an environment of
+# its own.
+TORCH := build/torch-$(VERSION)
 
-build/torch211/.ready: requirements-torch211.txt
-	$(PYTHON) -m venv build/torch211
-	build/torch211/bin/python -m pip install --quiet --requirement $<
-	build/torch211/bin/python -m pip install --quiet --no-build-isolation --no-deps --editable .
+test-torch: $(TORCH)/.ready
+	OMP_NUM_THREADS=1 $(TORCH)/bin/python $(PYTEST) -m "not slow"
+
+$(TORCH)/.ready: requirements-torch.txt pyproject.toml | tested-version
+	$(PYTHON) -m venv $(TORCH)
+	VERSION=$(VERSION) $(TORCH)/bin/python -m pip install --quiet --requirement $<
+	$(TORCH)/bin/python -m pip install --quiet --no-build-isolation --editable .
 	touch $@
+
+tested-version:
+	@tested="$$($(PYTHON) runtime/torch_versions.py)"; \
+	case " $$tested " in *" $(VERSION) "*) ;; *) echo "make test-torch: VERSION='$(VERSION)' is" \
+		"none of the versions that were tested: $$tested (runtime/torch_versions.py)"; exit 1;; esac
 
 lint: $(READY)
 	$(BIN)/ruff check .

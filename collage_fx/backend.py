@@ -24,6 +24,7 @@ from collage_fx.representatives import LeftToEngine
 from collage_fx.runtime.errors import CollageError, CollageWarning, OptionError
 from collage_fx.runtime.residuals import STORE
 from collage_fx.runtime.storage import held_dtypes
+from collage_fx.runtime.torch_versions import warn_if_untested
 from collage_fx.supervisor import Supervisor
 from collage_fx.symbols import Symbols
 from collage_fx.watch import traced_function
@@ -67,6 +68,9 @@ class Session:
     warned: set[str] = field(default_factory=set)
     notes: set[str] = field(default_factory=set)
     """What a report says beside the warnings."""
+
+    def __post_init__(self) -> None:
+        warn_if_untested()
 
     def warn_once(self, message: str) -> None:
         """Warn unless this session has said the same before."""

@@ -23,8 +23,8 @@ from torch._inductor.lowering import (
 )
 from torch._inductor.virtualized import ops
 from torch.fx import GraphModule, Node
-from torch.torch_version import TorchVersion
 
+from collage_fx.runtime import torch_versions
 from collage_fx.runtime.ops import collage
 
 aten = torch.ops.aten
@@ -169,9 +169,8 @@ def lower_region(inputs: list[TensorBox], key: str) -> list[TensorBox]:
 register_lowering(collage.region.default, type_promotion_kind=None, broadcast=False)(lower_region)
 
 
-# Before 2.13 Inductor's C++ kernels drop a conversion to 16 bits and back, and go on with the value
-# from before it, whatever the lowering says; by way of float64 they keep it.
-_DETOUR = TorchVersion(torch.__version__) < "2.13"
+_DETOUR = torch_versions.drops_roundings()
+"""Whether a rounding goes by way of float64, which kernels keep that drop one to fp32 and back."""
 
 
 def lower_round(x: TensorBox, dtype: torch.dtype) -> TensorBox:

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.torch_version import TorchVersion
 
 from collage_fx import backend
+from collage_fx.runtime.torch_versions import installed
 
 LERP_IN_ONE = (
     "test_golden.py",
@@ -46,7 +46,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    old = TorchVersion(torch.__version__) < "2.13"
+    old = installed() < (2, 13)
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device: unverified here"))
