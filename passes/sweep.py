@@ -165,8 +165,8 @@ class Sweep:
 def _with_size(graph: GraphModule, first: int) -> list[Any]:
     """Make the number of elements the first input of a graph; return what stands for its inputs.
 
-    So Dynamo hands its graphs over. Left to find the number itself, Inductor takes it from the
-    size of a tensor before torch 2.14, and then only where it asserts the sizes of tensors.
+    Dynamo hands its graphs over like this. Left to find the number in the size of a tensor,
+    Inductor does so in any case before torch 2.14, later only where it asserts those sizes.
 
     Args:
         graph: a graph with symbolic sizes.
