@@ -11,6 +11,7 @@ from torch import Tensor, optim
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import BufferAOTInput, ParamAOTInput, PlainAOTInput
 from torch._inductor.compile_fx import compile_fx
+from torch._inductor.decomposition import select_decomp_table
 from torch.fx import GraphModule, Node
 from torch.optim import Optimizer
 
@@ -26,6 +27,7 @@ from collage_fx.passes.program import (
     Settings,
     StatePlan,
 )
+from collage_fx.passes.symbolic import keep_symbols
 
 BF16, FP16 = torch.bfloat16, torch.float16
 _KINDS: list[tuple[type[Optimizer], dict[str, Any]]] = [
@@ -137,7 +139,12 @@ def capture(step: Callable[..., Any], *args: Any) -> Captured:
 
     def backend(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         with functorch_config.patch(enable_autograd_cache=False):
-            return compile_fx(gm, list(inputs), inner_compile=lambda g, _, **__: keep(gm, g))
+            return compile_fx(
+                gm,
+                list(inputs),
+                inner_compile=lambda g, _, **__: keep(gm, g),
+                decompositions=keep_symbols(select_decomp_table()),
+            )
 
     torch.compiler.reset()
     with torch.no_grad():
