@@ -10,7 +10,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._guards import TracingContext, tracing
-from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.compile_fx import compile_fx
 from torch._inductor.decomposition import select_decomp_table
 from torch.compiler import config as compiler_config
 from torch.fx import GraphModule, Node
@@ -22,7 +22,7 @@ from collage_fx.inductor import compile_rewritten, separate_outputs, uses_cudagr
 from collage_fx.inputs import Inputs, Source, source_behind
 from collage_fx.members import Members
 from collage_fx.ownership import family, live_optimizers, owners_of
-from collage_fx.passes import run_passes, without_collector
+from collage_fx.passes import codegen, run_passes, without_collector
 from collage_fx.passes.narrow import Narrow, narrow
 from collage_fx.passes.plan import spare
 from collage_fx.passes.program import (
@@ -190,7 +190,7 @@ class _Compilation:
             if self.narrow is not None:
                 raise Unlike("gradients are recorded")
             self._warn_differentiated(gm)
-            return compile_fx_inner(gm, example_inputs, **kwargs)
+            return codegen.compile_functional(gm, example_inputs, **kwargs)
         separate_outputs(gm)
         settings = self.session.config.settings
         is_step = self.session.optimizer() is not None
@@ -213,7 +213,7 @@ class _Compilation:
         others = [self.locate[index] for index in left if index in self.locate]
         self.residuals = Residuals(self.session, carried, where, others, program.plan)
         if program.result is None:
-            inner = compile_fx_inner(gm, example_inputs, **kwargs)
+            inner = codegen.compile_functional(gm, example_inputs, **kwargs)
             compiled.source_code = getattr(inner, "source_code", "")
             return inner
         placeholders = list(program.result.graph.find_nodes(op="placeholder"))

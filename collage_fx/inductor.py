@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._inductor import config as inductor_config
-from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.exc import InductorError
 from torch.fx import GraphModule, Node
 
 from collage_fx.direct import split
+from collage_fx.passes import codegen
 from collage_fx.passes.program import is_tensor
 
 aten = torch.ops.aten
@@ -71,9 +71,9 @@ def _compile(gm: GraphModule, inputs: list[Any], kwargs: dict[str, Any]) -> Any:
     gpu = any(isinstance(x, Tensor) and x.device.type != "cpu" for x in inputs)
     with inductor_config.patch(_EXACT if gpu else {}):
         try:
-            return compile_fx_inner(copy.deepcopy(gm), inputs, **kwargs)
+            return codegen.compile_functional(copy.deepcopy(gm), inputs, **kwargs)
         except InductorError:
             # 2.13 fuses the outer loops of a row-wise reduction and of the update behind it, and
             # looks for a read that a buffer's in-place user does not have (KeyError in cpp.py).
             with inductor_config.patch(max_fusion_size=1):
-                return compile_fx_inner(gm, inputs, **kwargs)
+                return codegen.compile_functional(gm, inputs, **kwargs)

@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import config as inductor_config
-from torch._inductor.compile_fx import compile_fx_inner
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.compiler import config as compiler_config
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._triton import has_triton
 
-from collage_fx.passes import kept
+from collage_fx.passes import codegen, kept
 from collage_fx.passes.digest import source_digest
 from collage_fx.passes.kernel import print_kernel
 from collage_fx.passes.program import (
@@ -146,10 +145,10 @@ class Sweep:
             fakes = _with_size(graph, self.scalar.index(False))
             # Without assertions on sizes no tensor needs to be flat: the kernel takes addresses.
             with inductor_config.patch(size_asserts=False), _cacheable(fakes):
-                compiled: Any = compile_fx_inner(graph, fakes)
+                compiled: Any = codegen.compile_functional(graph, fakes)
             self.sources["cpu"] = getattr(compiled, "source_code", "")
             function = getattr(compiled, "current_callable", None) or compiled
-            return loop_over(function, _SAMPLE, samples) or Each(function)
+            return loop_over(function, _SAMPLE, samples) or Each(function, self.scalar)
 
     def run(self, columns: list[Column], sizes: list[int]) -> None:
         """Update members; see `Runner.run`. Those without elements are left out."""
@@ -210,11 +209,16 @@ class Each:
 
     function: Callable[[list[Any]], Any]
     """It takes the number of elements and the tensors."""
+    scalar: list[bool]
+    """For each input whether it is one number for all elements; the others are taken flat."""
 
     def run(self, columns: Sequence[Column], sizes: Sequence[int]) -> None:
         """Update all members."""
         for m, size in enumerate(sizes):
-            self.function([size, *(column[m] for column in columns)])
+            inputs = [column[m] for column in columns]
+            pairs = zip(inputs, self.scalar, strict=True)
+            flat = (x if one else x.as_strided((size,), (1,)) for x, one in pairs)
+            self.function([size, *flat])
 
 
 def register_sweep(rewritten: Rewritten, vectors: Sequence[int] = ()) -> str:

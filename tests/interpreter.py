@@ -1,0 +1,111 @@
+"""Runs the graphs that the backend makes without a compiler: an interpreter in Inductor's place.
+
+`without_compiler` replaces the one call of Inductor's compiler (`passes.codegen`), and nothing
+else: Dynamo, AOTAutograd, all passes, the binding of residuals and the sweeps over classes are as
+always, and what came out of them is run operation by operation by eager PyTorch.
+
+What equality to expect, and what `test_interpreter.py` checks:
+
+- Within collage::region, and so within each sweep over a class, every operation is one of fp32 (or
+  fp64) and every rounding is written down: bit for bit as Inductor, but for functions that
+  vectorized and scalar code compute differently by an ulp (exp, log, pow, tanh, ...).
+- Operations outside of them (reductions, matrix products, graphs in which nothing is compensated)
+  round each result to its dtype here, as eager PyTorch does; Inductor keeps fused bf16 and fp16
+  values in fp32. There both are right to a few roundings of the dtype, and not equal.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._inductor import config as inductor_config
+from torch.autograd import _unsafe_preserve_version_counter
+from torch.fx import GraphModule
+from torch.utils._python_dispatch import _disable_current_modes
+
+from collage_fx.passes import codegen
+from collage_fx.passes.region import _REGIONS
+from collage_fx.passes.sweep import SWEEPS
+from collage_fx.runtime.ops import collage
+
+aten = torch.ops.aten
+
+
+@contextlib.contextmanager
+def without_compiler() -> Iterator[list[GraphModule]]:
+    """Interpret what is compiled while this lasts; yield the graphs that were.
+
+    A step that was compiled inside must not be called outside: its classes have no kernels there.
+    """
+    found: list[GraphModule] = []
+
+    def interpreted(gm: GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+        found.append(gm)
+        return _boxed(gm)
+
+    original, runners = codegen.compile_functional, {k: s.runners for k, s in SWEEPS.items()}
+    for sweep in SWEEPS.values():
+        sweep.runners = {}
+    codegen.compile_functional = interpreted
+    try:
+        # With its caches on, kernels of sweeps are loaded from disk.
+        with inductor_config.patch(fx_graph_cache=False):
+            yield found
+    finally:
+        codegen.compile_functional = original
+        for key, sweep in SWEEPS.items():
+            sweep.runners = runners.get(key, {})
+
+
+def _boxed(gm: GraphModule) -> Callable[[list[Any]], Any]:
+    """Return a graph as the boxed callable that Inductor would make of it."""
+    module = _exact(gm)
+
+    def run(args: list[Any]) -> Any:
+        values = list(args)
+        args.clear()
+        tensors = tuple(v for v in values if isinstance(v, Tensor))
+        # As in a kernel: no mode sees the operations, no version is counted up.
+        with torch.no_grad(), _disable_current_modes(), _unsafe_preserve_version_counter(tensors):
+            return module(*values)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _root(x: Tensor) -> Tensor:
+    """Return the correctly rounded root; eager fp32 on a CPU is off by an ulp at times."""
+    return x.double().sqrt().to(x.dtype) if x.dtype == torch.float32 else x.sqrt()
+
+
+READY: weakref.WeakKeyDictionary[GraphModule, GraphModule] = weakref.WeakKeyDictionary()
+"""Lowered graph -> the same, ready to be interpreted."""
+
+
+def _region(inputs: list[Tensor], key: str) -> list[Tensor]:
+    lowered = _REGIONS[key]
+    if lowered not in READY:
+        READY[lowered] = _exact(lowered)
+    return list(READY[lowered](*inputs))
+
+
+LIKE_KERNELS: dict[Any, Callable[..., Any]] = {
+    aten.sqrt.default: _root,
+    collage.region.default: _region,
+}
+"""Operations that eager PyTorch does otherwise than a kernel."""
+
+
+def _exact(gm: GraphModule) -> GraphModule:
+    """Return a copy of a graph in which those are done as a kernel does them."""
+    copy = GraphModule(gm, gm.graph.__class__())
+    env: dict[Any, Any] = {}
+    for node in gm.graph.nodes:
+        env[node] = copy.graph.node_copy(node, lambda n: env[n])
+        if node.op == "call_function":
+            env[node].target = LIKE_KERNELS.get(node.target, node.target)
+    copy.recompile()
+    return copy
