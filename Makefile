@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 # Two processes for two cores, of one thread each.
 PYTEST := -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test test-all test-torch tested-version lint bench bench-peers gpu a-gpu coverage clean
+.PHONY: demo test test-all test-torch tested-version fuzz lint bench bench-peers gpu a-gpu coverage clean
 
 demo: $(READY)
 	$(BIN)/python examples/train_bytes.py
@@ -19,6 +19,13 @@ test: lint
 
 test-all: lint
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST)
+
+# Random optimizer programs of fresh seeds; a program that fails is printed as a short script.
+#   make fuzz SECONDS=600        make fuzz PROGRAMS=2000 SEED=7
+fuzz: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz.py $(if $(SECONDS),--seconds $(SECONDS)) \
+		$(if $(PROGRAMS),--programs $(PROGRAMS)) $(if $(SEED),--seed $(SEED)) \
+		$(if $(WAYS),--ways $(WAYS))
 
 # The tests under another torch that is supported: make test-torch VERSION=2.15.0, in an environment of
 # its own.

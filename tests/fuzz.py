@@ -1,0 +1,125 @@
+"""Runs random optimizer programs: `make fuzz SECONDS=600`, `make fuzz PROGRAMS=2000 SEED=7`.
+
+A program that fails is shrunk, and printed as a script of its own.
+"""
+
+import argparse
+import contextlib
+import gc
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+import hypothesis
+import torch
+from generated import programs
+from hypothesis import HealthCheck, Phase
+from known import known
+from oracle import eager, judge
+from programs import Program
+
+WAYS = ("compile", "string", "function", "engine")
+
+
+@contextlib.contextmanager
+def few_objects() -> Iterator[None]:
+    """Keep what is there from the collector, and from what looks for optimizers among all objects.
+
+    Dynamo's compilations start it, and it takes longer than they do.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def check(program: Program, counts: Counter[str]) -> None:
+    """Count what becomes of a program; raise AssertionError with its script if it fails."""
+    try:
+        eager(program, getattr(torch, program.dtype))
+        eager(program, torch.float64)
+    except (RuntimeError, ValueError) as error:
+        counts[f"not run, since eager PyTorch does not: {str(error)[:50]}"] += 1
+        return
+    if defect := known(program):
+        counts[f"left out: {defect}"] += 1
+        return
+    verdict = judge(program)
+    if verdict.failures:
+        raise AssertionError("\n".join(["", program.script(), *verdict.failures]))
+    counts["programs"] += 1
+    counts[f"way: {program.way}"] += 1
+    if verdict.excuse:
+        counts[f"said so: {verdict.excuse}"] += 1
+    elif verdict.lost > 1:
+        counts["plain 16-bit training would fail"] += 1
+
+
+def run(seed: int, count: int, ways: tuple[str, ...] = WAYS) -> Counter[str]:
+    """Check some random programs.
+
+    Args:
+        seed: which programs.
+        count: how many.
+        ways: of which kinds.
+
+    Raises:
+        AssertionError: one fails; its message is the script of the smallest that fails likewise.
+    """
+    counts: Counter[str] = Counter()
+
+    @hypothesis.seed(seed)
+    @hypothesis.settings(
+        max_examples=count,
+        database=None,
+        deadline=None,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+        print_blob=False,
+    )
+    @hypothesis.given(programs(ways))
+    def all_hold(program: Program) -> None:
+        check(program, counts)
+
+    with few_objects():
+        all_hold()
+    return counts
+
+
+def main() -> None:
+    """Run programs until the time is over, or as many as were asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=0)
+    parser.add_argument("--programs", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--chunk", type=int, default=50)
+    given = parser.parse_args()
+    logging.disable(logging.WARNING)
+    start, seed, total, failed = time.monotonic(), given.seed, Counter[str](), 0
+    while True:
+        try:
+            total += run(seed, given.chunk, tuple(given.ways.split(",")))
+        except AssertionError as error:
+            failed += 1
+            print(f"# seed {seed} fails:{error}", flush=True)
+        seed += 1
+        passed = time.monotonic() - start
+        done = total["programs"]
+        print(
+            f"seeds {given.seed} to {seed - 1}, {passed:.0f} s: {done} programs hold, "
+            f"{failed} seeds fail",
+            flush=True,
+        )
+        if passed > given.seconds if given.seconds else done >= (given.programs or 1):
+            break
+    for name, n in sorted(total.items()):
+        print(f"{n:6} {name}")
+    raise SystemExit(failed > 0)
+
+
+if __name__ == "__main__":
+    main()

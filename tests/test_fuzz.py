@@ -1,0 +1,87 @@
+"""Random optimizer programs: what is compensated is as close to float64 as its bits allow."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import fuzz
+import interpreter
+import oracle
+import pytest
+import torch
+from known import CASES, KNOWN
+from oracle import judge
+from programs import Line, Program
+
+from collage_fx.runtime.ops import collage
+
+CHUNKS, COUNT = 8, 25
+SUBTRACTION = Program(lines=(Line("p.sub_(g, alpha=lr)"),))
+AVERAGE = Program(
+    lines=(
+        Line('st["v"].mul_(0.999).addcmul_(g, g, value=0.001)'),
+        Line('p.addcdiv_(g, st["v"].sqrt() + 1e-8, value=-lr)'),
+    ),
+    states=(("v", "torch.zeros_like(p)"),),
+)
+
+
+@pytest.mark.parametrize("seed", range(CHUNKS))
+def test_random_programs_lose_nothing_in_silence(seed: int) -> None:
+    counts = fuzz.run(seed, COUNT)
+    assert counts["programs"] > COUNT / 2
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_known_defects(name: str, request: pytest.FixtureRequest) -> None:
+    """The program fails until its defect is mended; then its entries are to be deleted."""
+    request.applymarker(pytest.mark.xfail(strict=True, reason=name))
+    program = CASES[name]
+    assert KNOWN[name](program)
+    assert judge(program).failures == []
+
+
+@pytest.mark.parametrize("program", [SUBTRACTION, AVERAGE], ids=["subtraction", "average"])
+@pytest.mark.parametrize("way", ["compile", "string", "engine", "function"])
+def test_what_is_compensated_holds(program: Program, way: str) -> None:
+    verdict = judge(replace(program, way=way))
+    assert not verdict.failures and not verdict.excuse
+    assert verdict.worst < 1 < verdict.lost
+
+
+@pytest.mark.parametrize("way", ["compile", "function"])
+def test_plain_training_fails(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(oracle, "way_of", lambda _: lambda x: oracle.plain(x))
+    monkeypatch.setattr(oracle, "reported", lambda _: "")
+    assert judge(replace(AVERAGE, way=way)).failures
+
+
+def test_residuals_without_roundings_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(interpreter.LIKE_KERNELS, collage.round.default, lambda x, dtype: x)
+    monkeypatch.setattr(interpreter, "READY", type(interpreter.READY)())
+    assert judge(replace(AVERAGE, in_init=True)).failures
+
+
+def test_a_wrong_number_fails() -> None:
+    """Five percent of a rate: plain training is further off, and would not notice."""
+    right, other = (replace(SUBTRACTION, rates=((lr, 0.0),)) for lr in (1e-2, 1.05e-2))
+    exact, run = oracle.eager(right, torch.float64), oracle.compensated(other)
+    wrong = float((run.values["p0"] - exact["p0"]).norm())
+    plain = oracle.eager(right, torch.bfloat16)
+    assert oracle.limits(right, run, exact)["p0"] < wrong
+    assert wrong < float((plain["p0"] - exact["p0"]).norm())
+
+
+def test_a_failing_program_is_shrunk_and_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a script of a few lines, that runs."""
+    monkeypatch.setattr(oracle, "way_of", lambda _: lambda x: oracle.plain(x))
+    monkeypatch.setattr(oracle, "reported", lambda _: "")
+    with pytest.raises(AssertionError, match="allowed") as failure:
+        fuzz.run(0, 50, ("function",))
+    script = str(failure.value).partition("\np0: error")[0]
+    step = script[script.index("def step") : script.index("SHAPES")]
+    assert len(step.strip().split("\n")) <= 6, step
+    scope: dict[str, Any] = {}
+    exec(script, scope)
+    values = scope["train"](torch.bfloat16, oracle.plain)
+    assert re.search(r"seed\(0\)", script) and values["p0"].dtype == torch.bfloat16
