@@ -168,8 +168,17 @@ def _weights(draw: DrawFn, counter: str, swaps: bool) -> Lines:
         forms.append(_one(f"x = p.clone()\np.copy_({s})\n{s}.copy_(x)", carried=True))
     if counter in ("state", "group"):
         forms.append(_one(f"if k % 3 == 0:\n    {s}.lerp_(p, {a})\n    p.copy_({s})"))
+        forms.append(
+            _one(f"if k % 2:\n    {s}.lerp_(p, {a})\nelse:\n    p.mul_(0.8).add_({s}, alpha=0.2)")
+        )
+        forms.append(_one(f"if k % 2:\n    {s}.lerp_(p, {a})\nelse:\n    p.lerp_({s}, 0.2)"))
         forms.append(_one(f"if k % 3 == 0:\n    {s}.add_(p - {s}, alpha={a})\n    p.copy_({s})"))
     return draw(st.sampled_from(forms))
+
+
+def _own(counter: str) -> str:
+    """Return where a step counts itself: a function is told."""
+    return "" if counter == "function" else counter
 
 
 @st.composite
@@ -219,6 +228,14 @@ def own(draw: DrawFn, way: str, tensor_lr: bool) -> tuple[Lines, dict[str, str],
             decay.append(_one("p.add_(p, alpha=-lr * wd)"))
         lines += draw(st.sampled_from(decay))
     between, u, us = _direction(draw, states, g, counter)
+    if draw(st.integers(0, 9)) == 9:
+        states["z"] = draw(st.sampled_from(BEGIN_COPIES))
+        base = [
+            f'st["z"].sub_(lr * {u})\np.copy_(st["z"])',
+            f'st["z"].sub_(lr * {u})\np.lerp_(st["z"], 0.1)',
+            f'p.lerp_(st["z"], 0.1)\nst["z"].add_({u} * -lr)',
+        ]
+        return lines + between + _one(draw(st.sampled_from(base))), states, _own(counter)
     lines += between + draw(apply(u, us, tensor_lr))
     if draw(st.integers(0, 2)) == 2:
         states["slow"] = draw(st.sampled_from(BEGIN_COPIES))
@@ -227,7 +244,7 @@ def own(draw: DrawFn, way: str, tensor_lr: bool) -> tuple[Lines, dict[str, str],
         states["old"] = draw(st.sampled_from(BEGIN_COPIES))
         lines[:0] = _one('d = p - st["old"]\nst["old"].copy_(p)', carried=True)
         lines += _one("p.add_(d, alpha=0.5)")
-    return lines, states, "" if counter == "function" else counter
+    return lines, states, _own(counter)
 
 
 TORCH_OPTIM = (

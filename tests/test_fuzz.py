@@ -9,7 +9,7 @@ import interpreter
 import oracle
 import pytest
 import torch
-from known import CASES, KNOWN
+from known import CASES, KNOWN, MENDED
 from oracle import judge
 from programs import Line, Program
 
@@ -37,8 +37,15 @@ def test_known_defects(name: str, request: pytest.FixtureRequest) -> None:
     """The program fails until its defect is mended; then its entries are to be deleted."""
     request.applymarker(pytest.mark.xfail(strict=True, reason=name))
     program = CASES[name]
-    assert KNOWN[name](program)
-    assert judge(program).failures == []
+    verdict = judge(program)
+    assert KNOWN[name](program, verdict.run)
+    assert verdict.failures == []
+
+
+@pytest.mark.parametrize("name", MENDED)
+def test_what_was_mended_holds(name: str) -> None:
+    verdict = judge(MENDED[name])
+    assert not verdict.failures and not verdict.excuse and verdict.lost > 1
 
 
 @pytest.mark.parametrize("program", [SUBTRACTION, AVERAGE], ids=["subtraction", "average"])
@@ -52,7 +59,7 @@ def test_what_is_compensated_holds(program: Program, way: str) -> None:
 @pytest.mark.parametrize("way", ["compile", "function"])
 def test_plain_training_fails(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(oracle, "way_of", lambda _: lambda x: oracle.plain(x))
-    monkeypatch.setattr(oracle, "reported", lambda _: "")
+    monkeypatch.setattr(oracle, "reported", lambda _: ("", 0))
     assert judge(replace(AVERAGE, way=way)).failures
 
 
@@ -75,7 +82,7 @@ def test_a_wrong_number_fails() -> None:
 def test_a_failing_program_is_shrunk_and_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a script of a few lines, that runs."""
     monkeypatch.setattr(oracle, "way_of", lambda _: lambda x: oracle.plain(x))
-    monkeypatch.setattr(oracle, "reported", lambda _: "")
+    monkeypatch.setattr(oracle, "reported", lambda _: ("", 0))
     with pytest.raises(AssertionError, match="allowed") as failure:
         fuzz.run(0, 50, ("function",))
     script = str(failure.value).partition("\np0: error")[0]

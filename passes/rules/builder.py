@@ -81,14 +81,15 @@ class RuleBuilder(ABC):
         return self.convert(node, self.dtype)
 
     def widened(self, operand: Any) -> Any:
-        """Return a tensor operand in the wide dtype; a number or a scalar as it is."""
+        """Return a 16-bit tensor operand in the wide dtype; others, and numbers, as they are."""
         if is_value(operand) and isinstance(self.env[operand], tuple | Decayed):
             return self.join(self.settled(operand))
         plain = self.plain(operand)
-        if not is_value(plain) or plain.meta["scalar"]:
+        if not is_value(plain):
             return plain
         dtype, wide = plain.meta["dtype"], WIDER[self.dtype]
-        if not dtype.is_floating_point or dtype.itemsize >= wide.itemsize:
+        narrow = dtype.is_floating_point and dtype.itemsize < wide.itemsize
+        if not narrow or (plain.meta["scalar"] and dtype not in LOW_PRECISION):
             return plain
         return self.convert(plain, wide)
 
