@@ -65,7 +65,7 @@ def _assigned(optimizers: list[Optimizer], steps: list[Step]) -> Iterator[None]:
     try:
         yield
     finally:
-        for one, step in zip(optimizers, before, strict=True):
-            vars(one)["step"] = step
-            if step is None:
+        for one, old in zip(optimizers, before, strict=True):
+            vars(one)["step"] = old
+            if old is None:
                 del vars(one)["step"]

@@ -191,7 +191,7 @@ def report_of(step: Any) -> Report:
     made = step_made_here(step, "_report")
     if made is None:
         raise CollageError(f"{step!r} was not made by collage_fx.compile, which keeps the record")
-    return made._report()  # type: ignore[no-any-return]
+    return made._report()
 
 
 def _report(supervisor: Supervisor, session: Session) -> Report:

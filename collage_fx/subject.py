@@ -51,7 +51,7 @@ def subject_of(given: Any) -> Optimizer | Callable[..., Any]:
         raise SubjectError(
             f"expected an optimizer or a function, got {type(given).__name__}; {_REMEDY}"
         )
-    return given  # type: ignore[no-any-return]
+    return given
 
 
 def name_of(function: Callable[..., Any]) -> str:

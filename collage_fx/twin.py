@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from collage_fx import plainly
 from collage_fx.ownership import owned_tensors, tensors_in
 from collage_fx.runtime.residuals import STORE
 
@@ -33,6 +34,7 @@ def twin_of(optimizer: Optimizer, convert: Callable[[Tensor], Tensor]) -> Optimi
     for name, value in vars(optimizer).items():
         if name not in vars(twin) and name != "step":  # what Optimizer.__getstate__ leaves out
             setattr(twin, name, copy.deepcopy(value, memo))
+    plainly.called([twin])  # its plain steps are meant to be plain
     for p, q in zip(params, _params(twin), strict=True):
         if p.grad is not None:
             q.grad = convert(p.grad).detach()
