@@ -126,13 +126,17 @@ def trained(
             if case.name == "SparseAdam":
                 p.grad = p.grad.to_sparse()
         model = dtype if dtype is torch.float64 else stream
-        step(*([bowl(params, scale, model)] if case.info.step_requires_closure else []))
+        down = bool(case.kwargs.get("maximize"))
+        step(*([bowl(params, scale, model, down)] if case.info.step_requires_closure else []))
     return [collage_fx.value(p).clone() for p in params]
 
 
-def bowl(params: list[Tensor], scale: float, model: torch.dtype) -> Callable[[], Tensor]:
+def bowl(
+    params: list[Tensor], scale: float, model: torch.dtype, down: bool
+) -> Callable[[], Tensor]:
     """Return a closure for an optimizer that searches: a quadratic function of the parameters.
 
+    It has a smallest value or, upside down, a largest one, for an optimizer that maximizes.
     Gradients are those of a model in the dtype model, whatever the parameters are kept in.
     """
 
@@ -141,6 +145,7 @@ def bowl(params: list[Tensor], scale: float, model: torch.dtype) -> Callable[[],
         for p in params:
             away = p.detach().to(model) - 0.3 * scale
             slope = torch.linspace(0.5, 1.5, p.numel()).to(model).view_as(p) * away
+            slope = -slope if down else slope
             p.grad = slope.to(p.dtype)
             losses.append(0.5 * (slope * away).sum())
         return torch.stack(losses).sum()
