@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from interpreter import without_compiler
 from torch import Tensor
 
 from collage_fx import backend
@@ -17,6 +18,19 @@ def _fresh_compiler() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.compiler.reset()
+
+
+@pytest.fixture
+def interpreted(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run compiled graphs by the interpreter: for tests whose subject is not a kernel.
+
+    Modules name it in `pytestmark`; their tests of kernels carry the marker `kernels`.
+    """
+    if request.node.get_closest_marker("kernels"):
+        yield
+        return
+    with without_compiler():
+        yield
 
 
 @pytest.fixture

@@ -439,5 +439,7 @@ def limits(program: Program, run: Run, exact: dict[str, Tensor]) -> dict[str, fl
         most = (at_best if plain_state else as_said)[name]
         bits = low if plain_state else parameters[name]
         unit = max(float(x.norm()) * 2.0**-bits, 2.0 ** SMALLEST[program.dtype])
-        found[name] = FACTOR * most + FLOOR * unit
+        # The model rounds nothing of what is no state of 16 bits: it may lose a unit in each step.
+        once = name in run.compensated or run.bits[name] == low
+        found[name] = FACTOR * most + FLOOR * unit * (1 if once else program.steps)
     return found

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 import collage_fx
 from collage_fx.errors import CollageWarning, OptionError, ResidualError
 
+pytestmark = pytest.mark.usefixtures("interpreted")
+
 
 def sgd_step(params: list[Tensor], grads: list[Tensor], momenta: list[Tensor]) -> None:
     """A plain function over tensors, as the README has it."""
@@ -119,6 +121,7 @@ def test_unknown_options_name_what_is_allowed(options: dict[str, Any], named: st
         step()
 
 
+@pytest.mark.kernels
 def test_inductor_options_pass_through() -> None:
     (p,) = with_grads([bf16(8)])
     step = collage_fx.compile(torch.optim.SGD([p]), **{"cpp.threads": 1})
@@ -126,6 +129,7 @@ def test_inductor_options_pass_through() -> None:
     assert collage_fx.residuals(p)
 
 
+@pytest.mark.kernels
 def test_explain_reports_and_changes_nothing() -> None:
     params = with_grads([bf16(8, 4), bf16(4)])
     optimizer = torch.optim.AdamW(params, lr=1e-3)

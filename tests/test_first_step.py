@@ -11,6 +11,8 @@ from torch.optim import SGD, AdamW, Optimizer
 import collage_fx
 from collage_fx import held
 
+pytestmark = pytest.mark.usefixtures("interpreted")
+
 RATES = (1e-3, 2e-3, 3e-3, 4e-3)
 
 

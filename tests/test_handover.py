@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 import collage_fx
 from collage_fx.errors import CollageWarning
 
+pytestmark = pytest.mark.usefixtures("interpreted")
+
 LR = 1e-4
 
 

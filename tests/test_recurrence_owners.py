@@ -15,6 +15,8 @@ from collage_fx.passes.plan import spare, verdict
 from collage_fx.passes.program import Carried, StatePlan
 from collage_fx.passes.recurrence import Form, recurrence_of
 
+pytestmark = pytest.mark.usefixtures("interpreted")
+
 BF16 = torch.bfloat16
 
 

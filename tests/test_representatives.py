@@ -13,6 +13,8 @@ from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer
 import collage_fx
 from collage_fx import representatives
 
+pytestmark = pytest.mark.usefixtures("interpreted")
+
 
 def halve(optimizer: Optimizer, i: int) -> None:
     """Change the rate in the third step."""

@@ -13,6 +13,8 @@ import collage_fx
 from collage_fx.errors import CollageWarning
 from collage_fx.watch import _Watch
 
+pytestmark = pytest.mark.usefixtures("interpreted")
+
 
 def test_many_optimizers_of_a_class_in_one_process() -> None:
     """Dynamo counts their graphs together and gives up after 8 by default."""
@@ -163,6 +165,7 @@ def test_value_ignores_a_residual_that_no_longer_belongs() -> None:
     assert not collage_fx.residuals(p) and not bool(collage_fx.value(p).any())
 
 
+@pytest.mark.kernels
 def test_reduction_between_two_updates_of_a_state() -> None:
     def step(x: Tensor, g: Tensor) -> None:
         x.sub_(1e-3 * g)

@@ -16,6 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import collage_fx
 from collage_fx import CollageError, representatives
 
+pytestmark = pytest.mark.usefixtures("interpreted")
+
 
 def hook(optimizer: Optimizer) -> None:
     optimizer.register_step_pre_hook(lambda *_: None)

@@ -15,6 +15,8 @@ import collage_fx
 from collage_fx.errors import CheckpointError, CollageWarning
 from collage_fx.runtime.residuals import STORE
 
+pytestmark = pytest.mark.usefixtures("interpreted")
+
 Step = Callable[[], Any]
 
 

@@ -14,6 +14,8 @@ from collage_fx.errors import CollageWarning, OptionError
 from collage_fx.passes.sweep import SWEEPS
 from collage_fx.runtime.loop import Loop
 
+pytestmark = pytest.mark.usefixtures("interpreted")
+
 
 def close(found: Tensor, exact: float, rtol: float = 1e-3) -> bool:
     return torch.allclose(found, torch.full_like(found, exact), rtol=rtol)
@@ -131,6 +133,7 @@ def test_a_state_split_over_two_graphs_keeps_its_residual() -> None:
     assert close(1 - collage_fx.value(p), 1 - exact, rtol=0.01)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(
     "kind, options, arithmetic",
     [

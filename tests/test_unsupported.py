@@ -10,6 +10,8 @@ import collage_fx
 from collage_fx.errors import CollageError, OptionError, RuleError, UnsupportedError
 from collage_fx.passes.rules import RULES
 
+pytestmark = pytest.mark.usefixtures("interpreted")
+
 aten = torch.ops.aten
 
 
