@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_fx import plainly
-from collage_fx.ownership import owned_tensors, tensors_in
-from collage_fx.runtime.residuals import STORE
+from collage_fx.ownership import tensors_in
 
 
 def twin_of(optimizer: Optimizer, convert: Callable[[Tensor], Tensor]) -> Optimizer:
@@ -27,13 +26,11 @@ def twin_of(optimizer: Optimizer, convert: Callable[[Tensor], Tensor]) -> Optimi
     }
     for state in optimizer.state.values():
         memo |= {id(t): convert(t).detach() for _, t in tensors_in(state) if id(t) not in memo}
-    twin = copy.deepcopy(optimizer, memo)
-    for owned in owned_tensors(twin):  # whose residuals have been copied too
-        if STORE.get(owned.tensor) is not None:
-            STORE.drop(owned.tensor)
-    for name, value in vars(optimizer).items():
-        if name not in vars(twin) and name != "step":  # what Optimizer.__getstate__ leaves out
-            setattr(twin, name, copy.deepcopy(value, memo))
+    twin: Optimizer = object.__new__(type(optimizer))
+    memo[id(optimizer)] = twin
+    # Not by way of its state for pickling: that leaves attributes out, and takes residuals along.
+    kept = {k: v for k, v in vars(optimizer).items() if k not in ("step", "__getstate__")}
+    twin.__dict__.update(copy.deepcopy(kept, memo))
     plainly.called([twin])  # its plain steps are meant to be plain
     for p, q in zip(params, _params(twin), strict=True):
         if p.grad is not None:
