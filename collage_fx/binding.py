@@ -64,7 +64,8 @@ class Residuals:
         tensors = [tensor for f in self.locate if (tensor := f(args)) is not None]
         if not self._same(tensors):
             found = [STORE.get(tensor) for tensor in tensors]
-            ownerless = self._introduce(tensors) if any(r is None for r in found) else []
+            new = not self.known or any(r is None for r in found)
+            ownerless = self._introduce(tensors) if new else []
             self.known = [
                 (weakref.ref(tensor), STORE.ensure(tensor, self._storage(c), c.name, residual))
                 for tensor, c, residual in zip(tensors, self.carried, found, strict=True)

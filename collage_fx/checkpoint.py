@@ -6,7 +6,7 @@ nothing of this package has seen the optimizer yet, and loads into plain PyTorch
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
@@ -14,6 +14,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 
 from collage_fx.copies import carry_over
 from collage_fx.ownership import PARAM, owned_tensors, tensors_in
@@ -43,6 +44,17 @@ def attach(optimizer: Optimizer) -> None:
         optimizer.register_load_state_dict_post_hook(_load)
     if any(group.get(ENTRY) for group in optimizer.param_groups):
         _adopt(optimizer)
+
+
+def take_up(optimizers: Iterable[Optimizer]) -> None:
+    """Give residuals that checkpoints left in parameter groups to the tensors, before any step.
+
+    They stay in the groups until `attach`: Dynamo may have looked at these already.
+    """
+    for optimizer in optimizers:
+        if any(group.get(ENTRY) for group in getattr(optimizer, "param_groups", ())):
+            with torch.no_grad(), _disable_current_modes():
+                _give(optimizer)
 
 
 def attach_around(optimizer: Optimizer) -> None:
@@ -144,6 +156,13 @@ def _load(optimizer: Optimizer) -> None:
 
 
 def _adopt(optimizer: Optimizer) -> None:
+    _give(optimizer)
+    for group in optimizer.param_groups:
+        # Emptied in place rather than removed: compiled graphs may guard on the group's keys.
+        group.get(ENTRY, {}).clear()
+
+
+def _give(optimizer: Optimizer) -> None:
     entries = {
         (index, key): entry
         for group in optimizer.param_groups
@@ -165,6 +184,3 @@ def _adopt(optimizer: Optimizer) -> None:
                 )
         elif residual is not None:
             residual.begin_anew(owned.tensor)
-    for group in optimizer.param_groups:
-        # Emptied in place rather than removed: compiled graphs may guard on the group's keys.
-        group.get(ENTRY, {}).clear()

@@ -11,7 +11,7 @@ from torch._inductor import config as inductor_config
 from collage_fx.passes.digest import source_digest
 from collage_fx.passes.program import Arithmetic, Level, OnUnsupported, Settings
 from collage_fx.runtime.errors import OptionError
-from collage_fx.runtime.storage import EXPANSIONS, STORAGES, Choice
+from collage_fx.runtime.storage import DEFAULT, EXPANSIONS, STORAGES, Choice
 
 _ALLOWED: dict[str, tuple[Any, ...]] = {
     "level": get_args(Level),
@@ -62,16 +62,18 @@ class CollageConfig:
     """`eft`, the default: each operation on the carried path in the state's own dtype with its
     error caught, as in the Collage paper. `wide`: the step in fp32 registers, split once at the
     store."""
-    storage: Choice = "mcf2"
-    """How an expansion is laid out in memory. `mcf2`: hi and lo in the state's dtype, 17 bits in
-    bf16. `remainder16`: bf16 and the int16 that fp32 has beyond, exactly fp32 in four bytes.
-    `ulp8`: 8 more bits in an int8. `mcf3`: two residuals in the state's dtype. `double_single`: hi
-    and lo in fp32, for states of fp32, which are left alone unless it is named. Others than `mcf2`
-    and `mcf3` are for arithmetic `wide`, which they imply, as fp8 states do. `auto`: what keeps
-    most for as many bytes again, `remainder16` for bf16 and `mcf2` for fp16 and fp8. A dict gives
-    each state its own, by patterns (as in fnmatch) for its kind (`param`, `exp_avg_sq`) or its
-    name, in order: {"param": "remainder16", "*": "ulp8"}; `auto` for what no pattern fits. States
-    of different storages that are updated together are in arithmetic `wide` too."""
+    storage: Choice = DEFAULT
+    """How an expansion is laid out in memory; if it is not said, `mcf2`, and for a state that has a
+    residual already (master weights, a checkpoint) the storage of that. `mcf2`: hi and lo in the
+    state's dtype, 17 bits in bf16. `remainder16`: bf16 and the int16 that fp32 has beyond, exactly
+    fp32 in four bytes. `ulp8`: 8 more bits in an int8. `mcf3`: two residuals in the state's dtype.
+    `double_single`: hi and lo in fp32, for states of fp32, which are left alone unless it is named.
+    Others than `mcf2` and `mcf3` are for arithmetic `wide`, which they imply, as fp8 states do.
+    `auto`: what keeps most for as many bytes again, `remainder16` for bf16 and `mcf2` for fp16 and
+    fp8. A dict gives each state its own, by patterns (as in fnmatch) for its kind (`param`,
+    `exp_avg_sq`) or its name, in order: {"param": "remainder16", "*": "ulp8"}; `auto` for what no
+    pattern fits. States of different storages that are updated together are in arithmetic `wide`
+    too."""
     on_unsupported: OnUnsupported = "join"
     """What an operation on a carried path does that has no rule in `eft`: `join` applies it in fp32
     to the joined value, splits its result and lists it in the plan; `error` raises

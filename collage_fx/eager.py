@@ -77,6 +77,7 @@ class Engine(TorchDispatchMode):
 
     def know(self, tensor: Tensor, storage: str) -> Write:
         """Take up a carried state that is kept in this storage."""
+        self.operands.keep_all_of(storage)
         shadow = self.shadows.add(tensor, None, {})
         write = Write(tensor, shadow, STORAGES[storage])
         write.begin()

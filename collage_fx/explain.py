@@ -174,7 +174,7 @@ def explain(
         args = _closure(step)
     else:
         supervised = compile_function(step, session)
-    with warnings.catch_warnings(record=True) as caught:
+    with STORE.unheard(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             # Twice: some optimizers make their states in the first step and carry them later.

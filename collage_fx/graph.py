@@ -15,7 +15,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.compiler import config as compiler_config
 from torch.fx import GraphModule, Node
 
-from collage_fx import unseen
+from collage_fx import checkpoint, unseen
 from collage_fx.binding import Code, Locate, Residuals
 from collage_fx.direct import only_sweeps, split
 from collage_fx.inductor import compile_rewritten, separate_outputs, uses_cudagraphs
@@ -53,7 +53,9 @@ def compile_graph(
         args: those of the call for which the graph is compiled anew; () at first.
     """
     optimizer = session.optimizer()
-    owners = owners_of(family(optimizer) if optimizer is not None else live_optimizers())
+    optimizers = family(optimizer) if optimizer is not None else live_optimizers()
+    checkpoint.take_up(optimizers)
+    owners = owners_of(optimizers)
     inputs = Inputs(
         gm,
         args or example_inputs,

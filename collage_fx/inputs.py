@@ -136,8 +136,10 @@ class Inputs:
         tensor = self.tensor(source)
         carried = self._named(index, path, called, tensor, val)
         carried.static = static
-        residual = STORE.get(tensor) if static or self.again else None
-        carried.pinned = residual is not None and not residual.provisional
+        residual = STORE.get(tensor) if isinstance(tensor, Tensor) else None
+        carried.present = "" if residual is None else residual.storage
+        certain = residual is not None and not residual.provisional
+        carried.pinned = certain and (static or self.again)
         return carried
 
     def value(self, node: Node | Unseen) -> Any:
@@ -154,7 +156,7 @@ class Inputs:
             return None
         c = self.describe(0, source, self.value(node), node.name)
         storage = held_in(c, settings.storage)
-        return c.owner, c.owned, c.static, c.pinned, storage, is_named(c, settings.states)
+        return c.owner, c.owned, c.static, c.pinned, storage, is_named(c.name, settings.states)
 
     def label(self, source: Source | None) -> str:
         """Return `lr` for what is the `lr` of a parameter group; empty if there is no name."""

@@ -104,7 +104,9 @@ class Judge:
 
     def held_in(self, owned: Owned) -> str:
         """Return the storage for a state, if it can hold it or not; empty to leave it alone."""
+        residual = STORE.get(owned.tensor)
         carried = Carried(-1, owned.name, owned.owner, False, owned.tensor)
+        carried.present = "" if residual is None else residual.storage
         return held_in(carried, self.config.storage)
 
     def judge_made(self, owned: Owned, write: Write, made: Shadow) -> None:

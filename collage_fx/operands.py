@@ -21,6 +21,7 @@ from collage_fx.runtime.storage import (
     STORAGES,
     Choice,
     Storage,
+    Unnamed,
     held_dtypes,
     layout_of,
     whole,
@@ -119,6 +120,13 @@ class Operands:
         }
         """dtype that states may be compensated in -> how results on the way are kept; None if the
         states' storage has no such."""
+        self.choice = settings.storage
+
+    def keep_all_of(self, storage: str) -> None:
+        """Lose nothing of a state that goes on in a storage which nobody has named."""
+        if isinstance(self.choice, Unnamed) and storage != self.choice:
+            self.arithmetic, self.choice = "wide", "auto"
+            self.storages = {d: STORAGES[FINEST[d]] for d in self.storages}
 
     def split(
         self, x: Tensor, storage: Storage | None, dtype: torch.dtype, write: Write | None = None

@@ -57,15 +57,15 @@ def spare(carried: list[Carried], named: tuple[str, ...], *, is_step: bool) -> N
     """
     any_owned = is_step or any(c.owned for c in carried)
     for c in carried:
-        if not (c.owned or is_named(c, named)) and (any_owned or c.owner == "buffer"):
+        if not (c.owned or is_named(c.name, named)) and (any_owned or c.owner == "buffer"):
             c.refusal = ""
             c.spared = f"not an optimizer's state; name it with states=({c.name!r},)"
 
 
-def is_named(carried: Carried, named: tuple[str, ...]) -> bool:
+def is_named(name: str, named: tuple[str, ...]) -> bool:
     """Tell whether the user names a state, by its name or by a pattern."""
     # As it stands too, since the brackets of params[0] mean something else in a pattern.
-    return any(carried.name == name or fnmatchcase(carried.name, name) for name in named)
+    return any(name == pattern or fnmatchcase(name, pattern) for pattern in named)
 
 
 def _member(program: Program, group: StateClass, member: Slice) -> dict[int, Verdict]:

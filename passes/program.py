@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from collage_fx.runtime.eft import LOW_PRECISION as LOW_PRECISION
 from collage_fx.runtime.errors import CollageError
-from collage_fx.runtime.storage import STORAGES, Choice, chosen
+from collage_fx.runtime.storage import STORAGES, Choice, Unnamed, chosen
 
 Level = Literal["light", "plus", "auto", "all"]
 Arithmetic = Literal["eft", "wide"]
@@ -55,6 +55,8 @@ class Carried:
     """Whether a torch.optim.Optimizer holds it."""
     spared: str = ""
     """Why it is left alone though it could be compensated; see `plan.spare`."""
+    present: str = ""
+    """The storage of the residual that it has, in which it goes on unless one is named."""
     along: bool = False
     """Whether it is updated in a slice of others and never compensated, being in fp32 say."""
 
@@ -266,6 +268,8 @@ class Program:
 
 def held_in(carried: Carried, choice: Choice) -> str:
     """Return the storage for a state, which may not be able to hold it; empty to leave it alone."""
+    if carried.present and isinstance(choice, Unnamed) and carried.val.dtype in LOW_PRECISION:
+        return carried.present
     is_param, scalar = carried.owner == "param", carried.val.dim() == 0
     return chosen(choice, carried.name, carried.val.dtype, is_param=is_param, scalar=scalar)
 

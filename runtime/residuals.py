@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -229,10 +230,20 @@ class ResidualStore:
             warnings.warn(
                 f"collage_fx: the residual of {residual.name} was kept in storage {pair[0]!r} and "
                 f"goes on in {pair[1]!r}, which keeps {new} bits instead of {old}: that is what "
-                "this step was compiled with. Two optimizers of one parameter need one storage",
+                f"this step was compiled with. Compile it with storage={pair[0]!r} to keep them; "
+                "two optimizers of one parameter need one storage",
                 CollageWarning,
                 stacklevel=2,
             )
+
+    @contextmanager
+    def unheard(self) -> Iterator[None]:
+        """Within, warnings that are given once do not count: of copies, which nobody trains."""
+        before = set(self._coarser)
+        try:
+            yield
+        finally:
+            self._coarser = before
 
     def adopt(
         self, tensor: Tensor, lows: tuple[Tensor, ...] | None, storage: str, name: str

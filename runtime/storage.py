@@ -292,9 +292,18 @@ EXPANSIONS = {"mcf2": 2, "mcf3": 3}
 """Storage -> of how many floats of the state's own dtype it is the sum; for these, and no others,
 there is arithmetic `eft`."""
 
-
 Choice = str | tuple[tuple[str, str], ...]
 """A storage, `auto`, or pairs of a pattern for names of states and one of these."""
+
+
+class Unnamed(str):
+    """The storage of states without residuals where none is named; others go on in their own."""
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()} (by default)"
+
+
+DEFAULT = Unnamed("mcf2")
 AUTO = {_BF16: "remainder16", **dict.fromkeys((_FP16, *FP8), "mcf2")}
 """dtype -> what keeps most of a state for as many bytes again; fp32 states stay as they are."""
 FINEST = {_BF16: "remainder16", **dict.fromkeys((_FP16, *FP8), "mcf3"), _FP32: "double_single"}
@@ -320,8 +329,8 @@ def chosen(
     """
     pattern = "*"
     if not isinstance(choice, str):
-        kind = "param" if is_param else name.partition(" of ")[0]
-        fitting = (c for c in choice if fnmatchcase(kind, c[0]) or fnmatchcase(name, c[0]))
+        kind = kind_of(name, is_param=is_param)
+        fitting = (c for c in choice if fits(c[0], kind, name))
         pattern, choice = next(fitting, ("*", "auto"))
     storage = AUTO.get(dtype, "") if choice == "auto" else choice
     if dtype in LOW_PRECISION:
@@ -329,6 +338,16 @@ def chosen(
     held = storage in STORAGES and dtype in STORAGES[storage].residuals
     counts = scalar and not is_param and pattern == "*"
     return storage if held and not counts else ""
+
+
+def kind_of(name: str, *, is_param: bool) -> str:
+    """Return `param`, or `exp_avg_sq` for the state of that name of any parameter."""
+    return "param" if is_param else name.partition(" of ")[0]
+
+
+def fits(pattern: str, kind: str, name: str) -> bool:
+    """Tell whether a pattern, as in fnmatch, is one for a state of this kind and name."""
+    return fnmatchcase(kind, pattern) or fnmatchcase(name, pattern)
 
 
 def held_dtypes(choice: Choice) -> tuple[torch.dtype, ...]:

@@ -180,3 +180,80 @@ def test_weights_that_were_written_from_outside_stand_for_themselves() -> None:
     with pytest.warns(CollageWarning, match="written from outside"):
         full = collage_fx.master_state_dict(there)
     assert torch.equal(full["0.weight"], there[0].weight.detach().float())
+
+
+def descend(optimizer: torch.optim.Optimizer, way: str, **options: Any) -> Any:
+    """Take ten steps of 1e-6, at which 17 bits lose nearly all; return the step."""
+    step: Any = torch.compile(optimizer.step, backend="collage", options=options)
+    if way != "string":
+        step = collage_fx.compile(optimizer, **options)
+    for _ in range(10):
+        for p in optimizer.param_groups[0]["params"]:
+            p.grad = torch.ones_like(p)
+        with torch.compiler.set_stance("force_eager" if way == "eager" else "default"):
+            step()
+    return step
+
+
+WAYS = pytest.mark.parametrize(
+    ("way", "count"), [("graph", 2), ("swept", 9), ("eager", 2), ("string", 2)]
+)
+KEPT = pytest.mark.parametrize("storage", [None, "mcf3", "ulp8"])
+
+
+def near_one(count: int) -> tuple[list[nn.Parameter], list[Tensor]]:
+    weights = [1 + torch.rand(8) / 8 for _ in range(count)]
+    return [nn.Parameter(torch.empty(8).bfloat16()) for _ in weights], weights
+
+
+@WAYS
+@KEPT
+def test_a_step_goes_on_in_the_storage_of_the_master_weights(
+    way: str, count: int, storage: str | None
+) -> None:
+    bits = {None: 2**-24, "mcf3": 2**-24, "ulp8": 2**-16}[storage]
+    params, weights = near_one(count)
+    optimizer = torch.optim.SGD(params, lr=1e-6)
+    collage_fx.load_master_weights(optimizer, weights, storage=storage)
+    dtypes = [[r.dtype for r in collage_fx.residuals(p)] for p in params]
+    step = descend(optimizer, way)
+    for p, weight, before in zip(params, weights, dtypes, strict=True):
+        assert [r.dtype for r in collage_fx.residuals(p)] == before
+        off = collage_fx.value(p) - (weight.double() - 1e-5)
+        assert float(off.abs().max()) < 12 * bits
+    if way != "string":
+        name = storage or "remainder16"
+        assert {s.storage for s in collage_fx.explain(step).plan} == {name}
+    saved = optimizer.state_dict()["param_groups"][0]["collage_fx"]["residuals"]
+    assert len(saved) == count
+    # The control: a storage that is named is the one that states are converted to.
+    params, weights = near_one(count)
+    optimizer = torch.optim.SGD(params, lr=1e-6)
+    collage_fx.load_master_weights(optimizer, weights, storage="remainder16")
+    STORE._coarser.clear()
+    with pytest.warns(CollageWarning, match="17 bits instead of 24.*storage='remainder16'"):
+        descend(optimizer, way, storage="mcf2")
+    assert all(collage_fx.residuals(p)[0].dtype == torch.bfloat16 for p in params)
+
+
+@WAYS
+def test_a_step_goes_on_in_the_storage_of_a_checkpoint(way: str, count: int) -> None:
+    params, weights = near_one(count)
+    optimizer = torch.optim.SGD(params, lr=1e-6, momentum=0.5)
+    collage_fx.load_master_weights(optimizer, weights)
+    descend(optimizer, "graph", storage="remainder16", level="all")
+    others = [nn.Parameter(p.detach().clone()) for p in params]
+    again = torch.optim.SGD(others, lr=1e-6, momentum=0.5)
+    again.load_state_dict(optimizer.state_dict())
+    descend(again, way)
+    states = [t for p in others for t in (p, again.state[p]["momentum_buffer"])]
+    assert all(collage_fx.residuals(t)[0].dtype == torch.int16 for t in states)
+
+
+def test_explaining_another_storage_leaves_the_warning_to_the_step() -> None:
+    params, weights = near_one(2)
+    optimizer = torch.optim.SGD(params, lr=1e-6)
+    collage_fx.load_master_weights(optimizer, weights)
+    STORE._coarser.clear()
+    collage_fx.explain(optimizer, storage="mcf2")
+    assert not STORE._coarser
