@@ -20,6 +20,7 @@ from collage_fx.ownership import makes_states, rates, stateless
 from collage_fx.passes.denominator import one_denominator
 from collage_fx.passes.program import Program
 from collage_fx.passes.sweep import unreachable
+from collage_fx.patterns import Patterns
 from collage_fx.representatives import LeftToEngine
 from collage_fx.runtime.errors import CollageError, CollageWarning, OptionError
 from collage_fx.runtime.residuals import STORE
@@ -68,6 +69,10 @@ class Session:
     warned: set[str] = field(default_factory=set)
     notes: set[str] = field(default_factory=set)
     """What a report says beside the warnings."""
+    patterns: Patterns = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.patterns = Patterns.of(self.config)
 
     def __post_init__(self) -> None:
         warn_if_untested()
@@ -126,6 +131,7 @@ class Session:
         for reason in {unreachable(s.val.device) for s in program.carried} - {""}:
             if program.settings.multi_tensor and program.result is not None:
                 self.warn_once(f"{reason}; Inductor compiles one for each, where it has a backend")
+        self.patterns.see_graph(program)
         compiled = Compiled(program)
         if self.keep:
             self.compiled.append(compiled)
@@ -250,6 +256,7 @@ class _Step:
                 lost = "read in a sum with the high word only, by a graph that does not write"
                 self.session.note_loss([f"{name}: {lost} it" for name in names])
             self.layouts.check(args)
+            self.session.patterns.after_graph(self, self.session.warn_once)
             return self.code.run(args)
         self._compile_again(supervisor.sources[self], args)
         fits = self.layouts.hold(args) and self.symbols.hold(args)

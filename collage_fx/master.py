@@ -11,6 +11,7 @@ from collage_fx import checkpoint
 from collage_fx.config import CollageConfig
 from collage_fx.ownership import Owned, owned_tensors
 from collage_fx.passes.program import LOW_PRECISION
+from collage_fx.patterns import Patterns, warn_now
 from collage_fx.runtime.errors import CheckpointError, OptionError
 from collage_fx.runtime.residuals import STORE, Residual, clear_stale
 from collage_fx.runtime.shards import placed, shard_of, sharded_like
@@ -109,11 +110,15 @@ def convert_residuals(optimizer: Optimizer, storage: str | Mapping[str, str]) ->
     choice = CollageConfig(storage=storage).storage  # type: ignore[arg-type]
     checkpoint.attach(optimizer)
     held = [o for o in owned_tensors(optimizer) if STORE.get(o.tensor) is not None]
+    patterns = Patterns(choice)
+    for owned in owned_tensors(optimizer):
+        patterns.see(owned.name, is_param=owned.owner == "param")
     plan = [(o, _chosen_for(o, choice)) for o in held]
     for owned, name in plan:
         check_held(owned.tensor.dtype, name, owned.name)
     for owned, name in plan:
         STORE.convert(owned.tensor, name)
+    patterns.conclude(warn_now)
 
 
 def _chosen_for(owned: Owned, choice: Choice) -> str:
