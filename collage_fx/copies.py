@@ -57,14 +57,23 @@ class _Carrier:
         self.optimizer = weakref.ref(optimizer)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        optimizer: Any = self.optimizer()
-        found = _residuals(optimizer)
-        entries = [(copy.deepcopy(t, memo), *_content(residual)) for t, residual in found]
-        _restore(memo[id(optimizer)], entries)
+        copy_residuals(self.optimizer(), memo)
 
     def __reduce__(self) -> Any:
         optimizer: Any = self.optimizer()
         return _restore, (optimizer, [(t, *_content(r)) for t, r in _residuals(optimizer)])
+
+
+def copy_residuals(optimizer: Any, memo: dict[int, Any]) -> None:
+    """Give the tensors of a deep copy the residuals that they have in the optimizer.
+
+    Args:
+        optimizer: what was copied.
+        memo: of copy.deepcopy; it has the copy.
+    """
+    found = _residuals(optimizer)
+    entries = [(copy.deepcopy(t, memo), *_content(residual)) for t, residual in found]
+    _restore(memo[id(optimizer)], entries)
 
 
 def _restore(optimizer: Optimizer, entries: Iterable[Any]) -> None:

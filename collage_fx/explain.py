@@ -25,6 +25,7 @@ from collage_fx.passes.program import LOW_PRECISION, Program, Rewritten, StatePl
 from collage_fx.passes.sweep import SWEEPS
 from collage_fx.report import Served, place_of
 from collage_fx.runtime.errors import CollageError
+from collage_fx.runtime.residuals import STORE
 from collage_fx.runtime.storage import FINEST, STORAGES, Choice, chosen, kept
 from collage_fx.steps import compile_function, compile_optimizer, report_of
 from collage_fx.subject import innermost, name_of, step_made_here, subject_of
@@ -237,7 +238,7 @@ def _prepare(
     subject = subject_of(innermost(subject))
     if isinstance(subject, Optimizer):
         subject = next(iter(held_by(subject)), subject)
-        twin = twin_of(subject, torch.clone)
+        twin = twin_of(subject, torch.clone, residuals=True)
         with_some_gradient(twin)
         return type(subject).__name__, types.MethodType(type(twin).step, twin), options
     owned = any(True for _ in tensors_of_callable(subject))  # which a copy of it has too

@@ -102,7 +102,7 @@ class StepCheck:
         with torch.random.fork_rng(), set_stance("force_eager"):
             state = torch.get_rng_state()
             try:
-                twin = twin_of(optimizer, _in_float64)
+                twin = twin_of(optimizer, _in_float64, residuals=False)
                 types.MethodType(type(twin).step, twin)()
             except Exception as error:  # whatever code of the user's raises that wants 16 bits
                 return f"steps cannot be done in float64: {error}"

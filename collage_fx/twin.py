@@ -9,15 +9,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_fx import plainly
+from collage_fx.copies import copy_residuals
 from collage_fx.ownership import tensors_in
 
 
-def twin_of(optimizer: Optimizer, convert: Callable[[Tensor], Tensor]) -> Optimizer:
+def twin_of(
+    optimizer: Optimizer, convert: Callable[[Tensor], Tensor], *, residuals: bool
+) -> Optimizer:
     """Return a copy of the optimizer; nothing of what is done to it reaches the original.
 
     Args:
         optimizer: any; a step assigned to it, or put around its step, is left out.
         convert: makes the copy of a tensor, a parameter, a state or a gradient.
+        residuals: whether the copy has those of the original too.
     """
     params = [p for group in optimizer.param_groups for p in group["params"]]
     # Without the gradients, which may share memory that cannot be copied so, as those of FSDP2.
@@ -28,9 +32,11 @@ def twin_of(optimizer: Optimizer, convert: Callable[[Tensor], Tensor]) -> Optimi
         memo |= {id(t): convert(t).detach() for _, t in tensors_in(state) if id(t) not in memo}
     twin: Optimizer = object.__new__(type(optimizer))
     memo[id(optimizer)] = twin
-    # Not by way of its state for pickling: that leaves attributes out, and takes residuals along.
+    # Not by way of its state for pickling, which leaves attributes out.
     kept = {k: v for k, v in vars(optimizer).items() if k not in ("step", "__getstate__")}
     twin.__dict__.update(copy.deepcopy(kept, memo))
+    if residuals:
+        copy_residuals(optimizer, memo)
     plainly.called([twin])  # its plain steps are meant to be plain
     for p, q in zip(params, _params(twin), strict=True):
         if p.grad is not None:
