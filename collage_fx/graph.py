@@ -36,6 +36,7 @@ from collage_fx.passes.program import (
 )
 from collage_fx.passes.sweep import least_members
 from collage_fx.passes.symbolic import keep_symbols
+from collage_fx.report import nothing_compensated
 from collage_fx.runtime.errors import CollageError
 from collage_fx.runtime.residuals import STORE
 from collage_fx.runtime.storage import held_dtypes
@@ -385,11 +386,8 @@ class _Compilation:
         mine = [s for s in program.plan if s.index not in spared]
         floating = [s for s in mine if s.dtype.is_floating_point and s.shape]
         if self.session.supervisor() is None and floating and program.result is None:
-            dtypes = ", ".join(sorted({str(s.dtype).removeprefix("torch.") for s in floating}))
-            self.session.warn_once(
-                f"nothing needed compensation: the states of this step are {dtypes}, and none of "
-                "them loses updates in its dtype; collage_fx.explain gives the reason for each"
-            )
+            reasons = {s.name: s.reason for s in mine}
+            self.session.warn_once(nothing_compensated((s.dtype for s in floating), reasons))
 
 
 def _seen_by_autograd() -> set[int]:

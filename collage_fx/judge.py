@@ -11,7 +11,7 @@ from collage_fx.operands import Write
 from collage_fx.ownership import Owned
 from collage_fx.passes.criticality import critical
 from collage_fx.passes.forms import FREE, Form
-from collage_fx.passes.plan import verdict
+from collage_fx.passes.plan import part_of, verdict
 from collage_fx.passes.program import LOW_PRECISION, Carried, Recurrence, held_in
 from collage_fx.passes.recurrence import recurrence_of
 from collage_fx.passes.system import joint_recurrences
@@ -42,6 +42,8 @@ class Judge:
         self.shadows = shadows
         self.cycles: dict[Any, Recurrence] = {}
         """Place of a state -> what its step does to it together with others."""
+        self.feeding: set[Any] = set()
+        """Places of the states of which a parameter is computed anew at each step."""
         self.dropped = ""
         """The first state whose residual was dropped."""
 
@@ -53,6 +55,7 @@ class Judge:
             found = recurrence_of(shadow.forms.get(write, FREE))
             has_param = any(o.owner == "param" for o, _ in self.states.values())
             carried = Carried(-1, owned.name, owned.owner, False, tensor)
+            carried.feeds = place_of(owned) in self.feeding
             cycle = self.cycles.get(place_of(owned))
             if cycle is not None and found.kind in ("overwritten", "linear"):
                 found = cycle
@@ -142,6 +145,8 @@ class Judge:
             alone = recurrence_of(found.get(place, FREE))
             if found and not critical(alone, shadow.dtype, "auto")[0]:
                 forms[place] = found
+                if owned.owner == "param":
+                    self.feeding |= {k for k, f in found.items() if k != place and part_of(f)}
         together = any(k != place for place, found in forms.items() for k in found)
         names = {p: self.states[p][0].name for p in forms}
         self.cycles = joint_recurrences(forms, names) if together else {}

@@ -1,10 +1,12 @@
 """Which engine served each carried state, and how often."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 
+from collage_fx.passes.plan import LEFT_BY_LEVEL
 from collage_fx.passes.program import StatePlan
 from collage_fx.runtime.storage import STORAGES
 
@@ -51,6 +53,27 @@ class Served:
     def engine(self) -> str:
         """`graph`, `eager`, `graph + eager` or `none`."""
         return " + ".join(e for e in ("graph", "eager") if getattr(self, e)) or "none"
+
+
+def nothing_compensated(dtypes: Iterable[torch.dtype], reasons: dict[str, str]) -> str:
+    """Return what to say of a step of which no state is compensated.
+
+    Args:
+        dtypes: those of its states.
+        reasons: the states by name, and the reasons of their verdicts.
+    """
+    left = [name for name, reason in reasons.items() if reason == LEFT_BY_LEVEL]
+    if left:
+        return (
+            "nothing was compensated: level light does so with parameters, and with what they are "
+            f"computed anew from, only; {', '.join(left)} lose updates in their dtype, which "
+            "level='auto' compensates"
+        )
+    words = ", ".join(sorted({str(d).removeprefix("torch.") for d in dtypes}))
+    return (
+        f"nothing needed compensation: the states of this step are {words}, and none of them loses "
+        "updates in its dtype; collage_fx.explain gives the reason for each"
+    )
 
 
 def place_of(name: str) -> list[tuple[bool, int, str]]:

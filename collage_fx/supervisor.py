@@ -21,7 +21,7 @@ from collage_fx.ownership import Owned
 from collage_fx.passes.expand import WAY_OUT
 from collage_fx.passes.forms import Form
 from collage_fx.passes.program import StatePlan
-from collage_fx.report import Served
+from collage_fx.report import Served, nothing_compensated
 from collage_fx.runtime.residuals import STORE, clear_stale, version, zeros
 
 
@@ -345,11 +345,7 @@ class Supervisor:
         written = [s for s in self.served.values() if s.steps]
         other = floating - set(self.engine.operands.storages)
         if (other or written) and not any(s.compensated for s in written):
-            dtypes = ", ".join(sorted(str(d).removeprefix("torch.") for d in floating))
-            self.warn(
-                f"nothing needed compensation: the states of this step are {dtypes}, and none of "
-                "them loses updates in its dtype; collage_fx.explain gives the reason for each"
-            )
+            self.warn(nothing_compensated(floating, {s.name: s.reason for s in written}))
 
     def _replaced(self, owned: Owned, old: Write) -> None:
         """Go on where a step put another tensor, or other memory, in the place of a state."""

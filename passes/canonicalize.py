@@ -11,7 +11,14 @@ from torch.fx import Graph, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from collage_fx.passes.decompose import DECOMPOSITIONS, like
-from collage_fx.passes.program import LOW_PRECISION, Program, base_of, is_tensor, value_of
+from collage_fx.passes.program import (
+    LOW_PRECISION,
+    Program,
+    base_of,
+    held_in,
+    is_tensor,
+    value_of,
+)
 from collage_fx.runtime.eft import WIDER
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -95,7 +102,8 @@ def canonicalize(program: Program) -> None:
     - In 16 bits, operations that PyTorch computes in fp32 and rounds once (addcmul, addcdiv, add
       with alpha) become fp32 operations and one conversion, so that the rounding is in the graph.
     - A state that takes over the old value of another has an operation for it, a clone. So has a
-      result that begins as a copy of what has memory already: an input, or another result.
+      result that begins as a copy of what has memory already: an input, or another result; and a
+      value that is stored in two states, where their storages differ and each splits it by itself.
 
     Before::
 
@@ -117,6 +125,7 @@ def canonicalize(program: Program) -> None:
     builder.results = _memory_of_results(program.source.graph)
     for node in program.source.graph.nodes:
         builder.take(node)
+    _one_value_for_each_storage(program, builder.graph)
     builder.graph.eliminate_dead_code(
         is_impure_node=lambda n: (
             n.op in ("placeholder", "output") or n.target is aten.copy_.default or n.is_impure()
@@ -129,6 +138,19 @@ def _memory_of_results(graph: Graph) -> set[Node]:
     """Return the nodes in whose memory the results of a graph are."""
     results = (n for n in graph.output_node().all_input_nodes if is_tensor(n))
     return {base_of(n, items=False) for n in results if n.target is not aten.copy_.default}
+
+
+def _one_value_for_each_storage(program: Program, graph: Graph) -> None:
+    inputs = graph.find_nodes(op="placeholder")
+    storage = {inputs[c.index]: held_in(c, program.settings.storage) for c in program.carried}
+    first: dict[Node, str] = {}
+    for write in graph.find_nodes(op="call_function", target=aten.copy_.default):
+        state, new = write.args
+        if state in storage and first.setdefault(new, storage[state]) != storage[state]:
+            with graph.inserting_before(write):
+                own = graph.call_function(aten.clone.default, (new,))
+            own.meta = {k: v for k, v in new.meta.items() if k in ("val", "stack_trace")}
+            write.args = (state, own)
 
 
 def _strides(val: Tensor) -> list[str]:

@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 from collage_fx.passes.criticality import critical
-from collage_fx.passes.forms import is_number
+from collage_fx.passes.forms import Form, is_number
 from collage_fx.passes.program import (
     Carried,
     Level,
@@ -21,10 +21,13 @@ from collage_fx.passes.program import (
     held_in,
     value_of,
 )
+from collage_fx.passes.spine import walk
 from collage_fx.passes.sweep import flat
 from collage_fx.runtime.errors import StorageError
 from collage_fx.runtime.storage import STORAGES, Choice, check_held
 
+LEFT_BY_LEVEL = "level light compensates parameters only"
+"""The reason of a state that level `auto` would compensate."""
 Verdict: TypeAlias = tuple[bool, str, str]
 """Whether a state is compensated, the reason, and the text of its recurrence."""
 
@@ -39,7 +42,10 @@ def plan(program: Program) -> None:
     verdicts: dict[int, Verdict] = {}
     spare(program.carried, program.settings.states, is_step=program.is_step)
     for group in program.classes:
+        feed = feeding(group) if program.settings.level == "light" else set()
         for member in group.members:
+            for i in feed:
+                member.states[i][0].feeds = True
             verdicts.update(_member(program, group, member))
         program.rewritten += _by_compensated(group, verdicts, program.settings.storage)
     for carried in program.carried:
@@ -66,6 +72,31 @@ def is_named(name: str, named: tuple[str, ...]) -> bool:
     """Tell whether the user names a state, by its name or by a pattern."""
     # As it stands too, since the brackets of params[0] mean something else in a pattern.
     return any(name == pattern or fnmatchcase(name, pattern) for pattern in named)
+
+
+def feeding(group: StateClass) -> set[int]:
+    """Return the positions of the states of which a parameter is computed anew at each step.
+
+    The parameter keeps little or nothing of itself then, and what it should accumulate is lost
+    where these states lose it.
+    """
+    part, found = group.representative, group.recurrences
+    walks = [walk(part.nodes, _old(part, j)) for j in range(len(found))]
+    sources = {_old(part, j): j for j in range(len(found))}
+    feed: set[int] = set()
+    for (carried, _, new), one in zip(part.states, found, strict=True):
+        if carried.owner != "param":
+            continue
+        if one.source is not None:
+            feed.add(sources[one.source])
+        if one.together or not critical(one, carried.val.dtype, "auto")[0]:
+            feed |= {j for j, forms in enumerate(walks) if part_of(forms.get(new))}
+    return {j for j in feed if part.states[j][0].owner != "param"}
+
+
+def part_of(form: Form | None) -> bool:
+    """Tell whether a value with this form in an old value is a sum or selection that has it."""
+    return form is not None and form.carries and form.alternatives is not None
 
 
 def _member(program: Program, group: StateClass, member: Slice) -> dict[int, Verdict]:
@@ -200,9 +231,11 @@ def _judged(carried: Carried, found: Recurrence, level: Level, has_param: bool) 
 
 def _light(carried: Carried, found: Recurrence, has_param: bool) -> tuple[bool, str]:
     """Decide level light for a tensor that is not known to be a parameter."""
-    if has_param or carried.owner == "state":
-        return False, "level light compensates parameters only"
     keep, reason = critical(found, carried.val.dtype, "auto")
+    if carried.feeds:
+        return keep, f"a parameter is computed anew from it; {reason}"
+    if has_param or carried.owner == "state":
+        return False, LEFT_BY_LEVEL if keep else reason
     near = not is_number(found.a) or abs(1 - float(found.a)) < 1e-3
     return keep and near, f"{reason}; no tensor of this graph is a known parameter"
 

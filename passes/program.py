@@ -59,6 +59,8 @@ class Carried:
     """The storage of the residual that it has, in which it goes on unless one is named."""
     along: bool = False
     """Whether it is updated in a slice of others and never compensated, being in fp32 say."""
+    feeds: bool = False
+    """Whether it holds what a parameter is, which keeps too little of itself: see `feeding`."""
 
 
 class Branch(NamedTuple):

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import sympy
+import torch
 from sympy.utilities.iterables import strongly_connected_components
 from torch.fx import Node
 
@@ -35,13 +36,17 @@ def joint(part: Slice, walks: Sequence[Walk], own: list[Recurrence]) -> list[Rec
         own: for each state, its recurrence by itself.
     """
     kept = [i for i, (state, _, _) in enumerate(part.states) if not state.along]
-    loose = [i for i in kept if not critical(own[i], part.states[i][0].val.dtype, "auto")[0]]
+    loose = [i for i in kept if not _lasts(part, own, i)]
     result = list(own)
     cycles = _cycles(part, walks, loose)
     lasting = {j for j in kept if own[j].kind != "overwritten"}.union(*cycles)
     for i in loose:
         if own[i].kind == "linear":
             result[i] = _average(part, walks, own[i], i, lasting)
+    for i in kept:
+        lead = _lead(part, own, kept, i)
+        if lead != i:
+            result[i] = _taken(part, walks, result[lead], i, lead)
     for cycle in cycles:
         factor = _factor(part, walks, cycle)
         if factor is not None:
@@ -66,6 +71,47 @@ def _average(
         together=f"together with {' and '.join(_name(part, j) for j in linear if j != i)}",
     )
     return together if critical(together, part.states[i][0].val.dtype, "plus")[0] else own
+
+
+def _lead(part: Slice, own: list[Recurrence], kept: list[int], i: int) -> int:
+    """Return the state that accumulates the new value of a state: itself, or one with the same."""
+    new = part.states[i][2]
+    same = [j for j in kept if own[j].kind in _KEEPING and _same_value(part.states[j][2], new)]
+    lead = max(same, key=lambda j: (_lasts(part, own, j), -j), default=i)
+    return lead if own[i].kind not in _KEEPING or _lasts(part, own, lead) else i
+
+
+_KEEPING = ("linear", "selected", "nonlinear")
+
+
+def _lasts(part: Slice, own: list[Recurrence], i: int) -> bool:
+    return critical(own[i], part.states[i][0].val.dtype, "auto")[0]
+
+
+def _taken(part: Slice, walks: Sequence[Walk], found: Recurrence, i: int, lead: int) -> Recurrence:
+    """Return the recurrence of a state that takes over the new value of another one.
+
+    It holds what that one accumulates, and has the same carried path.
+    """
+    old, name = part.inputs[part.states[lead][1]], _name(part, lead)
+    return replace(
+        found,
+        spine=spine(part, old, part.states[i][2], walks[lead]),
+        source=old,
+        text=f"x' = {name}'",
+        together=f"it takes over {name}",
+    )
+
+
+def _same_value(a: Node, b: Node) -> bool:
+    """Tell whether two new values are one, be it by way of a clone."""
+    return _cloned(a) is _cloned(b)
+
+
+def _cloned(node: Node) -> Node:
+    while node.target is torch.ops.aten.clone.default:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
 
 
 def _form(part: Slice, walks: Sequence[Walk], i: int, j: int) -> Form:
@@ -143,7 +189,7 @@ def _on_cycle(
     new = part.states[i][2]
     forms = {j: _form(part, walks, i, j) for j in cycle if _form(part, walks, i, j).carries}
     # The same for all states that take over one value.
-    first = min(j for j in cycle if part.states[j][2] is new)
+    first = min(j for j in cycle if _same_value(part.states[j][2], new))
     source = max(forms, key=lambda j: (_weight(forms[j]), j == first))
     old = part.inputs[part.states[source][1]]
     path = spine(part, old, new, walks[source])
