@@ -101,6 +101,8 @@ def canonicalize(program: Program) -> None:
       `prims.fma` becomes addcmul or add.
     - In 16 bits, operations that PyTorch computes in fp32 and rounds once (addcmul, addcdiv, add
       with alpha) become fp32 operations and one conversion, so that the rounding is in the graph.
+    - A copy of an old value is that value, since states are overwritten last: from 2.14 on torch
+      leaves clones of overwritten tensors in the graph, where it took them out before.
     - A state that takes over the old value of another has an operation for it, a clone. So has a
       result that begins as a copy of what has memory already: an input, or another result; and a
       value that is stored in two states, where their storages differ and each splits it by itself.
@@ -214,6 +216,8 @@ class _Builder:
         ):
             args, kwargs = self._map(node.args), self._map(node.kwargs)
             self.env[node] = self._single(node.target, value_of(node), args, kwargs)
+        elif node.target is aten.clone.default and self._is_laid_out_alike(node):
+            self.env[node] = self.env[node.args[0]]  # type: ignore[index]
         elif node.target is aten.copy_.default and self._is_old(node.args[1]):
             written, taken = (self.env[a] for a in node.args[:2])  # type: ignore[index]
             moved = self.call(aten.clone.default, taken, val=value_of(taken))
@@ -222,6 +226,13 @@ class _Builder:
         else:
             new = self.graph.node_copy(node, lambda n: self.env[n])
             self.env[node] = new
+
+    def _is_laid_out_alike(self, clone: Node) -> bool:
+        """Tell whether a clone, where nothing is overwritten, is the very thing it is made of."""
+        source: Any = clone.args[0]
+        return is_tensor(self.env[source]) and (
+            _strides(value_of(self.env[source])) == _strides(value_of(clone))
+        )
 
     def _is_old(self, node: Any) -> bool:
         """Tell whether a node has become an input, or a view of one."""

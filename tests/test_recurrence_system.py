@@ -221,6 +221,26 @@ def test_systems_against_float64(step: Callable[..., None]) -> None:
         assert distance(p, e, 1.0) > 0.9
 
 
+def moved(a: Tensor, b: Tensor, g: Tensor) -> None:
+    old = a.clone()
+    a.sub_(g)
+    b.mul_(0.9).add_(a - old)
+
+
+def test_a_state_that_averages_the_moves_of_another() -> None:
+    """What is left of a clone of an old value depends on torch; it has the low word either way."""
+    states = [torch.ones(64, dtype=BF16), torch.zeros(64, dtype=BF16)]
+    plain, exact = [x.clone() for x in states], [x.double() for x in states]
+    compiled = collage_fx.compile(moved, level="all")
+    for _ in range(50):
+        g = (torch.rand(64) * 1e-3).to(BF16)
+        compiled(*states, g)
+        moved(*plain, g)
+        moved(*exact, g.double())
+    assert distance(collage_fx.value(states[1]), exact[1], 0.0) < 5e-3
+    assert distance(plain[1], exact[1], 0.0) > 0.9
+
+
 def test_a_value_taken_over_brings_no_warning() -> None:
     """The residual of what was there before goes; nothing was written from outside."""
     p, z, g = torch.ones(8, dtype=BF16), torch.ones(8, dtype=BF16), torch.full((8,), 1e-3).to(BF16)
