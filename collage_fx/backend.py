@@ -73,8 +73,6 @@ class Session:
 
     def __post_init__(self) -> None:
         self.patterns = Patterns.of(self.config)
-
-    def __post_init__(self) -> None:
         warn_if_untested()
 
     def warn_once(self, message: str) -> None:
