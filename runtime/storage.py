@@ -332,7 +332,7 @@ def chosen(
         kind = kind_of(name, is_param=is_param)
         fitting = (c for c in choice if fits(c[0], kind, name))
         pattern, choice = next(fitting, ("*", "auto"))
-    storage = AUTO.get(dtype, "") if choice == "auto" else choice
+    storage = AUTO.get(dtype, "") if choice == "auto" else str(choice)
     if dtype in LOW_PRECISION:
         return storage
     held = storage in STORAGES and dtype in STORAGES[storage].residuals

@@ -226,6 +226,7 @@ def test_a_step_goes_on_in_the_storage_of_the_master_weights(
         assert {s.storage for s in collage_fx.explain(step).plan} == {name}
     saved = optimizer.state_dict()["param_groups"][0]["collage_fx"]["residuals"]
     assert len(saved) == count
+    assert all(type(one["<param>"]["storage"]) is str for one in saved.values())
     # The control: a storage that is named is the one that states are converted to.
     params, weights = near_one(count)
     optimizer = torch.optim.SGD(params, lr=1e-6)
