@@ -5,8 +5,8 @@ Delete both entries of a defect when it is mended; `test_known_defects` fails un
 
 from collections.abc import Callable
 
-from oracle import Run
 from programs import Line, Program
+from runs import Run
 
 _ZERO = ("min(1, t / 4)", "(0 if t == 4 else 1)")
 

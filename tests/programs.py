@@ -63,7 +63,7 @@ class Program:
 
         Args:
             model: whether states and statements that hold more precision than the dtype are marked
-                by `STATE(...)` and `with EXACT`, for `oracle.modelled`.
+                by `STATE(...)` and `with EXACT`, for `rounding.modelled`.
         """
         step = _function(self, model) if self.way == "function" else _optimizer(self, model)
         train = _train_function if self.way == "function" else _train_optimizer

@@ -8,6 +8,7 @@ import fuzz
 import interpreter
 import oracle
 import pytest
+import runs
 import torch
 from known import CASES, KNOWN, MENDED
 from oracle import judge
@@ -58,8 +59,8 @@ def test_what_is_compensated_holds(program: Program, way: str) -> None:
 
 @pytest.mark.parametrize("way", ["compile", "function"])
 def test_plain_training_fails(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(oracle, "way_of", lambda _: lambda x: oracle.plain(x))
-    monkeypatch.setattr(oracle, "reported", lambda _: ("", 0))
+    monkeypatch.setattr(runs, "way_of", lambda _: runs.plain)
+    monkeypatch.setattr(runs, "reported", lambda _: ("", 0))
     assert judge(replace(AVERAGE, way=way)).failures
 
 
@@ -72,17 +73,17 @@ def test_residuals_without_roundings_fail(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_wrong_number_fails() -> None:
     """Five percent of a rate: plain training is further off, and would not notice."""
     right, other = (replace(SUBTRACTION, rates=((lr, 0.0),)) for lr in (1e-2, 1.05e-2))
-    exact, run = oracle.eager(right, torch.float64), oracle.compensated(other)
+    exact, run = runs.eager(right, torch.float64), runs.compensated(other)
     wrong = float((run.values["p0"] - exact["p0"]).norm())
-    plain = oracle.eager(right, torch.bfloat16)
+    plain = runs.eager(right, torch.bfloat16)
     assert oracle.limits(right, run, exact)["p0"] < wrong
     assert wrong < float((plain["p0"] - exact["p0"]).norm())
 
 
 def test_a_failing_program_is_shrunk_and_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a script of a few lines, that runs."""
-    monkeypatch.setattr(oracle, "way_of", lambda _: lambda x: oracle.plain(x))
-    monkeypatch.setattr(oracle, "reported", lambda _: ("", 0))
+    monkeypatch.setattr(runs, "way_of", lambda _: runs.plain)
+    monkeypatch.setattr(runs, "reported", lambda _: ("", 0))
     with pytest.raises(AssertionError, match="allowed") as failure:
         fuzz.run(0, 50, ("function",))
     script = str(failure.value).partition("\np0: error")[0]
@@ -90,5 +91,5 @@ def test_a_failing_program_is_shrunk_and_printed(monkeypatch: pytest.MonkeyPatch
     assert len(step.strip().split("\n")) <= 6, step
     scope: dict[str, Any] = {}
     exec(script, scope)
-    values = scope["train"](torch.bfloat16, oracle.plain)
+    values = scope["train"](torch.bfloat16, runs.plain)
     assert re.search(r"seed\(0\)", script) and values["p0"].dtype == torch.bfloat16

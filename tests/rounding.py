@@ -1,0 +1,174 @@
+"""The model of a compensated run: float64 with the roundings that it should have; see `oracle`."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from programs import Program
+from runs import LOW_BITS, SMALLEST, Run, kind_of, module_of, plain, tensors
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+
+class Rounding(TorchDispatchMode):
+    """Rounds what operations on float64 tensors give to the bits that it would have."""
+
+    def __init__(self, bits: dict[str, int], arithmetic: int, low: int, smallest: int, seed: int):
+        super().__init__()
+        self.bits, self.arithmetic, self.low, self.smallest = bits, arithmetic, low, smallest
+        self.states: dict[int, tuple[str, Tensor]] = {}
+        self.exact = 0
+        self.dithered = bool(seed % 2)
+        """Whether states without residuals are rounded by chance too."""
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def keep(self, name: str, x: Any) -> Any:
+        """Note that a tensor is a state, and return it."""
+        if isinstance(x, Tensor):
+            self.states[x.untyped_storage()._cdata] = (name, x)
+        return x
+
+    @contextlib.contextmanager
+    def exactly(self) -> Iterator[None]:
+        """Round nothing but updates of states."""
+        self.exact += 1
+        yield
+        self.exact -= 1
+
+    def _noise(self, x: Tensor) -> Tensor:
+        return torch.rand(x.shape, generator=self.generator, dtype=x.dtype) - 0.5
+
+    def rounded(self, x: Tensor, bits: int, noise: bool = False) -> Tensor:
+        """Return x rounded to some bits, or after an error of half a unit at random."""
+        unit = torch.ldexp(torch.ones_like(x), torch.frexp(x)[1] - bits)
+        unit = unit.clamp(min=2.0**self.smallest)
+        near = torch.round(x / unit + (self._noise(x) if noise else 0)) * unit
+        return torch.where(x.isfinite(), near, x)
+
+    def _updated(self, x: Tensor, old: Tensor, scales: bool) -> None:
+        """Round what has been written to a tensor."""
+        if x.dtype != torch.float64:
+            return
+        name, _ = self.states.get(x.untyped_storage()._cdata, ("", x))
+        bits = self.bits.get(name, self.low)
+        if not name:
+            if not self.exact:
+                x.copy_(self.rounded(x, self._temporary(x, [])))
+            return
+        if bits > self.low and not scales:
+            step = (x - old) * (1 + self._noise(x) * 2.0 ** (1 - self.arithmetic))
+            x.copy_(torch.where(step.isfinite(), old + step, x))
+        x.copy_(self.rounded(x, bits, noise=bits > self.low or self.dithered))
+
+    def _temporary(self, x: Tensor, operands: list[Any]) -> int:
+        """Return the bits of a result that is no state; of numbers from numbers, those of fp32."""
+        given = [a for a in operands if isinstance(a, Tensor)]
+        return 24 if given and not any(a.dim() for a in given) and not x.dim() else self.arithmetic
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        written = [
+            x
+            for i, a in enumerate(func._schema.arguments)
+            if a.alias_info is not None and a.alias_info.is_write
+            for x in tree_leaves(args[i] if i < len(args) else kwargs.get(a.name))
+        ]
+        old = [x.clone() for x in written]
+        result = func(*args, **kwargs)
+        if written:
+            scales = any(word in str(func) for word in ("mul_", "div_", "zero_", "fill_"))
+            scales &= "addc" not in str(func)
+            for x, before in zip(written, old, strict=True):
+                self._updated(x, before, scales)
+            return result
+        if self.exact or func.is_view or str(func).split(".")[1] in _COPIES:
+            return result
+        operands = tree_leaves((args, kwargs))
+
+        def one(x: Any) -> Any:
+            if isinstance(x, Tensor) and x.dtype == torch.float64:
+                return self.rounded(x, self._temporary(x, operands))
+            return x
+
+        return tree_map(one, result)
+
+
+_COPIES = {"clone", "_to_copy", "zeros_like", "empty_like", "full_like", "ones_like", "detach"}
+
+
+def modelled(program: Program, run: Run, bits: dict[str, int], seed: int) -> dict[str, Tensor]:
+    """Run a program in float64 with the roundings that its compensated run should have.
+
+    Args:
+        program: the program.
+        run: how it was run.
+        bits: those of each state, by its name and parameter.
+        seed: of the random errors.
+    """
+    options, low = dict(program.options), LOW_BITS[program.dtype]
+    # The eager engine, which does first steps, and what is between a norm and an update compute in
+    # the dtype.
+    begins_anew = program.resumed or program.by_turns
+    rounded = run.eager > 1 or bool(begins_anew) or "norm" in text_of(program)
+    wide = options.get("arithmetic") == "wide" and not rounded
+    # The first step knows states by their kind only.
+    kinds = {kind_of(name): n for name, n in sorted(bits.items(), key=lambda item: item[1])}
+    mode = Rounding(
+        kinds | bits, 24 if wide and not run.eager else low, low, SMALLEST[program.dtype], seed
+    )
+    late = program.way == "string" and not program.in_init
+
+    def compiled(x: Any) -> Any:
+        def states(args: tuple[Any, ...]) -> dict[str, Any]:
+            if args:  # a function
+                params, rows = args[0], args[2]
+            else:
+                params = _in_turn(x)
+                rows = [x.state[p] for p in params]
+            pairs = [{"p": p, **row} for p, row in zip(params, rows, strict=True)]
+            return {f"{k}{i}": x for i, pair in enumerate(pairs) for k, x in pair.items()}
+
+        def step(*args: Any) -> Any:
+            before = states(args)
+            for name, value in before.items():
+                mode.keep(name, value)
+            with mode:
+                result = plain(x)(*args)
+            mode.arithmetic = 24 if wide else low
+            for name, value in states(args).items() if late else ():
+                if name not in before and isinstance(value, Tensor) and kind_of(name) != "k":
+                    value.copy_(mode.rounded(value, low))
+            return result
+
+        return step
+
+    with module_of(program, model=True) as module:
+        module.F32 = torch.float64  # type: ignore[attr-defined]
+        module.EXACT = _Exactly(mode)  # type: ignore[attr-defined]
+        module.STATE = (lambda _, x: x) if late else mode.keep  # type: ignore[attr-defined]
+        return tensors(module.train(torch.float64, compiled))
+
+
+class _Exactly:
+    def __init__(self, mode: Rounding) -> None:
+        self.mode = mode
+
+    def __enter__(self) -> None:
+        self.mode.exact += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.mode.exact -= 1
+
+
+def _in_turn(optimizer: Any) -> list[Tensor]:
+    """Return the parameters of an optimizer whose groups take them in turn, in their order."""
+    groups = [group["params"] for group in optimizer.param_groups]
+    count = sum(map(len, groups))
+    return [groups[i % len(groups)][i // len(groups)] for i in range(count)]
+
+
+def text_of(program: Program) -> str:
+    """Return what the step of a program does."""
+    return program.torch_optim + "\n".join(line.text for line in program.lines)

@@ -1,0 +1,161 @@
+"""Runs of random programs: eager in any dtype, and by collage_fx, with what became of them."""
+
+import contextlib
+import linecache
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from interpreter import without_compiler
+from programs import Program
+from torch import Tensor
+
+import collage_fx
+from collage_fx import backend, watch
+from collage_fx.errors import CollageError, CollageWarning
+from collage_fx.runtime.residuals import STORE
+
+LOW_BITS = {"bfloat16": 8, "float16": 11}
+KEPT = {
+    "bfloat16": {"mcf2": 17, "ulp8": 16, "remainder16": 24, "mcf3": 24},
+    "float16": {"mcf2": 23, "ulp8": 19, "mcf3": 24},
+}
+"""The bits of a state in each storage, as the README says."""
+SMALLEST = {"bfloat16": -133, "float16": -24}
+"""The exponent of the smallest number of the dtype."""
+
+
+@contextlib.contextmanager
+def module_of(program: Program, **kind: bool) -> Iterator[types.ModuleType]:
+    """Run the script of a program as a module that can be imported, as Dynamo wants it."""
+    text = program.script(**kind)
+    module = types.ModuleType(f"program_{abs(hash(text))}")
+    module.__file__ = f"<{module.__name__}>"
+    linecache.cache[module.__file__] = (len(text), None, text.splitlines(True), module.__file__)
+    sys.modules[module.__name__] = module
+    try:
+        exec(compile(text, module.__file__, "exec"), module.__dict__)
+        yield module
+    finally:
+        del sys.modules[module.__name__], linecache.cache[module.__file__]
+
+
+def plain(x: Any) -> Callable[..., Any]:
+    """Return the step of an optimizer, or a function, as it is."""
+    return getattr(x, "step", x)
+
+
+def tensors(found: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors among what a script has trained, without the numbers."""
+    return {k: x.detach() for k, x in found.items() if isinstance(x, Tensor)}
+
+
+def eager(program: Program, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Run a program in eager PyTorch: in a 16-bit dtype, in fp32, or all of it in float64."""
+    with module_of(program) as module:
+        if dtype == torch.float64:
+            module.F32 = torch.float64  # type: ignore[attr-defined]
+        return {k: x.double() for k, x in tensors(module.train(dtype, plain)).items()}
+
+
+@dataclass
+class Run:
+    """What a compensated run gave."""
+
+    values: dict[str, Tensor] = field(default_factory=dict)
+    high: dict[str, Tensor] = field(default_factory=dict)
+    bits: dict[str, int] = field(default_factory=dict)
+    """How many bits each state has, by its name and parameter."""
+    compensated: set[str] = field(default_factory=set)
+    warned: list[str] = field(default_factory=list)
+    error: CollageError | None = None
+    graphs: int = 0
+    numbers: bool = False
+    """Whether a graph was compiled again, or late, that takes numbers which change."""
+    eager: int = 0
+    """In how many steps the eager engine had a part."""
+    report: str = ""
+
+
+def way_of(program: Program) -> Callable[[Any], Callable[..., Any]]:
+    """Return what the program is compiled by."""
+    options = dict(program.options)
+    if program.way == "string":
+        return lambda x: torch.compile(x.step, backend="collage", options=options)
+    return lambda x: collage_fx.compile(x, **options)
+
+
+def compensated(program: Program, *, interpreted: bool = True) -> Run:
+    """Run a program by collage_fx."""
+    run, low = Run(), getattr(torch, program.dtype)
+    steps: list[Any] = []
+
+    def compiled(x: Any) -> Any:
+        steps.append(way_of(program)(x))
+        return steps[-1]
+
+    torch.compiler.reset()
+    # What the backend string has said once for some options it does not say again.
+    backend._SESSIONS.clear()
+    watch._Watch.warned.clear()
+    stance = "force_eager" if program.way == "engine" else "default"
+    with contextlib.ExitStack() as stack:
+        module = stack.enter_context(module_of(program))
+        compiler = without_compiler() if interpreted else contextlib.nullcontext([])
+        graphs = stack.enter_context(compiler)
+        again = stack.enter_context(_compiled_again())
+        caught = stack.enter_context(warnings.catch_warnings(record=True))
+        warnings.simplefilter("always", CollageWarning)
+        stack.enter_context(torch.compiler.set_stance(stance))
+        try:
+            found = module.train(low, compiled)
+        except CollageError as error:
+            run.error, found = error, {}
+        run.warned = [str(w.message) for w in caught if issubclass(w.category, CollageWarning)]
+        run.graphs, run.numbers = len(graphs), any(again)
+        if steps and program.way != "string":
+            run.report, run.eager = reported(steps[-1])
+    for name, x in found.items():
+        if not isinstance(x, Tensor):
+            continue
+        run.values[name], run.high[name] = collage_fx.value(x), x.detach().double()
+        run.bits[name] = 24 if x.dtype == torch.float32 else LOW_BITS[program.dtype]
+        residual = STORE.get(x)
+        if residual is not None and collage_fx.residuals(x):
+            run.bits[name] = KEPT[program.dtype][residual.storage]
+            run.compensated.add(name)
+    torch.compiler.reset()
+    return run
+
+
+@contextlib.contextmanager
+def _compiled_again() -> Iterator[list[bool]]:
+    """Yield, of each graph that is compiled for a call after the one that it was traced with,
+    whether it takes numbers."""
+    original, found = backend.compile_graph, []
+
+    def spy(session: Any, gm: Any, inputs: Any, args: tuple[Any, ...] = ()) -> Any:
+        if args:
+            found.append(any(not isinstance(a, Tensor) for a in args))
+        return original(session, gm, inputs, args)
+
+    backend.compile_graph = spy
+    try:
+        yield found
+    finally:
+        backend.compile_graph = original
+
+
+def reported(step: Any) -> tuple[str, int]:
+    """Return the report of a compiled step, and in how many steps the eager engine had a part."""
+    report = collage_fx.report(step)
+    return str(report), max((s.eager for s in report.states), default=0)
+
+
+def kind_of(name: str) -> str:
+    """Return the name of a state without the number of its parameter."""
+    return name.rstrip("0123456789")
