@@ -113,7 +113,8 @@ def test_the_optimizer_stays_the_users(traced: list[int]) -> None:
     assert max(traced) < 60
     assert optimizer.param_groups is groups and optimizer.state is state and groups[0] is group
     assert len(group["params"]) == len(state) == 20
-    assert set(vars(optimizer)) - attributes <= {"_opt_called", "__getstate__"}  # for schedulers and for copies
+    # For schedulers, and for copies.
+    assert set(vars(optimizer)) - attributes <= {"_opt_called", "__getstate__"}
     params = [weakref.ref(p) for p in group["params"]]
     del optimizer, groups, group, state, step
     gc.collect()
