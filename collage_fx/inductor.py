@@ -71,9 +71,16 @@ def _compile(gm: GraphModule, inputs: list[Any], kwargs: dict[str, Any]) -> Any:
     gpu = any(isinstance(x, Tensor) and x.device.type != "cpu" for x in inputs)
     with inductor_config.patch(_EXACT if gpu else {}):
         try:
-            return codegen.compile_functional(copy.deepcopy(gm), inputs, **kwargs)
+            return codegen.compile_functional(_copied(gm), inputs, **kwargs)
         except InductorError:
             # 2.13 fuses the outer loops of a row-wise reduction and of the update behind it, and
             # looks for a read that a buffer's in-place user does not have (KeyError in cpp.py).
             with inductor_config.patch(max_fusion_size=1):
                 return codegen.compile_functional(gm, inputs, **kwargs)
+
+
+def _copied(gm: GraphModule) -> GraphModule:
+    """Return a copy of a graph over the same constants: under the fake mode they have no copies."""
+    copied = GraphModule(gm, copy.deepcopy(gm.graph))
+    copied.meta = dict(gm.meta)
+    return copied

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch._inductor import config as inductor_config
 from torch.autograd import _unsafe_preserve_version_counter
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 from torch.utils._python_dispatch import _disable_current_modes
 
 from collage_fx.passes import codegen
@@ -101,11 +101,10 @@ LIKE_KERNELS: dict[Any, Callable[..., Any]] = {
 
 def _exact(gm: GraphModule) -> GraphModule:
     """Return a copy of a graph in which those are done as a kernel does them."""
-    copy = GraphModule(gm, gm.graph.__class__())
+    graph = Graph()
     env: dict[Any, Any] = {}
     for node in gm.graph.nodes:
-        env[node] = copy.graph.node_copy(node, lambda n: env[n])
+        env[node] = graph.node_copy(node, lambda n: env[n])
         if node.op == "call_function":
             env[node].target = LIKE_KERNELS.get(node.target, node.target)
-    copy.recompile()
-    return copy
+    return GraphModule(gm, graph)

@@ -139,6 +139,18 @@ def test_the_comparison_can_fail(
     assert differ <= differences(name).keys()
 
 
+def test_constants_of_a_graph_are_found() -> None:
+    def step(p: Tensor) -> None:
+        p.sub_(torch.tensor([1e-3, 2e-3]).bfloat16())
+
+    p = torch.ones(2).bfloat16()
+    with without_compiler():
+        compiled = collage_fx.compile(step)
+        for _ in range(10):
+            compiled(p)
+    assert torch.allclose(1 - collage_fx.value(p), torch.tensor([1e-2, 2e-2]).double(), rtol=0.01)
+
+
 def test_outside_of_regions_both_are_right_to_a_few_roundings() -> None:
     def step(p: Tensor, g: Tensor, trust: Tensor) -> None:
         ratio = (p / (p.norm() + 1)) @ (g / (g.norm() + 1))
