@@ -142,10 +142,26 @@ class Session:
         else:
             self.warn_once(f"{'; '.join(lost)}; collage_fx.compile leaves that to its eager engine")
 
+    def _refuse_forgetting(self, names: list[str]) -> None:
+        """Warn of attributes whose assignments Dynamo would lose; leave the step to the engine.
+
+        Raises CollageError where an engine does what is not compiled: Dynamo lets Python do it.
+        """
+        message = (
+            f"the step assigns self.{', self.'.join(names)}, which torch.compile does to no "
+            "optimizer: the assignment would be lost. Keep what changes in self.state or in "
+            "self.param_groups, or in a list or dict"
+        )
+        if self.supervisor() is not None:
+            raise CollageError(message)
+        self.warn_once(f"{message}; collage_fx.compile leaves such a step to its eager engine")
+
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one Dynamo graph; the callable that a Dynamo backend returns."""
         watch.count_graph(supervised=self.supervisor() is not None)
         self.graphs += 1
+        if forgotten := watch.forgotten_attributes():
+            self._refuse_forgetting(forgotten)
         one_denominator(gm)
         return _Step(self, gm, example_inputs)
 

@@ -23,6 +23,7 @@ FUSED = (Adam, AdamW, SGD, Adagrad)
 """torch.optim's classes that have a fused kernel; a subclass's step is theirs, or made of it."""
 _AMP = ("found_inf", "grad_scale")
 """What torch.amp.GradScaler leaves on an optimizer whose kernel unscales gradients itself."""
+_AMP_SCALING = "_step_supports_amp_scaling"
 _TOUCHED = ("fused", "capturable")
 SCALE = "_collage_grad_scale"
 """Where an optimizer has the scale of its gradients within a step."""
@@ -72,6 +73,7 @@ def traceable(optimizer: Optimizer) -> Iterator[bool]:
     """
     touched: list[tuple[dict[str, Any], dict[str, Any]]] = []
     hidden: list[tuple[Optimizer, dict[str, Any]]] = []
+    inner: list[Optimizer] = []
     wanted = True
     try:
         for one in family(optimizer):
@@ -83,17 +85,25 @@ def traceable(optimizer: Optimizer) -> Iterator[bool]:
             hidden.append((one, {k: vars(one)[k] for k in _AMP if k in vars(one)}))
             found, scale = (vars(one).pop(k, None) for k in _AMP)
             wanted &= found is None or not found.item()
-            if scale is not None:
+            if scale is not None and one is optimizer and _is_torchs(one):
                 setattr(one, SCALE, scale)
+            elif scale is not None:
+                _unscale(groups, scale)
             for group in groups:
                 touched.append((group, {k: group[k] for k in _TOUCHED if k in group}))
                 group["fused"] = None
-                if "capturable" in group and all(_on_gpu(p) for p in group["params"]):
-                    group["capturable"] = True
+                if "capturable" in group:  # what only the fused kernel is on a CPU
+                    group["capturable"] = all(_on_gpu(p) for p in group["params"])
+            if one is not optimizer and _AMP_SCALING in vars(one):
+                # A GradScaler that is called within the step unscales by itself.
+                inner.append(one)
+                setattr(one, _AMP_SCALING, False)
         yield wanted
     finally:
         for group, before in touched:
             group.update(before)
+        for one in inner:
+            setattr(one, _AMP_SCALING, True)
         for one, amp in hidden:
             vars(one).pop(SCALE, None)
             vars(one).update(amp)
@@ -106,7 +116,7 @@ def unscaling(optimizer: Optimizer) -> Callable[..., Any]:
     """
     step: Any = type(optimizer).step
     inner = inspect.unwrap(step)
-    if unscaled(inner, optimizer) is inner or not inner.__module__.startswith("torch.optim."):
+    if unscaled(inner, optimizer) is inner or not _is_torchs(optimizer):
         return step
     return Optimizer.profile_hook_step(_use_grad_for_differentiable(unscaled(inner, optimizer)))
 
@@ -118,7 +128,7 @@ def unscaled(inner: Callable[..., Any], optimizer: Optimizer) -> Callable[..., A
     that quotient rounded, as by the fused kernel. In fp16, where gradients are scaled because they
     would be 0, that matters.
     """
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+    if not getattr(optimizer, _AMP_SCALING, False):
         return inner
 
     def unscaled_step(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -132,6 +142,18 @@ def unscaled(inner: Callable[..., Any], optimizer: Optimizer) -> Callable[..., A
         return inner(self, *args, **kwargs)
 
     return unscaled_step
+
+
+def _is_torchs(optimizer: Optimizer) -> bool:
+    """Tell whether the step of an optimizer's class is torch.optim's, and no subclass's."""
+    return inspect.unwrap(type(optimizer).step).__module__.startswith("torch.optim.")
+
+
+def _unscale(groups: list[dict[str, Any]], scale: Tensor) -> None:
+    """Divide gradients by their scale before a step in whose graph that cannot be."""
+    with torch.no_grad():
+        for p in (p for group in groups for p in group["params"] if p.grad is not None):
+            p.grad.div_(scale.to(p.grad.device))
 
 
 def _on_gpu(p: Tensor) -> bool:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from collage_fx import plainly
 from collage_fx.copies import copy_residuals
-from collage_fx.ownership import tensors_in
+from collage_fx.ownership import family, tensors_in
 
 
 def twin_of(
@@ -23,24 +23,27 @@ def twin_of(
         convert: makes the copy of a tensor, a parameter, a state or a gradient.
         residuals: whether the copy has those of the original too.
     """
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    everyone = family(optimizer)
+    params = [p for one in everyone for p in _params(one)]
     # Without the gradients, which may share memory that cannot be copied so, as those of FSDP2.
     memo: dict[int, Any] = {
         id(p): convert(p).detach().requires_grad_(p.requires_grad) for p in params if p.is_leaf
     }
-    for state in optimizer.state.values():
-        memo |= {id(t): convert(t).detach() for _, t in tensors_in(state) if id(t) not in memo}
-    twin: Optimizer = object.__new__(type(optimizer))
-    memo[id(optimizer)] = twin
-    # Not by way of its state for pickling, which leaves attributes out.
-    kept = {k: v for k, v in vars(optimizer).items() if k not in ("step", "__getstate__")}
-    twin.__dict__.update(copy.deepcopy(kept, memo))
-    if residuals:
-        copy_residuals(optimizer, memo)
-    plainly.called([twin])  # its plain steps are meant to be plain
-    for p, q in zip(params, _params(twin), strict=True):
-        if p.grad is not None:
-            q.grad = convert(p.grad).detach()
+    for one in everyone:
+        memo[id(one)] = object.__new__(type(one))
+        for state in getattr(one, "state", {}).values():
+            memo |= {id(t): convert(t).detach() for _, t in tensors_in(state) if id(t) not in memo}
+    for one in everyone:
+        # Not by way of its state for pickling, which leaves attributes out.
+        kept = {k: v for k, v in vars(one).items() if k not in ("step", "__getstate__")}
+        memo[id(one)].__dict__.update(copy.deepcopy(kept, memo))
+        if residuals:
+            copy_residuals(one, memo)
+    twin: Optimizer = memo[id(optimizer)]
+    plainly.called(family(twin))  # its plain steps are meant to be plain
+    for p in params:
+        if p.grad is not None and p.is_leaf:
+            memo[id(p)].grad = convert(p.grad).detach()
     return twin
 
 
@@ -53,4 +56,4 @@ def with_some_gradient(optimizer: Optimizer) -> None:
 
 
 def _params(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
+    return [p for group in getattr(optimizer, "param_groups", []) for p in group["params"]]

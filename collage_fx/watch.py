@@ -19,6 +19,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import counters
+from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import (
@@ -60,8 +61,8 @@ def install(backend: Any) -> None:
 def is_seen_by_others(optimizer: Optimizer) -> bool:
     """Tell whether a hook that is not ours looks at the optimizer before or after its step."""
     hooks = [
-        *optimizer._optimizer_step_pre_hooks.values(),
-        *optimizer._optimizer_step_post_hooks.values(),
+        *getattr(optimizer, "_optimizer_step_pre_hooks", {}).values(),
+        *getattr(optimizer, "_optimizer_step_post_hooks", {}).values(),
         *torch_optimizer._global_optimizer_pre_hooks.values(),
         *torch_optimizer._global_optimizer_post_hooks.values(),
     ]
@@ -158,6 +159,24 @@ def _warn_once(message: str) -> None:
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         _trace_ends(type(optimizer).__name__)
+
+
+def forgotten_attributes() -> list[str]:
+    """Return the attributes of optimizers that what Dynamo traces now assigns, and will forget.
+
+    Dynamo writes back what traced code assigns to objects, but for optimizers, of which it keeps
+    no track: `self.k += 1` in a step has no effect. See docs/stock-defects.md.
+    """
+    try:
+        effects = InstructionTranslator.current_tx().output.side_effects
+    except AttributeError:
+        return []
+    return sorted(
+        name
+        for owner, values in effects.store_attr_mutations.items()
+        if isinstance(owner, OptimizerVariable) and owner.value not in effects
+        for name in values
+    )
 
 
 def traced_function() -> str:

@@ -13,12 +13,16 @@ docs/stock-defects.md.
 import operator
 from typing import Any, TypeGuard
 
+import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 
 def one_denominator(gm: GraphModule) -> None:
     """Rewrite a / (b * s) + c / s, s being 0-d and c a number, to (a / b + c) / s, in place.
+
+    In torch.optim's own code only: of a user's formula the result is what the user gets in eager
+    PyTorch.
 
     Before::
 
@@ -52,7 +56,8 @@ def _matches(node: Node) -> bool:
         return False
     product, (number, divisor) = first.args[1], second.args
     return (
-        isinstance(number, int | float)
+        "/optim/adam" in node.meta.get("stack_trace", "")
+        and _number(number)
         and _is(product, operator.mul)
         and product.args[1] is divisor
         and _scalar(divisor)
@@ -78,6 +83,12 @@ def _rewrite(graph: Graph, node: Node) -> None:
 
 def _is(x: Any, function: Any) -> TypeGuard[Node]:
     return isinstance(x, Node) and x.target is function
+
+
+def _number(x: Any) -> bool:
+    """Tell whether an operand is a number, or the symbol of one that changes."""
+    value = x.meta.get("example_value") if isinstance(x, Node) else x
+    return isinstance(value, int | float | torch.SymInt | torch.SymFloat)
 
 
 def _scalar(x: Any) -> bool:

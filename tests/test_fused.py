@@ -189,6 +189,55 @@ def test_grad_scaler_as_by_the_kernel(
     assert scale == other and count == steps
 
 
+class Derived(SGD):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class ScalesInside(Optimizer):
+    """Has a GradScaler step the optimizer that it wraps, as accelerate's wrapper does."""
+
+    def __init__(self, inner: Optimizer, scaler: GradScaler) -> None:
+        self.inner, self.scaler = inner, scaler
+        super().__init__(inner.param_groups, {})
+
+    def step(self, closure: Any = None) -> None:
+        self.scaler.step(self.inner)
+        self.scaler.update()
+
+
+@pytest.mark.parametrize("kind", [Derived, ScalesInside])
+def test_grad_scaler_of_subclasses_and_wrappers(kind: Any) -> None:
+    (p,) = params(1)
+    start = p.detach().double()
+    scaler = GradScaler("cpu", init_scale=2.0**10)
+    inner = (
+        SGD([p], lr=0.25, fused=True) if kind is ScalesInside else Derived([p], 0.25, fused=True)
+    )
+    optimizer = ScalesInside(inner, scaler) if kind is ScalesInside else inner
+    optimizer.step = collage_fx.compile(optimizer)  # type: ignore[method-assign]
+    for _ in range(3):
+        scale = float(scaler.scale(torch.ones(())))
+        p.grad = torch.full((7,), 2.0**-6 * scale).bfloat16()
+        if kind is ScalesInside:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+    assert torch.equal(collage_fx.value(p), start - 3 * 0.25 * 2.0**-6)
+    assert inner._step_supports_amp_scaling  # type: ignore[attr-defined]
+
+
+def test_capturable_beside_fused_where_nothing_is_compiled() -> None:
+    (p,) = params(1)
+    step = collage_fx.compile(AdamW([p], fused=True, capturable=True))
+    before = p.detach().clone()
+    with torch.compiler.set_stance("force_eager"):
+        p.grad = torch.ones(7).bfloat16()
+        step()
+    assert (collage_fx.value(p) != before).all()
+
+
 def test_a_residual_of_a_gradient_is_not_made_by_unscaling() -> None:
     p = bf16(4).requires_grad_()
     optimizer = AdamW([p], fused=True)

@@ -1,5 +1,6 @@
 """`verify=n`: the first steps are held against the same steps in float64."""
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -127,6 +128,26 @@ class ByDtype(Counting):
             )
 
 
+class Sign(Counting):
+    """Lion, where one sign more or less is a large part of an update."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if "m" not in state:
+                state["m"] = torch.zeros_like(p)
+            p.sub_((0.9 * state["m"] + 0.1 * p.grad).sign(), alpha=1e-3)
+            state["m"].lerp_(p.grad, 0.01)
+
+
+class PythonNoise(Counting):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.add_(p.grad, alpha=-1e-3 * random.random())
+
+
 class Noisy(Counting):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -141,6 +162,59 @@ class Wants16Bits(Counting):
             if p.dtype is not torch.bfloat16:
                 raise TypeError("bf16 only")
             p.add_(p.grad, alpha=-1e-3)
+
+
+def test_a_step_that_is_not_stable_is_not_the_graphs_fault() -> None:
+    _, step = trained(Sign, 40, verify=40)
+    report = collage_fx.report(step)
+    assert all(s.graph > 30 for s in report.states if s.name.startswith("param"))
+    assert not any("compiled graph that updates" in note for note in report.notes)
+
+
+def test_chance_of_python_is_not_drawn_twice() -> None:
+    random.seed(1)
+    trained(PythonNoise)
+    rest = random.random()
+    random.seed(1)
+    _, step = trained(PythonNoise, verify=2)
+    assert random.random() == rest
+    assert any("random" in note for note in collage_fx.report(step).notes)
+
+
+class Releasing(Counting):
+    """Lets go of gradients at the end of its step."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            p.grad = None
+
+
+class Around(Optimizer):
+    """Wraps an optimizer and never was one by its constructor."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.inner.param_groups
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+
+def test_gradients_come_back_and_wrappers_are_checked(broken: None) -> None:
+    exact, _ = trained(Releasing, exact=True)
+    way = farthest([p.detach().double() for p in params()], exact)
+    with pytest.warns(CollageWarning, match="verify: in step"):
+        found, _ = trained(Releasing, verify=2)
+    assert farthest(found, exact) < 0.05 * way
+    exact, _ = trained(MADE["AdamW"], exact=True)
+    torch.compiler.reset()
+    with pytest.warns(CollageWarning, match="verify: in step"):
+        found, _ = trained(lambda p: Around(MADE["AdamW"](p)), verify=2)
+    assert farthest(found, exact) < 0.05 * farthest([p.detach().double() for p in params()], exact)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from torch.fx import GraphModule
 from torch.optim import Optimizer
 
 import collage_fx
+from collage_fx.errors import CollageWarning
 from collage_fx.symbols import Symbols
 
 
@@ -50,6 +51,37 @@ def test_a_step_count_goes_on_counting() -> None:
     exact = moved(rates, torch.float64, compiled=False)
     found = moved(rates, torch.bfloat16, compiled=True)
     assert abs(found - exact) < 5e-3 * exact  # the bias correction of step 3: 0.15 of it
+
+
+class Attribute(Optimizer):
+    """Counts its steps in an attribute, of which Dynamo loses what a step assigns."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        self.k = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.k += 1
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad, alpha=1e-3 * self.k)
+
+
+def test_an_attribute_that_a_step_counts_in() -> None:
+    p = nn.Parameter(torch.ones(4).bfloat16())
+    optimizer = Attribute([p])
+    step = collage_fx.compile(optimizer)
+    p.grad = torch.ones(4).bfloat16()
+    with pytest.warns(CollageWarning, match=r"assigns self\.k"):
+        for _ in range(6):
+            step()
+    assert optimizer.k == 6
+    assert (collage_fx.value(p) - (1 - 21e-3)).abs().max() < 1e-4
+    torch.compiler.reset()
+    p = nn.Parameter(torch.ones(4).bfloat16())
+    p.grad = torch.ones(4).bfloat16()
+    with pytest.warns(CollageWarning, match=r"assigns self\.k.*collage_fx\.compile"):
+        torch.compile(Attribute([p]).step, backend="collage")()
 
 
 def test_the_rate_of_a_second_optimizer_changes_in_its_second_step() -> None:

@@ -65,6 +65,16 @@ def test_warmup_from_zero(name: str, kwargs: dict[str, Any], as_tensor: bool) ->
     assert (found - exact).abs().max() <= 2**-6 * (1 - exact).abs().max()
 
 
+def test_optimizers_of_one_class_with_other_eps() -> None:
+    """From the second on Dynamo makes eps a symbol."""
+    for eps in (1e-8, 1e-6, 1e-5):
+        p = nn.Parameter(torch.ones(2).bfloat16())
+        step = collage_fx.compile(torch.optim.AdamW([p], lr=0.0, eps=eps))
+        p.grad = torch.tensor([0.0, 1.0]).bfloat16()
+        step()
+        assert torch.equal(p.detach(), torch.ones(2).bfloat16())
+
+
 def test_stock_compile_makes_nan() -> None:
     """If this fails, torch has mended it: docs/stock-defects.md and denominator.py can go."""
     exact = trained("Adam", {"foreach": False}, torch.float64, False, "eager")
