@@ -111,7 +111,8 @@ class StepCheck:
             return "steps with arguments, such as a closure, are not checked"
         if is_seen_by_others(optimizer):
             return "steps with hooks are not checked, which would run twice"
-        chance, numpys = random.getstate(), numpy.random.get_state() if numpy else None
+        chance = random.getstate()
+        numpys: Any = numpy.random.get_state() if numpy else None
         with torch.random.fork_rng(), set_stance("force_eager"):
             state = torch.get_rng_state()
             try:

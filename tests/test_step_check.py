@@ -171,6 +171,8 @@ def test_a_step_that_is_not_stable_is_not_the_graphs_fault() -> None:
     assert not any("compiled graph that updates" in note for note in report.notes)
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+@pytest.mark.filterwarnings("ignore:collage_fx. torch.compile fails")
 def test_chance_of_python_is_not_drawn_twice() -> None:
     random.seed(1)
     trained(PythonNoise)
