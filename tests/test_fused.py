@@ -160,6 +160,8 @@ def test_grad_scaler_as_by_the_kernel(
         # The kernel with fp32 weights and states, of the same gradients.
         p = nn.Parameter(start.clone().to(torch.float32 if way == "kernel" else dtype))
         optimizer = kind([p], fused=True, **({"lr": 1e5} if kind is SGD else kwargs))
+        if dtype is torch.float16 and not hasattr(optimizer, "_step_supports_amp_scaling"):
+            pytest.skip("before 2.13 GradScaler unscales Adagrad's gradients, and refuses fp16")
         if way == "collage":
             optimizer.step = collage_fx.compile(  # type: ignore[method-assign]
                 optimizer, storage="auto", level="all"
