@@ -21,7 +21,7 @@ class Rounding(TorchDispatchMode):
         self.states: dict[int, tuple[str, Tensor]] = {}
         self.exact = 0
         self.dithered = bool(seed % 2)
-        """Whether states without residuals are rounded by chance too."""
+        """Whether results and states without residuals are rounded by chance too."""
         self.generator = torch.Generator().manual_seed(seed)
 
     def keep(self, name: str, x: Any) -> Any:
@@ -89,7 +89,7 @@ class Rounding(TorchDispatchMode):
 
         def one(x: Any) -> Any:
             if isinstance(x, Tensor) and x.dtype == torch.float64:
-                return self.rounded(x, self._temporary(x, operands))
+                return self.rounded(x, self._temporary(x, operands), noise=self.dithered)
             return x
 
         return tree_map(one, result)
