@@ -237,7 +237,9 @@ def _light(carried: Carried, found: Recurrence, has_param: bool) -> tuple[bool, 
     if has_param or carried.owner == "state":
         return False, LEFT_BY_LEVEL if keep else reason
     near = not is_number(found.a) or abs(1 - float(found.a)) < 1e-3
-    return keep and near, f"{reason}; no tensor of this graph is a known parameter"
+    if keep and not near:
+        return False, LEFT_BY_LEVEL
+    return keep, f"{reason}; no tensor of this graph is a known parameter"
 
 
 def _entry(carried: Carried, verdict: Verdict | None, program: Program) -> StatePlan:

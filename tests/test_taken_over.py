@@ -159,3 +159,11 @@ def test_one_value_in_two_storages_of_fp8() -> None:
     for state, bits in zip(ours[:2], (9, 14), strict=True):
         error = float((collage_fx.value(state) / new - 1).abs().max())
         assert 2.0 ** -(bits + 3) < error < 2.0**-bits
+
+
+def test_light_names_what_a_function_loses() -> None:
+    """No tensor of it is known to be a parameter, and a slow decay may be a second moment's."""
+    step = collage_fx.compile(lambda p: p.mul_(1 - 1e-3), level="light")
+    with pytest.warns(CollageWarning, match="level light does so with parameters.*p lose"):
+        for _ in range(3):
+            step(torch.ones(4).bfloat16())
