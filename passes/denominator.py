@@ -56,7 +56,7 @@ def _matches(node: Node) -> bool:
         return False
     product, (number, divisor) = first.args[1], second.args
     return (
-        "/optim/adam" in node.meta.get("stack_trace", "")
+        "/torch/optim/" in node.meta.get("stack_trace", "")
         and _number(number)
         and _is(product, operator.mul)
         and product.args[1] is divisor

@@ -4,83 +4,33 @@ from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
+from moments import Lines, averages, one, squares
 from programs import Line, Program
 
-BETAS = (0.9, 0.5, 0.99, 0.999, 0.95)
 RATES = (1e-3, 1e-2, 1e-4)
 SHAPES = ((4, 3), (17,), (2, 3, 5), ())
 SCHEDULES = ("0.9**t", "min(1, t / 4)", "(1 if t < 5 else 0.1)", "(0 if t == 4 else 1)")
-
-Lines = list[Line]
-
-
-def _one(text: str, each: str = "", carried: bool = False) -> Lines:
-    return [Line(text, each, carried)]
-
-
-def averages(draw: DrawFn, s: str, x: str, lists: str) -> Lines:
-    """A running average of x; lists are those of the states and of x for _foreach_ forms."""
-    b = draw(st.sampled_from(BETAS))
-    a, (ss, xs) = round(1 - b, 6), lists.split()
-    decay, s_ = f"torch._foreach_mul_({ss}, {b})", f'st["{s}"]'
-    forms = [
-        _one(f"{s_}.lerp_({x}, {a})", f"torch._foreach_lerp_({ss}, {xs}, {a})"),
-        _one(
-            f"{s_}.mul_({b}).add_({x}, alpha={a})",
-            f"{decay}\ntorch._foreach_add_({ss}, {xs}, alpha={a})",
-        ),
-        _one(f"{s_}.mul_({b}).add_({x})", f"{decay}\ntorch._foreach_add_({ss}, {xs})"),
-        _one(f"{s_} *= {b}\n{s_} += {a} * {x}"),
-        _one(f"{s_}.copy_({b} * {s_} + {a} * {x})", carried=True),
-        _one(f"{s_}.add_({x} - {s_}, alpha={a})"),
-        _one(f"{s_}.sub_({s_}, alpha={a}).add_({x}, alpha={a})"),
-        _one(f"torch.add({s_} * {b}, {x}, alpha={a}, out={s_})", carried=True),
-    ]
-    return draw(st.sampled_from(forms))
-
-
-def squares(draw: DrawFn, s: str, x: str, lists: str) -> Lines:
-    """Some average, sum or largest of squares of x."""
-    b = draw(st.sampled_from((0.999, 0.99, 0.9, 0.95)))
-    a, (ss, xs) = round(1 - b, 6), lists.split()
-    s_ = f'st["{s}"]'
-    forms = [
-        _one(
-            f"{s_}.mul_({b}).addcmul_({x}, {x}, value={a})",
-            f"torch._foreach_mul_({ss}, {b})\ntorch._foreach_addcmul_({ss}, {xs}, {xs}, value={a})",
-        ),
-        _one(f"{s_}.lerp_({x} * {x}, {a})"),
-        _one(f"{s_}.lerp_({x}.square(), {a})"),
-        _one(f"{s_}.addcmul_({x}, {x})", f"torch._foreach_addcmul_({ss}, {xs}, {xs}, value=1)"),
-        _one(f"{s_}.add_({x}.pow(2), alpha=0.1)"),
-        _one(f"{s_}.copy_(torch.maximum({b} * {s_}, {x} * {x}))", carried=True),
-        _one(f"{s_}.mul_({b}).add_({x} * {x} * {a})"),
-        _one(f"{s_}.copy_({b} * {s_} + {a} * ({x} * {x}))", carried=True),
-    ]
-    return draw(st.sampled_from(forms))
 
 
 @st.composite
 def apply(draw: DrawFn, u: str, us: str, tensor_lr: bool) -> Lines:
     """The update of p by lr times u, which is a name or a call."""
     forms = [
-        _one(f"p.sub_(lr * {u})"),
-        _one(f"p -= lr * {u}"),
-        _one(f"p.add_({u} * -lr)"),
-        _one(f"p.copy_(p - lr * {u})", carried=True),
-        _one(f"z = p - lr * {u}\np.copy_(z)", carried=True),
-        _one(f"z = p.clone()\nz.sub_(lr * {u})\np.copy_(z)", carried=True),
-        _one(f"p.lerp_(p - {u}, lr)" if not tensor_lr else f"p.sub_({u} * lr)"),
+        one(f"p.sub_(lr * {u})"),
+        one(f"p -= lr * {u}"),
+        one(f"p.add_({u} * -lr)"),
+        one(f"p.copy_(p - lr * {u})", carried=True),
+        one(f"z = p - lr * {u}\np.copy_(z)", carried=True),
+        one(f"z = p.clone()\nz.sub_(lr * {u})\np.copy_(z)", carried=True),
+        one(f"p.lerp_(p - {u}, lr)" if not tensor_lr else f"p.sub_({u} * lr)"),
     ]
     if not tensor_lr:
         forms[:0] = [
-            _one(
-                f"p.sub_({u}, alpha=lr)", f"torch._foreach_sub_(ps, {us}, alpha=lr)" if us else ""
-            ),
-            _one(
+            one(f"p.sub_({u}, alpha=lr)", f"torch._foreach_sub_(ps, {us}, alpha=lr)" if us else ""),
+            one(
                 f"p.add_({u}, alpha=-lr)", f"torch._foreach_add_(ps, {us}, alpha=-lr)" if us else ""
             ),
-            _one(f"torch._foreach_add_([p], [{u}], alpha=-lr)"),
+            one(f"torch._foreach_add_([p], [{u}], alpha=-lr)"),
         ]
     return draw(st.sampled_from(forms))
 
@@ -95,16 +45,16 @@ def _direction(
     if "v" not in states:
         forms: list[tuple[Lines, str, str]] = [
             ([], m, ms),
-            (_one(f"u = {m}.sign()"), "u", ""),
-            (_one(f"u = {g} + 0.9 * {m}"), "u", ""),
-            (_one(f"u = {m} / ({m}.norm() + 1e-3)"), "u", ""),
-            (_one(f"u = {m} * (p.norm() / ({m}.norm() + 1e-3))"), "u", ""),
-            (_one(f"u = {m}.clamp(-0.1, 0.1)"), "u", ""),
+            (one(f"u = {m}.sign()"), "u", ""),
+            (one(f"u = {g} + 0.9 * {m}"), "u", ""),
+            (one(f"u = {m} / ({m}.norm() + 1e-3)"), "u", ""),
+            (one(f"u = {m} * (p.norm() / ({m}.norm() + 1e-3))"), "u", ""),
+            (one(f"u = {m}.clamp(-0.1, 0.1)"), "u", ""),
         ]
         if counter:
             forms.append(
                 (
-                    _one(
+                    one(
                         f"u = {m} / (1 - 0.9**k)",
                         f"us = torch._foreach_div({ms}, 1 - 0.9**k)" if ms else "",
                     ),
@@ -112,27 +62,27 @@ def _direction(
                     "us",
                 )
             )
-            forms.append((_one(f"u = {m} / k"), "u", ""))
+            forms.append((one(f"u = {m} / k"), "u", ""))
         return draw(st.sampled_from(forms))
     root = f'(st["v"].sqrt() + {eps})'
     listed = f"ds = torch._foreach_sqrt(vs)\ntorch._foreach_add_(ds, {eps})\n"
     listed += f"us = torch._foreach_div({ms}, ds)"
     forms = [
-        (_one(f"u = {m} / {root}", listed if ms else ""), "u", "us"),
-        (_one(f'u = {m}.div(st["v"].sqrt().add_({eps}))'), "u", ""),
-        (_one(f'u = {m} * (st["v"] + {eps}).rsqrt()'), "u", ""),
-        (_one(f"u = {m} / {root}\nu = u / (u.norm() + 1)"), "u", ""),
-        (_one(f'd = st["v"].sqrt()\nd += {eps}\nu = {m} / d'), "u", ""),
+        (one(f"u = {m} / {root}", listed if ms else ""), "u", "us"),
+        (one(f'u = {m}.div(st["v"].sqrt().add_({eps}))'), "u", ""),
+        (one(f'u = {m} * (st["v"] + {eps}).rsqrt()'), "u", ""),
+        (one(f"u = {m} / {root}\nu = u / (u.norm() + 1)"), "u", ""),
+        (one(f'd = st["v"].sqrt()\nd += {eps}\nu = {m} / d'), "u", ""),
     ]
     if counter:
         forms += [
             (
-                _one(f'u = ({m} / (1 - 0.9**k)) / ((st["v"] / (1 - 0.999**k)).sqrt() + {eps})'),
+                one(f'u = ({m} / (1 - 0.9**k)) / ((st["v"] / (1 - 0.999**k)).sqrt() + {eps})'),
                 "u",
                 "",
             ),
             (
-                _one(f'u = {m} / (1 - 0.9**k) / (st["v"].sqrt() / (1 - 0.999**k) ** 0.5 + {eps})'),
+                one(f'u = {m} / (1 - 0.9**k) / (st["v"].sqrt() / (1 - 0.999**k) ** 0.5 + {eps})'),
                 "u",
                 "",
             ),
@@ -155,24 +105,24 @@ def _weights(draw: DrawFn, counter: str, swaps: bool) -> Lines:
     a = draw(st.sampled_from((0.1, 0.01, 0.5)))
     s = 'st["slow"]'
     forms = [
-        _one(f"{s}.lerp_(p, {a})", f"torch._foreach_lerp_(slows, ps, {a})"),
-        _one(f"{s}.mul_({1 - a}).add_(p, alpha={a})"),
-        _one(f"{s}.add_(p - {s}, alpha={a})"),
-        _one(f"{s}.add_((p - {s}) * {a})"),
-        _one(f"{s}.copy_({1 - a} * {s} + {a} * p)", carried=True),
-        _one(f"{s}.lerp_(p, {a})\np.copy_({s})"),
-        _one(f"{s}.add_(p - {s}, alpha={a})\np.lerp_({s}, 0.5)"),
-        _one(f"x = {1 - a} * {s} + {a} * p\n{s}.copy_(x)\np.copy_(x)", carried=True),
+        one(f"{s}.lerp_(p, {a})", f"torch._foreach_lerp_(slows, ps, {a})"),
+        one(f"{s}.mul_({1 - a}).add_(p, alpha={a})"),
+        one(f"{s}.add_(p - {s}, alpha={a})"),
+        one(f"{s}.add_((p - {s}) * {a})"),
+        one(f"{s}.copy_({1 - a} * {s} + {a} * p)", carried=True),
+        one(f"{s}.lerp_(p, {a})\np.copy_({s})"),
+        one(f"{s}.add_(p - {s}, alpha={a})\np.lerp_({s}, 0.5)"),
+        one(f"x = {1 - a} * {s} + {a} * p\n{s}.copy_(x)\np.copy_(x)", carried=True),
     ]
     if swaps:
-        forms.append(_one(f"x = p.clone()\np.copy_({s})\n{s}.copy_(x)", carried=True))
+        forms.append(one(f"x = p.clone()\np.copy_({s})\n{s}.copy_(x)", carried=True))
     if counter in ("state", "group"):
-        forms.append(_one(f"if k % 3 == 0:\n    {s}.lerp_(p, {a})\n    p.copy_({s})"))
+        forms.append(one(f"if k % 3 == 0:\n    {s}.lerp_(p, {a})\n    p.copy_({s})"))
         forms.append(
-            _one(f"if k % 2:\n    {s}.lerp_(p, {a})\nelse:\n    p.mul_(0.8).add_({s}, alpha=0.2)")
+            one(f"if k % 2:\n    {s}.lerp_(p, {a})\nelse:\n    p.mul_(0.8).add_({s}, alpha=0.2)")
         )
-        forms.append(_one(f"if k % 2:\n    {s}.lerp_(p, {a})\nelse:\n    p.lerp_({s}, 0.2)"))
-        forms.append(_one(f"if k % 3 == 0:\n    {s}.add_(p - {s}, alpha={a})\n    p.copy_({s})"))
+        forms.append(one(f"if k % 2:\n    {s}.lerp_(p, {a})\nelse:\n    p.lerp_({s}, 0.2)"))
+        forms.append(one(f"if k % 3 == 0:\n    {s}.add_(p - {s}, alpha={a})\n    p.copy_({s})"))
     return draw(st.sampled_from(forms))
 
 
@@ -193,10 +143,10 @@ def own(draw: DrawFn, way: str, tensor_lr: bool) -> tuple[Lines, dict[str, str],
         lines += draw(
             st.sampled_from(
                 [
-                    _one("h = g.add(p, alpha=wd)"),
-                    _one("h = g + wd * p"),
-                    _one("h = g + wd * p.sign()"),
-                    _one("h = g / (1 + g.abs())"),
+                    one("h = g.add(p, alpha=wd)"),
+                    one("h = g + wd * p"),
+                    one("h = g + wd * p.sign()"),
+                    one("h = g / (1 + g.abs())"),
                 ]
             )
         )
@@ -213,19 +163,19 @@ def own(draw: DrawFn, way: str, tensor_lr: bool) -> tuple[Lines, dict[str, str],
             lines += draw(
                 st.sampled_from(
                     [
-                        _one('torch.maximum(st["mx"], st["v"], out=st["mx"])', carried=True),
-                        _one('st["mx"].copy_(torch.maximum(st["mx"], st["v"]))', carried=True),
+                        one('torch.maximum(st["mx"], st["v"], out=st["mx"])', carried=True),
+                        one('st["mx"].copy_(torch.maximum(st["mx"], st["v"]))', carried=True),
                     ]
                 )
             )
     if draw(st.booleans()):
         decay = [
-            _one("p.mul_(1 - lr * wd)", "torch._foreach_mul_(ps, 1 - lr * wd)"),
-            _one("p -= lr * wd * p"),
-            _one("p.copy_(p * (1 - lr * wd))", carried=True),
+            one("p.mul_(1 - lr * wd)", "torch._foreach_mul_(ps, 1 - lr * wd)"),
+            one("p -= lr * wd * p"),
+            one("p.copy_(p * (1 - lr * wd))", carried=True),
         ]
         if not tensor_lr:
-            decay.append(_one("p.add_(p, alpha=-lr * wd)"))
+            decay.append(one("p.add_(p, alpha=-lr * wd)"))
         lines += draw(st.sampled_from(decay))
     between, u, us = _direction(draw, states, g, counter)
     if draw(st.integers(0, 9)) == 9:
@@ -235,15 +185,15 @@ def own(draw: DrawFn, way: str, tensor_lr: bool) -> tuple[Lines, dict[str, str],
             f'st["z"].sub_(lr * {u})\np.lerp_(st["z"], 0.1)',
             f'p.lerp_(st["z"], 0.1)\nst["z"].add_({u} * -lr)',
         ]
-        return lines + between + _one(draw(st.sampled_from(base))), states, _own(counter)
+        return lines + between + one(draw(st.sampled_from(base))), states, _own(counter)
     lines += between + draw(apply(u, us, tensor_lr))
     if draw(st.integers(0, 2)) == 2:
         states["slow"] = draw(st.sampled_from(BEGIN_COPIES))
         lines += _weights(draw, counter, swaps=True)
     if draw(st.integers(0, 7)) == 7:
         states["old"] = draw(st.sampled_from(BEGIN_COPIES))
-        lines[:0] = _one('d = p - st["old"]\nst["old"].copy_(p)', carried=True)
-        lines += _one("p.add_(d, alpha=0.5)")
+        lines[:0] = one('d = p - st["old"]\nst["old"].copy_(p)', carried=True)
+        lines += one("p.add_(d, alpha=0.5)")
     return lines, states, _own(counter)
 
 

@@ -281,36 +281,3 @@ def test_report_says_why_a_part_is_left_to_the_eager_engine() -> None:
     step()
     step()
     assert "takes over the value of param_groups[0].params[0]" in str(collage_fx.report(step))
-
-
-class Pulled(Optimizer):
-    """Schedule-free: the parameter goes towards a state and back, in graphs that only read it."""
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        (p,) = self.param_groups[0]["params"]
-        state = self.state[p]
-        if not state:
-            state["z"] = p.clone()
-        p.lerp_(state["z"], 0.1)
-        torch._dynamo.graph_break()
-        p.lerp_(state["z"], 1 - 1 / 0.9)
-        state["z"].sub_(p.grad, alpha=1e-3)
-        p.lerp_(state["z"], 0.05)
-
-
-def test_an_average_of_weights_that_are_near_each_other() -> None:
-    def moved(dtype: torch.dtype, compile: Callable[[Optimizer], Callable[[], Any]]) -> Tensor:
-        torch.manual_seed(0)
-        p = torch.randn(64).bfloat16().to(dtype).requires_grad_()
-        p.grad = torch.randn(64).bfloat16().to(dtype)
-        first = p.detach().double().clone()
-        step = compile(Pulled([p], {}))
-        for _ in range(20):
-            step()
-        return collage_fx.value(p) - first
-
-    exact = moved(torch.float64, lambda optimizer: optimizer.step)
-    plain = moved(torch.bfloat16, lambda optimizer: optimizer.step)
-    ours = moved(torch.bfloat16, collage_fx.compile)
-    assert (ours - exact).norm() < 0.05 * exact.norm() < 0.1 * (plain - exact).norm()

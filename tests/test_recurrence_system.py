@@ -168,7 +168,7 @@ def cached_square(a: Tensor, b: Tensor, g: Tensor) -> None:
         (swapped, ""),
         (slow_and_fast, "a b"),
         (averaged, "a b"),
-        (followed, "a"),
+        (followed, "a b"),
         (decayed_into_momentum, "a"),
         (cached_square, "a"),
     ],
@@ -242,15 +242,15 @@ def test_a_state_that_averages_the_moves_of_another() -> None:
 
 
 def test_a_value_taken_over_brings_no_warning() -> None:
-    """The residual of what was there before goes; nothing was written from outside."""
+    """The low word of what is taken over takes the place of what was there before."""
     p, z, g = torch.ones(8, dtype=BF16), torch.ones(8, dtype=BF16), torch.full((8,), 1e-3).to(BF16)
     step = collage_fx.compile(lambda p, g: p.sub_(g))
     take_over = collage_fx.compile(followed)
     step(p, g)
     take_over(z, p, g)
-    assert not bool(collage_fx.residuals(p)[0].any())
-    step(p, g)
     assert torch.allclose(1 - collage_fx.value(p), torch.full((8,), 1e-3).double(), rtol=0.01)
+    step(p, g)
+    assert torch.allclose(1 - collage_fx.value(p), torch.full((8,), 2e-3).double(), rtol=0.01)
 
 
 def adamax(dtype: torch.dtype, **options: Any) -> tuple[Tensor, Tensor]:
