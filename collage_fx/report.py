@@ -62,7 +62,7 @@ def nothing_compensated(dtypes: Iterable[torch.dtype], reasons: dict[str, str]) 
         dtypes: those of its states.
         reasons: the states by name, and the reasons of their verdicts.
     """
-    left = [name for name, reason in reasons.items() if reason == LEFT_BY_LEVEL]
+    left = [name for name, reason in reasons.items() if reason.startswith(LEFT_BY_LEVEL)]
     if left:
         return (
             "nothing was compensated: level light does so with parameters, and with what they are "

@@ -237,9 +237,8 @@ def _light(carried: Carried, found: Recurrence, has_param: bool) -> tuple[bool, 
     if has_param or carried.owner == "state":
         return False, LEFT_BY_LEVEL if keep else reason
     near = not is_number(found.a) or abs(1 - float(found.a)) < 1e-3
-    if keep and not near:
-        return False, LEFT_BY_LEVEL
-    return keep, f"{reason}; no tensor of this graph is a known parameter"
+    reason = LEFT_BY_LEVEL if keep and not near else reason
+    return keep and near, f"{reason}; no tensor of this graph is a known parameter"
 
 
 def _entry(carried: Carried, verdict: Verdict | None, program: Program) -> StatePlan:

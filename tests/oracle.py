@@ -32,6 +32,7 @@ EXCUSES = {
     "collage_fx.compile leaves that to its eager engine": "handed on without its low word",
     "part of a differentiated computation": "differentiated",
     "was cleared": "residual cleared",
+    "level='auto' compensates": "level light names what it leaves",
 }
 """A part of a warning that says that something is not compensated -> its short name."""
 JUMPS = ("sign(", "clamp", "Rprop", "Adamax")

@@ -27,7 +27,6 @@ AVERAGE = Program(
 )
 
 
-@pytest.mark.slow  # over a minute, and one seed is open: see the issue
 @pytest.mark.parametrize("seed", range(CHUNKS))
 def test_random_programs_lose_nothing_in_silence(seed: int) -> None:
     counts = fuzz.run(seed, COUNT)
