@@ -1,5 +1,6 @@
 """Every test starts without compiled code; tests that cannot run here are skipped."""
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,8 @@ from collage_fx.runtime.torch_versions import installed
 def _fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
     torch.manual_seed(0)
+    gc.collect()
+    gc.freeze()
     yield
     torch.compiler.reset()
 

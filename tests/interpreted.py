@@ -131,11 +131,11 @@ def steps(of_class: Rewritten, source: str, count: int) -> list[int]:
 STEPPED = {name: case for name, case in CASES.items() if name != "adam-e4m3fn"}
 """e5m2 takes the same way, and a longer one; in the interpreter both take their time."""
 FEW = {"adamw-mcf3", "adamw-ulp8", "adamw-mcf2-by-chance", "adamw-double-single", "adam-e5m2-mcf3"}
-"""Of those that take long, which take three steps and not twenty."""
+"""Of those that take long, which take three steps and not six."""
 
 
 def _count(case: Case) -> int:
-    return 3 if any(case is CASES[name] for name in FEW) else 20
+    return 3 if any(case is CASES[name] for name in FEW) else 6
 
 
 @pytest.mark.parametrize("case", STEPPED.values(), ids=STEPPED)
