@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
@@ -66,7 +67,11 @@ class Session:
     """How many graphs have been compiled."""
     calls: int = 0
     """How often a graph of this session has run, compensated or not."""
+    shared: bool = False
+    """Whether it is for all functions that are compiled with one configuration."""
     warned: set[str] = field(default_factory=set)
+    said: set[Any] = field(default_factory=set)
+    """The warnings, each with the function it was about, where there are several."""
     notes: set[str] = field(default_factory=set)
     """What a report says beside the warnings."""
     patterns: Patterns = field(init=False)
@@ -76,8 +81,10 @@ class Session:
         warn_if_untested()
 
     def warn_once(self, message: str) -> None:
-        """Warn unless this session has said the same before."""
-        if message not in self.warned:
+        """Warn unless this session has said the same before, of the same function."""
+        of_function = self.shared and watch.traced_function()
+        if (key := (message, of_function)) not in self.said:
+            self.said.add(key)
             self.warned.add(message)
             warnings.warn(f"collage_fx: {message}", CollageWarning, stacklevel=2)
 
@@ -167,6 +174,9 @@ class Session:
 
 
 _SESSIONS: dict[str, Session] = {}
+"""Configuration -> what it was used for, but for the steps of optimizers."""
+_OF_OPTIMIZER: WeakKeyDictionary[Optimizer, dict[str, Session]] = WeakKeyDictionary()
+"""Optimizer -> configuration -> what the backend was asked for by name."""
 
 
 def _collage(
@@ -184,11 +194,13 @@ def _collage(
     config, inductor = split_options(options or {}, mode)
     if config.verify:
         raise OptionError("verify=n is for collage_fx.compile, which sees whole steps")
-    # One session per configuration, so that a warning is not repeated at every recompilation.
-    session = _SESSIONS.setdefault(
-        repr((config, sorted(inductor.items()))), Session(config, inductor)
-    )
-    return session(gm, example_inputs)
+    # Not one for each graph, so that a warning is not repeated at every recompilation.
+    optimizer = watch.traced_optimizer()
+    sessions = _SESSIONS if optimizer is None else _OF_OPTIMIZER.setdefault(optimizer, {})
+    key = repr((config, sorted(inductor.items())))
+    if key not in sessions:
+        sessions[key] = Session(config, inductor, shared=optimizer is None)
+    return sessions[key](gm, example_inputs)
 
 
 def __getattr__(name: str) -> Any:

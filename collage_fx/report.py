@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from collage_fx.passes.plan import LEFT_BY_LEVEL
+from collage_fx.passes.plan import LEFT_BY_LEVEL, NO_STATE
 from collage_fx.passes.program import StatePlan
 from collage_fx.runtime.storage import STORAGES
 
@@ -48,6 +48,11 @@ class Served:
     def steps(self) -> int:
         """Steps in which it was written."""
         return self.graph + self.eager + self.unaccounted
+
+    @property
+    def is_gradient(self) -> bool:
+        """Whether it is a gradient, which a step may scale or clip."""
+        return self.name.endswith(".grad") and self.reason.startswith(NO_STATE)
 
     @property
     def engine(self) -> str:

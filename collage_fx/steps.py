@@ -195,8 +195,9 @@ def report_of(step: Any) -> Report:
 
 
 def _report(supervisor: Supervisor, session: Session) -> Report:
+    written = (s for s in supervisor.served.values() if s.steps and not s.is_gradient)
     return Report(
         supervisor.subject,
-        sorted((s for s in supervisor.served.values() if s.steps), key=lambda s: place_of(s.name)),
+        sorted(written, key=lambda s: place_of(s.name)),
         sorted(session.warned | session.notes),
     )

@@ -13,6 +13,7 @@ import warnings
 from collections import Counter
 from types import CodeType, FrameType
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
@@ -42,10 +43,12 @@ class _Watch:
     """How many graphs that backend has been given."""
     graphs_before = 0
     warned: set[str] = set()  # noqa: RUF012 - one watch per process
+    warned_of: WeakKeyDictionary[Optimizer, set[str]] = WeakKeyDictionary()  # noqa: RUF012
+    """What was said of each optimizer."""
     functions: Counter[str] = Counter()  # noqa: RUF012
     """The functions that graphs of that backend are of, as Dynamo's log has them: how many."""
-    gave_up: set[str] = set()  # noqa: RUF012
-    """The classes of optimizers on which Dynamo is known to have given up."""
+    gave_up: WeakSet[Optimizer] = WeakSet()  # noqa: RUF012
+    """The optimizers on whose steps Dynamo is known to have given up."""
 
 
 def install(backend: Any) -> None:
@@ -112,11 +115,10 @@ def why_not_compiled(optimizer: Optimizer) -> str:
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         _trace_begins()
-    elif get_eval_frame_callback() is False and _Watch.graphs:
-        # False, not None: within a compiled function, but Dynamo may only run what it has.
-        name = type(optimizer).__name__
-        if name not in _Watch.gave_up:
-            _warn_of_limit(f"the step of {name} ran", "recompile_limit", "one function")
+    # False, not None: within a compiled function, but Dynamo may only run what it has.
+    elif get_eval_frame_callback() is False and _Watch.graphs and optimizer not in _Watch.gave_up:
+        what = f"the step of {type(optimizer).__name__} ran"
+        _warn_of_limit(what, "recompile_limit", "one function", optimizer)
 
 
 def _read_log(record: logging.LogRecord) -> bool:
@@ -124,35 +126,42 @@ def _read_log(record: logging.LogRecord) -> bool:
     if str(record.msg).startswith("torch._dynamo hit config."):
         limit, _, function = (str(arg) for arg in (*record.args, "", "", "")[:3])  # type: ignore[misc]
         if function in _Watch.functions:
-            name = _stepping()
-            _Watch.gave_up.add(name)
-            who = f"a part of the step of {name}" if name else "a compiled function"
+            optimizer = _stepping()
+            who = "a compiled function"
+            if optimizer is not None:
+                _Watch.gave_up.add(optimizer)
+                who = f"a part of the step of {type(optimizer).__name__}"
             _warn_of_limit(f"{who}, {function}, runs", limit, "it")
     return True
 
 
-def _stepping() -> str:
-    """Return the class of the optimizer whose step is running; empty if none is."""
+def _stepping() -> Optimizer | None:
+    """Return the optimizer whose step is running, if one is."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         owner = frame.f_locals.get("self")
         if issubclass(type(owner), Optimizer):
-            return type(owner).__name__
+            return owner
         frame = frame.f_back
-    return ""
+    return None
 
 
-def _warn_of_limit(what: str, limit: str, function: str) -> None:
+def _warn_of_limit(
+    what: str, limit: str, function: str, optimizer: Optimizer | None = None
+) -> None:
     value = getattr(dynamo_config, limit, "unknown")
     _warn_once(
         f"{what} without compensation: torch.compile gave up after torch._dynamo.config.{limit} = "
-        f"{value} graphs of {function}; raise it, or use collage_fx.compile, which does"
+        f"{value} graphs of {function}; raise it, or use collage_fx.compile, which does",
+        optimizer,
     )
 
 
-def _warn_once(message: str) -> None:
-    if message and message not in _Watch.warned:
-        _Watch.warned.add(message)
+def _warn_once(message: str, optimizer: Optimizer | None = None) -> None:
+    """Warn unless the same was said before, of that optimizer if it is known which."""
+    said = _Watch.warned if optimizer is None else _Watch.warned_of.setdefault(optimizer, set())
+    if message not in said:
+        said.add(message)
         warnings.warn(f"collage_fx: {message}", CollageWarning, stacklevel=2)
 
 
@@ -177,6 +186,20 @@ def forgotten_attributes() -> list[str]:
         if isinstance(owner, OptimizerVariable) and owner.value not in effects
         for name in values
     )
+
+
+def traced_optimizer() -> Optimizer | None:
+    """Return the optimizer whose step, or in whose user, Dynamo traces now; None if not just one.
+
+    It is looked for in the local variables of the function that is compiled.
+    """
+    try:
+        values = list(InstructionTranslator.current_tx().f_locals.values())
+    except AttributeError:
+        return None
+    values += [one for value in values if isinstance(value, list | tuple) for one in value]
+    found = {id(value): value for value in values if issubclass(type(value), Optimizer)}
+    return next(iter(found.values())) if len(found) == 1 else None
 
 
 def traced_function() -> str:
@@ -207,5 +230,6 @@ def _trace_ends(name: str) -> bool:
     empty = output.count_calls() == 0 and _Watch.graphs == _Watch.graphs_before
     if watched and empty:
         steppers = [o for o in live_optimizers() if type(o).__name__ == name and has_gradient(o)]
-        _warn_once(why_not_compiled(steppers[-1]) if steppers else "")
+        if steppers:
+            _warn_once(why_not_compiled(steppers[-1]), steppers[-1])
     return True

@@ -99,7 +99,7 @@ def represented(
         dtypes: those of states that may be compensated.
 
     Returns:
-        Parts of the graph: the class, and the inputs that only this part takes.
+        Parts of the graph: the class, and the inputs that each parameter has of its own.
 
     Raises:
         Unlike: the graph is not made of such parts, or does not update all classes.
@@ -117,15 +117,17 @@ def represented(
     found = []
     updated = set()
     for part in parts:
-        owners = {stands(x.node) for x in part.inputs}
-        if owners == {None}:
+        own = [x for x in part.inputs if stands(x.node) is not None or _full(x) or x.bound]
+        owners = {stands(x.node) for x in own}
+        if owners <= {None}:
             continue
         owner = owners.pop()
         if owner is None or owners:
             raise Unlike("parameters are updated together")
         if _layout(part, dtypes) is None:
             raise Unlike("a parameter is not updated element by element")
-        found.append((owner, [x.node for x in part.inputs]))
+        # A rate in a tensor is for all, though no other class reads it.
+        found.append((owner, [x.node for x in own]))
         if any(x.bound and _full(x) for x in part.inputs):
             updated.add(owner)
     if len(updated) < count:

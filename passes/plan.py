@@ -26,6 +26,7 @@ from collage_fx.passes.sweep import flat
 from collage_fx.runtime.errors import StorageError
 from collage_fx.runtime.storage import STORAGES, Choice, check_held
 
+NO_STATE = "not an optimizer's state"
 LEFT_BY_LEVEL = "level light compensates parameters only"
 """The reason of a state that level `auto` would compensate."""
 Verdict: TypeAlias = tuple[bool, str, str]
@@ -65,7 +66,7 @@ def spare(carried: list[Carried], named: tuple[str, ...], *, is_step: bool) -> N
     for c in carried:
         if not (c.owned or is_named(c.name, named)) and (any_owned or c.owner == "buffer"):
             c.refusal = ""
-            c.spared = f"not an optimizer's state; name it with states=({c.name!r},)"
+            c.spared = f"{NO_STATE}; name it with states=({c.name!r},)"
 
 
 def is_named(name: str, named: tuple[str, ...]) -> bool:

@@ -183,6 +183,9 @@ def test_grad_scaler_as_by_the_kernel(
         assert not {"grad_scale", "found_inf", fused.SCALE} & set(vars(optimizer))
         ways[way] = collage_fx.value(p), left, scaler.get_scale(), optimizer.state[p].get("step")
         assert not collage_fx.residuals(p.grad)
+        if way == "collage":
+            names = [s.name for s in collage_fx.report(optimizer.step).states]
+            assert names and not any(name.endswith(".grad") for name in names)
     (exact, grads, scale, count), (found, mine, other, steps) = ways["kernel"], ways["collage"]
     moved = (exact - start.double()).abs().max()
     if kind is SGD:  # fp16 cannot hold Adam's second moments of such gradients, scaled or not

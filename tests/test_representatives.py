@@ -65,16 +65,17 @@ def test_equal_in_other_storages(options: dict[str, Any], monkeypatch: pytest.Mo
     assert same(found, expected)
 
 
-def test_what_is_traced_does_not_grow(traced: list[int]) -> None:
+@pytest.mark.parametrize(("shapes", "rate"), [([(4, 3), (7,)], 1e-3), ([(7,)], torch.tensor(0.1))])
+def test_what_is_traced_does_not_grow(shapes: Any, rate: Any, traced: list[int]) -> None:
     """It depends on the kinds of parameters, and not on how many there are."""
     counts = []
     for times in (10, 40):
         traced.clear()
-        optimizer = AdamW(parameters([(4, 3), (7,)] * times))
+        optimizer = AdamW(parameters(shapes * times), lr=rate)
         give_gradients(optimizer, 0)
         collage_fx.compile(optimizer)()
         counts.append(list(traced))
-    assert counts == [[8], [8]]
+    assert counts == [[4 * len(shapes)]] * 2
 
 
 def without(optimizer: Optimizer, i: int) -> None:

@@ -34,7 +34,8 @@ def test_backend_string_says_when_dynamo_gives_up() -> None:
             step = torch.compile(torch.optim.SGD([p]).step, backend="collage")
             step()
             step()
-    assert sum("recompile_limit" in str(w.message) for w in caught) == 1
+        # Of the second, and of the third: each of them once.
+        assert sum("recompile_limit" in str(w.message) for w in caught) == 2
 
 
 class Helped(torch.optim.Optimizer):
@@ -102,6 +103,33 @@ def test_the_limit_is_named_though_dynamo_s_log_is_silent() -> None:
     finally:
         log.setLevel(level)
     assert kept == [1, 1, 1, 1, 0, 0] and any("of 'update'" in m for m in messages)
+
+
+class Forgets(torch.optim.Optimizer):
+    """Counts its steps in an attribute, which Dynamo would not write back."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        super().__init__(params, {})
+        self.k = 0
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        self.k += 1
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad, alpha=1e-4)
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_a_second_optimizer_with_the_same_options_is_warned_of_too(within: bool) -> None:
+    for _ in range(2):
+        optimizer = Forgets(with_grads([bf16(3)]))
+        called = (lambda o=optimizer: o.step()) if within else optimizer.step
+        step = torch.compile(called, backend="collage")
+        with pytest.warns(CollageWarning, match=r"assigns self\.k"):
+            step()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", CollageWarning)
+            step()
 
 
 def test_tensors_made_anew_at_each_call_keep_one_residual() -> None:
