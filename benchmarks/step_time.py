@@ -2,7 +2,9 @@
 
 The ways are those of ways.py. For each: the 20th, 50th and 80th percentile of a step in
 milliseconds; the bytes that its tables of states ask to be read and written for each parameter; and
-those divided by the time, as a share of what a plain copy reaches on the device in the same run.
+those divided by the time, as a share of what a plain copy reaches on the device in the same run;
+and with `--firsts n` the median of n first steps with all that they compile, each in a process of
+its own with empty caches, which has compiled something else before.
 
 The ways take turns, a round of steps each. On a GPU, whose memory does not hold them all at once,
 each takes turns with the copy alone. A peer that does not run is named with its reason. Written to
@@ -13,7 +15,10 @@ import argparse
 import gc
 import json
 import logging
+import multiprocessing
+import os
 import statistics
+import tempfile
 import time
 import warnings
 from pathlib import Path
@@ -22,6 +27,8 @@ from typing import Any
 import torch
 from steps import Shapes, conditions, parameters
 from ways import PEERS, WAYS, Step, absent
+
+import collage_fx
 
 
 def gpt(layers: int, width: int, vocabulary: int = 50304) -> Shapes:
@@ -33,6 +40,7 @@ def gpt(layers: int, width: int, vocabulary: int = 50304) -> Shapes:
 
 SETS: dict[str, dict[str, Shapes]] = {
     "cpu": {
+        "4 of 1024 x 1024": [(1024, 1024)] * 4,
         "300 of 64 elements": [(64,)] * 300,
         "300 of 7B shapes, 11M": [(256, 256), (256,), (688, 64)] * 100,
         "GPT, 26M": gpt(4, 512, 8192),
@@ -57,6 +65,30 @@ def seconds(step: Step, steps: int, device: str) -> list[float]:
             torch.cuda.synchronize()
         found.append(time.perf_counter() - start)
     return found
+
+
+def first_steps(shapes: Shapes, device: str, names: list[str], count: int) -> dict[str, float]:
+    """Return for each way the median time of a first step in seconds, the ways taking turns."""
+    found: dict[str, list[float]] = {name: [] for name in names}
+    context, threads = multiprocessing.get_context("spawn"), torch.get_num_threads()
+    for _ in range(count):
+        for name in names:
+            with tempfile.TemporaryDirectory() as cache:
+                os.environ |= {"TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": cache}
+                with context.Pool(1) as pool:
+                    found[name].append(pool.apply(first_step, (name, shapes, device, threads)))
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
+def first_step(name: str, shapes: Shapes, device: str, threads: int) -> float:
+    """Return the time of the first step in this process, after a compilation of another kind."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(threads)
+    sgd = torch.optim.SGD(parameters([(3,)] * 9, device), lr=1e-3)
+    collage_fx.compile(sgd)()
+    (taken,) = seconds((WAYS | PEERS)[name].make(parameters(shapes, device)), 1, device)
+    return taken
 
 
 def measure(
@@ -98,13 +130,16 @@ def table(shapes: Shapes, args: argparse.Namespace, names: list[str]) -> list[di
         gc.collect()
         if args.device == "cuda":
             torch.cuda.empty_cache()
+        firsts = first_steps(shapes, args.device, together, args.firsts) if args.firsts else {}
         found = measure(shapes, args.device, args.rounds, args.steps, together)
         for row in found:
-            share = row.get("share_of_copy")
+            share, first = row.get("share_of_copy"), firsts.get(row["way"])
             times = f"{row['p20_ms']:9.3f} {row['p50_ms']:9.3f} {row['p80_ms']:9.3f} ms"
-            print(
-                f"  {row['way']:16} {times}" + ("" if share is None else f"  {share:.1%} of copy")
-            )
+            times += "" if share is None else f"  {share:.1%} of copy"
+            if first is not None:
+                row["first_s"] = round(first, 3)
+                times += f"  first step {first:.2f} s"
+            print(f"  {row['way']:16} {times}")
         rows += found
     return rows
 
@@ -119,6 +154,7 @@ def main() -> None:
     parser.add_argument("--without", nargs="+", default=[], help="names of ways to leave out")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--firsts", type=int, default=0, help="how many first steps to time")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
