@@ -40,30 +40,26 @@ def called(optimizers: list[Optimizer]) -> None:
 
 
 def _compiled_in_vain(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling():
-        return
-    name = type(optimizer).__name__
     _warn_once(
         optimizer,
-        f"{name}.step was called, without compensation, and the step that collage_fx.compile made "
-        f"for it never was: assign that, as in optimizer.step = collage_fx.compile(optimizer), or "
-        "call it",
+        f"{type(optimizer).__name__}.step was called, without compensation, and the step that "
+        "collage_fx.compile made for it never was: assign that, as in optimizer.step = "
+        "collage_fx.compile(optimizer), or call it",
     )
 
 
 def _not_compiled(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling():
-        return
-    name = type(optimizer).__name__
     _warn_once(
         optimizer,
-        f"a copy of {name} took a step without compensation: it has the residuals of its original, "
-        "and not the step that was compiled; compile the copy too, as in "
-        "optimizer.step = collage_fx.compile(optimizer)",
+        f"a copy of {type(optimizer).__name__} took a step without compensation: it has "
+        "the residuals of its original, and not the step that was compiled; compile the copy too, "
+        "as in optimizer.step = collage_fx.compile(optimizer)",
     )
 
 
 def _warn_once(optimizer: Optimizer, message: str) -> None:
+    if torch.compiler.is_compiling():  # Dynamo traces the hook, and the step with it
+        return
     # Checkpoints are primed by a step with a rate of zero, which makes the states.
     idle = all(float(group.get("lr", 1)) == 0 for group in optimizer.param_groups)
     if not idle and optimizer not in _SAID:
