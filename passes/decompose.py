@@ -173,7 +173,26 @@ def _addcmul(
 def _addcdiv(
     b: Builder, out: Tensor, x: Operand, t1: Operand, t2: Operand, *extra: Any, value: Any = 1
 ) -> Any:
-    return _add_scaled(b, out, aten.div.Tensor, (x, t1, t2), extra[0] if extra else value)
+    operands = x, t1, _divisor(b, out, t2)
+    return _add_scaled(b, out, aten.div.Tensor, operands, extra[0] if extra else value)
+
+
+def _divisor(b: Builder, out: Tensor, x: Operand) -> Operand:
+    """Return a divisor, not rounded to fp16 if it is a value times or by a scalar.
+
+    Traced steps of torch.optim divide by sqrt(v) / lr, where eager ones multiply by lr: beyond the
+    range of fp16 for a gradient of one and a rate of 1e-5, and the update would be 0.
+    """
+    if out.dtype != torch.float16:
+        return x
+    if x.target is prims.convert_element_type.default:
+        scaled: Any = x.args[0]
+        by_scalar = scaled.target is aten.div.Tensor and is_scalar(scaled.args[1], out)
+        return scaled if by_scalar else x
+    if x.target is aten.mul.Tensor and is_scalar(x.args[1], out):
+        wide = b.computed_in(out.dtype)
+        return b.call(aten.mul.Tensor, b.convert(x.args[0], wide), x.args[1], val=like(out, wide))
+    return x
 
 
 def _add_scaled(

@@ -57,7 +57,10 @@ class AdamW:
             step_size = -(torch.reciprocal(1 - torch.pow(beta1, self.t)) * self.lr)
             root = torch.sqrt(1 - torch.pow(beta2, self.t))
         scaled = rounded_sqrt(self.v, self.v_lo) / root
-        return (scaled.float() + self.eps).to(self.p.dtype) / step_size
+        denominator = (scaled.float() + self.eps).to(self.p.dtype)
+        # Beyond the range of fp16 at small rates, so it is not rounded to that.
+        wide = denominator.dtype == torch.float16
+        return (denominator.float() if wide else denominator) / step_size
 
     @property
     def stored(self) -> dict[str, Tensor]:
