@@ -1,6 +1,6 @@
 """Which of the states that the eager engine writes keep a residual: the verdicts of the graphs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -69,6 +69,8 @@ class Judge:
                 keep, reason = False, why
                 self.warn(f"not compensated: {why}")
             served.compensated, served.reason, served.recurrence = keep, reason, found.text
+            if not keep and owned.owner == "state":
+                self._keep_for_now(owned, write, shadow)
         if served.compensated:
             lows = shadow.low(tensor)
             residual = STORE.get(tensor)
@@ -78,6 +80,22 @@ class Judge:
                     STORE.share_by_memory(tensor)
             else:
                 residual.settle(tensor)
+
+    def _keep_for_now(self, owned: Owned, write: Write, shadow: Shadow) -> None:
+        """At level light, let a state keep its low word until a second step has been seen.
+
+        A parameter that is computed from a state which the first step makes, of the parameter
+        itself, shows that in the second.
+        """
+        tensor, lows = owned.tensor, shadow.low(owned.tensor)
+        residual = STORE.get(tensor)
+        if self.config.level == "light" and self.served[write.tensor].judged < TRIED and _any(lows):
+            STORE.adopt(tensor, lows, write.storage.name, owned.name)
+            residual = STORE.get(tensor)
+            assert residual is not None
+            residual.provisional = True
+        elif residual is not None and residual.provisional:
+            STORE.drop(tensor)
 
     def storage(self, owned: Owned) -> str:
         """Return the storage for a state.
@@ -129,8 +147,7 @@ class Judge:
 
     def _precise(self, tensor: Tensor, shadow: Shadow) -> bool:
         """Tell whether what was written has more bits than the tensor."""
-        lows = shadow.low(tensor)
-        return self.config.level != "light" and any(bool(lo.any()) for lo in lows or ())
+        return self.config.level != "light" and _any(shadow.low(tensor))
 
     def find_cycles(self, present: list[Owned]) -> None:
         """Find, by place, the recurrences of states that only together keep what they hold."""
@@ -139,12 +156,13 @@ class Judge:
         for owned in present:
             place, shadow = place_of(owned), self.shadows.find(owned.tensor)
             state = self.states.get(place)
-            if state is None or shadow is None or self.served[state[1].tensor].compensated:
+            if state is None or shadow is None:
                 continue
             found = {writes[k]: f for k, f in shadow.forms.items() if k in writes and f.carries}
             alone = recurrence_of(found.get(place, FREE))
             if found and not critical(alone, shadow.dtype, "auto")[0]:
-                forms[place] = found
+                if not self.served[state[1].tensor].compensated:
+                    forms[place] = found
                 if owned.owner == "param":
                     self.feeding |= {k for k, f in found.items() if k != place and part_of(f)}
         together = any(k != place for place, found in forms.items() for k in found)
@@ -157,6 +175,11 @@ class Judge:
             if origin is not write and form.carries and self.served[origin.tensor].compensated:
                 return str(self.served[origin.tensor].name)
         return ""
+
+
+def _any(lows: Sequence[Tensor] | None) -> bool:
+    """Tell whether a low word is other than zero anywhere."""
+    return any(bool(lo.any()) for lo in lows or ())
 
 
 def place_of(owned: Owned) -> Any:

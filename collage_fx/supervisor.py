@@ -174,6 +174,7 @@ class Supervisor:
             for owned in self.held.made(self.judge.held, self.warn):
                 if place_of(owned) not in self.states:
                     self._adopt(owned)
+                    self.served[owned.tensor].judged = 0  # the step goes on, and may write it
 
     def _adopt(self, owned: Owned) -> None:
         """Take up a state that the step has made, with the low word that it was made with."""

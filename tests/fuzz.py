@@ -84,6 +84,7 @@ def run(seed: int, count: int, ways: tuple[str, ...] = WAYS) -> Counter[str]:
         phases=(Phase.generate, Phase.shrink),
         suppress_health_check=list(HealthCheck),
         print_blob=False,
+        report_multiple_bugs=False,
     )
     @hypothesis.given(programs(ways))
     def all_hold(program: Program) -> None:

@@ -51,6 +51,17 @@ MENDED: dict[str, Program] = {
         shapes=((),),
         options=(("level", "auto"), ("storage", "auto")),
     ),
+    "a denominator of AdamW is beyond the range of fp16": Program(
+        torch_optim="AdamW(GROUPS)",
+        dtype="float16",
+        rates=((1e-4, 0.1),),
+        schedule="1 if t < 5 else 0.1",
+    ),
+    "light drops the first update of a state that the first step makes": Program(
+        lines=(Line('p.lerp_(st["z"], 0.1)'), Line('st["z"].add_(g * -lr)')),
+        states=(("z", "p.detach().clone()"),),
+        options=(("level", "light"),),
+    ),
 }
 """Programs that once failed, and hold."""
 

@@ -24,7 +24,16 @@ def test_many_optimizers_of_a_class_in_one_process() -> None:
         assert collage_fx.residuals(p)
 
 
+def forget() -> None:
+    """Let nothing be known of functions that other tests have compiled."""
+    torch.compiler.reset()
+    _Watch.functions.clear()
+    _Watch.warned.clear()
+    _Watch.gave_up.clear()
+
+
 def test_backend_string_says_when_dynamo_gives_up() -> None:
+    forget()
     with (
         torch._dynamo.config.patch(recompile_limit=1),
         pytest.warns(CollageWarning, match="SGD.*recompile_limit") as caught,
@@ -62,10 +71,7 @@ class Cut(Helped):
 
 def helped(kind: type, way: str, limit: int) -> tuple[list[int], list[str]]:
     """Take three steps over 6 parameters; return how many residuals each has, and the warnings."""
-    torch.compiler.reset()
-    _Watch.functions.clear()
-    _Watch.warned.clear()
-    _Watch.gave_up.clear()
+    forget()
     params = with_grads([bf16(2 + k) for k in range(6)])
     optimizer = kind(params)
     with (
