@@ -5,12 +5,12 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 from torch.fx import GraphModule
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from collage_fx import watch
 from collage_fx.binding import Code
@@ -82,8 +82,8 @@ class Session:
 
     def warn_once(self, message: str) -> None:
         """Warn unless this session has said the same before, of the same function."""
-        of_function = self.shared and watch.traced_function()
-        if (key := (message, of_function)) not in self.said:
+        of_code = watch.traced_code() if self.shared else None
+        if (key := (message, of_code)) not in self.said:
             self.said.add(key)
             self.warned.add(message)
             warnings.warn(f"collage_fx: {message}", CollageWarning, stacklevel=2)
@@ -149,7 +149,7 @@ class Session:
         else:
             self.warn_once(f"{'; '.join(lost)}; collage_fx.compile leaves that to its eager engine")
 
-    def _refuse_forgetting(self, names: list[str]) -> None:
+    def _refuse_forgetting(self, optimizer: Optimizer, names: list[str]) -> None:
         """Warn of attributes whose assignments Dynamo would lose; leave the step to the engine.
 
         Raises CollageError where an engine does what is not compiled: Dynamo lets Python do it.
@@ -161,21 +161,26 @@ class Session:
         )
         if self.supervisor() is not None:
             raise CollageError(message)
-        self.warn_once(f"{message}; collage_fx.compile leaves such a step to its eager engine")
+        self.warned.add(message)
+        watch.warn_once(
+            f"{message}; collage_fx.compile leaves such a step to its eager engine", optimizer
+        )
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one Dynamo graph; the callable that a Dynamo backend returns."""
         watch.count_graph(supervised=self.supervisor() is not None)
         self.graphs += 1
-        if forgotten := watch.forgotten_attributes():
-            self._refuse_forgetting(forgotten)
+        for optimizer, names in watch.forgotten_attributes():
+            self._refuse_forgetting(optimizer, names)
         one_denominator(gm)
         return _Step(self, gm, example_inputs)
 
 
 _SESSIONS: dict[str, Session] = {}
 """Configuration -> what it was used for, but for the steps of optimizers."""
-_OF_OPTIMIZER: WeakKeyDictionary[Optimizer, dict[str, Session]] = WeakKeyDictionary()
+_PATTERNS: dict[str, Patterns] = {}
+"""Configuration -> its patterns, whoever uses them."""
+_OF_OPTIMIZER = WeakIdKeyDictionary()
 """Optimizer -> configuration -> what the backend was asked for by name."""
 
 
@@ -200,6 +205,8 @@ def _collage(
     key = repr((config, sorted(inductor.items())))
     if key not in sessions:
         sessions[key] = Session(config, inductor, shared=optimizer is None)
+        # Another part of a step may be traced without its optimizer in sight.
+        sessions[key].patterns = _PATTERNS.setdefault(key, sessions[key].patterns)
     return sessions[key](gm, example_inputs)
 
 
@@ -255,7 +262,13 @@ class _Step:
     def _again(self, gm: GraphModule, args: tuple[Any, ...]) -> Code:
         """Compile the graph for the tensors of a call, its symbols being what they were."""
         with self.symbols.compiling_again(args) as inputs:
-            return self._compile(gm, inputs, args)
+            try:
+                return self._compile(gm, inputs, args)
+            except TorchDynamoException as error:  # asks Dynamo to trace again, which is over
+                if (supervisor := self.session.supervisor()) is None:
+                    raise
+                supervisor.failures.note(error)
+                return Code(gm, None, [], [], refused=True)
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph, or do what it does by the eager engine if it cannot be compensated.

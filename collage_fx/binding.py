@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from collage_fx import checkpoint
-from collage_fx.ownership import Owned, family, live_optimizers, owners_of
+from collage_fx import checkpoint, watch
+from collage_fx.ownership import Owned, family, owners_of
 from collage_fx.passes.program import Carried, StatePlan
 from collage_fx.runtime.errors import CollageError
 from collage_fx.runtime.residuals import STORE, Residual, clear_stale, next_draw
@@ -129,7 +129,7 @@ class Residuals:
     def _introduce(self, tensors: list[Tensor]) -> list[Tensor]:
         """Attach the optimizers of tensors that are seen for the first time; return the others."""
         optimizer = self.session.optimizer()
-        owners = owners_of(family(optimizer) if optimizer is not None else live_optimizers())
+        owners = owners_of(family(optimizer) if optimizer is not None else watch.optimizers())
         found: list[tuple[Optimizer, Owned]] = []
         ownerless: dict[str, Tensor] = {}
         for tensor, c in zip(tensors, self.carried, strict=True):

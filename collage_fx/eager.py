@@ -227,6 +227,8 @@ class Engine(TorchDispatchMode):
             known = self.shadows.find(tensor) in self.writes
             if tensor.dtype in self.operands.storages and not known:
                 self.supervisor.enlist()
+                if self.shadows.find(tensor) not in self.writes:
+                    self.supervisor.not_given(tensor)
                 break
         for tensor in tensors_of(targets):
             write = self.writes.get(self.shadows.find(tensor))  # type: ignore[arg-type]

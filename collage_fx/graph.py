@@ -15,13 +15,13 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.compiler import config as compiler_config
 from torch.fx import GraphModule, Node
 
-from collage_fx import checkpoint, unseen
+from collage_fx import checkpoint, unseen, watch
 from collage_fx.binding import Code, Locate, Residuals
 from collage_fx.direct import only_sweeps, split
 from collage_fx.inductor import compile_rewritten, separate_outputs, uses_cudagraphs
 from collage_fx.inputs import Inputs, Source, source_behind
 from collage_fx.members import Members
-from collage_fx.ownership import family, live_optimizers, owners_of
+from collage_fx.ownership import family, owners_of
 from collage_fx.passes import codegen, run_passes, without_collector
 from collage_fx.passes.narrow import Narrow, narrow
 from collage_fx.passes.plan import spare
@@ -36,7 +36,7 @@ from collage_fx.passes.program import (
 )
 from collage_fx.passes.sweep import least_members
 from collage_fx.passes.symbolic import keep_symbols
-from collage_fx.report import nothing_compensated
+from collage_fx.report import left_by_level, nothing_compensated
 from collage_fx.runtime.errors import CollageError
 from collage_fx.runtime.residuals import STORE
 from collage_fx.runtime.storage import held_dtypes
@@ -54,7 +54,7 @@ def compile_graph(
         args: those of the call for which the graph is compiled anew; () at first.
     """
     optimizer = session.optimizer()
-    optimizers = family(optimizer) if optimizer is not None else live_optimizers()
+    optimizers = family(optimizer) if optimizer is not None else watch.optimizers()
     checkpoint.take_up(optimizers)
     owners = owners_of(optimizers)
     inputs = Inputs(
@@ -384,10 +384,16 @@ class _Compilation:
             self.session.warn_once(f"not compensated: {'; '.join(refused)}")
         spared = {c.index for c in program.carried if c.spared}
         mine = [s for s in program.plan if s.index not in spared]
-        floating = [s for s in mine if s.dtype.is_floating_point and s.shape]
-        if self.session.supervisor() is None and floating and program.result is None:
-            reasons = {s.name: s.reason for s in mine}
+        # A hook of a step, which Dynamo traces by itself, may scale gradients.
+        states = [s for s in mine if not s.name.endswith(".grad")]
+        floating = [s for s in states if s.dtype.is_floating_point and s.shape]
+        reasons = {s.name: s.reason for s in states}
+        if self.session.supervisor() is not None:
+            return
+        if floating and program.result is None and not refused:
             self.session.warn_once(nothing_compensated((s.dtype for s in floating), reasons))
+        elif left := left_by_level(reasons, unknown=True):
+            self.session.warn_once(left)
 
 
 def _seen_by_autograd() -> set[int]:

@@ -82,14 +82,14 @@ class Judge:
                 residual.settle(tensor)
 
     def _keep_for_now(self, owned: Owned, write: Write, shadow: Shadow) -> None:
-        """At level light, let a state keep its low word until a second step has been seen.
+        """Let a state keep its low word until a second step has been seen.
 
-        A parameter that is computed from a state which the first step makes, of the parameter
-        itself, shows that in the second.
+        Of a state that the first step makes, say of a parameter, only the second shows whether the
+        parameter is computed from it, or takes it over.
         """
         tensor, lows = owned.tensor, shadow.low(owned.tensor)
         residual = STORE.get(tensor)
-        if self.config.level == "light" and self.served[write.tensor].judged < TRIED and _any(lows):
+        if self.served[write.tensor].judged < TRIED and _any(lows):
             STORE.adopt(tensor, lows, write.storage.name, owned.name)
             residual = STORE.get(tensor)
             assert residual is not None

@@ -81,6 +81,9 @@ class Watcher(Protocol):
     def enlist(self) -> None:
         """Take up new states: called when a 16-bit tensor is written that is not known."""
 
+    def not_given(self, tensor: Tensor) -> None:
+        """Called before a write to a 16-bit tensor that is none of the states."""
+
     def prepare(self, write: Write) -> None:
         """Called before the first write to a state in a step."""
 

@@ -4,15 +4,17 @@ import functools
 import gc
 import inspect
 import re
+import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
 from torch import Tensor
 from torch.fx import Node
 from torch.nn import Module
 from torch.optim import SGD, Optimizer
+from torch.utils._pytree import tree_leaves
 
 from collage_fx.passes.program import Owner
 from collage_fx.runtime.shards import shard_of
@@ -73,14 +75,17 @@ def _parts_of(optimizer: Optimizer) -> tuple[list[dict[str, Any]], Any]:
 def held_tensors(optimizer: Optimizer) -> Iterator[Owned]:
     """Yield the owned tensors, and those that the optimizer keeps elsewhere.
 
-    That is in its parameter groups, under other keys of its state, in attributes, and in
-    optimizers that it wraps. They are in no place that a checkpoint could name.
+    That is in its parameter groups, under other keys of its state, in attributes, in models that
+    these hold (averages of the weights), and in optimizers that it wraps. They are in no place that
+    a checkpoint could name.
     """
-    for n, one in enumerate(family(optimizer)):
+    together = family(optimizer)
+    groups_of_all = (group for one in together for group in _parts_of(one)[0])
+    params = {id(p) for group in groups_of_all for p in group["params"]}
+    for n, one in enumerate(together):
         for owned in owned_tensors(one):
             yield owned if one is optimizer else replace(owned, group=1000 * n + owned.group)
         groups, states = _parts_of(one)
-        params = {id(p) for group in groups for p in group["params"]}
         elsewhere = {
             "state": {k: v for k, v in states.items() if id(k) not in params},
             "param_groups": [{k: v for k, v in g.items() if k != "params"} for g in groups],
@@ -120,7 +125,8 @@ def family(optimizer: Optimizer) -> list[Optimizer]:
     for one in found:
         for value in vars(one).values():
             for inner in value if isinstance(value, list | tuple) else [value]:
-                if issubclass(type(inner), Optimizer) and inner not in found:
+                known = any(inner is one for one in found)
+                if issubclass(type(inner), Optimizer) and not known:
                     found.append(inner)
     return found
 
@@ -187,6 +193,7 @@ def argument_tensors(
 ) -> Iterator[Owned]:
     """Yield every tensor among the arguments of a function whose parameters have these names."""
     named = {names[i] if i < len(names) else f"args[{i}]": a for i, a in enumerate(args)}
+    yield from _of_optimizers({**named, **kwargs})
     for path, tensor in tensors_in({**named, **kwargs}):
         name = re.sub(r"\.(\d+)", r"[\1]", path)
         yield Owned(shard_of(tensor), 0, -1, path, name, of_optimizer=False)
@@ -200,9 +207,9 @@ def without_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def tensors_of_callable(function: Callable[..., Any]) -> Iterator[Owned]:
-    """Yield the tensors of the object whose method a function is, or which is called itself.
+    """Yield the tensors of what a function refers to, and of the object whose method it is.
 
-    Of a module they are its parameters: `AveragedModel.update_parameters` updates these. Of
+    Of a model they are its parameters: `AveragedModel.update_parameters` updates these. Of
     functools.partial also those that it passes on.
     """
     given: dict[str, Any] = {}
@@ -210,20 +217,45 @@ def tensors_of_callable(function: Callable[..., Any]) -> Iterator[Owned]:
         given.update({f"args[{i}]": a for i, a in enumerate(function.args)}, **function.keywords)
         function = function.func
     owner = getattr(function, "__self__", None if inspect.isroutine(function) else function)
-    if isinstance(owner, Optimizer):
-        yield from held_tensors(owner)
-    elif isinstance(owner, Module):
-        given.update(owner.named_parameters())
+    if isinstance(owner, Optimizer | Module):
+        given["self"] = owner
     else:
         given.update(getattr(owner, "__dict__", {}))
+    given.update(_referred_to(function))
+    yield from _of_optimizers(given)
     for path, tensor in tensors_in(given):
-        yield Owned(shard_of(tensor), 0, -1, path, path, of_optimizer=False)
+        name = path.removeprefix("self.")
+        yield Owned(shard_of(tensor), 0, -1, name, name, of_optimizer=False)
+
+
+def _referred_to(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the variables around a function, and the tensors, models and optimizers it names."""
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return {}
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    found = {name: cell.cell_contents for name, cell in cells if cell != types.CellType()}
+    there = {n: function.__globals__[n] for n in code.co_names if n in function.__globals__}
+    states = Tensor | Module | Optimizer | list | dict
+    return found | {name: value for name, value in there.items() if isinstance(value, states)}
+
+
+def _of_optimizers(tree: Any) -> Iterator[Owned]:
+    """Yield what optimizers hold that are in a tree of containers."""
+    leaves = tree_leaves(tree)
+    for one in {id(x): x for x in leaves if issubclass(type(x), Optimizer)}.values():
+        yield from held_tensors(one)
 
 
 def tensors_in(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield (dotted path, tensor) for each tensor in nested dicts and sequences."""
+    """Yield (dotted path, tensor) for each tensor in nested containers, of a model parameters."""
     if isinstance(tree, Tensor):
         yield path, tree
+    elif isinstance(tree, Module):
+        yield from tensors_in(dict(tree.named_parameters()), path)
+    elif is_dataclass(tree) and not isinstance(tree, type):
+        yield from tensors_in(vars(tree), path)
     elif isinstance(tree, dict):
         for key, value in tree.items():
             yield from tensors_in(value, f"{path}.{key}" if path else str(key))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from collage_fx.passes.plan import LEFT_BY_LEVEL, NO_STATE
+from collage_fx.passes.plan import LEFT_BY_LEVEL, NO_PARAMETER, NO_STATE
 from collage_fx.passes.program import StatePlan
 from collage_fx.runtime.storage import STORAGES
 
@@ -67,17 +67,29 @@ def nothing_compensated(dtypes: Iterable[torch.dtype], reasons: dict[str, str]) 
         dtypes: those of its states.
         reasons: the states by name, and the reasons of their verdicts.
     """
-    left = [name for name, reason in reasons.items() if reason.startswith(LEFT_BY_LEVEL)]
-    if left:
-        return (
-            "nothing was compensated: level light does so with parameters, and with what they are "
-            f"computed anew from, only; {', '.join(left)} lose updates in their dtype, which "
-            "level='auto' compensates"
-        )
+    if left := left_by_level(reasons):
+        return f"nothing was compensated: {left}"
     words = ", ".join(sorted({str(d).removeprefix("torch.") for d in dtypes}))
     return (
         f"nothing needed compensation: the states of this step are {words}, and none of them loses "
         "updates in its dtype; collage_fx.explain gives the reason for each"
+    )
+
+
+def left_by_level(reasons: dict[str, str], *, unknown: bool = False) -> str:
+    """Return what to say of the states that level light leaves alone; empty if there are none.
+
+    Args:
+        reasons: the states by name, and the reasons of their verdicts.
+        unknown: whether only where no tensor is known to be a parameter, so that one may be left.
+    """
+    left = [n for n, r in reasons.items() if r.startswith(LEFT_BY_LEVEL)]
+    left = [n for n in left if not unknown or reasons[n].endswith(NO_PARAMETER)]
+    if not left:
+        return ""
+    return (
+        "level light compensates parameters, and what they are computed anew from, only; "
+        f"{', '.join(left)} lose updates in their dtype, which level='auto' compensates"
     )
 
 

@@ -21,7 +21,7 @@ from collage_fx.ownership import Owned
 from collage_fx.passes.expand import WAY_OUT
 from collage_fx.passes.forms import Form
 from collage_fx.passes.program import StatePlan
-from collage_fx.report import Served, nothing_compensated
+from collage_fx.report import Served, left_by_level, nothing_compensated
 from collage_fx.runtime.residuals import STORE, clear_stale, version, zeros
 
 
@@ -175,6 +175,16 @@ class Supervisor:
                 if place_of(owned) not in self.states:
                     self._adopt(owned)
                     self.served[owned.tensor].judged = 0  # the step goes on, and may write it
+
+    def not_given(self, tensor: Tensor) -> None:
+        """Say so if a function writes a parameter that it was not seen to be given."""
+        whole = tensor._base if tensor._is_view() else tensor
+        if not self.keeps and whole is not None and whole.is_leaf and whole.requires_grad:
+            self.warn(
+                f"{self.subject} writes a parameter of shape {tuple(whole.shape)} outside compiled "
+                "graphs, and without compensation, since it was not seen to be given it: hand over "
+                "the optimizer, the model, or a list or dict of parameters as an argument"
+            )
 
     def _adopt(self, owned: Owned) -> None:
         """Take up a state that the step has made, with the low word that it was made with."""
@@ -345,8 +355,11 @@ class Supervisor:
         floating = {o.tensor.dtype for o in self.held.all() if o.tensor.is_floating_point()}
         written = [s for s in self.served.values() if s.steps]
         other = floating - set(self.engine.operands.storages)
+        reasons = {s.name: s.reason for s in written}
         if (other or written) and not any(s.compensated for s in written):
-            self.warn(nothing_compensated(floating, {s.name: s.reason for s in written}))
+            self.warn(nothing_compensated(floating, reasons))
+        elif left := left_by_level(reasons, unknown=True):
+            self.warn(left)
 
     def _replaced(self, owned: Owned, old: Write) -> None:
         """Go on where a step put another tensor, or other memory, in the place of a state."""

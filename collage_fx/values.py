@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from collage_fx.ownership import live_optimizers, owners_of
+from collage_fx import watch
+from collage_fx.ownership import owners_of
 from collage_fx.runtime.residuals import STORE, Residual, checksum, storage_of
 from collage_fx.runtime.shards import shard_of, sharded_like
 
@@ -73,5 +74,5 @@ def _present(tensor: Tensor) -> Residual | None:
 
 
 def _name_of(tensor: Tensor) -> str:
-    owner = owners_of(live_optimizers()).get(id(shard_of(tensor)))
+    owner = owners_of(watch.optimizers()).get(id(shard_of(tensor)))
     return owner[1].name if owner else f"a tensor of shape {tuple(tensor.shape)}"

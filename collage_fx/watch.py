@@ -13,7 +13,6 @@ import warnings
 from collections import Counter
 from types import CodeType, FrameType
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
@@ -27,6 +26,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.weak import WeakIdKeyDictionary
 
 from collage_fx.ownership import live_optimizers
 from collage_fx.runtime.errors import CollageWarning
@@ -43,11 +43,13 @@ class _Watch:
     """How many graphs that backend has been given."""
     graphs_before = 0
     warned: set[str] = set()  # noqa: RUF012 - one watch per process
-    warned_of: WeakKeyDictionary[Optimizer, set[str]] = WeakKeyDictionary()  # noqa: RUF012
+    warned_of = WeakIdKeyDictionary()
     """What was said of each optimizer."""
     functions: Counter[str] = Counter()  # noqa: RUF012
     """The functions that graphs of that backend are of, as Dynamo's log has them: how many."""
-    gave_up: WeakSet[Optimizer] = WeakSet()  # noqa: RUF012
+    met = WeakIdKeyDictionary()
+    """The optimizers that were seen in a trace."""
+    gave_up = WeakIdKeyDictionary()
     """The optimizers on whose steps Dynamo is known to have given up."""
 
 
@@ -79,7 +81,7 @@ def count_graph(*, supervised: bool) -> None:
         supervised: whether an eager engine does what is not compiled.
     """
     _Watch.graphs += 1
-    code = _traced_code()
+    code = traced_code()
     if code is not None and not supervised:
         function = f"{code.co_name!r} ({code.co_filename}:{code.co_firstlineno})"
         _Watch.functions[function] += 1
@@ -129,7 +131,7 @@ def _read_log(record: logging.LogRecord) -> bool:
             optimizer = _stepping()
             who = "a compiled function"
             if optimizer is not None:
-                _Watch.gave_up.add(optimizer)
+                _Watch.gave_up[optimizer] = True
                 who = f"a part of the step of {type(optimizer).__name__}"
             _warn_of_limit(f"{who}, {function}, runs", limit, "it")
     return True
@@ -150,14 +152,14 @@ def _warn_of_limit(
     what: str, limit: str, function: str, optimizer: Optimizer | None = None
 ) -> None:
     value = getattr(dynamo_config, limit, "unknown")
-    _warn_once(
+    warn_once(
         f"{what} without compensation: torch.compile gave up after torch._dynamo.config.{limit} = "
         f"{value} graphs of {function}; raise it, or use collage_fx.compile, which does",
         optimizer,
     )
 
 
-def _warn_once(message: str, optimizer: Optimizer | None = None) -> None:
+def warn_once(message: str, optimizer: Optimizer | None = None) -> None:
     """Warn unless the same was said before, of that optimizer if it is known which."""
     said = _Watch.warned if optimizer is None else _Watch.warned_of.setdefault(optimizer, set())
     if message not in said:
@@ -170,7 +172,7 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _trace_ends(type(optimizer).__name__)
 
 
-def forgotten_attributes() -> list[str]:
+def forgotten_attributes() -> list[tuple[Optimizer, list[str]]]:
     """Return the attributes of optimizers that what Dynamo traces now assigns, and will forget.
 
     Dynamo writes back what traced code assigns to objects, but for optimizers, of which it keeps
@@ -180,12 +182,11 @@ def forgotten_attributes() -> list[str]:
         effects = InstructionTranslator.current_tx().output.side_effects
     except AttributeError:
         return []
-    return sorted(
-        name
+    return [
+        (owner.value, sorted(values))
         for owner, values in effects.store_attr_mutations.items()
-        if isinstance(owner, OptimizerVariable) and owner.value not in effects
-        for name in values
-    )
+        if values and isinstance(owner, OptimizerVariable) and owner.value not in effects
+    ]
 
 
 def traced_optimizer() -> Optimizer | None:
@@ -202,13 +203,24 @@ def traced_optimizer() -> Optimizer | None:
     return next(iter(found.values())) if len(found) == 1 else None
 
 
+def optimizers() -> list[Optimizer]:
+    """Return every optimizer of this process, that which Dynamo traces now last."""
+    if (traced := traced_optimizer()) is not None:
+        # gc.freeze hides an optimizer from who looks for it, but not what is being compiled.
+        _Watch.met.pop(traced, None)
+        _Watch.met[traced] = True
+    met = list(_Watch.met)
+    return [*(one for one in live_optimizers() if all(one is not known for known in met)), *met]
+
+
 def traced_function() -> str:
     """Return the name of the function that Dynamo traces now; empty if it traces none."""
-    code = _traced_code()
+    code = traced_code()
     return code.co_name if code is not None else ""
 
 
-def _traced_code() -> CodeType | None:
+def traced_code() -> CodeType | None:
+    """Return the code of the function that Dynamo traces now, if it traces one."""
     try:
         tx = InstructionTranslator.current_tx()
     except AttributeError:
@@ -229,7 +241,7 @@ def _trace_ends(name: str) -> bool:
     watched = getattr(output.compiler_fn, "compiler_fn", None) is _Watch.backend
     empty = output.count_calls() == 0 and _Watch.graphs == _Watch.graphs_before
     if watched and empty:
-        steppers = [o for o in live_optimizers() if type(o).__name__ == name and has_gradient(o)]
+        steppers = [o for o in optimizers() if type(o).__name__ == name and has_gradient(o)]
         if steppers:
-            _warn_once(why_not_compiled(steppers[-1]), steppers[-1])
+            warn_once(why_not_compiled(steppers[-1]), steppers[-1])
     return True

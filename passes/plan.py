@@ -29,6 +29,7 @@ from collage_fx.runtime.storage import STORAGES, Choice, check_held
 NO_STATE = "not an optimizer's state"
 LEFT_BY_LEVEL = "level light compensates parameters only"
 """The reason of a state that level `auto` would compensate."""
+NO_PARAMETER = "no tensor of this graph is a known parameter"
 Verdict: TypeAlias = tuple[bool, str, str]
 """Whether a state is compensated, the reason, and the text of its recurrence."""
 
@@ -239,7 +240,7 @@ def _light(carried: Carried, found: Recurrence, has_param: bool) -> tuple[bool, 
         return False, LEFT_BY_LEVEL if keep else reason
     near = not is_number(found.a) or abs(1 - float(found.a)) < 1e-3
     reason = LEFT_BY_LEVEL if keep and not near else reason
-    return keep and near, f"{reason}; no tensor of this graph is a known parameter"
+    return keep and near, f"{reason}; {NO_PARAMETER}"
 
 
 def _entry(carried: Carried, verdict: Verdict | None, program: Program) -> StatePlan:

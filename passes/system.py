@@ -24,11 +24,11 @@ Walk = dict[Node, Form]
 def joint(part: Slice, walks: Sequence[Walk], own: list[Recurrence]) -> list[Recurrence]:
     """Return the recurrences of a slice's states, some of them judged together with others.
 
-    States that are critical by themselves hold what accumulates; what is computed from them anew at
-    each step (a momentum with weight decay in it, a cache of their norm) does not, so that they
-    take no part in cycles. What remains of a cycle keeps its sum nowhere else. An average of
-    carried states, x' = 0.9*x + 0.1*y, changes as slowly as they do, whatever its own factor. What
-    is never compensated has no part in that, it is given.
+    States that are critical by themselves hold what accumulates, as do those that take over their
+    values; what is computed from them anew at each step (a momentum with weight decay in it, a
+    cache of their norm) does not, so that they take no part in cycles. What remains of a cycle
+    keeps its sum nowhere else. An average of carried states, x' = 0.9*x + 0.1*y, changes as slowly
+    as they do, whatever its own factor. What is never compensated has no part in that, it is given.
 
     Args:
         part: the representative of a class.
@@ -36,15 +36,15 @@ def joint(part: Slice, walks: Sequence[Walk], own: list[Recurrence]) -> list[Rec
         own: for each state, its recurrence by itself.
     """
     kept = [i for i, (state, _, _) in enumerate(part.states) if not state.along]
-    loose = [i for i in kept if not _lasts(part, own, i)]
+    leads = {i: _lead(part, own, kept, i) for i in kept}
+    loose = [i for i in kept if not _lasts(part, own, i) and not _lasts(part, own, leads[i])]
     result = list(own)
     cycles = _cycles(part, walks, loose)
     lasting = {j for j in kept if own[j].kind != "overwritten"}.union(*cycles)
     for i in loose:
         if own[i].kind == "linear":
             result[i] = _average(part, walks, own[i], i, lasting)
-    for i in kept:
-        lead = _lead(part, own, kept, i)
+    for i, lead in leads.items():
         if lead != i:
             result[i] = _taken(part, walks, result[lead], i, lead)
     for cycle in cycles:

@@ -225,7 +225,7 @@ class ResidualStore:
         """Warn, once for each pair of storages, that a residual goes into one that keeps less."""
         pair = residual.storage, storage
         old, new = (STORAGES[name].precision[dtype] for name in pair)
-        if new < old and pair not in self._coarser:
+        if new < old and pair not in self._coarser and not residual.provisional:
             self._coarser.add(pair)
             warnings.warn(
                 f"collage_fx: the residual of {residual.name} was kept in storage {pair[0]!r} and "

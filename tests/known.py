@@ -62,6 +62,36 @@ MENDED: dict[str, Program] = {
         states=(("z", "p.detach().clone()"),),
         options=(("level", "light"),),
     ),
+    "an exchange of values in the first step drops an update": Program(
+        lines=(
+            Line("p.sub_(g, alpha=lr)"),
+            Line('x = p.clone()\np.copy_(st["slow"])\nst["slow"].copy_(x)'),
+        ),
+        states=(("slow", "p.detach().clone()"),),
+    ),
+    "a parameter that takes over a state is on a cycle through its decay": Program(
+        lines=(
+            Line("h = g.add(p, alpha=wd)"),
+            Line('st["m"].lerp_(h, 0.1)'),
+            Line('st["z"].sub_(lr * st["m"])'),
+            Line('p.copy_(st["z"])', carried=True),
+        ),
+        states=(("m", "torch.zeros_like(p)"), ("z", "p.detach().clone()")),
+        rates=((0.001, 0.1),),
+        way="function",
+    ),
+    "light leaves a decaying parameter beside an average that it compensates": Program(
+        lines=(
+            Line('st["m"].lerp_(g, 0.1)'),
+            Line("p.mul_(1 - lr * wd)"),
+            Line('p.sub_(st["m"], alpha=lr)'),
+            Line('st["slow"].lerp_(p, 0.1)', carried=True),
+        ),
+        states=(("m", "torch.zeros_like(p)"), ("slow", "p.detach().clone()")),
+        rates=((0.01, 0.1),),
+        way="function",
+        options=(("level", "light"),),
+    ),
 }
 """Programs that once failed, and hold."""
 

@@ -164,6 +164,6 @@ def test_one_value_in_two_storages_of_fp8() -> None:
 def test_light_names_what_a_function_loses() -> None:
     """No tensor of it is known to be a parameter, and a slow decay may be a second moment's."""
     step = collage_fx.compile(lambda p: p.mul_(1 - 1e-3), level="light")
-    with pytest.warns(CollageWarning, match="level light does so with parameters.*p lose"):
+    with pytest.warns(CollageWarning, match="level light compensates parameters.*p lose"):
         for _ in range(3):
             step(torch.ones(4).bfloat16())
