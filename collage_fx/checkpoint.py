@@ -9,12 +9,12 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakIdKeyDictionary
 
 from collage_fx.copies import carry_over
 from collage_fx.ownership import PARAM, owned_tensors, tensors_in
@@ -25,7 +25,8 @@ from collage_fx.runtime.shards import shard_of
 ENTRY = "collage_fx"
 FORMAT = 1
 
-_ATTACHED: WeakSet[Optimizer] = WeakSet()
+_ATTACHED = WeakIdKeyDictionary()
+"""The optimizers whose checkpoints hold residuals, as a set; classes may define __eq__."""
 
 
 def attach(optimizer: Optimizer) -> None:
@@ -36,7 +37,7 @@ def attach(optimizer: Optimizer) -> None:
     """
     if optimizer in _ATTACHED or not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
         return  # the latter wraps another optimizer, and has never been an Optimizer of its own
-    _ATTACHED.add(optimizer)
+    _ATTACHED[optimizer] = True
     carry_over(optimizer)
     if _save not in optimizer._optimizer_state_dict_post_hooks.values():  # as in a copy
         optimizer.register_state_dict_post_hook(_save)
@@ -60,7 +61,7 @@ def take_up(optimizers: Iterable[Optimizer]) -> None:
 def attach_around(optimizer: Optimizer) -> None:
     """Make an optimizer that gathers the states of others say that it gathers no residuals."""
     if optimizer not in _ATTACHED:
-        _ATTACHED.add(optimizer)
+        _ATTACHED[optimizer] = True
         optimizer.register_state_dict_post_hook(_save_nothing)
         optimizer.register_load_state_dict_post_hook(_load)
 

@@ -2,18 +2,18 @@
 
 import warnings
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from collage_fx.runtime.errors import CollageWarning
 
 _HOOKS = "_optimizer_step_post_hooks"
 _KEY = "collage_fx"
-_CALLED: "WeakSet[Optimizer]" = WeakSet()
+_CALLED = WeakIdKeyDictionary()
 """Optimizers whose compiled step was called."""
-_SAID: "WeakSet[Optimizer]" = WeakSet()
+_SAID = WeakIdKeyDictionary()
 
 
 def watch(optimizers: list[Optimizer]) -> None:
@@ -35,7 +35,7 @@ def watch_copy(hooks: Any) -> Any:
 def called(optimizers: list[Optimizer]) -> None:
     """Watch these no longer: their compiled step is being called."""
     for optimizer in optimizers:
-        _CALLED.add(optimizer)
+        _CALLED[optimizer] = True
         getattr(optimizer, _HOOKS, {}).pop(_KEY, None)
 
 
@@ -63,5 +63,5 @@ def _warn_once(optimizer: Optimizer, message: str) -> None:
     # Checkpoints are primed by a step with a rate of zero, which makes the states.
     idle = all(float(group.get("lr", 1)) == 0 for group in optimizer.param_groups)
     if not idle and optimizer not in _SAID:
-        _SAID.add(optimizer)
+        _SAID[optimizer] = True
         warnings.warn(f"collage_fx: {message}", CollageWarning, stacklevel=4)

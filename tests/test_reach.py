@@ -184,3 +184,25 @@ def test_an_average_of_the_weights_in_a_model_is_compensated() -> None:
     found = collage_fx.value(average[0]).detach() - 1
     assert (found - (exact - 1)).norm() < 1e-2 * (exact - 1).norm()
     assert any("average" in state.name for state in collage_fx.report(step).states)
+
+
+class Equal(SGD):
+    """Compares by identity, and so has no hash."""
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+@pytest.mark.parametrize("way", ["compile", "string"])
+def test_an_optimizer_without_a_hash(way: str) -> None:
+    (p,) = with_grads([bf16(4)])
+    optimizer = Equal([p], lr=1e-4)
+    string = way == "string"
+    step: Any = (
+        torch.compile(optimizer.step, backend="collage")
+        if string
+        else collage_fx.compile(optimizer)
+    )
+    for _ in range(2):
+        step()
+    assert collage_fx.residuals(p)

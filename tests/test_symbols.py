@@ -5,10 +5,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch.fx import GraphModule
 from torch.optim import Optimizer
 
 import collage_fx
+from collage_fx import backend
 from collage_fx.errors import CollageWarning
 from collage_fx.symbols import Symbols
 
@@ -146,3 +148,25 @@ def test_a_graph_without_symbols_is_compiled_for_the_call(static: bool) -> None:
     args = (torch.ones(3),)
     with found[0].compiling_again(args) as inputs:
         assert (inputs is args) == static
+
+
+def test_what_asks_dynamo_to_trace_again_too_late_is_left_to_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    original = backend.compile_graph
+
+    def asks(session: Any, gm: Any, inputs: Any, args: Any = ()) -> Any:
+        if args:  # of a call, in which nobody traces
+            raise TensorifyScalarRestartAnalysis
+        return original(session, gm, inputs, args)
+
+    monkeypatch.setattr(backend, "compile_graph", asks)
+    p = torch.ones(4).bfloat16().requires_grad_()
+    optimizer = HandWritten([p])
+    step = collage_fx.compile(optimizer)
+    with pytest.warns(CollageWarning, match="TensorifyScalarRestartAnalysis.*eager engine"):
+        for k in range(3):
+            p.grad = torch.ones_like(p)
+            optimizer.param_groups[0]["lr"] = 1e-3 * (k + 1)
+            step()
+    assert float(collage_fx.value(p).mean()) == pytest.approx(1 - 6e-3, rel=1e-4)
