@@ -177,6 +177,18 @@ def _addcdiv(
     return _add_scaled(b, out, aten.div.Tensor, operands, extra[0] if extra else value)
 
 
+def _div(b: Builder, out: Tensor, x: Any, y: Any) -> Any:
+    if is_value(y):
+        # Before 2.13 torch takes addcdiv apart, into operations on what it has widened.
+        wider = y.target is prims.convert_element_type.default and is_value(y.args[0])
+        source: Any = y.args[0] if wider and value_of(y).dtype == torch.float32 else y
+        divisor = _divisor(b, value_of(source), source)
+        if divisor is not source:
+            div = aten.div.Tensor
+            return once(b, out, lambda wide, x, y: b.call(div, x, y, val=wide), x, divisor)
+    return _binary(b, out, aten.div.Tensor, x, y)
+
+
 def _divisor(b: Builder, out: Tensor, x: Operand) -> Operand:
     """Return a divisor, not rounded to fp16 if it is a value times or by a scalar.
 
@@ -235,7 +247,7 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.sub.Tensor: _sub,
     aten.mul.Tensor: _mul,
     aten.where.self: _where,
-    aten.div.Tensor: lambda b, out, x, y: _binary(b, out, aten.div.Tensor, x, y),
+    aten.div.Tensor: _div,
     aten.pow.Tensor_Scalar: lambda b, out, x, y: _binary(b, out, aten.pow.Tensor_Scalar, x, y),
     aten.addcmul.default: _addcmul,
     aten.addcdiv.default: _addcdiv,
