@@ -2,7 +2,7 @@
 
 import torch
 
-from collage_fx.passes.forms import is_number
+from collage_fx.passes.forms import bound, is_number
 from collage_fx.passes.program import Coefficient, Level, Recurrence
 
 AUTO_THRESHOLD = 8.0
@@ -37,13 +37,15 @@ def _selected(found: Recurrence, dtype: torch.dtype, level: Level) -> tuple[bool
 
 
 def _decaying(a: Coefficient, dtype: torch.dtype, level: Level) -> tuple[bool, str]:
-    if not is_number(a):
-        return True, "its factor is not a constant and may be arbitrarily near 1"
-    gap = 1 - abs(float(a))
-    if gap <= 0:
-        return True, "pure accumulation"
+    gap = 1 - bound(a)
     units = gap / (torch.finfo(dtype).eps / 2)
     limit = PLUS_THRESHOLD if level == "plus" else AUTO_THRESHOLD
+    if not is_number(a):
+        if units <= limit:
+            return True, "its factor is not a constant and may be arbitrarily near 1"
+        return False, f"its factor is at most {1 - gap:.3g}: rounding averages out"
+    if gap <= 0:
+        return True, "pure accumulation"
     if units <= limit:
         return True, f"1-a = {gap:.3g} is {units:.2g} u, at most {limit:g} u: the decay rounds away"
     return False, f"1-a = {gap:.3g} is {units:.2g} u, above {limit:g} u: rounding averages out"

@@ -1,11 +1,22 @@
 """Defects that are known, by a narrow switch for each, and programs that failed before."""
 
+import re
 from collections.abc import Callable
 
 from programs import Line, Program
 from runs import Run
 
-KNOWN: dict[str, Callable[[Program, Run], bool]] = {}
+
+def rounds_a_term(program: Program, run: Run) -> bool:
+    """Tell whether an average is written as a sum of two products, and computed in eft."""
+    text = " ".join(line.text for line in program.lines)
+    eft = dict(program.options).get("arithmetic", "eft") == "eft"
+    return eft and bool(re.search(r"copy_\(0\.\d+ \* st\[\"\w+\"\] \+ 0\.\d+ \* p\)", text))
+
+
+KNOWN: dict[str, Callable[[Program, Run], bool]] = {
+    "eft rounds the product of another state that enters an average": rounds_a_term,
+}
 """A defect that is open -> whether a run, with what it was seen to do, may have it, and does not
 count then. Delete the entry when the defect is mended, and put a program for it below."""
 

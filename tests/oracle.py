@@ -25,6 +25,7 @@ from torch import Tensor
 
 FACTOR = 6.0
 MODELS = 4
+FEW = 4
 EXCUSES = {
     "not compensated": "not compensated",
     "ran without compensation": "recompile limit",
@@ -122,8 +123,11 @@ def limits(program: Program, run: Run, exact: dict[str, Tensor]) -> dict[str, fl
     parameters = {k: max(n, least) if kind_of(k) == "p" else n for k, n in run.bits.items()}
     whole = {k: max(n, least) for k, n in run.bits.items()}
 
+    # Of few elements a few models are lucky together.
+    count = MODELS * (3 if any(x.numel() < FEW for x in exact.values()) else 1)
+
     def errors(bits: dict[str, int]) -> dict[str, float]:
-        models = [modelled(program, run, bits, seed) for seed in range(MODELS)]
+        models = [modelled(program, run, bits, seed) for seed in range(count)]
         return {k: max(size(program, m[k] - x) for m in models) for k, x in exact.items()}
 
     as_said = errors(parameters)
@@ -136,7 +140,8 @@ def limits(program: Program, run: Run, exact: dict[str, Tensor]) -> dict[str, fl
         unit = max(float(x.norm()) * 2.0**-bits, 2.0 ** SMALLEST[program.dtype])
         # The model rounds nothing of what is no state of 16 bits: it may lose a unit in each step.
         once = name in run.compensated or run.bits[name] == low
-        # Of few elements a few models are lucky together.
-        factor = FACTOR * (2 if x.numel() < 4 else 1)
+        factor = FACTOR * (2 if x.numel() < FEW else 1)
         found[name] = factor * most + FLOOR * unit * (1 if once else program.steps)
+        if plain_state and x.numel() < FEW:  # it may have come near zero by chance, just now
+            found[name] = max(found[name], 2 * as_said[name])
     return found
