@@ -90,12 +90,12 @@ def _unfit(rewritten: Rewritten, wider: set[Node]) -> str:
     if not wider.isdisjoint(node for path in paths for node in path):
         return "a slice that stores in fp32 what a state passes through"
     if _has_side_way(rewritten):
-        return "a slice in which a state enters its own update twice"
+        return "a slice in which a state enters an update beside the carried path"
     return ""
 
 
 def _has_side_way(rewritten: Rewritten) -> bool:
-    """Tell whether a compensated state comes into its update beside the spine, with weight.
+    """Tell whether a state comes into a compensated update beside the spine, with weight.
 
     There eft rounds what it computes of the state to its dtype and would lose u * side of it; up to
     a side of 4u that is within the bounds of two components, as the weight decay that SGD adds to a

@@ -44,6 +44,8 @@ def joint(part: Slice, walks: Sequence[Walk], own: list[Recurrence]) -> list[Rec
     for i in loose:
         if own[i].kind == "linear":
             result[i] = _average(part, walks, own[i], i, lasting)
+    for i in {*kept} - {*loose}:
+        result[i] = _mean(part, walks, own[i], i, kept)
     for i, lead in leads.items():
         if lead != i:
             result[i] = _taken(part, walks, result[lead], i, lead)
@@ -71,6 +73,29 @@ def _average(
         together=f"together with {' and '.join(_name(part, j) for j in linear if j != i)}",
     )
     return together if critical(together, part.states[i][0].val.dtype, "plus")[0] else own
+
+
+def _mean(
+    part: Slice, walks: Sequence[Walk], own: Recurrence, i: int, kept: list[int]
+) -> Recurrence:
+    """Return the recurrence of a state, noting that others enter its update if it is a mean.
+
+    In 0.99*x + 0.01*y, y is as large as x, and the product with it has an error of up to all that x
+    moves by: averaged, u * sqrt(w/2) of x for a weight w. In lerp(x, y, 0.01) the difference of the
+    two is small.
+    """
+    forms = {j: f for j in kept if j != i and (f := _form(part, walks, i, j)).carries}
+    known = all(f.b != "nonlinear" and f.alternatives is not None for f in forms.values())
+    if own.kind != "linear" or not forms or not known or any(n.target in _LERP for n in own.spine):
+        return own
+    total: Any = sympy.expand(sum((f.a for f in forms.values()), own.a))
+    unit = torch.finfo(part.states[i][0].val.dtype).eps / 2
+    mean = is_number(total) and abs(float(total) - 1) < 1e-6
+    heavy = max(map(_weight, forms.values())) > 4 * unit**2
+    return replace(own, side=max(own.side, 1.0)) if mean and heavy else own
+
+
+_LERP = (torch.ops.aten.lerp.Scalar, torch.ops.aten.lerp.Tensor)
 
 
 def _lead(part: Slice, own: list[Recurrence], kept: list[int], i: int) -> int:

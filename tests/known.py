@@ -1,22 +1,11 @@
 """Defects that are known, by a narrow switch for each, and programs that failed before."""
 
-import re
 from collections.abc import Callable
 
 from programs import Line, Program
 from runs import Run
 
-
-def rounds_a_term(program: Program, run: Run) -> bool:
-    """Tell whether an average is written as a sum of two products, and computed in eft."""
-    text = " ".join(line.text for line in program.lines)
-    eft = dict(program.options).get("arithmetic", "eft") == "eft"
-    return eft and bool(re.search(r"copy_\(0\.\d+ \* st\[\"\w+\"\] \+ 0\.\d+ \* p\)", text))
-
-
-KNOWN: dict[str, Callable[[Program, Run], bool]] = {
-    "eft rounds the product of another state that enters an average": rounds_a_term,
-}
+KNOWN: dict[str, Callable[[Program, Run], bool]] = {}
 """A defect that is open -> whether a run, with what it was seen to do, may have it, and does not
 count then. Delete the entry when the defect is mended, and put a program for it below."""
 
@@ -102,6 +91,27 @@ MENDED: dict[str, Program] = {
         rates=((0.01, 0.1),),
         way="function",
         options=(("level", "light"),),
+    ),
+    "eft rounds the product with a parameter that enters an average of it": Program(
+        lines=(
+            Line("p.sub_(g, alpha=lr)"),
+            Line('st["slow"].copy_(0.99 * st["slow"] + 0.01 * p)', carried=True),
+        ),
+        states=(("slow", "p.detach().clone()"),),
+        near_one=True,
+        way="function",
+        rates=((0.001, 0.1),),
+    ),
+    "a factor that changes from call to call is taken for one": Program(
+        lines=(
+            Line("p.mul_(1 - lr * wd)"),
+            Line("p.sub_(g, alpha=lr)"),
+            Line('x = 0.9 * st["slow"] + 0.1 * p\nst["slow"].copy_(x)\np.copy_(x)', carried=True),
+        ),
+        states=(("slow", "p.detach().clone()"),),
+        schedule="0.9**t",
+        way="function",
+        rates=((0.001, 0.1),),
     ),
 }
 """Programs that once failed, and hold."""
