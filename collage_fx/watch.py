@@ -222,10 +222,9 @@ def traced_function() -> str:
 def traced_code() -> CodeType | None:
     """Return the code of the function that Dynamo traces now, if it traces one."""
     try:
-        tx = InstructionTranslator.current_tx()
+        return InstructionTranslator.current_tx().f_code
     except AttributeError:
         return None
-    return tx.f_code
 
 
 # Dynamo calls functions with this mark while it traces, and puts their result into the graph.

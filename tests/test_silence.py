@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import collage_fx
 from collage_fx.errors import CollageWarning
+from collage_fx.runtime.torch_versions import installed
 from collage_fx.watch import _Watch
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -127,6 +128,8 @@ class Forgets(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("within", [False, True])
 def test_a_second_optimizer_with_the_same_options_is_warned_of_too(within: bool) -> None:
+    if installed() < (2, 13):
+        pytest.skip("there Dynamo fails itself, with an error")
     for _ in range(2):
         optimizer = Forgets(with_grads([bf16(3)]))
         called = (lambda o=optimizer: o.step()) if within else optimizer.step

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 import collage_fx
 from collage_fx import backend
 from collage_fx.errors import CollageWarning
+from collage_fx.runtime.torch_versions import installed
 from collage_fx.symbols import Symbols
 
 
@@ -74,11 +75,13 @@ def test_an_attribute_that_a_step_counts_in() -> None:
     optimizer = Attribute([p])
     step = collage_fx.compile(optimizer)
     p.grad = torch.ones(4).bfloat16()
-    with pytest.warns(CollageWarning, match=r"assigns self\.k"):
+    with pytest.warns(CollageWarning, match=r"assigns self\.k|Attempted setattr"):
         for _ in range(6):
             step()
     assert optimizer.k == 6
     assert (collage_fx.value(p) - (1 - 21e-3)).abs().max() < 1e-4
+    if installed() < (2, 13):
+        return  # there Dynamo fails itself, with an error
     torch.compiler.reset()
     p = nn.Parameter(torch.ones(4).bfloat16())
     p.grad = torch.ones(4).bfloat16()
@@ -86,6 +89,8 @@ def test_an_attribute_that_a_step_counts_in() -> None:
         torch.compile(Attribute([p]).step, backend="collage")()
 
 
+# Before 2.13 torch asks to trace again, and such a step is left to the engine.
+@pytest.mark.filterwarnings("ignore:.*(TensorifyScalarRestart|makes a new graph at each call)")
 def test_the_rate_of_a_second_optimizer_changes_in_its_second_step() -> None:
     changing = [1e-3 * (k + 1) for k in range(8)]
     for rates in ([1e-3] * 4, changing, changing):
