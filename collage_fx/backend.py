@@ -161,7 +161,6 @@ class Session:
         )
         if self.supervisor() is not None:
             raise CollageError(message)
-        self.warned.add(message)
         watch.warn_once(
             f"{message}; collage_fx.compile leaves such a step to its eager engine", optimizer
         )

@@ -90,10 +90,7 @@ class Judge:
         tensor, lows = owned.tensor, shadow.low(owned.tensor)
         residual = STORE.get(tensor)
         if self.served[write.tensor].judged < TRIED and _any(lows):
-            STORE.adopt(tensor, lows, write.storage.name, owned.name)
-            residual = STORE.get(tensor)
-            assert residual is not None
-            residual.provisional = True
+            STORE.adopt(tensor, lows, write.storage.name, owned.name).provisional = True
         elif residual is not None and residual.provisional:
             STORE.drop(tensor)
 

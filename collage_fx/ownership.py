@@ -7,14 +7,13 @@ import re
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from torch import Tensor
 from torch.fx import Node
 from torch.nn import Module
 from torch.optim import SGD, Optimizer
-from torch.utils._pytree import tree_leaves
 
 from collage_fx.passes.program import Owner
 from collage_fx.runtime.shards import shard_of
@@ -243,25 +242,32 @@ def _referred_to(function: Callable[..., Any]) -> dict[str, Any]:
 
 def _of_optimizers(tree: Any) -> Iterator[Owned]:
     """Yield what optimizers hold that are in a tree of containers."""
-    leaves = tree_leaves(tree)
-    for one in {id(x): x for x in leaves if issubclass(type(x), Optimizer)}.values():
+    found = (leaf for _, leaf in _leaves(tree) if issubclass(type(leaf), Optimizer))
+    for one in {id(leaf): leaf for leaf in found}.values():
         yield from held_tensors(one)
 
 
 def tensors_in(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield (dotted path, tensor) for each tensor in nested containers, of a model parameters."""
-    if isinstance(tree, Tensor):
-        yield path, tree
-    elif isinstance(tree, Module):
-        yield from tensors_in(dict(tree.named_parameters()), path)
+    return ((where, leaf) for where, leaf in _leaves(tree, path) if isinstance(leaf, Tensor))
+
+
+def _leaves(tree: Any, path: str = "", within: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Yield (dotted path, what is there) for all that is no container."""
+    if isinstance(tree, Module):
+        yield from _leaves(dict(tree.named_parameters()), path)
     elif is_dataclass(tree) and not isinstance(tree, type):
-        yield from tensors_in(vars(tree), path)
+        if id(tree) not in within:  # it may refer to what it is part of
+            known = {f.name: getattr(tree, f.name, None) for f in fields(tree)}
+            yield from _leaves(known, path, (*within, id(tree)))
     elif isinstance(tree, dict):
         for key, value in tree.items():
-            yield from tensors_in(value, f"{path}.{key}" if path else str(key))
+            yield from _leaves(value, f"{path}.{key}" if path else str(key), within)
     elif isinstance(tree, list | tuple | deque):
         for i, value in enumerate(tree):
-            yield from tensors_in(value, f"{path}.{i}" if path else str(i))
+            yield from _leaves(value, f"{path}.{i}" if path else str(i), within)
+    else:
+        yield path, tree
 
 
 def live_optimizers() -> list[Optimizer]:

@@ -27,9 +27,13 @@ def move(p: Tensor) -> None:
         p.view(-1)[1:].sub_(RATE)
 
 
-@dataclass
+@dataclass(slots=True)
 class Bag:
     params: list[Tensor]
+    whole: Any = None
+
+    def __post_init__(self) -> None:
+        self.whole = self
 
 
 class Owner:
