@@ -377,9 +377,9 @@ class _Compilation:
         if program.lost:
             self.refused = True
             self.session.note_loss(program.lost)
+        if self.session.supervisor() is not None:
+            return  # it does what this graph cannot do, and warns of the rest
         refused = [f"{s.name} ({s.reason})" for s in program.plan if s.refused]
-        if refused and self.session.supervisor() is not None:
-            return  # the eager engine does what this graph does
         if refused:
             self.session.warn_once(f"not compensated: {'; '.join(refused)}")
         spared = {c.index for c in program.carried if c.spared}
@@ -388,8 +388,6 @@ class _Compilation:
         states = [s for s in mine if not s.name.endswith(".grad")]
         floating = [s for s in states if s.dtype.is_floating_point and s.shape]
         reasons = {s.name: s.reason for s in states}
-        if self.session.supervisor() is not None:
-            return
         if floating and program.result is None and not refused:
             self.session.warn_once(nothing_compensated((s.dtype for s in floating), reasons))
         elif left := left_by_level(reasons, unknown=True):

@@ -178,10 +178,9 @@ def forgotten_attributes() -> list[tuple[Optimizer, list[str]]]:
     Dynamo writes back what traced code assigns to objects, but for optimizers, of which it keeps
     no track: `self.k += 1` in a step has no effect. See docs/stock-defects.md.
     """
-    try:
-        effects = InstructionTranslator.current_tx().output.side_effects
-    except AttributeError:
+    if (tracer := _tracer()) is None:
         return []
+    effects = tracer.output.side_effects
     return [
         (owner.value, sorted(values))
         for owner, values in effects.store_attr_mutations.items()
@@ -194,10 +193,9 @@ def traced_optimizer() -> Optimizer | None:
 
     It is looked for in the local variables of the function that is compiled.
     """
-    try:
-        values = list(InstructionTranslator.current_tx().f_locals.values())
-    except AttributeError:
+    if (tracer := _tracer()) is None:
         return None
+    values = list(tracer.f_locals.values())
     values += [one for value in values if isinstance(value, list | tuple) for one in value]
     found = {id(value): value for value in values if issubclass(type(value), Optimizer)}
     return next(iter(found.values())) if len(found) == 1 else None
@@ -221,9 +219,15 @@ def traced_function() -> str:
 
 def traced_code() -> CodeType | None:
     """Return the code of the function that Dynamo traces now, if it traces one."""
+    tracer = _tracer()
+    return tracer.f_code if tracer is not None else None
+
+
+def _tracer() -> Any:
+    """Return what Dynamo traces with now, None if it traces nothing."""
     try:
-        return InstructionTranslator.current_tx().f_code
-    except AttributeError:
+        return InstructionTranslator.current_tx()
+    except AttributeError:  # None in 2.11
         return None
 
 
