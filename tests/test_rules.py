@@ -9,7 +9,7 @@ import torch
 from graphs import BF16, FP16, capture, operations
 from torch import Tensor
 
-from collage_fx.passes.program import Rewritten
+from collage_fx.passes.program import Arithmetic, Rewritten
 from collage_fx.passes.rules import RULES, rule
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -212,6 +212,21 @@ def test_a_scalar_factor_of_infinity_acts_as_in_plain_arithmetic(factor: float) 
     r = capture(lambda p, c: p.mul_(c), p, c).rewritten("all")
     hi, lo = run(r, p, torch.zeros_like(p), c)
     assert torch.equal(hi, p * c) and not lo.any()
+
+
+@pytest.mark.parametrize("factor", [True, 300, 1e-4, -0.3, 0.5, 0.7, 1.5, -40.0])
+@pytest.mark.parametrize("arithmetic", ["eft", "wide"])
+def test_a_scalar_tensor_is_a_factor_of_all_components(
+    factor: float, arithmetic: Arithmetic
+) -> None:
+    """The product is right to two words, however small: x + (s - 1)*x has the last bits of x."""
+    s, x = torch.tensor(factor), torch.linspace(0.3, 3, 64, dtype=torch.float64)
+    p, lo = x.to(BF16), (x - x.to(BF16)).to(BF16)
+    r = capture(lambda p, s: p.mul_(s), p, s).rewritten("all", arithmetic)
+    found = run(r, p, lo, s)
+    exact = (p.double() + lo.double()) * s.double()
+    error = (sum(word.double() for word in found) - exact).abs() / exact.abs()
+    assert error.max() < 8 * 2.0**-16
 
 
 @pytest.mark.parametrize("weight", [0.001, torch.tensor(0.001)], ids=["number", "tensor"])
