@@ -62,6 +62,16 @@ class Form:
             return list(self.branches)
         return None if self.b == "nonlinear" else [Branch(self.a, self.b != "zero")]
 
+    @property
+    def shares(self) -> list[Coefficient]:
+        """The factors of x in this value, one if it is not chosen, beside what is not linear."""
+        return [branch.a for branch in self.branches] or [self.a]
+
+    @property
+    def share(self) -> Coefficient:
+        """The largest of the `shares`."""
+        return max(self.shares, key=bound)
+
 
 FREE = Form(0, "free")
 CURVED = Form(0, "nonlinear")
@@ -138,7 +148,7 @@ def _chosen(node: Any, operands: list[Form]) -> Form:
 def _between(forms: list[Form]) -> Form:
     every = [f.alternatives for f in forms]
     if any(one is None for one in every):
-        return CURVED
+        return Form(max((f.share for f in forms), key=bound), "nonlinear")
     return _choice([branch for one in every for branch in one or []])
 
 

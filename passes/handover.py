@@ -180,10 +180,8 @@ def _candidates(program: Program) -> dict[Node, bool]:
 
 
 def _much(form: Form, *, unknown: bool) -> bool:
-    branches = form.alternatives
-    if branches is None or not (unknown or all(is_number(b.a) for b in branches)):
-        return False
-    return max(bound(b.a) for b in branches) >= MUCH
+    known = unknown or all(is_number(a) for a in form.shares)
+    return known and bound(form.share) >= MUCH
 
 
 def _ancestors(node: Node) -> set[Node]:

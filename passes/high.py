@@ -99,9 +99,9 @@ def _followed(node: Node) -> bool:
 def _weighs(term: Form, own: Form) -> bool:
     """Tell whether the error of a term matters in a new value with this form in its old one."""
     return any(
-        b.a != 0 and ((is_number(b.a) and abs(float(b.a)) >= MUCH) or _cancel(b.a, a.a))
-        for b in term.alternatives or []
-        for a in own.alternatives or []
+        b != 0 and ((is_number(b) and abs(float(b)) >= MUCH) or _cancel(b, a))
+        for b in term.shares
+        for a in own.shares
     )
 
 

@@ -98,7 +98,7 @@ def feeding(group: StateClass) -> set[int]:
 
 def part_of(form: Form | None) -> bool:
     """Tell whether a value with this form in an old value is a sum or selection that has it."""
-    return form is not None and form.carries and form.alternatives is not None
+    return form is not None and any(a != 0 for a in form.shares)
 
 
 def _member(program: Program, group: StateClass, member: Slice) -> dict[int, Verdict]:

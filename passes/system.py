@@ -44,8 +44,9 @@ def joint(part: Slice, walks: Sequence[Walk], own: list[Recurrence]) -> list[Rec
     for i in loose:
         if own[i].kind == "linear":
             result[i] = _average(part, walks, own[i], i, lasting)
+    led = [i for i in kept if leads[i] != i]
     for i in {*kept} - {*loose}:
-        result[i] = _mean(part, walks, own[i], i, kept)
+        result[i] = _mean(part, walks, own[i], i, led if _by_lerp(own[i]) else kept)
     for i, lead in leads.items():
         if lead != i:
             result[i] = _taken(part, walks, result[lead], i, lead)
@@ -62,37 +63,43 @@ def _average(
 ) -> Recurrence:
     """Return the recurrence of a state with the weights in it of all that keep their values."""
     forms = {j: _form(part, walks, i, j) for j in lasting}
-    linear = {j: f for j, f in forms.items() if f.b != "nonlinear" and f.a != 0 and is_number(f.a)}
-    if len(linear) < 2 or own.a == 0:
+    known = {j: f.share for j, f in forms.items() if is_number(f.share) and f.share != 0}
+    shares = {j: abs(float(a)) for j, a in known.items()}
+    if len(shares) < 2 or own.a == 0:
         return own
     together = replace(
         own,
-        a=max(round(sum(abs(float(f.a)) for f in linear.values()), 12), abs(float(own.a))),
-        text=_text(part, linear, i),
-        side=max(own.side, *(_weight(f) for j, f in linear.items() if j != i)),
-        together=f"together with {' and '.join(_name(part, j) for j in linear if j != i)}",
+        a=max(round(sum(shares.values()), 12), bound(own.a)),
+        text=_text(part, {j: forms[j] for j in shares}, i),
+        side=max(own.side, *(share for j, share in shares.items() if j != i)),
+        together=f"together with {' and '.join(_name(part, j) for j in shares if j != i)}",
     )
     return together if critical(together, part.states[i][0].val.dtype, "plus")[0] else own
 
 
 def _mean(
-    part: Slice, walks: Sequence[Walk], own: Recurrence, i: int, kept: list[int]
+    part: Slice, walks: Sequence[Walk], own: Recurrence, i: int, others: list[int]
 ) -> Recurrence:
     """Return the recurrence of a state, noting that others enter its update if it is a mean.
 
     In 0.99*x + 0.01*y, y is as large as x, and the product with it has an error of up to all that x
     moves by: averaged, u * sqrt(w/2) of x for a weight w. In lerp(x, y, 0.01) the difference of the
-    two is small.
+    two is small, and y has all its components; but not where y is overwritten with x, for then no
+    path begins at its old value, and what is added to that is rounded.
     """
-    forms = {j: f for j in kept if j != i and (f := _form(part, walks, i, j)).carries}
-    known = all(f.b != "nonlinear" and f.alternatives is not None for f in forms.values())
-    if own.kind != "linear" or not forms or not known or any(n.target in _LERP for n in own.spine):
+    forms = {j: f for j in others if j != i and (f := _form(part, walks, i, j)).carries}
+    if own.kind != "linear" or not forms:
         return own
-    total: Any = sympy.expand(sum((f.a for f in forms.values()), own.a))
+    shares = [f.share for f in forms.values()]
+    total: Any = sympy.expand(sum(shares, own.a))
     unit = torch.finfo(part.states[i][0].val.dtype).eps / 2
     mean = is_number(total) and abs(float(total) - 1) < 1e-6
-    heavy = max(map(_weight, forms.values())) > 4 * unit**2
+    heavy = max(map(bound, shares)) > 4 * unit**2
     return replace(own, side=max(own.side, 1.0)) if mean and heavy else own
+
+
+def _by_lerp(own: Recurrence) -> bool:
+    return any(n.target in _LERP for n in own.spine)
 
 
 _LERP = (torch.ops.aten.lerp.Scalar, torch.ops.aten.lerp.Tensor)

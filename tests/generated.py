@@ -22,6 +22,7 @@ def apply(draw: DrawFn, u: str, us: str, tensor_lr: bool) -> Lines:
         one(f"p.copy_(p - lr * {u})", carried=True),
         one(f"z = p - lr * {u}\np.copy_(z)", carried=True),
         one(f"z = p.clone()\nz.sub_(lr * {u})\np.copy_(z)", carried=True),
+        one(f"p.copy_(torch.where(g.isfinite(), p - lr * {u}, p))", carried=True),
         one(f"p.lerp_(p - {u}, lr)" if not tensor_lr else f"p.sub_({u} * lr)"),
     ]
     if not tensor_lr:
@@ -262,7 +263,8 @@ def programs(draw: DrawFn, ways: tuple[str, ...] = ("compile", "string", "functi
     wd = draw(st.sampled_from((0.1, 0.0, 0.01)))
     rates = tuple((draw(st.sampled_from(RATES)), wd) for _ in range(n))
     by_turns = way != "function" and draw(st.integers(0, 7)) == 7
-    kept_dtype = "F32" not in "".join(states.values())
+    # load_state_dict of PyTorch casts states to the parameter's dtype; NAdam has one in fp32.
+    kept_dtype = "F32" not in "".join(states.values()) and "NAdam" not in torch_optim
     resumes = kept_dtype and counter != "tensor" and draw(st.integers(0, 5)) == 5
     return Program(
         lines=tuple(

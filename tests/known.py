@@ -113,6 +113,74 @@ MENDED: dict[str, Program] = {
         way="function",
         rates=((0.001, 0.1),),
     ),
+    "eft rounds a parameter that enters an average by lerp and then takes it over": Program(
+        lines=(
+            Line("p.sub_(g, alpha=lr)"),
+            Line('st["slow"].lerp_(p, 0.01)\np.copy_(st["slow"])'),
+        ),
+        states=(("slow", "p.detach().clone()"),),
+        near_one=False,
+        way="function",
+        options=(("level", "auto"), ("storage", "mcf3")),
+    ),
+    "a sign in the update of a parameter hides that it enters an average": Program(
+        lines=(
+            Line("h = g + wd * p.sign()"),
+            Line("p.sub_(h, alpha=lr)"),
+            Line('st["slow"].copy_(0.9 * st["slow"] + 0.1 * p)', carried=True),
+        ),
+        states=(("slow", "p.detach().clone()"),),
+        way="function",
+        rates=((0.001, 0.1),),
+        options=(("level", "all"),),
+    ),
+    "a state times a small rate, a tensor, is off by the last bits of the state": Program(
+        lines=(
+            Line('st["m"].mul_(0.999).add_(g)'),
+            Line('st["v"].lerp_(g * g, 0.001)'),
+            Line('u = st["m"] / (st["v"].sqrt() + 1e-8)'),
+            Line("p.add_(u * -lr)"),
+        ),
+        states=(("m", "torch.zeros_like(p)"), ("v", "torch.zeros_like(p)")),
+        shapes=((4, 3), (4, 3)),
+        rates=((1e-4, 0.1),),
+        schedule="0.9**t",
+        tensor_lr=True,
+        near_one=False,
+        way="engine",
+    ),
+    "a factor that is not known stands in a sum of known ones": Program(
+        lines=(
+            Line('d = p - st["old"]\nst["old"].copy_(p)', carried=True),
+            Line("p.mul_(1 - lr * wd)"),
+            Line("p.sub_(g, alpha=lr)"),
+            Line('st["slow"].lerp_(p, 0.1)\np.copy_(st["slow"])'),
+            Line("p.add_(d, alpha=0.5)"),
+        ),
+        states=(("slow", "p.detach().clone()"), ("old", "p.detach().clone()")),
+        schedule="0.9**t",
+        counter="tensor",
+        near_one=False,
+        rates=((1e-3, 0.1),),
+        way="string",
+        options=(("level", "auto"), ("storage", "mcf3")),
+    ),
+    "a graph reads the high word of a state into an update that is not linear": Program(
+        lines=(
+            Line("h = g.add(p, alpha=wd)"),
+            Line("u = h.clamp(-0.1, 0.1)"),
+            Line("p.sub_(u, alpha=lr)"),
+            Line(
+                'if k % 2:\n    st["slow"].lerp_(p, 0.1)\n'
+                'else:\n    p.mul_(0.8).add_(st["slow"], alpha=0.2)'
+            ),
+        ),
+        states=(("slow", "p.detach().clone()"),),
+        counter="state",
+        near_one=False,
+        rates=((0.001, 0.1),),
+        options=(("level", "auto"), ("arithmetic", "wide")),
+    ),
 }
 """Programs that once failed, and hold."""
 

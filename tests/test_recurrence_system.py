@@ -143,6 +143,16 @@ def averaged(a: Tensor, b: Tensor, g: Tensor) -> None:
     b.lerp_(a, 0.1)
 
 
+def averaged_with_signs(a: Tensor, b: Tensor, g: Tensor) -> None:
+    a.sub_(g + 0.01 * a.sign(), alpha=0.1)
+    b.copy_(0.9 * b + 0.1 * a)
+
+
+def averaged_or_skipped(a: Tensor, b: Tensor, g: Tensor) -> None:
+    a.copy_(torch.where(g.isfinite(), a - 0.1 * (g + 0.01 * a.sign()), a))
+    b.lerp_(a, 0.1)
+
+
 def followed(a: Tensor, b: Tensor, g: Tensor) -> None:
     a.sub_(g)
     b.copy_(a)
@@ -168,6 +178,8 @@ def cached_square(a: Tensor, b: Tensor, g: Tensor) -> None:
         (swapped, ""),
         (slow_and_fast, "a b"),
         (averaged, "a b"),
+        (averaged_with_signs, "a b"),
+        (averaged_or_skipped, "a b"),
         (followed, "a b"),
         (decayed_into_momentum, "a"),
         (cached_square, "a"),
