@@ -1,6 +1,7 @@
 """States that enter the update of another one with their high word only, where that matters."""
 
 from collections.abc import Iterator
+from math import nan
 from typing import Any
 
 from torch.fx import Node
@@ -119,7 +120,8 @@ def _has_tensor(a: Any) -> bool:
 
 
 def _at(a: Any, factor: float) -> float:
-    """Return a coefficient with this for the elements of tensors."""
+    """Return a coefficient with this for the elements of tensors; NaN at a pole (1/(1 - s))."""
     if is_number(a):
         return float(a)
-    return float(a.subs({s: _RATE if s.is_real else factor for s in a.free_symbols}))
+    value = a.subs({s: _RATE if s.is_real else factor for s in a.free_symbols})
+    return float(value) if value.is_real else nan

@@ -165,6 +165,18 @@ MENDED: dict[str, Program] = {
         way="string",
         options=(("level", "auto"), ("storage", "mcf3")),
     ),
+    "a correction by a number that changes has a pole where it is tried": Program(
+        lines=(
+            Line("h = g.add(p, alpha=wd)"),
+            Line("u = h / (1 - 0.9**k)"),
+            Line("p.sub_(u, alpha=lr)"),
+        ),
+        counter="function",
+        near_one=False,
+        rates=((0.001, 0.1),),
+        way="function",
+        options=(("level", "light"), ("storage", "mcf3")),
+    ),
     "a graph reads the high word of a state into an update that is not linear": Program(
         lines=(
             Line("h = g.add(p, alpha=wd)"),

@@ -56,6 +56,21 @@ def test_a_step_count_goes_on_counting() -> None:
     assert abs(found - exact) < 5e-3 * exact  # the bias correction of step 3: 0.15 of it
 
 
+@pytest.mark.usefixtures("interpreted")
+def test_a_correction_by_a_count_is_compiled_where_a_state_enters_it_too() -> None:
+    """What is put for the count to compare coefficients may be a pole of 1/(1 - 0.9**k)."""
+
+    def step(p: Tensor, g: Tensor, k: int) -> None:
+        p.sub_((g + 0.1 * p) / (1 - 0.9**k), alpha=1e-3)
+
+    p, g = torch.ones(4, dtype=torch.bfloat16), torch.ones(4, dtype=torch.bfloat16)
+    compiled = collage_fx.compile(step)
+    for k in range(1, 5):
+        compiled(p, g, k)
+    (state,) = collage_fx.report(compiled).states
+    assert state.graph == 4 and state.eager == 0
+
+
 class Attribute(Optimizer):
     """Counts its steps in an attribute, of which Dynamo loses what a step assigns."""
 
