@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import nan
 from typing import Any, Literal, TypeAlias
 
 import sympy
@@ -227,6 +228,33 @@ def bound(a: Coefficient) -> float:
     if expanded.is_Pow and is_number(expanded.exp) and expanded.exp > 0:
         return float(bound(expanded.base) ** float(expanded.exp))
     return 1.0 if expanded.is_Symbol and expanded.is_real else float("inf")
+
+
+_RATE = 0.06
+"""What is put for a number that may change from step to step."""
+_FACTORS = tuple(3.0**k for k in range(-8, 9))
+"""What is put for the elements of a tensor; `cancels` is content with a factor of three."""
+
+
+def cancels(b: Coefficient, a: Coefficient) -> bool:
+    """Tell whether b is about 1 - a, or may be if tensors in it have the elements for that."""
+    for factor in _FACTORS if _has_tensor(b) else _FACTORS[:1]:
+        weight, rest = _at(b, factor), _at(1 - a - b, factor)
+        if weight and abs(rest) <= abs(weight) / 2:
+            return True
+    return False
+
+
+def _has_tensor(a: Any) -> bool:
+    return not is_number(a) and any(not s.is_real for s in a.free_symbols)
+
+
+def _at(a: Any, factor: float) -> float:
+    """Return a coefficient with this for the elements of tensors; NaN at a pole (1/(1 - s))."""
+    if is_number(a):
+        return float(a)
+    value = a.subs({s: _RATE if s.is_real else factor for s in a.free_symbols})
+    return float(value) if value.is_real else nan
 
 
 def written(a: Coefficient) -> str:

@@ -1,20 +1,13 @@
 """States that enter the update of another one with their high word only, where that matters."""
 
 from collections.abc import Iterator
-from math import nan
-from typing import Any
 
 from torch.fx import Node
 
-from collage_fx.passes.forms import MUCH, Form, is_number, transfer
-from collage_fx.passes.program import Carried, Coefficient, Program, graph_of
+from collage_fx.passes.forms import MUCH, Form, cancels, is_number, transfer
+from collage_fx.passes.program import Carried, Program, graph_of
 from collage_fx.passes.rules.structural import STRUCTURE
 from collage_fx.passes.slice import elementwise
-
-_RATE = 0.06
-"""What is put for a number that may change from step to step."""
-_FACTORS = tuple(3.0**k for k in range(-8, 9))
-"""What is put for the elements of a tensor; `_cancel` is content with a factor of three."""
 
 
 def entering(
@@ -100,28 +93,7 @@ def _followed(node: Node) -> bool:
 def _weighs(term: Form, own: Form) -> bool:
     """Tell whether the error of a term matters in a new value with this form in its old one."""
     return any(
-        b != 0 and ((is_number(b) and abs(float(b)) >= MUCH) or _cancel(b, a))
+        b != 0 and ((is_number(b) and abs(float(b)) >= MUCH) or cancels(b, a))
         for b in term.shares
         for a in own.shares
     )
-
-
-def _cancel(b: Coefficient, a: Coefficient) -> bool:
-    """Tell whether b is about 1 - a, or may be if tensors in it have the elements for that."""
-    for factor in _FACTORS if _has_tensor(b) else _FACTORS[:1]:
-        weight, rest = _at(b, factor), _at(1 - a - b, factor)
-        if weight and abs(rest) <= abs(weight) / 2:
-            return True
-    return False
-
-
-def _has_tensor(a: Any) -> bool:
-    return not is_number(a) and any(not s.is_real for s in a.free_symbols)
-
-
-def _at(a: Any, factor: float) -> float:
-    """Return a coefficient with this for the elements of tensors; NaN at a pole (1/(1 - s))."""
-    if is_number(a):
-        return float(a)
-    value = a.subs({s: _RATE if s.is_real else factor for s in a.free_symbols})
-    return float(value) if value.is_real else nan

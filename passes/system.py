@@ -14,7 +14,7 @@ from sympy.utilities.iterables import strongly_connected_components
 from torch.fx import Node
 
 from collage_fx.passes.criticality import critical
-from collage_fx.passes.forms import FREE, Form, bound, is_number, written
+from collage_fx.passes.forms import FREE, Form, bound, cancels, is_number, written
 from collage_fx.passes.program import Branch, Coefficient, Recurrence, Slice
 from collage_fx.passes.spine import beside, spine
 
@@ -91,11 +91,11 @@ def _mean(
     if own.kind != "linear" or not forms:
         return own
     shares = [f.share for f in forms.values()]
-    total: Any = sympy.expand(sum(shares, own.a))
     unit = torch.finfo(part.states[i][0].val.dtype).eps / 2
-    mean = is_number(total) and abs(float(total) - 1) < 1e-6
     heavy = max(map(bound, shares)) > 4 * unit**2
-    return replace(own, side=max(own.side, 1.0)) if mean and heavy else own
+    weight = sum(shares[1:], shares[0])
+    mean = heavy and bound(weight) <= 1 and cancels(weight, own.a)
+    return replace(own, side=max(own.side, 1.0)) if mean else own
 
 
 def _by_lerp(own: Recurrence) -> bool:

@@ -165,6 +165,17 @@ MENDED: dict[str, Program] = {
         way="string",
         options=(("level", "auto"), ("storage", "mcf3")),
     ),
+    "weights of a mean add up to less than one where the parameter decays": Program(
+        lines=(
+            Line("p.mul_(1 - lr * wd)"),
+            Line("p.sub_(g, alpha=lr)"),
+            Line('st["slow"].copy_(0.99 * st["slow"] + 0.01 * p)', carried=True),
+        ),
+        states=(("slow", "p.detach().clone()"),),
+        near_one=False,
+        rates=((0.001, 0.1),),
+        options=(("level", "auto"), ("storage", "mcf3")),
+    ),
     "a correction by a number that changes has a pole where it is tried": Program(
         lines=(
             Line("h = g.add(p, alpha=wd)"),
