@@ -143,5 +143,5 @@ def limits(program: Program, run: Run, exact: dict[str, Tensor]) -> dict[str, fl
         factor = FACTOR * (2 if x.numel() < FEW else 1)
         found[name] = factor * most + FLOOR * unit * (1 if once else program.steps)
         if plain_state and x.numel() < FEW:  # it may have come near zero by chance, just now
-            found[name] = max(found[name], 2 * as_said[name])
+            found[name] = max(found[name], FACTOR * as_said[name])
     return found
