@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo import config as dynamo_config
+from torch._dynamo.callback import callback_handler
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import counters
 from torch._dynamo.variables.optimizer import OptimizerVariable
@@ -51,16 +52,43 @@ class _Watch:
     """The optimizers that were seen in a trace."""
     gave_up = WeakIdKeyDictionary()
     """The optimizers on whose steps Dynamo is known to have given up."""
+    patch: Any = None
+    """What Dynamo's configuration is changed by while it compiles a step without gradients."""
 
 
 def install(backend: Any) -> None:
     """Watch the optimizer steps that are compiled with this backend. Idempotent."""
+    _look_again()
     if _Watch.backend is not None:
         return
     _Watch.backend = backend
     register_optimizer_step_pre_hook(_before)
     register_optimizer_step_post_hook(_after)
     _LOG.addFilter(_read_log)
+
+
+def _look_again() -> None:
+    """Have Dynamo come back to a step that it meets first when no parameter has a gradient.
+
+    It never looks again at a function of which it has traced nothing, which would run without
+    compensation when there are gradients. torch.compiler.reset() forgets the callbacks.
+    """
+    if _compilation_begins not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(_compilation_begins)
+        callback_handler.register_end_callback(_compilation_ends)
+
+
+def _compilation_begins(_: Any) -> None:
+    optimizer = _stepping()
+    if optimizer is not None and not has_gradient(optimizer):
+        _Watch.patch = dynamo_config.patch(allow_empty_graphs=True)
+        _Watch.patch.__enter__()
+
+
+def _compilation_ends(_: Any) -> None:
+    if _Watch.patch is not None:
+        _Watch.patch.__exit__(None, None, None)
+        _Watch.patch = None
 
 
 def is_seen_by_others(optimizer: Optimizer) -> bool:
@@ -81,6 +109,7 @@ def count_graph(*, supervised: bool) -> None:
         supervised: whether an eager engine does what is not compiled.
     """
     _Watch.graphs += 1
+    _look_again()
     code = traced_code()
     if code is not None and not supervised:
         function = f"{code.co_name!r} ({code.co_filename}:{code.co_firstlineno})"
@@ -234,6 +263,7 @@ def _tracer() -> Any:
 # Dynamo calls functions with this mark while it traces, and puts their result into the graph.
 @torch._dynamo.assume_constant_result
 def _trace_begins() -> bool:
+    _look_again()
     _Watch.graphs_before = _Watch.graphs
     return True
 

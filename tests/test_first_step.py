@@ -124,3 +124,16 @@ def test_new_states_that_share_memory_with_others_call_for_a_look_at_all() -> No
     assert fast.name == "fast of param_groups[0].params[0]"
     optimizer.state[params[1]]["fast"] = both[1]
     assert recent.made(1, lambda _: True) is None
+
+
+@pytest.mark.parametrize("without", [0, 2])
+def test_backend_string_comes_back_after_a_step_without_gradients(without: int) -> None:
+    """Dynamo leaves a function for good of which it has once traced nothing."""
+    torch.compiler.reset()
+    p = torch.ones(4, dtype=torch.bfloat16).requires_grad_()
+    step = torch.compile(SGD([p], lr=1e-3, foreach=False).step, backend="collage")
+    for t in range(6):
+        p.grad = None if t == without else torch.ones(4, dtype=torch.bfloat16)
+        step()
+    assert float(1 - collage_fx.value(p)[0]) == pytest.approx(5e-3, rel=1e-2)
+    assert not torch._dynamo.config.allow_empty_graphs
