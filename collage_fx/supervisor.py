@@ -1,7 +1,7 @@
 """One step under supervision: which states there are, who wrote them, and what that calls for."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -316,7 +316,9 @@ class Supervisor:
         if (self.steps == TRIED and not self.eager_only) or not self.states:
             self._say_if_nothing_was_needed()
         elif self.steps == 1:  # a graph with other numbers may judge otherwise, and too late
-            self._say_what_is_left(s for s in self.served.values() if s.graph)
+            reasons = {s.name: s.reason for s in self.served.values() if s.graph}
+            if left_by_level(reasons, unknown=True):
+                self._say_if_nothing_was_needed()
         self.engine.dither.clear()
         if not self.keeps:
             self.quiet = False
@@ -357,13 +359,10 @@ class Supervisor:
         floating = {o.tensor.dtype for o in self.held.all() if o.tensor.is_floating_point()}
         written = [s for s in self.served.values() if s.steps]
         other = floating - set(self.engine.operands.storages)
+        reasons = {s.name: s.reason for s in written}
         if (other or written) and not any(s.compensated for s in written):
-            self.warn(nothing_compensated(floating, {s.name: s.reason for s in written}))
-        else:
-            self._say_what_is_left(written)
-
-    def _say_what_is_left(self, served: Iterable[Served]) -> None:
-        if left := left_by_level({s.name: s.reason for s in served}, unknown=True):
+            self.warn(nothing_compensated(floating, reasons))
+        elif left := left_by_level(reasons, unknown=True):
             self.warn(left)
 
     def _replaced(self, owned: Owned, old: Write) -> None:

@@ -22,6 +22,8 @@ def critical(found: Recurrence, dtype: torch.dtype, level: Level) -> tuple[bool,
         keep, reason = _selected(found, dtype, level)
     else:
         keep, reason = _decaying(found.a, dtype, level)
+        if found.curved and not keep:
+            keep, reason = True, "what it adds to a*x has some of x in it, not linear"
     return keep, f"{found.together}: {reason}" if found.together else reason
 
 

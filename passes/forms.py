@@ -13,8 +13,8 @@ from collage_fx.passes.program import Branch, Coefficient, is_value, value_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-Rest: TypeAlias = Literal["zero", "free", "nonlinear"]
-_RESTS: tuple[Rest, ...] = ("zero", "free", "nonlinear")
+Rest: TypeAlias = Literal["zero", "free", "chosen", "nonlinear"]
+_RESTS: tuple[Rest, ...] = ("zero", "free", "chosen", "nonlinear")
 
 
 @dataclass(frozen=True)
@@ -23,22 +23,26 @@ class Form:
 
     a: Coefficient
     b: Rest = "zero"
-    """`zero`, `free` (independent of x) or `nonlinear` (depends on x otherwise than through a)."""
+    """`zero`, `free` (independent of x), `chosen` (by x, as its sign is, and nothing of it) or
+    `nonlinear` (depends on x otherwise than through a)."""
     branches: tuple[Branch, ...] = ()
     """If the value is chosen (by a condition, a maximum, a bound): what it may be, a*x + B each.
     Then a is 0 and b `nonlinear`."""
+    among: tuple[Coefficient, ...] = ()
+    """If one of the values to choose from is not linear: the factors of x in them. Then too a is 0
+    and b `nonlinear`."""
 
     @property
     def depends(self) -> bool:
         """Whether the value has anything to do with x."""
-        return self.b == "nonlinear" or self.a != 0
+        return self.b in ("chosen", "nonlinear") or self.a != 0
 
     @property
     def carries(self) -> bool:
         """Whether the value may hold some of x, and not only be chosen by it."""
         if self.branches:
             return any(branch.a != 0 for branch in self.branches)
-        return self.depends
+        return self.b == "nonlinear" or self.a != 0
 
     def plus(self, other: "Form", sign: int = 1) -> "Form":
         """Return the form of the sum, or of the difference for sign -1."""
@@ -46,15 +50,17 @@ class Form:
             if chosen.branches and not rest.depends:
                 adds = rest.b != "zero"
                 return _choice([Branch(p.a, p.adds or adds) for p in chosen.branches])
-        worst = max(self.b, other.b, key=_RESTS.index)
-        return Form(self.a + sign * other.a, worst)
+        rests: list[Rest] = [f.b if f.carries or not f.depends else "chosen" for f in (self, other)]
+        among = () if self.depends and other.depends else self.among or other.times(sign).among
+        return Form(self.a + sign * other.a, max(rests, key=_RESTS.index), among=among)
 
     def times(self, factor: Coefficient) -> "Form":
         """Return the form of the product with something that does not depend on x."""
         if self.branches:
             return _choice([Branch(p.a * factor, p.adds) for p in self.branches])
         # sympy asks whether what it multiplies by zero is finite, and loads much to find out.
-        return Form(self.a * factor if self.a != 0 else 0, self.b)
+        among = tuple(a * factor for a in self.among)
+        return Form(self.a * factor if self.a != 0 else 0, self.b, among=among)
 
     @property
     def alternatives(self) -> list[Branch] | None:
@@ -66,7 +72,7 @@ class Form:
     @property
     def shares(self) -> list[Coefficient]:
         """The factors of x in this value, one if it is not chosen, beside what is not linear."""
-        return [branch.a for branch in self.branches] or [self.a]
+        return [branch.a for branch in self.branches] or list(self.among) or [self.a]
 
     @property
     def share(self) -> Coefficient:
@@ -149,7 +155,7 @@ def _chosen(node: Any, operands: list[Form]) -> Form:
 def _between(forms: list[Form]) -> Form:
     every = [f.alternatives for f in forms]
     if any(one is None for one in every):
-        return Form(max((f.share for f in forms), key=bound), "nonlinear")
+        return Form(0, "nonlinear", among=tuple(f.share for f in forms))
     return _choice([branch for one in every for branch in one or []])
 
 

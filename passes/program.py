@@ -88,6 +88,8 @@ class Recurrence:
     """Where the carried path begins, if at the old value of another carried state."""
     together: str = ""
     """With which states this one is judged, if not by itself; `a` is then the common factor."""
+    curved: bool = False
+    """Whether B has some of x in it, and is not linear in that."""
 
 
 @dataclass(eq=False)

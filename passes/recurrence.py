@@ -54,8 +54,9 @@ def recurrence_of(form: Form, spine: tuple[Node, ...] = (), side: float = 0.0) -
         return Recurrence("selected", 0.0, text, spine, side, form.branches)
     if form.a == 0:
         return Recurrence("nonlinear", 0.0, "x' = B(x)", spine, side)
-    rest = {"zero": "", "free": " + B", "nonlinear": " + B(x)"}[form.b]
-    return Recurrence("linear", form.a, f"x' = {_affine(form.a, rest)}", spine, side)
+    rest = {"zero": "", "free": " + B"}.get(form.b, " + B(x)")
+    text, curved = f"x' = {_affine(form.a, rest)}", form.b == "nonlinear"
+    return Recurrence("linear", form.a, text, spine, side, curved=curved)
 
 
 def _affine(a: object, rest: str) -> str:

@@ -32,7 +32,7 @@ class Averages(Optimizer):
                 state["fast"].add_(p.grad, alpha=1e-3)
                 if "slow" not in state:
                     state["slow"] = torch.zeros_like(p)
-                state["slow"].mul_(0.999).add_(state["fast"], alpha=2e-3)
+                state["slow"].mul_(0.999).add_(state["fast"], alpha=5e-3)
                 p.sub_(state["slow"], alpha=group["lr"])
 
 

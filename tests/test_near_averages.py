@@ -44,3 +44,23 @@ def test_an_average_of_weights_that_are_near_each_other() -> None:
     plain = moved(torch.bfloat16, lambda optimizer: optimizer.step)
     ours = moved(torch.bfloat16, collage_fx.compile)
     assert (ours - exact).norm() < 0.05 * exact.norm() < 0.1 * (plain - exact).norm()
+
+
+def add_move(a: Tensor, b: Tensor, g: Tensor) -> None:
+    old = a.clone()
+    a.sub_(g)
+    b.mul_(0.9).add_(a - old)
+
+
+def test_a_state_that_averages_the_moves_of_another() -> None:
+    """What is left of a clone of an old value depends on torch; it has the low word either way."""
+    states = [torch.ones(64).bfloat16(), torch.zeros(64).bfloat16()]
+    plain, exact = [x.clone() for x in states], [x.double() for x in states]
+    compiled = collage_fx.compile(add_move, level="all")
+    for _ in range(50):
+        g = (torch.rand(64) * 1e-3).to(torch.bfloat16)
+        compiled(*states, g)
+        add_move(*plain, g)
+        add_move(*exact, g.double())
+    assert (collage_fx.value(states[1]) - exact[1]).norm() < 5e-3 * exact[1].norm()
+    assert (plain[1].double() - exact[1]).norm() > 0.9 * exact[1].norm()

@@ -214,13 +214,14 @@ def test_a_scalar_factor_of_infinity_acts_as_in_plain_arithmetic(factor: float) 
     assert torch.equal(hi, p * c) and not lo.any()
 
 
-@pytest.mark.parametrize("factor", [True, 300, 1e-4, -0.3, 0.5, 0.7, 1.5, -40.0])
+@pytest.mark.parametrize("factor", [True, 300, 1e-4, -0.3, 0.5, 0.7, 1.5, -40.0, BF16])
 @pytest.mark.parametrize("arithmetic", ["eft", "wide"])
 def test_a_scalar_tensor_is_a_factor_of_all_components(
-    factor: float, arithmetic: Arithmetic
+    factor: float | torch.dtype, arithmetic: Arithmetic
 ) -> None:
     """The product is right to two words, however small: x + (s - 1)*x has the last bits of x."""
-    s, x = torch.tensor(factor), torch.linspace(0.3, 3, 64, dtype=torch.float64)
+    s = torch.tensor(258.0, dtype=BF16) if factor is BF16 else torch.tensor(factor)
+    x = torch.linspace(0.3, 3, 64, dtype=torch.float64)
     p, lo = x.to(BF16), (x - x.to(BF16)).to(BF16)
     r = capture(lambda p, s: p.mul_(s), p, s).rewritten("all", arithmetic)
     found = run(r, p, lo, s)

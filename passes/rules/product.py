@@ -21,7 +21,7 @@ from collage_fx.runtime.components import split_constant
 from collage_fx.runtime.eft import WIDER
 from collage_fx.runtime.ops import collage
 
-aten = torch.ops.aten
+aten, prims = torch.ops.aten, torch.ops.prims
 
 
 def times(b: Builder, x: Components, factor: Any) -> Expanded:
@@ -58,18 +58,20 @@ def _scaled(b: Builder, x: Components, s: Term) -> Decayed:
     s - 1 is exact where s is near one; of a small s*x, a rate times a state, x and what is taken
     away from it would leave no more than the last bits of x.
     """
-    if not s.meta["dtype"].is_floating_point:  # a count, a mask
-        s = b.op(aten.mul.Tensor, s, 1.0, dtype=torch.float32)
     dtype = s.meta["dtype"]
+    if dtype not in (torch.float32, torch.float64):  # a count or a mask, or s - 1 would be rounded
+        dtype = torch.float32
+        s = b.op(prims.convert_element_type.default, s, dtype, dtype=dtype)
     small = b.op(aten.le.Scalar, s, 0.5, dtype=torch.bool)
     near = b.op(aten.sub.Tensor, s, 1, dtype=dtype)
     gap = b.op(aten.where.self, small, s, near, dtype=dtype)
     # Of what is not finite the term is zero, as of any decay.
     size = b.op(aten.abs.default, x[0], dtype=b.dtype)
     finite = b.op(aten.lt.Scalar, size, inf, dtype=torch.bool)
-    gone = b.op(aten.logical_and.default, small, finite, dtype=torch.bool)
-    kept = tuple(b.op(aten.where.ScalarSelf, gone, 0, c, dtype=c.meta["dtype"]) for c in x)
-    return Decayed(kept, decayed(b, x, gap, small=False).term, small=False)
+    rest = b.op(aten.where.ScalarSelf, finite, 0, x[0], dtype=b.dtype)
+    hi = b.op(aten.where.self, small, rest, x[0], dtype=b.dtype)
+    lows = (b.op(aten.where.ScalarSelf, small, 0, c, dtype=c.meta["dtype"]) for c in x[1:])
+    return Decayed((hi, *lows), decayed(b, x, gap, small=False).term, small=False)
 
 
 def _constant(b: Builder, c: float) -> tuple[float, ...] | None:
