@@ -82,6 +82,7 @@ class Case(NamedTuple):
 CASES = {
     "adamw-light": Case(optim.AdamW, {}, "light", 18),
     "adamw-plus": Case(optim.AdamW, {}, "plus", 22),
+    "adamw-tensor-rate": Case(optim.AdamW, {"lr": torch.tensor(1e-3)}, "plus", 22),
     "adamw-remainder16": Case(optim.AdamW, {}, "plus", 22, "remainder16"),
     "adamw-mcf3": Case(optim.AdamW, {}, "plus", 30, "mcf3"),
     "adamw-ulp8": Case(optim.AdamW, {}, "plus", 18, "ulp8"),
