@@ -160,6 +160,10 @@ def _between(forms: list[Form]) -> Form:
 
 
 def _choice(branches: list[Branch]) -> Form:
+    """Return the form of one of several values; of equal factors, where(c, x - B, x), it is a sum."""
+    if len({branch.a for branch in branches}) == 1:
+        adds = any(branch.adds for branch in branches)
+        return Form(branches[0].a, "chosen" if adds else "zero")
     return Form(0, "nonlinear", tuple(dict.fromkeys(branches)))
 
 

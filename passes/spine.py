@@ -75,7 +75,7 @@ def _along(x: Node, path: tuple[Node, ...]) -> Coefficient:
     """Return the coefficient of x along the path alone."""
     form, previous = Form(1), x
     for node in path:
-        form, previous = transfer(node, {previous: form}), node
+        form, previous = Form(transfer(node, {previous: form}).share), node
     return form.a
 
 

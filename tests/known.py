@@ -176,6 +176,16 @@ MENDED: dict[str, Program] = {
         rates=((0.001, 0.1),),
         options=(("level", "auto"), ("storage", "mcf3")),
     ),
+    "a guarded update, where(c, p - lr * g, p), hides a cycle with an average": Program(
+        lines=(
+            Line("p.copy_(torch.where(g.isfinite(), p - lr * g, p))", carried=True),
+            Line('st["slow"].add_(p - st["slow"], alpha=0.1)\np.lerp_(st["slow"], 0.5)'),
+        ),
+        states=(("slow", "p.detach().clone()"),),
+        in_init=True,
+        near_one=False,
+        rates=((0.001, 0.1),),
+    ),
     "a correction by a number that changes has a pole where it is tried": Program(
         lines=(
             Line("h = g.add(p, alpha=wd)"),
