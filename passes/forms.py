@@ -160,7 +160,7 @@ def _between(forms: list[Form]) -> Form:
 
 
 def _choice(branches: list[Branch]) -> Form:
-    """Return the form of one of several values; of equal factors, where(c, x - B, x), it is a sum."""
+    """Return the form of one of several values; a sum, where(c, x - B, x), if x has one factor."""
     if len({branch.a for branch in branches}) == 1:
         adds = any(branch.adds for branch in branches)
         return Form(branches[0].a, "chosen" if adds else "zero")

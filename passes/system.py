@@ -6,6 +6,7 @@ computed from it (slow and fast weights, buffers that change places), the two of
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import sympy
@@ -63,8 +64,7 @@ def _average(
 ) -> Recurrence:
     """Return the recurrence of a state with the weights in it of all that keep their values."""
     forms = {j: _form(part, walks, i, j) for j in lasting}
-    known = {j: f.share for j, f in forms.items() if is_number(f.share) and f.share != 0}
-    shares = {j: abs(float(a)) for j, a in known.items()}
+    shares = {j: most for j, f in forms.items() if 0 < (most := bound(f.share)) < inf}
     if len(shares) < 2 or own.a == 0:
         return own
     together = replace(

@@ -186,6 +186,18 @@ MENDED: dict[str, Program] = {
         near_one=False,
         rates=((0.001, 0.1),),
     ),
+    "an average of a parameter that a tensor of a rate lets decay": Program(
+        lines=(
+            Line('st["m"].lerp_(g, 0.1)'),
+            Line("p.mul_(1 - lr * wd)"),
+            Line('p.sub_(lr * st["m"])'),
+            Line('st["slow"].copy_(0.9 * st["slow"] + 0.1 * p)', carried=True),
+        ),
+        states=(("m", "torch.zeros_like(p)"), ("slow", "p.detach().clone()")),
+        near_one=False,
+        tensor_lr=True,
+        rates=((0.001, 0.1),),
+    ),
     "a correction by a number that changes has a pole where it is tried": Program(
         lines=(
             Line("h = g.add(p, alpha=wd)"),
