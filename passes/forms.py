@@ -84,6 +84,9 @@ FREE = Form(0, "free")
 CURVED = Form(0, "nonlinear")
 MUCH = 0.5
 """The weight of a state in a result that counts as its value."""
+LERP = (aten.lerp.Scalar, aten.lerp.Tensor)
+ADDING = (aten.add.Tensor, aten.sub.Tensor, *LERP)
+"""What adds values to each other."""
 _CAST = {prims.convert_element_type.default, aten._to_copy.default, aten.clone.default}
 _OVERLOADS = ("Tensor", "Scalar", "default", "self")
 
@@ -128,7 +131,7 @@ def transfer(node: Any, forms: Mapping[Any, Form]) -> Form:
         return operands[linear].times(coefficient(node.args[factor]))
     if node.target is aten.div.Tensor and not operands[1].depends and _not_zero(node.args[1]):
         return first.times(1 / coefficient(node.args[1]))
-    if node.target in (aten.lerp.Scalar, aten.lerp.Tensor) and not operands[2].depends:
+    if node.target in LERP and not operands[2].depends:
         weight = coefficient(node.args[2])
         return first.times(1 - weight).plus(operands[1].times(weight))
     return _chosen(node, operands)

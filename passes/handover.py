@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from collage_fx.passes.forms import MUCH, Form, bound, is_number
+from collage_fx.passes.forms import ADDING, MUCH, Form, bound, is_number
 from collage_fx.passes.high import entering
 from collage_fx.passes.plan import verdict
 from collage_fx.passes.program import (
@@ -27,7 +27,6 @@ from collage_fx.runtime.storage import held_dtypes
 
 aten = torch.ops.aten
 
-_ADDING = (aten.add.Tensor, aten.sub.Tensor, aten.lerp.Scalar, aten.lerp.Tensor)
 _VALUES = (*LOW_PRECISION, torch.float32)
 
 
@@ -122,7 +121,7 @@ def _operands(
 ) -> Iterator[Node]:
     """Return the states that are an operand of a sum themselves, outside their own slice."""
     for node in graph_of(program.canonical).graph.nodes:
-        if node.target in _ADDING and node.users:
+        if node.target in ADDING and node.users:
             for operand in filter(is_tensor, node.args):
                 origin = _origin(operand)
                 if origin in states and node not in place.get(origin, ()):

@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from collage_fx.passes.forms import Form, bound, transfer
+from collage_fx.passes.forms import ADDING, Form, bound, transfer
 from collage_fx.passes.program import LOW_PRECISION, Coefficient, Slice, value_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-_ADDING = {aten.add.Tensor, aten.sub.Tensor, aten.lerp.Scalar, aten.lerp.Tensor}
 _SCALING = {aten.mul.Tensor, aten.div.Tensor}
 _CAST = {prims.convert_element_type.default, aten._to_copy.default}
 
@@ -107,7 +106,7 @@ def _tangled(x: Node, path: tuple[Node, ...], forms: Mapping[Node, Form]) -> boo
     A condition that x decides does not count: it has nothing of its value.
     """
     if any(
-        node.target not in _ADDING and any(forms[a].carries for a in others)
+        node.target not in ADDING and any(forms[a].carries for a in others)
         for node, others in _others(x, path, forms)
     ):
         return True

@@ -15,7 +15,7 @@ from sympy.utilities.iterables import strongly_connected_components
 from torch.fx import Node
 
 from collage_fx.passes.criticality import critical
-from collage_fx.passes.forms import FREE, Form, bound, cancels, is_number, written
+from collage_fx.passes.forms import FREE, LERP, Form, bound, cancels, is_number, written
 from collage_fx.passes.program import Branch, Coefficient, Recurrence, Slice
 from collage_fx.passes.spine import beside, spine
 
@@ -99,10 +99,7 @@ def _mean(
 
 
 def _by_lerp(own: Recurrence) -> bool:
-    return any(n.target in _LERP for n in own.spine)
-
-
-_LERP = (torch.ops.aten.lerp.Scalar, torch.ops.aten.lerp.Tensor)
+    return any(n.target in LERP for n in own.spine)
 
 
 def _lead(part: Slice, own: list[Recurrence], kept: list[int], i: int) -> int:
