@@ -174,7 +174,10 @@ def _addcdiv(
     b: Builder, out: Tensor, x: Operand, t1: Operand, t2: Operand, *extra: Any, value: Any = 1
 ) -> Any:
     operands = x, t1, _divisor(b, out, t2)
-    return _add_scaled(b, out, aten.div.Tensor, operands, extra[0] if extra else value)
+    value = extra[0] if extra else value
+    if getattr(t1, "expanded", None):  # in fp16, value * t1 may be below its smallest number
+        return _add(b, out, x, b.call(aten.div.Tensor, *operands[1:], val=out), alpha=value)
+    return _add_scaled(b, out, aten.div.Tensor, operands, value)
 
 
 def _div(b: Builder, out: Tensor, x: Any, y: Any) -> Any:

@@ -226,6 +226,21 @@ MENDED: dict[str, Program] = {
         rates=((0.001, 0.1),),
         options=(("level", "auto"), ("arithmetic", "wide")),
     ),
+    "a rate times a gradient is below the smallest fp16 number before it is divided": Program(
+        torch_optim="Adagrad(GROUPS, eps=1e-3)",
+        dtype="float16",
+        near_one=False,
+        zero_rows=True,
+        rates=((1e-4, 0.1),),
+        way="engine",
+        options=(("level", "auto"), ("storage", "mcf3")),
+    ),
+    "traced bias corrections are computed in fp32, as torch does": Program(
+        torch_optim="RAdam(GROUPS)",
+        near_one=False,
+        rates=((1e-2, 0.1),),
+        options=(("level", "all"), ("storage", "mcf3"), ("arithmetic", "wide")),
+    ),
 }
 """Programs that once failed, and hold."""
 
