@@ -159,10 +159,12 @@ def _traced_numbers() -> Iterator[None]:
 
     A bias correction, 1 - beta**step, of 0.001 is off by 1.3e-8 then: docs/stock-defects.md.
     """
+    traced = {"_get_value": lambda x: x, "_stack_if_compiling": torch.stack}
     with contextlib.ExitStack() as stack:
         for name, module in sys.modules.items():
-            if name.startswith("torch.optim.") and hasattr(module, "_get_value"):
-                stack.enter_context(mock.patch.object(module, "_get_value", lambda x: x))
+            for function, double in traced.items() if name.startswith("torch.optim.") else ():
+                if hasattr(module, function):
+                    stack.enter_context(mock.patch.object(module, function, double))
         yield
 
 
