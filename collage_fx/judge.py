@@ -11,7 +11,7 @@ from collage_fx.operands import Write
 from collage_fx.ownership import Owned
 from collage_fx.passes.criticality import critical
 from collage_fx.passes.forms import FREE, Form
-from collage_fx.passes.plan import part_of, verdict
+from collage_fx.passes.plan import enters, verdict
 from collage_fx.passes.program import LOW_PRECISION, Carried, Recurrence, held_in
 from collage_fx.passes.recurrence import recurrence_of
 from collage_fx.passes.system import joint_recurrences
@@ -156,12 +156,13 @@ class Judge:
             if state is None or shadow is None:
                 continue
             found = {writes[k]: f for k, f in shadow.forms.items() if k in writes and f.carries}
-            alone = recurrence_of(found.get(place, FREE))
-            if found and not critical(alone, shadow.dtype, "auto")[0]:
-                if not self.served[state[1].tensor].compensated:
-                    forms[place] = found
-                if owned.owner == "param":
-                    self.feeding |= {k for k, f in found.items() if k != place and part_of(f)}
+            own = found.get(place, FREE)
+            anew = not critical(recurrence_of(own), shadow.dtype, "auto")[0]
+            if found and anew and not self.served[state[1].tensor].compensated:
+                forms[place] = found
+            if owned.owner == "param":
+                others = {k: f for k, f in found.items() if k != place}
+                self.feeding |= {k for k, f in others.items() if enters(f, own, anew=anew)}
         together = any(k != place for place, found in forms.items() for k in found)
         names = {p: self.states[p][0].name for p in forms}
         self.cycles = joint_recurrences(forms, names) if together else {}

@@ -114,9 +114,11 @@ class Supervisor:
             self.resumed = False
         # While a verdict is open all are followed: that state may take over the value of another.
         follow = any(not s.compensated and s.judged < TRIED for s in self._present())
-        for _, write in self.states.values():
+        for owned, write in self.states.values():
             write.begin()
-            self._refresh(write, follow=follow)
+            # A parameter that is not followed would seem to keep nothing of itself: see `enters`.
+            light = self.config.level == "light" and owned.owner == "param"
+            self._refresh(write, follow=follow or light)
 
     def _present(self) -> Iterator[Served]:
         return (self.served[write.tensor] for _, write in self.states.values())

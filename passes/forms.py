@@ -179,12 +179,15 @@ def coefficient(value: Any, depth: int = 6) -> Coefficient:
 
     A 0-d input of the graph is a symbol with its name, assumed real; what is computed from such by
     a few operations is written out, as 1 - lr*weight_decay; any other 0-d value is a symbol of
-    which nothing is known, and so is a tensor (`t_`).
+    which nothing is known, and so is a tensor (`t_`). The eager engine has the values themselves.
     """
     if not is_value(value):
         return value
     if not isinstance(value, Node):
-        return sympy.Symbol(f"{'t_' if value_of(value).dim() else 's'}{id(value):x}")
+        val = value_of(value)
+        if not val.dim() and val.is_cpu and val.dtype.is_floating_point:
+            return float(val)  # a rate, as if it were no tensor; on a GPU that would take a while
+        return sympy.Symbol(f"{'t_' if val.dim() else 's'}{id(value):x}")
     if value.target is aten.full.default and isinstance(value.args[1], int | float):
         return value.args[1]
     if value_of(value).dim() > 0:

@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 from collage_fx.passes.criticality import critical
-from collage_fx.passes.forms import Form, is_number
+from collage_fx.passes.forms import Form, cancels, is_number
 from collage_fx.passes.program import (
     Carried,
     Level,
@@ -86,19 +86,35 @@ def feeding(group: StateClass) -> set[int]:
     walks = [walk(part.nodes, _old(part, j)) for j in range(len(found))]
     sources = {_old(part, j): j for j in range(len(found))}
     feed: set[int] = set()
-    for (carried, _, new), one in zip(part.states, found, strict=True):
+    for i, ((carried, _, new), one) in enumerate(zip(part.states, found, strict=True)):
         if carried.owner != "param":
             continue
         if one.source is not None:
             feed.add(sources[one.source])
-        if one.together or not critical(one, carried.val.dtype, "auto")[0]:
-            feed |= {j for j, forms in enumerate(walks) if part_of(forms.get(new))}
+        anew = bool(one.together) or not critical(one, carried.val.dtype, "auto")[0]
+        new_forms = [forms.get(new) for forms in walks]
+        feed |= {j for j, f in enumerate(new_forms) if enters(f, new_forms[i], anew=anew)}
     return {j for j in feed if part.states[j][0].owner != "param"}
 
 
 def part_of(form: Form | None) -> bool:
     """Tell whether a value with this form in an old value is a sum or selection that has it."""
     return form is not None and any(a != 0 for a in form.shares)
+
+
+def enters(form: Form | None, own: Form | None, *, anew: bool) -> bool:
+    """Tell whether a parameter is computed anew from x: as it is known to be, or as an average.
+
+    What it keeps of itself may hide that: of 0.9*(1 - lr*wd)*p + 0.1*x the factor is not known.
+
+    Args:
+        form: the new value in x.
+        own: the same in the parameter's old value.
+        anew: whether it is known to keep little of itself.
+    """
+    if anew or form is None or own is None:
+        return anew and part_of(form)
+    return any(b != 0 and cancels(b, a) for b in form.shares for a in own.shares)
 
 
 def _member(program: Program, group: StateClass, member: Slice) -> dict[int, Verdict]:

@@ -235,6 +235,19 @@ MENDED: dict[str, Program] = {
         way="engine",
         options=(("level", "auto"), ("storage", "mcf3")),
     ),
+    "light finds too late that a parameter is an average, of which a tensor is a factor": Program(
+        lines=(
+            Line("p.mul_(1 - lr * wd)"),
+            Line('st["z"].sub_(lr * g)'),
+            Line('p.lerp_(st["z"], 0.1)'),
+        ),
+        states=(("z", "p.detach().clone()"),),
+        rates=((0.001, 0.1),),
+        tensor_lr=True,
+        near_one=False,
+        way="engine",
+        options=(("level", "light"), ("storage", "mcf3")),
+    ),
     "traced bias corrections are computed in fp32, as torch does": Program(
         torch_optim="RAdam(GROUPS)",
         near_one=False,
