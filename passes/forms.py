@@ -129,8 +129,10 @@ def transfer(node: Any, forms: Mapping[Any, Form]) -> Form:
     if node.target is aten.mul.Tensor and not (first.depends and operands[1].depends):
         linear, factor = (0, 1) if first.depends else (1, 0)
         return operands[linear].times(coefficient(node.args[factor]))
-    if node.target is aten.div.Tensor and not operands[1].depends and _not_zero(node.args[1]):
-        return first.times(1 / coefficient(node.args[1]))
+    if node.target is aten.div.Tensor and not operands[1].depends:
+        divisor = coefficient(node.args[1])
+        if divisor != 0:
+            return first.times(1 / divisor)
     if node.target in LERP and not operands[2].depends:
         weight = coefficient(node.args[2])
         return first.times(1 - weight).plus(operands[1].times(weight))
@@ -170,10 +172,6 @@ def _choice(branches: list[Branch]) -> Form:
     return Form(0, "nonlinear", tuple(dict.fromkeys(branches)))
 
 
-def _not_zero(value: Any) -> bool:
-    return is_value(value) or value != 0
-
-
 def coefficient(value: Any, depth: int = 6) -> Coefficient:
     """Return a number, or for a tensor an expression in symbols.
 
@@ -186,7 +184,7 @@ def coefficient(value: Any, depth: int = 6) -> Coefficient:
     if not isinstance(value, Node):
         val = value_of(value)
         if not val.dim() and val.is_cpu and val.dtype.is_floating_point:
-            return float(val)  # a rate, as if it were no tensor; on a GPU that would take a while
+            return val.item()  # a rate, as if it were no tensor; on a GPU that would take a while
         return sympy.Symbol(f"{'t_' if val.dim() else 's'}{id(value):x}")
     if value.target is aten.full.default and isinstance(value.args[1], int | float):
         return value.args[1]

@@ -248,6 +248,14 @@ MENDED: dict[str, Program] = {
         way="engine",
         options=(("level", "light"), ("storage", "mcf3")),
     ),
+    "a parameter of no dimensions is divided by zero": Program(
+        torch_optim="AdamW(GROUPS)",
+        dtype="float16",
+        shapes=((),),
+        zero_rows=True,
+        rates=((0.001, 0.1),),
+        way="engine",
+    ),
     "traced bias corrections are computed in fp32, as torch does": Program(
         torch_optim="RAdam(GROUPS)",
         near_one=False,
