@@ -105,19 +105,20 @@ def measure(way: str, name: str, count: int) -> dict[str, float]:
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     import collage_fx
-    from collage_fx import graph, unseen
-    from collage_fx.passes.sweep import Sweep
-    from collage_fx.representatives import Representatives
+    from collage_fx.compilation import aot
+    from collage_fx.passes.codegen.multi_tensor_kernel import Sweep
+    from collage_fx.stand_in import whole_graph
+    from collage_fx.stand_in.representatives import Representatives
 
     warnings.simplefilter("ignore")
     torch.compile(lambda x: x + 1)(torch.ones(9))
     own: list[float] = []
     passes: list[float] = []
-    graph.narrow = timed(graph.narrow, own)
-    unseen.narrowed = timed(unseen.narrowed, own)
+    aot.narrow = timed(aot.narrow, own)
+    whole_graph.narrowed = timed(whole_graph.narrowed, own)
     Representatives._roster = timed(Representatives._roster, own)  # type: ignore[method-assign]
-    graph.run_passes = timed(graph.run_passes, passes)
-    graph._Compilation.inner = timed(graph._Compilation.inner, own)  # type: ignore[method-assign]
+    aot.run_passes = timed(aot.run_passes, passes)
+    aot._Compilation.inner = timed(aot._Compilation.inner, own)  # type: ignore[method-assign]
     Sweep._compile = timed(Sweep._compile, own)  # type: ignore[method-assign]
     optimizer = OPTIMIZERS[name](parameters([MIXED[i % len(MIXED)] for i in range(count)]))
     if way == "stock":

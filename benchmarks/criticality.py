@@ -2,10 +2,10 @@
 
 x' = a*x + (1-a)*g^2 with normal g, for 8 / (1-a) steps, in bf16 and fp16 as eager PyTorch computes
 it, against float64, over 4096 elements. Printed as a curve, with the thresholds of
-`passes/criticality.py` (8 u for level auto, 16 u for level plus) where they lie on it, and written
-to benchmarks/results/criticality.json: the mean of x / x64 - 1 (bias) and of its magnitude (error),
-beside 1-a in units of the roundoff u of the dtype. Bias alone may be small by chance, where some
-elements stall above their value and others below it.
+`passes/analysis/criticality.py` (8 u for level auto, 16 u for level plus) where they lie on it, and
+written to benchmarks/results/criticality.json: the mean of x / x64 - 1 (bias) and of its magnitude
+(error), beside 1-a in units of the roundoff u of the dtype. Bias alone may be small by chance,
+where some elements stall above their value and others below it.
 """
 
 import json
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from collage_fx.passes.criticality import AUTO_THRESHOLD, PLUS_THRESHOLD
+from collage_fx.passes.analysis.criticality import AUTO_THRESHOLD, PLUS_THRESHOLD
 
 GAPS = (0.2, 0.1, 0.07, 0.05, 0.04, 0.03, 0.02, 0.01, 0.005, 0.002, 0.001)
 THRESHOLDS = {

@@ -9,18 +9,20 @@ asked for, since the compiler that they need takes seconds to import.
 """
 
 import importlib
-import sys
 from importlib.util import find_spec
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collage_fx.api import compile, report
     from collage_fx.config import CollageConfig
     from collage_fx.errors import CollageError, CollageWarning
-    from collage_fx.explain import Explanation, explain
-    from collage_fx.master import convert_residuals, load_master_weights, master_state_dict
-    from collage_fx.values import draws, load_residuals, residuals, value
+    from collage_fx.inspection.explain import Explanation, explain
+    from collage_fx.inspection.values import draws, load_residuals, residuals, value
+    from collage_fx.optimizer.master_weights import (
+        convert_residuals,
+        load_master_weights,
+        master_state_dict,
+    )
 
 __all__ = [
     "CollageConfig",
@@ -43,9 +45,9 @@ _HOMES = {
     "api": ("compile", "report"),
     "config": ("CollageConfig",),
     "errors": ("CollageError", "CollageWarning"),
-    "explain": ("Explanation", "explain"),
-    "master": ("convert_residuals", "load_master_weights", "master_state_dict"),
-    "values": ("draws", "load_residuals", "residuals", "value"),
+    "inspection.explain": ("Explanation", "explain"),
+    "inspection.values": ("draws", "load_residuals", "residuals", "value"),
+    "optimizer.master_weights": ("convert_residuals", "load_master_weights", "master_state_dict"),
 }
 """Module -> the public names that are defined there."""
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
@@ -65,18 +67,4 @@ if not TYPE_CHECKING:  # which would take every name for one that exists
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
-
-
-class _Package(ModuleType):
-    """Keeps `explain` and `report` the functions: importing the modules of these names sets them.
-
-    Nothing else asks for a module in this way; `from collage_fx.explain import ...` does not.
-    """
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _HOME and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
+    return sorted(__all__)

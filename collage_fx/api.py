@@ -6,15 +6,15 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from collage_fx import checkpoint, plainly
-from collage_fx.backend import Session
 from collage_fx.config import split_options
-from collage_fx.delegated import compile_held, held_by
-from collage_fx.fused import as_its_kernel
-from collage_fx.ownership import family
-from collage_fx.report import Report
-from collage_fx.steps import compile_function, compile_optimizer, in_place, report_of
-from collage_fx.subject import subject_of
+from collage_fx.dynamo.backend import Session
+from collage_fx.optimizer import checkpoint, plain_steps
+from collage_fx.optimizer.fused import as_its_kernel
+from collage_fx.optimizer.ownership import family
+from collage_fx.optimizer.served import Report
+from collage_fx.step.compiled_step import compile_function, compile_optimizer, in_place, report_of
+from collage_fx.step.distributed_wrappers import compile_held, held_by
+from collage_fx.step.subject import subject_of
 
 
 def compile(
@@ -60,7 +60,7 @@ def compile(
         for one in family(optimizer):
             checkpoint.attach(one)
         config = as_its_kernel(config, options, optimizer)
-        plainly.watch(family(optimizer))
+        plain_steps.watch(family(optimizer))
         session = Session(config, inductor, optimizer=weakref.ref(optimizer))
         return compile_optimizer(optimizer, session)
     session = Session(config, inductor, named=True)

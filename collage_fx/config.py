@@ -8,10 +8,10 @@ from typing import Any, Literal, get_args
 
 from torch._inductor import config as inductor_config
 
-from collage_fx.passes.digest import source_digest
-from collage_fx.passes.program import Arithmetic, Level, OnUnsupported, Settings
+from collage_fx.passes.ir.cache_key import source_digest
+from collage_fx.passes.ir.program import Arithmetic, Level, OnUnsupported, Settings
 from collage_fx.runtime.errors import OptionError
-from collage_fx.runtime.storage import DEFAULT, EXPANSIONS, STORAGES, Choice
+from collage_fx.runtime.storage.registry import DEFAULT, EXPANSIONS, STORAGES, Choice
 
 _ALLOWED: dict[str, tuple[Any, ...]] = {
     "level": get_args(Level),

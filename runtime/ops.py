@@ -1,4 +1,4 @@
-"""The `collage::` operators: `runtime/components.py` and `runtime/storage.py` as graph nodes.
+"""The `collage::` operators: expansion arithmetic and storages as graph nodes.
 
 All but `round` are composite: run eagerly they are the functions themselves, and a tracer goes
 through them. `round` is opaque to the compiler, which is its purpose.
@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collage_fx.runtime import components, storage
+from collage_fx.runtime.expansion import components
+from collage_fx.runtime.storage import registry
 
 _LIBRARY = torch.library.Library("collage", "DEF")
 
@@ -26,7 +27,7 @@ THREE: dict[Any, Any] = {}
 def _define_arithmetic(n: int) -> None:
     """Define the operations on expansions of n components, as they are named for two."""
     names, digit = (("hi", "mid", "lo"), "3") if n == 3 else (("hi", "lo"), "")
-    decay = storage.decay3 if n == 3 else storage.decay
+    decay = registry.decay3 if n == 3 else registry.decay
     x = ", ".join(f"Tensor {c}" for c in names)
     y = ", ".join(f"Tensor b_{c}" for c in names)
     numbers = ", ".join(f"float b_{c}" for c in names)
@@ -66,7 +67,7 @@ SPLIT_BY_CHANCE: dict[str, Any] = {}
 """Storage -> the operation (value, dtype of hi, seed) -> (hi, *residuals), where it has one."""
 
 
-def _define_storage(s: storage.Storage) -> None:
+def _define_storage(s: registry.Storage) -> None:
     overload = "" if s.name == "mcf2" else f".{s.name}"
     (count,) = {len(r) for r in s.residuals.values()}
     low = "".join(f", Tensor lo{i or ''}" for i in range(count))
@@ -82,7 +83,7 @@ def _define_storage(s: storage.Storage) -> None:
         SPLIT_BY_CHANCE[s.name] = named
 
 
-for _storage in storage.STORAGES.values():
+for _storage in registry.STORAGES.values():
     _define_storage(_storage)
 
 # round(x, dtype): x, of a wide dtype, rounded to the nearest value of dtype; the result stays wide.

@@ -9,7 +9,7 @@ import torch
 from interpreter import without_compiler
 from torch import Tensor
 
-from collage_fx import backend
+from collage_fx.dynamo import backend
 from collage_fx.runtime.torch_versions import installed
 
 

@@ -15,9 +15,8 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx import GraphModule, Node
 from torch.optim import Optimizer
 
-from collage_fx.ownership import owners_of
-from collage_fx.passes import PASSES, run_passes
-from collage_fx.passes.program import (
+from collage_fx.optimizer.ownership import owners_of
+from collage_fx.passes.ir.program import (
     Arithmetic,
     Carried,
     Level,
@@ -27,7 +26,8 @@ from collage_fx.passes.program import (
     Settings,
     StatePlan,
 )
-from collage_fx.passes.symbolic import keep_symbols
+from collage_fx.passes.pipeline import PASSES, run_passes
+from collage_fx.passes.rewrite.symbolic_scalars import keep_symbols
 
 BF16, FP16 = torch.bfloat16, torch.float16
 _KINDS: list[tuple[type[Optimizer], dict[str, Any]]] = [

@@ -24,11 +24,11 @@ from torch.fx import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from virtual_gpu import inductor, on_gpu, virtual_gpu
 
-from collage_fx.passes.program import Rewritten, graph_of
-from collage_fx.passes.region import _run
-from collage_fx.runtime.eft import FP8
-from collage_fx.runtime.launch import BLOCK, CHUNK, Launch
-from collage_fx.runtime.stochastic import seed_of
+from collage_fx.passes.codegen.inductor_lowering import _run
+from collage_fx.passes.ir.program import Rewritten, graph_of
+from collage_fx.runtime.expansion.eft import FP8
+from collage_fx.runtime.expansion.stochastic import seed_of
+from collage_fx.runtime.kernels.triton_launch import BLOCK, CHUNK, Launch
 
 SIZES = (1, BLOCK - 1, BLOCK, CHUNK, 5, CHUNK + BLOCK + 3)
 

@@ -26,9 +26,9 @@ from torch.autograd import _unsafe_preserve_version_counter
 from torch.fx import Graph, GraphModule
 from torch.utils._python_dispatch import _disable_current_modes
 
-from collage_fx.passes import codegen
-from collage_fx.passes.region import _REGIONS
-from collage_fx.passes.sweep import SWEEPS
+from collage_fx.passes.codegen import inductor_compile
+from collage_fx.passes.codegen.inductor_lowering import _REGIONS
+from collage_fx.passes.codegen.multi_tensor_kernel import SWEEPS
 from collage_fx.runtime.ops import collage
 
 aten = torch.ops.aten
@@ -46,16 +46,17 @@ def without_compiler() -> Iterator[list[GraphModule]]:
         found.append(gm)
         return _boxed(gm)
 
-    original, runners = codegen.compile_functional, {k: s.runners for k, s in SWEEPS.items()}
+    original = inductor_compile.compile_functional
+    runners = {k: s.runners for k, s in SWEEPS.items()}
     for sweep in SWEEPS.values():
         sweep.runners = {}
-    codegen.compile_functional = interpreted
+    inductor_compile.compile_functional = interpreted
     try:
         # With its caches on, kernels of sweeps are loaded from disk.
         with inductor_config.patch(fx_graph_cache=False):
             yield found
     finally:
-        codegen.compile_functional = original
+        inductor_compile.compile_functional = original
         for key, sweep in SWEEPS.items():
             sweep.runners = runners.get(key, {})
 

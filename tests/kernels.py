@@ -30,9 +30,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import interpreter
 
-from collage_fx.passes.program import Arithmetic, Level, Rewritten, Settings, graph_of
-from collage_fx.passes.sweep import SWEEPS, Sweep, register_sweep
-from collage_fx.runtime.launch import BLOCK, CHUNK, WARPS
+from collage_fx.passes.codegen.multi_tensor_kernel import SWEEPS, Sweep, register_sweep
+from collage_fx.passes.ir.program import Arithmetic, Level, Rewritten, Settings, graph_of
+from collage_fx.runtime.kernels.triton_launch import BLOCK, CHUNK, WARPS
 
 SM90 = GPUTarget("cuda", 90, 32)
 GFX942 = GPUTarget("hip", "gfx942", 64)

@@ -13,8 +13,8 @@ import torch
 from floats import Format, accurate_sum, fraction
 from torch import Generator, Tensor
 
-from collage_fx.runtime import components
-from collage_fx.runtime.eft import WIDER
+from collage_fx.runtime.expansion import components
+from collage_fx.runtime.expansion.eft import WIDER
 
 Words = Sequence[Tensor]
 """The components of an expansion."""

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from collage_fx.runtime.arithmetic import grow, mul, split_constant
-from collage_fx.runtime.storage import decay, join
+from collage_fx.runtime.expansion.arithmetic import grow, mul, split_constant
+from collage_fx.runtime.storage.registry import decay, join
 
 
 def rounded_sqrt(hi: Tensor, lo: Tensor) -> Tensor:

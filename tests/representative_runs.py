@@ -10,7 +10,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 import collage_fx
-from collage_fx import representatives
+from collage_fx.stand_in import representatives
 
 SHAPES = [(4, 3), (7,), (3, 1), (2, 3, 2), (9,)]
 Change = Callable[[Optimizer, int], None]

@@ -7,10 +7,10 @@ import torch
 from floats import Format
 from torch import Generator, Tensor
 
-from collage_fx.passes.program import Value
+from collage_fx.passes.ir.program import Value
 from collage_fx.passes.rules import RULES
 from collage_fx.passes.rules.registry import Components, Decayed, Expanded
-from collage_fx.runtime.eft import WIDER
+from collage_fx.runtime.expansion.eft import WIDER
 from collage_fx.runtime.ops import collage
 
 aten = torch.ops.aten

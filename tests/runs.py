@@ -15,9 +15,10 @@ from programs import Program
 from torch import Tensor
 
 import collage_fx
-from collage_fx import backend, watch
+from collage_fx.dynamo import backend
 from collage_fx.errors import CollageError, CollageWarning
-from collage_fx.runtime.residuals import STORE
+from collage_fx.hooks import optimizer_hooks
+from collage_fx.runtime.residuals.store import STORE
 
 LOW_BITS = {"bfloat16": 8, "float16": 11}
 KEPT = {
@@ -101,7 +102,7 @@ def compensated(program: Program, *, interpreted: bool = True) -> Run:
     torch.compiler.reset()
     # What the backend string has said once for some options it does not say again.
     backend._SESSIONS.clear()
-    watch._Watch.warned.clear()
+    optimizer_hooks._Watch.warned.clear()
     stance = "force_eager" if program.way == "engine" else "default"
     with contextlib.ExitStack() as stack:
         module = stack.enter_context(module_of(program))

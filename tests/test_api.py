@@ -174,7 +174,7 @@ def test_explain_a_function_and_a_compiled_step() -> None:
 def test_step_that_dynamo_never_hands_over_is_named(
     kind: type, options: dict[str, Any], cause: str
 ) -> None:
-    from collage_fx.watch import _Watch
+    from collage_fx.hooks.optimizer_hooks import _Watch
 
     _Watch.warned.clear()
     p = bf16(4, 4) if kind is not torch.optim.SparseAdam else torch.randn(4, 4).requires_grad_()

@@ -9,8 +9,8 @@ import torch
 from floats import BF16, FP16, FP32, Format, Pair, exact_sum, exponent, fraction, relative_error
 from torch import Generator, Tensor
 
-from collage_fx.runtime.arithmetic import add, grow, mul, neg, normalize, split_constant
-from collage_fx.runtime.eft import fast_two_sum, two_prod, two_sum
+from collage_fx.runtime.expansion.arithmetic import add, grow, mul, neg, normalize, split_constant
+from collage_fx.runtime.expansion.eft import fast_two_sum, two_prod, two_sum
 
 CHUNK = 10**6
 SAMPLES = 2000

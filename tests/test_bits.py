@@ -8,10 +8,10 @@ from torch._inductor.ir import TensorBox
 from torch._inductor.lowering import to_dtype
 
 import collage_fx
-from collage_fx.backend import Session
 from collage_fx.config import CollageConfig
-from collage_fx.passes.program import Carried, Program
-from collage_fx.passes.region import lower_round, set_round_lowering
+from collage_fx.dynamo.backend import Session
+from collage_fx.passes.codegen.inductor_lowering import lower_round, set_round_lowering
+from collage_fx.passes.ir.program import Carried, Program
 from collage_fx.runtime.torch_versions import installed
 
 HALF = 2048

@@ -8,9 +8,17 @@ from test_bits import differing, mixed
 from torch import Tensor
 
 import collage_fx
-from collage_fx.runtime import components
-from collage_fx.runtime.arithmetic import Expansion, add, div, grow, mul, split_constant, sqrt
-from collage_fx.runtime.storage import join, join3, split, split3
+from collage_fx.runtime.expansion import components
+from collage_fx.runtime.expansion.arithmetic import (
+    Expansion,
+    add,
+    div,
+    grow,
+    mul,
+    split_constant,
+    sqrt,
+)
+from collage_fx.runtime.storage.registry import join, join3, split, split3
 
 Eager = Callable[[Tensor, Tensor, Tensor], Expansion]
 

@@ -13,10 +13,10 @@ from operations import CHUNK, OPERATIONS, Operation, Words, operands, seen
 from test_arithmetic import NAMES
 from torch import Tensor
 
-from collage_fx.runtime import components
-from collage_fx.runtime.arithmetic import grow, normalize
-from collage_fx.runtime.eft import fast_two_sum, two_sum
 from collage_fx.runtime.errors import ComponentError
+from collage_fx.runtime.expansion import components
+from collage_fx.runtime.expansion.arithmetic import grow, normalize
+from collage_fx.runtime.expansion.eft import fast_two_sum, two_sum
 
 SHORT = [BF16, FP16]
 VOLUMES = [

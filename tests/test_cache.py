@@ -15,9 +15,9 @@ from torch._inductor.utils import fresh_cache
 
 import collage_fx
 from collage_fx import config
-from collage_fx.passes import kept, sweep
-from collage_fx.passes.sweep import SWEEPS
-from collage_fx.runtime.loop import Loop
+from collage_fx.passes.codegen import kernel_cache, multi_tensor_kernel
+from collage_fx.passes.codegen.multi_tensor_kernel import SWEEPS
+from collage_fx.runtime.kernels.cpp_loop import Loop
 
 
 @pytest.fixture(autouse=True)
@@ -55,24 +55,24 @@ def test_one_kernel_for_many_is_loaded_without_asking_inductor() -> None:
     known = json.loads(kept_.read_text())
     for broken in ("", "[]", "{}", json.dumps(known | {"library": "gone.so"})):
         kept_.write_text(broken)
-        assert kept.load(kept_) is None
+        assert kernel_cache.load(kept_) is None
     assert compiled(9) == (first[1], 0)  # Inductor has it too
 
 
 def test_a_kernel_has_a_place_of_its_own_for_each_setting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    place = kept.place_of("a")
-    assert place is not None and place == kept.place_of("a") != kept.place_of("b")
+    place = kernel_cache.place_of("a")
+    assert place is not None and place == kernel_cache.place_of("a") != kernel_cache.place_of("b")
     with inductor_config.patch({"cpp.max_horizontal_fusion_size": 8}):
-        assert kept.place_of("a") not in (None, place)
+        assert kernel_cache.place_of("a") not in (None, place)
     with inductor_config.patch(fx_graph_cache=False):
-        assert kept.place_of("a") is None
+        assert kernel_cache.place_of("a") is None
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
-    assert kept.place_of("a") not in (None, place)
+    assert kernel_cache.place_of("a") not in (None, place)
 
 
-def _sweep() -> sweep.Sweep:
+def _sweep() -> multi_tensor_kernel.Sweep:
     (found,) = SWEEPS.values()
     return found
 
@@ -82,7 +82,7 @@ def test_other_passes_or_options_are_another_key(monkeypatch: pytest.MonkeyPatch
     # The same graph, for another reason: on_unsupported changes nothing here.
     assert compiled(on_unsupported="error")[0] == 0
     assert compiled(9)[1] > 0
-    for module in (config, sweep, kept):
+    for module in (config, multi_tensor_kernel, kernel_cache):
         monkeypatch.setattr(module, "source_digest", lambda: "passes of another version")
     assert compiled()[0] == 0
     hits, misses = compiled(9)

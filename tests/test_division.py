@@ -10,7 +10,7 @@ import torch
 from floats import BF16, FP16, FP32, Format, Pair, accurate_sum
 from torch import Generator, Tensor
 
-from collage_fx.runtime.arithmetic import div, normalize, sqrt
+from collage_fx.runtime.expansion.arithmetic import div, normalize, sqrt
 
 COUNT = 10**6
 FORMATS = pytest.mark.parametrize("f", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])

@@ -14,10 +14,10 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import collage_fx
 from collage_fx.errors import CollageWarning, StorageError
-from collage_fx.passes.program import graph_of
-from collage_fx.passes.sweep import SWEEPS, register_sweep
-from collage_fx.runtime.residuals import STORE
-from collage_fx.runtime.storage import chosen
+from collage_fx.passes.codegen.multi_tensor_kernel import SWEEPS, register_sweep
+from collage_fx.passes.ir.program import graph_of
+from collage_fx.runtime.residuals.store import STORE
+from collage_fx.runtime.storage.registry import chosen
 
 DOUBLE = "double_single"
 

@@ -13,7 +13,7 @@ from floats import exponent
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from collage_fx.runtime.eft import fast_two_sum, two_prod, two_sum
+from collage_fx.runtime.expansion.eft import fast_two_sum, two_prod, two_sum
 
 
 class Format8(NamedTuple):

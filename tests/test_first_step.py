@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 
 import collage_fx
-from collage_fx import held
+from collage_fx.optimizer import discovery
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -99,15 +99,15 @@ def made_by_first_step(count: int) -> list[Tensor]:
 
 def test_new_states_are_found_without_a_look_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[int] = []
-    every = held.compensable
+    every = discovery.compensable
 
     def counted(*args: Any) -> list[Any]:
         looks.append(1)
         return every(*args)
 
-    monkeypatch.setattr(held, "compensable", counted)
+    monkeypatch.setattr(discovery, "compensable", counted)
     found, few = made_by_first_step(20), len(looks)
-    monkeypatch.setattr(held._Recent, "made", lambda *_: None)
+    monkeypatch.setattr(discovery._Recent, "made", lambda *_: None)
     exact, many = made_by_first_step(20), len(looks) - few
     assert all(torch.equal(a, b) for a, b in zip(found, exact, strict=True))
     assert few < 8 < many
@@ -116,7 +116,7 @@ def test_new_states_are_found_without_a_look_at_all(monkeypatch: pytest.MonkeyPa
 def test_new_states_that_share_memory_with_others_call_for_a_look_at_all() -> None:
     params = with_grads([bf16(4), bf16(4)])
     optimizer = Averages(params)
-    recent = held._Recent(optimizer, [])
+    recent = discovery._Recent(optimizer, [])
     both = torch.zeros(2, 4).bfloat16()
     optimizer.state[params[0]]["fast"] = both[0]
     (fast,) = recent.made(1, lambda _: True) or []

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Adamax, AdamW, Optimizer
 
 import collage_fx
-from collage_fx.passes import decompose
+from collage_fx.passes.frontend import decompose
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 

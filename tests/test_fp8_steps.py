@@ -11,7 +11,7 @@ from torch import Tensor
 
 import collage_fx
 from collage_fx.errors import CheckpointError, CollageWarning
-from collage_fx.runtime.eft import FP8
+from collage_fx.runtime.expansion.eft import FP8
 
 E4M3, E5M2 = FP8
 formats = pytest.mark.parametrize("dtype", FP8, ids=["e4m3fn", "e5m2"])

@@ -12,7 +12,7 @@ from torch.amp import GradScaler
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 import collage_fx
-from collage_fx import fused
+from collage_fx.optimizer import fused
 
 KINDS: list[tuple[type[Optimizer], dict[str, Any]]] = [
     (AdamW, {}),

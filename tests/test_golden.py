@@ -7,7 +7,7 @@ from expecttest import assert_expected_inline
 from graphs import capture_optimizer, text
 from torch.optim import SGD
 
-from collage_fx.passes.program import Arithmetic, Rewritten
+from collage_fx.passes.ir.program import Arithmetic, Rewritten
 
 
 def sgd(arithmetic: Arithmetic = "eft") -> Rewritten:

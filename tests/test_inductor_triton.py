@@ -20,8 +20,8 @@ from kernels import (
 )
 from virtual_gpu import Kernel, inductor, on_gpu, virtual_gpu
 
-import collage_fx.inductor
-from collage_fx.passes.program import Rewritten
+import collage_fx.compilation.inductor
+from collage_fx.passes.ir.program import Rewritten
 
 LARGE = ((1024, 1024),)
 
@@ -62,7 +62,7 @@ def test_a_gpu_without_fp8_leaves_such_states_to_the_eager_engine() -> None:
 
 
 def test_left_alone_inductor_contracts_and_divides_approximately() -> None:
-    with mock.patch.object(collage_fx.inductor, "_EXACT", {}):
+    with mock.patch.object(collage_fx.compilation.inductor, "_EXACT", {}):
         _, kernel = emitted(CASES["adamw-plus"])
     counts = instructions(kernel.assembled()["ptx"])
     assert matching(counts, r"fma\.rn\.f32") > 0 and matching(counts, r"div\.full\.f32") > 0
@@ -92,5 +92,5 @@ def test_a_step_of_many_parameters_is_two_sweeps_and_no_kernel_of_inductor() -> 
     with virtual_gpu():
         program = on_gpu(capture, case.settings)
     assert program.result is not None and [r.apart for r in program.rewritten] == [""]
-    direct = collage_fx.inductor.split(program.result)
+    direct = collage_fx.compilation.inductor.split(program.result)
     assert direct is not None and direct.rest is None and len(direct.calls) == 2

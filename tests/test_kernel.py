@@ -31,8 +31,8 @@ from kernels import (
 from tensors import bf16, with_grads
 
 import collage_fx
-from collage_fx.passes.sweep import Sweep
-from collage_fx.runtime.launch import CHUNK, Launch, _chunks
+from collage_fx.passes.codegen.multi_tensor_kernel import Sweep
+from collage_fx.runtime.kernels.triton_launch import CHUNK, Launch, _chunks
 
 MIXED = ((64, 64), (64,), (128, 65), (31, 2), (256,))
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import collage_fx
 from collage_fx.errors import CheckpointError, CollageWarning, OptionError, StorageError
-from collage_fx.runtime.residuals import STORE
+from collage_fx.runtime.residuals.store import STORE
 
 
 def model(dtype: torch.dtype) -> nn.Module:

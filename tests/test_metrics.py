@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from collage_fx.runtime.arithmetic import grow
+from collage_fx.runtime.expansion.arithmetic import grow
 from collage_fx.runtime.metrics import edq, lost_update_share
 
 BF16 = torch.bfloat16

@@ -10,8 +10,8 @@ from narrow_steps import ALIKE, UNLIKE, Written, counted, from_a_master, in_fp32
 from torch import Tensor
 
 import collage_fx
-from collage_fx import graph
-from collage_fx.passes.narrow import Narrow, narrow
+from collage_fx.compilation import aot
+from collage_fx.passes.dedup.deduplicate import Narrow, narrow
 
 
 def states_after(
@@ -32,7 +32,7 @@ def states_after(
         made.extend([self.narrow] if self.narrow is not None else [])
         return code
 
-    original = graph._Compilation.run
+    original = aot._Compilation.run
     torch.compiler.reset()
     generator = torch.Generator().manual_seed(0)
     params = [
@@ -40,8 +40,8 @@ def states_after(
         for s in narrow_steps.SHAPES * 2
     ]
     with monkeypatch.context() as patch:
-        patch.setattr(graph, "narrow", spy)
-        patch.setattr(graph._Compilation, "run", run)
+        patch.setattr(aot, "narrow", spy)
+        patch.setattr(aot._Compilation, "run", run)
         optimizer = Written(params, update)
         step = collage_fx.compile(optimizer, level="all", multi_tensor=multi_tensor)
         torch.manual_seed(1)

@@ -8,9 +8,9 @@ from narrow_steps import SHAPES, Written, momentum
 from torch import Tensor
 
 import collage_fx
-from collage_fx import graph
+from collage_fx.compilation import aot
 from collage_fx.errors import CollageError, CollageWarning
-from collage_fx.passes.narrow import Narrow, narrow
+from collage_fx.passes.dedup.deduplicate import Narrow, narrow
 
 
 def test_another_shape_is_a_clear_error_and_nothing_is_written() -> None:
@@ -48,7 +48,7 @@ def first_step(monkeypatch: pytest.MonkeyPatch, *, whole: bool) -> tuple[list[Te
     optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1)
     used: list[Any] = []
     with monkeypatch.context() as patch:
-        patch.setattr(graph, "narrow", lambda *a: None if whole else used.append(a) or narrow(*a))
+        patch.setattr(aot, "narrow", lambda *a: None if whole else used.append(a) or narrow(*a))
         options = {"multi_tensor": True}
         torch.compile(optimizer.step, backend="collage", options=options)()  # type: ignore[call-overload]
     buffers = [optimizer.state[p]["momentum_buffer"] for p in params]
@@ -71,7 +71,7 @@ def nodes_compiled(count: int, monkeypatch: pytest.MonkeyPatch, *, whole: bool) 
     optimizer = Written(params, momentum)
     with monkeypatch.context() as patch:
         if whole:
-            patch.setattr(graph, "narrow", lambda *_: None)
+            patch.setattr(aot, "narrow", lambda *_: None)
         step = collage_fx.compile(optimizer)
         step._collage.keep = True
         step()

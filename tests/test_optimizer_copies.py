@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 import collage_fx
 from collage_fx.errors import CollageWarning
-from collage_fx.runtime.residuals import STORE
+from collage_fx.runtime.residuals.store import STORE
 
 
 def deeply(pair: Any) -> Any:

@@ -22,8 +22,8 @@ from graphs import (
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
-from collage_fx.passes import PASSES
-from collage_fx.passes.program import Arithmetic, Level
+from collage_fx.passes.ir.program import Arithmetic, Level
+from collage_fx.passes.pipeline import PASSES
 
 TWELVE = ((4, 3), (5,), (2, 3, 4), (1,), (7, 1), (16,), (3, 3), (2, 2), (9,), (1, 8), (6,), (4, 4))
 MANY_TENSORS = [

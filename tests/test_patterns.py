@@ -9,7 +9,7 @@ from tensors import bf16, with_grads
 from torch import Tensor, nn
 
 import collage_fx
-from collage_fx.backend import _SESSIONS
+from collage_fx.dynamo.backend import _SESSIONS
 from collage_fx.errors import CollageWarning
 
 

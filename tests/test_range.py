@@ -18,8 +18,8 @@ from floats import (
 )
 from torch import Tensor
 
-from collage_fx.runtime.arithmetic import add, finite_or_zero, grow, mul, normalize
-from collage_fx.runtime.eft import two_prod, two_sum
+from collage_fx.runtime.expansion.arithmetic import add, finite_or_zero, grow, mul, normalize
+from collage_fx.runtime.expansion.eft import two_prod, two_sum
 
 COUNT = 10**5
 FORMATS = pytest.mark.parametrize("f", [BF16, FP16], ids=["bf16", "fp16"])

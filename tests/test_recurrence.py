@@ -9,7 +9,7 @@ from graphs import BF16, FP16, capture, capture_optimizer
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
-from collage_fx.passes.program import Level
+from collage_fx.passes.ir.program import Level
 
 LEVELS: tuple[Level, ...] = ("light", "plus", "auto", "all")
 # optimizer, options -> for each state its recurrence and the levels that compensate it

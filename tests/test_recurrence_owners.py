@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 import collage_fx
-from collage_fx.backend import Session
 from collage_fx.config import CollageConfig
+from collage_fx.dynamo.backend import Session
 from collage_fx.errors import CollageWarning, OptionError
-from collage_fx.passes.plan import spare, verdict
-from collage_fx.passes.program import Carried, StatePlan
-from collage_fx.passes.recurrence import Form, recurrence_of
+from collage_fx.passes.analysis.plan import spare, verdict
+from collage_fx.passes.analysis.recurrence import Form, recurrence_of
+from collage_fx.passes.ir.program import Carried, StatePlan
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 

@@ -9,7 +9,7 @@ from graphs import BF16, capture, capture_optimizer, named
 from torch import Tensor, optim
 
 import collage_fx
-from collage_fx.passes.program import StatePlan
+from collage_fx.passes.ir.program import StatePlan
 
 
 def planned(step: Callable[..., None], count: int) -> dict[str, StatePlan]:

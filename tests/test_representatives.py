@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer
 
 import collage_fx
-from collage_fx import representatives
+from collage_fx.stand_in import representatives
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 

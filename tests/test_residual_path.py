@@ -8,7 +8,7 @@ from graphs import OPTIMIZERS, capture_optimizer, named, random_inputs
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
-from collage_fx.passes.program import Rewritten
+from collage_fx.passes.ir.program import Rewritten
 
 U2 = 2.0**-16
 

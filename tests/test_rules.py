@@ -9,7 +9,7 @@ import torch
 from graphs import BF16, FP16, capture, operations
 from torch import Tensor
 
-from collage_fx.passes.program import Arithmetic, Rewritten
+from collage_fx.passes.ir.program import Arithmetic, Rewritten
 from collage_fx.passes.rules import RULES, rule
 
 aten, prims = torch.ops.aten, torch.ops.prims

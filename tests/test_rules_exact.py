@@ -14,7 +14,7 @@ from rule_builder import Call, Whole, partners, run_rule
 from test_rules_structure import CASES as STRUCTURAL
 from torch import Tensor
 
-from collage_fx.passes.program import Value
+from collage_fx.passes.ir.program import Value
 from collage_fx.passes.rules import RULES
 
 aten = torch.ops.aten

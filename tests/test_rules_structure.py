@@ -9,7 +9,7 @@ from floats import BF16, FP16, Format
 from rule_builder import Call, TensorBuilder, Whole, run_rule
 from torch import Tensor
 
-from collage_fx.passes.program import Value
+from collage_fx.passes.ir.program import Value
 from collage_fx.passes.rules import RULES
 from collage_fx.passes.rules.structural import STRUCTURE
 

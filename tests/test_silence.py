@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import collage_fx
 from collage_fx.errors import CollageWarning
+from collage_fx.hooks.optimizer_hooks import _Watch
 from collage_fx.runtime.torch_versions import installed
-from collage_fx.watch import _Watch
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 

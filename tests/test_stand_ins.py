@@ -14,7 +14,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import collage_fx
-from collage_fx import CollageError, representatives
+from collage_fx import CollageError
+from collage_fx.stand_in import representatives
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 

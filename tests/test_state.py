@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import collage_fx
 from collage_fx.errors import CheckpointError, CollageWarning
-from collage_fx.runtime.residuals import STORE
+from collage_fx.runtime.residuals.store import STORE
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -241,7 +241,7 @@ def test_residuals_of_a_checkpoint_do_not_count_beside_other_values(
 def test_residual_goes_with_its_tensor() -> None:
     import gc
 
-    from collage_fx.runtime.residuals import STORE
+    from collage_fx.runtime.residuals.store import STORE
 
     def count() -> int:
         gc.collect()

@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 from torch.optim import Optimizer
 
 import collage_fx
-from collage_fx import backend
+from collage_fx.dynamo import backend
 from collage_fx.errors import CollageWarning, OptionError
 
 

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 import collage_fx
 from collage_fx.errors import CollageWarning, OptionError
-from collage_fx.passes.sweep import SWEEPS
-from collage_fx.runtime.loop import Loop
+from collage_fx.passes.codegen.multi_tensor_kernel import SWEEPS
+from collage_fx.runtime.kernels.cpp_loop import Loop
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 import collage_fx
 from collage_fx.errors import OptionError
-from collage_fx.runtime.stochastic import chance, round_by_chance, seed_of
-from collage_fx.runtime.storage import STORAGES
+from collage_fx.runtime.expansion.stochastic import chance, round_by_chance, seed_of
+from collage_fx.runtime.storage.registry import STORAGES
 
 FORMATS = [
     (torch.float32, torch.bfloat16),

@@ -17,8 +17,8 @@ from floats import (
 )
 from torch import Generator, Tensor
 
-from collage_fx.runtime.arithmetic import split_constant
-from collage_fx.runtime.storage import decay, join, split
+from collage_fx.runtime.expansion.arithmetic import split_constant
+from collage_fx.runtime.storage.registry import decay, join, split
 
 COUNT = 10**6
 FORMATS = pytest.mark.parametrize("f", [BF16, FP16], ids=["bf16", "fp16"])

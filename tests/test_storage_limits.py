@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 import collage_fx
 from collage_fx.errors import CheckpointError, CollageWarning, ResidualError, StorageError
-from collage_fx.ownership import PARAM
-from collage_fx.runtime.residuals import STORE
+from collage_fx.optimizer.ownership import PARAM
+from collage_fx.runtime.residuals.store import STORE
 
 
 class Mixed(Optimizer):

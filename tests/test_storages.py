@@ -6,8 +6,8 @@ from floats import FP32
 from torch import Tensor
 
 from collage_fx.errors import StorageError
-from collage_fx.runtime.eft import FP8, WIDER
-from collage_fx.runtime.storage import (
+from collage_fx.runtime.expansion.eft import FP8, WIDER
+from collage_fx.runtime.storage.registry import (
     STORAGES,
     Storage,
     check_held,

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import collage_fx
-from collage_fx.passes import sweep
-from collage_fx.passes.sweep import SWEEPS, Each
-from collage_fx.runtime.loop import _CHUNK, Loop
+from collage_fx.passes.codegen import multi_tensor_kernel
+from collage_fx.passes.codegen.multi_tensor_kernel import SWEEPS, Each
+from collage_fx.runtime.kernels.cpp_loop import _CHUNK, Loop
 
 COUNT = 9
 
@@ -95,8 +95,8 @@ def test_members_of_any_size_are_equal_by_a_loop_and_by_calls(
     for kind in (Loop, Each):
         SWEEPS.clear()
         if kind is Each:
-            monkeypatch.setattr(sweep, "loop_over", lambda *_: None)
-            monkeypatch.setattr(sweep.kept, "load", lambda place: None)
+            monkeypatch.setattr(multi_tensor_kernel, "loop_over", lambda *_: None)
+            monkeypatch.setattr(multi_tensor_kernel.kept, "load", lambda place: None)
         generator = torch.Generator().manual_seed(1)
         shapes = [(n, 3 + n % 2) for n in range(1, 10)]
         params = [torch.randn(s, generator=generator).bfloat16() for s in shapes]

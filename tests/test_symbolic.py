@@ -130,7 +130,7 @@ def test_numbers_keep_their_values_where_they_stay_constants_too(dtype: torch.dt
 
 def test_it_made_a_graph_for_each_value_without(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control."""
-    monkeypatch.setattr("collage_fx.graph.keep_symbols", lambda table: table)
+    monkeypatch.setattr("collage_fx.compilation.aot.keep_symbols", lambda table: table)
     p = bf16(8)
     p.grad = torch.ones_like(p)
     optimizer = torch.optim.SGD([p], lr=1e-3, momentum=0.9, dampening=0.1)

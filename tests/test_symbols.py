@@ -10,10 +10,10 @@ from torch.fx import GraphModule
 from torch.optim import Optimizer
 
 import collage_fx
-from collage_fx import backend
+from collage_fx.dynamo import backend
+from collage_fx.dynamo.symbols import Symbols
 from collage_fx.errors import CollageWarning
 from collage_fx.runtime.torch_versions import installed
-from collage_fx.symbols import Symbols
 
 
 class HandWritten(Optimizer):

@@ -92,7 +92,7 @@ def test_the_backend_string_warns_too_and_an_import_does_not() -> None:
     code = (
         "import torch, warnings; torch.__version__ = '2.99.1'\n"
         "with warnings.catch_warnings(record=True) as caught:\n"
-        "    import collage_fx, collage_fx.backend\n"
+        "    import collage_fx, collage_fx.dynamo.backend\n"
         "assert not any('never tested' in str(w.message) for w in caught)\n"
         "p = torch.nn.Parameter(torch.ones(4).bfloat16()); p.grad = p.detach().clone()\n"
         "with warnings.catch_warnings(record=True) as caught:\n"

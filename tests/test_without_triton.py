@@ -17,8 +17,8 @@ from virtual_gpu import on_gpu, virtual_gpu
 
 import collage_fx
 from collage_fx.errors import CollageWarning
-from collage_fx.passes import sweep
-from collage_fx.passes.program import Rewritten
+from collage_fx.passes.codegen import multi_tensor_kernel
+from collage_fx.passes.ir.program import Rewritten
 
 WITHOUT_TRITON = """
 import sys
@@ -44,7 +44,7 @@ def classes(*, triton: bool) -> list[Rewritten]:
     """Return the classes of a step on a GPU that Triton can be used for, or not."""
     case = CASES["sgd-light"]
     capture = captured(case)
-    with virtual_gpu(), mock.patch.object(sweep, "has_triton", lambda: triton):
+    with virtual_gpu(), mock.patch.object(multi_tensor_kernel, "has_triton", lambda: triton):
         return on_gpu(capture, case.settings).rewritten
 
 
@@ -75,7 +75,7 @@ def test_what_inductor_cannot_compile_the_eager_engine_does_and_says_so_once(
 
     with torch.compiler.set_stance("force_eager"):
         expected = trained()
-    monkeypatch.setattr(sweep, "unreachable", lambda device: "Triton cannot be used")
+    monkeypatch.setattr(multi_tensor_kernel, "unreachable", lambda device: "Triton cannot be used")
     monkeypatch.setattr(Scheduler, "create_backend", missing)
     with fresh_cache(), pytest.warns(CollageWarning) as caught:
         found = trained()
@@ -88,9 +88,9 @@ def test_a_device_of_another_kind_is_left_to_inductor_and_that_is_said_once(
 ) -> None:
     """As it would be on Apple's GPUs, for which Inductor has a backend of its own."""
     expected = trained()
-    reason = sweep.unreachable(torch.device("mps"))
-    assert "not for mps" in reason and not sweep.unreachable(torch.device("cpu"))
-    for module in (sweep, collage_fx.backend):
+    reason = multi_tensor_kernel.unreachable(torch.device("mps"))
+    assert "not for mps" in reason and not multi_tensor_kernel.unreachable(torch.device("cpu"))
+    for module in (multi_tensor_kernel, collage_fx.dynamo.backend):
         monkeypatch.setattr(module, "unreachable", lambda device: reason)
     with pytest.warns(CollageWarning) as caught:
         found = trained()

@@ -31,9 +31,9 @@ from triton.backends.driver import DriverBase
 from triton.compiler import ASTSource
 from triton.runtime.driver import driver
 
-from collage_fx.inductor import compile_rewritten
-from collage_fx.passes import run_passes
-from collage_fx.passes.program import Program, Settings, graph_of
+from collage_fx.compilation.inductor import compile_rewritten
+from collage_fx.passes.ir.program import Program, Settings, graph_of
+from collage_fx.passes.pipeline import run_passes
 
 _PROPERTIES = types.SimpleNamespace(
     name="virtual",

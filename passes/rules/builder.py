@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
-from collage_fx.passes.program import LOW_PRECISION, is_value, value_of
+from collage_fx.passes.ir.program import LOW_PRECISION, is_value, value_of
 from collage_fx.passes.rules.registry import Call, Components, Decayed, Expanded
-from collage_fx.runtime.eft import WIDER
+from collage_fx.runtime.expansion.eft import WIDER
 from collage_fx.runtime.ops import JOIN, SPLIT, THREE, collage
-from collage_fx.runtime.storage import EXPANSIONS
+from collage_fx.runtime.storage.registry import EXPANSIONS
 
 
 class RuleBuilder(ABC):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from collage_fx.passes.rules.joined import apply_wide
+from collage_fx.passes.rules.join_split import apply_wide
 from collage_fx.passes.rules.product import decayed, near_one, times
 from collage_fx.passes.rules.registry import (
     Builder,
@@ -18,7 +18,7 @@ from collage_fx.passes.rules.registry import (
     Term,
     rule,
 )
-from collage_fx.runtime.eft import WIDER
+from collage_fx.runtime.expansion.eft import WIDER
 from collage_fx.runtime.ops import collage
 
 aten = torch.ops.aten

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from collage_fx.passes.rules.joined import apply_wide
+from collage_fx.passes.rules.join_split import apply_wide
 from collage_fx.passes.rules.registry import (
     Builder,
     Call,
@@ -17,8 +17,8 @@ from collage_fx.passes.rules.registry import (
     Term,
     rule,
 )
-from collage_fx.runtime.components import split_constant
-from collage_fx.runtime.eft import WIDER
+from collage_fx.runtime.expansion.components import split_constant
+from collage_fx.runtime.expansion.eft import WIDER
 from collage_fx.runtime.ops import collage
 
 aten, prims = torch.ops.aten, torch.ops.prims

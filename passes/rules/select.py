@@ -2,7 +2,7 @@
 
 import torch
 
-from collage_fx.passes.rules.joined import apply_wide
+from collage_fx.passes.rules.join_split import apply_wide
 from collage_fx.passes.rules.registry import Builder, Call, Expanded, rule
 
 aten = torch.ops.aten

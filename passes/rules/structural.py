@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from collage_fx.passes.rules.joined import mapped
+from collage_fx.passes.rules.join_split import mapped
 from collage_fx.passes.rules.registry import Builder, Call, Components, Expanded, rule
 
 aten, prims = torch.ops.aten, torch.ops.prims

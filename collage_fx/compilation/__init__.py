@@ -1,0 +1,1 @@
+"""From a graph of Dynamo to a callable that binds the residuals of its states."""

@@ -1,0 +1,201 @@
+"""What the inputs of a graph of Dynamo's are: whose, how they are called, how a call has them."""
+
+import functools
+import operator
+import re
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import Tensor
+from torch._functorch._aot_autograd.descriptors import (
+    BufferAOTInput,
+    ParamAOTInput,
+    PlainAOTInput,
+    SubclassGetAttrAOTInput,
+)
+from torch.fx import GraphModule, Node
+from torch.nn import Parameter
+
+from collage_fx.compilation.residual_binding import Locate, Static
+from collage_fx.optimizer.ownership import (
+    Owned,
+    is_buffer,
+    owner_of,
+    placeholder_source,
+    pretty,
+    source_name,
+)
+from collage_fx.passes.analysis.plan import is_named
+from collage_fx.passes.ir.program import Carried, Owner, Settings, held_in
+from collage_fx.runtime.residuals.store import STORE
+
+
+class Part(NamedTuple):
+    """A tensor that a subclass is made of, such as the shard of a DTensor."""
+
+    whole: int | str
+    path: tuple[str, ...]
+    """The attributes that lead to it."""
+
+    def of(self, whole: Any) -> Any:
+        """Return it, of the tensor itself."""
+        return functools.reduce(getattr, self.path, whole)
+
+
+@dataclass(frozen=True, eq=False)
+class Unseen:
+    """A tensor that Dynamo has not seen, being one of a parameter that another one stands for."""
+
+    find: Locate
+    """How to find it, whatever the arguments of a call: the graph does not keep it alive."""
+    static: bool
+    """Whether it stays the same; see `Carried.static`."""
+    val: Tensor
+    """A fake tensor like it."""
+    name: str
+
+
+Source: TypeAlias = int | str | Part | Unseen
+"""The position of a placeholder, the name of an attribute (a tensor that Dynamo guards), ..."""
+
+
+class Inputs:
+    """The inputs of a graph that Dynamo made."""
+
+    def __init__(
+        self,
+        gm: GraphModule,
+        args: Sequence[Any],
+        owners: dict[int, tuple[Any, Owned]],
+        *,
+        of_optimizer: bool,
+        again: bool,
+    ) -> None:
+        """Note the arguments.
+
+        Args:
+            gm: the graph.
+            args: the arguments of the call for which it is compiled.
+            owners: see `owners_of`.
+            of_optimizer: whether it is a part of an optimizer's step.
+            again: whether it is compiled anew, since an argument has a residual that it should use.
+        """
+        self.gm = gm
+        self.args = args
+        self.owners = owners
+        self.of_optimizer = of_optimizer
+        self.again = again
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        self.place = {node: i for i, node in enumerate(placeholders)}
+        self.sources = [placeholder_source(node) for node in placeholders]
+
+    def release(self) -> None:
+        """Let go of tensors and optimizers, which what is compiled must not keep alive."""
+        self.args, self.owners = (), {}
+
+    def source_of(self, node: Node | Unseen) -> Source:
+        """Return the source of a node of Dynamo's graph, a placeholder or an attribute."""
+        if isinstance(node, Unseen):
+            return node
+        return str(node.target) if node.op == "get_attr" else self.place[node]
+
+    def tensor(self, source: Source) -> Any:
+        """Return what the call that is being compiled has there."""
+        if isinstance(source, Unseen):
+            return source.find(())
+        if isinstance(source, Part):
+            return source.of(self.tensor(source.whole))
+        if isinstance(source, str):
+            return functools.reduce(getattr, source.split("."), self.gm)
+        return self.args[source]
+
+    def locate(self, source: Source) -> Locate:
+        """Return how to find the tensor from the arguments of a call."""
+        if isinstance(source, Unseen):
+            return source.find
+        if isinstance(source, Part):
+            find = self.locate(source.whole)
+            return lambda args: None if (whole := find(args)) is None else source.of(whole)
+        if isinstance(source, str):
+            return Static(self.tensor(source))
+        return operator.itemgetter(source)
+
+    def describe(self, index: int, source: Source, val: Tensor, called: str = "") -> Carried:
+        """Return what is known of an input as a carried state.
+
+        Args:
+            index: its position among the inputs of the graph in the passes.
+            source: where it comes from.
+            val: a fake tensor like it.
+            called: its name where Dynamo has none.
+        """
+        whole = source.whole if isinstance(source, Part) else source
+        path = "" if isinstance(whole, Unseen) else self._path(whole)
+        static = whole.static if isinstance(whole, Unseen) else isinstance(whole, str)
+        tensor = self.tensor(source)
+        carried = self._named(index, path, called, tensor, val)
+        carried.static = static
+        residual = STORE.get(tensor) if isinstance(tensor, Tensor) else None
+        carried.present = "" if residual is None else residual.storage
+        certain = residual is not None and not residual.provisional
+        carried.pinned = certain and (static or self.again)
+        return carried
+
+    def value(self, node: Node | Unseen) -> Any:
+        """Return the fake tensor of an input of Dynamo's graph."""
+        return node.val if isinstance(node, Unseen) else node.meta["example_value"]
+
+    def fact(self, node: Node | Unseen, settings: Settings) -> Hashable | None:
+        """Return in what else members of a class agree for this input; None: let it alone.
+
+        That is what `plan` makes a difference by.
+        """
+        source = self.source_of(node)
+        if type(self.tensor(source)) not in (Tensor, Parameter):
+            return None
+        c = self.describe(0, source, self.value(node), node.name)
+        storage = held_in(c, settings.storage)
+        return c.owner, c.owned, c.static, c.pinned, storage, is_named(c.name, settings.states)
+
+    def label(self, source: Source | None) -> str:
+        """Return `lr` for what is the `lr` of a parameter group; empty if there is no name."""
+        path = self.sources[source] if isinstance(source, int) else ""
+        words = re.findall(r"[A-Za-z_]\w*", path)
+        return words[-1] if words else ""
+
+    def _path(self, source: int | str) -> str:
+        if isinstance(source, int):
+            return self.sources[source]
+        known: Any = self.gm._param_name_to_source
+        return source_name(known.get(source)) or source
+
+    def _named(self, index: int, path: str, called: str, tensor: Any, val: Tensor) -> Carried:
+        """Return a carried state by the name that its optimizer has for it, else by its source."""
+        owned = self.owners.get(id(tensor))
+        if owned is not None:
+            return Carried(index, owned[1].name, owned[1].owner, False, val, owned=True)
+        name = pretty(path) or called
+        owner: Owner = "buffer" if is_buffer(path) else owner_of(tensor)
+        # An attribute of the optimizer being compiled, though not in its state.
+        own = self.of_optimizer and not (owner == "buffer" or name.endswith(".grad"))
+        return Carried(index, name, owner, False, val, owned=own)
+
+
+def source_behind(descriptor: Any, placeholders: Sequence[int] | None) -> int | str | Part | None:
+    """Return the source of an input of AOTAutograd's; None if it is made of several.
+
+    Args:
+        descriptor: AOTAutograd's.
+        placeholders: which placeholders of the whole graph its own are; None for all of them.
+    """
+    if isinstance(descriptor, SubclassGetAttrAOTInput):
+        whole = source_behind(descriptor.base, placeholders)
+        if isinstance(whole, int | str):
+            whole = Part(whole, ())
+        return Part(whole.whole, (*whole.path, descriptor.attr)) if whole is not None else None
+    if isinstance(descriptor, ParamAOTInput | BufferAOTInput):
+        return descriptor.target
+    if not isinstance(descriptor, PlainAOTInput):
+        return None
+    return descriptor.idx if placeholders is None else placeholders[descriptor.idx]

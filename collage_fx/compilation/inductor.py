@@ -1,0 +1,86 @@
+"""What keeps Inductor from giving wrong results, or none, for the graphs of a step."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._inductor import config as inductor_config
+from torch._inductor.exc import InductorError
+from torch.fx import GraphModule, Node
+
+from collage_fx.compilation.partition import split
+from collage_fx.passes.codegen import inductor_compile
+from collage_fx.passes.ir.program import is_tensor
+
+aten = torch.ops.aten
+
+
+def separate_outputs(gm: GraphModule) -> None:
+    """Give each result of a graph memory of its own.
+
+    Simplified, a state made in the step (0*m + grad) is the gradient, and states that begin equal
+    are one node: what overwrites one of them in the next step would overwrite the others.
+    """
+    output = gm.graph.output_node()
+    results: Any = output.args[0]
+    seen: set[Node] = set()
+    separate = list(results)
+    with gm.graph.inserting_before(output):
+        for i, node in enumerate(results):
+            if is_tensor(node) and (node in seen or node.op == "placeholder"):
+                separate[i] = gm.graph.call_function(aten.clone.default, (node,))
+                separate[i].meta["val"] = aten.clone.default(node.meta["val"])
+            elif isinstance(node, Node):
+                seen.add(node)
+    output.args = (type(results)(separate),)
+    gm.recompile()
+
+
+def compile_rewritten(gm: GraphModule, inputs: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Return the callable of a rewritten graph, and Inductor's code of what it compiled."""
+    direct = None if uses_cudagraphs(kwargs.get("cudagraphs")) else split(gm)
+    if direct is None:
+        inner = _compile(gm, inputs, kwargs)
+        return inner, getattr(inner, "source_code", "")
+    if direct.rest is None:
+        return direct.bind(None), ""
+    place = {i: k for k, i in enumerate(direct.inputs)}
+    static = kwargs.get("static_input_idxs", ())
+    kwargs = {**kwargs, "static_input_idxs": [place[i] for i in static if i in place]}
+    inner = _compile(direct.rest, [inputs[i] for i in direct.inputs], kwargs)
+    return direct.bind(inner), getattr(inner, "source_code", "")
+
+
+def uses_cudagraphs(wanted: bool | None) -> bool:
+    """Tell whether CUDA graphs are recorded, which only Inductor's own callable can be.
+
+    Args:
+        wanted: what the user says; None for nothing.
+    """
+    return inductor_config.triton.cudagraphs if wanted is None else bool(wanted)
+
+
+# On a GPU Inductor divides approximately, and contracts a product and a sum to one rounding. A
+# residual is an error that was computed, and must be that of the operation that is carried out.
+_EXACT = {"eager_numerics.division_rounding": True, "emulate_precision_casts": True}
+
+
+def _compile(gm: GraphModule, inputs: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Compile a graph; without fusion, if Inductor's fusion of it fails."""
+    gpu = any(isinstance(x, Tensor) and x.device.type != "cpu" for x in inputs)
+    with inductor_config.patch(_EXACT if gpu else {}):
+        try:
+            return inductor_compile.compile_functional(_copied(gm), inputs, **kwargs)
+        except InductorError:
+            # 2.13 fuses the outer loops of a row-wise reduction and of the update behind it, and
+            # looks for a read that a buffer's in-place user does not have (KeyError in cpp.py).
+            with inductor_config.patch(max_fusion_size=1):
+                return inductor_compile.compile_functional(gm, inputs, **kwargs)
+
+
+def _copied(gm: GraphModule) -> GraphModule:
+    """Return a copy of a graph over the same constants: under the fake mode they have no copies."""
+    copied = GraphModule(gm, copy.deepcopy(gm.graph))
+    copied.meta = dict(gm.meta)
+    return copied

@@ -1,0 +1,158 @@
+"""Run the sweeps of a rewritten graph without Inductor's wrapper around them.
+
+Inductor's own time grows with the number of inputs of a graph, and a step of a thousand parameters
+has ten thousand. What is a sweep needs nothing of it: its kernel is compiled once, for any number
+of members. Inductor gets what is left, which is often nothing.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.fx._lazy_graph_module import _LazyGraphModule
+
+from collage_fx.passes.codegen.multi_tensor_kernel import SWEEPS, run_sweep
+from collage_fx.passes.ir.program import base_of, value_of
+from collage_fx.runtime.kernels.argument_table import check_sizes
+from collage_fx.runtime.ops import collage
+
+aten = torch.ops.aten
+
+
+@dataclass
+class Call:
+    """One sweep: where the operands of `run_sweep` are among the values of a run."""
+
+    operands: list[list[int]]
+    key: str
+    device: torch.device
+    full: list[list[int]]
+    """Where the members' tensors are, for each input of the kernel that is given and not 0-d."""
+
+    def prepare(self, values: list[Any]) -> None:
+        """Compile what runs on the device, unless that is done; raise CollageError if it must not.
+
+        Args:
+            values: the inputs of the graph, and memory.
+        """
+        SWEEPS[self.key].runner(self.device)
+        check_sizes([values[i].numel() for i in column] for column in self.full)
+
+    def run(self, values: list[Any]) -> None:
+        """Update all members."""
+        written, read, vectors = ([values[i] for i in at] for at in self.operands)
+        run_sweep(written, read, vectors, self.key)
+
+
+@dataclass
+class Direct:
+    """A rewritten graph as what Inductor compiles of it, and the sweeps after that."""
+
+    rest: GraphModule | None
+    """Takes some of the graph's inputs, returns what the sweeps need and what else are results.
+    None if nothing is left for Inductor."""
+    inputs: list[int]
+    """Which of the graph's inputs it takes."""
+    memory: list[Tensor]
+    """For what the sweeps make: tensors of the shape, strides, dtype and device that it has."""
+    constants: list[Any]
+    """Results that are no tensors."""
+    calls: list[Call]
+    results: list[int]
+    """Operands and results are numbered: inputs of the graph, memory, constants, what `rest`
+    makes."""
+
+    def bind(self, rest: Callable[[list[Any]], Any] | None) -> Callable[[list[Any]], Any]:
+        """Return the boxed callable of the whole graph.
+
+        Args:
+            rest: the boxed callable of `rest`.
+        """
+
+        layouts = [(m.size(), m.stride(), m.dtype, m.device) for m in self.memory]
+
+        def run(args: list[Any]) -> Any:
+            values = list(args)
+            args.clear()
+            for size, stride, dtype, device in layouts:
+                values.append(torch.empty_strided(size, stride, dtype=dtype, device=device))
+            for call in self.calls:
+                call.prepare(values)  # before anything is written
+            made = [] if rest is None else list(rest([values[i] for i in self.inputs]))
+            values += [*self.constants, *made]
+            for call in self.calls:
+                call.run(values)
+            return [values[i] for i in self.results]
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+
+def only_sweeps(gm: GraphModule) -> bool:
+    """Tell whether nothing is left of a graph for Inductor."""
+    known = (collage.sweep.default, aten.empty_strided.default)
+    return all(n.target in known for n in gm.graph.nodes if n.op == "call_function")
+
+
+def split(gm: GraphModule) -> Direct | None:
+    """Take the sweeps out of a rewritten graph; None if there are none, or they cannot be last."""
+    placeholders = list(gm.graph.find_nodes(op="placeholder"))
+    output = gm.graph.output_node()
+    sweeps = [n for n in gm.graph.nodes if n.target is collage.sweep.default]
+    operands = dict.fromkeys(a for n in sweeps for a in n.all_input_nodes)
+    bases = {base_of(n) for n in operands}
+    copies = [n for n in gm.graph.nodes if n.target is aten.copy_.default]
+    if not sweeps or any(base_of(n.args[0]) in bases for n in copies):
+        return None  # a sweep reads the old value of a state that the rest overwrites
+    ends = {*sweeps, output}
+    memory = [
+        n for n in operands if n.target is aten.empty_strided.default and set(n.users) <= ends
+    ]
+    others = {*placeholders, *memory, *sweeps}
+    made = [n for n in operands | dict.fromkeys(output.all_input_nodes) if n not in others]
+    results: Any = output.args[0]
+    constants = [n for n in results if not isinstance(n, Node)]
+    number = {n: i for i, n in enumerate([*placeholders, *memory])}
+    first = len(number) + len(constants)
+    number |= {n: first + i for i, n in enumerate(made)}
+    places = iter(range(first - len(constants), first))
+    rest, inputs = _rest(gm, placeholders, others, made)
+    return Direct(
+        rest,
+        inputs,
+        [value_of(n) for n in memory],
+        constants,
+        [_call(n, number, first) for n in sweeps],
+        [number[n] if isinstance(n, Node) else next(places) for n in results],
+    )
+
+
+def _call(node: Node, number: dict[Node, int], given: int) -> Call:
+    *operands, key = node.args
+    device = value_of(node.all_input_nodes[0]).device
+    numbers = [[number[n] for n in nodes] for nodes in operands]  # type: ignore[union-attr, index]
+    sweep = SWEEPS[str(key)]
+    columns = sweep.columns(numbers[0], numbers[1])
+    full = [list(c) for i, c in columns.items() if not sweep.scalar[i] and max(c) < given]
+    return Call(numbers, str(key), device, full)
+
+
+def _rest(
+    gm: GraphModule, placeholders: list[Node], others: set[Node], made: list[Node]
+) -> tuple[GraphModule | None, list[int]]:
+    """Return the rest of a graph, which makes these values, and which inputs it takes."""
+    kept = {n for n in gm.graph.nodes if n.op != "output" and n not in others}
+    if not kept:
+        return None, []
+    taken = {a for n in kept for a in n.all_input_nodes} | kept
+    graph = Graph()
+    env: dict[Node, Node] = {}
+    for node in gm.graph.nodes:
+        if node in taken:
+            env[node] = graph.node_copy(node, lambda n: env[n])
+    graph.output(tuple(env[n] for n in made))
+    graph.output_node().meta = {"user_visible_output_idxs": list(range(len(made)))}
+    return _LazyGraphModule(gm, graph), [i for i, n in enumerate(placeholders) if n in taken]

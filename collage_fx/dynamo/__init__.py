@@ -1,0 +1,1 @@
+"""Front end 1: the torch.compile backend, which gets a step as graphs of Dynamo."""

@@ -1,0 +1,338 @@
+"""The Dynamo backend: from a Dynamo graph to a callable that binds residuals."""
+
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
+from torch.fx import GraphModule
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from collage_fx.compilation.aot import compile_graph
+from collage_fx.compilation.layout_guards import Layouts, static_inputs
+from collage_fx.compilation.residual_binding import Code
+from collage_fx.config import CollageConfig, split_options
+from collage_fx.dynamo.symbols import Symbols
+from collage_fx.eager.supervisor import Supervisor
+from collage_fx.hooks import optimizer_hooks
+from collage_fx.hooks.optimizer_hooks import traced_function
+from collage_fx.optimizer.ownership import makes_states, rates, stateless
+from collage_fx.optimizer.storage_patterns import Patterns
+from collage_fx.passes.codegen.multi_tensor_kernel import unreachable
+from collage_fx.passes.frontend.denominator import one_denominator
+from collage_fx.passes.ir.program import Program
+from collage_fx.runtime.errors import CollageError, CollageWarning, OptionError
+from collage_fx.runtime.residuals.store import STORE
+from collage_fx.runtime.storage.registry import held_dtypes
+from collage_fx.runtime.torch_versions import warn_if_untested
+from collage_fx.stand_in.representatives import LeftToEngine
+
+
+@dataclass
+class Compiled:
+    """One graph that the backend compiled, for `explain` and for reports."""
+
+    program: Program
+    source_code: str = ""
+    runs: int = 0
+
+
+@dataclass
+class Session:
+    """What one user of the backend (an optimizer, a function) has asked for and got."""
+
+    config: CollageConfig
+    inductor: dict[str, Any] = field(default_factory=dict)
+    optimizer: Callable[[], Optimizer | None] = lambda: None
+    """A weak reference to the optimizer, where `collage_fx.compile` was given one."""
+    named: bool = False
+    """Whether the user knows that residuals of ownerless tensors are theirs to save."""
+    compiled: list[Compiled] = field(default_factory=list)
+    keep: bool = False
+    """Whether `compiled` is filled in; programs are large."""
+    supervisor: Callable[[], Supervisor | None] = lambda: None
+    """A weak reference to what watches the steps, where `collage_fx.compile` made the step: it
+    holds the tensors, which Dynamo's cache must not keep alive."""
+    roster: Any = None
+    """Within a step of which Dynamo sees some of the parameters: which stand for which."""
+    begun: set[int] = field(default_factory=set)
+    """The ids of the parameters whose first states the eager engine made."""
+    began_with: list[dict[str, Any]] | None = None
+    """The rates of a first step that Dynamo has not seen, until it has seen another."""
+    graphs: int = 0
+    """How many graphs have been compiled."""
+    calls: int = 0
+    """How often a graph of this session has run, compensated or not."""
+    shared: bool = False
+    """Whether it is for all functions that are compiled with one configuration."""
+    warned: set[str] = field(default_factory=set)
+    said: set[Any] = field(default_factory=set)
+    """The warnings, each with the function it was about, where there are several."""
+    notes: set[str] = field(default_factory=set)
+    """What a report says beside the warnings."""
+    patterns: Patterns = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.patterns = Patterns.of(self.config)
+        warn_if_untested()
+
+    def warn_once(self, message: str) -> None:
+        """Warn unless this session has said the same before, of the same function."""
+        of_code = optimizer_hooks.traced_code() if self.shared else None
+        if (key := (message, of_code)) not in self.said:
+            self.said.add(key)
+            self.warned.add(message)
+            warnings.warn(f"collage_fx: {message}", CollageWarning, stacklevel=2)
+
+    def begins(self, gm: GraphModule) -> bool:
+        """Tell whether a graph makes states for parameters that had none before this step.
+
+        It runs once, and what it makes would begin with its high word only: the eager engine gives
+        the states both words, and has nothing to compile.
+        """
+        optimizer = self.optimizer()
+        if optimizer is None or self.supervisor() is None:
+            return False
+        dtypes = held_dtypes(self.config.storage)
+        values = [n.meta.get("example_value") for n in gm.graph.output_node().all_input_nodes]
+        if not any(isinstance(v, Tensor) and v.dim() and v.dtype in dtypes for v in values):
+            return False
+        return self._begin(optimizer)
+
+    def begins_untraced(self) -> bool:
+        """Tell whether a step is the first and makes its states: then Dynamo need not see it.
+
+        It would trace all of it for a graph that is left to the eager engine.
+        """
+        optimizer = self.optimizer()
+        if self.graphs:
+            self.began_with = None
+        if optimizer is None or self.begun or self.graphs or not makes_states(optimizer):
+            return False
+        self.began_with = rates(optimizer)
+        return self._begin(optimizer)
+
+    def _begin(self, optimizer: Optimizer) -> bool:
+        new = stateless(optimizer) - self.begun
+        self.begun |= new
+        if new:
+            self.notes.add("the first step ran in the eager engine: its new states have both words")
+        return bool(new)
+
+    def settled(self) -> bool:
+        """Tell whether no rate has changed since a first step that Dynamo has not seen.
+
+        One that has is a constant in the first graph, and an input of the next.
+        """
+        optimizer, before = self.optimizer(), self.began_with
+        return optimizer is None or before is None or before == rates(optimizer)
+
+    def note(self, program: Program) -> Compiled:
+        """Note that a graph was compiled; say where its classes cannot share a kernel."""
+        for reason in {unreachable(s.val.device) for s in program.carried} - {""}:
+            if program.settings.multi_tensor and program.result is not None:
+                self.warn_once(f"{reason}; Inductor compiles one for each, where it has a backend")
+        self.patterns.see_graph(program)
+        compiled = Compiled(program)
+        if self.keep:
+            self.compiled.append(compiled)
+        return compiled
+
+    def note_loss(self, lost: list[str]) -> None:
+        """Say what a graph does not hand over whole: in the report, where the engine does it."""
+        if self.supervisor() is not None:
+            self.notes.update(f"left to the eager engine: {one}" for one in lost)
+        else:
+            self.warn_once(f"{'; '.join(lost)}; collage_fx.compile leaves that to its eager engine")
+
+    def _refuse_forgetting(self, optimizer: Optimizer, names: list[str]) -> None:
+        """Warn of attributes whose assignments Dynamo would lose; leave the step to the engine.
+
+        Raises CollageError where an engine does what is not compiled: Dynamo lets Python do it.
+        """
+        message = (
+            f"the step assigns self.{', self.'.join(names)}, which torch.compile does to no "
+            "optimizer: the assignment would be lost. Keep what changes in self.state or in "
+            "self.param_groups, or in a list or dict"
+        )
+        if self.supervisor() is not None:
+            raise CollageError(message)
+        optimizer_hooks.warn_once(
+            f"{message}; collage_fx.compile leaves such a step to its eager engine", optimizer
+        )
+
+    def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile one Dynamo graph; the callable that a Dynamo backend returns."""
+        optimizer_hooks.count_graph(supervised=self.supervisor() is not None)
+        self.graphs += 1
+        for optimizer, names in optimizer_hooks.forgotten_attributes():
+            self._refuse_forgetting(optimizer, names)
+        one_denominator(gm)
+        return _Step(self, gm, example_inputs)
+
+
+_SESSIONS: dict[str, Session] = {}
+"""Configuration -> what it was used for, but for the steps of optimizers."""
+_PATTERNS: dict[str, Patterns] = {}
+"""Configuration -> its patterns, whoever uses them."""
+_OF_OPTIMIZER = WeakIdKeyDictionary()
+"""Optimizer -> configuration -> what the backend was asked for by name."""
+
+
+def _collage(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Compile a graph with compensated carried states: `torch.compile(..., backend="collage")`.
+
+    Options are the fields of `CollageConfig`; other names are settings of Inductor, as is `mode`.
+    Raises OptionError for unknown names and values.
+    """
+    config, inductor = split_options(options or {}, mode)
+    if config.verify:
+        raise OptionError("verify=n is for collage_fx.compile, which sees whole steps")
+    # Not one for each graph, so that a warning is not repeated at every recompilation.
+    optimizer = optimizer_hooks.traced_optimizer()
+    sessions = _SESSIONS if optimizer is None else _OF_OPTIMIZER.setdefault(optimizer, {})
+    key = repr((config, sorted(inductor.items())))
+    if key not in sessions:
+        sessions[key] = Session(config, inductor, shared=optimizer is None)
+        # Another part of a step may be traced without its optimizer in sight.
+        sessions[key].patterns = _PATTERNS.setdefault(key, sessions[key].patterns)
+    return sessions[key](gm, example_inputs)
+
+
+def __getattr__(name: str) -> Any:
+    """Give the backend, `collage`, to who asks for it: torch.compile, before it traces anything.
+
+    Only from then on is there something to watch in the steps of optimizers.
+    """
+    if name != "collage":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    optimizer_hooks.install(_collage)
+    return _collage
+
+
+class _Step:
+    """The callable that Dynamo gets for one of its graphs."""
+
+    def __init__(self, session: Session, gm: GraphModule, example_inputs: Sequence[Any]) -> None:
+        self.session = session
+        self.checked = -1
+        """The generation of the store in which every residual was known to this graph."""
+        self.error: CollageError | None = None
+        """What the calls raise: a backend that raises it would be passed over by Dynamo."""
+        self.roster: Callable[[], Any] = _of_whole_step(session.roster, gm)
+        """That of the parameters which those in the graph stand for; None if for none."""
+        part = session.roster is not None and self.roster() is None
+        self.waits = 1 if part else 2 if session.begins(gm) or not session.settled() else 0
+        """The call with which it becomes worth while to compile the graph."""
+        self.static = static_inputs(gm)
+        self.symbols = Symbols(gm)
+        self.layouts: Layouts | None = None
+        """Those of the first call."""
+        refused = Code(gm, None, [], [], refused=True)
+        self.code = refused if self.waits else self._compile(gm, example_inputs)
+        supervisor = session.supervisor()
+        if supervisor is not None:
+            supervisor.sources[self] = gm
+
+    def _compile(self, gm: GraphModule, inputs: Sequence[Any], args: tuple[Any, ...] = ()) -> Code:
+        """Compile the graph; if that fails in a supervised step, leave it to the eager engine."""
+        try:
+            return compile_graph(self.session, gm, inputs, args)
+        except Exception as error:
+            supervisor = self.session.supervisor()
+            if supervisor is None or isinstance(error, TorchDynamoException):
+                raise  # Dynamo's own ask it to trace again
+            if isinstance(error, CollageError):
+                self.error = error
+            else:
+                supervisor.failures.note(error)
+            return Code(gm, None, [], [], refused=True)
+
+    def _again(self, gm: GraphModule, args: tuple[Any, ...]) -> Code:
+        """Compile the graph for the tensors of a call, its symbols being what they were."""
+        with self.symbols.compiling_again(args) as inputs:
+            try:
+                return self._compile(gm, inputs, args)
+            except TorchDynamoException as error:  # asks Dynamo to trace again, which is over
+                if (supervisor := self.session.supervisor()) is None:
+                    raise
+                supervisor.failures.note(error)
+                return Code(gm, None, [], [], refused=True)
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the graph, or do what it does by the eager engine if it cannot be compensated.
+
+        Raises the CollageError that compiling it raised, before anything is written; and
+        LeftToEngine, if parameters in it stand for others, in place of doing it by the engine.
+        """
+        self.session.calls += 1
+        supervisor = self.session.supervisor()
+        roster = self.session.roster
+        if roster is not None and roster is not self.roster() and supervisor is not None:
+            # A part of a step that Dynamo has not seen whole.
+            return supervisor.sources[self](*args)
+        if self.error is not None:
+            raise self.error
+        self.layouts = self.layouts or Layouts(self.static, args)
+        if supervisor is None or not supervisor.active:
+            if names := self.code.drops_residual(args):
+                self.session.warn_once(
+                    f"{', '.join(names)}: updated by several graphs, of which one has no use for a "
+                    "residual and drops it; collage_fx.compile compiles that one again, with it"
+                )
+            if names := self.code.reads_residual(args):
+                lost = "read in a sum with the high word only, by a graph that does not write"
+                self.session.note_loss([f"{name}: {lost} it" for name in names])
+            self.layouts.check(args)
+            self.session.patterns.after_graph(self, self.session.warn_once)
+            return self.code.run(args)
+        self._compile_again(supervisor.sources[self], args)
+        fits = self.layouts.hold(args) and self.symbols.hold(args)
+        if self.code.refused or supervisor.expands(args) or not fits:
+            if roster is not None:
+                raise LeftToEngine
+            return supervisor.sources[self](*args)
+        self.checked = STORE.generation
+        with supervisor.graph(self.code.written(args), args) as outputs:
+            result = self.code.run(args)
+            outputs(result)
+        if roster is not None:
+            roster.done = True
+        return result
+
+    def _compile_again(self, gm: GraphModule, args: tuple[Any, ...]) -> None:
+        """Compile the graph if that has become worth while, or a state has got a residual since.
+
+        Raises the CollageError that this raises.
+        """
+        if self.waits:
+            self.waits -= 1
+            if not self.waits:
+                self.code = self._again(gm, args)
+        if STORE.generation != self.checked and self.code.drops_residual(args):
+            # Another graph, or the eager engine, has since given a residual to a state that this
+            # graph writes.
+            self.code = self._again(gm, args)
+            self.code.refused |= bool(self.code.drops_residual(args))
+        if STORE.generation != self.checked:
+            self.code.refused |= bool(self.code.reads_residual(args))
+        if self.error is not None:
+            raise self.error
+
+
+def _of_whole_step(roster: Any, gm: GraphModule) -> Callable[[], Any]:
+    """Return a reference to a roster if a graph that Dynamo has just made is all of its step."""
+    if roster is None or roster.name != traced_function():
+        return lambda: None
+    reason: Any = gm.compile_subgraph_reason
+    return weakref.ref(roster) if not reason.graph_break else lambda: None

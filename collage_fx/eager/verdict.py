@@ -1,0 +1,185 @@
+"""Which of the states that the eager engine writes keep a residual: the verdicts of the graphs."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from collage_fx.config import CollageConfig
+from collage_fx.eager.memory_map import Shadow, Shadows
+from collage_fx.eager.operands import Write
+from collage_fx.optimizer.ownership import Owned
+from collage_fx.passes.analysis.affine import FREE, Form
+from collage_fx.passes.analysis.coupled import joint_recurrences
+from collage_fx.passes.analysis.criticality import critical
+from collage_fx.passes.analysis.plan import enters, verdict
+from collage_fx.passes.analysis.recurrence import recurrence_of
+from collage_fx.passes.ir.program import LOW_PRECISION, Carried, Recurrence, held_in
+from collage_fx.runtime.residuals.store import STORE
+from collage_fx.runtime.storage.registry import FINEST, check_held, refusal
+
+TRIED = 2
+"""Steps in which a state has a residual until its recurrence has shown whether it needs one. Later
+its recurrence is followed all the same: a coefficient may come near one as training goes on."""
+
+
+class Judge:
+    """Judges states by the recurrences that their updates have shown."""
+
+    def __init__(
+        self,
+        config: CollageConfig,
+        served: WeakIdKeyDictionary,
+        states: dict[Any, tuple[Owned, Write]],
+        shadows: Shadows,
+        warn: Callable[[str], None],
+    ) -> None:
+        self.config = config
+        self.warn = warn
+        self.served = served
+        self.states = states
+        self.shadows = shadows
+        self.cycles: dict[Any, Recurrence] = {}
+        """Place of a state -> what its step does to it together with others."""
+        self.feeding: set[Any] = set()
+        """Places of the states of which a parameter is computed anew at each step."""
+        self.dropped = ""
+        """The first state whose residual was dropped."""
+
+    def judge(self, owned: Owned, write: Write, shadow: Shadow) -> None:
+        """Decide whether a state that the engine wrote keeps its residual; settle it."""
+        tensor, served = owned.tensor, self.served[write.tensor]
+        if not served.compensated:
+            served.judged += 1
+            found = recurrence_of(shadow.forms.get(write, FREE))
+            has_param = any(o.owner == "param" for o, _ in self.states.values())
+            carried = Carried(-1, owned.name, owned.owner, False, tensor)
+            carried.feeds = place_of(owned) in self.feeding
+            cycle = self.cycles.get(place_of(owned))
+            if cycle is not None and found.kind in ("overwritten", "linear"):
+                found = cycle
+            keep, reason = verdict(carried, found, self.config.level, has_param)
+            source = self._source(write, shadow)
+            if not keep and source:
+                keep, reason = True, f"takes over the value of {source}"
+            if not keep and owned.owner == "param" and self._precise(tensor, shadow):
+                keep, reason = True, "computed anew from states that are compensated"
+            if keep and (why := refusal(tensor.dtype, write.storage.name, owned.name)):
+                keep, reason = False, why
+                self.warn(f"not compensated: {why}")
+            served.compensated, served.reason, served.recurrence = keep, reason, found.text
+            if not keep and owned.owner == "state":
+                self._keep_for_now(owned, write, shadow)
+        if served.compensated:
+            lows = shadow.low(tensor)
+            residual = STORE.get(tensor)
+            if residual is None or (lows is not None and residual.components[0] is not lows[0]):
+                STORE.adopt(tensor, lows, write.storage.name, owned.name)
+                if owned.owner == "tensor":
+                    STORE.share_by_memory(tensor)
+            else:
+                residual.settle(tensor)
+
+    def _keep_for_now(self, owned: Owned, write: Write, shadow: Shadow) -> None:
+        """Let a state keep its low word until a second step has been seen.
+
+        Of a state that the first step makes, say of a parameter, only the second shows whether the
+        parameter is computed from it, or takes it over.
+        """
+        tensor, lows = owned.tensor, shadow.low(owned.tensor)
+        residual = STORE.get(tensor)
+        if self.served[write.tensor].judged < TRIED and _any(lows):
+            STORE.adopt(tensor, lows, write.storage.name, owned.name).provisional = True
+        elif residual is not None and residual.provisional:
+            STORE.drop(tensor)
+
+    def storage(self, owned: Owned) -> str:
+        """Return the storage for a state.
+
+        Raises StorageError for a parameter that it cannot hold. Another state may not need it.
+        """
+        storage = self.held_in(owned)
+        if owned.owner == "param":
+            check_held(owned.tensor.dtype, storage, owned.name)
+        return storage
+
+    def held(self, owned: Owned) -> bool:
+        """Tell whether a state may be compensated; warn of one that was and is not any more."""
+        tensor = owned.tensor
+        if tensor.dtype in LOW_PRECISION or tensor.dtype not in FINEST:
+            return tensor.dtype in LOW_PRECISION
+        held = bool(self.held_in(owned))
+        if not held and STORE.get(tensor) is not None:
+            STORE.drop(tensor)
+            self.dropped = self.dropped or owned.name
+            self.warn(
+                f"residuals are dropped, the first of them that of {self.dropped}: this step "
+                f"leaves states of {tensor.dtype} as they are; compile it with "
+                f"storage={FINEST[tensor.dtype]!r}"
+            )
+        return held
+
+    def held_in(self, owned: Owned) -> str:
+        """Return the storage for a state, if it can hold it or not; empty to leave it alone."""
+        residual = STORE.get(owned.tensor)
+        carried = Carried(-1, owned.name, owned.owner, False, owned.tensor)
+        carried.present = "" if residual is None else residual.storage
+        return held_in(carried, self.config.storage)
+
+    def judge_made(self, owned: Owned, write: Write, made: Shadow) -> None:
+        """Decide whether a state that the step has made keeps the low word it was made with.
+
+        What it was computed from may have been judged before, and is not followed any more. A graph
+        that updates the state later sees its recurrence, and judges it anew.
+        """
+        precise = self._precise(owned.tensor, made)
+        if precise:
+            served = self.served[write.tensor]
+            served.compensated, served.reason = True, "made from states that are compensated"
+        self.judge(owned, write, made)
+        residual = STORE.get(owned.tensor)
+        if precise and residual is not None:
+            residual.provisional = True
+
+    def _precise(self, tensor: Tensor, shadow: Shadow) -> bool:
+        """Tell whether what was written has more bits than the tensor."""
+        return self.config.level != "light" and _any(shadow.low(tensor))
+
+    def find_cycles(self, present: list[Owned]) -> None:
+        """Find, by place, the recurrences of states that only together keep what they hold."""
+        writes = {w: place for place, (_, w) in self.states.items()}
+        forms: dict[Any, dict[Any, Form]] = {}
+        for owned in present:
+            place, shadow = place_of(owned), self.shadows.find(owned.tensor)
+            state = self.states.get(place)
+            if state is None or shadow is None:
+                continue
+            found = {writes[k]: f for k, f in shadow.forms.items() if k in writes and f.carries}
+            own = found.get(place, FREE)
+            anew = not critical(recurrence_of(own), shadow.dtype, "auto")[0]
+            if found and anew and not self.served[state[1].tensor].compensated:
+                forms[place] = found
+            if owned.owner == "param":
+                others = {k: f for k, f in found.items() if k != place}
+                self.feeding |= {k for k, f in others.items() if enters(f, own, anew=anew)}
+        together = any(k != place for place, found in forms.items() for k in found)
+        names = {p: self.states[p][0].name for p in forms}
+        self.cycles = joint_recurrences(forms, names) if together else {}
+
+    def _source(self, write: Write, shadow: Shadow) -> str:
+        """Return the name of a compensated state whose value this one has taken over."""
+        for origin, form in shadow.forms.items():
+            if origin is not write and form.carries and self.served[origin.tensor].compensated:
+                return str(self.served[origin.tensor].name)
+        return ""
+
+
+def _any(lows: Sequence[Tensor] | None) -> bool:
+    """Tell whether a low word is other than zero anywhere."""
+    return any(bool(lo.any()) for lo in lows or ())
+
+
+def place_of(owned: Owned) -> Any:
+    """Return a key that stays the same when another tensor takes the place of a state."""
+    return owned.group, owned.param, owned.key

@@ -1,0 +1,280 @@
+"""Notice an optimizer step that torch.compile never hands to the backend.
+
+`fused=True`, sparse gradients and `.item()` make Dynamo run a step eagerly without a word, and a
+backend that is not called cannot say so. `collage_fx.compile` sees it from outside. For the backend
+string there are global hooks of Optimizer.step, at the moment when Dynamo traces through them, and
+a filter of Dynamo's log: nothing else tells that it gives up on a function which a step calls. All
+of these come when torch.compile looks the backend up.
+"""
+
+import logging
+import sys
+import warnings
+from collections import Counter
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.callback import callback_handler
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.utils import counters
+from torch._dynamo.variables.optimizer import OptimizerVariable
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.weak import WeakIdKeyDictionary
+
+from collage_fx.optimizer.ownership import live_optimizers
+from collage_fx.runtime.errors import CollageWarning
+
+_LOG = logging.getLogger("torch._dynamo.convert_frame")
+
+
+class _Watch:
+    """What has been seen of the step being traced."""
+
+    backend: Any = None
+    """The backend whose steps are watched."""
+    graphs = 0
+    """How many graphs that backend has been given."""
+    graphs_before = 0
+    warned: set[str] = set()  # noqa: RUF012 - one watch per process
+    warned_of = WeakIdKeyDictionary()
+    """What was said of each optimizer."""
+    functions: Counter[str] = Counter()  # noqa: RUF012
+    """The functions that graphs of that backend are of, as Dynamo's log has them: how many."""
+    met = WeakIdKeyDictionary()
+    """The optimizers that were seen in a trace."""
+    gave_up = WeakIdKeyDictionary()
+    """The optimizers on whose steps Dynamo is known to have given up."""
+    patch: Any = None
+    """What Dynamo's configuration is changed by while it compiles a step without gradients."""
+
+
+def install(backend: Any) -> None:
+    """Watch the optimizer steps that are compiled with this backend. Idempotent."""
+    _look_again()
+    if _Watch.backend is not None:
+        return
+    _Watch.backend = backend
+    register_optimizer_step_pre_hook(_before)
+    register_optimizer_step_post_hook(_after)
+    _LOG.addFilter(_read_log)
+
+
+def _look_again() -> None:
+    """Have Dynamo come back to a step that it meets first when no parameter has a gradient.
+
+    It never looks again at a function of which it has traced nothing, which would run without
+    compensation when there are gradients. torch.compiler.reset() forgets the callbacks.
+    """
+    if _compilation_begins not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(_compilation_begins)
+        callback_handler.register_end_callback(_compilation_ends)
+
+
+def _compilation_begins(_: Any) -> None:
+    optimizer = _stepping()
+    if optimizer is not None and not has_gradient(optimizer):
+        _Watch.patch = dynamo_config.patch(allow_empty_graphs=True)
+        _Watch.patch.__enter__()
+
+
+def _compilation_ends(_: Any) -> None:
+    if _Watch.patch is not None:
+        _Watch.patch.__exit__(None, None, None)
+        _Watch.patch = None
+
+
+def is_seen_by_others(optimizer: Optimizer) -> bool:
+    """Tell whether a hook that is not ours looks at the optimizer before or after its step."""
+    hooks = [
+        *getattr(optimizer, "_optimizer_step_pre_hooks", {}).values(),
+        *getattr(optimizer, "_optimizer_step_post_hooks", {}).values(),
+        *torch_optimizer._global_optimizer_pre_hooks.values(),
+        *torch_optimizer._global_optimizer_post_hooks.values(),
+    ]
+    return any(hook not in (_before, _after) for hook in hooks)
+
+
+def count_graph(*, supervised: bool) -> None:
+    """Note that the backend was given a graph.
+
+    Args:
+        supervised: whether an eager engine does what is not compiled.
+    """
+    _Watch.graphs += 1
+    _look_again()
+    code = traced_code()
+    if code is not None and not supervised:
+        function = f"{code.co_name!r} ({code.co_filename}:{code.co_firstlineno})"
+        _Watch.functions[function] += 1
+        silent = not _LOG.isEnabledFor(logging.WARNING)
+        if silent and _Watch.functions[function] == dynamo_config.recompile_limit:
+            _warn_of_limit(f"what needs another graph of {function} runs", "recompile_limit", "it")
+
+
+def has_gradient(optimizer: Optimizer) -> bool:
+    """Tell whether a step of the optimizer has anything to do."""
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+
+
+def why_not_compiled(optimizer: Optimizer) -> str:
+    """Return the warning for a step that ran without a compiled graph: who, why and the remedy."""
+    groups = optimizer.param_groups
+    if any(group.get("fused") for group in groups):
+        cause, remedy = (
+            "fused=True is one kernel that is not traced",
+            ("construct it without fused, or use collage_fx.compile, which traces it"),
+        )
+    elif any(p.grad is not None and p.grad.is_sparse for g in groups for p in g["params"]):
+        cause, remedy = "its gradients are sparse", "use dense gradients"
+    else:
+        reasons = [" ".join(reason.split()) for reason in counters["graph_break"]]
+        last = f" (the last graph break: {reasons[-1][:160]})" if reasons else ""
+        cause = f"torch.compile ran no graph of it{last}"
+        remedy = "TORCH_LOGS=graph_breaks,recompiles shows why; avoid .item() and branches on data"
+    name = type(optimizer).__name__
+    return f"the step of {name} ran without compensation: {cause}; {remedy}"
+
+
+def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
+        _trace_begins()
+    # False, not None: within a compiled function, but Dynamo may only run what it has.
+    elif get_eval_frame_callback() is False and _Watch.graphs and optimizer not in _Watch.gave_up:
+        what = f"the step of {type(optimizer).__name__} ran"
+        _warn_of_limit(what, "recompile_limit", "one function", optimizer)
+
+
+def _read_log(record: logging.LogRecord) -> bool:
+    """Warn where Dynamo gives up on a function of which it has made graphs for the backend."""
+    if str(record.msg).startswith("torch._dynamo hit config."):
+        limit, _, function = (str(arg) for arg in (*record.args, "", "", "")[:3])  # type: ignore[misc]
+        if function in _Watch.functions:
+            optimizer = _stepping()
+            who = "a compiled function"
+            if optimizer is not None:
+                _Watch.gave_up[optimizer] = True
+                who = f"a part of the step of {type(optimizer).__name__}"
+            _warn_of_limit(f"{who}, {function}, runs", limit, "it")
+    return True
+
+
+def _stepping() -> Optimizer | None:
+    """Return the optimizer whose step is running, if one is."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if issubclass(type(owner), Optimizer):
+            return owner
+        frame = frame.f_back
+    return None
+
+
+def _warn_of_limit(
+    what: str, limit: str, function: str, optimizer: Optimizer | None = None
+) -> None:
+    value = getattr(dynamo_config, limit, "unknown")
+    warn_once(
+        f"{what} without compensation: torch.compile gave up after torch._dynamo.config.{limit} = "
+        f"{value} graphs of {function}; raise it, or use collage_fx.compile, which does",
+        optimizer,
+    )
+
+
+def warn_once(message: str, optimizer: Optimizer | None = None) -> None:
+    """Warn unless the same was said before, of that optimizer if it is known which."""
+    said = _Watch.warned if optimizer is None else _Watch.warned_of.setdefault(optimizer, set())
+    if message not in said:
+        said.add(message)
+        warnings.warn(f"collage_fx: {message}", CollageWarning, stacklevel=2)
+
+
+def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
+        _trace_ends(type(optimizer).__name__)
+
+
+def forgotten_attributes() -> list[tuple[Optimizer, list[str]]]:
+    """Return the attributes of optimizers that what Dynamo traces now assigns, and will forget.
+
+    Dynamo writes back what traced code assigns to objects, but for optimizers, of which it keeps
+    no track: `self.k += 1` in a step has no effect. See docs/stock-defects.md.
+    """
+    if (tracer := _tracer()) is None:
+        return []
+    effects = tracer.output.side_effects
+    return [
+        (owner.value, sorted(values))
+        for owner, values in effects.store_attr_mutations.items()
+        if values and isinstance(owner, OptimizerVariable) and owner.value not in effects
+    ]
+
+
+def traced_optimizer() -> Optimizer | None:
+    """Return the optimizer whose step, or in whose user, Dynamo traces now; None if not just one.
+
+    It is looked for in the local variables of the function that is compiled.
+    """
+    if (tracer := _tracer()) is None:
+        return None
+    values = list(tracer.f_locals.values())
+    values += [one for value in values if isinstance(value, list | tuple) for one in value]
+    found = {id(value): value for value in values if issubclass(type(value), Optimizer)}
+    return next(iter(found.values())) if len(found) == 1 else None
+
+
+def optimizers() -> list[Optimizer]:
+    """Return every optimizer of this process, that which Dynamo traces now last."""
+    if (traced := traced_optimizer()) is not None:
+        # gc.freeze hides an optimizer from who looks for it, but not what is being compiled.
+        _Watch.met.pop(traced, None)
+        _Watch.met[traced] = True
+    met = list(_Watch.met)
+    return [*(one for one in live_optimizers() if all(one is not known for known in met)), *met]
+
+
+def traced_function() -> str:
+    """Return the name of the function that Dynamo traces now; empty if it traces none."""
+    code = traced_code()
+    return code.co_name if code is not None else ""
+
+
+def traced_code() -> CodeType | None:
+    """Return the code of the function that Dynamo traces now, if it traces one."""
+    tracer = _tracer()
+    return tracer.f_code if tracer is not None else None
+
+
+def _tracer() -> Any:
+    """Return what Dynamo traces with now, None if it traces nothing."""
+    try:
+        return InstructionTranslator.current_tx()
+    except AttributeError:  # None in 2.11
+        return None
+
+
+# Dynamo calls functions with this mark while it traces, and puts their result into the graph.
+@torch._dynamo.assume_constant_result
+def _trace_begins() -> bool:
+    _look_again()
+    _Watch.graphs_before = _Watch.graphs
+    return True
+
+
+@torch._dynamo.assume_constant_result
+def _trace_ends(name: str) -> bool:
+    output = InstructionTranslator.current_tx().output
+    watched = getattr(output.compiler_fn, "compiler_fn", None) is _Watch.backend
+    empty = output.count_calls() == 0 and _Watch.graphs == _Watch.graphs_before
+    if watched and empty:
+        steppers = [o for o in optimizers() if type(o).__name__ == name and has_gradient(o)]
+        if steppers:
+            warn_once(why_not_compiled(steppers[-1]), steppers[-1])
+    return True

@@ -1,0 +1,78 @@
+"""Read the value and the residuals of a tensor, and give them back."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from collage_fx.hooks import optimizer_hooks
+from collage_fx.optimizer.ownership import owners_of
+from collage_fx.runtime.residuals.dtensor import shard_of, sharded_like
+from collage_fx.runtime.residuals.store import STORE, Residual, checksum, storage_of
+
+
+def residuals(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return the residual components of tensor, themselves, not copies; () if it has none.
+
+    Each has the shape and device of tensor, and the dtype that its storage says: that of tensor
+    for `mcf2`, whose value is the sum of both. A residual whose tensor was written since from
+    outside does not count, nor does that of a checkpoint beside other values than it was saved
+    with; the next step clears it.
+    """
+    residual = _present(tensor)
+    components = () if residual is None else residual.components
+    return tuple(sharded_like(c, tensor) for c in components)
+
+
+def value(tensor: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Return the value of the whole expansion, tensor plus residuals, in dtype.
+
+    Shape and device are those of tensor. In float64 it is exact, for `mcf2` and `mcf3` unless the
+    components are more than 2^53 apart. A tensor without residuals is converted.
+    """
+    residual = _present(tensor)
+    if residual is None:
+        return tensor.detach().to(dtype)
+    return sharded_like(residual.whole(shard_of(tensor)).to(dtype), tensor)
+
+
+def draws(tensor: Tensor) -> int:
+    """Return how often the residual of tensor was rounded by chance, 0 if it has none."""
+    residual = STORE.get(shard_of(tensor))
+    return 0 if residual is None else residual.draws
+
+
+def load_residuals(
+    tensor: Tensor, components: Sequence[Tensor], *, draws: int | None = None
+) -> None:
+    """Give tensor the residual components that were saved with its present value.
+
+    Args:
+        tensor: bf16 or fp16, any shape.
+        components: what `residuals(tensor)` returned when it was saved, in any storage; the next
+            step converts them to its own.
+        draws: what `draws(tensor)` returned then, for steps with stochastic rounding: each takes
+            another seed, and without it they go on from what the tensor has, or begin anew.
+
+    Raises:
+        ResidualError: the components do not fit the tensor.
+    """
+    name = _name_of(tensor)
+    tensor, components = shard_of(tensor), [shard_of(c) for c in components]
+    storage = storage_of(tensor, components, name)
+    STORE.load(tensor, components, storage=storage, name=name, draws=draws)
+
+
+def _present(tensor: Tensor) -> Residual | None:
+    """Return the residual of tensor if it belongs to its present value."""
+    tensor = shard_of(tensor)
+    residual = STORE.get(tensor)
+    if residual is None or residual.expected_checksum is None:
+        return residual if residual is not None and residual.belongs(tensor) else None
+    # It stays what it is: the values that it was saved with may be loaded after it.
+    return residual if int(checksum(tensor)) == residual.expected_checksum else None
+
+
+def _name_of(tensor: Tensor) -> str:
+    owner = owners_of(optimizer_hooks.optimizers()).get(id(shard_of(tensor)))
+    return owner[1].name if owner else f"a tensor of shape {tuple(tensor.shape)}"

@@ -1,0 +1,1 @@
+"""An optimizer's states: their names, residuals, checkpoints, copies and master weights."""

@@ -1,0 +1,109 @@
+"""Copies of an optimizer, by `copy.deepcopy` or by pickling, have the residuals of its tensors."""
+
+import copy
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from collage_fx.optimizer.ownership import tensors_in
+from collage_fx.optimizer.plain_steps import watch_copy
+from collage_fx.runtime.residuals.dtensor import shard_of
+from collage_fx.runtime.residuals.store import STORE, Residual
+
+_HOOKS = (
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+_STATE = "__getstate__"
+
+
+def carry_over(optimizer: Optimizer) -> None:
+    """Let copies of the optimizer have its residuals from now on. Idempotent.
+
+    Python asks an object for its state under this name. What Optimizer gives is parameters, groups
+    and states, so that nothing else that is kept beside them would be copied.
+    """
+    if not isinstance(vars(optimizer).get(_STATE), _State):
+        vars(optimizer)[_STATE] = _State(optimizer)
+
+
+class _State:
+    """What stands for `optimizer.__getstate__`."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = weakref.ref(optimizer)
+
+    def __call__(self) -> Any:
+        """Return what the class gives, and what puts the residuals into a copy."""
+        optimizer = self.optimizer()
+        assert optimizer is not None, "an optimizer is copied that is no more"
+        state = type(optimizer).__getstate__(optimizer)
+        if not isinstance(state, dict) or not any(True for _ in _residuals(optimizer)):
+            return state
+        hooks = {name: _of_ours(getattr(optimizer, name).values()) for name in _HOOKS}
+        watched = {"_optimizer_step_post_hooks": watch_copy(OrderedDict())}
+        return {**state, **hooks, **watched, "_collage_fx": _Carrier(optimizer)}
+
+
+class _Carrier:
+    """The last part of the state: copying it gives the copied tensors their residuals."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = weakref.ref(optimizer)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        copy_residuals(self.optimizer(), memo)
+
+    def __reduce__(self) -> Any:
+        optimizer: Any = self.optimizer()
+        return _restore, (optimizer, [(t, *_content(r)) for t, r in _residuals(optimizer)])
+
+
+def copy_residuals(optimizer: Any, memo: dict[int, Any]) -> None:
+    """Give the tensors of a deep copy the residuals that they have in the optimizer.
+
+    Args:
+        optimizer: what was copied.
+        memo: of copy.deepcopy; it has the copy.
+    """
+    found = _residuals(optimizer)
+    entries = [(copy.deepcopy(t, memo), *_content(residual)) for t, residual in found]
+    _restore(memo[id(optimizer)], entries)
+
+
+def _restore(optimizer: Optimizer, entries: Iterable[Any]) -> None:
+    """Give the tensors of a copy, which is still being made, their residuals."""
+    for tensor, name, storage, components, draws, expected in entries:
+        STORE.load(
+            shard_of(tensor), components, storage=storage, name=name, expected=expected, draws=draws
+        )
+    carry_over(optimizer)
+
+
+def _content(residual: Residual) -> tuple[Any, ...]:
+    found = residual.name, residual.storage, list(residual.components)
+    return *found, residual.draws, residual.expected_checksum
+
+
+def _residuals(optimizer: Optimizer) -> Iterator[tuple[Tensor, Residual]]:
+    """Yield parameters and states with the residuals that belong to them, or may."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            for tensor in (p, *(t for _, t in tensors_in(optimizer.state.get(p, {})))):
+                shard = shard_of(tensor)
+                residual = STORE.get(shard)
+                if residual is None:
+                    continue
+                if residual.expected_checksum is not None or residual.belongs(shard):
+                    yield tensor, residual
+
+
+def _of_ours(hooks: Iterable[Any]) -> "OrderedDict[Any, Any]":
+    """Return the hooks of this package; not by numbers, which other hooks of a copy will get."""
+    ours = [h for h in hooks if getattr(h, "__module__", "").startswith("collage_fx.")]
+    return OrderedDict((f"{h.__module__}.{h.__name__}", h) for h in ours)

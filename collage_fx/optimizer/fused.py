@@ -1,0 +1,160 @@
+"""Optimizers constructed with `fused=True`, whose kernel Dynamo does not trace.
+
+torch.optim's fused kernels do the arithmetic of the same optimizer's other steps, in fp32, rounding
+once where they store. So the step is run as if fused were off, which is traced, and computed in
+`wide` unless the user says otherwise.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim.optimizer import _use_grad_for_differentiable
+
+from collage_fx.config import CollageConfig
+from collage_fx.optimizer.ownership import family, init_states
+
+FUSED = (Adam, AdamW, SGD, Adagrad)
+"""torch.optim's classes that have a fused kernel; a subclass's step is theirs, or made of it."""
+_AMP = ("found_inf", "grad_scale")
+"""What torch.amp.GradScaler leaves on an optimizer whose kernel unscales gradients itself."""
+_AMP_SCALING = "_step_supports_amp_scaling"
+_TOUCHED = ("fused", "capturable")
+SCALE = "_collage_grad_scale"
+"""Where an optimizer has the scale of its gradients within a step."""
+
+
+def is_fused(optimizer: Optimizer) -> bool:
+    """Tell whether a step of the optimizer, or of one that it wraps, would run a fused kernel."""
+    return any(True for one in family(optimizer) for _ in _fused_groups(one))
+
+
+def _fused_groups(optimizer: Optimizer) -> Iterator[dict[str, Any]]:
+    if isinstance(optimizer, FUSED):
+        yield from (group for group in optimizer.param_groups if group.get("fused"))
+
+
+def as_its_kernel(
+    config: CollageConfig, options: Iterable[str], optimizer: Optimizer
+) -> CollageConfig:
+    """Return the configuration, in the arithmetic of the fused kernel where there is one.
+
+    Args:
+        config: made of the options.
+        options: the names of those that the user gave.
+        optimizer: whose step it is for.
+    """
+    if "arithmetic" in options or not is_fused(optimizer):
+        return config
+    return dataclasses.replace(config, arithmetic="wide")
+
+
+def note_of(config: CollageConfig) -> str:
+    """Return the line of a report on a step that was traced so."""
+    how = "in fp32 registers, as the fused kernel does" if config.wide else "in arithmetic 'eft'"
+    return f"fused=True: the step is traced as without it, and computed {how}"
+
+
+@contextmanager
+def traceable(optimizer: Optimizer) -> Iterator[bool]:
+    """Within, a step of the optimizer is one that Dynamo traces; groups are restored after it.
+
+    States are made first, as the fused kernel has them: step counts on the parameter's device,
+    which a step under `capturable` reads there, without a synchronisation.
+
+    Yields:
+        Whether the step is to be done; not if GradScaler found a gradient that is not finite, which
+        is looked up on the host.
+    """
+    touched: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    hidden: list[tuple[Optimizer, dict[str, Any]]] = []
+    inner: list[Optimizer] = []
+    wanted = True
+    try:
+        for one in family(optimizer):
+            groups = list(_fused_groups(one))
+            if not groups:
+                continue
+            if isinstance(one, Adam):
+                init_states(one, groups)
+            hidden.append((one, {k: vars(one)[k] for k in _AMP if k in vars(one)}))
+            found, scale = (vars(one).pop(k, None) for k in _AMP)
+            wanted &= found is None or not found.item()
+            if scale is not None and one is optimizer and _is_torchs(one):
+                setattr(one, SCALE, scale)
+            elif scale is not None:
+                _unscale(groups, scale)
+            for group in groups:
+                touched.append((group, {k: group[k] for k in _TOUCHED if k in group}))
+                group["fused"] = None
+                if "capturable" in group:  # what only the fused kernel is on a CPU
+                    group["capturable"] = all(_on_gpu(p) for p in group["params"])
+            if one is not optimizer and _AMP_SCALING in vars(one):
+                # A GradScaler that is called within the step unscales by itself.
+                inner.append(one)
+                setattr(one, _AMP_SCALING, False)
+        yield wanted
+    finally:
+        for group, before in touched:
+            group.update(before)
+        for one in inner:
+            setattr(one, _AMP_SCALING, True)
+        for one, amp in hidden:
+            vars(one).pop(SCALE, None)
+            vars(one).update(amp)
+
+
+def unscaling(optimizer: Optimizer) -> Callable[..., Any]:
+    """Return the step of an optimizer's class, hooks and all, that unscales gradients if it must.
+
+    The division is traced with the step, so it has to be within what cuts the graph there.
+    """
+    step: Any = type(optimizer).step
+    inner = inspect.unwrap(step)
+    if unscaled(inner, optimizer) is inner or not _is_torchs(optimizer):
+        return step
+    return Optimizer.profile_hook_step(_use_grad_for_differentiable(unscaled(inner, optimizer)))
+
+
+def unscaled(inner: Callable[..., Any], optimizer: Optimizer) -> Callable[..., Any]:
+    """Return a step that first divides gradients by their scale, where GradScaler may leave one.
+
+    In `wide` what the step computes with is the quotient in fp32, and what stays in `p.grad` is
+    that quotient rounded, as by the fused kernel. In fp16, where gradients are scaled because they
+    would be 0, that matters.
+    """
+    if not getattr(optimizer, _AMP_SCALING, False):
+        return inner
+
+    def unscaled_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        scale = getattr(self, SCALE, None)
+        # Dynamo looks into a function that it has not been given only if that names torch.
+        if torch.is_tensor(scale):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.grad.div_(scale)
+        return inner(self, *args, **kwargs)
+
+    return unscaled_step
+
+
+def _is_torchs(optimizer: Optimizer) -> bool:
+    """Tell whether the step of an optimizer's class is torch.optim's, and no subclass's."""
+    return inspect.unwrap(type(optimizer).step).__module__.startswith("torch.optim.")
+
+
+def _unscale(groups: list[dict[str, Any]], scale: Tensor) -> None:
+    """Divide gradients by their scale before a step in whose graph that cannot be."""
+    with torch.no_grad():
+        for p in (p for group in groups for p in group["params"] if p.grad is not None):
+            p.grad.div_(scale.to(p.grad.device))
+
+
+def _on_gpu(p: Tensor) -> bool:
+    return p.is_cuda or p.is_xpu

@@ -1,0 +1,217 @@
+"""Full-precision weights in and out, and residuals from one storage into another."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from collage_fx.config import CollageConfig
+from collage_fx.optimizer import checkpoint
+from collage_fx.optimizer.ownership import Owned, owned_tensors
+from collage_fx.optimizer.storage_patterns import Patterns, warn_now
+from collage_fx.passes.ir.program import LOW_PRECISION
+from collage_fx.runtime.errors import CheckpointError, OptionError
+from collage_fx.runtime.residuals.dtensor import placed, shard_of, sharded_like
+from collage_fx.runtime.residuals.store import STORE, Residual, clear_stale
+from collage_fx.runtime.storage.registry import FINEST, STORAGES, Choice, check_held, chosen
+
+
+def load_master_weights(
+    model_or_optimizer: nn.Module | Optimizer,
+    weights: Mapping[str, Tensor] | list[Tensor],
+    *,
+    storage: str | None = None,
+) -> None:
+    """Load weights of higher precision: the 16-bit parameters get them as high word and residual.
+
+    Everything else that `weights` names is copied, as by `load_state_dict`. Nothing is changed
+    unless all of it fits.
+
+    Args:
+        model_or_optimizer: a module, or an optimizer.
+        weights: fp32 or fp64 values of the same shapes, sharded alike: for a module a state dict
+            with all of its entries; for an optimizer a list in the order of its parameters, or a
+            mapping by name if it was made from `model.named_parameters()`.
+        storage: how to keep what the high words do not hold. By default that of the residual that
+            a parameter has, else the one that keeps most; a step converts it to its own.
+
+    Raises:
+        CheckpointError: a name or shape that does not fit.
+        StorageError: a parameter of a dtype that the storage cannot hold.
+        OptionError: a storage that does not exist.
+    """
+    if storage is not None:
+        _check_storage(storage)
+    targets = _tensors(model_or_optimizer)
+    if not isinstance(weights, Mapping):
+        weights = _in_order(targets, model_or_optimizer, weights)
+    _check(targets, weights)
+    targets = {name: shard_of(tensor) for name, tensor in targets.items()}
+    plan = {n: s for n, t in targets.items() if (s := _storage_for(t, storage))}
+    for name, kept in plan.items():
+        check_held(targets[name].dtype, kept, name)
+    with torch.no_grad():
+        for name, tensor in targets.items():
+            given = shard_of(weights[name])
+            if name in plan:
+                STORE.assign(tensor, given.detach().to(tensor.device), plan[name], name)
+            else:
+                tensor.copy_(given)
+
+
+def master_state_dict(
+    model: nn.Module, optimizer: Optimizer | None = None, *, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
+    """Return the model's state dict with each 16-bit parameter as its whole value.
+
+    Args:
+        model: the module.
+        optimizer: its optimizer; needed if residuals that it has loaded are not in use yet.
+        dtype: of the values that the parameters get, torch.float32 or torch.float64. Other entries
+            keep theirs.
+
+    Returns:
+        Copies, by the names of `model.state_dict()`.
+
+    Raises:
+        OptionError: another dtype.
+    """
+    if dtype not in (torch.float32, torch.float64):
+        raise OptionError(f"dtype={dtype} is not torch.float32 or torch.float64")
+    if optimizer is not None:
+        checkpoint.attach(optimizer)
+    result = {}
+    for name, tensor in _tensors(model).items():
+        shard = shard_of(tensor)
+        residual = _residual(shard)
+        low = tensor.dtype in LOW_PRECISION or residual is not None
+        whole = shard.detach() if residual is None else residual.whole(shard)
+        held = low and isinstance(tensor, nn.Parameter)
+        whole = whole.to(dtype if held else tensor.dtype, copy=True)
+        result[name] = sharded_like(whole, tensor)
+    return result
+
+
+def convert_residuals(optimizer: Optimizer, storage: str | Mapping[str, str]) -> None:
+    """Lay out the parameters and states of an optimizer that have residuals in another storage.
+
+    A dict gives each its own by patterns, as the option `storage` does; it and `auto` leave fp32
+    states as they are unless they name a storage for these.
+
+    Values are kept, to the precision of the new storage. A step that was compiled with another one
+    converts them back: compile it anew.
+
+    Raises:
+        StorageError: a state of a dtype that the storage cannot hold; nothing is changed.
+        OptionError: a storage that does not exist.
+    """
+    choice = CollageConfig(storage=storage).storage  # type: ignore[arg-type]
+    checkpoint.attach(optimizer)
+    held = [o for o in owned_tensors(optimizer) if STORE.get(o.tensor) is not None]
+    patterns = Patterns(choice)
+    for owned in owned_tensors(optimizer):
+        patterns.see(owned.name, is_param=owned.owner == "param")
+    plan = [(o, _chosen_for(o, choice)) for o in held]
+    for owned, name in plan:
+        check_held(owned.tensor.dtype, name, owned.name)
+    for owned, name in plan:
+        STORE.convert(owned.tensor, name)
+    patterns.conclude(warn_now)
+
+
+def _chosen_for(owned: Owned, choice: Choice) -> str:
+    """Return the storage for a state with a residual: the present one where none is chosen."""
+    if choice in STORAGES:
+        return str(choice)
+    name = chosen(choice, owned.name, owned.tensor.dtype, is_param=owned.owner == "param")
+    residual = STORE.get(owned.tensor)
+    assert residual is not None
+    return name or residual.storage
+
+
+def _check_storage(storage: str) -> None:
+    if not isinstance(storage, str) or storage not in STORAGES:
+        raise OptionError(f"storage={storage!r} is not one of {', '.join(map(repr, STORAGES))}")
+
+
+def _residual(tensor: Tensor) -> Residual | None:
+    """Return the residual of tensor, cleared with a warning if it is another value's."""
+    residual = STORE.get(tensor)
+    if residual is not None:
+        clear_stale([(tensor, residual)])
+    return residual
+
+
+def _storage_for(tensor: Tensor, wanted: str | None) -> str:
+    """Return the storage for the values of a tensor; empty if it is only to be copied to.
+
+    That is the wanted one, or the one that it has, or the one that keeps most of it; an fp32 tensor
+    that has none gets one only if it is wanted.
+    """
+    if tensor.dtype in LOW_PRECISION:
+        residual = STORE.get(tensor)
+        return wanted or (FINEST[tensor.dtype] if residual is None else residual.storage)
+    fits = wanted is not None and tensor.dtype in STORAGES[wanted].residuals
+    if fits and isinstance(tensor, nn.Parameter):
+        return str(wanted)
+    residual = STORE.get(tensor)
+    return "" if residual is None else residual.storage
+
+
+def _tensors(model_or_optimizer: nn.Module | Optimizer) -> dict[str, Tensor]:
+    if isinstance(model_or_optimizer, nn.Module):
+        return {
+            name: tensor
+            for name, tensor in model_or_optimizer.state_dict(keep_vars=True).items()
+            if isinstance(tensor, Tensor)
+        }
+    names: dict[str, Tensor] = {}
+    for group in model_or_optimizer.param_groups:
+        for k, p in enumerate(group["params"]):
+            given = group.get("param_names")
+            names[given[k] if given else f"parameter {len(names)}"] = p
+    return names
+
+
+def _in_order(
+    targets: dict[str, Tensor], owner: nn.Module | Optimizer, weights: list[Tensor]
+) -> Mapping[str, Tensor]:
+    if isinstance(owner, nn.Module):
+        raise CheckpointError("weights for a module come by name, as its state_dict() has them")
+    if len(weights) != len(targets):
+        raise CheckpointError(f"{len(weights)} weights for {len(targets)} parameters")
+    return dict(zip(targets, weights, strict=True))
+
+
+def _check(targets: dict[str, Tensor], weights: Mapping[str, Any]) -> None:
+    missing, unknown = targets.keys() - weights.keys(), weights.keys() - targets.keys()
+    if missing or unknown:
+        raise CheckpointError(
+            f"the weights do not fit: missing {sorted(missing) or 'none'}, "
+            f"unknown {sorted(unknown) or 'none'}"
+        )
+    values: dict[int, Tensor] = {}
+    for name, tensor in targets.items():
+        why = _misfit(tensor, weights[name])
+        given = shard_of(weights[name]) if not why else weights[name]
+        if not why and not torch.equal(values.setdefault(id(tensor), given), given):
+            why = "another name of the same tensor has other values"
+        if why:
+            raise CheckpointError(f"the weights do not fit: {name} {why}")
+
+
+def _misfit(tensor: Tensor, weight: Any) -> str:
+    """Return why a tensor cannot take these values; empty if it can."""
+    if not isinstance(weight, Tensor):
+        return f"is given as {type(weight).__name__}"
+    if (ours := placed(tensor)) != (theirs := placed(weight)):
+        return f"is {ours or 'not sharded'}, given {theirs or 'not sharded'}"
+    if weight.shape != tensor.shape:
+        return f"is {tuple(tensor.shape)}, given {tuple(weight.shape)}"
+    if weight.layout != torch.strided or weight.is_meta:
+        return f"is given as a {'meta' if weight.is_meta else 'sparse'} tensor"
+    if not torch.can_cast(weight.dtype, tensor.dtype):
+        return f"is {tensor.dtype}, given {weight.dtype}"
+    return ""

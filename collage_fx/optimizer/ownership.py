@@ -1,0 +1,320 @@
+"""Which optimizer a tensor belongs to, and what it is called there."""
+
+import functools
+import gc
+import inspect
+import re
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+from torch import Tensor
+from torch.fx import Node
+from torch.nn import Module
+from torch.optim import SGD, Optimizer
+
+from collage_fx.eager.memory_map import has_memory, overlapping
+from collage_fx.passes.ir.program import Owner
+from collage_fx.runtime.residuals.dtensor import shard_of
+
+PARAM = "<param>"
+"""The key of a parameter itself among the carried states of that parameter."""
+STAND_IN = "_collage_stand_in"
+"""An attribute of what is no optimizer of the user's but stands for one; see representatives.py."""
+
+
+@dataclass(frozen=True)
+class Owned:
+    """One tensor that a step may carry."""
+
+    tensor: Tensor
+    """Of one that is sharded this process's shard."""
+    group: int
+    param: int
+    """Position among all parameters, as in the optimizer's state_dict(); -1 for what belongs to no
+    parameter."""
+    key: str
+    """PARAM, or the path of a state such as `exp_avg` or `history.0`."""
+    name: str
+    of_optimizer: bool = True
+
+    @property
+    def named(self) -> bool:
+        """Whether a parameter or one of its states, or an argument of a function."""
+        return self.param >= 0 or not self.of_optimizer
+
+    @property
+    def owner(self) -> Owner:
+        """Whether the tensor is a parameter, a state of an optimizer, or neither."""
+        if self.key == PARAM:
+            return "param"
+        return "state" if self.of_optimizer else "tensor"
+
+
+def owned_tensors(optimizer: Optimizer) -> Iterator[Owned]:
+    """Yield every parameter of the optimizer and every tensor of its per-parameter states."""
+    groups, states = _parts_of(optimizer)
+    index = 0
+    for g, group in enumerate(groups):
+        for p, param in enumerate(group["params"]):
+            name = f"param_groups[{g}].params[{p}]"
+            yield Owned(shard_of(param), g, index, PARAM, name)
+            for key, tensor in tensors_in(states.get(param, {})):
+                yield Owned(shard_of(tensor), g, index, key, f"{key} of {name}")
+            index += 1
+
+
+def _parts_of(optimizer: Optimizer) -> tuple[list[dict[str, Any]], Any]:
+    """Return groups and states; none of one that wraps another and never was an Optimizer."""
+    return getattr(optimizer, "param_groups", []), getattr(optimizer, "state", {})
+
+
+def held_tensors(optimizer: Optimizer) -> Iterator[Owned]:
+    """Yield the owned tensors, and those that the optimizer keeps elsewhere.
+
+    That is in its parameter groups, under other keys of its state, in attributes, in models that
+    these hold (averages of the weights), and in optimizers that it wraps. They are in no place that
+    a checkpoint could name.
+    """
+    together = family(optimizer)
+    groups_of_all = (group for one in together for group in _parts_of(one)[0])
+    params = {id(p) for group in groups_of_all for p in group["params"]}
+    for n, one in enumerate(together):
+        for owned in owned_tensors(one):
+            yield owned if one is optimizer else replace(owned, group=1000 * n + owned.group)
+        groups, states = _parts_of(one)
+        elsewhere = {
+            "state": {k: v for k, v in states.items() if id(k) not in params},
+            "param_groups": [{k: v for k, v in g.items() if k != "params"} for g in groups],
+            **{k: v for k, v in vars(one).items() if k not in ("state", "param_groups")},
+        }
+        for path, tensor in tensors_in(elsewhere):
+            if id(tensor) not in params:
+                yield Owned(shard_of(tensor), n, -1, path, f"{path} of {type(one).__name__}")
+
+
+def compensable(
+    found: Iterable[Owned], held: Callable[[Owned], bool], warn: Callable[[str], None]
+) -> list[Owned]:
+    """Return the states that `held` picks, each piece of memory once; warn of overlapping ones."""
+    seen: set[Any] = set()
+    low = []
+    for owned in found:
+        tensor = owned.tensor
+        if has_memory(tensor) and held(owned):
+            where = tensor.data_ptr(), tensor.shape, tensor.stride()
+            if id(tensor) not in seen and (where not in seen or not tensor.numel()):
+                seen.update((id(tensor), where))
+                low.append(owned)
+    named = {o.tensor.untyped_storage()._cdata for o in low if o.named}
+    # What an optimizer keeps elsewhere may be views of its parameters.
+    low = [o for o in low if o.named or o.tensor.untyped_storage()._cdata not in named]
+    shared = overlapping(o.tensor for o in low)
+    if shared:
+        names = ", ".join(o.name for o in low if id(o.tensor) in shared)
+        warn(f"not compensated: {names} overlap in memory; give each memory of its own")
+    return [o for o in low if id(o.tensor) not in shared]
+
+
+def family(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizer and those that it wraps."""
+    found = [optimizer]
+    for one in found:
+        for value in vars(one).values():
+            for inner in value if isinstance(value, list | tuple) else [value]:
+                known = any(inner is one for one in found)
+                if issubclass(type(inner), Optimizer) and not known:
+                    found.append(inner)
+    return found
+
+
+def state_count(optimizer: Optimizer) -> int:
+    """Return a number that changes when the optimizer makes a state."""
+    return sum(
+        len(state)
+        for one in family(optimizer)
+        for state in _parts_of(one)[1].values()
+        if isinstance(state, dict)
+    )
+
+
+def stateless(optimizer: Optimizer) -> set[int]:
+    """Return the ids of the parameters with a gradient that have no state of their size."""
+    found = set()
+    for one in family(optimizer):
+        groups, states = _parts_of(one)
+        for p in (p for group in groups for p in group["params"] if p.grad is not None):
+            if not any(t.shape == p.shape for _, t in tensors_in(states.get(p, {}))):
+                found.add(id(p))
+    return found
+
+
+def makes_states(optimizer: Optimizer) -> bool:
+    """Tell whether a step is the first and will make states itself, as far as can be foreseen.
+
+    For a class that has `_init_group` Dynamo calls that before it traces the step, and only SGD's
+    momentum is left for the step to make. Of others the code tells: it names `state`.
+    """
+    if state_count(optimizer) or not stateless(optimizer):
+        return False
+    if hasattr(optimizer, "_init_group"):
+        groups, _ = _parts_of(optimizer)
+        return isinstance(optimizer, SGD) and any(group["momentum"] for group in groups)
+    step = inspect.unwrap(type(optimizer).step)
+    return "state" in getattr(getattr(step, "__code__", None), "co_names", ())
+
+
+def init_states(optimizer: Optimizer, groups: Iterable[dict[str, Any]]) -> None:
+    """Make the states of one of torch.optim's classes that a step would begin by making."""
+    for group in groups:
+        if any(p.grad is not None and not optimizer.state.get(p) for p in group["params"]):
+            init = optimizer._init_group  # type: ignore[attr-defined]
+            lists = len(inspect.signature(init).parameters) - 1
+            init(group, *([] for _ in range(lists)))
+
+
+def rates(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the numbers of each parameter group, such as `lr` and `betas`."""
+    groups, _ = _parts_of(optimizer)
+    return [{k: v for k, v in group.items() if _is_number(v)} for group in groups]
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(_is_number(v) for v in value)
+    return isinstance(value, int | float)
+
+
+def argument_tensors(
+    names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[Owned]:
+    """Yield every tensor among the arguments of a function whose parameters have these names."""
+    named = {names[i] if i < len(names) else f"args[{i}]": a for i, a in enumerate(args)}
+    yield from _of_optimizers({**named, **kwargs})
+    for path, tensor in tensors_in({**named, **kwargs}):
+        name = re.sub(r"\.(\d+)", r"[\1]", path)
+        yield Owned(shard_of(tensor), 0, -1, path, name, of_optimizer=False)
+
+
+def without_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what functools.partial was given."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
+def tensors_of_callable(function: Callable[..., Any]) -> Iterator[Owned]:
+    """Yield the tensors of what a function refers to, and of the object whose method it is.
+
+    Of a model they are its parameters: `AveragedModel.update_parameters` updates these. Of
+    functools.partial also those that it passes on.
+    """
+    given: dict[str, Any] = {}
+    while isinstance(function, functools.partial):
+        given.update({f"args[{i}]": a for i, a in enumerate(function.args)}, **function.keywords)
+        function = function.func
+    owner = getattr(function, "__self__", None if inspect.isroutine(function) else function)
+    if isinstance(owner, Optimizer | Module):
+        given["self"] = owner
+    else:
+        given.update(getattr(owner, "__dict__", {}))
+    given.update(_referred_to(function))
+    yield from _of_optimizers(given)
+    for path, tensor in tensors_in(given):
+        name = path.removeprefix("self.")
+        yield Owned(shard_of(tensor), 0, -1, name, name, of_optimizer=False)
+
+
+def _referred_to(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the variables around a function, and the tensors, models and optimizers it names."""
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return {}
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    found = {name: cell.cell_contents for name, cell in cells if cell != types.CellType()}
+    there = {n: function.__globals__[n] for n in code.co_names if n in function.__globals__}
+    states = Tensor | Module | Optimizer | list | dict
+    return found | {name: value for name, value in there.items() if isinstance(value, states)}
+
+
+def _of_optimizers(tree: Any) -> Iterator[Owned]:
+    """Yield what optimizers hold that are in a tree of containers."""
+    found = (leaf for _, leaf in _leaves(tree) if issubclass(type(leaf), Optimizer))
+    for one in {id(leaf): leaf for leaf in found}.values():
+        yield from held_tensors(one)
+
+
+def tensors_in(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield (dotted path, tensor) for each tensor in nested containers, of a model parameters."""
+    return ((where, leaf) for where, leaf in _leaves(tree, path) if isinstance(leaf, Tensor))
+
+
+def _leaves(tree: Any, path: str = "", within: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Yield (dotted path, what is there) for all that is no container."""
+    if isinstance(tree, Module):
+        yield from _leaves(dict(tree.named_parameters()), path)
+    elif is_dataclass(tree) and not isinstance(tree, type):
+        if id(tree) not in within:  # it may refer to what it is part of
+            known = {f.name: getattr(tree, f.name, None) for f in fields(tree)}
+            yield from _leaves(known, path, (*within, id(tree)))
+    elif isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _leaves(value, f"{path}.{key}" if path else str(key), within)
+    elif isinstance(tree, list | tuple | deque):
+        for i, value in enumerate(tree):
+            yield from _leaves(value, f"{path}.{i}" if path else str(i), within)
+    else:
+        yield path, tree
+
+
+def live_optimizers() -> list[Optimizer]:
+    """Return every optimizer of this process.
+
+    PyTorch keeps no list of them, and the optimizer whose step is being compiled is not handed to a
+    backend; the garbage collector knows all of them.
+    """
+    # type() and not isinstance(): proxies run code of their own when asked for their __class__.
+    found = [o for o in gc.get_objects() if issubclass(type(o), Optimizer)]
+    return [o for o in found if STAND_IN not in vars(o)]
+
+
+def owners_of(optimizers: Iterable[Optimizer]) -> dict[int, tuple[Optimizer, Owned]]:
+    """Return id(tensor) -> its optimizer and place, of two optimizers the first."""
+    found: dict[int, tuple[Optimizer, Owned]] = {}
+    for optimizer in optimizers:
+        for owned in owned_tensors(optimizer):
+            found.setdefault(id(owned.tensor), (optimizer, owned))
+    return found
+
+
+def owner_of(tensor: Any) -> Owner:
+    """Return what a tensor that no optimizer owns is by the looks of it."""
+    is_leaf = isinstance(tensor, Tensor) and tensor.requires_grad and tensor.is_leaf
+    return "param" if is_leaf else "tensor"
+
+
+def is_buffer(source: str) -> bool:
+    """Tell whether a source is a buffer of a module: L['model']._modules['bn']._buffers['mean']."""
+    return "._buffers[" in source
+
+
+def source_name(source: Any) -> str:
+    """Return Dynamo's name of a source; empty for None."""
+    name = getattr(source, "name", "")
+    return name() if callable(name) else str(name)
+
+
+def placeholder_source(placeholder: Node) -> str:
+    """Return Dynamo's name of where an input of its graph comes from; empty if it has none."""
+    return source_name(getattr(placeholder, "_dynamo_source", None))
+
+
+def pretty(source: str) -> str:
+    """Return `params[0]` for Dynamo's `L['params'][0]`, `model.bn.weight` for a module's."""
+    text = re.sub(r"^L\['(\w+)'\]", r"\1", source)
+    text = re.sub(r"\['(\w+)'\]", r".\1", text)
+    text = re.sub(r"\._(modules|buffers|parameters)\b", "", text)
+    return text.removeprefix("self.")

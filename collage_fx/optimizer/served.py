@@ -1,0 +1,125 @@
+"""Which engine served each carried state, and how often."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from collage_fx.passes.analysis.plan import LEFT_BY_LEVEL, NO_PARAMETER, NO_STATE
+from collage_fx.passes.ir.program import StatePlan
+from collage_fx.runtime.storage.registry import STORAGES
+
+
+@dataclass
+class Served:
+    """What became of one carried state, step by step."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...] = ()
+    recurrence: str = ""
+    compensated: bool = False
+    reason: str = ""
+    graph: int = 0
+    """Steps in which a compiled graph wrote it."""
+    eager: int = 0
+    """Steps in which the eager engine wrote it."""
+    unaccounted: int = 0
+    """Steps in which something else wrote it."""
+    judged: int = 0
+    """Steps on which the eager engine's verdict rests."""
+
+    def planned(self, storage: str) -> StatePlan:
+        """Return the same as the passes say it of a state in a graph."""
+        sample = torch.empty(self.shape, dtype=self.dtype, device="meta")
+        return StatePlan(
+            name=self.name,
+            dtype=self.dtype,
+            shape=self.shape,
+            recurrence=self.recurrence,
+            compensated=self.compensated,
+            reason=self.reason,
+            storage=storage if self.compensated else "",
+            residual_bytes=STORAGES[storage].residual_bytes(sample) if self.compensated else 0,
+        )
+
+    @property
+    def steps(self) -> int:
+        """Steps in which it was written."""
+        return self.graph + self.eager + self.unaccounted
+
+    @property
+    def is_gradient(self) -> bool:
+        """Whether it is a gradient, which a step may scale or clip."""
+        return self.name.endswith(".grad") and self.reason.startswith(NO_STATE)
+
+    @property
+    def engine(self) -> str:
+        """`graph`, `eager`, `graph + eager` or `none`."""
+        return " + ".join(e for e in ("graph", "eager") if getattr(self, e)) or "none"
+
+
+def nothing_compensated(dtypes: Iterable[torch.dtype], reasons: dict[str, str]) -> str:
+    """Return what to say of a step of which no state is compensated.
+
+    Args:
+        dtypes: those of its states.
+        reasons: the states by name, and the reasons of their verdicts.
+    """
+    if left := left_by_level(reasons):
+        return f"nothing was compensated: {left}"
+    words = ", ".join(sorted({str(d).removeprefix("torch.") for d in dtypes}))
+    return (
+        f"nothing needed compensation: the states of this step are {words}, and none of them loses "
+        "updates in its dtype; collage_fx.explain gives the reason for each"
+    )
+
+
+def left_by_level(reasons: dict[str, str], *, unknown: bool = False) -> str:
+    """Return what to say of the states that level light leaves alone; empty if there are none.
+
+    Args:
+        reasons: the states by name, and the reasons of their verdicts.
+        unknown: whether only where no tensor is known to be a parameter, so that one may be left.
+    """
+    left = [n for n, r in reasons.items() if r.startswith(LEFT_BY_LEVEL)]
+    left = [n for n in left if not unknown or reasons[n].endswith(NO_PARAMETER)]
+    if not left:
+        return ""
+    return (
+        "level light compensates parameters, and what they are computed anew from, only; "
+        f"{', '.join(left)} lose updates in their dtype, which level='auto' compensates"
+    )
+
+
+def place_of(name: str) -> list[tuple[bool, int, str]]:
+    """Return what states are ordered by: the parameter, by number, and their own name."""
+    own, _, param = name.rpartition(" of ")
+    words = [*re.split(r"(\d+)", param), own]
+    return [(word.isdigit(), int(word) if word.isdigit() else 0, word) for word in words]
+
+
+@dataclass
+class Report:
+    """What `collage_fx.compile` did for a step so far; str() of it is a table."""
+
+    subject: str
+    states: list[Served] = field(default_factory=list)
+    """The 16-bit states that were written, in the order of their parameters."""
+    notes: list[str] = field(default_factory=list)
+    """The warnings given."""
+
+    def __str__(self) -> str:
+        rows = [("state", "dtype", "served by", "steps", "verdict")]
+        for s in self.states:
+            verdict = "compensated" if s.compensated else "plain"
+            steps = f"{s.graph} graph, {s.eager} eager"
+            steps += f", {s.unaccounted} unaccounted" if s.unaccounted else ""
+            dtype = str(s.dtype).removeprefix("torch.")
+            rows.append((s.name, dtype, s.engine, steps, f"{verdict}: {s.reason}"))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        table = [
+            "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
+        ]
+        return "\n".join([f"collage_fx: {self.subject}", "", *table, *self.notes])

@@ -1,0 +1,92 @@
+"""Patterns for names of states that fit none, or that decide for none: mostly a slip of the pen."""
+
+import difflib
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from collage_fx.config import CollageConfig
+from collage_fx.optimizer.discovery import Held
+from collage_fx.passes.analysis.plan import is_named
+from collage_fx.passes.ir.program import Program
+from collage_fx.runtime.errors import CollageWarning
+from collage_fx.runtime.storage.registry import Choice, fits, kind_of
+
+_SHOWN = 8
+
+
+class Patterns:
+    """The patterns that a user has given, until all states have been looked at."""
+
+    def __init__(self, storage: Choice, states: Iterable[str] = ()) -> None:
+        self.storage = [] if isinstance(storage, str) else [pattern for pattern, _ in storage]
+        self.states = tuple(states)
+        # `*` is for the rest, of which there may be none.
+        self.idle = {("storage", p) for p in self.storage if p.strip("*")}
+        self.idle |= {("states", p) for p in self.states if p.strip("*")}
+        """Those that have decided for no state yet."""
+        self.late: set[str] = set()
+        """Those for storages that fit a state which an earlier one had decided for."""
+        self.kinds: dict[str, None] = {}
+        self.names: dict[str, None] = {}
+        self.count: int | None = None
+        """How many states there were after the last step."""
+        self.ran: set[int] = set()
+        """The ids of the graphs that have run."""
+
+    @classmethod
+    def of(cls, config: CollageConfig) -> "Patterns":
+        """Return those of a configuration."""
+        return cls(config.storage, config.states)
+
+    def see(self, name: str, *, is_param: bool) -> None:
+        """Note that there is a state of this name."""
+        kind = kind_of(name, is_param=is_param)
+        self.kinds[kind] = self.names[name] = None
+        fitting = [pattern for pattern in self.storage if fits(pattern, kind, name)]
+        self.late.update(fitting[1:])
+        self.idle.discard(("storage", fitting[0] if fitting else ""))
+        self.idle -= {("states", p) for p in self.states if is_named(name, (p,))}
+
+    def see_graph(self, program: Program) -> None:
+        """Note the states that a graph updates."""
+        if self.idle:
+            others = [program.others.get(carried.index, []) for carried in program.carried]
+            for carried in (*program.carried, *(one for row in others for one in row)):
+                self.see(carried.name, is_param=carried.owner == "param")
+
+    def after_step(self, held: Held, warn: Callable[[str], None]) -> None:
+        """Note the states after a step; speak up if it was one that has made none."""
+        if self.idle:
+            for owned in held.all():
+                self.see(owned.name, is_param=owned.owner == "param")
+            before, self.count = self.count, held.count()
+            if before == self.count:
+                self.conclude(warn)
+
+    def after_graph(self, graph: Any, warn: Callable[[str], None]) -> None:
+        """Note that a graph has run; speak up if it has before, so that all have been compiled."""
+        if self.idle:
+            if id(graph) in self.ran:
+                self.conclude(warn)
+            self.ran.add(id(graph))
+
+    def conclude(self, warn: Callable[[str], None]) -> None:
+        """Warn of the patterns that decide for no state, the states being known now."""
+        for option, pattern in sorted(self.idle):
+            there = [*self.kinds, *self.names] if option == "storage" else list(self.names)
+            close = difflib.get_close_matches(pattern, there, 1)
+            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            names = [*self.kinds] if option == "storage" else []
+            names += [name for name in self.names if name not in names]
+            more = f" and {len(names) - _SHOWN} more" if names[_SHOWN:] else ""
+            why = f"fits no state{hint}; there are {', '.join(names[:_SHOWN])}{more}"
+            if option == "storage" and pattern in self.late:
+                why = "decides for no state: patterns before it fit all that it fits; put it first"
+            warn(f"{option}: the pattern {pattern!r} {why}")
+        self.idle.clear()
+
+
+def warn_now(message: str) -> None:
+    """Warn in the name of collage_fx."""
+    warnings.warn(f"collage_fx: {message}", CollageWarning, stacklevel=4)

@@ -1,0 +1,71 @@
+"""From a graph of the first parameters of classes to one of all that they stand for."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from collage_fx.compilation.graph_inputs import Inputs, Unseen
+from collage_fx.passes.dedup.deduplicate import Group, Narrow, represented
+from collage_fx.passes.ir.program import Unlike
+from collage_fx.runtime.storage.registry import held_dtypes
+from collage_fx.stand_in.representatives import GRAD
+
+
+def narrowed(session: Any, inputs: Inputs) -> Narrow:
+    """Return a graph of Dynamo's as the narrow graph of the parameters of `session.roster`.
+
+    Raises Unlike if it does not do to all of them what it does to those that stand for them.
+    """
+    classes, settings = session.roster.classes, session.config.settings
+    place = {
+        id(t): (k, at) for k, one in enumerate(classes) for at, t in enumerate(one[0].tensors())
+    }
+
+    def where(node: Node) -> tuple[int, int] | None:
+        return place.get(id(inputs.tensor(inputs.source_of(node))))
+
+    def stands(node: Node) -> int | None:
+        return found[0] if (found := where(node)) is not None else None
+
+    parts = represented(inputs.gm, stands, len(classes), held_dtypes(settings.storage))
+    fakes = _Fakes(inputs)
+    groups = []
+    for k, nodes in parts:
+        members: list[list[Any]] = [nodes]
+        facts = [inputs.fact(node, settings) for node in nodes]
+        for member in classes[k][1:]:
+            row = [fakes.like(node, member, where(node)) for node in nodes]
+            if None in facts or [inputs.fact(one, settings) for one in row] != facts:
+                raise Unlike("parameters of one shape are kept in different ways")
+            members.append(row)
+        groups.append(Group(members, [[] for _ in members], set()))
+    count = len(inputs.gm.graph.find_nodes(op="placeholder"))
+    return Narrow(inputs.gm, list(range(count)), [], {}, groups)
+
+
+class _Fakes:
+    """Fake tensors, one for each layout."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        self.inputs = inputs
+        self.made: dict[Any, Tensor] = {}
+
+    def like(self, node: Node, member: Any, where: tuple[int, int] | None) -> Unseen:
+        """Return what another member has in the place of an input."""
+        assert where is not None
+        _, at = where
+        if len(tensors := member.tensors()) <= at:
+            raise Unlike("a parameter got its states while the step was traced")
+        tensor = tensors[at]
+        key = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+        if key not in self.made:
+            with self.inputs.value(node).fake_mode:
+                self.made[key] = torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+                )
+        static = isinstance(self.inputs.source_of(node), str)
+        _, param = self.inputs.owners[id(member.param)]
+        name = f"{param.name}.grad" if at == GRAD else node.name
+        return Unseen(member.finder(at), static, self.made[key], name)

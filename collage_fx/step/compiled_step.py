@@ -1,0 +1,204 @@
+"""A step, of an optimizer or a function, as `collage_fx.compile` makes it."""
+
+import functools
+import inspect
+import types
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch._dynamo import config as dynamo_config
+from torch.compiler import disable
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
+
+from collage_fx.dynamo.backend import Session
+from collage_fx.eager.supervisor import Supervisor
+from collage_fx.errors import CollageError, OptionError
+from collage_fx.hooks import nested_compile
+from collage_fx.hooks.gc_pause import FIRST, no_full_collection
+from collage_fx.optimizer import plain_steps
+from collage_fx.optimizer.discovery import Held, HeldBy
+from collage_fx.optimizer.fused import is_fused, note_of, traceable, unscaling
+from collage_fx.optimizer.ownership import Owned, argument_tensors, family, tensors_of_callable
+from collage_fx.optimizer.served import Report, place_of
+from collage_fx.stand_in.representatives import Representatives
+from collage_fx.step.first_steps import StepCheck
+from collage_fx.step.recompile_guard import Storm, symbolic_math
+from collage_fx.step.subject import name_of, step_made_here
+
+RECOMPILE_LIMIT = 256
+"""How many graphs Dynamo may keep for the step of one class of optimizers."""
+
+
+def compile_optimizer(optimizer: Optimizer, session: Session) -> Callable[..., Any]:
+    """Return a method bound to the optimizer that runs its class's step compiled."""
+    # The class's own step: optimizer.step may be wrapped by a scheduler, or be ours already.
+    plain = types.MethodType(unscaling(optimizer), optimizer)
+    reference = weakref.ref(optimizer)
+    supervisor = Supervisor(
+        session.config,
+        HeldBy(lambda: _alive(reference)),
+        session.warn_once,
+        f"the step of {type(optimizer).__name__}",
+    )
+    few = Representatives(lambda: _alive(reference), session)
+    run = _supervised(plain, session, supervisor, few)
+    check = StepCheck(supervisor, session, session.config.verify)
+
+    def run_fused(*args: Any, **kwargs: Any) -> Any:
+        session.notes.add(note_of(session.config))
+        with traceable(_alive(reference)) as wanted:
+            return run(*args, **kwargs) if wanted else None
+
+    @functools.wraps(type(optimizer).step)
+    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if not supervisor.steps:
+            plain_steps.called(family(self))
+        optimizer = _alive(reference)
+        done = run_fused if is_fused(optimizer) else run
+        if check.wanted:
+            result = check.step(optimizer, done, args, kwargs)
+        else:
+            result = done(*args, **kwargs)
+        self._opt_called = True  # type: ignore[attr-defined]  # what schedulers look at
+        return result
+
+    step._collage = session  # type: ignore[attr-defined]
+    step._report = functools.partial(_report, supervisor, session)  # type: ignore[attr-defined]
+    return types.MethodType(step, optimizer)
+
+
+def compile_function(function: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    """Return the function compiled, and supervised as the step of an optimizer is."""
+    if session.config.verify:
+        raise OptionError("verify=n checks the steps of optimizers, not calls of functions")
+    arguments: list[Owned] = []
+    names = _argument_names(function)
+    supervisor = Supervisor(
+        session.config, Held(lambda: arguments), session.warn_once, name_of(function), keeps=False
+    )
+    run = _supervised(function, session, supervisor)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        arguments[:] = [*argument_tensors(names, args, kwargs), *tensors_of_callable(function)]
+        try:
+            return run(*args, **kwargs)
+        finally:
+            arguments.clear()
+
+    call._report = functools.partial(_report, supervisor, session)  # type: ignore[attr-defined]
+    return call
+
+
+def _argument_names(function: Callable[..., Any]) -> list[str]:
+    """Return the names of the positional arguments, as far as they have any."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
+def _supervised(
+    plain: Callable[..., Any],
+    session: Session,
+    supervisor: Supervisor,
+    few: Representatives | None = None,
+) -> Callable[..., Any]:
+    """Return plain compiled, as far as it can be, with the eager engine for the rest.
+
+    Args:
+        plain: a step.
+        session: compiles it.
+        supervisor: has the eager engine.
+        few: does the steps of which Dynamo need not see all.
+    """
+    compiled = torch.compile(plain, backend=session)
+    session.supervisor = weakref.ref(supervisor)
+    storm = Storm(session, supervisor)
+    is_closure = _is_function if few is None else callable
+
+    @disable  # where the whole training step is compiled
+    def run(*args: Any, **kwargs: Any) -> Any:
+        compiles = no_full_collection() if storm.calls < FIRST else nullcontext()
+        with compiles, supervisor.step() as engine, storm.watch() as calm:
+            calm = calm and not session.begins_untraced()
+            # A closure runs the model, eagerly or as the user compiled it: no part of the step.
+            args, kwargs = tree_map(
+                lambda a: disable(engine.suspended(a)) if is_closure(a) else a, (args, kwargs)
+            )
+            # All optimizers of a class share one function, whose graphs Dynamo counts together: its
+            # default limit of 8 is soon reached.
+            with (
+                dynamo_config.patch(recompile_limit=RECOMPILE_LIMIT),
+                supervisor.failures.caught(),
+                symbolic_math(),
+                nested_compile.step_of(session, compiled=calm),
+            ):
+                if not calm:
+                    return plain(*args, **kwargs)
+                if few is None or not few.tries:
+                    return compiled(*args, **kwargs)
+                return few.step(compiled, args, kwargs)
+
+    return run
+
+
+def _is_function(argument: Any) -> bool:
+    """Tell whether an argument is a function, and no model or other object that can be called."""
+    return inspect.isroutine(argument) or isinstance(argument, functools.partial)
+
+
+def in_place(function: Callable[..., Any], carries: tuple[str, ...]) -> Callable[..., Any]:
+    """Return function with its first results written over the arguments of these names."""
+    if not carries:
+        return function
+    signature = inspect.signature(function)
+    unknown = [name for name in carries if name not in signature.parameters]
+    if unknown:
+        raise OptionError(
+            f"carries={carries!r}: {signature} has no argument {', '.join(map(repr, unknown))}"
+        )
+
+    @functools.wraps(function)
+    def update(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        results = function(*args, **kwargs)
+        single = not isinstance(results, tuple)
+        results = (results,) if single else results
+        old = tuple(bound.arguments[name] for name in carries)
+        for state, new in zip(tree_leaves(old), tree_leaves(results[: len(old)]), strict=True):
+            state.copy_(new)
+        return old[0] if single else old + results[len(old) :]
+
+    return update
+
+
+def _alive(reference: Callable[[], Optimizer | None]) -> Optimizer:
+    optimizer = reference()
+    assert optimizer is not None, "the step outlived its optimizer"
+    return optimizer
+
+
+def report_of(step: Any) -> Report:
+    """Return the report of a step made here.
+
+    Raises CollageError for any other.
+    """
+    made = step_made_here(step, "_report")
+    if made is None:
+        raise CollageError(f"{step!r} was not made by collage_fx.compile, which keeps the record")
+    return made._report()
+
+
+def _report(supervisor: Supervisor, session: Session) -> Report:
+    written = (s for s in supervisor.served.values() if s.steps and not s.is_gradient)
+    return Report(
+        supervisor.subject,
+        sorted(written, key=lambda s: place_of(s.name)),
+        sorted(session.warned | session.notes),
+    )

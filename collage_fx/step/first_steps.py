@@ -1,0 +1,268 @@
+"""`verify=n`: the first steps are done again, eagerly and in float64, and compared.
+
+What stock torch.compile gets wrong of an optimizer, a compensated graph gets wrong too. So a copy
+of the optimizer takes the same step as Python does it, in float64, and each state is held against
+what the compiled step stored. A graph that fails is named, its step undone, and the eager engine
+does the steps from then on: what Dynamo made of the code may be what is wrong.
+
+The code of a checked step runs twice; what it does to objects that the optimizer refers to and that
+are no part of it is done twice.
+
+Off by default: the copy takes 8 bytes for each element of parameters, gradients and states, and
+what can be undone takes their bytes once more.
+"""
+
+import math
+import random
+import types
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+try:
+    import numpy
+except ImportError:  # PyTorch does without it
+    numpy = None  # type: ignore[assignment]
+import torch
+from torch import Tensor
+from torch.compiler import set_stance
+from torch.optim import Optimizer
+
+from collage_fx.dynamo.backend import Session
+from collage_fx.eager.supervisor import Supervisor
+from collage_fx.eager.verdict import TRIED
+from collage_fx.hooks.optimizer_hooks import is_seen_by_others
+from collage_fx.optimizer.ownership import family, held_tensors, tensors_in
+from collage_fx.runtime.residuals.store import STORE
+from collage_fx.runtime.storage.registry import kept
+from collage_fx.step.optimizer_clone import twin_of
+
+Values = dict[str, Tensor]
+"""Name of a state -> its value, in float64."""
+
+
+class StepCheck:
+    """The check of the first steps of one optimizer."""
+
+    def __init__(self, supervisor: Supervisor, session: Session, steps: int) -> None:
+        self.supervisor = supervisor
+        self.session = session
+        self.left = steps
+        """How many steps are still to be checked."""
+        self.last = steps + TRIED
+        """The step after which none is: the first may run without a graph."""
+        self.done = 0
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the next step is to be checked."""
+        return self.left > 0 and self.done < self.last
+
+    def step(self, optimizer: Optimizer, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Do a step, checked if that can be; return what it returns.
+
+        Args:
+            optimizer: whose step it is.
+            run: does it.
+            args: its arguments.
+            kwargs: the same by name.
+        """
+        self.done += 1
+        exact = self._exact(optimizer, args, kwargs)
+        if isinstance(exact, str):
+            self._note(exact)
+            return run(*args, **kwargs)
+        before, snapshot = values_of(optimizer), Snapshot(optimizer)
+        calls = self.session.calls
+        result = run(*args, **kwargs)
+        traced = self.session.calls > calls
+        found = values_of(optimizer)
+        self.left -= traced
+        wrong = self._differing(optimizer, before, found, exact)
+        if not wrong or not traced:
+            return result
+        snapshot.restore()
+        uncompiled, self.supervisor.eager_only = self.supervisor.eager_only, True
+        result = run(*args, **kwargs)
+        # The eager engine's own errors: of a step that is not stable they are as large.
+        again = values_of(optimizer)
+        engine = self._errors(optimizer, before, again, exact)
+        alike = self._differing(optimizer, before, found, again).keys() & wrong.keys()
+        if all(wrong[name][0] <= 4 * engine[name][0] for name in alike):
+            self.supervisor.eager_only = uncompiled
+            self._note(
+                f"step {self.done} is not as in float64, but as the eager engine does it too: what "
+                f"it does to {_listed(wrong)} depends on their dtype, or is not stable"
+            )
+            return result
+        self.left = 0
+        error, bound = max(wrong.values())
+        self.supervisor.warn(
+            f"verify: in step {self.done} of {self.supervisor.subject} the compiled graph that "
+            f"updates {_listed(wrong)} is {error:.2g} of its update off from the same step done by "
+            f"Python in float64, where {bound:.2g} is allowed. Nothing is lost: the step was "
+            "undone, and the eager engine does it from now on"
+        )
+        return result
+
+    def _exact(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Values | str:
+        """Return what the step makes of a copy in float64, or why that is not to be known."""
+        if args or kwargs:
+            return "steps with arguments, such as a closure, are not checked"
+        if is_seen_by_others(optimizer):
+            return "steps with hooks are not checked, which would run twice"
+        chance = random.getstate()
+        numpys: Any = numpy.random.get_state() if numpy else None
+        with torch.random.fork_rng(), set_stance("force_eager"):
+            state = torch.get_rng_state()
+            try:
+                twin = twin_of(optimizer, _in_float64, residuals=False)
+                types.MethodType(type(twin).step, twin)()
+            except Exception as error:  # whatever code of the user's raises that wants 16 bits
+                return f"steps cannot be done in float64: {error}"
+            drawn = random.getstate() != chance
+            random.setstate(chance)
+            if numpy:
+                drawn |= repr(numpy.random.get_state()) != repr(numpys)
+                numpy.random.set_state(numpys)
+            if drawn or not torch.equal(state, torch.get_rng_state()):
+                return "steps that draw random numbers are not checked"
+        return values_of(twin)
+
+    def _note(self, text: str) -> None:
+        """Have a report say why no more steps are checked."""
+        self.left = 0
+        self.session.notes.add(f"verify: {text}")
+
+    def _differing(
+        self, optimizer: Optimizer, before: Values, found: Values, exact: Values
+    ) -> dict[str, tuple[float, float]]:
+        """Return, by name, the states that are too far off, each with its error and its bound."""
+        errors = self._errors(optimizer, before, found, exact)
+        return {name: (error, bound) for name, (error, bound) in errors.items() if error > bound}
+
+    def _errors(
+        self, optimizer: Optimizer, before: Values, found: Values, exact: Values
+    ) -> dict[str, tuple[float, float]]:
+        """Return how far off each state is, and may be: norms, in units of that of the update."""
+        errors = {}
+        for owned in held_tensors(optimizer):
+            name, tensor = owned.name, owned.tensor
+            if name not in found or name not in exact:
+                continue
+            value, target = found[name], exact[name]
+            update = target - before.get(name, torch.zeros_like(target))
+            size = float(update[update.isfinite()].norm())
+            residual = STORE.get(tensor)
+            bound = self._share(tensor) * size
+            bound += (
+                2
+                * kept(tensor.dtype, residual.storage if residual is not None else "")
+                * (float(target[target.isfinite()].norm()))
+            )
+            bound += torch.finfo(tensor.dtype).smallest_normal * math.sqrt(tensor.numel())
+            same = torch.equal(value.isfinite(), target.isfinite())
+            gap = (value - target)[value.isfinite() & target.isfinite()]
+            error = float(gap.norm()) if same else math.inf
+            unit = size or 1.0
+            errors[name] = error / unit, bound / unit
+        return errors
+
+    def _share(self, tensor: Tensor) -> float:
+        """Return by what share of an update rounding within the step may change it.
+
+        In eft what is not on a carried path is computed in the state's own dtype, with a handful of
+        roundings one after the other.
+        """
+        wide = self.supervisor.config.wide or tensor.dtype.itemsize > 2
+        return 2.0**-6 if wide else min(0.25, 16 * torch.finfo(tensor.dtype).eps)
+
+
+def values_of(optimizer: Optimizer) -> Values:
+    """Return the value of each floating state of an optimizer, residuals included."""
+    found = {}
+    for owned in held_tensors(optimizer):
+        tensor = owned.tensor
+        if tensor.is_floating_point() and tensor.layout is torch.strided:
+            found[owned.name] = _in_float64(tensor)
+    return found
+
+
+def _in_float64(tensor: Tensor) -> Tensor:
+    """Return the value of a tensor with its residual, in memory of its own."""
+    if not tensor.is_floating_point():
+        return tensor.clone()
+    residual = STORE.get(tensor)
+    if residual is not None and residual.fits(tensor):
+        return residual.whole(tensor)
+    return tensor.detach().to(torch.float64, copy=True)
+
+
+class Snapshot:
+    """What an optimizer was, to go back to if a step turns out wrong."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.containers: list[tuple[Any, Any]] = []
+        self.tensors: dict[int, tuple[Tensor, Tensor]] = {}
+        self.grads: list[tuple[Tensor, Tensor | None]] = []
+        seen: set[int] = set()
+        for one in family(optimizer):
+            self._walk(vars(one), seen)
+            states = getattr(one, "state", {}).values()
+            for _, t in tensors_in([vars(one), dict(enumerate(states))]):
+                self._keep(t)
+            for p in (p for group in _groups(one) for p in group["params"]):
+                self._keep(p)
+                self.grads.append((p, p.grad))
+                if p.grad is not None:
+                    self._keep(p.grad)
+        self.residuals = [
+            (t, r.storage, r.name, tuple(c.clone() for c in r.components), r.draws, r.provisional)
+            for t, _ in self.tensors.values()
+            if (r := STORE.get(t)) is not None
+        ]
+
+    def _keep(self, tensor: Tensor) -> None:
+        self.tensors.setdefault(id(tensor), (tensor, tensor.detach().clone()))
+
+    def _walk(self, tree: Any, seen: set[int]) -> None:
+        """Note what dicts and sequences hold; a step may put other things there."""
+        if id(tree) in seen:
+            return
+        seen.add(id(tree))
+        if isinstance(tree, dict):
+            self.containers.append((tree, dict(tree)))
+            children = list(tree.values())
+        elif isinstance(tree, list | deque):
+            self.containers.append((tree, list(tree)))
+            children = list(tree)
+        else:
+            children = list(tree) if isinstance(tree, tuple) else []
+        for child in children:
+            self._walk(child, seen)
+
+    def restore(self) -> None:
+        """Go back."""
+        for container, then in self.containers:
+            container.clear()
+            (container.update if isinstance(container, dict) else container.extend)(then)
+        for p, grad in self.grads:
+            p.grad = grad
+        with torch.no_grad():
+            for tensor, then in self.tensors.values():
+                tensor.data.copy_(then)
+        for tensor, _ in self.tensors.values():
+            if STORE.get(tensor) is not None:
+                STORE.drop(tensor)
+        for tensor, storage, name, components, draws, provisional in self.residuals:
+            residual = STORE.adopt(tensor, components, storage, name)
+            residual.draws, residual.provisional = draws, provisional
+
+
+def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return getattr(optimizer, "param_groups", [])
+
+
+def _listed(names: Any) -> str:
+    shown = list(names)
+    return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if shown[3:] else "")

@@ -1,0 +1,59 @@
+"""A copy of an optimizer that has parameters, states and gradients of its own."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from collage_fx.optimizer import plain_steps
+from collage_fx.optimizer.copying import copy_residuals
+from collage_fx.optimizer.ownership import family, tensors_in
+
+
+def twin_of(
+    optimizer: Optimizer, convert: Callable[[Tensor], Tensor], *, residuals: bool
+) -> Optimizer:
+    """Return a copy of the optimizer; nothing of what is done to it reaches the original.
+
+    Args:
+        optimizer: any; a step assigned to it, or put around its step, is left out.
+        convert: makes the copy of a tensor, a parameter, a state or a gradient.
+        residuals: whether the copy has those of the original too.
+    """
+    everyone = family(optimizer)
+    params = [p for one in everyone for p in _params(one)]
+    # Without the gradients, which may share memory that cannot be copied so, as those of FSDP2.
+    memo: dict[int, Any] = {
+        id(p): convert(p).detach().requires_grad_(p.requires_grad) for p in params if p.is_leaf
+    }
+    for one in everyone:
+        memo[id(one)] = object.__new__(type(one))
+        for state in getattr(one, "state", {}).values():
+            memo |= {id(t): convert(t).detach() for _, t in tensors_in(state) if id(t) not in memo}
+    for one in everyone:
+        # Not by way of its state for pickling, which leaves attributes out.
+        kept = {k: v for k, v in vars(one).items() if k not in ("step", "__getstate__")}
+        memo[id(one)].__dict__.update(copy.deepcopy(kept, memo))
+        if residuals:
+            copy_residuals(one, memo)
+    twin: Optimizer = memo[id(optimizer)]
+    plain_steps.called(family(twin))  # its plain steps are meant to be plain
+    for p in params:
+        if p.grad is not None and p.is_leaf:
+            memo[id(p)].grad = convert(p.grad).detach()
+    return twin
+
+
+def with_some_gradient(optimizer: Optimizer) -> None:
+    """Give parameters gradients of zeros if none has one: a step would do nothing."""
+    params = _params(optimizer)
+    if all(p.grad is None for p in params):
+        for p in (p for p in params if p.requires_grad):
+            p.grad = torch.zeros_like(p)
+
+
+def _params(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in getattr(optimizer, "param_groups", []) for p in group["params"]]

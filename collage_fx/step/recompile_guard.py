@@ -1,0 +1,90 @@
+"""Storms of recompilation: a step that makes a new graph at each call.
+
+A Python number that changes makes Dynamo trace again. Most enter the next graph as a symbol; those
+that cannot make a graph for each value.
+"""
+
+import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch._dynamo.utils import counters
+
+from collage_fx.dynamo.backend import Session
+from collage_fx.eager.supervisor import Supervisor
+
+STORM = 5
+"""Calls in a row that each made a new graph, after which a step is not compiled any more.
+
+The first calls differ by nature: states are made, a changed learning rate becomes an input.
+"""
+_SETTLING = 2
+_MANY = 12
+"""Graphs of one step; with so many, the second call in a row that makes another is one too many."""
+
+
+class Storm:
+    """Counts the calls in a row that compiled something."""
+
+    def __init__(self, session: Session, supervisor: Supervisor) -> None:
+        self.session = session
+        self.supervisor = supervisor
+        self.calls = 0
+        self.row = 0
+        self.given_up = False
+
+    @contextmanager
+    def watch(self) -> Iterator[bool]:
+        """Watch one call; whether it should be compiled."""
+        before = self._compilations()
+        yield not (self.given_up or self.supervisor.eager_only)
+        self.calls += 1
+        self.session.patterns.after_step(self.supervisor.held, self.session.warn_once)
+        compiled = self._compilations() > before
+        self.row = self.row + 1 if compiled and self.calls > _SETTLING else 0
+        many = self.row > 1 and self.session.graphs >= _MANY
+        if (self.row >= STORM or many) and not self.given_up:
+            self.given_up = True
+            self.session.warn_once(
+                f"the step makes a new graph at each call ({self.session.graphs} so far): a Python "
+                "number that changes enters its arithmetic as a constant, or Dynamo guards tensors "
+                "that are new each time (TORCH_LOGS=recompiles says which). The eager engine does "
+                "the steps from now on, more slowly and as precisely"
+            )
+
+    def _compilations(self) -> int:
+        """Return how often Dynamo has compiled something in this process, or failed to."""
+        return int(counters["stats"]["unique_graphs"]) + self.supervisor.failures.count
+
+
+_pow = math.pow
+
+
+def _traceable_pow(x: float, y: float, /) -> float:
+    """math.pow, which Dynamo evaluates for each step count that a bias correction raises to."""
+    if not torch.compiler.is_compiling() or isinstance(x, torch.Tensor):  # which it makes a float
+        return _pow(x, y)
+    return 1.0 * x**y
+
+
+class symbolic_math:
+    """Let Dynamo trace math.pow of a symbolic step count, as it does the operator `**`.
+
+    Counted, since several threads may step at once.
+    """
+
+    _lock = threading.Lock()
+    _users = 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            symbolic_math._users += 1
+            math.pow = _traceable_pow  # type: ignore[assignment]
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            symbolic_math._users -= 1
+            if not symbolic_math._users:
+                math.pow = _pow

@@ -1,0 +1,94 @@
+"""What `compile`, `explain` and `report` were given: an optimizer, a function, or a mistake."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from collage_fx.errors import SubjectError
+from collage_fx.optimizer.ownership import without_arguments
+
+_REMEDY = (
+    "pass the optimizer, as in optimizer.step = collage_fx.compile(optimizer), or a function that "
+    "updates tensors in place"
+)
+
+
+def subject_of(given: Any) -> Optimizer | Callable[..., Any]:
+    """Return the optimizer or the function that is meant.
+
+    The method `step` of an optimizer stands for the optimizer, whose checkpoints are to hold the
+    residuals.
+
+    Raises:
+        SubjectError: a model, a class, or what cannot be called.
+    """
+    if isinstance(given, Optimizer):
+        return given
+    function = without_arguments(given)
+    owner = getattr(function, "__self__", None)
+    name = getattr(function, "__name__", "")
+    if isinstance(owner, Optimizer) and name == "step":
+        return owner
+    if getattr(function, "_wrapped_by_lr_sched", False):
+        raise SubjectError(f"a scheduler has put a function of its own around this step; {_REMEDY}")
+    model = function if isinstance(function, Module) else owner
+    if isinstance(model, Module) and (model is function or name in ("forward", "__call__")):
+        raise SubjectError(
+            f"a model, {type(model).__name__}, has no step whose updates could be lost: {_REMEDY}; "
+            "the model itself may be compiled by torch.compile, or not at all"
+        )
+    if inspect.isclass(function):
+        raise SubjectError(f"{function.__name__} is a class, no object of it; {_REMEDY}")
+    if not callable(given):
+        if inner_of(given) is not None:
+            raise SubjectError(
+                f"{type(given).__name__} is no torch.optim.Optimizer; compile the one that it wraps"
+                ", as in wrapper.optimizer.step = collage_fx.compile(wrapper.optimizer)"
+            )
+        raise SubjectError(
+            f"expected an optimizer or a function, got {type(given).__name__}; {_REMEDY}"
+        )
+    return given
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Return what a function is called; of an object that can be called, what its class is."""
+    function = without_arguments(function)
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def step_made_here(given: Any, mark: str) -> Any:
+    """Return the step that `collage_fx.compile` has marked; None if it has made none.
+
+    Args:
+        given: it, an optimizer that it was assigned to, or one that wraps such an optimizer and
+            has it as its `optimizer`, as those that accelerate prepares.
+        mark: the attribute that its steps have. What is put around them, by schedulers say, has
+            their attributes too.
+    """
+    seen: list[Any] = []
+    while given is not None and not any(given is one for one in seen):
+        if getattr(given, mark, None) is not None:
+            return given
+        step = getattr(given, "step", None)
+        if getattr(step, mark, None) is not None:
+            return step
+        seen.append(given)
+        given = inner_of(given)
+    return None
+
+
+def innermost(given: Any) -> Any:
+    """Return the optimizer that has the states: given, or what it wraps and borrows them from."""
+    has_states = isinstance(given, Optimizer) and "param_groups" in vars(given)
+    inner = None if has_states else inner_of(given)
+    return given if inner is None else innermost(inner)
+
+
+def inner_of(given: Any) -> Any:
+    """Return the optimizer that another one wraps as its `optimizer`; None if it wraps none."""
+    inner = getattr(given, "optimizer", None)
+    return inner if hasattr(inner, "step") and hasattr(inner, "param_groups") else None

@@ -1,0 +1,128 @@
+"""The carried path of a state through its slice, and what of the state comes by other ways."""
+
+from collections.abc import Iterable, Mapping
+from math import isfinite
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from collage_fx.passes.analysis.affine import ADDING, Form, bound, transfer
+from collage_fx.passes.ir.program import LOW_PRECISION, Coefficient, Slice, value_of
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+_SCALING = {aten.mul.Tensor, aten.div.Tensor}
+_CAST = {prims.convert_element_type.default, aten._to_copy.default}
+
+
+def walk(nodes: Iterable[Node], x: Node) -> dict[Node, Form]:
+    """Return the form in x of every one of these nodes, in graph order, that depends on it."""
+    forms: dict[Node, Form] = {x: Form(1)}
+    for node in nodes:
+        if any(a in forms for a in node.all_input_nodes):
+            form = transfer(node, forms)
+            if form.depends:
+                forms[node] = form
+    return forms
+
+
+def spine(part: Slice, x: Node, new: Node, forms: Mapping[Node, Form]) -> tuple[Node, ...]:
+    """Return the carried path: backwards from the new value, the way by which most of x comes.
+
+    Of equal or unknown ways that is the shortest. The others (weight decay added to the gradient,
+    say) are part of B.
+    """
+    distance = {x: 0}
+    for node in part.nodes:
+        near = [distance[a] for a in node.all_input_nodes if a in distance and a in forms]
+        if near and node in forms:
+            distance[node] = 1 + min(near)
+    path: list[Node] = []
+    node = new
+    while node is not x:
+        path.append(node)
+        node = min(
+            (a for a in node.all_input_nodes if a in distance),
+            key=lambda a: (
+                *(not forms[a].carries, forms[a].a == 0),
+                *(-_share(node, a, forms[a]), distance[a]),
+            ),
+        )
+    return tuple(path[::-1])
+
+
+def _share(node: Node, operand: Node, form: Form) -> float:
+    """Return at most how much of x a node has through this operand; 0 if that is not known."""
+    share = bound(transfer(node, {operand: form}).a)
+    return share if isfinite(share) else 0.0
+
+
+def beside(x: Node, path: tuple[Node, ...], forms: Mapping[Node, Form]) -> float:
+    """Return at most how much of x comes to the end of the path otherwise than along it.
+
+    1 if x meets itself on the path in other than a sum; infinity if that is not known.
+    """
+    if _tangled(x, path, forms):
+        return 1.0
+    last = forms[path[-1]]
+    off = bound(last.a - _along(x, path)) if last.a != 0 else 0.0
+    return max(off, *_selected_terms(x, path, forms), 0.0)
+
+
+def _along(x: Node, path: tuple[Node, ...]) -> Coefficient:
+    """Return the coefficient of x along the path alone."""
+    form, previous = Form(1), x
+    for node in path:
+        form, previous = Form(transfer(node, {previous: form}).share), node
+    return form.a
+
+
+def _others(
+    x: Node, path: tuple[Node, ...], forms: Mapping[Node, Form]
+) -> list[tuple[Node, list[Node]]]:
+    """Return each node of the path with its operands that are not on it, but depend on x."""
+    before = (x, *path[:-1])
+    return [
+        (node, [a for a in node.all_input_nodes if a is not previous and a in forms])
+        for node, previous in zip(path, before, strict=True)
+        if node.args.count(previous) == 1
+    ]
+
+
+def _selected_terms(x: Node, path: tuple[Node, ...], forms: Mapping[Node, Form]) -> list[float]:
+    """Return what each term that is a selection and is added on the path may have of x."""
+    return [
+        bound(branch.a)
+        for _, terms in _others(x, path, forms)
+        for term in terms
+        for branch in forms[term].branches
+    ]
+
+
+def _tangled(x: Node, path: tuple[Node, ...], forms: Mapping[Node, Form]) -> bool:
+    """Tell whether x meets itself on the path in other than a sum, or is scaled by a tensor.
+
+    A condition that x decides does not count: it has nothing of its value.
+    """
+    if any(
+        node.target not in ADDING and any(forms[a].carries for a in others)
+        for node, others in _others(x, path, forms)
+    ):
+        return True
+    before = (x, *path[:-1])
+    return any(
+        node.target in _SCALING and any(_computed(a, x) for a in node.args[:2] if a is not previous)
+        for node, previous in zip(path, before, strict=True)
+    )
+
+
+def _computed(operand: Any, x: Node) -> bool:
+    """Tell whether operand is a 16-bit tensor of the step's own making, such as exp(-lr * g).
+
+    It may have been rounded to one on the way, so eft would multiply by nothing.
+    """
+    if not isinstance(operand, Node) or operand.op == "placeholder" or operand is x:
+        return False
+    near = operand.target in _CAST and isinstance(operand.args[0], Node)
+    return value_of(operand).dtype in LOW_PRECISION or (near and _computed(operand.args[0], x))

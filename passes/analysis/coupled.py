@@ -1,0 +1,284 @@
+"""States that are computed from each other: x_i' = sum_j A_ij*x_j + B_i.
+
+A state that is overwritten keeps nothing of its own, but where it is overwritten by another that is
+computed from it (slow and fast weights, buffers that change places), the two of them accumulate.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+import sympy
+import torch
+from sympy.utilities.iterables import strongly_connected_components
+from torch.fx import Node
+
+from collage_fx.passes.analysis.affine import FREE, LERP, Form, bound, cancels, is_number, written
+from collage_fx.passes.analysis.carried_path import beside, spine
+from collage_fx.passes.analysis.criticality import critical
+from collage_fx.passes.ir.program import Branch, Coefficient, Recurrence, Slice
+
+Walk = dict[Node, Form]
+
+
+def joint(part: Slice, walks: Sequence[Walk], own: list[Recurrence]) -> list[Recurrence]:
+    """Return the recurrences of a slice's states, some of them judged together with others.
+
+    States that are critical by themselves hold what accumulates, as do those that take over their
+    values; what is computed from them anew at each step (a momentum with weight decay in it, a
+    cache of their norm) does not, so that they take no part in cycles. What remains of a cycle
+    keeps its sum nowhere else. An average of carried states, x' = 0.9*x + 0.1*y, changes as slowly
+    as they do, whatever its own factor. What is never compensated has no part in that, it is given.
+
+    Args:
+        part: the representative of a class.
+        walks: for each state, the forms in its old value.
+        own: for each state, its recurrence by itself.
+    """
+    kept = [i for i, (state, _, _) in enumerate(part.states) if not state.along]
+    leads = {i: _lead(part, own, kept, i) for i in kept}
+    loose = [i for i in kept if not _lasts(part, own, i) and not _lasts(part, own, leads[i])]
+    result = list(own)
+    cycles = _cycles(part, walks, loose)
+    lasting = {j for j in kept if own[j].kind != "overwritten"}.union(*cycles)
+    for i in loose:
+        if own[i].kind == "linear":
+            result[i] = _average(part, walks, own[i], i, lasting)
+    led = [i for i in kept if leads[i] != i]
+    for i in {*kept} - {*loose}:
+        result[i] = _mean(part, walks, own[i], i, led if _by_lerp(own[i]) else kept)
+    for i, lead in leads.items():
+        if lead != i:
+            result[i] = _taken(part, walks, result[lead], i, lead)
+    for cycle in cycles:
+        factor = _factor(part, walks, cycle)
+        if factor is not None:
+            for i in cycle:
+                result[i] = _on_cycle(part, walks, i, cycle, factor)
+    return result
+
+
+def _average(
+    part: Slice, walks: Sequence[Walk], own: Recurrence, i: int, lasting: set[int]
+) -> Recurrence:
+    """Return the recurrence of a state with the weights in it of all that keep their values."""
+    forms = {j: _form(part, walks, i, j) for j in lasting}
+    shares = {j: most for j, f in forms.items() if 0 < (most := bound(f.share)) < inf}
+    if len(shares) < 2 or own.a == 0:
+        return own
+    together = replace(
+        own,
+        a=max(round(sum(shares.values()), 12), bound(own.a)),
+        text=_text(part, {j: forms[j] for j in shares}, i),
+        side=max(own.side, *(share for j, share in shares.items() if j != i)),
+        together=f"together with {' and '.join(_name(part, j) for j in shares if j != i)}",
+    )
+    return together if critical(together, part.states[i][0].val.dtype, "plus")[0] else own
+
+
+def _mean(
+    part: Slice, walks: Sequence[Walk], own: Recurrence, i: int, others: list[int]
+) -> Recurrence:
+    """Return the recurrence of a state, noting that others enter its update if it is a mean.
+
+    In 0.99*x + 0.01*y, y is as large as x, and the product with it has an error of up to all that x
+    moves by: averaged, u * sqrt(w/2) of x for a weight w. In lerp(x, y, 0.01) the difference of the
+    two is small, and y has all its components; but not where y is overwritten with x, for then no
+    path begins at its old value, and what is added to that is rounded.
+    """
+    forms = {j: f for j in others if j != i and (f := _form(part, walks, i, j)).carries}
+    if own.kind != "linear" or not forms:
+        return own
+    shares = [f.share for f in forms.values()]
+    unit = torch.finfo(part.states[i][0].val.dtype).eps / 2
+    heavy = max(map(bound, shares)) > 4 * unit**2
+    weight = sum(shares[1:], shares[0])
+    mean = heavy and bound(weight) <= 1 and cancels(weight, own.a)
+    return replace(own, side=max(own.side, 1.0)) if mean else own
+
+
+def _by_lerp(own: Recurrence) -> bool:
+    return any(n.target in LERP for n in own.spine)
+
+
+def _lead(part: Slice, own: list[Recurrence], kept: list[int], i: int) -> int:
+    """Return the state that accumulates the new value of a state: itself, or one with the same."""
+    new = part.states[i][2]
+    same = [j for j in kept if own[j].kind in _KEEPING and _same_value(part.states[j][2], new)]
+    lead = max(same, key=lambda j: (_lasts(part, own, j), -j), default=i)
+    return lead if own[i].kind not in _KEEPING or _lasts(part, own, lead) else i
+
+
+_KEEPING = ("linear", "selected", "nonlinear")
+
+
+def _lasts(part: Slice, own: list[Recurrence], i: int) -> bool:
+    return critical(own[i], part.states[i][0].val.dtype, "auto")[0]
+
+
+def _taken(part: Slice, walks: Sequence[Walk], found: Recurrence, i: int, lead: int) -> Recurrence:
+    """Return the recurrence of a state that takes over the new value of another one.
+
+    It holds what that one accumulates, and has the same carried path.
+    """
+    old, name = part.inputs[part.states[lead][1]], _name(part, lead)
+    return replace(
+        found,
+        spine=spine(part, old, part.states[i][2], walks[lead]),
+        source=old,
+        text=f"x' = {name}'",
+        together=f"it takes over {name}",
+    )
+
+
+def _same_value(a: Node, b: Node) -> bool:
+    """Tell whether two new values are one, be it by way of a clone."""
+    return _cloned(a) is _cloned(b)
+
+
+def _cloned(node: Node) -> Node:
+    while node.target is torch.ops.aten.clone.default:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _form(part: Slice, walks: Sequence[Walk], i: int, j: int) -> Form:
+    """Return the form of the new value of state i in the old value of state j."""
+    return walks[j].get(part.states[i][2], FREE)
+
+
+def _cycles(part: Slice, walks: Sequence[Walk], states: list[int]) -> list[list[int]]:
+    """Return the sets of at least two states each of which is computed from each other."""
+    return _connected({i: [j for j in states if _form(part, walks, i, j).carries] for i in states})
+
+
+def _connected(sources: Mapping[Any, Iterable[Any]]) -> list[list[Any]]:
+    """Return, in order, the sets of states each of which is computed from each other one."""
+    edges = [(i, j) for i, found in sources.items() for j in found]
+    place = {state: n for n, state in enumerate(sources)}
+    components = strongly_connected_components((list(sources), edges))
+    cycles = [sorted(c, key=place.__getitem__) for c in components if len(c) > 1]
+    return sorted(cycles, key=lambda cycle: place[cycle[0]])
+
+
+def _factor(part: Slice, walks: Sequence[Walk], cycle: list[int]) -> Coefficient | None:
+    """Return by what the cycle multiplies its states in a step, on the whole; None if it only
+    moves them.
+
+    For constants that is the spectral radius of |A|.
+    """
+    return _factor_of([[_form(part, walks, i, j) for j in cycle] for i in cycle])
+
+
+def _factor_of(forms: list[list[Form]]) -> Coefficient | None:
+    matrix: list[list[float]] = []
+    moved = True
+    for forms_of_one in forms:
+        row = []
+        for form in forms_of_one:
+            branches = form.alternatives
+            if branches is None:
+                return sympy.Symbol("a")
+            if not all(is_number(b.a) for b in branches):
+                return next(b.a for b in branches if not is_number(b.a))
+            row.append(max(abs(float(b.a)) for b in branches))
+            moved &= row[-1] in (0, 1) and not (row[-1] and _adds(branches))
+        moved &= sum(row) == 1
+        matrix.append(row)
+    return None if moved else _radius(matrix)
+
+
+def _adds(branches: list[Branch]) -> bool:
+    return any(b.adds for b in branches)
+
+
+def _radius(matrix: list[list[float]]) -> float:
+    """Return the largest eigenvalue of a matrix of numbers >= 0, from above (Collatz, Wielandt)."""
+    vector = [1.0] * len(matrix)
+    largest = 0.0
+    for _ in range(200):
+        # Of the matrix + 1, so that a cycle, whose eigenvalues lie on a circle, converges too.
+        image = [
+            v + sum(m * w for m, w in zip(r, vector, strict=True))
+            for r, v in zip(matrix, vector, strict=True)
+        ]
+        before, largest = largest, max(n / o for n, o in zip(image, vector, strict=True)) - 1
+        if abs(largest - before) < 1e-14:
+            break
+        scale = max(image)
+        vector = [v / scale for v in image]
+    return round(largest, 12)
+
+
+def _on_cycle(
+    part: Slice, walks: Sequence[Walk], i: int, cycle: list[int], a: Coefficient
+) -> Recurrence:
+    """Return the recurrence of a state on a cycle, its path beginning where most comes from."""
+    new = part.states[i][2]
+    forms = {j: _form(part, walks, i, j) for j in cycle if _form(part, walks, i, j).carries}
+    # The same for all states that take over one value.
+    first = min(j for j in cycle if _same_value(part.states[j][2], new))
+    source = max(forms, key=lambda j: (_weight(forms[j]), j == first))
+    old = part.inputs[part.states[source][1]]
+    path = spine(part, old, new, walks[source])
+    off = [_weight(f) for j, f in forms.items() if j != source]
+    names = " and ".join(_name(part, j) for j in cycle if j != i)
+    return Recurrence(
+        kind="linear",
+        a=a,
+        text=_text(part, forms, i),
+        spine=path,
+        side=max(beside(old, path, walks[source]), *off, 0.0),
+        source=None if source == i else old,
+        together=f"on a cycle with {names}",
+    )
+
+
+def joint_recurrences(
+    forms: Mapping[Any, Mapping[Any, Form]], names: Mapping[Any, str]
+) -> dict[Any, Recurrence]:
+    """Return the recurrences of the states on cycles, where there is no graph to follow.
+
+    Args:
+        forms: for each state that is not critical by itself, in which old values its new one is
+            what.
+        names: what each state is called.
+    """
+    found: dict[Any, Recurrence] = {}
+    for cycle in _connected({i: [j for j in f if j in forms] for i, f in forms.items()}):
+        factor = _factor_of([[forms[a].get(b, FREE) for b in cycle] for a in cycle])
+        if factor is None:
+            continue
+        for i in cycle:
+            others = " and ".join(names[j] for j in cycle if j != i)
+            known = {j: f for j, f in forms[i].items() if j in names}
+            terms = " + ".join(f"{written(f.a)}{names[j]}" for j, f in known.items())
+            found[i] = Recurrence(
+                "linear", factor, f"x' = {terms} + B", together=f"on a cycle with {others}"
+            )
+    return found
+
+
+def _weight(form: Form) -> float:
+    branches = form.alternatives
+    return float("inf") if branches is None else max(bound(b.a) for b in branches)
+
+
+def _text(part: Slice, forms: dict[int, Form], i: int) -> str:
+    terms = [
+        f"B({_name(part, j) if j != i else 'x'})"
+        if form.b == "nonlinear"
+        else f"{written(form.a)}{_name(part, j) if j != i else 'x'}"
+        for j, form in sorted(forms.items(), key=lambda item: item[0] != i)
+    ]
+    rest = [] if all(f.b == "zero" for f in forms.values()) else ["B"]
+    return "x' = " + " + ".join(terms + rest)
+
+
+def _name(part: Slice, i: int) -> str:
+    """Return what a state is called in every slice of its class."""
+    carried = part.states[i][0]
+    if " of " in carried.name:
+        return carried.name.partition(" of ")[0]
+    return "param" if carried.owner == "param" else carried.name

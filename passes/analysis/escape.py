@@ -1,0 +1,193 @@
+"""What a graph would pass on of a state with its high word only."""
+
+from collections.abc import Container, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from collage_fx.passes.analysis.affine import ADDING, MUCH, Form, bound, is_number
+from collage_fx.passes.analysis.carried_path import walk
+from collage_fx.passes.analysis.high_words import entering
+from collage_fx.passes.analysis.plan import verdict
+from collage_fx.passes.analysis.recurrence import recurrence_of
+from collage_fx.passes.ir.program import (
+    LOW_PRECISION,
+    Carried,
+    Owner,
+    Program,
+    graph_of,
+    held_in,
+    is_tensor,
+    mutations,
+    value_of,
+)
+from collage_fx.passes.rules.structural import STRUCTURE
+from collage_fx.runtime.storage.registry import held_dtypes
+
+aten = torch.ops.aten
+
+_VALUES = (*LOW_PRECISION, torch.float32)
+
+
+def handover(program: Program) -> None:
+    """Say what the graph would lose that the eager engine would keep, in `Program.lost`.
+
+    A graph has a low word beside the states that it writes, within their slices. Beyond them the
+    high word alone is known of
+
+    - a sum or difference of a parameter, as of the distance that it has moved, where the graph does
+      not write that parameter or does so in another slice;
+    - the update of a state which a state of another slice enters with weight, however it is scaled
+      before: an average of the two, say; see `high.py`;
+    - a result that takes over the value of a state and is not stored in the graph: a new state that
+      begins as a copy of a parameter, a parameter computed anew from other states, a state that is
+      replaced and not overwritten or is stored after a graph break, bits to be rounded by chance.
+
+    States that it only reads so may get a residual later: they are in `Program.reads`.
+
+    The graph does not change.
+    """
+    owned = any(c.owned and c.owner in ("param", "state") for c in program.carried)
+    if owned or program.is_step:
+        states = _states(program, ("param", "state"))
+        lost = [*_sums(program, states), *_results(program, states)]
+        program.lost = list(dict.fromkeys(lost))
+    elif any(s.compensated for s in program.plan):  # and not the forward pass of a model, say
+        states, place = _states(program, ("param", "state", "tensor")), _place(program)
+        program.lost = list(_missed(program, states, entering(program, states, place), place))
+
+
+def _states(program: Program, owners: tuple[Owner, ...]) -> dict[Node, Carried]:
+    """Return the states among the inputs that have a residual, or may have one."""
+    compensated = {s.index for s in program.plan if s.compensated}
+    written = {c.index for c in program.carried}
+    held = held_dtypes(program.settings.storage)
+    found = {}
+    for index, node in enumerate(graph_of(program.canonical).graph.find_nodes(op="placeholder")):
+        if not is_tensor(node) or value_of(node).dtype not in held:
+            continue
+        if index in compensated:
+            found[node] = next(c for c in program.carried if c.index == index)
+        elif index not in written and node.users:
+            carried = program.describe(index, node)
+            if carried.owner in owners and held_in(carried, program.settings.storage):
+                found[node] = carried
+    return found
+
+
+def _place(program: Program) -> dict[Node, set[Node]]:
+    """Return, for each state that is compensated, the nodes of its slice."""
+    return {
+        part.inputs[at]: set(part.nodes)
+        for rewritten in program.rewritten
+        for part in rewritten.members
+        for _, at, _ in (part.states[i] for i in rewritten.compensated)
+    }
+
+
+def _sums(program: Program, states: dict[Node, Carried]) -> Iterator[str]:
+    place = _place(program)
+    found = [*_operands(program, states, place), *entering(program, states, place)]
+    params = {x for x in states if states[x].owner == "param"}
+    yield from _missed(program, states, found, params | place.keys())
+
+
+def _missed(
+    program: Program,
+    states: dict[Node, Carried],
+    found: Iterable[Node],
+    certain: Container[Node],
+) -> Iterator[str]:
+    """Say which states are read with their high word only; note those that may have no more.
+
+    Args:
+        program: the program.
+        states: what the nodes are.
+        found: the states that are read so.
+        certain: those which have a low word, or will have one, for certain.
+    """
+    for x in dict.fromkeys(found):
+        if x in certain:
+            for name in _names(program, states[x]):
+                yield f"{name} enters a sum or difference with its high word only"
+        else:
+            others = program.others.get(states[x].index, [])
+            program.reads |= {c.index: c.name for c in (states[x], *others)}
+
+
+def _operands(
+    program: Program, states: dict[Node, Carried], place: dict[Node, set[Node]]
+) -> Iterator[Node]:
+    """Return the states that are an operand of a sum themselves, outside their own slice."""
+    for node in graph_of(program.canonical).graph.nodes:
+        if node.target in ADDING and node.users:
+            for operand in filter(is_tensor, node.args):
+                origin = _origin(operand)
+                if origin in states and node not in place.get(origin, ()):
+                    yield origin
+
+
+def _names(program: Program, state: Carried) -> list[str]:
+    return [state.name, *(other.name for other in program.others.get(state.index, []))]
+
+
+def _origin(node: Any) -> Node:
+    """Return the tensor of which node is a view or a conversion."""
+    while node.op == "call_function" and node.target in STRUCTURE and is_tensor(node.args[0]):
+        node = node.args[0]
+    return node
+
+
+def _results(program: Program, states: dict[Node, Carried]) -> Iterator[str]:
+    graph = graph_of(program.canonical).graph
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    has_param = any(c.owner == "param" for c in states.values())
+    for result, is_param in _candidates(program).items():
+        before = sorted(_ancestors(result), key=order.__getitem__)
+        for x in (n for n in before if n in states):
+            form = walk(before, x).get(result)
+            if form is None or not _much(form, unknown=is_param):
+                continue
+            found = recurrence_of(form), program.settings.level, has_param
+            if states[x].owner == "param" or verdict(states[x], *found)[0]:
+                for name in _names(program, states[x]):
+                    yield f"a result takes over the value of {name}, without its low word"
+
+
+def _candidates(program: Program) -> dict[Node, bool]:
+    """Return what may take over a value, and whether it may do so with an unknown weight.
+
+    Those are the 16-bit results, what is stored in a state without a residual, and fp32 values
+    whose bits are taken.
+    """
+    graph = graph_of(program.canonical).graph
+    stored = mutations(graph)
+    results = {n: True for n in graph.output_node().all_input_nodes if n not in stored.values()}
+    wide = {n.args[0] for n in graph.nodes if n.target is aten.view.dtype}
+    results |= dict.fromkeys(wide, True)
+    compensated = {s.index for s in program.plan if s.compensated}
+    inputs = list(graph.find_nodes(op="placeholder"))
+    for state in program.carried:
+        if state.owned and not state.spared and state.index not in compensated:
+            results[stored[inputs[state.index]]] = state.owner == "param"
+    return {
+        n: unknown
+        for n, unknown in results.items()
+        if is_tensor(n) and (n in wide or value_of(n).dtype in _VALUES)
+    }
+
+
+def _much(form: Form, *, unknown: bool) -> bool:
+    known = unknown or all(is_number(a) for a in form.shares)
+    return known and bound(form.share) >= MUCH
+
+
+def _ancestors(node: Node) -> set[Node]:
+    found, waiting = {node}, [node]
+    while waiting:
+        for operand in waiting.pop().all_input_nodes:
+            if operand not in found:
+                found.add(operand)
+                waiting.append(operand)
+    return found

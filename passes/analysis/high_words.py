@@ -1,0 +1,99 @@
+"""States that enter the update of another one with their high word only, where that matters."""
+
+from collections.abc import Iterator
+
+from torch.fx import Node
+
+from collage_fx.passes.analysis.affine import MUCH, Form, cancels, is_number, transfer
+from collage_fx.passes.frontend.slice import elementwise
+from collage_fx.passes.ir.program import Carried, Program, graph_of
+from collage_fx.passes.rules.structural import STRUCTURE
+
+
+def entering(
+    program: Program, states: dict[Node, Carried], place: dict[Node, set[Node]]
+) -> Iterator[Node]:
+    """Return the states whose missing low word has weight in the update of another state.
+
+    A graph knows the low word of a state in the slice that updates it. What leaves that slice, or
+    is read where the graph does not write the state, is the high word; by scaling, choosing,
+    conversion, views it may get into the new value of a state y that is compensated, y' = a*y +
+    b*x. The u*b*x that x is wrong by is little beside an update that x makes by itself (a momentum
+    times a rate, a ratio of moments), and much where x takes y's place (b of a half or more) or
+    the two nearly cancel, y' - y = (a-1)*y + b*x, as in an average of slow and fast weights. What
+    is not linear in x, a norm or a root of a second moment, does not count.
+
+    Args:
+        program: the program, with its classes.
+        states: the states that have a low word, or may get one, by their placeholders.
+        place: of those that the graph compensates, the nodes of their slices.
+    """
+    targets: dict[Node, list[Node]] = {}
+    for rewritten in program.rewritten:
+        for part in rewritten.members:
+            for _, at, new in (part.states[i] for i in rewritten.compensated):
+                targets.setdefault(new, []).append(part.inputs[at])
+    if not targets:
+        return
+    order = {node: i for i, node in enumerate(graph_of(program.canonical).graph.nodes)}
+    for x in states:
+        forms = _forms(x, place.get(x, set()), order) if _leaves(x, place) else {}
+        for node in forms.keys() & targets.keys():
+            own = (_forms(y, set(), order).get(node) for y in targets[node] if y is not x)
+            if any(_weighs(forms[node], form or Form(0)) for form in own):
+                yield x
+                break
+
+
+def _leaves(x: Node, place: dict[Node, set[Node]]) -> bool:
+    """Tell whether anything but its slice reads x, or what its slice makes."""
+    inside = place.get(x, set())
+    return any(_followed(u) and u not in inside for n in (x, *inside) for u in n.users)
+
+
+def _forms(x: Node, inside: set[Node], order: dict[Node, int]) -> dict[Node, Form]:
+    """Return what nodes have of x by way of its high word: that leaves the slice it is inside of.
+
+    Without a slice, that is all they have of x.
+    """
+    whole: dict[Node, Form] = {x: Form(1)}
+    high: dict[Node, Form] = {}
+    for node in _reached(x, order):
+        if node in inside:
+            _note(node, whole, whole)
+        _note(node, high if node in inside else {**whole, **high}, high)
+    return high
+
+
+def _note(node: Node, operands: dict[Node, Form], into: dict[Node, Form]) -> None:
+    near = [a for a in node.all_input_nodes if a in operands]
+    if near:
+        moved = node.target in STRUCTURE and not elementwise(node)
+        form = operands[near[0]] if moved else transfer(node, operands)
+        if form.depends:
+            into[node] = form
+
+
+def _reached(x: Node, order: dict[Node, int]) -> list[Node]:
+    """Return what is computed from x element by element, in the order of the graph."""
+    found: set[Node] = set()
+    waiting = [x]
+    while waiting:
+        for user in waiting.pop().users:
+            if user not in found and _followed(user):
+                found.add(user)
+                waiting.append(user)
+    return sorted(found, key=order.__getitem__)
+
+
+def _followed(node: Node) -> bool:
+    return node.target in STRUCTURE or elementwise(node)
+
+
+def _weighs(term: Form, own: Form) -> bool:
+    """Tell whether the error of a term matters in a new value with this form in its old one."""
+    return any(
+        b != 0 and ((is_number(b) and abs(float(b)) >= MUCH) or cancels(b, a))
+        for b in term.shares
+        for a in own.shares
+    )

@@ -1,0 +1,303 @@
+"""Pass 5: decide which carried states get residuals, and say why."""
+
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any, TypeAlias
+
+import torch
+from torch.fx import Node
+
+from collage_fx.passes.analysis.affine import Form, cancels, is_number
+from collage_fx.passes.analysis.carried_path import walk
+from collage_fx.passes.analysis.criticality import critical
+from collage_fx.passes.codegen.multi_tensor_kernel import flat
+from collage_fx.passes.ir.program import (
+    Carried,
+    Level,
+    Program,
+    Recurrence,
+    Rewritten,
+    Slice,
+    StateClass,
+    StatePlan,
+    held_in,
+    value_of,
+)
+from collage_fx.runtime.errors import StorageError
+from collage_fx.runtime.storage.registry import STORAGES, Choice, check_held
+
+NO_STATE = "not an optimizer's state"
+LEFT_BY_LEVEL = "level light compensates parameters only"
+"""The reason of a state that level `auto` would compensate."""
+NO_PARAMETER = "no tensor of this graph is a known parameter"
+Verdict: TypeAlias = tuple[bool, str, str]
+"""Whether a state is compensated, the reason, and the text of its recurrence."""
+
+
+def plan(program: Program) -> None:
+    """Give every carried state a verdict and sort the slices to be rewritten by class.
+
+    Members of one class may differ in what they compensate, since a state that has a residual keeps
+    it whatever the level says; in whether they are one flat walk over memory; and in their device.
+    The graph does not change.
+    """
+    verdicts: dict[int, Verdict] = {}
+    spare(program.carried, program.settings.states, is_step=program.is_step)
+    for group in program.classes:
+        feed = feeding(group) if program.settings.level == "light" else set()
+        for member in group.members:
+            for i in feed:
+                member.states[i][0].feeds = True
+            verdicts.update(_member(program, group, member))
+        program.rewritten += _by_compensated(group, verdicts, program.settings.storage)
+    for carried in program.carried:
+        entry = _entry(carried, verdicts.get(carried.index), program)
+        others = program.others.get(carried.index, [])
+        program.plan += [entry, *(_of_other(entry, other) for other in others)]
+
+
+def spare(carried: list[Carried], named: tuple[str, ...], *, is_step: bool) -> None:
+    """Mark the states of one step that are left alone, being nobody's optimizer state.
+
+    Those are the buffers of modules (statistics of a batch norm, caches); and where an optimizer
+    owns some of the states, or the step is known to be one's, all others, such as gradients. What
+    the user names is not left alone.
+    """
+    any_owned = is_step or any(c.owned for c in carried)
+    for c in carried:
+        if not (c.owned or is_named(c.name, named)) and (any_owned or c.owner == "buffer"):
+            c.refusal = ""
+            c.spared = f"{NO_STATE}; name it with states=({c.name!r},)"
+
+
+def is_named(name: str, named: tuple[str, ...]) -> bool:
+    """Tell whether the user names a state, by its name or by a pattern."""
+    # As it stands too, since the brackets of params[0] mean something else in a pattern.
+    return any(name == pattern or fnmatchcase(name, pattern) for pattern in named)
+
+
+def feeding(group: StateClass) -> set[int]:
+    """Return the positions of the states of which a parameter is computed anew at each step.
+
+    The parameter keeps little or nothing of itself then, and what it should accumulate is lost
+    where these states lose it.
+    """
+    part, found = group.representative, group.recurrences
+    walks = [walk(part.nodes, _old(part, j)) for j in range(len(found))]
+    sources = {_old(part, j): j for j in range(len(found))}
+    feed: set[int] = set()
+    for i, ((carried, _, new), one) in enumerate(zip(part.states, found, strict=True)):
+        if carried.owner != "param":
+            continue
+        if one.source is not None:
+            feed.add(sources[one.source])
+        anew = bool(one.together) or not critical(one, carried.val.dtype, "auto")[0]
+        new_forms = [forms.get(new) for forms in walks]
+        feed |= {j for j, f in enumerate(new_forms) if enters(f, new_forms[i], anew=anew)}
+    return {j for j in feed if part.states[j][0].owner != "param"}
+
+
+def part_of(form: Form | None) -> bool:
+    """Tell whether a value with this form in an old value is a sum or selection that has it."""
+    return form is not None and any(a != 0 for a in form.shares)
+
+
+def enters(form: Form | None, own: Form | None, *, anew: bool) -> bool:
+    """Tell whether a parameter is computed anew from x: as it is known to be, or as an average.
+
+    What it keeps of itself may hide that: of 0.9*(1 - lr*wd)*p + 0.1*x the factor is not known.
+
+    Args:
+        form: the new value in x.
+        own: the same in the parameter's old value.
+        anew: whether it is known to keep little of itself.
+    """
+    if anew or form is None or own is None:
+        return anew and part_of(form)
+    return any(b != 0 and cancels(b, a) for b in form.shares for a in own.shares)
+
+
+def _member(program: Program, group: StateClass, member: Slice) -> dict[int, Verdict]:
+    """Return the verdicts on the states of one slice, by index."""
+    has_param = any(c.owner == "param" for c in program.carried)
+    model, found = group.representative, group.recurrences
+    verdicts = [
+        (False, _outside(carried, held=False))
+        if carried.along
+        else verdict(carried, one, program.settings.level, has_param)
+        for (carried, _, _), one in zip(member.states, found, strict=True)
+    ]
+    before: dict[Node, Node] = {}
+    # What is linear in a state comes first: what is not may be computed from its new value.
+    for i in sorted(range(len(found)), key=lambda i: _ORDER.index(found[i].kind)):
+        path = (found[i].source or _old(model, i), *found[i].spine)
+        steps = dict(zip(path[1:], path, strict=False))
+        if verdicts[i][0] and any(before.get(n, p) is not p for n, p in steps.items()):
+            verdicts[i] = _second(member.states[i][0], found, verdicts, i, model)
+        if verdicts[i][0]:
+            verdicts[i] = _if_held(member.states[i][0], verdicts[i], program.settings.storage)
+        if verdicts[i][0]:
+            before.update(steps)
+    sources = {_old(model, i): i for i in range(len(found))}
+    for _ in found:
+        for i, one in enumerate(found):
+            if verdicts[i][0] and one.source is not None and not verdicts[sources[one.source]][0]:
+                verdicts[i] = False, f"{one.together}, which has no residual to take over"
+    return {
+        carried.index: (*verdicts[i], found[i].text)
+        for i, (carried, _, _) in enumerate(member.states)
+    }
+
+
+def _if_held(carried: Carried, found: tuple[bool, str], choice: Choice) -> tuple[bool, str]:
+    """Return a verdict, or a refusal if it needs a storage that cannot hold the state.
+
+    Raises StorageError for a parameter.
+    """
+    try:
+        storage_of(carried, choice)
+    except StorageError as error:
+        if carried.owner == "param":
+            raise
+        carried.refusal = str(error)
+        return False, carried.refusal
+    return found
+
+
+_ORDER = ("overwritten", "unchanged", "linear", "selected", "nonlinear")
+
+
+def _second(
+    carried: Carried,
+    found: list[Recurrence],
+    verdicts: list[tuple[bool, str]],
+    which: int,
+    model: Slice,
+) -> tuple[bool, str]:
+    """Return the verdict on a state whose carried path runs into that of another.
+
+    A node has one expansion on it; a second residual would be dropped there.
+    """
+    for i, (other, _, new) in enumerate(model.states):
+        if i != which and verdicts[i][0] and new in found[which].spine:
+            return False, f"computed anew from {other.name.partition(' of ')[0]}, which accumulates"
+    carried.refusal = "it is computed on the carried path of another state"
+    return False, carried.refusal
+
+
+def _old(part: Slice, which: int) -> Node:
+    return part.inputs[part.states[which][1]]
+
+
+def _by_compensated(
+    group: StateClass, verdicts: dict[int, Verdict], choice: Choice
+) -> list[Rewritten]:
+    found: dict[Any, Rewritten] = {}
+    for member in group.members:
+        which = tuple(i for i, (c, _, _) in enumerate(member.states) if verdicts[c.index][0])
+        if which:
+            storages = tuple(storage_of(member.states[i][0], choice) for i in which)
+            new = Rewritten([], which, group.recurrences, group.representative, storages)
+            # What cannot be swept must not keep the others from it.
+            layout = flat(member), value_of(member.nodes[0]).device
+            found.setdefault((which, storages, layout), new).members.append(member)
+    return list(found.values())
+
+
+def storage_of(carried: Carried, choice: Choice) -> str:
+    """Return the storage for a carried state; raises StorageError if it cannot hold the state."""
+    storage = held_in(carried, choice)
+    check_held(carried.val.dtype, storage, carried.name)
+    return storage
+
+
+def verdict(carried: Carried, found: Recurrence, level: Level, has_param: bool) -> tuple[bool, str]:
+    """Return whether a state is compensated, and the reason.
+
+    Args:
+        carried: the state: its refusal, owner, dtype, and whether it has a residual already.
+        found: how a step changes it.
+        level: what the user asks for.
+        has_param: whether any state of the same step is known to be a parameter.
+    """
+    if carried.refusal:
+        return False, carried.refusal
+    if carried.spared:
+        return False, carried.spared
+    if found.kind in ("overwritten", "unchanged") and not found.together:
+        return False, f"{found.kind}: nothing accumulates"
+    keep, reason = _judged(carried, found, level, has_param)
+    if carried.pinned and not keep:
+        return True, "it has a residual from an earlier graph"
+    return keep, reason
+
+
+def _judged(carried: Carried, found: Recurrence, level: Level, has_param: bool) -> tuple[bool, str]:
+    if level == "all":
+        return True, "level all"
+    if carried.owner == "param" and level in ("light", "plus"):
+        return True, f"parameter, level {level}"
+    if level == "light":
+        return _light(carried, found, has_param)
+    keep, reason = critical(found, carried.val.dtype, level)
+    if carried.owner == "param" and not keep:
+        # An average whose input hardly moves, as the iterates of some methods are: its rounding
+        # does not grow, and is as large as the progress that a small learning rate makes.
+        return True, f"parameter: {reason.partition(',')[0]}, but each update is small beside it"
+    return keep, reason
+
+
+def _light(carried: Carried, found: Recurrence, has_param: bool) -> tuple[bool, str]:
+    """Decide level light for a tensor that is not known to be a parameter."""
+    keep, reason = critical(found, carried.val.dtype, "auto")
+    if carried.feeds:
+        return keep, f"a parameter is computed anew from it; {reason}"
+    if has_param or carried.owner == "state":
+        return False, LEFT_BY_LEVEL if keep else reason
+    near = not is_number(found.a) or abs(1 - float(found.a)) < 1e-3
+    reason = LEFT_BY_LEVEL if keep and not near else reason
+    return keep and near, f"{reason}; {NO_PARAMETER}"
+
+
+def _entry(carried: Carried, verdict: Verdict | None, program: Program) -> StatePlan:
+    held = bool(held_in(carried, program.settings.storage))
+    outside = carried.refusal or _outside(carried, held=held)
+    compensated, reason, text = verdict or (False, outside, "")
+    storage = storage_of(carried, program.settings.storage) if compensated else ""
+    return StatePlan(
+        name=carried.name,
+        dtype=carried.val.dtype,
+        shape=tuple(int(s) if isinstance(s, int) else -1 for s in carried.val.shape),
+        recurrence=text,
+        compensated=compensated,
+        reason=reason,
+        storage=storage,
+        residual_bytes=STORAGES[storage].residual_bytes(carried.val) if storage else 0,
+        refused=bool(carried.refusal) and (held or _unknown(carried.val.dtype)),
+        index=carried.index,
+        held=held,
+    )
+
+
+def _unknown(dtype: torch.dtype) -> bool:
+    """Tell whether there is no storage for a dtype in which updates may be lost."""
+    return dtype.is_complex or (dtype.is_floating_point and dtype.itemsize == 1)
+
+
+def _of_other(entry: StatePlan, other: Carried) -> StatePlan:
+    """Return the verdict on a state of a member that is not in the graph."""
+    storage = entry.storage
+    return replace(
+        entry,
+        name=other.name,
+        reason=entry.reason.replace(entry.name, other.name),
+        shape=tuple(other.val.shape),
+        residual_bytes=STORAGES[storage].residual_bytes(other.val) if storage else 0,
+        index=other.index,
+    )
+
+
+def _outside(carried: Carried, *, held: bool) -> str:
+    if held:
+        return carried.spared or "overwritten: nothing accumulates"
+    return f"{str(carried.val.dtype).removeprefix('torch.')}: updated as it stands"

@@ -1,0 +1,383 @@
+"""Pass 8: put the lowered slices into one graph for Inductor, with residuals as inputs."""
+
+import contextlib
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.fx._lazy_graph_module import _LazyGraphModule
+
+from collage_fx.passes.codegen.inductor_lowering import register_region
+from collage_fx.passes.codegen.multi_tensor_kernel import (
+    MEMBERS,
+    SWEEPS,
+    Readers,
+    conflicts,
+    obstacle,
+    readers_of,
+    register_scalars,
+    register_sweep,
+)
+from collage_fx.passes.codegen.replicas import Other, Others
+from collage_fx.passes.codegen.scalar_kernel import Scalars, scalars_of
+from collage_fx.passes.frontend.decompose import like
+from collage_fx.passes.frontend.slice import inverse
+from collage_fx.passes.ir.program import (
+    Carried,
+    Program,
+    Rewritten,
+    Slice,
+    graph_of,
+    made,
+    mutations,
+    value_of,
+)
+from collage_fx.runtime.ops import collage
+
+aten = torch.ops.aten
+
+
+def emit(program: Program) -> None:
+    """Make the graph that Inductor compiles.
+
+    Each member of a class becomes one `collage::region` node; what is in no rewritten slice is
+    copied. The residual of each compensated state is an input after the graph's own inputs, and is
+    overwritten at the end like the states themselves.
+
+    After::
+
+        region = collage.region([arg0_1, arg1_1, arg0_1_lo], "5f0c...")
+        hi, lo = region[0], region[1]
+        copy_ = aten.copy_.default(arg0_1, hi)        # as before
+        copy__1 = aten.copy_.default(arg0_1_lo, lo)   # new
+
+    A class of many members that do nothing but update or make states, each in one flat walk over
+    its memory, becomes one `collage::sweep` node instead (see `sweep.py`), and no copies. What its
+    members compute from 0-d tensors becomes another one before it (see `scalars.py`).
+
+    A member whose slice a reduction leaves and enters again (a norm of the update that scales the
+    update) becomes several regions, each as soon as its inputs are there.
+    """
+    _Emitter(program).run()
+
+
+@dataclass
+class _Stamp:
+    """One member of a class on its way into the graph."""
+
+    rewritten: Rewritten
+    member: Slice
+    residuals: list[Node]
+    others: list[Other]
+    """The members for which it stands."""
+    seed: list[Node] = field(default_factory=list)
+    """The seed, if it takes one."""
+    pending: list[int] = field(default_factory=list)
+    """Positions of the lowered graph's results that are not in the graph yet."""
+    new_residuals: dict[int, Node] = field(default_factory=dict)
+    """Position among the residuals -> its new value."""
+
+    def __post_init__(self) -> None:
+        self.pending = list(range(len(self.member.outputs) + len(self.residuals)))
+
+
+class _Emitter:
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.canonical = graph_of(program.canonical)
+        self.graph = Graph()
+        self.env: dict[Node, Node] = {}
+        self.stamps: list[_Stamp] = []
+        self.swept: list[tuple[Rewritten, list[_Stamp], Scalars | None]] = []
+        """Classes that run as one operation, with the 0-d work of their members."""
+        self.parts: dict[tuple[int, tuple[int, ...]], _Part] = {}
+        self.others = Others(program, self.graph)
+        self.seeds: dict[torch.device, Node] = {}
+
+    def run(self) -> None:
+        """Fill in `result` and `residual_inputs` of the program."""
+        nodes = list(self.canonical.graph.nodes)
+        placeholders = [n for n in nodes if n.op == "placeholder"]
+        mode = next((m for n in placeholders if (m := _fake_mode(n))), contextlib.nullcontext())
+        with mode:
+            for node in placeholders:
+                self._copy(node)
+            self.others.add_inputs(self.env)
+            self._choose()
+            updated = [s.member for _, stamps, _ in self.swept for s in stamps]
+            updated += [m for _, _, scalars in self.swept if scalars for m in scalars.members]
+            replaced = {n for s in self.stamps for n in s.member.nodes}
+            replaced |= {n for member in updated for n in member.nodes}
+            last = [n for n in nodes if n.op == "output" or n.target is aten.copy_.default]
+            rest = set(nodes) - replaced - set(last) - set(placeholders)
+            self._interleave([n for n in nodes if n in rest])
+            vectors = [self._vectors(scalars, s) if scalars else [] for _, s, scalars in self.swept]
+            for (rewritten, stamps, scalars), made_for in zip(self.swept, vectors, strict=True):
+                self._sweep(rewritten, stamps, scalars.feeds if scalars else {}, made_for)
+            done = {member.inputs[at] for member in updated for _, at, _ in member.states}
+            for node in last[:-1]:
+                if node.args[0] in done:
+                    self.env[node] = self.env[node.args[0]]
+                else:
+                    self._copy(node)
+            self._write_residuals()
+            self._copy(last[-1])
+            self.others.add_results(last[-1])
+        self.others.check()
+        self.graph.lint()
+        self.program.result = _LazyGraphModule(self.canonical, self.graph)
+
+    def _copy(self, node: Node) -> None:
+        if node.target in (aten.lerp.Scalar, aten.lerp.Tensor):
+            self.env[node] = self._polyfilled_lerp(node)
+        else:
+            self.env[node] = self.graph.node_copy(node, lambda n: self.env[n])
+
+    def _polyfilled_lerp(self, node: Node) -> Node:
+        """Return lerp as Dynamo had it before `canonicalize`; Inductor has no lowering for it."""
+        start, end, weight = torch.fx.node.map_arg(node.args, lambda n: self.env[n])
+        difference = self.graph.call_function(aten.sub.Tensor, (end, start))
+        step = self.graph.call_function(aten.mul.Tensor, (difference, weight))
+        result = self.graph.call_function(aten.add.Tensor, (start, step))
+        for new in (difference, step, result):
+            new.meta = dict(node.meta)
+        return result
+
+    def _choose(self) -> None:
+        """Divide the classes into those that are swept and those whose members stand alone."""
+        classes = self.program.rewritten
+        for rewritten in classes:
+            rewritten.apart = self._obstacle(rewritten)
+        members = [m for r in classes if not r.apart for m in r.members]
+        readers = readers_of(self.canonical.graph)
+        conflicting = conflicts(readers, members)
+        for rewritten in classes:
+            if not rewritten.apart and conflicting.intersection(rewritten.members):
+                rewritten.apart = "a state of a member is read elsewhere, or through a view"
+        swept = [r for r in classes if not r.apart]
+        scalars = dict(zip(swept, self._scalars(swept, readers), strict=True))
+        for rewritten in classes:
+            stamps = [self._stamp(rewritten, member) for member in rewritten.members]
+            if rewritten.apart:
+                self.stamps += stamps
+            else:
+                self.swept.append((rewritten, stamps, scalars[rewritten]))
+        stamps = [*self.stamps, *(s for _, found, _ in self.swept for s in found)]
+        for stamp in stamps:  # the last inputs, behind all residuals
+            if stamp.rewritten.seeded:
+                stamp.seed = [self._seed(value_of(stamp.residuals[0]).device)]
+
+    def _seed(self, device: torch.device) -> Node:
+        """Return the input that is the seed on a device."""
+        if device not in self.seeds:
+            node = self.seeds[device] = self.graph.placeholder(f"seed{len(self.seeds) or ''}")
+            node.meta["val"] = torch.empty((), dtype=torch.int32, device=device)
+            self.program.seeds.append(device)
+        return self.seeds[device]
+
+    def _obstacle(self, rewritten: Rewritten) -> str:
+        """Return why the members of a class are not swept; empty if they are."""
+        wanted = self.program.settings.multi_tensor
+        if not wanted:
+            return "multi_tensor=False"
+        rewritten.left_out = sum(len(self.others.of(member)) for member in rewritten.members)
+        if wanted == "auto" and rewritten.count < MEMBERS:
+            return f"fewer than {MEMBERS} members"
+        return obstacle(rewritten)
+
+    def _scalars(self, swept: list[Rewritten], readers: Readers) -> list[Scalars | None]:
+        """Return the 0-d work of each swept class that can be a sweep of its own."""
+        graph = self.canonical.graph
+        placeholders = graph.find_nodes(op="placeholder")
+        states = {placeholders[c.index]: c for c in self.program.carried if c.val.dim() == 0}
+        slices = [m for r in self.program.rewritten for m in r.members]
+        inside = {n for m in slices for n in m.nodes}
+        stored = inverse(mutations(graph))
+        alone = self.others.taken_alone
+        found = [scalars_of(r, states, stored, inside, alone) for r in swept]
+        parts = [m for scalars in found if scalars for m in scalars.members]
+        conflicting = conflicts(readers, [*parts, *(m for r in swept for m in r.members)])
+        return [s if s and not conflicting.intersection(s.members) else None for s in found]
+
+    def _sweep(
+        self,
+        rewritten: Rewritten,
+        stamps: list[_Stamp],
+        feeds: dict[int, int],
+        vectors: list[Node],
+    ) -> None:
+        """Append one operation that updates all members of a class in place.
+
+        After all else, so that whatever reads an old value comes before.
+        """
+        key = rewritten.sweep = register_sweep(rewritten, list(feeds))
+        sweep = SWEEPS[key]
+        written: list[Node] = []
+        read: list[Node] = []
+        for stamp in stamps:
+            new = made(stamp.member)
+            memory = [self._memory(value_of(n)) for n in new]
+            self.env |= dict(zip(new, memory, strict=True))
+            inputs = [self.env.get(n, n) for n in stamp.member.inputs]
+            inputs += [*stamp.residuals, *stamp.seed, *memory]
+            written += [inputs[i] for i in sweep.written]
+            read += [inputs[i] for i in sweep.read]
+            for other in stamp.others:
+                for n, mine in zip(new, memory, strict=True):
+                    its = self._memory(like(other.like, value_of(n).dtype))
+                    other.instead[mine] = its
+                    self.others.made.setdefault(n, []).append(its)
+                written += other.written([inputs[i] for i in sweep.written])
+                read += other.operands([inputs[i] for i in sweep.read])
+        operands = (written, read, [vectors[k] for k in feeds.values()])
+        node = self.graph.call_function(collage.sweep.default, (*operands, key))
+        node.meta["val"] = None
+
+    def _vectors(self, scalars: Scalars, stamps: list[_Stamp]) -> list[Node]:
+        """Append the operation that does the 0-d work of all members; return what it makes."""
+        key = register_scalars(scalars)
+        sweep = SWEEPS[key]
+        written: list[Node] = []
+        read: list[Node] = []
+        for part, stamp in zip(scalars.members, stamps, strict=True):
+            inputs = [self.env[n] for n in part.inputs]
+            ours = [inputs[i] for i in sweep.written], [inputs[i] for i in sweep.read]
+            written += [*ours[0], *(n for other in stamp.others for n in other.written(ours[0]))]
+            read += [*ours[1], *(n for other in stamp.others for n in other.operands(ours[1]))]
+        count = sum(1 + len(stamp.others) for stamp in stamps)
+        device = value_of(scalars.members[0].outputs[0]).device
+        vectors = [
+            self._memory(torch.empty(count, dtype=sweep.dtypes[i], device=device))
+            for i in sweep.vectors
+        ]
+        node = self.graph.call_function(collage.sweep.default, (written, read, vectors, key))
+        node.meta["val"] = None
+        return vectors
+
+    def _memory(self, like: Tensor) -> Node:
+        """Append an operation that allocates a tensor; return it."""
+        options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
+        layout = (list(like.shape), list(like.stride()))
+        node = self.graph.call_function(aten.empty_strided.default, layout, options)
+        node.meta["val"] = like
+        return node
+
+    def _stamp(self, rewritten: Rewritten, member: Slice) -> _Stamp:
+        residuals: list[Node] = []
+        others = self.others.of(member)
+        for i in rewritten.compensated:
+            carried, at, _ = member.states[i]
+            name, dtypes = f"{member.inputs[at].name}_lo", rewritten.residuals(i)
+            ours = self._residuals(carried, name, dtypes)
+            residuals += ours
+            its = self.program.others.get(carried.index, [])
+            for other, c in zip(others, its, strict=True):
+                its_name = f"{name}_other{c.index}_"
+                other.instead |= dict(zip(ours, self._residuals(c, its_name, dtypes), strict=True))
+        return _Stamp(rewritten, member, residuals, others)
+
+    def _residuals(
+        self, carried: Carried, name: str, dtypes: tuple[torch.dtype, ...]
+    ) -> list[Node]:
+        """Append the residuals of a state to the inputs."""
+        lows = []
+        for k, dtype in enumerate(dtypes):
+            lows.append(self.graph.placeholder(f"{name}{k or ''}"))
+            lows[-1].meta["val"] = like(carried.val, dtype)
+            self.program.static_residuals.append(carried.static)
+        self.program.residual_inputs.append(carried)
+        return lows
+
+    def _interleave(self, rest: list[Node]) -> None:
+        """Append other nodes and regions in turn, each when its inputs are there."""
+        stamps = list(self.stamps)
+        while rest or stamps:
+            waiting = []
+            for node in rest:
+                if all(a in self.env for a in node.all_input_nodes):
+                    self._copy(node)
+                else:
+                    waiting.append(node)
+            before = len(waiting) + sum(len(s.pending) for s in stamps)
+            rest = waiting
+            for stamp in stamps:
+                self._regions(stamp)
+            stamps = [s for s in stamps if s.pending]
+            assert rest == [] or len(rest) + sum(len(s.pending) for s in stamps) < before
+
+    def _regions(self, stamp: _Stamp) -> None:
+        """Append one region for all pending results of a member whose inputs are there."""
+        count = len(stamp.member.inputs)
+        have = {i for i, n in enumerate(stamp.member.inputs) if n in self.env}
+        have |= set(range(count, count + len(stamp.residuals) + len(stamp.seed)))
+        needs = _needs(stamp.rewritten)
+        ready = tuple(i for i in stamp.pending if needs[i] <= have)
+        if not ready:
+            return
+        key = (id(stamp.rewritten), ready)
+        part = self.parts.get(key)
+        if part is None:
+            part = self.parts[key] = _Part(graph_of(stamp.rewritten.lowered), ready)
+        sources = [self.env.get(n) for n in stamp.member.inputs] + stamp.residuals + stamp.seed
+        inputs = [n for i in part.inputs if (n := sources[i]) is not None]
+        self._append_region(stamp, part, inputs)
+
+    def _append_region(self, stamp: _Stamp, part: "_Part", inputs: list[Node]) -> None:
+        region = self.graph.call_function(collage.region.default, (inputs, part.key))
+        region.meta["val"] = collage.region.default([value_of(n) for n in inputs], part.key)
+        for k, i in enumerate(part.results):
+            item = self.graph.call_function(operator.getitem, (region, k))
+            item.meta["val"] = region.meta["val"][k]
+            if i < len(stamp.member.outputs):
+                self.env[stamp.member.outputs[i]] = item
+                item.meta["stack_trace"] = stamp.member.outputs[i].meta.get("stack_trace")
+            else:
+                stamp.new_residuals[i - len(stamp.member.outputs)] = item
+            stamp.pending.remove(i)
+
+    def _write_residuals(self) -> None:
+        for stamp in self.stamps:
+            for i, lo in enumerate(stamp.residuals):
+                node = self.graph.call_function(aten.copy_.default, (lo, stamp.new_residuals[i]))
+                node.meta["val"] = lo.meta["val"]
+
+
+class _Part:
+    """Some results of a lowered graph, as a region of their own."""
+
+    def __init__(self, lowered: GraphModule, results: tuple[int, ...]) -> None:
+        self.results = results
+        all_results: Any = lowered.graph.output_node().args[0]
+        graph = Graph()
+        env: dict[Node, Node] = {}
+        for node in lowered.graph.nodes:
+            if node.op != "output":
+                env[node] = graph.node_copy(node, lambda n: env[n])
+        graph.output(tuple(env[all_results[i]] for i in results))
+        graph.eliminate_dead_code()
+        placeholders = list(graph.find_nodes(op="placeholder"))
+        self.inputs = [i for i, n in enumerate(placeholders) if n.users]
+        for node in placeholders:
+            if not node.users:
+                graph.erase_node(node)
+        self.key = register_region(GraphModule(torch.nn.Module(), graph))
+
+
+def _needs(rewritten: Rewritten) -> list[set[int]]:
+    """Return, for each result of the lowered graph, the positions of the inputs it depends on."""
+    reach: dict[Node, set[int]] = {}
+    lowered = graph_of(rewritten.lowered)
+    for node in lowered.graph.nodes:
+        if node.op == "placeholder":
+            reach[node] = {len(reach)}
+        elif node.op == "call_function":
+            reach[node] = set().union(*(reach[a] for a in node.all_input_nodes))
+    results: Any = lowered.graph.output_node().args[0]
+    return [reach[n] for n in results]
+
+
+def _fake_mode(node: Node) -> Any:
+    return getattr(node.meta.get("val"), "fake_mode", None)

@@ -1,0 +1,71 @@
+"""Compiled kernels of sweeps by their content, on disk, beside those that Inductor keeps.
+
+Inductor's own cache is asked with a graph. To trace it with symbolic sizes, which loads much of
+sympy, takes most of what a second process would spend on a kernel that it already has.
+"""
+
+import hashlib
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._inductor import config as inductor_config
+from torch._inductor.codecache import torch_key, write_atomic
+from torch._inductor.cpu_vec_isa import pick_vec_isa
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch.compiler import config as compiler_config
+
+from collage_fx.passes.ir.cache_key import source_digest
+from collage_fx.runtime.kernels.cpp_loop import Loop
+
+_LOGGER = logging.getLogger(__name__)
+
+
+def place_of(content: str) -> Path | None:
+    """Return the file for what makes this kernel; None where the user wants no caches.
+
+    Its name covers the content, this compiler, PyTorch, all settings of Inductor and the vector
+    instructions of the machine: all that the key of Inductor's cache covers.
+    """
+    if not inductor_config.fx_graph_cache or inductor_config.force_disable_caches:
+        return None
+    settings = sorted(inductor_config.save_config_portable().items())
+    machine = (str(pick_vec_isa()), torch.get_num_threads())
+    parts = (content, source_digest(), torch.__version__, torch_key(), *machine)
+    text = repr((*parts, compiler_config.cache_key_tag, settings))
+    name = hashlib.sha256(text.encode()).hexdigest()
+    return Path(cache_dir(), "collage_fx", f"{name}.json")
+
+
+def load(place: Path | None) -> tuple[Loop, str] | None:
+    """Return a loop and the source of its kernel, None if there is none that is whole."""
+    if place is None:
+        return None
+    try:
+        if not place.is_file():
+            return None
+        found: dict[str, Any] = json.loads(place.read_text())
+        loop = Loop.of(Path(cache_dir(), found["library"]), found["order"], found["widths"])
+        return loop, str(found["source"])
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        _LOGGER.debug("%s is of no use: %s", place, error)
+        return None
+
+
+def save(place: Path | None, loop: Any, source: str) -> None:
+    """Keep a loop, if that is what it is and its kernel is where Inductor keeps kernels."""
+    library = Path(getattr(loop, "library", ""))
+    if place is None or not isinstance(loop, Loop) or not library.is_relative_to(cache_dir()):
+        return
+    found = {
+        "library": str(library.relative_to(cache_dir())),
+        "order": loop.order,
+        "widths": loop.widths,
+        "source": source,
+    }
+    try:
+        write_atomic(str(place), json.dumps(found), make_dirs=True)
+    except OSError as error:
+        _LOGGER.debug("%s is not written: %s", place, error)

@@ -1,0 +1,406 @@
+"""One kernel for all members of a class: `collage::sweep`.
+
+Inductor unrolls an optimizer step: it generates and compiles a kernel for each parameter, though
+they all do the same. A class is compiled once instead, for tensors of one dimension and any size,
+and run over its members, each as one flat walk over its memory: on a CPU by a loop in C++ around
+Inductor's kernel, on a GPU by one launch of a Triton kernel of our own.
+"""
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._inductor import config as inductor_config
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.compiler import config as compiler_config
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._triton import has_triton
+
+from collage_fx.passes.codegen import inductor_compile, kernel_cache
+from collage_fx.passes.codegen.inductor_lowering import register_region
+from collage_fx.passes.codegen.scalar_kernel import Scalars
+from collage_fx.passes.codegen.triton_kernel import print_kernel
+from collage_fx.passes.ir.cache_key import source_digest
+from collage_fx.passes.ir.program import (
+    Rewritten,
+    Settings,
+    Slice,
+    base_of,
+    graph_of,
+    made,
+    value_of,
+    writes_only,
+)
+from collage_fx.runtime.kernels.argument_table import Column, check_sizes, device_of, select
+from collage_fx.runtime.kernels.cpp_loop import loop_over
+from collage_fx.runtime.kernels.triton_launch import Launch
+from collage_fx.runtime.ops import collage
+
+_SAMPLE = 96
+"""A size to trace with; it stands for any."""
+MEMBERS = 8
+"""Members from which on a class is swept where the user leaves the choice."""
+SWEEPS: dict[str, "Sweep"] = {}
+T = TypeVar("T")
+
+
+def least_members(settings: Settings) -> int:
+    """Return of how many members a class consists at least that is compiled once for all."""
+    return MEMBERS if settings.multi_tensor == "auto" else 2
+
+
+_LIBRARY = torch.library.Library("collage", "FRAGMENT")
+_LIBRARY.define("sweep(Tensor(a!)[] written, Tensor[] read, Tensor(b!)[] vectors, str key) -> ()")
+
+
+@dataclass
+class Sweep:
+    """What one step does to one member, compiled for a kind of device when it first runs there."""
+
+    region: str
+    """The key of the lowered graph among the regions."""
+    dtypes: list[torch.dtype]
+    scalar: list[bool]
+    """For each input of the lowered graph whether it is one number for all elements."""
+    written: list[int]
+    """The inputs that are overwritten."""
+    results: list[int]
+    """For each of them, then for each vector that is made, the result that it gets."""
+    vectors: list[int]
+    """The inputs of which there is one vector for all members: given, or made here."""
+    runners: dict[str, "Runner"] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    """For each kind of device, what runs there and its source."""
+
+    @property
+    def read(self) -> list[int]:
+        """The inputs that are only read, and of which each member has its own."""
+        others = {*self.written, *self.vectors}
+        return [i for i in range(len(self.dtypes)) if i not in others]
+
+    @property
+    def stored(self) -> list[int]:
+        """The inputs that get the results."""
+        return [*self.written, *self.vectors][: len(self.results)]
+
+    def columns(self, written: Sequence[T], read: Sequence[T]) -> dict[int, Sequence[T]]:
+        """Return, for each input that is no vector, those of all members."""
+        wide, narrow = len(self.written), len(self.read)
+        found = {i: written[k::wide] for k, i in enumerate(self.written)}
+        return found | {i: read[k::narrow] for k, i in enumerate(self.read)}
+
+    def runner(self, device: torch.device) -> "Runner":
+        """Return what updates members on a device."""
+        if device.type not in self.runners:
+            if device.type == "cpu":
+                self.runners["cpu"] = self._kept_or_compiled()
+            else:
+                self.runners[device.type] = Launch(self.triton(), self.scalar)
+        return self.runners[device.type]
+
+    def triton(self) -> str:
+        """Return the source of the Triton kernel."""
+        if "cuda" not in self.sources:
+            self.sources["cuda"] = print_kernel(
+                self.region, self.dtypes, self.scalar, self.stored, self.results
+            )
+        return self.sources["cuda"]
+
+    def _kept_or_compiled(self) -> "Runner":
+        """Return the compiled kernel for a CPU, from another process if there is one."""
+        place = kernel_cache.place_of(self.text())
+        found = kernel_cache.load(place)
+        if found is not None:
+            runner, self.sources["cpu"] = found
+            return runner
+        compiled = self._compile()
+        kernel_cache.save(place, compiled, self.sources["cpu"])
+        return compiled
+
+    def text(self) -> str:
+        """Return what all that is compiled of it follows from."""
+        order = (self.scalar, self.written, self.results, self.vectors)
+        return repr((self.region, self.dtypes, *order))
+
+    def _compile(self) -> "Runner":
+        def step(*inputs: Tensor) -> tuple[()]:
+            results = collage.region.default(list(inputs), self.region)
+            for i, result in zip(self.stored, self.results, strict=True):
+                inputs[i].copy_(results[result])
+            return ()
+
+        with unset_fake_temporarily(), torch.no_grad():
+            samples = [
+                torch.zeros(() if scalar else (_SAMPLE,), dtype=dtype, device="cpu")
+                for dtype, scalar in zip(self.dtypes, self.scalar, strict=True)
+            ]
+            graph = make_fx(step, tracing_mode="symbolic")(*samples)
+            graph.shape_env = None  # what Inductor cannot have in the key of its cache
+            fakes = _with_size(graph, self.scalar.index(False))
+            # Without assertions on sizes no tensor needs to be flat: the kernel takes addresses.
+            with inductor_config.patch(size_asserts=False), _cacheable(fakes):
+                compiled: Any = inductor_compile.compile_functional(graph, fakes)
+            self.sources["cpu"] = getattr(compiled, "source_code", "")
+            function = getattr(compiled, "current_callable", None) or compiled
+            return loop_over(function, _SAMPLE, samples) or Each(function, self.scalar)
+
+    def run(self, columns: list[Column], sizes: list[int]) -> None:
+        """Update members; see `Runner.run`. Those without elements are left out."""
+        if not all(sizes):
+            inside = [m for m, size in enumerate(sizes) if size]
+            columns = [select(column, inside) for column in columns]
+            sizes = [sizes[m] for m in inside]
+        if sizes:
+            device = device_of(columns[self.scalar.index(False)])
+            self.runner(device).run(columns, sizes)
+
+
+def _with_size(graph: GraphModule, first: int) -> list[Any]:
+    """Make the number of elements the first input of a graph; return what stands for its inputs.
+
+    Dynamo hands its graphs over like this. Left to find the number in the size of a tensor,
+    Inductor does so in any case before torch 2.14, later only where it asserts those sizes.
+
+    Args:
+        graph: a graph with symbolic sizes.
+        first: an input with so many elements.
+    """
+    inputs = graph.graph.find_nodes(op="placeholder")
+    with graph.graph.inserting_before(inputs[0]):
+        size = graph.graph.placeholder("size")
+    size.meta["val"] = value_of(inputs[first]).shape[0]
+    graph.recompile()
+    return [n.meta["val"] for n in (size, *inputs)]
+
+
+@contextlib.contextmanager
+def _cacheable(fakes: list[Any]) -> Iterator[None]:
+    """Give Inductor's cache of graphs what it needs to keep this one; our version in its key."""
+    tag = compiler_config.cache_key_tag + "collage_fx:" + source_digest()
+    with (
+        compiler_config.patch(cache_key_tag=tag),  # type: ignore[attr-defined]
+        tracing(TracingContext(detect_fake_mode(fakes))),
+    ):
+        yield
+
+
+class Runner(Protocol):
+    """What updates the members of a class."""
+
+    def run(self, columns: Sequence[Column], sizes: Sequence[int]) -> None:
+        """Update all members.
+
+        Args:
+            columns: for each input the tensors of all members, or one vector with an element for
+                each member.
+            sizes: the elements of each member.
+        """
+
+
+@dataclass
+class Each:
+    """A compiled function, called for each member: where there is no loop over its kernel."""
+
+    function: Callable[[list[Any]], Any]
+    """It takes the number of elements and the tensors."""
+    scalar: list[bool]
+    """For each input whether it is one number for all elements; the others are taken flat."""
+
+    def run(self, columns: Sequence[Column], sizes: Sequence[int]) -> None:
+        """Update all members."""
+        for m, size in enumerate(sizes):
+            inputs = [column[m] for column in columns]
+            pairs = zip(inputs, self.scalar, strict=True)
+            flat = (x if one else x.as_strided((size,), (1,)) for x, one in pairs)
+            self.function([size, *flat])
+
+
+def register_sweep(rewritten: Rewritten, vectors: Sequence[int] = ()) -> str:
+    """Return the key under which collage::sweep finds what to do to the members of a class.
+
+    Args:
+        rewritten: the class.
+        vectors: the 0-d inputs that come as one vector for all members.
+    """
+    part, residuals, seeds = rewritten.members[0], rewritten.residual_count, rewritten.seeded
+    new = made(part)
+    written = [at for _, at, _ in part.states]
+    results = [part.outputs.index(value) for _, _, value in part.states]
+    for k in range(residuals):
+        written.append(len(part.inputs) + k)
+        results.append(len(part.outputs) + k)
+    for k, node in enumerate(new):
+        written.append(len(part.inputs) + residuals + seeds + k)
+        results.append(part.outputs.index(node))
+    scalar = [value_of(n).dim() == 0 for n in part.inputs] + [False] * residuals
+    scalar += [True] * seeds + [False] * len(new)
+    return _register(graph_of(rewritten.lowered), new, scalar, written, results, list(vectors))
+
+
+def _with_memory(lowered: GraphModule, dtypes: list[torch.dtype]) -> GraphModule:
+    """Return a lowered graph with more inputs, unused: memory for what it makes."""
+    graph = Graph()
+    env: dict[Node, Node] = {}
+    inputs = lowered.graph.find_nodes(op="placeholder")
+    for node in inputs:
+        env[node] = graph.node_copy(node)
+    for k, dtype in enumerate(dtypes):
+        graph.placeholder(f"out{k}").meta["dtype"] = dtype
+    for node in lowered.graph.nodes:
+        if node not in env:
+            env[node] = graph.node_copy(node, lambda n: env[n])
+    return GraphModule(torch.nn.Module(), graph)
+
+
+def register_scalars(scalars: Scalars) -> str:
+    """Return the key under which collage::sweep finds the 0-d work of the members of a class."""
+    part, new = scalars.members[0], made(scalars.members[0])
+    written = [at for _, at, _ in part.states]
+    results = [part.outputs.index(node) for node in [*(n for _, _, n in part.states), *new]]
+    vectors = range(len(part.inputs), len(part.inputs) + len(new))
+    scalar = [False] * (len(part.inputs) + len(new))
+    return _register(scalars.lowered, new, scalar, written, results, list(vectors))
+
+
+def _register(
+    lowered: GraphModule,
+    new: list[Node],
+    scalar: list[bool],
+    written: list[int],
+    results: list[int],
+    vectors: list[int],
+) -> str:
+    lowered = _with_memory(lowered, [value_of(n).dtype for n in new])
+    dtypes = [n.meta["dtype"] for n in lowered.graph.find_nodes(op="placeholder")]
+    sweep = Sweep(register_region(lowered), dtypes, scalar, written, results, vectors)
+    key = hashlib.sha256(sweep.text().encode()).hexdigest()[:16]
+    SWEEPS.setdefault(key, sweep)
+    return key
+
+
+def obstacle(rewritten: Rewritten) -> str:
+    """Return why the members of a class cannot be swept; empty if they can.
+
+    They must do nothing but update their states and make results of the graph, each in one flat
+    walk over its memory. What else reads their states is `conflicts`' affair.
+    """
+    members = rewritten.members
+    if not all(_ends(m) for m in members):
+        return "the graph goes on with what a member computes"
+    if not all(flat(m) for m in members):
+        return "the tensors of a member differ in shape or strides, or are not dense"
+    values = [value_of(n) for m in members for n in m.inputs]
+    if not _on_one_device(values):
+        return "the members are not on one device"
+    return unreachable(next(v.device for v in values if v.dim()))
+
+
+def unreachable(device: torch.device) -> str:
+    """Return why no kernel over many members can be made for a device; empty if one can."""
+    if device.type == "cpu":
+        return ""
+    if device.type != "cuda":
+        return f"a kernel over many members is for CPUs and CUDA devices, not for {device.type}"
+    return "" if has_triton() else "Triton cannot be used: not installed, or too old a GPU"
+
+
+Readers: TypeAlias = dict[Node, list[tuple[Node, bool]]]
+
+
+def readers_of(graph: Graph) -> Readers:
+    """Return what reads each tensor of a graph, and whether it does so by way of a view."""
+    readers: Readers = {}
+    for node in graph.nodes:
+        for operand in node.all_input_nodes:
+            base = base_of(operand)
+            readers.setdefault(base, []).append((node, operand is not base))
+    return readers
+
+
+def conflicts(readers: Readers, parts: Sequence[Slice]) -> set[Slice]:
+    """Return the parts of which a state is read by another part, or by way of a view.
+
+    Such a reader would see the new value instead of the old one, or the other way round, depending
+    on which part runs first. What is in no part runs before all of them.
+    """
+    where = {node: part for part in parts for node in part.nodes}
+
+    def conflicting(part: Slice, state: Node) -> bool:
+        return any(
+            where.get(node, part) is not part or (viewed and (node in where or node.op == "output"))
+            for node, viewed in readers[state]
+        )
+
+    return {p for p in parts if any(conflicting(p, p.inputs[at]) for _, at, _ in p.states)}
+
+
+def _ends(member: Slice) -> bool:
+    """Tell whether what a member computes is a new value of its states or a result of the graph."""
+    inside = set(member.nodes)
+    writes = {(member.inputs[at], new) for _, at, new in member.states}
+    return all(
+        user in inside or user.op == "output" or (user.args in writes and writes_only(user))
+        for node in member.outputs
+        for user in node.users
+    )
+
+
+def flat(member: Slice) -> bool:
+    """Tell whether all tensors of a member lie in memory in one and the same dense order."""
+    full = [value_of(n) for n in member.inputs if value_of(n).dim()]
+    states = {member.inputs[at] for _, at, _ in member.states}
+    if any(not isinstance(s, int) for v in full for s in (*v.shape, *v.stride())):
+        return False
+    first = full[0] if full else None
+    return (
+        first is not None
+        and all(value_of(n).dim() for n in states)
+        and all(
+            v.shape == first.shape and v.stride() == first.stride()
+            for v in [*full, *map(value_of, made(member))]
+        )
+        and torch.ops.aten.is_non_overlapping_and_dense(first)
+    )
+
+
+def _on_one_device(values: list[Tensor]) -> bool:
+    """Tell whether one kernel can reach all of them; a launch brings scalars of the CPU along."""
+    devices = {v.device for v in values if v.dim()}
+    scalars = {v.device for v in values if not v.dim()}
+    return len(devices) == 1 and scalars <= devices | {torch.device("cpu")}
+
+
+def run_sweep(written: list[Tensor], read: list[Tensor], vectors: list[Tensor], key: str) -> None:
+    """Update all members of a class: the operation `collage::sweep`.
+
+    Args:
+        written: the tensors that are overwritten, those of a member one after the other.
+        read: the others that each member has of its own, likewise.
+        vectors: with one element for each member; read by `register_sweep`, made by
+            `register_scalars`.
+        key: what the two return.
+    """
+    sweep = SWEEPS[key]
+    columns: dict[int, Column] = {**sweep.columns(written, read)}
+    columns |= dict(zip(sweep.vectors, vectors, strict=True))
+    own = columns[[*sweep.written, *sweep.read][0]]
+    sweep.run([columns[i] for i in range(len(columns))], [t.numel() for t in own])
+
+
+def _run_checked(
+    written: list[Tensor], read: list[Tensor], vectors: list[Tensor], key: str
+) -> None:
+    columns = SWEEPS[key].columns(written, read)
+    full = (c for i, c in columns.items() if not SWEEPS[key].scalar[i])
+    check_sizes([t.numel() for t in column] for column in full)
+    run_sweep(written, read, vectors, key)
+
+
+_LIBRARY.impl("sweep", _run_checked, "CompositeExplicitAutograd")
+_LIBRARY.impl("sweep", lambda *_: None, "Meta")

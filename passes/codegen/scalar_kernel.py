@@ -1,0 +1,144 @@
+"""What each member of a class computes from 0-d tensors alone, as one operation for all members.
+
+A step count and its bias corrections are 0-d, and each parameter has its own. They are no part of a
+slice, whose kernel would compute them once for each element. Left to Inductor, they are unrolled.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch._inductor.lowering import lowerings
+from torch.fx import Graph, GraphModule, Node
+
+from collage_fx.passes.frontend.slice import elementwise, make_slice
+from collage_fx.passes.ir.program import (
+    LOW_PRECISION,
+    Carried,
+    Rewritten,
+    Slice,
+    is_tensor,
+    made,
+    value_of,
+    writes_only,
+)
+
+
+@dataclass
+class Scalars:
+    """The 0-d parts of all members of a class."""
+
+    members: list[Slice]
+    """They are isomorphic; their outputs are new values of 0-d states, or go to the member."""
+    feeds: dict[int, int]
+    """Input of the member's slice -> the one of `made` that it is."""
+    lowered: GraphModule
+    """Placeholders and outputs are the inputs and outputs of a part."""
+
+
+def scalars_of(
+    rewritten: Rewritten,
+    states: dict[Node, Carried],
+    stored: dict[Node, list[Node]],
+    others: set[Node],
+    alone: Callable[[Slice], set[Node] | None] = lambda _: None,
+) -> Scalars | None:
+    """Return the 0-d parts of a class, or None if there are none, or they are not alike.
+
+    Args:
+        rewritten: the class.
+        states: placeholder -> state, of all 0-d carried states.
+        stored: new value -> the placeholders that it is stored in.
+        others: the nodes of all slices, of which no part can be made.
+        alone: for a member that stands for others which are not in the graph, the inputs that only
+            it takes. What it computes from none of them is that of all.
+    """
+    cones = [_cone(member, others) for member in rewritten.members]
+    seen: dict[Node, int] = {}
+    for cone in cones:
+        for node in cone:
+            seen[node] = seen.get(node, 0) + 1
+    own = [
+        [n for n in _depending(cone, alone(member)) if seen[n] == 1]
+        for cone, member in zip(cones, rewritten.members, strict=True)
+    ]
+    if not all(own):
+        return None
+    parts = [make_slice(nodes, states, stored) for nodes in own]
+    feeds = [_feeds(m, part) for m, part in zip(rewritten.members, parts, strict=True)]
+    alike = all(p.key == parts[0].key for p in parts) and all(f == feeds[0] for f in feeds)
+    devices = {value_of(n).device for part in parts for n in part.inputs + part.outputs}
+    closed = all(map(_closed, parts, rewritten.members))
+    if not (alike and closed and len(devices) == 1):
+        return None
+    lowered = _lower(parts[0])
+    return Scalars(parts, feeds[0], lowered) if lowered is not None else None
+
+
+def _cone(member: Slice, others: set[Node]) -> list[Node]:
+    """Return what computes the 0-d inputs of a member from 0-d tensors alone, in graph order."""
+    found: dict[Node, None] = {}
+
+    def visit(node: Node) -> None:
+        if node in found or node in others:
+            return
+        if elementwise(node) and _is_scalar(node):
+            for a in node.all_input_nodes:
+                visit(a)
+            found[node] = None
+
+    for node in member.inputs:
+        if is_tensor(node) and value_of(node).dim() == 0:
+            visit(node)
+    return list(found)
+
+
+def _depending(cone: list[Node], inputs: set[Node] | None) -> list[Node]:
+    """Return what is computed from these inputs; all, for None."""
+    if inputs is None:
+        return cone
+    found: dict[Node, None] = {}
+    for node in cone:
+        if any(a in inputs or a in found for a in node.all_input_nodes):
+            found[node] = None
+    return list(found)
+
+
+def _is_scalar(node: Node) -> bool:
+    tensors = [node, *node.all_input_nodes]
+    return all(
+        is_tensor(n) and value_of(n).dim() == 0 and value_of(n).dtype not in LOW_PRECISION
+        for n in tensors
+    )
+
+
+def _feeds(member: Slice, part: Slice) -> dict[int, int]:
+    where = {node: k for k, node in enumerate(made(part))}
+    return {i: where[n] for i, n in enumerate(member.inputs) if n in where}
+
+
+def _closed(part: Slice, member: Slice) -> bool:
+    """Tell whether nothing but the member and the states of the part takes its results."""
+    inside = {*part.nodes, *member.nodes}
+    new = {(part.inputs[at], value) for _, at, value in part.states}
+    return all(
+        user in inside or (user.args in new and writes_only(user))
+        for node in part.nodes
+        for user in node.users
+    )
+
+
+def _lower(part: Slice) -> GraphModule | None:
+    """Return the graph of a part; None if an operation in it has no lowering by itself."""
+    if any(node.target not in lowerings for node in part.nodes):
+        return None
+    graph = Graph()
+    env: dict[Node, Node] = {}
+    for i, node in enumerate(part.inputs):
+        env[node] = graph.placeholder(f"in{i}")
+        env[node].meta["dtype"] = value_of(node).dtype
+    for node in part.nodes:
+        env[node] = graph.node_copy(node, lambda n: env[n])
+        env[node].meta = {"dtype": value_of(node).dtype}
+    graph.output(tuple(env[n] for n in part.outputs))
+    return GraphModule(torch.nn.Module(), graph)

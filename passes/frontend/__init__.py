@@ -1,0 +1,1 @@
+"""Passes 1 to 3: states, one operation per tensor and rounding, slices of like parameters."""

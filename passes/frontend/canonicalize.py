@@ -1,0 +1,295 @@
+"""Pass 2: one operation per tensor and one rounding per operation."""
+
+import operator
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx._lazy_graph_module import _LazyGraphModule
+
+from collage_fx.passes.frontend.decompose import DECOMPOSITIONS, like
+from collage_fx.passes.ir.program import (
+    LOW_PRECISION,
+    Program,
+    base_of,
+    held_in,
+    is_tensor,
+    value_of,
+)
+from collage_fx.runtime.expansion.eft import WIDER
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+# _foreach_<name> -> the operation on one tensor; overloads that differ by the second operand's kind
+# all accept a Python number or a tensor there.
+FOREACH: dict[str, Any] = {
+    "_foreach_abs": aten.abs.default,
+    "_foreach_add": aten.add.Tensor,
+    "_foreach_addcdiv": aten.addcdiv.default,
+    "_foreach_addcmul": aten.addcmul.default,
+    "_foreach_clamp_max": aten.clamp_max.Tensor,
+    "_foreach_clamp_min": aten.clamp_min.Tensor,
+    "_foreach_copy": aten.copy.default,
+    "_foreach_div": aten.div.Tensor,
+    "_foreach_exp": aten.exp.default,
+    "_foreach_lerp": aten.lerp.Tensor,
+    "_foreach_log": aten.log.default,
+    "_foreach_maximum": aten.maximum.default,
+    "_foreach_minimum": aten.minimum.default,
+    "_foreach_mul": aten.mul.Tensor,
+    "_foreach_neg": aten.neg.default,
+    "_foreach_pow": aten.pow.Tensor_Tensor,
+    "_foreach_reciprocal": aten.reciprocal.default,
+    "_foreach_rsqrt": aten.rsqrt.default,
+    "_foreach_sign": aten.sign.default,
+    "_foreach_sqrt": aten.sqrt.default,
+    "_foreach_sub": aten.sub.Tensor,
+    "_foreach_tanh": aten.tanh.default,
+}
+# Where the operand is a Python number these overloads take it.
+_WITH_NUMBER: dict[Any, Any] = {
+    aten.maximum.default: aten.clamp_min.default,
+    aten.minimum.default: aten.clamp_max.default,
+    aten.clamp_max.Tensor: aten.clamp_max.default,
+    aten.clamp_min.Tensor: aten.clamp_min.default,
+    aten.lerp.Tensor: aten.lerp.Scalar,
+    aten.pow.Tensor_Tensor: aten.pow.Tensor_Scalar,
+}
+
+
+_WITH_TENSOR = {number: tensor for tensor, number in _WITH_NUMBER.items()}
+"""The other way round, where the number is symbolic and becomes a 0-d tensor."""
+
+
+def single_overload(target: Any, args: tuple[Any, ...]) -> Any:
+    """Return the overload of a value of FOREACH that takes these operands, numbers among them."""
+    if target is aten.pow.Tensor_Tensor and not isinstance(args[0], Node | Tensor):
+        return aten.pow.Scalar
+    if target in _WITH_NUMBER and not isinstance(args[-1], Node | Tensor):
+        return _WITH_NUMBER[target]
+    return target
+
+
+@cache
+def _numbers(op: Any) -> tuple[int, ...]:
+    """Return the positions of the arguments of op that are no tensors."""
+    return tuple(i for i, a in enumerate(op._schema.arguments) if "Tensor" not in str(a.type))
+
+
+def _with_tensors(op: Any, args: tuple[Any, ...]) -> Any:
+    """Return the overload of op that takes these operands, of which some numbers are now tensors.
+
+    Raises NotImplementedError if there is none: as a number, one would be taken for a constant.
+    """
+    if op in _WITH_TENSOR and isinstance(args[-1], Node):
+        return _WITH_TENSOR[op]
+    if not any(isinstance(args[i], Node) for i in _numbers(op) if i < len(args)):
+        return op
+    if op._overloadname == "Scalar" and "Tensor" in op.overloadpacket.overloads():
+        return op.overloadpacket.Tensor
+    raise NotImplementedError(f"{op} with a number that changes")
+
+
+def canonicalize(program: Program) -> None:
+    """Rewrite the graph into single-tensor operations that round at most once.
+
+    - `_foreach_*` lists become one node for each tensor.
+    - `lerp`, which Dynamo expands into a difference and its multiple, is put together again;
+      `prims.fma` becomes addcmul or add.
+    - In 16 bits, operations that PyTorch computes in fp32 and rounds once (addcmul, addcdiv, add
+      with alpha) become fp32 operations and one conversion, so that the rounding is in the graph.
+    - A copy of an old value is that value, since states are overwritten last: from 2.14 on torch
+      leaves clones of overwritten tensors in the graph, where it took them out before.
+    - A state that takes over the old value of another has an operation for it, a clone. So has a
+      result that begins as a copy of what has memory already: an input, or another result; and a
+      value that is stored in two states, where their storages differ and each splits it by itself.
+
+    Before::
+
+        _foreach_addcmul = aten._foreach_addcmul.Scalar([v0, v1], [g0, g1], [g0, g1], 0.001)
+
+    After, for each tensor::
+
+        v32 = prims.convert_element_type(v0, torch.float32)
+        g32 = prims.convert_element_type(g0, torch.float32)
+        mul = aten.mul.Tensor(g32, 0.001)
+        mul_1 = aten.mul.Tensor(mul, g32)
+        add = aten.add.Tensor(v32, mul_1)
+        v_new = prims.convert_element_type(add, torch.bfloat16)
+    """
+    # An input that no operation uses may have no value.
+    inputs = [n.meta.get("val") for n in program.source.graph.find_nodes(op="placeholder")]
+    tensors = [v for v in inputs if isinstance(v, Tensor)]
+    builder = _Builder(max(tensors, key=lambda t: t.dim(), default=torch.empty(())))
+    builder.results = _memory_of_results(program.source.graph)
+    for node in program.source.graph.nodes:
+        builder.take(node)
+    _one_value_for_each_storage(program, builder.graph)
+    builder.graph.eliminate_dead_code(
+        is_impure_node=lambda n: (
+            n.op in ("placeholder", "output") or n.target is aten.copy_.default or n.is_impure()
+        )
+    )
+    program.canonical = _LazyGraphModule(program.source, builder.graph)
+
+
+def _memory_of_results(graph: Graph) -> set[Node]:
+    """Return the nodes in whose memory the results of a graph are."""
+    results = (n for n in graph.output_node().all_input_nodes if is_tensor(n))
+    return {base_of(n, items=False) for n in results if n.target is not aten.copy_.default}
+
+
+def _one_value_for_each_storage(program: Program, graph: Graph) -> None:
+    inputs = graph.find_nodes(op="placeholder")
+    storage = {inputs[c.index]: held_in(c, program.settings.storage) for c in program.carried}
+    first: dict[Node, str] = {}
+    for write in graph.find_nodes(op="call_function", target=aten.copy_.default):
+        state, new = write.args
+        if state in storage and first.setdefault(new, storage[state]) != storage[state]:
+            with graph.inserting_before(write):
+                own = graph.call_function(aten.clone.default, (new,))
+            own.meta = {k: v for k, v in new.meta.items() if k in ("val", "stack_trace")}
+            write.args = (state, own)
+
+
+def _strides(val: Tensor) -> list[str]:
+    # Strings, since a symbolic stride must not be compared as a number: that would add a guard.
+    return [str(s) for s in val.stride()]
+
+
+def _has_symbol(node: Node) -> bool:
+    """Tell whether an elementwise operation has a symbolic number among its operands."""
+    return torch.Tag.pointwise in getattr(node.target, "tags", ()) and any(
+        isinstance(a.meta.get("val"), torch.SymFloat) for a in node.all_input_nodes
+    )
+
+
+class _Builder:
+    """Builds the canonical graph node by node."""
+
+    def __init__(self, sample: Tensor) -> None:
+        self.graph = Graph()
+        self.sample = sample
+        """A tensor of the graph that is on the device where it computes."""
+        self.env: dict[Node, Any] = {}
+        self.widened: dict[Node, Node] = {}
+        self.origin: Node | None = None
+        self.numbers: dict[Node, Node] = {}
+        """Symbolic number -> the 0-d tensor that holds it."""
+        self.results: set[Node] = set()
+        """The nodes of the source graph in whose memory its results are."""
+        self.taken: set[Node] = set()
+        """What such nodes have become."""
+
+    def take(self, node: Node) -> None:
+        """Translate one node of the source graph."""
+        self.origin = node
+        self._translate(node)
+        if node in self.results and is_tensor(node) and node.op != "placeholder":
+            self.env[node] = self._memory_for(node, self.env[node])
+            self.taken.add(self.env[node])
+
+    def _memory_for(self, node: Node, made: Node) -> Node:
+        """Return what a result has become, as a clone where it would be in memory of another.
+
+        So would a copy, of which nothing else is left, and it would be laid out as the other is.
+        """
+        val = value_of(node)
+        if _strides(value_of(made)) != _strides(val):
+            layout = torch.contiguous_format if val.is_contiguous() else torch.preserve_format
+            return self.call(aten.clone.default, made, val=val, memory_format=layout)
+        if made in self.taken or base_of(made).op == "placeholder":
+            return self.call(aten.clone.default, made, val=val)
+        return made
+
+    def _translate(self, node: Node) -> None:
+        name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
+        if node.target is operator.getitem and isinstance(self.env[node.args[0]], list):  # type: ignore[index]
+            self.env[node] = self.env[node.args[0]][node.args[1]]  # type: ignore[index]
+        elif name.startswith("aten::_foreach_") and name[6:] in FOREACH:
+            self.env[node] = self._each(node, FOREACH[name[6:]])
+        elif is_tensor(node) and (
+            node.target in DECOMPOSITIONS or node.target in _WITH_TENSOR or _has_symbol(node)
+        ):
+            args, kwargs = self._map(node.args), self._map(node.kwargs)
+            self.env[node] = self._single(node.target, value_of(node), args, kwargs)
+        elif node.target is aten.clone.default and self._is_laid_out_alike(node):
+            self.env[node] = self.env[node.args[0]]  # type: ignore[index]
+        elif node.target is aten.copy_.default and self._is_old(node.args[1]):
+            written, taken = (self.env[a] for a in node.args[:2])  # type: ignore[index]
+            moved = self.call(aten.clone.default, taken, val=value_of(taken))
+            self.env[node] = self.graph.call_function(node.target, (written, moved))
+            self.env[node].meta = dict(node.meta)
+        else:
+            new = self.graph.node_copy(node, lambda n: self.env[n])
+            self.env[node] = new
+
+    def _is_laid_out_alike(self, clone: Node) -> bool:
+        """Tell whether a clone, where nothing is overwritten, is the very thing it is made of."""
+        source: Any = clone.args[0]
+        return is_tensor(self.env[source]) and (
+            _strides(value_of(self.env[source])) == _strides(value_of(clone))
+        )
+
+    def _is_old(self, node: Any) -> bool:
+        """Tell whether a node has become an input, or a view of one."""
+        return is_tensor(node) and base_of(self.env[node]).op == "placeholder"
+
+    def _map(self, tree: Any) -> Any:
+        return torch.fx.node.map_arg(tree, self._operand)
+
+    def _operand(self, node: Node) -> Any:
+        """Return what node became; of a symbolic number a 0-d tensor, which slices can take in."""
+        new = self.env[node]
+        number = node.meta.get("val")
+        if not isinstance(number, torch.SymFloat | torch.SymInt):
+            return new
+        if node not in self.numbers:
+            dtype = torch.float64 if isinstance(number, torch.SymFloat) else torch.int64
+            val = like(self.sample, dtype).new_empty(())
+            target, device = aten.scalar_tensor.default, self.sample.device
+            self.numbers[node] = self.call(target, new, val=val, dtype=dtype, device=device)
+        return self.numbers[node]
+
+    def _each(self, node: Node, target: Any) -> list[Node]:
+        """Return one node for each tensor of a _foreach operation."""
+        vals: Sequence[Tensor] = node.meta["val"]
+        results = []
+        for i, val in enumerate(vals):
+            args = [a[i] if isinstance(a, list | tuple) else a for a in node.args]
+            args, kwargs = self._map(tuple(args)), self._map(dict(node.kwargs))
+            op = single_overload(target, args)
+            results.append(self._single(op, val, args, kwargs))
+        return results
+
+    def _single(self, op: Any, val: Tensor, args: Any, kwargs: Any) -> Any:
+        op = _with_tensors(op, args)
+        if op in DECOMPOSITIONS:
+            return DECOMPOSITIONS[op](self, val, *args, **kwargs)
+        return self.call(op, *args, val=val, **kwargs)
+
+    def call(self, target: Any, *args: Any, val: Tensor, **kwargs: Any) -> Node:
+        """Append a node that has the value val and the provenance of the node being translated."""
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta["val"] = val
+        if self.origin is not None and "stack_trace" in self.origin.meta:
+            node.meta["stack_trace"] = self.origin.meta["stack_trace"]
+        return node
+
+    def computed_in(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which PyTorch computes."""
+        return WIDER[dtype] if dtype in LOW_PRECISION else dtype
+
+    def convert(self, x: Node, dtype: torch.dtype) -> Node:
+        """Return x in dtype."""
+        val = value_of(x)
+        if val.dtype == dtype:
+            return x
+        if x not in self.widened or value_of(self.widened[x]).dtype != dtype:
+            self.widened[x] = self.call(
+                prims.convert_element_type.default, x, dtype, val=like(val, dtype)
+            )
+        return self.widened[x]

@@ -1,0 +1,261 @@
+"""What one operation is made of: single-tensor operations that round at most once.
+
+The functions build on whatever the builder they are given stands for: nodes of a graph
+(`canonicalize`) or real tensors (`eager`).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch._inductor.inductor_prims  # registers torch.ops.prims.fma
+from torch import Tensor
+
+from collage_fx.passes.ir.program import Operand, is_value, value_of
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+
+class Builder(Protocol):
+    """What decompositions are built with."""
+
+    def call(self, target: Any, *args: Any, val: Tensor, **kwargs: Any) -> Any:
+        """Append an operation whose result has shape and dtype of val."""
+
+    def convert(self, x: Any, dtype: torch.dtype) -> Any:
+        """Return x in dtype."""
+
+    def computed_in(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which what is rounded once to a dtype is computed."""
+
+
+def once(b: Builder, out: Tensor, build: Callable[..., Operand], *operands: Any) -> Any:
+    """Compute build(wide, *operands) in the precision that PyTorch uses and round it once."""
+    wide = b.computed_in(out.dtype)
+    if wide == out.dtype:
+        return build(out, *operands)
+    widened = [x if is_scalar(x, out) else b.convert(x, wide) for x in operands]
+    return b.convert(build(like(out, wide), *widened), out.dtype)
+
+
+def is_scalar(x: Any, out: Tensor) -> bool:
+    """Tell whether x is a number, or a 0-d tensor beside larger ones."""
+    return not is_value(x) or (value_of(x).dim() == 0 and out.dim() > 0)
+
+
+def like(val: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor without data that has the shape of val and this dtype."""
+    mode = getattr(val, "fake_mode", None)
+    if mode is None and val.layout == torch.strided:
+        return _without_data(val.size(), val.stride(), dtype)
+    if mode is None:
+        return torch.empty_like(val, dtype=dtype, device="meta")
+    key = (*val.size(), *val.stride(), dtype, val.device)
+    # To make one takes longer than all else here. The mode keeps them, since they refer to it.
+    made = vars(mode).setdefault("_collage_fx_alike", {})
+    symbolic = any(isinstance(s, torch.SymInt) for s in key)
+    if not symbolic and key in made:
+        return made[key]
+    with mode:
+        new = torch.empty_like(val, dtype=dtype)  # with gaps, it is dense, as residuals are
+    if not symbolic:
+        made[key] = new
+    return new
+
+
+@functools.lru_cache(maxsize=4096)
+def _without_data(size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return a meta tensor; it takes a fifth of the eager engine's time to make them anew."""
+    return torch.empty_like(torch.empty_strided(size, stride, device="meta"), dtype=dtype)
+
+
+def _constant(x: Any) -> Any:
+    """Return the number that a full() node holds everywhere, or None.
+
+    It may be a 0-d tensor, which `passes/rewrite/symbolic_scalars.py` multiplies ones by.
+    """
+    if not is_value(x):
+        return None
+    if x.target is aten.full.default and isinstance(x.args[1], int | float):
+        return x.args[1]
+    ones = x.target is aten.mul.Tensor and _constant(x.args[0]) == 1
+    return x.args[1] if ones and is_scalar(x.args[1], value_of(x)) else None
+
+
+def _scaled(b: Builder, wide: Tensor, x: Operand, scale: Any) -> Any:
+    """Return x * scale in the dtype of wide, or x itself when scale is one."""
+    return x if scale == 1 else b.call(aten.mul.Tensor, x, scale, val=like(value_of(x), wide.dtype))
+
+
+def _add(b: Builder, out: Tensor, x: Any, y: Any, *, alpha: Any = 1) -> Any:
+    return _add_or_sub(b, out, aten.add.Tensor, x, y, alpha)
+
+
+def _sub(b: Builder, out: Tensor, x: Any, y: Any, *, alpha: Any = 1) -> Any:
+    return _add_or_sub(b, out, aten.sub.Tensor, x, y, alpha)
+
+
+def _add_or_sub(b: Builder, out: Tensor, op: Any, x: Any, y: Any, alpha: Any) -> Any:
+    x, y = _scalar(x, out), _scalar(y, out)
+    if not is_value(y):
+        return _binary(b, out, op, x, y * alpha)
+    if op is aten.add.Tensor:
+        polyfill = _lerp(x, y, alpha) or (_lerp(y, x, 1) if alpha == 1 else None)
+        if polyfill:
+            op = aten.lerp.Tensor if is_value(polyfill[2]) else aten.lerp.Scalar
+            return b.call(op, *polyfill, val=out)
+    if alpha == 1:
+        return _binary(b, out, op, x, y)
+    return once(
+        b, out, lambda wide, x, y: b.call(op, x, _scaled(b, wide, y, alpha), val=wide), x, y
+    )
+
+
+def _binary(b: Builder, out: Tensor, op: Any, x: Any, y: Any) -> Any:
+    """Keep an operation of two tensors; with a scalar, which eager PyTorch may round, go wide."""
+    if is_scalar(x, out) or is_scalar(y, out):
+        return once(b, out, lambda wide, x, y: b.call(op, x, y, val=wide), x, y)
+    return b.call(op, x, y, val=out)
+
+
+def _lerp(x: Any, y: Any, weight: Any) -> tuple[Any, Any, Any] | None:
+    """Return (x, end, w) if x + weight*y is lerp(x, end, w) as Dynamo's polyfills write it.
+
+    That is y = end - x with the weight beside it, or y = w * (end - x).
+    """
+    if is_value(y) and y.target is aten.mul.Tensor and weight == 1:
+        y, weight = y.args  # a scalar stands second, by _mul
+    if not is_value(y) or y.target is not aten.sub.Tensor or y.args[1] is not x:
+        return None
+    end = y.args[0]
+    if not is_value(end) or not is_value(x):
+        return None
+    known = isinstance(weight, float)
+    scalar = is_value(weight) and value_of(weight).dim() == 0 and value_of(x).dim() > 0
+    return (x, end, weight) if known or scalar else None
+
+
+def _scalar(x: Any, out: Tensor) -> Any:
+    """Return the number that x is everywhere, if it is a constant and out is not 0-d, or x."""
+    number = _constant(x) if out.dim() and is_value(x) and not value_of(x).dim() else None
+    return x if number is None else number
+
+
+def _mul(b: Builder, out: Tensor, x: Any, y: Any) -> Any:
+    x, y = _scalar(x, out), _scalar(y, out)
+    if is_scalar(x, out):  # eager PyTorch rounds a scalar that comes first, and not one behind
+        x, y = y, x
+    return b.call(aten.mul.Tensor, x, y, val=out)
+
+
+def _where(b: Builder, out: Tensor, condition: Any, x: Any, y: Any) -> Any:
+    known = _constant(condition)
+    if known is None or is_value(known):
+        return b.call(aten.where.self, condition, x, y, val=out)
+    chosen: Operand = x if known else y
+    same = value_of(chosen).shape == out.shape and value_of(chosen).dtype == out.dtype
+    return chosen if same else b.call(aten.where.self, condition, x, y, val=out)
+
+
+def _addcmul(
+    b: Builder, out: Tensor, x: Operand, t1: Any, t2: Any, *extra: Any, value: Any = 1
+) -> Any:
+    value = extra[0] if extra else value
+    for weight, other in ((t1, t2), (t2, t1)):
+        number = _constant(weight)
+        if number is not None and (value == 1 or (not is_value(number) and not is_value(value))):
+            alpha = number if value == 1 else number * value
+            return _add(b, out, x, other, alpha=alpha)
+    return _add_scaled(b, out, aten.mul.Tensor, (x, t1, t2), value)
+
+
+def _addcdiv(
+    b: Builder, out: Tensor, x: Operand, t1: Operand, t2: Operand, *extra: Any, value: Any = 1
+) -> Any:
+    operands = x, t1, _divisor(b, out, t2)
+    value = extra[0] if extra else value
+    if getattr(t1, "expanded", None):  # in fp16, value * t1 may be below its smallest number
+        return _add(b, out, x, b.call(aten.div.Tensor, *operands[1:], val=out), alpha=value)
+    return _add_scaled(b, out, aten.div.Tensor, operands, value)
+
+
+def _div(b: Builder, out: Tensor, x: Any, y: Any) -> Any:
+    if is_value(y):
+        # Before 2.13 torch takes addcdiv apart, into operations on what it has widened.
+        wider = y.target is prims.convert_element_type.default and is_value(y.args[0])
+        source: Any = y.args[0] if wider and value_of(y).dtype == torch.float32 else y
+        divisor = _divisor(b, value_of(source), source)
+        if divisor is not source:
+            div = aten.div.Tensor
+            return once(b, out, lambda wide, x, y: b.call(div, x, y, val=wide), x, divisor)
+    return _binary(b, out, aten.div.Tensor, x, y)
+
+
+def _divisor(b: Builder, out: Tensor, x: Operand) -> Operand:
+    """Return a divisor, not rounded to fp16 if it is a value times or by a scalar.
+
+    Traced steps of torch.optim divide by sqrt(v) / lr, where eager ones multiply by lr: beyond the
+    range of fp16 for a gradient of one and a rate of 1e-5, and the update would be 0.
+    """
+    if out.dtype != torch.float16:
+        return x
+    if x.target is prims.convert_element_type.default:
+        scaled: Any = x.args[0]
+        by_scalar = scaled.target is aten.div.Tensor and is_scalar(scaled.args[1], out)
+        return scaled if by_scalar else x
+    if x.target is aten.mul.Tensor and is_scalar(x.args[1], out):
+        wide = b.computed_in(out.dtype)
+        return b.call(aten.mul.Tensor, b.convert(x.args[0], wide), x.args[1], val=like(out, wide))
+    return x
+
+
+def _add_scaled(
+    b: Builder, out: Tensor, op: Any, operands: tuple[Operand, Operand, Operand], value: Any
+) -> Any:
+    """x + op(value*t1, t2), rounded once."""
+    return once(
+        b,
+        out,
+        lambda wide, x, t1, t2: b.call(
+            aten.add.Tensor,
+            x,
+            b.call(op, _scaled(b, wide, t1, value), t2, val=wide),
+            val=wide,
+        ),
+        *operands,
+    )
+
+
+def _fma(b: Builder, out: Tensor, x: Any, y: Any, z: Any) -> Any:
+    if isinstance(x, int | float):
+        x, y = y, x
+    if not is_value(z) or not is_value(x):
+        return b.call(prims.fma.default, x, y, z, val=out)
+    if is_value(y):
+        return _addcmul(b, out, z, x, y)
+    if x.target is aten.mul.Tensor and all(is_value(a) for a in x.args):
+        return _addcmul(b, out, z, *x.args, value=y)
+    return _add(b, out, z, x, alpha=y)
+
+
+def _copy(b: Builder, out: Tensor, x: Operand, source: Any, *_: Any, **__: Any) -> Any:
+    if is_value(source) and value_of(source).shape == out.shape:
+        return b.convert(source, out.dtype)
+    return b.call(aten.copy.default, x, source, val=out)
+
+
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    aten.add.Tensor: _add,
+    aten.sub.Tensor: _sub,
+    aten.mul.Tensor: _mul,
+    aten.where.self: _where,
+    aten.div.Tensor: _div,
+    aten.pow.Tensor_Scalar: lambda b, out, x, y: _binary(b, out, aten.pow.Tensor_Scalar, x, y),
+    aten.addcmul.default: _addcmul,
+    aten.addcdiv.default: _addcdiv,
+    aten.copy.default: _copy,
+    aten._to_copy.default: lambda b, out, x, **_: b.convert(x, out.dtype),
+    prims.convert_element_type.default: lambda b, out, x, dtype: b.convert(x, dtype),
+    prims.fma.default: _fma,
+}

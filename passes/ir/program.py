@@ -1,0 +1,357 @@
+"""What flows through the passes: one optimizer-step graph and what has been found out about it."""
+
+import functools
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import sympy
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from collage_fx.runtime.errors import CollageError
+from collage_fx.runtime.expansion.eft import LOW_PRECISION as LOW_PRECISION
+from collage_fx.runtime.storage.registry import STORAGES, Choice, Unnamed, chosen
+
+Level = Literal["light", "plus", "auto", "all"]
+Arithmetic = Literal["eft", "wide"]
+OnUnsupported = Literal["join", "error"]
+Owner = Literal["param", "state", "tensor", "buffer"]
+Coefficient: TypeAlias = sympy.Expr | float
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the passes need to know of the user's configuration."""
+
+    level: Level = "auto"
+    arithmetic: Arithmetic = "eft"
+    storage: Choice = "mcf2"
+    on_unsupported: OnUnsupported = "join"
+    states: tuple[str, ...] = ()
+    multi_tensor: bool | Literal["auto"] = "auto"
+    stochastic_rounding: bool = False
+
+
+@dataclass
+class Carried:
+    """A carried state: a tensor input of the graph that the graph overwrites."""
+
+    index: int
+    """Position of its placeholder among the inputs of the graph."""
+    name: str
+    owner: Owner
+    static: bool
+    """Whether Dynamo guards its identity, so that the graph always sees the same tensor."""
+    val: Tensor
+    """A fake tensor of its shape and dtype."""
+    pinned: bool = False
+    """Whether it has a residual already, which no later graph may drop."""
+    refusal: str = ""
+    """Why it cannot be compensated; empty if it can."""
+    owned: bool = False
+    """Whether a torch.optim.Optimizer holds it."""
+    spared: str = ""
+    """Why it is left alone though it could be compensated; see `plan.spare`."""
+    present: str = ""
+    """The storage of the residual that it has, in which it goes on unless one is named."""
+    along: bool = False
+    """Whether it is updated in a slice of others and never compensated, being in fp32 say."""
+    feeds: bool = False
+    """Whether it holds what a parameter is, which keeps too little of itself: see `feeding`."""
+
+
+class Branch(NamedTuple):
+    """One of the values that a selection may choose: a*x, or a*x + B if it adds."""
+
+    a: Coefficient
+    adds: bool
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """How a step changes a carried state: x' = a*x + B, B independent of x or not linear in it."""
+
+    kind: Literal["overwritten", "unchanged", "linear", "selected", "nonlinear"]
+    a: Coefficient
+    text: str
+    spine: tuple[Node, ...] = ()
+    """The carried path: nodes of the slice from the old value (excluded) to the new one."""
+    side: float = 0.0
+    """At most how much of `a` comes to the new value by other ways than the spine; 1 if x meets
+    itself on the spine otherwise than in a sum, infinity if it is not known."""
+    branches: tuple[Branch, ...] = ()
+    """Of a selected value: what it may be."""
+    source: Node | None = None
+    """Where the carried path begins, if at the old value of another carried state."""
+    together: str = ""
+    """With which states this one is judged, if not by itself; `a` is then the common factor."""
+    curved: bool = False
+    """Whether B has some of x in it, and is not linear in that."""
+
+
+@dataclass(eq=False)
+class Slice:
+    """The elementwise subgraph that updates one parameter and its states."""
+
+    nodes: list[Node]
+    inputs: list[Node]
+    outputs: list[Node]
+    states: list[tuple[Carried, int, Node]]
+    """Each carried state, the position of its old value in `inputs`, and its new value."""
+    key: str = ""
+    """Equal for isomorphic slices: everything but shapes and tensors."""
+
+
+def made(part: Slice) -> list[Node]:
+    """Return the outputs of a slice that are no state's new value, or are used besides."""
+    new = {value for _, _, value in part.states}
+    inside = set(part.nodes)
+    copy = torch.ops.aten.copy_.default
+    return [
+        node
+        for node in part.outputs
+        if node not in new or any(u not in inside and u.target is not copy for u in node.users)
+    ]
+
+
+@dataclass
+class StateClass:
+    """Slices that are isomorphic but for shapes and tensors, with what they share."""
+
+    members: list[Slice]
+    recurrences: list[Recurrence] = field(default_factory=list)
+    """One for each entry of `states` of a member."""
+
+    @property
+    def representative(self) -> Slice:
+        """The member that stands for all in analysis and rewriting."""
+        return self.members[0]
+
+
+@dataclass
+class StatePlan:
+    """The verdict on one carried state."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    recurrence: str
+    compensated: bool
+    reason: str
+    storage: str
+    residual_bytes: int
+    refused: bool = False
+    index: int = -1
+    """Position of its placeholder among the inputs of the graph."""
+    held: bool = True
+    """Whether it may be compensated, by its dtype and the storage that was asked for."""
+
+    @property
+    def replaced(self) -> bool:
+        """Whether the new value has nothing to do with the old one."""
+        return self.recurrence in ("", "x' = B", "x' = B, chosen by x")
+
+
+@dataclass(eq=False)
+class Rewritten:
+    """One class with one set of compensated states: rewritten once, stamped out for its members."""
+
+    members: list[Slice]
+    compensated: tuple[int, ...]
+    """Positions in `Slice.states` of the states that get residuals."""
+    recurrences: list[Recurrence]
+    model: Slice
+    """The slice of which the recurrences speak: the representative of the class."""
+    storages: tuple[str, ...]
+    """How the expansions of these states are laid out."""
+    expanded: GraphModule | None = None
+    """Inputs: those of the slice, then the residuals of the compensated states in order, then the
+    seed if there is one. Outputs: those of the slice, then the new residuals in the same order."""
+    lowered: GraphModule | None = None
+    """The same signature; every rounding to 16 bits is a collage::round, all else is fp32."""
+    seeded: bool = False
+    """Whether a residual is rounded by chance, for which the step takes a seed."""
+    joined: list[str] = field(default_factory=list)
+    """Operations on a carried path that have no rule and ran as join - op - split."""
+    sweep: str = ""
+    """The key of the kernel that updates all members at once; see `sweep.py`."""
+    apart: str = ""
+    """Why each member has a kernel of its own instead."""
+    left_out: int = 0
+    """How many members more it has, which are not in the graph."""
+
+    @property
+    def count(self) -> int:
+        """How many members it has."""
+        return len(self.members) + self.left_out
+
+    def residuals(self, i: int) -> tuple[torch.dtype, ...]:
+        """Return the dtypes of the residuals of state i."""
+        dtype = self.model.states[i][0].val.dtype
+        return STORAGES[self.storage_of(i)].residuals[dtype]
+
+    def storage_of(self, i: int) -> str:
+        """Return the storage of state i."""
+        return self.storages[self.compensated.index(i)]
+
+    @property
+    def residual_count(self) -> int:
+        """How many residuals a member has."""
+        return sum(len(self.residuals(i)) for i in self.compensated)
+
+
+@dataclass(eq=False)
+class Copies:
+    """Members of a class that `narrow` left out of the graph, where one like them stayed."""
+
+    inputs: list[int]
+    """The placeholders of that one."""
+    others: list[list[Carried]]
+    """For each member left out, what it has in their places; the indices go on behind those of the
+    graph."""
+    shared: set[int]
+    """Which of the placeholders are read outside the member too."""
+
+
+class Unlike(CollageError):
+    """Members that `narrow` left out of the graph cannot be updated together with the one in it."""
+
+
+@dataclass
+class Program:
+    """One graph on its way through the passes; each pass fills in the fields that it owns."""
+
+    source: GraphModule
+    """The functional aten graph as it came; mutations are trailing aten.copy_ onto placeholders."""
+    settings: Settings
+    describe: Callable[[int, Node], Carried]
+    """Tells name, owner and identity of the carried state at a placeholder."""
+    label: Callable[[Node], str] = lambda node: node.name
+    """Tells what a 0-d input (a learning rate, say) is called in the recurrences."""
+    is_step: bool = False
+    """Whether the graph is known to be a part of an optimizer's step."""
+    copies: list[Copies] = field(default_factory=list)
+    """What stands for more than one member."""
+    carried: list[Carried] = field(default_factory=list)
+    canonical: GraphModule | None = None
+    classes: list[StateClass] = field(default_factory=list)
+    plan: list[StatePlan] = field(default_factory=list)
+    rewritten: list[Rewritten] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    """What the graph would pass on of a state with its high word only; see `handover`."""
+    reads: dict[int, str] = field(default_factory=dict)
+    """Positions and names of states that the graph does not write, and of which it would need a
+    low word."""
+    result: GraphModule | None = None
+    """What Inductor compiles. Its inputs are those of the graph, those of the members left out, the
+    residuals in the order of `residual_inputs`, and `seeds`."""
+    residual_inputs: list[Carried] = field(default_factory=list)
+    """The states whose residuals they are; each has as many as its storage says."""
+    made: dict[int, list[int]] = field(default_factory=dict)
+    """Result that a member makes which stands for others -> the results of `result` that these
+    make."""
+    static_residuals: list[bool] = field(default_factory=list)
+    """For each of these placeholders whether it is always the same tensor."""
+    seeds: list[torch.device] = field(default_factory=list)
+    """Where the seeds are that come last: one of a call for each device, int32, 0-d."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Time spent in each pass."""
+
+    @functools.cached_property
+    def others(self) -> dict[int, list[Carried]]:
+        """Input of a member that stands for more -> what the members left out have instead."""
+        return {
+            index: [other[i] for other in copies.others]
+            for copies in self.copies
+            for i, index in enumerate(copies.inputs)
+        }
+
+
+def held_in(carried: Carried, choice: Choice) -> str:
+    """Return the storage for a state, which may not be able to hold it; empty to leave it alone."""
+    if carried.present and isinstance(choice, Unnamed) and carried.val.dtype in LOW_PRECISION:
+        return carried.present
+    is_param, scalar = carried.owner == "param", carried.val.dim() == 0
+    return chosen(choice, carried.name, carried.val.dtype, is_param=is_param, scalar=scalar)
+
+
+def graph_of(module: GraphModule | None) -> GraphModule:
+    """Return module, which an earlier pass must have made."""
+    if module is None:
+        raise AssertionError("a pass ran before the one that makes its input")
+    return module
+
+
+def mutations(graph: Graph) -> dict[Any, Any]:
+    """Return placeholder -> new value, for each trailing aten.copy_ onto a placeholder."""
+    return {
+        node.args[0]: node.args[1]
+        for node in graph.nodes
+        if node.target is torch.ops.aten.copy_.default and node.args[0].op == "placeholder"
+    }
+
+
+def writes_only(node: Node) -> bool:
+    """Tell whether node writes a state, and nothing but the graph's caller sees what it returns."""
+    return node.target is torch.ops.aten.copy_.default and all(u.op == "output" for u in node.users)
+
+
+def base_of(node: Node, *, items: bool = True) -> Node:
+    """Return what node is a view of, itself if it has memory of its own.
+
+    Args:
+        node: the node of a tensor.
+        items: whether an item of a list counts as a view of the list.
+    """
+    while node.op == "call_function" and _is_view(node.target):
+        if node.target is operator.getitem and not items:
+            break
+        node = node.all_input_nodes[0]
+    return node
+
+
+@functools.cache
+def _is_view(target: Any) -> bool:
+    if not isinstance(target, torch._ops.OpOverload):
+        return target is operator.getitem
+    if target is torch.ops.aten._unsafe_view.default:
+        return True
+    return any(
+        r.alias_info is not None and not r.alias_info.is_write for r in target._schema.returns
+    )
+
+
+class Value:
+    """A real tensor in the place of a graph node, where the passes' rules work without a graph."""
+
+    __slots__ = ("meta",)
+    name = "value"
+    op = "call_function"
+    target = None
+    args: tuple[Any, ...] = ()
+
+    def __init__(self, val: Tensor) -> None:
+        self.meta = {"val": val, "dtype": val.dtype, "scalar": val.dim() == 0}
+
+
+Operand = Node | Value
+
+
+def is_value(x: object) -> bool:
+    """Tell whether x stands for a tensor, and is not a number."""
+    return isinstance(x, Node | Value)
+
+
+def value_of(node: Operand) -> Tensor:
+    """Return the tensor, mostly a fake one, that node stands for."""
+    val = node.meta["val"]
+    assert isinstance(val, Tensor), f"{node} is not a tensor"
+    return val
+
+
+def is_tensor(node: object) -> bool:
+    """Tell whether node is a graph node that stands for one tensor."""
+    return isinstance(node, Node) and isinstance(node.meta.get("val"), Tensor)

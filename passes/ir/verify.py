@@ -1,0 +1,119 @@
+"""The specification of the graph between passes, checked after each of them."""
+
+import torch
+from torch.fx import Node
+
+from collage_fx.passes.ir.program import LOW_PRECISION, Program, Rewritten
+from collage_fx.runtime.errors import LegalityError
+from collage_fx.runtime.ops import collage
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+_CONVERT = prims.convert_element_type.default
+
+
+def verify(program: Program, after: str) -> None:
+    """Raise LegalityError if the program is not what the pass named after promises."""
+    check = _CHECKS.get(after)
+    if check is not None:
+        check(program)
+
+
+def _demand(holds: bool, what: str) -> None:
+    if not holds:
+        raise LegalityError(f"{what}; please report this with the output of collage_fx.explain")
+
+
+def _slices(program: Program) -> None:
+    """A node is in one slice, a state in at most one, and members of a class look alike."""
+    members = [m for group in program.classes for m in group.members]
+    nodes = [n for m in members for n in m.nodes]
+    _demand(len(nodes) == len(set(nodes)), "two slices share a node")
+    states = [c.index for m in members for c, _, _ in m.states]
+    _demand(len(states) == len(set(states)), "two slices share a carried state")
+    for group in program.classes:
+        shape = {(len(m.inputs), len(m.outputs), len(m.states)) for m in group.members}
+        _demand(len(shape) == 1, "members of a class differ in inputs, outputs or states")
+
+
+def _plan(program: Program) -> None:
+    """Each carried state has one verdict with a reason, and those compensated are rewritten."""
+    planned = [s.index for s in program.plan]
+    expected = [c.index for c in program.carried]
+    expected += [other.index for i in expected for other in program.others.get(i, [])]
+    _demand(sorted(planned) == sorted(expected), "a carried state has no verdict")
+    _demand(all(s.reason for s in program.plan), "a verdict has no reason")
+    compensated = {s.index for s in program.plan if s.compensated}
+    rewritten = {
+        m.states[i][0].index for r in program.rewritten for m in r.members for i in r.compensated
+    }
+    rewritten |= {other.index for i in rewritten for other in program.others.get(i, [])}
+    _demand(compensated == rewritten, "what is compensated by plan is not what is rewritten")
+
+
+def _expanded(program: Program) -> None:
+    for r in program.rewritten:
+        _signature(r, r.expanded)
+
+
+def _lowered(program: Program) -> None:
+    """16-bit values are only converted: no operation on them is left to the compiler."""
+    for r in program.rewritten:
+        _signature(r, r.lowered)
+        assert r.lowered is not None
+        for node in r.lowered.graph.nodes:
+            if node.op == "placeholder" and node.meta["dtype"] in LOW_PRECISION:
+                _demand(
+                    all(u.op == "output" or u.target == _CONVERT for u in node.users),
+                    f"{node.name} is read without being widened",
+                )
+            if node.op != "call_function":
+                continue
+            _demand(
+                node.target == _CONVERT or node.meta["dtype"] not in LOW_PRECISION,
+                f"{node.format_node()} computes in 16 bits",
+            )
+            _demand(
+                node.meta["dtype"] not in LOW_PRECISION
+                or all(u.op == "output" for u in node.users),
+                f"{node.format_node()} is narrowed and then used",
+            )
+            _demand(
+                "collage" not in str(node.target) or "round" in str(node.target),
+                f"{node.format_node()} was not lowered",
+            )
+
+
+def _signature(r: Rewritten, module: torch.fx.GraphModule | None) -> None:
+    assert module is not None
+    extra = r.residual_count
+    part = r.model
+    inputs = len(module.graph.find_nodes(op="placeholder"))
+    _demand(inputs == len(part.inputs) + extra + r.seeded, "a rewritten slice has other inputs")
+    outputs = module.graph.output_node().args[0]
+    assert isinstance(outputs, tuple | list)
+    _demand(len(outputs) == len(part.outputs) + extra, "a rewritten slice has other outputs")
+
+
+def _emitted(program: Program) -> None:
+    """Every carried state is written exactly once, and so is every residual."""
+    assert program.result is not None
+    nodes = program.result.graph.nodes
+    placeholders = [n for n in nodes if n.op == "placeholder"]
+    written = [n.args[0] for n in nodes if n.target is aten.copy_.default]
+    for node in nodes:
+        if node.target is collage.sweep.default:
+            written += [a for a in node.args[0] if a.op == "placeholder"]
+    end = len(placeholders) - len(program.seeds)
+    residuals = placeholders[end - len(program.static_residuals) : end]
+    expected: list[Node] = [placeholders[s.index] for s in program.plan] + residuals
+    _demand(sorted(map(str, written)) == sorted(map(str, expected)), "a write was lost or doubled")
+
+
+_CHECKS = {
+    "slice_": _slices,
+    "plan": _plan,
+    "expand": _expanded,
+    "lower": _lowered,
+    "emit": _emitted,
+}

@@ -1,0 +1,357 @@
+"""Pass 6: rewrite the representative of each class on expansions."""
+
+import operator
+import re
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from collage_fx.passes.ir.program import (
+    LOW_PRECISION,
+    Program,
+    Rewritten,
+    Settings,
+    graph_of,
+    is_tensor,
+    mutations,
+    value_of,
+)
+from collage_fx.passes.rules import RULES
+from collage_fx.passes.rules.builder import RuleBuilder
+from collage_fx.passes.rules.join_split import join_op_split
+from collage_fx.passes.rules.registry import Call, Components, Decayed, Expanded
+from collage_fx.runtime.errors import RuleError, UnsupportedError
+from collage_fx.runtime.expansion.eft import WIDER
+from collage_fx.runtime.ops import JOIN, SPLIT, SPLIT_BY_CHANCE
+from collage_fx.runtime.storage.registry import EXPANSIONS, transforms
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+_getitem = operator.getitem
+_CONVERT = prims.convert_element_type.default
+
+
+def expand(program: Program) -> None:
+    """Make the expanded graph of each class: the one that a person reads.
+
+    Arithmetic `eft`: operations on a carried path become collage:: operations by the rules, all
+    others stay as they are, in the dtype they had; an expansion that leaves its own carried path is
+    read whole, joined in the wide dtype, and the result of that operation rounded once: a
+    difference of old and new value would be nothing in the high words. Run eagerly, this graph is
+    the reference for the compiled step.
+
+    Before (beta2 = 0.999)::
+
+        mul = aten.mul.Tensor(exp_avg_sq, 0.999)
+        add = aten.add.Tensor(mul, square)
+
+    After::
+
+        mul = collage.mul.constant(exp_avg_sq, exp_avg_sq_lo, 1.0, -0.000999451)
+        grow = collage.grow(mul[0], mul[1], square)
+
+    Arithmetic `wide`: compensated states are joined, everything is computed in fp32 without
+    rounding in between, and new values are split (or rounded, where the state is plain) at the end,
+    with `stochastic_rounding` by chance.
+    So are slices whose states have a storage without transformations, fp8 ones, or not all the same
+    storage, and those that store in fp32 what they compute on a carried path. Slices with an fp32
+    state that is compensated are computed in float64.
+    """
+    stored = filter(is_tensor, mutations(graph_of(program.canonical).graph).values())
+    wider = {n for n in stored if value_of(n).dtype not in LOW_PRECISION}
+    for rewritten in program.rewritten:
+        wide = program.settings.arithmetic == "wide" or _storage_of(rewritten) is None
+        reason = "" if wide else _unfit(rewritten, wider)
+        rewritten.joined += [reason] if reason else []
+        if program.settings.stochastic_rounding:
+            rewritten.seeded = any(s in SPLIT_BY_CHANCE for s in rewritten.storages)
+        expander = _Wide(rewritten) if wide or reason else Eft(rewritten, program.settings)
+        rewritten.expanded = expander.run()
+
+
+def _storage_of(rewritten: Rewritten) -> str | None:
+    """Return how all compensated states are laid out, if eft arithmetic knows that."""
+    kept = zip(rewritten.compensated, rewritten.storages, strict=True)
+    known = all(transforms(rewritten.model.states[i][0].val.dtype, s) for i, s in kept)
+    storages = set(rewritten.storages)
+    return storages.pop() if len(storages) == 1 and known else None
+
+
+def _unfit(rewritten: Rewritten, wider: set[Node]) -> str:
+    """Return what in a slice would lose by eft arithmetic; empty if nothing.
+
+    Args:
+        rewritten: the class.
+        wider: what the graph stores in more than 16 bits. On a carried path it would be rounded to
+            the words of that path: fp32 weights, say, that a parameter enters and then takes over.
+    """
+    paths = (rewritten.recurrences[i].spine for i in rewritten.compensated)
+    if not wider.isdisjoint(node for path in paths for node in path):
+        return "a slice that stores in fp32 what a state passes through"
+    if _has_side_way(rewritten):
+        return "a slice in which a state enters an update beside the carried path"
+    return ""
+
+
+def _has_side_way(rewritten: Rewritten) -> bool:
+    """Tell whether a state comes into a compensated update beside the spine, with weight.
+
+    There eft rounds what it computes of the state to its dtype and would lose u * side of it; up to
+    a side of 4u that is within the bounds of two components, as the weight decay that SGD adds to a
+    gradient is, and up to 4u^2 within those of three.
+    """
+    rest = EXPANSIONS[str(_storage_of(rewritten))] - 1
+    return any(
+        abs(rewritten.recurrences[i].side) > 4 * (torch.finfo(state.val.dtype).eps / 2) ** rest
+        for i, (state, _, _) in enumerate(rewritten.model.states)
+        if i in rewritten.compensated
+    )
+
+
+class _Expander:
+    """What both arithmetics share: inputs, outputs and appending operations."""
+
+    def __init__(self, rewritten: Rewritten) -> None:
+        self.rewritten = rewritten
+        self.part = rewritten.model
+        self.graph = Graph()
+        self.env: dict[Node, Any] = {}
+        self.origin: Node | None = None
+
+    def op(self, target: Any, *args: Any, dtype: torch.dtype, **kwargs: Any) -> Node:
+        """Append an operation with one result of this dtype."""
+        kwargs.pop("memory_format", None)  # the slice is traced on tensors of one dimension
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta["dtype"] = dtype
+        node.meta["scalar"] = all(n.meta["scalar"] for n in node.all_input_nodes)
+        if self.origin is not None and "stack_trace" in self.origin.meta:
+            node.meta["stack_trace"] = self.origin.meta["stack_trace"]
+        return node
+
+    def several(self, target: Any, *args: Any, dtypes: tuple[torch.dtype, ...]) -> Components:
+        """Append an operation that returns values of these dtypes."""
+        all_ = self.op(target, *args, dtype=dtypes[0])
+        return tuple(self.op(_getitem, all_, i, dtype=dtype) for i, dtype in enumerate(dtypes))
+
+    def convert(self, x: Node, dtype: torch.dtype) -> Node:
+        """Return x in dtype."""
+        return x if x.meta["dtype"] == dtype else self.op(_CONVERT, x, dtype, dtype=dtype)
+
+    def placeholders(self) -> list[tuple[Node, list[Node]]]:
+        """Append the inputs; return each old value in the slice with its residual placeholders."""
+        names = {at: _short(c.name, c.owner) for c, at, _ in self.part.states}
+        taken: set[str] = set()
+        for at, node in enumerate(self.part.inputs):
+            new = self.graph.placeholder(_unique(names.get(at, f"in{at}"), taken))
+            new.meta["dtype"] = value_of(node).dtype
+            new.meta["scalar"] = value_of(node).dim() == 0
+            self.env[node] = new
+        residuals = []
+        for i in self.rewritten.compensated:
+            _, at, _ = self.part.states[i]
+            old = self.part.inputs[at]
+            lows = []
+            for dtype in self.rewritten.residuals(i):
+                lows.append(self.graph.placeholder(_unique(f"{self.env[old].target}_lo", taken)))
+                lows[-1].meta.update(dtype=dtype, scalar=self.env[old].meta["scalar"])
+            residuals.append((old, lows))
+        return residuals
+
+    def finish(self, outputs: list[Node]) -> GraphModule:
+        """Append the output and return the graph as a module."""
+        self.graph.output(tuple(outputs))
+        self.graph.eliminate_dead_code()
+        self.graph.lint()
+        return GraphModule(torch.nn.Module(), self.graph)
+
+    def new_values(self) -> list[Node]:
+        """Return the new value of each compensated state, as a node of the slice."""
+        return [self.part.states[i][2] for i in self.rewritten.compensated]
+
+
+def _unique(name: str, taken: set[str]) -> str:
+    """Return name, with a number if it is taken, and take it."""
+    number, found = 0, name
+    while found in taken:
+        number += 1
+        found = f"{name}_{number}"
+    taken.add(found)
+    return found
+
+
+def _short(name: str, owner: str) -> str:
+    word = name.split(" of ")[0] if " of " in name else "param" if owner == "param" else name
+    return re.sub(r"\W+", "_", word).strip("_") or "state"
+
+
+class Eft(_Expander, RuleBuilder):
+    """Every operation in the storage dtype, those on carried paths with their error caught."""
+
+    def __init__(self, rewritten: Rewritten, settings: Settings) -> None:
+        super().__init__(rewritten)
+        self.settings = settings
+        self.storage = str(_storage_of(rewritten))
+
+    def run(self) -> GraphModule:
+        """Return the expanded graph."""
+        residuals = self.placeholders()
+        for old, lows in residuals:
+            self.env[old] = (self.env[old], *lows)
+        before = self._spines()
+        for node in self.part.nodes:
+            self.origin = node
+            self.env[node] = (
+                self._on_path(node, before[node]) if node in before else self._plain_op(node)
+            )
+        outputs = [self.plain(n) for n in self.part.outputs]
+        return self.finish(outputs + [lo for n in self.new_values() for lo in self.settled(n)[1:]])
+
+    def components(self, target: Any, *args: Any, dtype: torch.dtype) -> Components:
+        """Append an operation that returns an expansion of this dtype."""
+        return self.several(target, *args, dtypes=(dtype,) * self.count)
+
+    def _spines(self) -> dict[Node, Node]:
+        """Return, for each node on a carried path, the node before it on that path."""
+        before: dict[Node, Node] = {}
+        for i in self.rewritten.compensated:
+            _, at, _ = self.part.states[i]
+            found = self.rewritten.recurrences[i]
+            previous = found.source or self.part.inputs[at]
+            for node in found.spine:
+                before[node] = previous
+                previous = node
+        return before
+
+    def _on_path(self, node: Node, previous: Node) -> Expanded:
+        x: Expanded = self.env[previous]
+        self.dtype = (x.pair if isinstance(x, Decayed) else x)[0].meta["dtype"]
+        at = node.args.index(previous)
+        rule = RULES.get(node.target)
+        if rule is None and self.settings.on_unsupported == "error":
+            raise UnsupportedError(f"{node.target} has no rule: {self._facts(node)}. {WAY_OUT}")
+        try:
+            return (rule or join_op_split)(self, node, x, at)
+        except Exception as error:
+            raise RuleError(
+                f"the rule of {node.target} failed with {type(error).__name__}: {error}; "
+                f"{self._facts(node)}. Please report this; arithmetic='wide' needs no rules"
+            ) from error
+
+    def _facts(self, node: Node) -> str:
+        """Say which node it is, on whose carried path, and where the user wrote it."""
+        states = [
+            self.part.states[i][0].name
+            for i in self.rewritten.compensated
+            if node in self.rewritten.recurrences[i].spine
+        ]
+        trace = node.meta.get("stack_trace") or "unknown: it has no stack trace"
+        return f"node {node.name}, on the path of {', '.join(states)}; written at {_line_of(trace)}"
+
+    def _plain_op(self, node: Node) -> Node:
+        dtype = value_of(node).dtype
+        whole = [a for a in node.all_input_nodes if isinstance(self.env[a], tuple | Decayed)]
+        if whole:
+            self.dtype = self.settled(whole[0])[0].meta["dtype"]
+        read = self.widened if whole else self.plain
+        wide = WIDER.get(dtype, dtype) if dtype in LOW_PRECISION else dtype
+        if node.target in (aten.lerp.Scalar, aten.lerp.Tensor):
+            start, end = (self.convert(read(a), wide) for a in node.args[:2])
+            return self.convert(lerp(self, start, end, self.plain(node.args[2]), wide), dtype)
+        args = [torch.fx.node.map_arg(a, read) for a in node.args]
+        if not whole or node.target is _CONVERT:
+            return self.again(node, args, dtype)
+        return self.convert(self.again(node, args, wide), dtype)
+
+    def joined(self, node: Call) -> None:
+        """Note that node ran as join - op - split."""
+        self.rewritten.joined.append(str(node.target))
+
+
+WAY_OUT = (
+    "on_unsupported='join' applies it in fp32 to the whole value, arithmetic='wide' does so for "
+    "the whole step; or write the update with operations that collage_fx.passes.rules.RULES lists"
+)
+
+
+def _line_of(trace: str) -> str:
+    """Return the innermost line of a stack trace and its text, as one line."""
+    lines = [line.strip() for line in trace.strip().splitlines()]
+    starts = [i for i, line in enumerate(lines) if line.startswith("File ")]
+    return ": ".join(lines[starts[-1] : starts[-1] + 2]) if starts else lines[-1]
+
+
+class _Wide(_Expander):
+    """Everything in fp32, or float64 for states of fp32; split or rounded once at the end."""
+
+    def __init__(self, rewritten: Rewritten) -> None:
+        super().__init__(rewritten)
+        states = (self.part.states[i][0] for i in rewritten.compensated)
+        self.double = any(WIDER[state.val.dtype] == torch.float64 for state in states)
+
+    def _wide(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which values of a dtype are computed."""
+        if self.double and dtype.is_floating_point:
+            return torch.float64
+        return WIDER[dtype] if dtype in LOW_PRECISION else dtype
+
+    def run(self) -> GraphModule:
+        """Return the expanded graph."""
+        residuals = dict(self.placeholders())
+        storages = dict(zip(residuals, self.rewritten.storages, strict=True))
+        for node in self.part.inputs:
+            new = self.env[node]
+            dtype = new.meta["dtype"]
+            if node in residuals:
+                join = JOIN[storages[node]]
+                new = self.op(join, new, *residuals[node], dtype=WIDER[dtype])
+            self.env[node] = self.convert(new, self._wide(dtype))
+        seed = None
+        if self.rewritten.seeded:
+            seed = self.graph.placeholder("seed")
+            seed.meta.update(dtype=torch.int32, scalar=True)
+        for node in self.part.nodes:
+            self.origin = node
+            self.env[node] = self._wide_op(node)
+        return self._outputs(seed)
+
+    def _wide_op(self, node: Node) -> Node:
+        dtype = value_of(node).dtype
+        if node.target in (_CONVERT, aten._to_copy.default) and dtype.is_floating_point:
+            x: Node = self.env[node.args[0]]  # type: ignore[index]
+            if x.meta["dtype"].is_floating_point and self._wide(dtype) != dtype:
+                return x
+            return self.convert(x, self._wide(dtype))
+        wide = self._wide(dtype)
+        if node.target in (aten.lerp.Scalar, aten.lerp.Tensor):
+            operands: Any = torch.fx.node.map_arg(node.args, lambda n: self.env[n])
+            return lerp(self, operands[0], operands[1], operands[2], wide)
+        args = torch.fx.node.map_arg(node.args, lambda n: self.env[n])
+        kwargs = torch.fx.node.map_arg(dict(node.kwargs), lambda n: self.env[n])
+        return self.op(node.target, *args, dtype=wide, **kwargs)
+
+    def _outputs(self, seed: Node | None) -> GraphModule:
+        whole = {}
+        for i, new in zip(self.rewritten.compensated, self.new_values(), strict=True):
+            dtype = value_of(new).dtype
+            dtypes = (dtype, *self.rewritten.residuals(i))
+            storage = self.rewritten.storage_of(i)
+            value = self.convert(self.env[new], WIDER[dtype])
+            by_chance = SPLIT_BY_CHANCE.get(storage) if seed is not None else None
+            args = (value, dtype, *((seed,) if by_chance else ()))
+            whole[new] = self.several(by_chance or SPLIT[storage], *args, dtypes=dtypes)
+        outputs = [
+            whole[n][0] if n in whole else self.convert(self.env[n], value_of(n).dtype)
+            for n in self.part.outputs
+        ]
+        return self.finish(outputs + [lo for n in self.new_values() for lo in whole[n][1:]])
+
+
+def lerp(b: _Expander, start: Node, end: Node, weight: Any, dtype: torch.dtype) -> Node:
+    """Return lerp as ATen computes it: from the nearer end, if the weight is known."""
+    difference = b.op(aten.sub.Tensor, end, start, dtype=dtype)
+    if isinstance(weight, Node) or weight < 0.5:
+        step = b.op(aten.mul.Tensor, difference, weight, dtype=dtype)
+        return b.op(aten.add.Tensor, start, step, dtype=dtype)
+    step = b.op(aten.mul.Tensor, difference, 1 - weight, dtype=dtype)
+    return b.op(aten.sub.Tensor, end, step, dtype=dtype)

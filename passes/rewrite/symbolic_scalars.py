@@ -1,0 +1,107 @@
+"""Numbers that change, where AOTAutograd would write their value into the graph.
+
+Dynamo makes a number that changes a symbol. AOTAutograd makes it an input of the graph where it is
+an operand of a product, a sum or a comparison; anywhere else (`p.add_(g, alpha=-lr)`) it takes the
+value for a constant, and the next value needs another graph. The decompositions here, for
+AOTAutograd to trace with, leave such numbers in products only.
+
+A number that does not change is kept as it is: Inductor's decomposition of `lerp` (torch 2.11) or
+of `_foreach_lerp` (from 2.14 on) rounds the weight to the dtype in which the kernel computes.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import SymFloat, Tensor
+from torch._prims_common import suggest_memory_format
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from collage_fx.passes.ir.program import value_of
+from collage_fx.passes.rewrite.interpreter import Call, Operation, expansion_of
+from collage_fx.passes.rewrite.op_schema import each, functional, is_foreach, written
+from collage_fx.runtime.expansion.eft import WIDER
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+_NAMES = ["add", "sub", "mul", "div", "addcmul", "addcdiv", "lerp", "pow", "clamp_min", "clamp_max"]
+_TAKES_SYMBOLS = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}
+"""What AOTAutograd makes a symbol an input of, if it is an operand."""
+_NOT_OURS = ("out", "_mode")
+_LERP = (aten.lerp.Scalar, aten._foreach_lerp.Scalar)
+_OF_TENSORS = {
+    aten.pow.Scalar: aten.pow.Tensor_Tensor,
+    aten.pow.Tensor_Scalar: aten.pow.Tensor_Tensor,
+    aten.clamp_min.default: aten.maximum.default,
+    aten.clamp_max.default: aten.minimum.default,
+}
+
+Table = dict[Any, Callable[..., Any]]
+
+
+def keep_symbols(table: Table) -> Table:
+    """Return a table of decompositions for AOTAutograd by which no symbol becomes a constant.
+
+    Nor is a number rounded that is the weight of a `lerp`.
+    """
+    packets = [getattr(aten, prefix + name) for name in _NAMES for prefix in ("", "_foreach_")]
+    overloads = [getattr(packet, o) for packet in packets for o in packet.overloads()]
+    ours = [op for op in overloads if not written(op) and not op._overloadname.endswith(_NOT_OURS)]
+    ours += [prims.fma.default, aten.full.default, aten.scalar_tensor.default]
+    return table | {op: partial(_decomposed, op, table.get(op)) for op in ours}
+
+
+def _decomposed(op: Any, other: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
+    filled = op in (aten.full.default, aten.scalar_tensor.default)
+    truncated = filled and not (kwargs.get("dtype") or torch.float32).is_floating_point
+    symbolic = not truncated and _symbolic(kwargs if op in _TAKES_SYMBOLS else (args, kwargs))
+    if not symbolic and op not in _LERP:
+        return NotImplemented if other is None else other(*args, **kwargs)
+    if is_foreach(op):
+        return [_single(*one) for one in each(functional(op), args, kwargs)]
+    return _single(op, args, kwargs)
+
+
+def _single(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Do an operation on single tensors, with one rounding, and symbols in products only."""
+    # These in the forms that `canonicalize` knows.
+    if op is aten.lerp.Scalar:
+        return _lerp(*args)
+    if op is aten.scalar_tensor.default:
+        return torch.ones((), **kwargs) * args[0]
+    if op is aten.full.default:
+        size, number = args
+        return torch.full(size, 1.0, **kwargs) * number
+    with disable_proxy_modes_tracing():
+        known = tree_map_only(SymFloat, lambda _: 1.0, (args, kwargs))
+        out = op(*known[0], **known[1])
+    if op in _OF_TENSORS:
+        wide = WIDER.get(out.dtype, out.dtype)
+        operands = [x.to(wide) if isinstance(x, Tensor) else _tensor(x, out, wide) for x in args]
+        return _OF_TENSORS[op](*operands).to(out.dtype)
+    operands = tree_map_only(Tensor, lambda x: expansion_of(x, None), (args, kwargs))
+    return value_of(Operation(out.dtype, "eft").run(Call(op, *operands), out))
+
+
+def _lerp(start: Tensor, end: Tensor, weight: Any) -> Tensor:
+    """Return start + weight * (end - start), from the nearer end and laid out as start is."""
+    layout = suggest_memory_format(start)
+    if layout != torch.contiguous_format:
+        end = end.contiguous(memory_format=layout)
+    near = -0.5 < weight < 0.5
+    base, factor = (start, weight) if near else (end, weight - 1)
+    if not _symbolic(weight):
+        return torch.add(base, end - start, alpha=factor)
+    if near:
+        return start + (end - start) * weight
+    return _single(aten.add.Tensor, (end, end - start), {"alpha": factor})
+
+
+def _tensor(number: Any, like: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.ones((), dtype=dtype, device=like.device) * number
+
+
+def _symbolic(tree: Any) -> bool:
+    return any(isinstance(x, SymFloat) for x in tree_leaves(tree))

@@ -1,0 +1,1 @@
+"""Error-free transformations and arithmetic on multi-component floats."""

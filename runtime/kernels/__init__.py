@@ -1,0 +1,1 @@
+"""Launch one compiled kernel over many tensors, on a GPU or a CPU."""

@@ -1,0 +1,131 @@
+"""One compiled kernel over many tensors in one call: what Python would loop over, in C++."""
+
+import ctypes
+import itertools
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._inductor.codecache import CppCodeCache
+
+from collage_fx.runtime.kernels.argument_table import Column, addresses
+
+_CHUNK = 1 << 14
+"""Elements that a thread takes at a time: a few cache lines past a tail cost nothing there."""
+
+_DRIVER = """
+#include <cstdint>
+#include <vector>
+using Kernel = void (*)({pointers}int64_t);
+extern "C" void run(void* kernel, const int64_t* table, const int64_t* sizes, const int64_t* widths,
+                    int64_t members, int64_t threads) {{
+  std::vector<int64_t> member, start;
+  for (int64_t m = 0; m < members; ++m)
+    for (int64_t s = 0; s < sizes[m]; s += {chunk}) {{
+      member.push_back(m);
+      start.push_back(s);
+    }}
+  const int64_t tasks = member.size();
+  #pragma omp parallel for schedule(dynamic) num_threads(threads) if (tasks > 1 && threads > 1)
+  for (int64_t t = 0; t < tasks; ++t) {{
+    const int64_t* at = table + member[t] * {arity};
+    const int64_t left = sizes[member[t]] - start[t];
+    reinterpret_cast<Kernel>(kernel)({arguments}left < {chunk} ? left : {chunk});
+  }}
+}}
+"""
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A kernel that Inductor compiled for flat tensors of any size, and how to call it."""
+
+    kernel: int
+    """Its address."""
+    order: tuple[int, ...]
+    """For each pointer that it takes, the position among the inputs of the graph."""
+    widths: tuple[int, ...]
+    """For each pointer, the bytes from one element to the next: 0 for a scalar."""
+    driver: Any
+    """The compiled loop."""
+    library: str
+    """The file with the kernel."""
+
+    @classmethod
+    def of(cls, library: str | Path, order: Sequence[int], widths: Sequence[int]) -> "Loop":
+        """Return the loop around the kernel in a shared library; OSError if there is none.
+
+        Args:
+            library: its file.
+            order: see `Loop`.
+            widths: see `Loop`.
+        """
+        source = _DRIVER.format(
+            pointers="void*, " * len(order),
+            arguments="".join(
+                f"reinterpret_cast<void*>(at[{k}] + start[t] * widths[{k}]), "
+                for k in range(len(order))
+            ),
+            arity=len(order),
+            chunk=_CHUNK,
+        )
+        address = ctypes.cast(ctypes.CDLL(str(library)).kernel, ctypes.c_void_p).value
+        assert address is not None
+        driver = CppCodeCache.load(source)
+        return cls(address, tuple(order), tuple(widths), driver, str(library))
+
+    def run(self, columns: Sequence[Column], sizes: Sequence[int]) -> None:
+        """Run the kernel over all members.
+
+        Args:
+            columns: for each input of the graph the tensors of all members, or a vector of them.
+            sizes: the elements of each member.
+        """
+        starts = [addresses(column) for column in columns]
+        table = itertools.chain.from_iterable(zip(*(starts[i] for i in self.order), strict=True))
+        arrays = [array("q", numbers) for numbers in (table, sizes, self.widths)]
+        pointers = [ctypes.c_void_p(a.buffer_info()[0]) for a in arrays]
+        counts = (ctypes.c_int64(n) for n in (len(sizes), torch.get_num_threads()))
+        self.driver.run(ctypes.c_void_p(self.kernel), *pointers, *counts)
+
+
+def loop_over(call: Any, size: int, samples: list[Tensor]) -> Loop | None:
+    """Return the loop over the one kernel that Inductor's wrapper calls; None if it is not so.
+
+    Args:
+        call: `Runner.call` of a graph that takes the number of elements and tensors, overwrites
+            some of them and returns nothing.
+        size: the number of elements of the samples.
+        samples: inputs of it, flat or 0-d. What the wrapper hands to its kernel for them shows the
+            order; the kernel does not run.
+    """
+    scope = getattr(getattr(call, "__func__", None), "__globals__", {})
+    kernels = [name for name in scope if name.startswith("cpp_fused")]
+    if len(kernels) != 1:
+        return None
+    calls: list[tuple[Any, ...]] = []
+    kernel = scope[kernels[0]]
+    scope[kernels[0]] = lambda *args: calls.append(args)
+    try:
+        call([size, *samples])
+    finally:
+        scope[kernels[0]] = kernel
+    return _loop(kernel, calls[0], size, samples) if len(calls) == 1 else None
+
+
+def _loop(
+    kernel: Callable[..., Any], args: tuple[Any, ...], size: int, samples: list[Tensor]
+) -> Loop | None:
+    place = {sample.data_ptr(): i for i, sample in enumerate(samples)}
+    pointers = [a.data_ptr() for a in args[:-1] if isinstance(a, Tensor)]
+    path = getattr(getattr(kernel, "__self__", None), "__file__", None)
+    known = len(pointers) == len(args) - 1 and all(p in place for p in pointers)
+    if path is None or not known or args[-1] != size:
+        return None
+    order = tuple(place[p] for p in pointers)
+    widths = tuple(samples[i].element_size() if samples[i].dim() else 0 for i in order)
+    return Loop.of(path, order, widths)

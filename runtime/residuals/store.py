@@ -1,0 +1,359 @@
+"""The residual store: which tensor has which residual, and whether it still belongs to it."""
+
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakIdKeyDictionary
+
+from collage_fx.runtime.errors import CollageWarning, ResidualError
+from collage_fx.runtime.expansion.eft import FP8, WIDER
+from collage_fx.runtime.storage.registry import STORAGES, check_held, layout_of, refusal
+
+_CHUNK = 1 << 22
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+"""Bytes -> a dtype."""
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """Return an int64 0-d tensor that depends on the bits and the place of each element of tensor.
+
+    It tells whether a residual from a checkpoint belongs to the values it is loaded beside.
+    """
+    words = tensor.detach().reshape(-1).view(_INTEGERS[tensor.itemsize])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, words.numel(), _CHUNK):
+        chunk = words[start : start + _CHUNK].to(torch.int64)
+        place = torch.arange(start, start + chunk.numel(), device=tensor.device)
+        total += (chunk * (2 * place + 1)).sum()
+    return total
+
+
+def version(tensor: Tensor) -> int:
+    """Return the version counter of tensor, -1 if it has none."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        # An inference tensor counts no versions; writes from outside to one go unnoticed.
+        return -1
+
+
+def zeros(tensor: Tensor, storage: str) -> tuple[Tensor, ...]:
+    """Return residuals for tensor without content."""
+    dtypes = STORAGES[storage].residuals[tensor.dtype]
+    return tuple(torch.zeros_like(tensor, dtype=d, requires_grad=False) for d in dtypes)
+
+
+class Residual:
+    """The residual components of one tensor, and what the tensor was when they were last valid.
+
+    It never refers to its tensor, which is the weak key it is stored under.
+    """
+
+    __slots__ = (
+        "address",
+        "components",
+        "draws",
+        "expected_checksum",
+        "name",
+        "provisional",
+        "storage",
+        "version",
+    )
+
+    def __init__(self, tensor: Tensor, storage: str, name: str) -> None:
+        self.storage = storage
+        self.name = name
+        self.components = zeros(tensor, storage)
+        self.draws = 0
+        """How often the last component was rounded by chance; each time takes another seed."""
+        self.expected_checksum: int | None = None
+        self.provisional = False
+        """Whether the tensor was made with it, and nobody knows yet if its updates need one."""
+        self.settle(tensor)
+
+    def settle(self, tensor: Tensor) -> None:
+        """Record that the residual belongs to the present value of tensor."""
+        self.version = version(tensor)
+        self.address = tensor.data_ptr()
+
+    def clear(self) -> None:
+        """Set every component to zero."""
+        self.expected_checksum = None
+        for component in self.components:
+            component.zero_()
+
+    def has_content(self) -> bool:
+        """Tell whether any component is not zero."""
+        return any(bool(component.any()) for component in self.components)
+
+    def begin_anew(self, tensor: Tensor) -> None:
+        """Be as if tensor had just been rounded to its dtype: without content and draws."""
+        self.clear()
+        self.draws = 0
+        self.settle(tensor)
+
+    def fits(self, tensor: Tensor) -> bool:
+        """Tell whether tensor can have these components."""
+        dtypes = STORAGES[self.storage].residuals.get(tensor.dtype, ())
+        return dtypes == tuple(c.dtype for c in self.components) and all(
+            c.shape == tensor.shape and c.device == tensor.device for c in self.components
+        )
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """Return the value of tensor and its components, in float64."""
+        hi = tensor.detach()
+        if hi.dtype in FP8 or any(c.dtype != hi.dtype for c in self.components):
+            return STORAGES[self.storage].join(hi, *self.components).to(torch.float64)
+        return sum((c.to(torch.float64) for c in self.components), start=hi.to(torch.float64))
+
+    def belongs(self, tensor: Tensor) -> bool:
+        """Tell whether tensor is as it was when the residual was last settled."""
+        return self.version == version(tensor) and self.address == tensor.data_ptr()
+
+    def stale(self, tensor: Tensor) -> str:
+        """Say why the residual does not belong to the present value of tensor; empty if it does.
+
+        A residual without content belongs to any value, and is settled on the present one.
+        """
+        why = ""
+        if self.expected_checksum is not None:
+            if int(checksum(tensor)) != self.expected_checksum:
+                why = "its values are not those that its residual was saved with"
+            self.expected_checksum = None
+        elif not self.belongs(tensor):
+            if self.has_content():
+                why = "it was written from outside the compiled step"
+        else:
+            return ""
+        self.settle(tensor)
+        return why
+
+    def load(self, tensor: Tensor, components: Sequence[Tensor], expected: int | None) -> None:
+        """Take over components; with a checksum they are checked at the next step, not now."""
+        for mine, theirs in zip(self.components, components, strict=True):
+            mine.copy_(theirs)
+        self.expected_checksum = expected
+        self.settle(tensor)
+
+
+def clear_stale(pairs: Iterable[tuple[Tensor, Residual]]) -> None:
+    """Clear every residual that no longer belongs to its tensor, with one warning for all."""
+    cleared: dict[str, list[str]] = {}
+    for tensor, residual in pairs:
+        why = residual.stale(tensor)
+        if why:
+            residual.clear()
+            cleared.setdefault(why, []).append(residual.name)
+    for why, names in cleared.items():
+        _warn_of_cleared(names, why)
+
+
+def _warn_of_cleared(names: list[str], why: str) -> None:
+    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if names[4:] else "")
+    warnings.warn(
+        f"collage_fx: the residual of {shown} was cleared, because {why}. The step goes on "
+        "from the stored value. To keep a residual, write the tensor before the first step or "
+        "load weights and optimizer from one checkpoint.",
+        CollageWarning,
+        stacklevel=3,
+    )
+
+
+def next_draw(residuals: Iterable[Residual]) -> int:
+    """Count one more stochastic rounding for residuals; return which it is, for all of them."""
+    found = list(residuals)
+    draw = max((residual.draws for residual in found), default=0)
+    for residual in found:
+        residual.draws = draw + 1
+    return draw
+
+
+class ResidualStore:
+    """Residuals by identity of their tensors; an entry goes when its tensor does."""
+
+    def __init__(self) -> None:
+        self._residuals: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._of_memory: dict[tuple[Any, ...], Residual] = {}
+        """For tensors that are made anew at each call, as `p.data` is: storage and layout."""
+        self._coarser: set[tuple[str, str]] = set()
+        self.generation = 0
+        """How often a tensor was given a residual."""
+
+    def get(self, tensor: Tensor) -> Residual | None:
+        """Return the residual of tensor, or of another one that is the same piece of memory."""
+        residual: Residual | None = self._residuals.get(tensor)
+        if residual is None and self._of_memory and tensor.layout == torch.strided:
+            residual = self._of_memory.get(_memory(tensor))
+            if residual is not None:
+                # Its version counter may be a new one, which tells nothing of what happened before.
+                self._residuals[tensor] = residual
+                residual.settle(tensor)
+        return residual
+
+    def share_by_memory(self, tensor: Tensor) -> None:
+        """Let later tensors on the same memory have the residual of this one."""
+        for key in [key for key in self._of_memory if key[0].expired()]:
+            del self._of_memory[key]
+        self._of_memory[_memory(tensor)] = self._residuals[tensor]
+
+    def ensure(
+        self, tensor: Tensor, storage: str, name: str, found: Residual | None = None
+    ) -> Residual:
+        """Return the residual of tensor, made of zeros if there was none of this shape yet.
+
+        One of another storage is converted. `found` is what `get` has returned, if that was asked.
+        """
+        residual = found or self.get(tensor)
+        if residual is not None and not residual.fits(tensor):
+            if residual.has_content():
+                _warn_of_cleared([name], "the tensor has another shape, dtype or device by now")
+            residual = None
+        if residual is None:
+            return self.adopt(tensor, None, storage, name)
+        if residual.storage != storage:
+            self._warn_coarser(residual, storage, tensor.dtype)
+            return self.convert(tensor, storage)
+        return residual
+
+    def _warn_coarser(self, residual: Residual, storage: str, dtype: torch.dtype) -> None:
+        """Warn, once for each pair of storages, that a residual goes into one that keeps less."""
+        pair = residual.storage, storage
+        old, new = (STORAGES[name].precision[dtype] for name in pair)
+        if new < old and pair not in self._coarser and not residual.provisional:
+            self._coarser.add(pair)
+            warnings.warn(
+                f"collage_fx: the residual of {residual.name} was kept in storage {pair[0]!r} and "
+                f"goes on in {pair[1]!r}, which keeps {new} bits instead of {old}: that is what "
+                f"this step was compiled with. Compile it with storage={pair[0]!r} to keep them; "
+                "two optimizers of one parameter need one storage",
+                CollageWarning,
+                stacklevel=2,
+            )
+
+    @contextmanager
+    def unheard(self) -> Iterator[None]:
+        """Within, warnings that are given once do not count: of copies, which nobody trains."""
+        before = set(self._coarser)
+        try:
+            yield
+        finally:
+            self._coarser = before
+
+    def adopt(
+        self, tensor: Tensor, lows: tuple[Tensor, ...] | None, storage: str, name: str
+    ) -> Residual:
+        """Make lows, or zeros, the residual of tensor, themselves and not copies.
+
+        Lows are in the storage that their dtypes say; zeros are made for this one.
+        """
+        storage = storage if lows is None else layout_of(tensor, lows).name
+        old: Residual | None = self._residuals.get(tensor)
+        residual = self._residuals[tensor] = Residual(tensor, storage, name)
+        residual.draws = old.draws if old is not None else 0
+        self.generation += 1
+        if lows is not None:
+            residual.components = lows
+        return residual
+
+    def drop(self, tensor: Tensor) -> None:
+        """Forget the residual of tensor."""
+        residual = self._residuals.pop(tensor)
+        for key in [key for key, r in self._of_memory.items() if r is residual]:
+            del self._of_memory[key]
+        self.generation += 1
+
+    def convert(self, tensor: Tensor, storage: str) -> Residual:
+        """Lay out the whole value of tensor, which has a residual, in another storage.
+
+        The high word changes where the storages round it differently.
+        """
+        old = self._residuals[tensor]
+        check_held(tensor.dtype, storage, old.name)
+        clear_stale([(tensor, old)])
+        with torch.no_grad(), _disable_current_modes():
+            return self.assign(tensor, old.whole(tensor), storage, old.name)
+
+    def assign(self, tensor: Tensor, value: Tensor, storage: str, name: str) -> Residual:
+        """Write value, of a wider dtype than tensor, into tensor and its residual."""
+        wide = value.to(WIDER[tensor.dtype])
+        hi, *lows = STORAGES[storage].split(wide, tensor.dtype)
+        tensor.data.copy_(hi)  # the supervisor counts writes to tensor itself
+        residual = self.adopt(tensor, None, storage, name)
+        for component, lo in zip(residual.components, lows, strict=True):
+            component.copy_(lo)
+        return residual
+
+    def load(
+        self,
+        tensor: Tensor,
+        components: Sequence[Tensor],
+        *,
+        storage: str = "mcf2",
+        name: str = "a tensor",
+        expected: int | None = None,
+        draws: int | None = None,
+    ) -> None:
+        """Give tensor these residual components, copied; and a count of draws, if that is known.
+
+        Raises ResidualError if the storage does not exist or components do not fit it and tensor.
+        """
+        check_components(tensor, components, storage, name)
+        residual = self.get(tensor)
+        if residual is None or residual.storage != storage or not residual.fits(tensor):
+            residual = self.adopt(tensor, None, storage, name)
+        residual.load(tensor, components, expected)
+        if draws is not None:
+            residual.draws = draws
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Residual]]:
+        return iter(list(self._residuals.items()))
+
+
+def _memory(tensor: Tensor) -> tuple[Any, ...]:
+    storage = StorageWeakRef(tensor.untyped_storage())
+    return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def storage_of(tensor: Tensor, components: Sequence[Tensor], name: str) -> str:
+    """Return the storage that these are residuals in; raises ResidualError if there is none."""
+    found = tuple(c.dtype for c in components)
+    known = {s.residuals.get(tensor.dtype): s.name for s in STORAGES.values()}
+    if found not in known:
+        raise ResidualError(
+            f"{name}, {tensor.dtype}, was given residuals of {list(found)}; a storage for that "
+            f"dtype has one of {[list(dtypes) for dtypes in known if dtypes]}"
+        )
+    return known[found]
+
+
+def check_components(tensor: Tensor, components: Sequence[Tensor], storage: str, name: str) -> None:
+    """Raise ResidualError unless components are residuals that tensor can have in this storage."""
+    known = STORAGES.get(storage)
+    if known is None:
+        raise ResidualError(
+            f"the residual of {name} has storage {storage!r}; known here: {', '.join(STORAGES)}"
+        )
+    if why := refusal(tensor.dtype, storage, name):
+        raise ResidualError(why)
+    dtypes = known.residuals[tensor.dtype]
+    if len(components) != len(dtypes):
+        raise ResidualError(
+            f"{name} was given {len(components)} residual components; "
+            f"storage {storage!r} has {len(dtypes)}"
+        )
+    for component, dtype in zip(components, dtypes, strict=True):
+        if component.shape != tensor.shape or component.dtype != dtype:
+            raise ResidualError(
+                f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}; its residual is "
+                f"{component.dtype} of shape {tuple(component.shape)}"
+            )
+
+
+STORE = ResidualStore()
+"""The residuals of this process."""

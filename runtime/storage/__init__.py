@@ -1,0 +1,1 @@
+"""How an expansion is laid out in memory."""
