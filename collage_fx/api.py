@@ -6,8 +6,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from collage_fx.config import split_options
 from collage_fx.dynamo.backend import Session
+from collage_fx.dynamo.options import split_options
 from collage_fx.optimizer import checkpoint, plain_steps
 from collage_fx.optimizer.fused import as_its_kernel
 from collage_fx.optimizer.ownership import family

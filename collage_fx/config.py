@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from torch._inductor import config as inductor_config
-
 from collage_fx.passes.ir.cache_key import source_digest
 from collage_fx.passes.ir.program import Arithmetic, Level, OnUnsupported, Settings
 from collage_fx.runtime.errors import OptionError
@@ -156,27 +154,3 @@ class CollageConfig:
         # What is compiled does not depend on whether it is checked.
         text = repr(dataclasses.astuple(dataclasses.replace(self, verify=0))) + source_digest()
         return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def split_options(
-    options: dict[str, Any], mode: str | None = None
-) -> tuple[CollageConfig, dict[str, Any]]:
-    """Return the configuration and the Inductor settings that options and mode ask for.
-
-    Raises OptionError for a name that neither collage_fx nor Inductor knows.
-    """
-    fields = {field.name for field in dataclasses.fields(CollageConfig)}
-    mine = {k: v for k, v in options.items() if k in fields}
-    theirs = {k.replace("-", "_"): v for k, v in options.items() if k not in fields}
-    known = inductor_config.get_config_copy()
-    for name in theirs:
-        if name not in known:
-            raise OptionError(
-                f"unknown option {name!r}; collage_fx knows {', '.join(sorted(fields))}, "
-                "and any name of torch._inductor.config is passed through"
-            )
-    if mode and mode != "default":
-        from torch._inductor import list_mode_options
-
-        theirs = {**list_mode_options(mode), **theirs}
-    return CollageConfig(**mine), theirs

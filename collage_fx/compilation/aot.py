@@ -42,7 +42,6 @@ from collage_fx.passes.rewrite.symbolic_scalars import keep_symbols
 from collage_fx.runtime.errors import CollageError
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import held_dtypes
-from collage_fx.stand_in import whole_graph
 
 
 def compile_graph(
@@ -81,7 +80,7 @@ def compile_graph(
 def _compile_for_unseen(session: Any, inputs: Inputs, example_inputs: Sequence[Any]) -> Code:
     """Compile a graph for parameters that Dynamo has not seen too; raise Unlike if it cannot be."""
     with without_collector():
-        narrowed = whole_graph.narrowed(session, inputs)
+        narrowed = session.roster.whole_graph(inputs, session.config.settings)
     return _first_alike(session, inputs, narrowed, example_inputs)
 
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporaril
 from torch.utils._pytree import tree_map
 
 from collage_fx.eager.inplace import Writer
-from collage_fx.eager.memory_map import Shadow, Shadows, has_memory
+from collage_fx.eager.memory_map import Shadow, Shadows
 from collage_fx.eager.operands import (
     COPIES,
     Operands,
@@ -44,6 +44,7 @@ from collage_fx.passes.rewrite.op_schema import (
 )
 from collage_fx.passes.rules.structural import STRUCTURE
 from collage_fx.runtime.residuals.dtensor import any_sharded
+from collage_fx.runtime.residuals.memory import has_memory
 from collage_fx.runtime.residuals.store import version
 from collage_fx.runtime.storage.registry import STORAGES
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from collage_fx.eager.memory_map import Shadow, Shadows, has_memory
+from collage_fx.eager.memory_map import Shadow, Shadows
 from collage_fx.eager.operands import (
     Lows,
     Operands,
@@ -22,6 +22,7 @@ from collage_fx.passes.analysis.affine import CURVED, Form
 from collage_fx.passes.ir.program import LOW_PRECISION, value_of
 from collage_fx.passes.rewrite.interpreter import Forms, Traced
 from collage_fx.passes.rewrite.op_schema import is_foreach, overwrites
+from collage_fx.runtime.residuals.memory import has_memory
 from collage_fx.runtime.residuals.store import STORE, version
 from collage_fx.runtime.storage.registry import Storage, layout_of
 from collage_fx.runtime.storage.registry import whole as join_whole

@@ -3,7 +3,7 @@
 A tensor is looked up by its memory, so that `p`, `p.data`, `p.view(-1)` and `p[0]` are one state.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from collage_fx.passes.rewrite.interpreter import Forms
+from collage_fx.runtime.residuals.memory import has_memory
 
 _PURGE = 64
 
@@ -89,23 +90,6 @@ class Shadow:
         )
 
 
-def overlapping(tensors: Iterable[Tensor]) -> set[int]:
-    """Return the ids of tensors that may share an element with another, other than all of them."""
-    by_storage: dict[int, list[Tensor]] = {}
-    for tensor in tensors:
-        by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
-    found: set[int] = set()
-    for shared in by_storage.values():
-        shared.sort(key=lambda t: t.storage_offset())
-        for i, a in enumerate(shared):
-            end = a.storage_offset() + _extent(a.size(), a.stride())
-            for b in shared[i + 1 :]:
-                if b.storage_offset() >= end:
-                    break
-                found |= {id(a), id(b)}
-    return found
-
-
 def _extent(size: torch.Size, stride: tuple[int, ...]) -> int:
     if 0 in size:
         return 0
@@ -170,12 +154,3 @@ class Shadows:
         dead = [k for k, shadows in self._by_storage.items() if shadows[0].storage.expired()]
         for key in dead:
             del self._by_storage[key]
-
-
-def has_memory(tensor: Tensor) -> bool:
-    """Tell whether tensor is a plain strided tensor with memory of its own."""
-    return (
-        tensor.layout == torch.strided
-        and not tensor.is_meta
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from collage_fx.eager.memory_map import Shadow, Shadows, has_memory
+from collage_fx.eager.memory_map import Shadow, Shadows
 from collage_fx.hooks.dynamo_errors import Failures
 from collage_fx.passes.analysis.affine import CURVED, MUCH, bound
 from collage_fx.passes.ir.program import LOW_PRECISION, Arithmetic, Settings
@@ -22,6 +22,7 @@ from collage_fx.passes.rewrite.interpreter import (
 )
 from collage_fx.runtime.expansion.eft import WIDER
 from collage_fx.runtime.expansion.stochastic import Seeds
+from collage_fx.runtime.residuals.memory import has_memory
 from collage_fx.runtime.residuals.store import STORE, next_draw, version
 from collage_fx.runtime.storage.registry import (
     EXPANSIONS,

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from collage_fx.eager.memory_map import Shadow, Shadows, has_memory
+from collage_fx.eager.memory_map import Shadow, Shadows
 from collage_fx.passes.rewrite.interpreter import Forms
+from collage_fx.runtime.residuals.memory import has_memory
 
 aten = torch.ops.aten
 

@@ -6,7 +6,6 @@ from typing import TypeAlias
 from torch import Tensor
 from torch.optim import Optimizer
 
-from collage_fx.eager.memory_map import has_memory
 from collage_fx.optimizer.ownership import (
     PARAM,
     Owned,
@@ -18,6 +17,7 @@ from collage_fx.optimizer.ownership import (
     tensors_in,
 )
 from collage_fx.runtime.residuals.dtensor import shard_of
+from collage_fx.runtime.residuals.memory import has_memory
 
 Pick: TypeAlias = Callable[[Owned], bool]
 """Tells which states are wanted."""

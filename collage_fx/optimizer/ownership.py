@@ -15,14 +15,14 @@ from torch.fx import Node
 from torch.nn import Module
 from torch.optim import SGD, Optimizer
 
-from collage_fx.eager.memory_map import has_memory, overlapping
 from collage_fx.passes.ir.program import Owner
 from collage_fx.runtime.residuals.dtensor import shard_of
+from collage_fx.runtime.residuals.memory import has_memory, overlapping
 
 PARAM = "<param>"
 """The key of a parameter itself among the carried states of that parameter."""
 STAND_IN = "_collage_stand_in"
-"""An attribute of what is no optimizer of the user's but stands for one; see representatives.py."""
+"""An attribute of what is no optimizer of the user's but stands for one; see `stand_in`."""
 
 
 @dataclass(frozen=True)

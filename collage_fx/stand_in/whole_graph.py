@@ -8,17 +8,21 @@ from torch.fx import Node
 
 from collage_fx.compilation.graph_inputs import Inputs, Unseen
 from collage_fx.passes.dedup.deduplicate import Group, Narrow, represented
-from collage_fx.passes.ir.program import Unlike
+from collage_fx.passes.ir.program import Settings, Unlike
 from collage_fx.runtime.storage.registry import held_dtypes
-from collage_fx.stand_in.representatives import GRAD
+from collage_fx.stand_in.members import GRAD, Member
 
 
-def narrowed(session: Any, inputs: Inputs) -> Narrow:
-    """Return a graph of Dynamo's as the narrow graph of the parameters of `session.roster`.
+def narrowed(classes: list[list[Member]], settings: Settings, inputs: Inputs) -> Narrow:
+    """Return a graph of Dynamo's as the narrow graph of all that its parameters stand for.
+
+    Args:
+        classes: those that are alike; the first of each is in the graph.
+        settings: of the passes.
+        inputs: those of the graph.
 
     Raises Unlike if it does not do to all of them what it does to those that stand for them.
     """
-    classes, settings = session.roster.classes, session.config.settings
     place = {
         id(t): (k, at) for k, one in enumerate(classes) for at, t in enumerate(one[0].tensors())
     }

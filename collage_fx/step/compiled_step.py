@@ -9,7 +9,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch._dynamo import config as dynamo_config
 from torch.compiler import disable
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
@@ -18,7 +17,9 @@ from collage_fx.dynamo.backend import Session
 from collage_fx.eager.supervisor import Supervisor
 from collage_fx.errors import CollageError, OptionError
 from collage_fx.hooks import nested_compile
+from collage_fx.hooks.dynamo_limits import many_graphs
 from collage_fx.hooks.gc_pause import FIRST, no_full_collection
+from collage_fx.hooks.symbolic_math import symbolic_math
 from collage_fx.optimizer import plain_steps
 from collage_fx.optimizer.discovery import Held, HeldBy
 from collage_fx.optimizer.fused import is_fused, note_of, traceable, unscaling
@@ -26,11 +27,8 @@ from collage_fx.optimizer.ownership import Owned, argument_tensors, family, tens
 from collage_fx.optimizer.served import Report, place_of
 from collage_fx.stand_in.representatives import Representatives
 from collage_fx.step.first_steps import StepCheck
-from collage_fx.step.recompile_guard import Storm, symbolic_math
+from collage_fx.step.recompile_guard import Storm
 from collage_fx.step.subject import name_of, step_made_here
-
-RECOMPILE_LIMIT = 256
-"""How many graphs Dynamo may keep for the step of one class of optimizers."""
 
 
 def compile_optimizer(optimizer: Optimizer, session: Session) -> Callable[..., Any]:
@@ -131,10 +129,8 @@ def _supervised(
             args, kwargs = tree_map(
                 lambda a: disable(engine.suspended(a)) if is_closure(a) else a, (args, kwargs)
             )
-            # All optimizers of a class share one function, whose graphs Dynamo counts together: its
-            # default limit of 8 is soon reached.
             with (
-                dynamo_config.patch(recompile_limit=RECOMPILE_LIMIT),
+                many_graphs(),
                 supervisor.failures.caught(),
                 symbolic_math(),
                 nested_compile.step_of(session, compiled=calm),

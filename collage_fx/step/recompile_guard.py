@@ -4,16 +4,12 @@ A Python number that changes makes Dynamo trace again. Most enter the next graph
 that cannot make a graph for each value.
 """
 
-import math
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-from torch._dynamo.utils import counters
-
 from collage_fx.dynamo.backend import Session
 from collage_fx.eager.supervisor import Supervisor
+from collage_fx.hooks.dynamo_limits import graphs_compiled
 
 STORM = 5
 """Calls in a row that each made a new graph, after which a step is not compiled any more.
@@ -56,35 +52,4 @@ class Storm:
 
     def _compilations(self) -> int:
         """Return how often Dynamo has compiled something in this process, or failed to."""
-        return int(counters["stats"]["unique_graphs"]) + self.supervisor.failures.count
-
-
-_pow = math.pow
-
-
-def _traceable_pow(x: float, y: float, /) -> float:
-    """math.pow, which Dynamo evaluates for each step count that a bias correction raises to."""
-    if not torch.compiler.is_compiling() or isinstance(x, torch.Tensor):  # which it makes a float
-        return _pow(x, y)
-    return 1.0 * x**y
-
-
-class symbolic_math:
-    """Let Dynamo trace math.pow of a symbolic step count, as it does the operator `**`.
-
-    Counted, since several threads may step at once.
-    """
-
-    _lock = threading.Lock()
-    _users = 0
-
-    def __enter__(self) -> None:
-        with self._lock:
-            symbolic_math._users += 1
-            math.pow = _traceable_pow  # type: ignore[assignment]
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            symbolic_math._users -= 1
-            if not symbolic_math._users:
-                math.pow = _pow
+        return graphs_compiled() + self.supervisor.failures.count

@@ -10,7 +10,6 @@ from torch.fx import Node
 from collage_fx.passes.analysis.affine import Form, cancels, is_number
 from collage_fx.passes.analysis.carried_path import walk
 from collage_fx.passes.analysis.criticality import critical
-from collage_fx.passes.codegen.multi_tensor_kernel import flat
 from collage_fx.passes.ir.program import (
     Carried,
     Level,
@@ -20,6 +19,7 @@ from collage_fx.passes.ir.program import (
     Slice,
     StateClass,
     StatePlan,
+    flat,
     held_in,
     value_of,
 )

@@ -32,6 +32,7 @@ from collage_fx.passes.ir.program import (
     Settings,
     Slice,
     base_of,
+    flat,
     graph_of,
     made,
     value_of,
@@ -348,24 +349,6 @@ def _ends(member: Slice) -> bool:
         user in inside or user.op == "output" or (user.args in writes and writes_only(user))
         for node in member.outputs
         for user in node.users
-    )
-
-
-def flat(member: Slice) -> bool:
-    """Tell whether all tensors of a member lie in memory in one and the same dense order."""
-    full = [value_of(n) for n in member.inputs if value_of(n).dim()]
-    states = {member.inputs[at] for _, at, _ in member.states}
-    if any(not isinstance(s, int) for v in full for s in (*v.shape, *v.stride())):
-        return False
-    first = full[0] if full else None
-    return (
-        first is not None
-        and all(value_of(n).dim() for n in states)
-        and all(
-            v.shape == first.shape and v.stride() == first.stride()
-            for v in [*full, *map(value_of, made(member))]
-        )
-        and torch.ops.aten.is_non_overlapping_and_dense(first)
     )
 
 

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
+from collage_fx.passes.frontend.torch_internals import OpOverload, set_grad_enabled
+
 
 class UnknownOperation(Exception):
     """The graph has an operation of which it is not known what it reads and writes."""
@@ -110,7 +112,7 @@ class Scan:
                 self.scalars[node] = node.name
             else:
                 raise UnknownOperation
-        elif node.target is torch._C._set_grad_enabled:
+        elif node.target is set_grad_enabled:
             self.graded = bool(node.args[0])
         elif node.target is operator.getitem and node.args[0] in self.lists:
             self.atom_of[node] = self.lists[node.args[0]][node.args[1]]  # type: ignore[index]
@@ -300,7 +302,7 @@ def _known(node: Node) -> tuple[bool, bool]:
     Of one that cannot, nothing is known: it may overwrite whatever it takes.
     """
     target: Any = node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         random = torch.Tag.nondeterministic_seeded in target.tags
         return target._schema.is_mutable, not (target._schema.is_mutable or random)
     name = target if node.op == "call_method" else getattr(target, "__name__", "")

@@ -11,6 +11,7 @@ from torch.fx import Graph, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from collage_fx.passes.frontend.decompose import DECOMPOSITIONS, like
+from collage_fx.passes.frontend.torch_internals import OpOverload
 from collage_fx.passes.ir.program import (
     LOW_PRECISION,
     Program,
@@ -206,7 +207,7 @@ class _Builder:
         return made
 
     def _translate(self, node: Node) -> None:
-        name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
+        name = node.target._schema.name if isinstance(node.target, OpOverload) else ""
         if node.target is operator.getitem and isinstance(self.env[node.args[0]], list):  # type: ignore[index]
             self.env[node] = self.env[node.args[0]][node.args[1]]  # type: ignore[index]
         elif name.startswith("aten::_foreach_") and name[6:] in FOREACH:

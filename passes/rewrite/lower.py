@@ -4,11 +4,10 @@ import math
 from typing import Any
 
 import torch
-from torch._inductor.decomposition import select_decomp_table
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from collage_fx.passes.frontend.torch_internals import select_decomp_table, unset_fake_temporarily
 from collage_fx.passes.ir.program import LOW_PRECISION, Program, graph_of
 from collage_fx.runtime.expansion.eft import WIDER
 from collage_fx.runtime.ops import collage

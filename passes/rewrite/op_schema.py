@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from collage_fx.passes.frontend.canonicalize import FOREACH, single_overload
+from collage_fx.passes.frontend.torch_internals import OpOverload
 from collage_fx.passes.rewrite.interpreter import supports
 
 aten = torch.ops.aten

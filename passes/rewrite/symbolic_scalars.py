@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import SymFloat, Tensor
-from torch._prims_common import suggest_memory_format
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from collage_fx.passes.frontend.torch_internals import suggest_memory_format
 from collage_fx.passes.ir.program import value_of
 from collage_fx.passes.rewrite.interpreter import Call, Operation, expansion_of
 from collage_fx.passes.rewrite.op_schema import each, functional, is_foreach, written

@@ -1,0 +1,32 @@
+"""Which options are of collage_fx, and which are passed on to Inductor."""
+
+import dataclasses
+from typing import Any
+
+from torch._inductor import config as inductor_config
+from torch._inductor import list_mode_options
+
+from collage_fx.config import CollageConfig
+from collage_fx.runtime.errors import OptionError
+
+
+def split_options(
+    options: dict[str, Any], mode: str | None = None
+) -> tuple[CollageConfig, dict[str, Any]]:
+    """Return the configuration and the Inductor settings that options and mode ask for.
+
+    Raises OptionError for a name that neither collage_fx nor Inductor knows.
+    """
+    fields = {field.name for field in dataclasses.fields(CollageConfig)}
+    mine = {k: v for k, v in options.items() if k in fields}
+    theirs = {k.replace("-", "_"): v for k, v in options.items() if k not in fields}
+    known = inductor_config.get_config_copy()
+    for name in theirs:
+        if name not in known:
+            raise OptionError(
+                f"unknown option {name!r}; collage_fx knows {', '.join(sorted(fields))}, "
+                "and any name of torch._inductor.config is passed through"
+            )
+    if mode and mode != "default":
+        theirs = {**list_mode_options(mode), **theirs}
+    return CollageConfig(**mine), theirs

@@ -1,0 +1,64 @@
+"""A parameter with its gradient and states, and when such are alike."""
+
+import weakref
+from collections.abc import Callable, Collection, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from collage_fx.compilation.layout_guards import is_plain
+from collage_fx.runtime.kernels.argument_table import check_sizes
+
+GRAD = 1
+"""Where a member has its gradient."""
+NO_STATE: dict[str, Any] = {}
+
+
+class Member:
+    """A parameter with its gradient and its states."""
+
+    def __init__(self, param: Tensor, optimizer: Optimizer) -> None:
+        self.param = param
+        self.state: dict[str, Any] = optimizer.state.get(param, NO_STATE)
+
+    def tensors(self) -> list[Any]:
+        """Return them, in an order that members of a class have in common."""
+        return [self.param, self.param.grad, *self.state.values()]
+
+    def check(self) -> None:
+        """Raise CollageError if the gradient or a state has not as many elements."""
+        full = (t for t in self.tensors() if isinstance(t, Tensor) and t.dim())
+        check_sizes([t.numel()] for t in full)
+
+    def kind(self, held: Collection[torch.dtype]) -> Hashable | None:
+        """Return in what members of a class agree, but for sizes; None for what is in no class.
+
+        Args:
+            held: the dtypes of states that may be compensated; others need no class.
+        """
+        p = self.param
+        values = self.tensors()
+        if not all(map(is_plain, values)):
+            return None
+        if not p.dim() or not p.numel() or p.is_complex():
+            return None
+        if not any(t.dtype in held and t.dim() for t in (p, *self.state.values())):
+            return None
+        if not (p.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(p)):
+            return None
+        for t in values:
+            if t.dim() and (t.shape != p.shape or t.stride() != p.stride()):
+                return None
+            if t.device != p.device:
+                return None
+        facts = ((type(t), t.dtype, t.dim() > 0, t.requires_grad) for t in values)
+        return p.device, *facts, *self.state
+
+    def finder(self, at: int) -> Callable[[Any], Tensor | None]:
+        """Return how to find one of its tensors, whatever the arguments of a graph."""
+        reference = weakref.ref(self.tensors()[at] if at != GRAD else self.param)
+        if at != GRAD:
+            return lambda args: reference()
+        return lambda args: None if (p := reference()) is None else p.grad

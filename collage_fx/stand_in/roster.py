@@ -1,0 +1,110 @@
+"""Which parameters stand for which others, as long as nothing of all that changes."""
+
+import itertools
+import operator
+from collections.abc import Hashable, Iterable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from collage_fx.compilation.graph_inputs import Inputs
+from collage_fx.compilation.layout_guards import guards_of, is_plain
+from collage_fx.passes.codegen.multi_tensor_kernel import least_members
+from collage_fx.passes.dedup.deduplicate import Narrow
+from collage_fx.passes.ir.program import Settings
+from collage_fx.runtime.residuals.memory import overlapping
+from collage_fx.runtime.storage.registry import held_dtypes
+from collage_fx.stand_in.members import NO_STATE, Member
+from collage_fx.stand_in.stand_in import StandIn
+from collage_fx.stand_in.torch_steps import copy_of_step
+from collage_fx.stand_in.whole_graph import narrowed
+
+
+class Roster:
+    """Which parameters stand for which, as long as nothing of all that changes."""
+
+    def __init__(self, optimizer: Optimizer, classes: list[list[Tensor]], session: Any) -> None:
+        """Note what the parameters are now.
+
+        Args:
+            optimizer: whose they are.
+            classes: parameters that are alike; the first of each stands for the others.
+            session: compiles.
+        """
+        self.classes = [[Member(p, optimizer) for p in one] for one in classes]
+        absent = {id(m.param) for one in self.classes for m in one[1:]}
+        self.listed = [list(group["params"]) for group in optimizer.param_groups]
+        params = list(itertools.chain.from_iterable(self.listed))
+        self.params = [p for p in params if p.grad is not None]
+        self.without = [p for p in params if p.grad is None]
+        members = list(itertools.chain.from_iterable(self.classes))
+        self.members = [m.param for m in members]
+        self.states = [m.state for m in members]
+        self.tensors = list(_values(self.states))
+        self.plain = [p for p in self.params if is_plain(p) and is_plain(p.grad)]
+        self.guards = guards_of([*self.plain, *self.tensors, *_grads(self.plain)])
+        self.few = StandIn(optimizer, lambda p: id(p) not in absent and p.grad is not None)
+        self.others = StandIn(optimizer, lambda p: id(p) in absent)
+        step = copy_of_step(optimizer)
+        self.name = step.__name__
+        self.step = torch.compile(MethodType(step, self.few.optimizer), backend=session)
+        self.done = False
+        """Whether the step has updated all parameters."""
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, session: Any) -> "Roster | None":
+        """Return the roster of an optimizer's parameters; None where none stands for others.
+
+        Raises CollageError if a parameter has a gradient or a state of another size.
+        """
+        classes: dict[Hashable, dict[Hashable, list[Tensor]]] = {}
+        full: list[Tensor] = []
+        held = held_dtypes(session.config.storage)
+        for g, group in enumerate(optimizer.param_groups):
+            for p in (p for p in group["params"] if p.grad is not None):
+                member = Member(p, optimizer)
+                member.check()
+                kind = member.kind(held)
+                if kind is not None:
+                    layout = tuple(n == 1 for n in p.shape)
+                    classes.setdefault((g, kind), {}).setdefault(layout, []).append(p)
+                full += (t for t in member.tensors() if isinstance(t, Tensor))
+        least = least_members(session.config.settings)
+        large = [one.values() for one in classes.values() if sum(map(len, one.values())) >= least]
+        found = [alike for one in large for alike in one if len(alike) > 1]
+        return None if not found or overlapping(full) else cls(optimizer, found, session)
+
+    def holds(self, optimizer: Optimizer) -> bool:
+        """Tell whether all parameters, gradients and states are as they were."""
+        groups = optimizer.param_groups
+        if len(groups) != len(self.listed) or any(p.grad is not None for p in self.without):
+            return False
+        if not all(_same(g["params"], one) for g, one in zip(groups, self.listed, strict=True)):
+            return False
+        if any(p.grad is None for p in self.params):
+            return False
+        if not _same([optimizer.state.get(p, NO_STATE) for p in self.members], self.states):
+            return False
+        if not _same(list(_values(self.states)), self.tensors) or not self.few.shares(optimizer):
+            return False
+        return bool(self.guards.check(*self.plain, *self.tensors, *_grads(self.plain)))
+
+    def whole_graph(self, inputs: Inputs, settings: Settings) -> Narrow:
+        """Return a graph of the few parameters as the narrow graph of all; may raise Unlike."""
+        return narrowed(self.classes, settings, inputs)
+
+
+def _same(found: list[Any], expected: list[Any]) -> bool:
+    """Tell whether two lists have the same objects."""
+    return len(found) == len(expected) and all(map(operator.is_, found, expected))
+
+
+def _values(states: Iterable[dict[str, Any]]) -> Iterable[Any]:
+    return itertools.chain.from_iterable(map(dict.values, states))
+
+
+def _grads(params: Iterable[Tensor]) -> list[Tensor]:
+    return [p.grad for p in params]  # type: ignore[misc]  # none of them is None

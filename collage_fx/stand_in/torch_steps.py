@@ -1,0 +1,74 @@
+"""The step functions of torch.optim: which treat all parameters alike, and copies of them."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any
+
+from torch import Tensor
+from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer
+
+from collage_fx.compilation.inductor import uses_cudagraphs
+from collage_fx.optimizer.fused import unscaled
+from collage_fx.optimizer.ownership import init_states
+
+ALIKE = frozenset({Adam, Adamax, AdamW, NAdam, SGD})
+"""Classes, not those derived from them, whose step treats each parameter of a group by itself."""
+
+
+def serves(optimizer: Optimizer, session: Any) -> bool:
+    """Tell whether the steps of an optimizer may be done with stand-ins."""
+    settings = session.config.settings
+    if not settings.multi_tensor or uses_cudagraphs(session.inductor.get("triton.cudagraphs")):
+        return False
+    if type(optimizer) not in ALIKE or "_init_group" in vars(optimizer):
+        return False
+    if optimizer.defaults.get("differentiable"):
+        return False
+    *around, step = _layers(optimizer)
+    if not all(f.__globals__["__name__"].startswith("torch.") for f in around):
+        return False  # somebody has put a function of their own around the step
+    return bool(step.__globals__["__name__"].startswith("torch.optim."))
+
+
+def _layers(optimizer: Optimizer) -> Iterator[Any]:
+    """Yield the step of an optimizer's class, with what PyTorch puts around it."""
+    function: Any = type(optimizer).step
+    while function is not None:
+        yield function
+        function = getattr(function, "__wrapped__", None)
+
+
+def without_hooks(optimizer: Optimizer) -> Callable[..., Any]:
+    """Return the step of an optimizer's class as it is written."""
+    *_, step = _layers(optimizer)
+    return unscaled(step, optimizer)
+
+
+def copy_of_step(optimizer: Optimizer) -> FunctionType:
+    """Return the step of an optimizer's class, without hooks, as a function of its own.
+
+    Dynamo keeps what it has compiled and seen by the function: a size that differs from what it has
+    seen under the same name would become a symbol.
+    """
+    step: Any = without_hooks(optimizer)
+    code = step.__code__.replace(co_name=f"{step.__name__}_{next(_COPIES)}")
+    copy = FunctionType(code, step.__globals__, code.co_name, step.__defaults__, step.__closure__)
+    copy.__kwdefaults__ = step.__kwdefaults__
+    return copy
+
+
+_COPIES = itertools.count()
+
+
+def make_states(optimizer: Optimizer) -> None:
+    """Make the states that Dynamo would have made before it traces, in the same way."""
+    states = optimizer.state
+    for group in optimizer.param_groups:
+        new = all(p not in states for p in group["params"])
+        if new and "capturable" in group and all(p.is_cuda or p.is_xpu for p in group["params"]):
+            group["capturable"] = True
+    for p, state in states.items():
+        if isinstance(state.get("step"), Tensor) and state["step"].is_cpu:
+            state["step"] = state["step"].to(p.device)
+    init_states(optimizer, optimizer.param_groups)
