@@ -106,9 +106,9 @@ def measure(way: str, name: str, count: int) -> dict[str, float]:
 
     import collage_fx
     from collage_fx.compilation import aot
-    from collage_fx.passes.codegen.multi_tensor_kernel import Sweep
+    from collage_fx.passes.codegen.multi_tensor_kernel import MultiTensorKernel
     from collage_fx.stand_in import whole_graph
-    from collage_fx.stand_in.representatives import Representatives
+    from collage_fx.stand_in.steps import StandInSteps
 
     warnings.simplefilter("ignore")
     torch.compile(lambda x: x + 1)(torch.ones(9))
@@ -116,10 +116,10 @@ def measure(way: str, name: str, count: int) -> dict[str, float]:
     passes: list[float] = []
     aot.narrow = timed(aot.narrow, own)
     whole_graph.narrowed = timed(whole_graph.narrowed, own)
-    Representatives._roster = timed(Representatives._roster, own)  # type: ignore[method-assign]
+    StandInSteps._stand_ins = timed(StandInSteps._stand_ins, own)  # type: ignore[method-assign]
     aot.run_passes = timed(aot.run_passes, passes)
     aot._Compilation.inner = timed(aot._Compilation.inner, own)  # type: ignore[method-assign]
-    Sweep._compile = timed(Sweep._compile, own)  # type: ignore[method-assign]
+    MultiTensorKernel._compile = timed(MultiTensorKernel._compile, own)  # type: ignore[method-assign]
     optimizer = OPTIMIZERS[name](parameters([MIXED[i % len(MIXED)] for i in range(count)]))
     if way == "stock":
         inner = timed(compile_fx_inner, own)

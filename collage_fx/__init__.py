@@ -1,4 +1,4 @@
-"""collage_fx: low-precision training whose optimizer step loses nothing.
+"""collage_fx: compensated optimizer steps in bf16 and fp16, for any optimizer.
 
 A backend for torch.compile that finds the states which an optimizer step carries from call to call,
 gives those that lose updates in bf16 or fp16 a residual, and rewrites their arithmetic as
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
         load_master_weights,
         master_state_dict,
     )
+
+__version__ = "0.1.0"
 
 __all__ = [
     "CollageConfig",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from collage_fx.passes.ir.cache_key import source_digest
-from collage_fx.passes.ir.program import Arithmetic, Level, OnUnsupported, Settings
+from collage_fx.passes.ir.program import OPTIONAL, Arithmetic, Level, OnUnsupported, Settings
 from collage_fx.runtime.errors import OptionError
 from collage_fx.runtime.storage.registry import DEFAULT, EXPANSIONS, STORAGES, Choice
 
@@ -38,6 +38,13 @@ def _choice(storage: Any) -> Choice:
     return storage if isinstance(storage, str) else pairs
 
 
+def _names(option: str, value: Any) -> tuple[str, ...]:
+    names = (value,) if isinstance(value, str) else value
+    if not isinstance(names, list | tuple) or not all(isinstance(n, str) for n in names):
+        raise OptionError(f"{option}={value!r} is not a sequence of names or patterns")
+    return tuple(names)
+
+
 def _check_chance(storage: str) -> None:
     """Raise OptionError if a storage leaves nothing to be rounded by chance."""
     if STORAGES[storage].split_by_chance is None:
@@ -49,14 +56,14 @@ def _check_chance(storage: str) -> None:
 
 
 @dataclass(frozen=True)
-class CollageConfig:
+class CollageConfig(Settings):
     """What is compensated and how. Raises OptionError for a value that does not exist."""
 
     level: Level = "auto"
     """Which carried states get residuals: `light` (parameters), `plus` (and states whose decay
     rounds away, such as Adam's second moment), `auto` (parameters and what the analysis finds
     critical), `all`."""
-    arithmetic: Arithmetic | None = None
+    arithmetic: Arithmetic = None  # type: ignore[assignment]  # it is one when this is made
     """`eft`, the default: each operation on the carried path in the state's own dtype with its
     error caught, as in the Collage paper. `wide`: the step in fp32 registers, split once at the
     store."""
@@ -89,13 +96,16 @@ class CollageConfig:
     small for its storage are kept on average, down to the 2^-24 of a value that fp32 keeps, in
     which they are computed; for storages `mcf2` and `ulp8`, with arithmetic `wide`, which it
     implies: `eft` beside it is an error."""
+    without: tuple[str, ...] = ()
+    """Passes that are left out, by name, to find out which one does something: `denominator`,
+    `deduplicate`, `escape`. The others each make what the next one reads."""
     seed: int = 0
     """What chance begins with. Checkpoints hold how far it has come."""
     verify: int = 0
     """How many of the first steps of an optimizer are also done as Python does them, on a copy in
     float64, and compared. A compiled graph that fails is named and left to the eager engine, its
-    step undone; see step_check.py. 0 by default, for what the copy takes: 8 bytes for each element
-    of parameters, gradients and states. With `collage_fx.compile` of an optimizer only."""
+    step undone; see `step/first_steps.py`. 0 by default, for what the copy takes: 8 bytes for each
+    element of parameters, gradients and states. With `collage_fx.compile` of an optimizer only."""
 
     def __post_init__(self) -> None:
         if self.stochastic_rounding and self.arithmetic == "eft":
@@ -109,10 +119,11 @@ class CollageConfig:
             value = getattr(self, name)
             if value not in allowed:
                 raise OptionError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}")
-        names = (self.states,) if isinstance(self.states, str) else self.states
-        if not isinstance(names, list | tuple) or not all(isinstance(n, str) for n in names):
-            raise OptionError(f"states={self.states!r} is not a sequence of names or patterns")
-        object.__setattr__(self, "states", tuple(names))
+        for name in ("states", "without"):
+            object.__setattr__(self, name, _names(name, getattr(self, name)))
+        if unknown := set(self.without) - set(OPTIONAL):
+            known = ", ".join(map(repr, OPTIONAL))
+            raise OptionError(f"without={sorted(unknown)!r}: only {known} can be left out")
         object.__setattr__(self, "storage", _choice(self.storage))
         for name in ("seed", "verify"):
             value = getattr(self, name)
@@ -134,19 +145,6 @@ class CollageConfig:
         """Tell whether the last residual of a storage is rounded by chance."""
         known = STORAGES.get(storage)
         return self.stochastic_rounding and known is not None and known.split_by_chance is not None
-
-    @property
-    def settings(self) -> Settings:
-        """The part of the configuration that the passes see."""
-        return Settings(
-            self.level,
-            "wide" if self.arithmetic == "wide" else "eft",
-            self.storage,
-            self.on_unsupported,
-            self.states,
-            self.multi_tensor,
-            self.stochastic_rounding,
-        )
 
     @property
     def fingerprint(self) -> str:

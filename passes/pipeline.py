@@ -1,11 +1,9 @@
 """The compiler: one ordered list of passes over the graph of one optimizer step."""
 
-import contextlib
-import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from collage_fx.passes.analysis.escape import handover
+from collage_fx.passes.analysis.escape import escape
 from collage_fx.passes.analysis.plan import plan
 from collage_fx.passes.analysis.recurrence import recurrence
 from collage_fx.passes.codegen.emit import emit
@@ -13,6 +11,7 @@ from collage_fx.passes.frontend.canonicalize import canonicalize
 from collage_fx.passes.frontend.capture import capture
 from collage_fx.passes.frontend.slice import slice_
 from collage_fx.passes.ir.program import Program
+from collage_fx.passes.ir.snapshot import UNCHANGED, snapshot
 from collage_fx.passes.ir.verify import verify
 from collage_fx.passes.rewrite.expand import expand
 from collage_fx.passes.rewrite.lower import lower
@@ -23,7 +22,7 @@ PASSES: tuple[Callable[[Program], None], ...] = (
     slice_,
     recurrence,
     plan,
-    handover,
+    escape,
     expand,
     lower,
     emit,
@@ -31,30 +30,30 @@ PASSES: tuple[Callable[[Program], None], ...] = (
 """In the order in which they run. Each fills in its own fields of the program."""
 
 
-def run_passes(program: Program) -> Program:
+def run_passes(program: Program, *, snapshots: bool = False) -> Program:
     """Run every pass in order, verifying what each leaves; return the same program.
 
-    Stops after `handover` when no state is to be compensated, leaving `result` None. Raises
-    LegalityError when a pass breaks the specification of `verify.py`.
+    Stops after `escape` when no state is to be compensated, leaving `result` None.
+
+    Args:
+        program: with a source, and nothing else.
+        snapshots: whether to note what each pass leaves, in `Program.snapshots`.
+
+    Raises:
+        LegalityError: a pass breaks the specification of `ir/verify.py`.
     """
-    with without_collector():
-        for run in PASSES:
+    before = snapshot(program) if snapshots else ""
+    for run in PASSES:
+        name = run.__name__
+        if name not in program.settings.without:
             start = time.perf_counter()
             run(program)
-            verify(program, run.__name__)
-            program.seconds[run.__name__] = time.perf_counter() - start
-            if run is handover and not any(state.compensated for state in program.plan):
-                break
+            verify(program, name)
+            program.seconds[name] = time.perf_counter() - start
+            if snapshots:
+                after = snapshot(program)
+                program.snapshots[name] = UNCHANGED if after == before else after
+                before = after
+        if run is escape and not any(state.compensated for state in program.plan):
+            break
     return program
-
-
-@contextlib.contextmanager
-def without_collector() -> Iterator[None]:
-    """Keep Python from looking for garbage, which in a large graph takes 40% of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

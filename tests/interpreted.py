@@ -13,10 +13,10 @@ from kernels import (
     CASES,
     Case,
     captured,
+    kernel_of,
     misaligned,
     repaired_interpreter,
     rewritten,
-    sweep_of,
     without_roundings,
 )
 from torch import Tensor
@@ -97,17 +97,17 @@ def members_of(of_class: Rewritten, scale: float = 1.0) -> list[list[Tensor]]:
 
 def reference(of_class: Rewritten, inputs: list[Tensor]) -> None:
     """Run the graph of collage:: operations eagerly, and write the states."""
-    sweep = sweep_of(of_class)
+    kernel = kernel_of(of_class)
     with ExactRoot():
         results = graph_of(of_class.expanded)(*inputs)
-    for i, k in zip(sweep.written, sweep.results, strict=True):
+    for i, k in zip(kernel.written, kernel.results, strict=True):
         inputs[i].copy_(results[k])
 
 
 def steps(of_class: Rewritten, source: str, count: int) -> list[int]:
     """Return, for each step, at how many elements the kernel differs from the reference."""
-    sweep = sweep_of(of_class)
-    launch = Launch(source, sweep.scalar)
+    kernel = kernel_of(of_class)
+    launch = Launch(source, kernel.scalar)
     ours, theirs = members_of(of_class), members_of(of_class)
     found = []
     for step in range(count):
@@ -120,7 +120,7 @@ def steps(of_class: Rewritten, source: str, count: int) -> list[int]:
         ]
         found.append(sum(differing(a, b) for a, b in pairs))
         for m, n in zip(ours, theirs, strict=True):
-            for i in sweep.read:
+            for i in kernel.read:
                 if n[i].is_floating_point():
                     m[i].copy_(n[i].mul_(-0.7 if step % 3 else 1.6))
                 else:  # a seed
@@ -137,14 +137,14 @@ COUNT = 3
 @pytest.mark.parametrize("case", STEPPED.values(), ids=STEPPED)
 def test_steps_are_those_of_the_eager_reference(case: Case) -> None:
     of_class = rewritten(case)
-    assert steps(of_class, sweep_of(of_class).triton(), COUNT) == [0] * COUNT
+    assert steps(of_class, kernel_of(of_class).triton(), COUNT) == [0] * COUNT
 
 
 @pytest.mark.parametrize("case", ["adam-e4m3fn", "adam-e5m2-mcf3"])
 def test_beyond_fp8_the_kernel_does_what_eager_pytorch_does(case: str) -> None:
     """A GPU converts what is too large, and infinity, to the largest number: the controls."""
     of_class = rewritten(CASES[case])
-    source = sweep_of(of_class).triton()
+    source = kernel_of(of_class).triton()
 
     def differing_after(text: str) -> int:
         (ours,) = members_of(of_class)[4:5]
@@ -152,7 +152,7 @@ def test_beyond_fp8_the_kernel_does_what_eager_pytorch_does(case: str) -> None:
             if x.dtype == torch.bfloat16:  # the gradient, and the parameter with its residuals
                 x.copy_(torch.tensor([1e5, -1e5, torch.inf, torch.nan, 3.0]))
         theirs = [x.clone() for x in ours]
-        Launch(text, sweep_of(of_class).scalar).run([[x] for x in ours], [5])
+        Launch(text, kernel_of(of_class).scalar).run([[x] for x in ours], [5])
         reference(of_class, theirs)
         return sum(differing(a.float(), b.float()) for a, b in zip(ours, theirs, strict=True))
 
@@ -168,7 +168,7 @@ def test_beyond_fp8_the_kernel_does_what_eager_pytorch_does(case: str) -> None:
 
 def test_the_comparison_can_fail() -> None:
     of_class = rewritten(CASES["adamw-plus"])
-    source = sweep_of(of_class).triton()
+    source = kernel_of(of_class).triton()
     assert sum(steps(of_class, without_roundings(source), 2)) > 1000
 
 

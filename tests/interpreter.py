@@ -1,12 +1,12 @@
 """Runs the graphs that the backend makes without a compiler: an interpreter in Inductor's place.
 
 `without_compiler` replaces the one call of Inductor's compiler (`passes.codegen`), and nothing
-else: Dynamo, AOTAutograd, all passes, the binding of residuals and the sweeps over classes are as
+else: Dynamo, AOTAutograd, all passes, the binding of residuals and the kernels over classes are as
 always, and what came out of them is run operation by operation by eager PyTorch.
 
 What equality to expect, and what `test_interpreter.py` checks:
 
-- Within collage::region, and so within each sweep over a class, every operation is one of fp32 (or
+- Within collage::region, and so within each kernel over a class, every operation is one of fp32 (or
   fp64) and every rounding is written down: bit for bit as Inductor, but for functions that
   vectorized and scalar code compute differently by an ulp (exp, log, pow, tanh, ...).
 - Operations outside of them (reductions, matrix products, graphs in which nothing is compensated)
@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from collage_fx.passes.codegen import inductor_compile
 from collage_fx.passes.codegen.inductor_lowering import _REGIONS
-from collage_fx.passes.codegen.multi_tensor_kernel import SWEEPS
+from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS
 from collage_fx.runtime.ops import collage
 
 aten = torch.ops.aten
@@ -47,18 +47,18 @@ def without_compiler() -> Iterator[list[GraphModule]]:
         return _boxed(gm)
 
     original = inductor_compile.compile_functional
-    runners = {k: s.runners for k, s in SWEEPS.items()}
-    for sweep in SWEEPS.values():
-        sweep.runners = {}
+    runners = {k: s.runners for k, s in MULTI_TENSOR_KERNELS.items()}
+    for kernel in MULTI_TENSOR_KERNELS.values():
+        kernel.runners = {}
     inductor_compile.compile_functional = interpreted
     try:
-        # With its caches on, kernels of sweeps are loaded from disk.
+        # With its caches on, kernels of kernels are loaded from disk.
         with inductor_config.patch(fx_graph_cache=False):
             yield found
     finally:
         inductor_compile.compile_functional = original
-        for key, sweep in SWEEPS.items():
-            sweep.runners = runners.get(key, {})
+        for key, kernel in MULTI_TENSOR_KERNELS.items():
+            kernel.runners = runners.get(key, {})
 
 
 def _boxed(gm: GraphModule) -> Callable[[list[Any]], Any]:

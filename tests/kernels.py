@@ -30,7 +30,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import interpreter
 
-from collage_fx.passes.codegen.multi_tensor_kernel import SWEEPS, Sweep, register_sweep
+from collage_fx.passes.codegen.multi_tensor_kernel import (
+    MULTI_TENSOR_KERNELS,
+    MultiTensorKernel,
+    register_multi_tensor,
+)
 from collage_fx.passes.ir.program import Arithmetic, Level, Rewritten, Settings, graph_of
 from collage_fx.runtime.kernels.triton_launch import BLOCK, CHUNK, WARPS
 
@@ -108,19 +112,19 @@ def rewritten(case: Case) -> Rewritten:
     return captured(case).only(case.settings)
 
 
-def sweep_of(rewritten: Rewritten) -> Sweep:
-    """Return the sweep over a class."""
-    return SWEEPS[register_sweep(rewritten)]
+def kernel_of(rewritten: Rewritten) -> MultiTensorKernel:
+    """Return the kernel over a class."""
+    return MULTI_TENSOR_KERNELS[register_multi_tensor(rewritten)]
 
 
 def assembled(
     source: str, target: GPUTarget, *, aligned: bool = True, fusion: bool = False
 ) -> dict[str, Any]:
-    """Compile the source of a sweep as `Launch` does; return what each stage left."""
+    """Compile the source of a kernel as `Launch` does; return what each stage left."""
     integers = {"table": "*i64", "members": "*i32", "starts": "*i64", "sizes": "*i64"}
     constants = {"ALIGNED": aligned, "CHUNK": CHUNK, "BLOCK": BLOCK}
     kernel = ASTSource(
-        PyCodeCache.load(source).sweep,
+        PyCodeCache.load(source).multi_tensor,
         signature={**integers, **dict.fromkeys(constants, "constexpr")},
         constexprs=constants,
     )

@@ -10,7 +10,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 import collage_fx
-from collage_fx.stand_in import representatives
+from collage_fx.stand_in import steps as stand_in_steps
 
 SHAPES = [(4, 3), (7,), (3, 1), (2, 3, 2), (9,)]
 Change = Callable[[Optimizer, int], None]
@@ -44,7 +44,7 @@ def run(
     torch.compiler.reset()
     with monkeypatch.context() as patch:
         if whole:
-            patch.setattr(representatives, "serves", lambda *_: False)
+            patch.setattr(stand_in_steps, "serves", lambda *_: False)
         optimizer = make(parameters(SHAPES * 4))
         step = collage_fx.compile(optimizer, **options)
         for i in range(steps):

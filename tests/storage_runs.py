@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 import collage_fx
 
-MEMBERS = {"each": 2, "swept": 9, "eager": 2}
+MEMBERS = {"each": 2, "shared": 9, "eager": 2}
 WAYS = pytest.mark.parametrize("way", MEMBERS)
 BITS = ("mcf2", "mcf3", "remainder16", "ulp8")
 LR = 1e-5

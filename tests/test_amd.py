@@ -10,7 +10,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from kernels import CASES, GFX942, Case, assembled, matching, rewritten, roundings, sweep_of
+from kernels import CASES, GFX942, Case, assembled, kernel_of, matching, rewritten, roundings
 from kernels import without_roundings as without
 from test_inductor_triton import emitted
 
@@ -24,7 +24,7 @@ EACH = [
 _SIMPLE = """\
 import triton, triton.language as tl
 @triton.jit
-def sweep(
+def kernel(
     table, members, starts, sizes, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
 ):
     p = tl.load(table).to(tl.pointer_type(tl.float32)) + tl.arange(0, BLOCK)
@@ -81,7 +81,7 @@ def spilled(built: dict[str, Any]) -> int:
 @pytest.mark.parametrize("case", EACH)
 def test_the_kernel_of_a_class(case: Case) -> None:
     of_class = rewritten(case)
-    source = sweep_of(of_class).triton()
+    source = kernel_of(of_class).triton()
     built = assembled(source, GFX942)
     counts = operations(built)
     assert moved(counts) == PER_THREAD * case.traffic
@@ -104,7 +104,7 @@ def test_the_kernel_of_inductor(case: Case) -> None:
 def test_the_checks_can_fail() -> None:
     case = CASES["adamw-plus"]
     of_class = rewritten(case)
-    source = sweep_of(of_class).triton()
+    source = kernel_of(of_class).triton()
     assert contracted(operations(assembled(source, GFX942, fusion=True))) > 0
     plain = operations(assembled(without(source), GFX942))
     assert rounded(plain) < 2 * PER_THREAD * roundings(of_class)

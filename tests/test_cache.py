@@ -16,7 +16,7 @@ from torch._inductor.utils import fresh_cache
 import collage_fx
 from collage_fx import config
 from collage_fx.passes.codegen import kernel_cache, multi_tensor_kernel
-from collage_fx.passes.codegen.multi_tensor_kernel import SWEEPS
+from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS
 from collage_fx.runtime.kernels.cpp_loop import Loop
 
 
@@ -31,7 +31,7 @@ def compiled(members: int = 2, **options: Any) -> tuple[int, int]:
     torch.compiler.reset()
     counters.clear()
     torch.manual_seed(0)
-    SWEEPS.clear()
+    MULTI_TENSOR_KERNELS.clear()
     params = with_grads([bf16(6 - i % 2) for i in range(members)])
     step = collage_fx.compile(torch.optim.SGD(params, lr=1e-2, momentum=0.5), **options)
     step()  # makes the states, in the eager engine
@@ -49,9 +49,9 @@ def test_the_second_time_comes_from_the_cache() -> None:
 def test_one_kernel_for_many_is_loaded_without_asking_inductor() -> None:
     first, again = compiled(9), compiled(9)
     assert first[0] == 0 and first[1] > 0
-    assert again == (0, 0) and "cpp_fused" in _sweep().sources["cpu"]
+    assert again == (0, 0) and "cpp_fused" in _only_kernel().sources["cpu"]
     (kept_,) = Path(cache_dir(), "collage_fx").iterdir()
-    assert isinstance(_sweep().runners["cpu"], Loop)
+    assert isinstance(_only_kernel().runners["cpu"], Loop)
     known = json.loads(kept_.read_text())
     for broken in ("", "[]", "{}", json.dumps(known | {"library": "gone.so"})):
         kept_.write_text(broken)
@@ -72,8 +72,8 @@ def test_a_kernel_has_a_place_of_its_own_for_each_setting(
     assert kernel_cache.place_of("a") not in (None, place)
 
 
-def _sweep() -> multi_tensor_kernel.Sweep:
-    (found,) = SWEEPS.values()
+def _only_kernel() -> multi_tensor_kernel.MultiTensorKernel:
+    (found,) = MULTI_TENSOR_KERNELS.values()
     return found
 
 

@@ -14,7 +14,10 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import collage_fx
 from collage_fx.errors import CollageWarning, StorageError
-from collage_fx.passes.codegen.multi_tensor_kernel import SWEEPS, register_sweep
+from collage_fx.passes.codegen.multi_tensor_kernel import (
+    MULTI_TENSOR_KERNELS,
+    register_multi_tensor,
+)
 from collage_fx.passes.ir.program import graph_of
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import chosen
@@ -50,13 +53,13 @@ class Kernel:
 
     def differences(self) -> int:
         """At how many elements the compiled kernel differs from the eager functions."""
-        sweep = SWEEPS[register_sweep(self.of_class)]
-        sweep.runners.clear()
+        kernel = MULTI_TENSOR_KERNELS[register_multi_tensor(self.of_class)]
+        kernel.runners.clear()
         ours = [x.clone() for x in self.inputs]
-        sweep.runner(torch.device("cpu")).run([[x] for x in ours], [ours[0].numel()])
+        kernel.runner(torch.device("cpu")).run([[x] for x in ours], [ours[0].numel()])
         results = graph_of(self.of_class.expanded)(*self.inputs)
-        pairs = zip(sweep.stored, sweep.results, strict=True)
-        self.source = sweep.sources["cpu"]
+        pairs = zip(kernel.stored, kernel.results, strict=True)
+        self.source = kernel.sources["cpu"]
         return sum(differing(ours[i], results[k]) for i, k in pairs)
 
 
@@ -107,7 +110,7 @@ def test_a_count_of_steps_is_left_alone_unless_it_is_named() -> None:
     assert count + 1 == 2**24 and count + 2 == 2**24  # where it is not exact any more
 
 
-@pytest.mark.parametrize("way", [pytest.param("each", marks=pytest.mark.slow), "swept"])
+@pytest.mark.parametrize("way", [pytest.param("each", marks=pytest.mark.slow), "shared"])
 def test_a_count_that_is_named_goes_on_beyond_24_bits(way: str) -> None:
     params = start(MEMBERS[way], torch.float32)
     optimizer = AdamW(params, lr=1e-6)

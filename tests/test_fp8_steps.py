@@ -1,4 +1,4 @@
-"""Moments in fp8, with residuals: in graphs, swept, in the eager engine."""
+"""Moments in fp8, with residuals: in graphs, of classes, in the eager engine."""
 
 import copy
 from typing import Any
@@ -38,9 +38,9 @@ def error(found: Adam8, exact: Adam8, name: str) -> float:
     "way, dtype",
     [
         *(("eager", dtype) for dtype in FP8),
-        *(("each", E4M3), ("swept", E5M2)),
+        *(("each", E4M3), ("shared", E5M2)),
         pytest.param("each", E5M2, marks=pytest.mark.slow),
-        pytest.param("swept", E4M3, marks=pytest.mark.slow),
+        pytest.param("shared", E4M3, marks=pytest.mark.slow),
     ],
 )
 def test_each_word_more_is_so_many_bits_more(way: str, dtype: torch.dtype) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from graphs import differing
 from interpreted import members_of, reference
-from kernels import CASES, rewritten, sweep_of
+from kernels import CASES, kernel_of, rewritten
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
@@ -34,21 +34,21 @@ BOTH = [on("cpu"), on("cuda")]
 def test_twenty_launches_are_the_steps_of_the_eager_reference(device: str, name: str) -> None:
     """Of the reference on the CPU and of that on the device."""
     of_class = rewritten(CASES[name])
-    sweep = sweep_of(of_class)
+    kernel = kernel_of(of_class)
     ours = [[x.to(device) for x in inputs] for inputs in members_of(of_class)]
     references = [[[x.to(d) for x in i] for i in members_of(of_class)] for d in ("cpu", device)]
     for step in range(20):
         sizes = [max(x.numel() for x in inputs) for inputs in ours]
-        sweep.run([list(column) for column in zip(*ours, strict=True)], sizes)
+        kernel.run([list(column) for column in zip(*ours, strict=True)], sizes)
         for theirs in references:
             for m, n in zip(ours, theirs, strict=True):
                 reference(of_class, n)
                 found = [differing(a.cpu(), b.cpu()) for a, b in zip(m, n, strict=True)]
                 assert found == [0] * len(n)
-                for i in sweep.read:
+                for i in kernel.read:
                     n[i].mul_(-0.7 if step % 3 else 1.6)
         for m, n in zip(ours, references[0], strict=True):
-            for i in sweep.read:
+            for i in kernel.read:
                 m[i].copy_(n[i])
 
 

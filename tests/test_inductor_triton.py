@@ -86,7 +86,7 @@ def test_the_check_on_roundings_can_fail() -> None:
     assert rounded(counts) < PER_THREAD * roundings(of_class)
 
 
-def test_a_step_of_many_parameters_is_two_sweeps_and_no_kernel_of_inductor() -> None:
+def test_a_step_of_many_parameters_is_two_kernels_and_no_kernel_of_inductor() -> None:
     case = CASES["adamw-plus"]
     capture = captured(case)
     with virtual_gpu():

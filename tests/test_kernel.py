@@ -17,6 +17,7 @@ from kernels import (
     Case,
     assembled,
     instructions,
+    kernel_of,
     matching,
     misaligned,
     moved,
@@ -25,13 +26,12 @@ from kernels import (
     rounded,
     roundings,
     stack_bytes,
-    sweep_of,
     without_roundings,
 )
 from tensors import bf16, with_grads
 
 import collage_fx
-from collage_fx.passes.codegen.multi_tensor_kernel import Sweep
+from collage_fx.passes.codegen.multi_tensor_kernel import MultiTensorKernel
 from collage_fx.runtime.kernels.triton_launch import CHUNK, Launch, _chunks
 
 MIXED = ((64, 64), (64,), (128, 65), (31, 2), (256,))
@@ -39,27 +39,27 @@ MIXED = ((64, 64), (64,), (128, 65), (31, 2), (256,))
 
 @pytest.mark.parametrize("case", [*CASES.values(), LIBRARY], ids=[*CASES, "library"])
 def test_on_an_nvidia_gpu_each_tensor_is_read_and_written_once_by_16_bytes(case: Case) -> None:
-    sweep = sweep_of(rewritten(case))
-    built = assembled(sweep.triton(), SM90)
+    kernel = kernel_of(rewritten(case))
+    built = assembled(kernel.triton(), SM90)
     counts = instructions(built["ptx"])
     # Whole chunks and tails, and nothing else but the table and 0-d inputs.
     assert moved(counts) == PER_THREAD * case.traffic
     assert stack_bytes(built["cubin"]) == 0
-    apart = instructions(assembled(sweep.triton(), SM90, aligned=False)["ptx"])
+    apart = instructions(assembled(kernel.triton(), SM90, aligned=False)["ptx"])
     assert matching(apart, r"(ld|st)\.global\.v4\.b32") == 0
-    pairs = zip(sweep.dtypes, sweep.scalar, strict=True)
+    pairs = zip(kernel.dtypes, kernel.scalar, strict=True)
     if any(dtype.itemsize == 4 for dtype, scalar in pairs if not scalar):
         return  # elements one by one look like 0-d inputs
     assert moved_in_tails(counts) == PER_THREAD * case.traffic
     assert moved_in_tails(apart) == 2 * PER_THREAD * case.traffic
     others = r"(ld\.global\.b(32|64)|st\.global\.(b32|b64|v2\.b64))"
-    assert matching(counts, others) <= 4 + len(sweep.dtypes) + sum(sweep.scalar)
+    assert matching(counts, others) <= 4 + len(kernel.dtypes) + sum(kernel.scalar)
 
 
 @pytest.mark.parametrize("case", [*CASES.values(), LIBRARY], ids=[*CASES, "library"])
 def test_every_rounding_is_there_and_no_product_is_contracted(case: Case) -> None:
     of_class = rewritten(case)
-    source = sweep_of(of_class).triton()
+    source = kernel_of(of_class).triton()
     counts = instructions(assembled(source, SM90)["ptx"])
     assert rounded(counts) >= 2 * PER_THREAD * roundings(of_class)  # whole chunks and tails
     if case is not LIBRARY:
@@ -68,7 +68,7 @@ def test_every_rounding_is_there_and_no_product_is_contracted(case: Case) -> Non
 
 def test_the_checks_on_roundings_and_contraction_can_fail() -> None:
     of_class = rewritten(CASES["adamw-plus"])
-    source = sweep_of(of_class).triton()
+    source = kernel_of(of_class).triton()
     fused = instructions(assembled(source, SM90, fusion=True)["ptx"])
     assert matching(fused, r"fma\.rn\.f32") > 0
     plain = instructions(assembled(without_roundings(source), SM90)["ptx"])
@@ -86,15 +86,15 @@ class Recorder:
 
 
 def test_one_launch_for_all_aligned_members_and_one_for_the_others() -> None:
-    sweep = sweep_of(rewritten(CASES["sgd-light"]))
-    launch = Launch(sweep.triton(), sweep.scalar)
+    kernel = kernel_of(rewritten(CASES["sgd-light"]))
+    launch = Launch(kernel.triton(), kernel.scalar)
     launch.kernel = recorder = Recorder()
     sizes = [2, CHUNK, CHUNK + 1]
     column = [torch.zeros(n, dtype=BF16) for n in sizes]
-    launch.run([column * 100] * len(sweep.dtypes), sizes * 100)
+    launch.run([column * 100] * len(kernel.dtypes), sizes * 100)
     assert recorder.launches == [(400, True)]
     column[2] = misaligned(column[2])
-    launch.run([column] * len(sweep.dtypes), sizes)
+    launch.run([column] * len(kernel.dtypes), sizes)
     assert recorder.launches[1:] == [(2, True), (2, False)]
 
 
@@ -105,12 +105,12 @@ def test_a_step_of_three_hundred_parameters_is_two_launches(
     """On CPU tensors that are taken for those of a GPU, by kernels that only note that they ran."""
     recorder = Recorder()
 
-    def runner(sweep: Sweep, device: torch.device) -> Launch:
-        launch = Launch(sweep.triton(), sweep.scalar)
+    def runner(kernel: MultiTensorKernel, device: torch.device) -> Launch:
+        launch = Launch(kernel.triton(), kernel.scalar)
         launch.kernel = recorder
         return launch
 
-    monkeypatch.setattr(Sweep, "runner", runner)
+    monkeypatch.setattr(MultiTensorKernel, "runner", runner)
     params = with_grads([bf16(*MIXED[i % len(MIXED)]) for i in range(300)])
     step = collage_fx.compile(torch.optim.AdamW(params), level="plus")
     for _ in range(3):

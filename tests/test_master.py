@@ -196,7 +196,7 @@ def descend(optimizer: torch.optim.Optimizer, way: str, **options: Any) -> Any:
 
 
 WAYS = pytest.mark.parametrize(
-    ("way", "count"), [("graph", 2), ("swept", 9), ("eager", 2), ("string", 2)]
+    ("way", "count"), [("graph", 2), ("shared", 9), ("eager", 2), ("string", 2)]
 )
 KEPT = pytest.mark.parametrize("storage", [None, "mcf3", "ulp8"])
 

@@ -51,10 +51,10 @@ def test_every_write_survives_and_every_residual_is_written() -> None:
     program = captured.program()
     writes = operations(captured.functional).count("aten.copy_.default")
     residuals = len(program.residual_inputs)
-    sweeps = [n for n in program.result.graph.nodes if "sweep" in str(n.target)]
-    swept = sum(len(n.args[0]) for n in sweeps)
+    kernels = [n for n in program.result.graph.nodes if "multi_tensor" in str(n.target)]
+    shared = sum(len(n.args[0]) for n in kernels)
     copied = operations(program.result).count("aten.copy_.default")
-    assert len(sweeps) == 2 and copied + swept == writes + residuals
+    assert len(kernels) == 2 and copied + shared == writes + residuals
     assert operations(program.result).count("collage.region.default") == 0
 
 

@@ -44,7 +44,7 @@ def compiled(optimizer: torch.optim.Optimizer, way: str, **options: Any) -> Any:
 
 
 WAYS = pytest.mark.parametrize(
-    ("way", "count"), [("graph", 2), ("swept", 9), ("eager", 1), ("string", 2)]
+    ("way", "count"), [("graph", 2), ("shared", 9), ("eager", 1), ("string", 2)]
 )
 
 
@@ -58,7 +58,7 @@ LATE = ({"storage": {"*": "ulp8", "param": "mcf2"}}, "'param' decides for no sta
     ("way", "count", "options", "words"),
     [
         *(("graph", 2, *one) for one in (KIND, STATE, NAMED, LATE)),
-        ("swept", 9, *STATE),
+        ("shared", 9, *STATE),
         ("eager", 1, *KIND),
         ("string", 2, *KIND),
     ],

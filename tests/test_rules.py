@@ -148,7 +148,7 @@ def test_every_case_is_of_a_rule() -> None:
 @pytest.mark.parametrize("target, case", FLAT)
 def test_rule_expands_to_what_it_says(target: object, case: Case) -> None:
     r = rewritten(target, case, BF16)
-    assert target in {n.target for n in r.recurrences[0].spine}
+    assert target in {n.target for n in r.recurrences[0].carried_path}
     assert sorted(collage_operations(r)) == sorted(case.operations.split())
     assert [name.split(".")[1] for name in r.joined] == case.joined.split()
 

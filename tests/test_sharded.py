@@ -55,7 +55,7 @@ def run(optimizer: Any, step: Any, mesh: DeviceMesh | None, first: int = 0, last
 
 def make(kind: str, params: list[Tensor], way: str, **options: Any) -> tuple[Any, Any]:
     optimizer: Any = (
-        torch.optim.AdamW(params, lr=LR, foreach=way == "swept")
+        torch.optim.AdamW(params, lr=LR, foreach=way == "shared")
         if kind == "AdamW"
         else torch.optim.SGD(params, lr=LR, momentum=0.9)
     )
@@ -66,7 +66,7 @@ BY_CHANCE = {"storage": "ulp8", "stochastic_rounding": True}
 
 
 @pytest.mark.parametrize("options", [{}, {"storage": "remainder16"}, BY_CHANCE], ids=str)
-@pytest.mark.parametrize(("kind", "way"), [("AdamW", "swept"), ("SGD", "eager")])
+@pytest.mark.parametrize(("kind", "way"), [("AdamW", "shared"), ("SGD", "eager")])
 def test_a_shard_takes_the_steps_of_its_rows(
     kind: str, way: str, options: dict[str, Any], mesh: DeviceMesh
 ) -> None:
@@ -97,7 +97,7 @@ def test_every_state_of_the_step_is_in_the_report(mesh: DeviceMesh) -> None:
 
 def test_a_resumed_run_is_the_same_and_another_shard_is_refused(mesh: DeviceMesh) -> None:
     shards = [sharded(v, mesh).requires_grad_() for v in values(0)]
-    optimizer, step = make("AdamW", shards, "swept")
+    optimizer, step = make("AdamW", shards, "shared")
     run(optimizer, step, mesh, 0, 3)
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
@@ -109,7 +109,7 @@ def test_a_resumed_run_is_the_same_and_another_shard_is_refused(mesh: DeviceMesh
         if forget:
             state["param_groups"][0]["collage_fx"]["residuals"] = {}
         params = [p.detach().clone().requires_grad_() for p in halfway]
-        resumed, again = make("AdamW", params, "swept")
+        resumed, again = make("AdamW", params, "shared")
         resumed.load_state_dict(state)
         run(resumed, again, mesh, 3, 6)
         pairs = [

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 import collage_fx
 from collage_fx.errors import CollageWarning, OptionError
-from collage_fx.passes.codegen.multi_tensor_kernel import SWEEPS
+from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS
 from collage_fx.runtime.kernels.cpp_loop import Loop
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -160,7 +160,7 @@ def test_one_kernel_for_a_class_is_equal_to_one_for_each(
         assert {r.apart == "" for r in classes} == {multi_tensor}
         values = [collage_fx.value(t) for p in params for t in (p, *optimizer.state[p].values())]
         results.append(torch.cat([v.flatten() for v in values]))
-    assert all(isinstance(s.runners.get("cpu"), Loop | None) for s in SWEEPS.values())
+    assert all(isinstance(s.runners.get("cpu"), Loop | None) for s in MULTI_TENSOR_KERNELS.values())
     if arithmetic == "eft":
         assert torch.equal(*results)
     else:

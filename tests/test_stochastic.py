@@ -108,7 +108,7 @@ def test_steps_too_small_for_the_storage_are_kept_on_average(way: str) -> None:
     assert not torch.equal(first, moved(stochastic_rounding=True, seed=8))
 
 
-@pytest.mark.parametrize("way", ["swept", "eager"])
+@pytest.mark.parametrize("way", ["shared", "eager"])
 def test_a_resumed_run_draws_what_it_would_have_drawn(way: str) -> None:
     options = {"stochastic_rounding": True, "seed": 3, "level": "all"}
 
@@ -192,6 +192,6 @@ def test_arithmetic_that_rounds_to_nearest_is_refused_at_once() -> None:
             collage_fx.compile(lambda p: p, arithmetic="eft", **options)
         wide = collage_fx.CollageConfig(**options)
         assert wide == collage_fx.CollageConfig(arithmetic="wide", **options)
-        assert wide.settings.arithmetic == "wide" and wide.wide
+        assert wide.arithmetic == "wide" and wide.wide
     assert collage_fx.CollageConfig().arithmetic == "eft"
     assert collage_fx.CollageConfig(arithmetic="eft") == collage_fx.CollageConfig()

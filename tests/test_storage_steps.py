@@ -1,4 +1,4 @@
-"""Steps whose states have another storage than mcf2: in graphs, swept, in the eager engine."""
+"""Steps whose states have another storage than mcf2: in graphs, of classes, in the eager engine."""
 
 from typing import Any
 
@@ -50,8 +50,8 @@ def test_auto_is_remainder16_for_bf16_and_mcf2_for_fp16(way: str) -> None:
         assert all(r.dtype == word for p in params for r in collage_fx.residuals(p))
 
 
-def test_ulp8_holds_fp16_in_a_graph_of_its_own_and_swept() -> None:
-    for way in ("each", "swept"):
+def test_ulp8_holds_fp16_in_a_graph_of_its_own_and_shared() -> None:
+    for way in ("each", "shared"):
         params = start(MEMBERS[way], torch.float16)
         exact = [p.detach().double().requires_grad_() for p in params]
         optimizer, reference = (torch.optim.SGD(p, lr=1e-4) for p in (params, exact))

@@ -10,7 +10,7 @@ from collage_fx.runtime.expansion.eft import FP8, WIDER
 from collage_fx.runtime.storage.registry import (
     STORAGES,
     Storage,
-    check_held,
+    check_compensable,
     join_remainder16,
     split_remainder16,
 )
@@ -186,4 +186,4 @@ def test_remainder16_does_not_hold_ties_that_go_to_even() -> None:
 
 def test_a_dtype_that_it_cannot_hold_is_refused_with_those_that_can() -> None:
     with pytest.raises(StorageError, match=r"remainder16.*w, which is float16; 'mcf2'.*'ulp8' can"):
-        check_held(torch.float16, "remainder16", "w")
+        check_compensable(torch.float16, "remainder16", "w")

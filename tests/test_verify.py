@@ -159,7 +159,7 @@ def test_a_broken_program_is_refused(
 
 def test_run_passes_verifies_after_each_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
-    monkeypatch.setattr("collage_fx.passes.ir.verify", lambda p, after: seen.append(after))
+    monkeypatch.setattr("collage_fx.passes.pipeline.verify", lambda p, after: seen.append(after))
     p = program()
     assert seen == list(p.seconds)
     assert seen[0] == "capture" and seen[-1] == "emit"

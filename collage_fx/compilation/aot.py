@@ -17,10 +17,11 @@ from torch.fx import GraphModule, Node
 
 from collage_fx.compilation.graph_inputs import Inputs, Source, source_behind
 from collage_fx.compilation.inductor import compile_rewritten, separate_outputs, uses_cudagraphs
-from collage_fx.compilation.partition import only_sweeps, split
+from collage_fx.compilation.partition import only_multi_tensor, split
 from collage_fx.compilation.residual_binding import Code, Locate, Residuals
 from collage_fx.compilation.side_inputs import Members
 from collage_fx.hooks import optimizer_hooks
+from collage_fx.hooks.gc_pause import no_full_collection
 from collage_fx.optimizer import checkpoint
 from collage_fx.optimizer.ownership import family, owners_of
 from collage_fx.optimizer.served import left_by_level, nothing_compensated
@@ -34,14 +35,14 @@ from collage_fx.passes.ir.program import (
     Program,
     StatePlan,
     Unlike,
+    compensable_in,
     graph_of,
-    held_in,
 )
-from collage_fx.passes.pipeline import run_passes, without_collector
+from collage_fx.passes.pipeline import run_passes
 from collage_fx.passes.rewrite.symbolic_scalars import keep_symbols
 from collage_fx.runtime.errors import CollageError
 from collage_fx.runtime.residuals.store import STORE
-from collage_fx.runtime.storage.registry import held_dtypes
+from collage_fx.runtime.storage.registry import compensable_dtypes
 
 
 def compile_graph(
@@ -67,7 +68,7 @@ def compile_graph(
         again=bool(args),
     )
     try:
-        if session.roster is not None:
+        if session.stand_ins is not None:
             return _compile_for_unseen(session, inputs, example_inputs)
         code = _compile_narrow(session, inputs, example_inputs)
         if code is not None:
@@ -79,8 +80,8 @@ def compile_graph(
 
 def _compile_for_unseen(session: Any, inputs: Inputs, example_inputs: Sequence[Any]) -> Code:
     """Compile a graph for parameters that Dynamo has not seen too; raise Unlike if it cannot be."""
-    with without_collector():
-        narrowed = session.roster.whole_graph(inputs, session.config.settings)
+    with no_full_collection():
+        narrowed = session.stand_ins.whole_graph(inputs, session.config)
     return _first_alike(session, inputs, narrowed, example_inputs)
 
 
@@ -96,7 +97,7 @@ def _first_alike(
 def _compile_narrow(session: Any, inputs: Inputs, example_inputs: Sequence[Any]) -> Code | None:
     """Compile one member of each class; return None where the graph has to be compiled whole."""
     try:
-        with without_collector():
+        with no_full_collection():
             narrowed = _narrowed(session, inputs)
         if narrowed is not None:
             with contextlib.suppress(Unlike):
@@ -112,10 +113,12 @@ def _compile_narrow(session: Any, inputs: Inputs, example_inputs: Sequence[Any])
 
 
 def _narrowed(session: Any, inputs: Inputs) -> Narrow | None:
-    settings = session.config.settings
-    if not settings.multi_tensor or uses_cudagraphs(session.inductor.get("triton.cudagraphs")):
+    settings = session.config
+    if "deduplicate" in settings.without or not settings.multi_tensor:
         return None
-    least, dtypes = least_members(settings), held_dtypes(settings.storage)
+    if uses_cudagraphs(session.inductor.get("triton.cudagraphs")):
+        return None
+    least, dtypes = least_members(settings), compensable_dtypes(settings.storage)
     return narrow(inputs.gm, lambda node: inputs.fact(node, settings), least, dtypes)
 
 
@@ -151,7 +154,7 @@ class _Compilation:
         self.plan: list[StatePlan] = []
         self.reads: dict[int, str] = {}
         self.refused = False
-        self.dtypes = held_dtypes(session.config.storage)
+        self.dtypes = compensable_dtypes(session.config.storage)
 
     def run(self, example_inputs: Sequence[Any]) -> Code:
         """Compile the graph."""
@@ -197,13 +200,15 @@ class _Compilation:
             self._warn_differentiated(gm)
             return inductor_compile.compile_functional(gm, example_inputs, **kwargs)
         separate_outputs(gm)
-        settings = self.session.config.settings
+        settings = self.session.config
         is_step = self.session.optimizer() is not None
         copies = self._copies(gm)
-        program = run_passes(Program(gm, settings, self.describe, self.label, is_step, copies))
+        program = Program(gm, settings, self.describe, self.label, is_step, copies)
+        with no_full_collection():
+            run_passes(program, snapshots=self.session.keep)
         if self.members is not None:
             self._note_results(program, gm)
-        if self.alone and not only_sweeps(graph_of(program.result)):
+        if self.alone and not only_multi_tensor(graph_of(program.result)):
             raise Unlike("there is more in it")
         if self.members is not None and split(graph_of(program.result)) is None:
             raise Unlike("its classes cannot be updated last")
@@ -345,7 +350,7 @@ class _Compilation:
         is_step = self.session.optimizer() is not None
         spare(carried, self.session.config.states, is_step=is_step)
         choice = self.session.config.storage
-        names = [c.name for c in carried if not c.spared and held_in(c, choice)]
+        names = [c.name for c in carried if not c.spared and compensable_in(c, choice)]
         if names:
             self.refused = True
             if self.session.supervisor() is not None:

@@ -27,7 +27,7 @@ from collage_fx.optimizer.ownership import (
     source_name,
 )
 from collage_fx.passes.analysis.plan import is_named
-from collage_fx.passes.ir.program import Carried, Owner, Settings, held_in
+from collage_fx.passes.ir.program import Carried, Owner, Settings, compensable_in
 from collage_fx.runtime.residuals.store import STORE
 
 
@@ -44,7 +44,7 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Unseen:
+class AbsentInput:
     """A tensor that Dynamo has not seen, being one of a parameter that another one stands for."""
 
     find: Locate
@@ -56,7 +56,7 @@ class Unseen:
     name: str
 
 
-Source: TypeAlias = int | str | Part | Unseen
+Source: TypeAlias = int | str | Part | AbsentInput
 """The position of a placeholder, the name of an attribute (a tensor that Dynamo guards), ..."""
 
 
@@ -94,15 +94,15 @@ class Inputs:
         """Let go of tensors and optimizers, which what is compiled must not keep alive."""
         self.args, self.owners = (), {}
 
-    def source_of(self, node: Node | Unseen) -> Source:
+    def source_of(self, node: Node | AbsentInput) -> Source:
         """Return the source of a node of Dynamo's graph, a placeholder or an attribute."""
-        if isinstance(node, Unseen):
+        if isinstance(node, AbsentInput):
             return node
         return str(node.target) if node.op == "get_attr" else self.place[node]
 
     def tensor(self, source: Source) -> Any:
         """Return what the call that is being compiled has there."""
-        if isinstance(source, Unseen):
+        if isinstance(source, AbsentInput):
             return source.find(())
         if isinstance(source, Part):
             return source.of(self.tensor(source.whole))
@@ -112,7 +112,7 @@ class Inputs:
 
     def locate(self, source: Source) -> Locate:
         """Return how to find the tensor from the arguments of a call."""
-        if isinstance(source, Unseen):
+        if isinstance(source, AbsentInput):
             return source.find
         if isinstance(source, Part):
             find = self.locate(source.whole)
@@ -131,8 +131,8 @@ class Inputs:
             called: its name where Dynamo has none.
         """
         whole = source.whole if isinstance(source, Part) else source
-        path = "" if isinstance(whole, Unseen) else self._path(whole)
-        static = whole.static if isinstance(whole, Unseen) else isinstance(whole, str)
+        path = "" if isinstance(whole, AbsentInput) else self._path(whole)
+        static = whole.static if isinstance(whole, AbsentInput) else isinstance(whole, str)
         tensor = self.tensor(source)
         carried = self._named(index, path, called, tensor, val)
         carried.static = static
@@ -142,11 +142,11 @@ class Inputs:
         carried.pinned = certain and (static or self.again)
         return carried
 
-    def value(self, node: Node | Unseen) -> Any:
+    def value(self, node: Node | AbsentInput) -> Any:
         """Return the fake tensor of an input of Dynamo's graph."""
-        return node.val if isinstance(node, Unseen) else node.meta["example_value"]
+        return node.val if isinstance(node, AbsentInput) else node.meta["example_value"]
 
-    def fact(self, node: Node | Unseen, settings: Settings) -> Hashable | None:
+    def fact(self, node: Node | AbsentInput, settings: Settings) -> Hashable | None:
         """Return in what else members of a class agree for this input; None: let it alone.
 
         That is what `plan` makes a difference by.
@@ -155,7 +155,7 @@ class Inputs:
         if type(self.tensor(source)) not in (Tensor, Parameter):
             return None
         c = self.describe(0, source, self.value(node), node.name)
-        storage = held_in(c, settings.storage)
+        storage = compensable_in(c, settings.storage)
         return c.owner, c.owned, c.static, c.pinned, storage, is_named(c.name, settings.states)
 
     def label(self, source: Source | None) -> str:

@@ -1,7 +1,7 @@
-"""Run the sweeps of a rewritten graph without Inductor's wrapper around them.
+"""Run the kernels of a rewritten graph without Inductor's wrapper around them.
 
 Inductor's own time grows with the number of inputs of a graph, and a step of a thousand parameters
-has ten thousand. What is a sweep needs nothing of it: its kernel is compiled once, for any number
+has ten thousand. What is a kernel needs nothing of it: its kernel is compiled once, for any number
 of members. Inductor gets what is left, which is often nothing.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from collage_fx.passes.codegen.multi_tensor_kernel import SWEEPS, run_sweep
+from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS, run_multi_tensor
 from collage_fx.passes.ir.program import base_of, value_of
 from collage_fx.runtime.kernels.argument_table import check_sizes
 from collage_fx.runtime.ops import collage
@@ -23,8 +23,8 @@ aten = torch.ops.aten
 
 
 @dataclass
-class Call:
-    """One sweep: where the operands of `run_sweep` are among the values of a run."""
+class KernelCall:
+    """One kernel: where the operands of `run_multi_tensor` are among the values of a run."""
 
     operands: list[list[int]]
     key: str
@@ -38,29 +38,29 @@ class Call:
         Args:
             values: the inputs of the graph, and memory.
         """
-        SWEEPS[self.key].runner(self.device)
+        MULTI_TENSOR_KERNELS[self.key].runner(self.device)
         check_sizes([values[i].numel() for i in column] for column in self.full)
 
     def run(self, values: list[Any]) -> None:
         """Update all members."""
         written, read, vectors = ([values[i] for i in at] for at in self.operands)
-        run_sweep(written, read, vectors, self.key)
+        run_multi_tensor(written, read, vectors, self.key)
 
 
 @dataclass
 class Direct:
-    """A rewritten graph as what Inductor compiles of it, and the sweeps after that."""
+    """A rewritten graph as what Inductor compiles of it, and the kernels after that."""
 
     rest: GraphModule | None
-    """Takes some of the graph's inputs, returns what the sweeps need and what else are results.
+    """Takes some of the graph's inputs, returns what the kernels need and what else are results.
     None if nothing is left for Inductor."""
     inputs: list[int]
     """Which of the graph's inputs it takes."""
     memory: list[Tensor]
-    """For what the sweeps make: tensors of the shape, strides, dtype and device that it has."""
+    """For what the kernels make: tensors of the shape, strides, dtype and device that it has."""
     constants: list[Any]
     """Results that are no tensors."""
-    calls: list[Call]
+    calls: list[KernelCall]
     results: list[int]
     """Operands and results are numbered: inputs of the graph, memory, constants, what `rest`
     makes."""
@@ -91,27 +91,27 @@ class Direct:
         return run
 
 
-def only_sweeps(gm: GraphModule) -> bool:
+def only_multi_tensor(gm: GraphModule) -> bool:
     """Tell whether nothing is left of a graph for Inductor."""
-    known = (collage.sweep.default, aten.empty_strided.default)
+    known = (collage.multi_tensor.default, aten.empty_strided.default)
     return all(n.target in known for n in gm.graph.nodes if n.op == "call_function")
 
 
 def split(gm: GraphModule) -> Direct | None:
-    """Take the sweeps out of a rewritten graph; None if there are none, or they cannot be last."""
+    """Take the kernels out of a rewritten graph; None if there are none, or they cannot be last."""
     placeholders = list(gm.graph.find_nodes(op="placeholder"))
     output = gm.graph.output_node()
-    sweeps = [n for n in gm.graph.nodes if n.target is collage.sweep.default]
-    operands = dict.fromkeys(a for n in sweeps for a in n.all_input_nodes)
+    kernels = [n for n in gm.graph.nodes if n.target is collage.multi_tensor.default]
+    operands = dict.fromkeys(a for n in kernels for a in n.all_input_nodes)
     bases = {base_of(n) for n in operands}
     copies = [n for n in gm.graph.nodes if n.target is aten.copy_.default]
-    if not sweeps or any(base_of(n.args[0]) in bases for n in copies):
-        return None  # a sweep reads the old value of a state that the rest overwrites
-    ends = {*sweeps, output}
+    if not kernels or any(base_of(n.args[0]) in bases for n in copies):
+        return None  # a kernel reads the old value of a state that the rest overwrites
+    ends = {*kernels, output}
     memory = [
         n for n in operands if n.target is aten.empty_strided.default and set(n.users) <= ends
     ]
-    others = {*placeholders, *memory, *sweeps}
+    others = {*placeholders, *memory, *kernels}
     made = [n for n in operands | dict.fromkeys(output.all_input_nodes) if n not in others]
     results: Any = output.args[0]
     constants = [n for n in results if not isinstance(n, Node)]
@@ -125,19 +125,19 @@ def split(gm: GraphModule) -> Direct | None:
         inputs,
         [value_of(n) for n in memory],
         constants,
-        [_call(n, number, first) for n in sweeps],
+        [_call(n, number, first) for n in kernels],
         [number[n] if isinstance(n, Node) else next(places) for n in results],
     )
 
 
-def _call(node: Node, number: dict[Node, int], given: int) -> Call:
+def _call(node: Node, number: dict[Node, int], given: int) -> KernelCall:
     *operands, key = node.args
     device = value_of(node.all_input_nodes[0]).device
     numbers = [[number[n] for n in nodes] for nodes in operands]  # type: ignore[union-attr, index]
-    sweep = SWEEPS[str(key)]
-    columns = sweep.columns(numbers[0], numbers[1])
-    full = [list(c) for i, c in columns.items() if not sweep.scalar[i] and max(c) < given]
-    return Call(numbers, str(key), device, full)
+    kernel = MULTI_TENSOR_KERNELS[str(key)]
+    columns = kernel.columns(numbers[0], numbers[1])
+    full = [list(c) for i, c in columns.items() if not kernel.scalar[i] and max(c) < given]
+    return KernelCall(numbers, str(key), device, full)
 
 
 def _rest(

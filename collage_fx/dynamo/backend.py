@@ -28,9 +28,9 @@ from collage_fx.passes.frontend.denominator import one_denominator
 from collage_fx.passes.ir.program import Program
 from collage_fx.runtime.errors import CollageError, CollageWarning, OptionError
 from collage_fx.runtime.residuals.store import STORE
-from collage_fx.runtime.storage.registry import held_dtypes
+from collage_fx.runtime.storage.registry import compensable_dtypes
 from collage_fx.runtime.torch_versions import warn_if_untested
-from collage_fx.stand_in.representatives import LeftToEngine
+from collage_fx.stand_in.steps import LeftToEngine
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Session:
     supervisor: Callable[[], Supervisor | None] = lambda: None
     """A weak reference to what watches the steps, where `collage_fx.compile` made the step: it
     holds the tensors, which Dynamo's cache must not keep alive."""
-    roster: Any = None
+    stand_ins: Any = None
     """Within a step of which Dynamo sees some of the parameters: which stand for which."""
     begun: set[int] = field(default_factory=set)
     """The ids of the parameters whose first states the eager engine made."""
@@ -98,7 +98,7 @@ class Session:
         optimizer = self.optimizer()
         if optimizer is None or self.supervisor() is None:
             return False
-        dtypes = held_dtypes(self.config.storage)
+        dtypes = compensable_dtypes(self.config.storage)
         values = [n.meta.get("example_value") for n in gm.graph.output_node().all_input_nodes]
         if not any(isinstance(v, Tensor) and v.dim() and v.dtype in dtypes for v in values):
             return False
@@ -172,7 +172,8 @@ class Session:
         self.graphs += 1
         for optimizer, names in optimizer_hooks.forgotten_attributes():
             self._refuse_forgetting(optimizer, names)
-        one_denominator(gm)
+        if "denominator" not in self.config.without:
+            one_denominator(gm)
         return _Step(self, gm, example_inputs)
 
 
@@ -230,9 +231,9 @@ class _Step:
         """The generation of the store in which every residual was known to this graph."""
         self.error: CollageError | None = None
         """What the calls raise: a backend that raises it would be passed over by Dynamo."""
-        self.roster: Callable[[], Any] = _of_whole_step(session.roster, gm)
+        self.stand_ins: Callable[[], Any] = _of_whole_step(session.stand_ins, gm)
         """That of the parameters which those in the graph stand for; None if for none."""
-        part = session.roster is not None and self.roster() is None
+        part = session.stand_ins is not None and self.stand_ins() is None
         self.waits = 1 if part else 2 if session.begins(gm) or not session.settled() else 0
         """The call with which it becomes worth while to compile the graph."""
         self.static = static_inputs(gm)
@@ -278,8 +279,8 @@ class _Step:
         """
         self.session.calls += 1
         supervisor = self.session.supervisor()
-        roster = self.session.roster
-        if roster is not None and roster is not self.roster() and supervisor is not None:
+        stand_ins = self.session.stand_ins
+        if stand_ins is not None and stand_ins is not self.stand_ins() and supervisor is not None:
             # A part of a step that Dynamo has not seen whole.
             return supervisor.sources[self](*args)
         if self.error is not None:
@@ -300,15 +301,15 @@ class _Step:
         self._compile_again(supervisor.sources[self], args)
         fits = self.layouts.hold(args) and self.symbols.hold(args)
         if self.code.refused or supervisor.expands(args) or not fits:
-            if roster is not None:
+            if stand_ins is not None:
                 raise LeftToEngine
             return supervisor.sources[self](*args)
         self.checked = STORE.generation
         with supervisor.graph(self.code.written(args), args) as outputs:
             result = self.code.run(args)
             outputs(result)
-        if roster is not None:
-            roster.done = True
+        if stand_ins is not None:
+            stand_ins.done = True
         return result
 
     def _compile_again(self, gm: GraphModule, args: tuple[Any, ...]) -> None:
@@ -331,9 +332,9 @@ class _Step:
             raise self.error
 
 
-def _of_whole_step(roster: Any, gm: GraphModule) -> Callable[[], Any]:
-    """Return a reference to a roster if a graph that Dynamo has just made is all of its step."""
-    if roster is None or roster.name != traced_function():
+def _of_whole_step(stand_ins: Any, gm: GraphModule) -> Callable[[], Any]:
+    """Return a reference to a stand_ins if a graph that Dynamo has just made is all of its step."""
+    if stand_ins is None or stand_ins.name != traced_function():
         return lambda: None
     reason: Any = gm.compile_subgraph_reason
-    return weakref.ref(roster) if not reason.graph_break else lambda: None
+    return weakref.ref(stand_ins) if not reason.graph_break else lambda: None

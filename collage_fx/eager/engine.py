@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporaril
 from torch.utils._pytree import tree_map
 
 from collage_fx.eager.inplace import Writer
-from collage_fx.eager.memory_map import Shadow, Shadows
+from collage_fx.eager.memory_map import MemoryMap, MemoryRecord
 from collage_fx.eager.operands import (
     COPIES,
     Operands,
@@ -26,7 +26,7 @@ from collage_fx.eager.operands import (
     result_dtype,
     tensors_of,
 )
-from collage_fx.eager.user_rounding import Dither
+from collage_fx.eager.user_rounding import UserRounding
 from collage_fx.hooks import nested_compile
 from collage_fx.passes.analysis.affine import CURVED
 from collage_fx.passes.ir.program import Settings
@@ -60,11 +60,11 @@ class Engine(TorchDispatchMode):
     def __init__(self, settings: Settings, seed: int, supervisor: Watcher) -> None:
         super().__init__()
         self.supervisor = supervisor
-        self.shadows = Shadows()
-        self.writes: dict[Shadow, Write] = {}
-        self.operands = Operands(self.shadows, self.writes, settings, seed, supervisor.missing)
-        self.dither = Dither()
-        self.writer = Writer(self.shadows, self.writes, self.operands, supervisor, self._undithered)
+        self.memory = MemoryMap()
+        self.writes: dict[MemoryRecord, Write] = {}
+        self.operands = Operands(self.memory, self.writes, settings, seed, supervisor.missing)
+        self.user_rounding = UserRounding()
+        self.writer = Writer(self.memory, self.writes, self.operands, supervisor, self._undithered)
         self.paused = False
         self.asleep = False
         """Whether the states are not known yet in this step; the first operation wakes it up."""
@@ -79,17 +79,17 @@ class Engine(TorchDispatchMode):
     def know(self, tensor: Tensor, storage: str) -> Write:
         """Take up a carried state that is kept in this storage."""
         self.operands.keep_all_of(storage)
-        shadow = self.shadows.add(tensor, None, {})
-        write = Write(tensor, shadow, STORAGES[storage])
+        record = self.memory.add(tensor, None, {})
+        write = Write(tensor, record, STORAGES[storage])
         write.begin()
-        self.writes[shadow] = write
+        self.writes[record] = write
         return write
 
     def forget(self) -> None:
         """Drop everything known of the step that is over."""
-        self.shadows.clear()
+        self.memory.clear()
         self.writes.clear()
-        self.dither.clear()
+        self.user_rounding.clear()
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -133,41 +133,41 @@ class Engine(TorchDispatchMode):
         names = written(func)
         if names:
             return self._write(func, names, args, kwargs)
-        if not any(self.shadows.find(t) for t in tensors_of((args, kwargs))):
+        if not any(self.memory.find(t) for t in tensors_of((args, kwargs))):
             result = func(*args, **kwargs)
-            self.dither.follow(func, args, result, self.shadows)
+            self.user_rounding.follow(func, args, result, self.memory)
             return result
         op = functional(func)
         if is_foreach(func) and op is not None:
             return [self._read(one, one, a, k) for one, a, k in each(op, args, kwargs)]
         result = self._read(func, op, args, kwargs)
-        self.dither.follow(func, args, result, self.shadows)
+        self.user_rounding.follow(func, args, result, self.memory)
         return result
 
     def _turn(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Change shape or strides of a tensor in place, and of its low word with it."""
-        shadow = self.shadows.find(args[0])
-        write = self.writes.get(shadow) if shadow is not None else None
-        if shadow is None or write is None or write.tensor is not args[0] or func not in TURNS:
+        record = self.memory.find(args[0])
+        write = self.writes.get(record) if record is not None else None
+        if record is None or write is None or write.tensor is not args[0] or func not in TURNS:
             result = func(*args, **kwargs)
             if write is not None:
                 write.version = version(write.tensor)
             return result
         self._enlist(args[0])
-        lows = shadow.lows
+        lows = record.lows
         result = func(*args, **kwargs)
         for lo in lows or ():
             func(lo, *args[1:], **kwargs)
-        self.shadows.turn(shadow, args[0])
+        self.memory.turn(record, args[0])
         write.version = version(write.tensor)
         return result
 
     def _undithered(self, x: Tensor) -> Tensor:
         """Return x, or what it was before the step rounded it by chance."""
-        undone = self.dither.undone(x)
+        undone = self.user_rounding.undone(x)
         if undone is None:
             return x
-        self.shadows.add(undone[0], None, undone[1]).whole = True
+        self.memory.add(undone[0], None, undone[1]).whole = True
         return undone[0]
 
     def _write(self, func: Any, names: tuple[str, ...], args: Any, kwargs: Any) -> Any:
@@ -179,12 +179,12 @@ class Engine(TorchDispatchMode):
             if name in kwargs or arguments.index(name) < len(args)
         }
         self._enlist(targets)
-        if not any(self.shadows.find(t) for t in tensors_of((args, kwargs))):
+        if not any(self.memory.find(t) for t in tensors_of((args, kwargs))):
             for target in tensors_of(targets):
-                self.dither.before_write(target, self.shadows)
+                self.user_rounding.before_write(target, self.memory)
             result = func(*args, **kwargs)
             for target in tensors_of(targets):
-                self.dither.follow(func, (args, kwargs), target, self.shadows)
+                self.user_rounding.follow(func, (args, kwargs), target, self.memory)
             return result
         op = functional(func)
         by_rule = supports(op) or op is aten.copy.default or overwrites(func)
@@ -216,23 +216,23 @@ class Engine(TorchDispatchMode):
         result = func(*args, **kwargs)
         for target in targets:
             self.writer.received(target)
-        forms = {k: CURVED for t in operands if (s := self.shadows.find(t)) for k in s.forms}
+        forms = {k: CURVED for t in operands if (s := self.memory.find(t)) for k in s.forms}
         if traced and forms and not targets:
             for one in tensors_of(result):
-                self.shadows.add(one, None, forms)
+                self.memory.add(one, None, forms)
         return result
 
     def _enlist(self, targets: Any) -> None:
         """Prepare the states among targets; a 16-bit tensor that is not known may be a new one."""
         for tensor in tensors_of(targets):
-            known = self.shadows.find(tensor) in self.writes
+            known = self.memory.find(tensor) in self.writes
             if tensor.dtype in self.operands.storages and not known:
                 self.supervisor.enlist()
-                if self.shadows.find(tensor) not in self.writes:
+                if self.memory.find(tensor) not in self.writes:
                     self.supervisor.not_given(tensor)
                 break
         for tensor in tensors_of(targets):
-            write = self.writes.get(self.shadows.find(tensor))  # type: ignore[arg-type]
+            write = self.writes.get(self.memory.find(tensor))  # type: ignore[arg-type]
             if write is not None and not write.wrote:
                 self.supervisor.prepare(write)
                 write.wrote = write.eager = True
@@ -261,17 +261,17 @@ class Engine(TorchDispatchMode):
             # What zeros_like makes in fp32 has nothing of the value.
             whole = computes(func) and self.operands.whole(result.dtype, tensors)
             if forms or whole:
-                self.shadows.add(result, None, forms).whole = whole
+                self.memory.add(result, None, forms).whole = whole
         return result
 
     def _keep(self, result: Traced, operands: Sequence[Tensor]) -> Tensor:
-        """Return the tensor of a result, with a shadow where there is something to know."""
+        """Return the tensor of a result, with a record where there is something to know."""
         hi: Any = result.meta["val"]
         lows = lows_of(result)
         if any(hi is t for t in operands):
             hi, lows = hi.clone(), None if lows is None else tuple(lo.clone() for lo in lows)
         if lows is not None or result.forms:
-            self.shadows.add(hi, lows, result.forms)
+            self.memory.add(hi, lows, result.forms)
         return hi
 
     def _structural(self, func: Any, args: Any, kwargs: Any) -> Tensor:
@@ -287,7 +287,7 @@ class Engine(TorchDispatchMode):
             forms = dict.fromkeys(forms, CURVED)
         whole = self.operands.whole(hi.dtype, tensors_of(args))
         if lows is not None or forms or whole:
-            self.shadows.add(hi, lows, forms).whole = whole
+            self.memory.add(hi, lows, forms).whole = whole
         return hi
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from collage_fx.eager.memory_map import Shadow, Shadows
+from collage_fx.eager.memory_map import MemoryMap, MemoryRecord
 from collage_fx.eager.operands import (
     Lows,
     Operands,
@@ -42,8 +42,8 @@ _DECAYS = {
 class Writer:
     """Does operations that write, on expansions where an operand has low words."""
 
-    shadows: Shadows
-    writes: dict[Shadow, Write]
+    memory: MemoryMap
+    writes: dict[MemoryRecord, Write]
     operands: Operands
     supervisor: Watcher
     undithered: Callable[[Tensor], Tensor]
@@ -53,20 +53,20 @@ class Writer:
         self, func: Any, op: Any, dest: Tensor, args: Any, kwargs: Any, *, out: bool = False
     ) -> None:
         """Do one operation and put its result, high and low word, where it belongs."""
-        shadow = self.shadows.find(dest)
+        record = self.memory.find(dest)
         tensors = list(tensors_of((args, kwargs)))
         if overwrites(func):
             self._call(func, op, dest, args, kwargs, out)
-            self._wrote(dest, shadow, None, {})
+            self._wrote(dest, record, None, {})
         elif op is aten.copy.default:
-            self._copy(dest, shadow, args[1])
+            self._copy(dest, record, args[1])
         elif not self._holds(dest) or not self.operands.expanded([dest, *tensors]):
             forms = self.operands.forms(op, tensors, args, kwargs)
             whole = self.operands.whole(dest.dtype, tensors)
             self._call(func, op, dest, tree_map(self._joined_unless(dest), args), kwargs, out)
-            self._wrote(dest, shadow, None, forms, whole=whole)
+            self._wrote(dest, record, None, forms, whole=whole)
         else:
-            self._assign(dest, shadow, self.operands.by_rule(op, dest.dtype, args, kwargs))
+            self._assign(dest, record, self.operands.by_rule(op, dest.dtype, args, kwargs))
 
     def _joined_unless(self, dest: Tensor) -> Callable[[Any], Any]:
         """Return what gives operands their low words where dest is wide enough to hold them."""
@@ -89,36 +89,38 @@ class Writer:
         else:
             dest.copy_(op(*args, **kwargs))
 
-    def _assign(self, dest: Tensor, shadow: Shadow | None, result: Traced) -> None:
-        home = self._home(dest, shadow)
+    def _assign(self, dest: Tensor, record: MemoryRecord | None, result: Traced) -> None:
+        home = self._home(dest, record)
         hi, lows = self.operands.kept(value_of(result), lows_of(result), *home)
         dest.copy_(hi)
-        self._wrote(dest, shadow, lows, result.forms)
+        self._wrote(dest, record, lows, result.forms)
 
-    def _home(self, dest: Tensor, shadow: Shadow | None) -> tuple[Storage | None, Write | None]:
+    def _home(
+        self, dest: Tensor, record: MemoryRecord | None
+    ) -> tuple[Storage | None, Write | None]:
         """Return how the low words of dest are kept, or are to be, and the state that it is."""
-        write = self.writes.get(shadow) if shadow else None
+        write = self.writes.get(record) if record else None
         if write is not None:
             return write.storage, write
-        held = shadow.low(dest) if shadow else None
+        held = record.low(dest) if record else None
         storage = self.operands.storages.get(dest.dtype)
         return (storage if held is None else layout_of(dest, held)), None
 
-    def _copy(self, dest: Tensor, shadow: Shadow | None, source: Any) -> None:
+    def _copy(self, dest: Tensor, record: MemoryRecord | None, source: Any) -> None:
         """dest.copy_(source), low word and all."""
         if not isinstance(source, Tensor):
             dest.fill_(source)
-            return self._wrote(dest, shadow, None, {})
+            return self._wrote(dest, record, None, {})
         if dest.dtype == torch.bfloat16:
             source = self.undithered(source)
-        if id(source) in self.supervisor.returned and shadow in self.writes:
+        if id(source) in self.supervisor.returned and record in self.writes:
             self.supervisor.chained("a state")
-        theirs = self.shadows.find(source)
+        theirs = self.memory.find(source)
         whole = self.operands.whole(dest.dtype, [source])
         lows = theirs.low(source) if theirs else None
         forms = dict(theirs.forms) if theirs else {}
-        held = shadow is not None and shadow.lows is not None
-        storage, write = self._home(dest, shadow)
+        held = record is not None and record.lows is not None
+        storage, write = self._home(dest, record)
         if lows is not None and source.dtype != dest.dtype:
             source, lows = join_whole(source, lows), None
         wider = source.dtype != dest.dtype and source.dtype not in LOW_PRECISION
@@ -128,7 +130,7 @@ class Writer:
             source, lows = self.operands.kept(source, lows, storage, write)
         dest.copy_(source)
         lows = None if lows is None else tuple(lo.expand_as(dest) for lo in lows)
-        self._wrote(dest, shadow, lows, forms, whole=whole)
+        self._wrote(dest, record, lows, forms, whole=whole)
 
     def together(self, func: Any, targets: dict[str, Any], args: Any, kwargs: Any) -> Any:
         """Do an operation without a rule on joined values, and split what it wrote.
@@ -141,7 +143,7 @@ class Writer:
             for name, tree in targets.items():
                 for tensor in tensors_of(tree):
                     forms = self._unknown(before, tensor, name, kwargs)
-                    self._wrote(tensor, self.shadows.find(tensor), None, forms)
+                    self._wrote(tensor, self.memory.find(tensor), None, forms)
             return result
         if "_fused_" not in func._schema.name:
             self.supervisor.missing(str(func), self.operands.states(tensors_of(targets)))
@@ -151,21 +153,21 @@ class Writer:
         for name, tree in targets.items():
             for tensor in tensors_of(tree):
                 forms = self._unknown(before, tensor, name, kwargs)
-                shadow, lows = self.shadows.find(tensor), None
+                record, lows = self.memory.find(tensor), None
                 if id(tensor) in wide:
-                    storage, write = self._home(tensor, shadow)
+                    storage, write = self._home(tensor, record)
                     hi, lows = self.operands.split(wide[id(tensor)], storage, tensor.dtype, write)
                     tensor.copy_(hi)
-                self._wrote(tensor, shadow, lows, forms)
+                self._wrote(tensor, record, lows, forms)
         written = {id(w): t for t in before if (w := wide.get(id(t))) is not None}
         return tree_map(lambda r: written.get(id(r), r), result)
 
     def loses_low(self, tensors: list[Tensor]) -> None:
         """Warn if one of these, about to be exchanged with other processes, has a low word."""
-        for shadow in filter(None, map(self.shadows.find, tensors)):
-            write = self.writes.get(shadow)
+        for record in filter(None, map(self.memory.find, tensors)):
+            write = self.writes.get(record)
             written = write is not None and (write.wrote or STORE.get(write.tensor) is not None)
-            if written or (write is None and shadow.lows is not None):
+            if written or (write is None and record.lows is not None):
                 self.supervisor.warn(
                     "the step gets states that it has computed from other processes, by a "
                     "collective operation that carries their high words: their residuals begin "
@@ -174,13 +176,13 @@ class Writer:
 
     def received(self, dest: Tensor) -> None:
         """Note that a tensor got its value, the high word, from other processes."""
-        self._wrote(dest, self.shadows.find(dest), None, {})
+        self._wrote(dest, self.memory.find(dest), None, {})
 
     def _unknown(self, operands: list[Tensor], tensor: Tensor, name: str, kwargs: Any) -> Forms:
         """Return the forms of what an operation without a rule wrote to an argument."""
-        forms = {k: CURVED for t in operands if (s := self.shadows.find(t)) for k in s.forms}
-        shadow = self.shadows.find(tensor)
-        write = self.writes.get(shadow) if shadow else None
+        forms = {k: CURVED for t in operands if (s := self.memory.find(t)) for k in s.forms}
+        record = self.memory.find(tensor)
+        write = self.writes.get(record) if record else None
         if write in forms and name in _DECAYS:
             return {write: Form(float(kwargs.get(_DECAYS[name], 1.0)), "free")}
         return forms
@@ -188,27 +190,27 @@ class Writer:
     def _wrote(
         self,
         dest: Tensor,
-        shadow: Shadow | None,
+        record: MemoryRecord | None,
         lows: Lows | None,
         forms: Forms,
         *,
         whole: bool = False,
     ) -> None:
         """Store the low words of a tensor that was just written, and note the write."""
-        write = self.writes.get(shadow) if shadow else None
-        if shadow is None:
+        write = self.writes.get(record) if record else None
+        if record is None:
             if not ((lows is not None or forms or whole) and has_memory(dest)):
                 return
-            shadow = self.shadows.add_around(dest)
-        held = shadow.low(dest)
+            record = self.memory.add_around(dest)
+        held = record.low(dest)
         if held is None and lows is not None and (write is None or takes_over(write, forms)):
-            held = shadow.begin_low(tuple(lo.dtype for lo in lows)).low(dest)
+            held = record.begin_low(tuple(lo.dtype for lo in lows)).low(dest)
         for i, low in enumerate(held or ()):
             low.zero_() if lows is None else low.copy_(lows[i])
         if write is not None:
             write.version = version(write.tensor)
-        shadow.whole = whole or (shadow.whole and not shadow.same(dest))
-        if not shadow.same(dest):
-            forms = {**shadow.forms, **dict.fromkeys(forms, CURVED)}
+        record.whole = whole or (record.whole and not record.same(dest))
+        if not record.same(dest):
+            forms = {**record.forms, **dict.fromkeys(forms, CURVED)}
             forms = {k: Form(f.a, "nonlinear") for k, f in forms.items()}
-        shadow.forms = forms
+        record.forms = forms

@@ -17,7 +17,7 @@ _PURGE = 64
 
 
 @dataclass(eq=False)
-class Shadow:
+class MemoryRecord:
     """What is known of one tensor: its low words, and which carried states it depends on how."""
 
     storage: StorageWeakRef
@@ -41,8 +41,8 @@ class Shadow:
         return self.made
 
     @classmethod
-    def of(cls, tensor: Tensor, lows: tuple[Tensor, ...] | None, forms: Forms) -> "Shadow":
-        """Return the shadow of tensor."""
+    def of(cls, tensor: Tensor, lows: tuple[Tensor, ...] | None, forms: Forms) -> "MemoryRecord":
+        """Return the record of tensor."""
         storage = StorageWeakRef(tensor.untyped_storage())
         where = int(tensor.storage_offset())
         dtype, device = tensor.dtype, tensor.device
@@ -67,7 +67,7 @@ class Shadow:
             and start + _extent(tensor.size(), tensor.stride()) <= self.offset + extent
         )
 
-    def begin_low(self, dtypes: tuple[torch.dtype, ...]) -> "Shadow":
+    def begin_low(self, dtypes: tuple[torch.dtype, ...]) -> "MemoryRecord":
         """Make low words of zeros for all of it."""
         device = self.storage_device
         self.made = tuple(
@@ -96,53 +96,53 @@ def _extent(size: torch.Size, stride: tuple[int, ...]) -> int:
     return 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
 
 
-class Shadows:
-    """Shadows by memory; one is forgotten when its memory is freed."""
+class MemoryMap:
+    """MemoryMap by memory; one is forgotten when its memory is freed."""
 
     def __init__(self) -> None:
-        self._by_storage: dict[int, list[Shadow]] = {}
+        self._by_storage: dict[int, list[MemoryRecord]] = {}
         self._added = 0
 
     def clear(self) -> None:
         """Forget all."""
         self._by_storage.clear()
 
-    def find(self, tensor: Tensor) -> Shadow | None:
-        """Return the shadow of tensor, or that of a dense one that tensor is a view of."""
+    def find(self, tensor: Tensor) -> MemoryRecord | None:
+        """Return the record of tensor, or that of a dense one that tensor is a view of."""
         if not self._by_storage or not has_memory(tensor):
             return None
-        shadows = self._by_storage.get(tensor.untyped_storage()._cdata, ())
-        if shadows and shadows[0].storage.expired():
+        memory = self._by_storage.get(tensor.untyped_storage()._cdata, ())
+        if memory and memory[0].storage.expired():
             del self._by_storage[tensor.untyped_storage()._cdata]
             return None
-        whole = next((s for s in shadows if s.same(tensor)), None)
-        return whole or next((s for s in shadows if s.covers(tensor)), None)
+        whole = next((s for s in memory if s.same(tensor)), None)
+        return whole or next((s for s in memory if s.covers(tensor)), None)
 
-    def add(self, tensor: Tensor, lows: tuple[Tensor, ...] | None, forms: Forms) -> Shadow:
-        """Make a shadow for tensor, in the place of one of the same elements."""
-        shadow = Shadow.of(tensor, lows, forms)
+    def add(self, tensor: Tensor, lows: tuple[Tensor, ...] | None, forms: Forms) -> MemoryRecord:
+        """Make a record for tensor, in the place of one of the same elements."""
+        record = MemoryRecord.of(tensor, lows, forms)
         key = tensor.untyped_storage()._cdata
         beside = [
             s
             for s in self._by_storage.get(key, ())
             if not s.storage.expired() and not s.same(tensor)
         ]
-        self._by_storage[key] = [*beside, shadow]
+        self._by_storage[key] = [*beside, record]
         self._added += 1
         if self._added % _PURGE == 0:
             self._purge()
-        return shadow
+        return record
 
-    def turn(self, shadow: Shadow, tensor: Tensor) -> None:
-        """Let a shadow have the shape and strides that its tensor has now."""
-        shadow.size, shadow.stride = tensor.size(), tensor.stride()
+    def turn(self, record: MemoryRecord, tensor: Tensor) -> None:
+        """Let a record have the shape and strides that its tensor has now."""
+        record.size, record.stride = tensor.size(), tensor.stride()
         key = tensor.untyped_storage()._cdata
         self._by_storage[key] = [
-            s for s in self._by_storage.get(key, ()) if s is shadow or not s.same(tensor)
+            s for s in self._by_storage.get(key, ()) if s is record or not s.same(tensor)
         ]
 
-    def add_around(self, tensor: Tensor) -> Shadow:
-        """Make a shadow without content for all the memory that tensor may be a view of."""
+    def add_around(self, tensor: Tensor) -> MemoryRecord:
+        """Make a record without content for all the memory that tensor may be a view of."""
         storage = tensor.untyped_storage()
         count = storage.nbytes() // tensor.element_size()
         if count == tensor.numel():
@@ -151,6 +151,6 @@ class Shadows:
         return self.add(whole.set_(storage, 0, (count,), (1,)), None, {})
 
     def _purge(self) -> None:
-        dead = [k for k, shadows in self._by_storage.items() if shadows[0].storage.expired()]
+        dead = [k for k, memory in self._by_storage.items() if memory[0].storage.expired()]
         for key in dead:
             del self._by_storage[key]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from collage_fx.eager.memory_map import Shadow, Shadows
+from collage_fx.eager.memory_map import MemoryMap, MemoryRecord
 from collage_fx.hooks.dynamo_errors import Failures
 from collage_fx.passes.analysis.affine import CURVED, MUCH, bound
 from collage_fx.passes.ir.program import LOW_PRECISION, Arithmetic, Settings
@@ -31,7 +31,7 @@ from collage_fx.runtime.storage.registry import (
     Choice,
     Storage,
     Unnamed,
-    held_dtypes,
+    compensable_dtypes,
     layout_of,
     whole,
 )
@@ -52,7 +52,7 @@ class Write:
     """What a step does to one tensor that it knows."""
 
     tensor: Tensor
-    shadow: Shadow
+    record: MemoryRecord
     storage: Storage
     version: int = 0
     """The version of the tensor when the last write was seen; that write may still add one."""
@@ -107,17 +107,17 @@ Missing: TypeAlias = Callable[[str, "list[Write]"], None]
 
 
 class Operands:
-    """Looks up operands among the shadows, and does operations on them by the rules."""
+    """Looks up operands among the memory, and does operations on them by the rules."""
 
     def __init__(
         self,
-        shadows: Shadows,
-        writes: dict[Shadow, Write],
+        memory: MemoryMap,
+        writes: dict[MemoryRecord, Write],
         settings: Settings,
         seed: int,
         missing: Missing,
     ) -> None:
-        self.shadows = shadows
+        self.memory = memory
         self.writes = writes
         known = settings.storage in EXPANSIONS
         self.arithmetic: Arithmetic = settings.arithmetic if known else "wide"
@@ -127,7 +127,7 @@ class Operands:
         # By chance only once, where a state is stored.
         self.storages = {
             d: STORAGES[FINEST[d]] if self.by_chance else _working(settings.storage, d)
-            for d in held_dtypes(settings.storage)
+            for d in compensable_dtypes(settings.storage)
         }
         """dtype that states may be compensated in -> how results on the way are kept; None if the
         states' storage has no such."""
@@ -173,10 +173,10 @@ class Operands:
     def states(self, tensors: Iterable[Tensor]) -> list[Write]:
         """Return the states among tensors, or from which they were computed as far as is known."""
         found: dict[Write, None] = {}
-        for shadow in filter(None, map(self.shadows.find, tensors)):
-            if shadow in self.writes:
-                found[self.writes[shadow]] = None
-            found.update(dict.fromkeys(shadow.forms))
+        for record in filter(None, map(self.memory.find, tensors)):
+            if record in self.writes:
+                found[self.writes[record]] = None
+            found.update(dict.fromkeys(record.forms))
         return list(found)
 
     def by_rule(self, op: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> Traced:
@@ -197,7 +197,7 @@ class Operands:
         self, func: Any, dtype: torch.dtype, tensors: list[Tensor], args: Any, kwargs: Any
     ) -> Any:
         """Do an operation without a rule on joined values, and split its results."""
-        forms = {k: CURVED for t in tensors if (s := self.shadows.find(t)) for k in s.forms}
+        forms = {k: CURVED for t in tensors if (s := self.memory.find(t)) for k in s.forms}
         wide: dict[int, Tensor] = {}
         widened = tree_map(lambda a: self.widened(a, wide), (args, kwargs))
         results = func(*widened[0], **widened[1])
@@ -215,7 +215,7 @@ class Operands:
             hi, lows = result, None
             if result.dtype != dtype:
                 hi, lows = self.split(result, self.storages[dtype], dtype)
-            self.shadows.add(hi, lows, forms)
+            self.memory.add(hi, lows, forms)
             return hi
 
         return tree_map(narrowed, results)
@@ -228,14 +228,14 @@ class Operands:
         if not isinstance(x, Tensor):
             return x
         if id(x) not in made:
-            shadow = self.shadows.find(x)
-            lows = shadow.low(x) if shadow else None
+            record = self.memory.find(x)
+            lows = record.low(x) if record else None
             dense = x.to_dense() if x.is_sparse else x
             if lows is not None and dtype not in (None, x.dtype):
                 hi, lows = whole(dense, lows), None
             else:
                 hi, lows = self.kept(dense, lows, self.storages.get(x.dtype))
-            made[id(x)] = expansion_of(hi, lows, dict(shadow.forms) if shadow else None)
+            made[id(x)] = expansion_of(hi, lows, dict(record.forms) if record else None)
         return made[id(x)]
 
     def component(self, x: Any, i: int) -> Any:
@@ -243,8 +243,8 @@ class Operands:
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
         storage = self.storages.get(x.dtype)
-        shadow = self.shadows.find(x)
-        hi, lows = self.kept(x, shadow.low(x) if shadow else None, storage)
+        record = self.memory.find(x)
+        hi, lows = self.kept(x, record.low(x) if record else None, storage)
         if i == 0 or storage is None:
             return hi
         if lows is None:
@@ -258,17 +258,17 @@ class Operands:
         """
         if isinstance(x, list | tuple):
             return type(x)(self.joined(a, widest) for a in x)
-        shadow = self.shadows.find(x) if isinstance(x, Tensor) else None
-        lows = shadow.low(x) if shadow else None
+        record = self.memory.find(x) if isinstance(x, Tensor) else None
+        lows = record.low(x) if record else None
         return x if lows is None or WIDER[x.dtype].itemsize > widest else whole(x, lows)
 
     def forms(self, op: Any, tensors: list[Tensor], args: Any, kwargs: Any) -> Forms:
         """Return how the result of a plain operation depends on the states that are followed."""
-        shadows = [s for t in tensors if (s := self.shadows.find(t))]
-        if not any(s.forms for s in shadows):
+        memory = [s for t in tensors if (s := self.memory.find(t))]
+        if not any(s.forms for s in memory):
             return {}
         if op in COPIES:
-            return dict(shadows[0].forms)
+            return dict(memory[0].forms)
         if supports(op):
             made: dict[int, Traced] = {}
             operands = tree_map(lambda a: self._meta(a, made), (args, kwargs))
@@ -276,43 +276,43 @@ class Operands:
             dtype = result_dtype(tensors)
             out = torch.empty(shape, dtype=dtype, device="meta")
             return Operation(torch.bfloat16, self.arithmetic).run(Call(op, *operands), out).forms
-        return {key: CURVED for s in shadows for key in s.forms}
+        return {key: CURVED for s in memory for key in s.forms}
 
     def _meta(self, x: Any, made: dict[int, Traced]) -> Any:
         if not isinstance(x, Tensor):
             return x
         if id(x) not in made:
-            shadow = self.shadows.find(x)
-            made[id(x)] = Traced(x.to("meta"), None, dict(shadow.forms) if shadow else None)
+            record = self.memory.find(x)
+            made[id(x)] = Traced(x.to("meta"), None, dict(record.forms) if record else None)
         return made[id(x)]
 
     def expanded(self, tensors: list[Tensor]) -> bool:
         """Tell whether one of these has a low word."""
-        return any((s := self.shadows.find(t)) and s.lows is not None for t in tensors)
+        return any((s := self.memory.find(t)) and s.lows is not None for t in tensors)
 
     def whole(self, dtype: torch.dtype, operands: Iterable[Tensor]) -> bool:
         """Tell whether a result of this dtype has the value of an expansion in it, being wide."""
         if dtype in LOW_PRECISION:
             return False
-        shadows = filter(None, map(self.shadows.find, operands))
-        return any(s.whole or (s.lows is not None and s.dtype != dtype) for s in shadows)
+        memory = filter(None, map(self.memory.find, operands))
+        return any(s.whole or (s.lows is not None and s.dtype != dtype) for s in memory)
 
     def narrows(self, x: Tensor, kwargs: dict[str, Any]) -> bool:
         """Tell whether x, to be converted, is a wide tensor that carries some of a state."""
         to = kwargs.get("dtype")
         wide = to in self.storages and x.dtype not in LOW_PRECISION and x.dtype != to
-        return wide and self.shadows.find(x) is not None
+        return wide and self.memory.find(x) is not None
 
     def narrowed(self, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """Convert such an x as kwargs say, with what the rounding takes away as its low word."""
-        shadow = self.shadows.find(x)
-        assert shadow is not None
+        record = self.memory.find(x)
+        assert record is not None
         hi: Tensor = aten._to_copy.default(x, **kwargs)
         nearest, lows = self.split(x.to(WIDER[hi.dtype]), self.storages[hi.dtype], hi.dtype)
         if lows is not None:
             hi.copy_(nearest)
             lows = tuple(torch.empty_like(hi, dtype=lo.dtype).copy_(lo) for lo in lows)
-        self.shadows.add(hi, lows, shadow.forms)
+        self.memory.add(hi, lows, record.forms)
         return hi
 
     def widened(self, x: Any, wide: dict[int, Tensor]) -> Any:
@@ -331,7 +331,7 @@ class Operands:
 
     def storage_dtype(self, tensors: list[Tensor]) -> torch.dtype | None:
         """Return the dtype of the expansions among tensors; None if there is none, or several."""
-        dtypes = {t.dtype for t in tensors if (s := self.shadows.find(t)) and s.lows is not None}
+        dtypes = {t.dtype for t in tensors if (s := self.memory.find(t)) and s.lows is not None}
         return dtypes.pop() if len(dtypes) == 1 else None
 
 

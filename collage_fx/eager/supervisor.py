@@ -13,10 +13,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from collage_fx.config import CollageConfig
 from collage_fx.eager.engine import Engine
 from collage_fx.eager.operands import Write, tensors_of
-from collage_fx.eager.verdict import TRIED, Judge, place_of
+from collage_fx.eager.verdict import TRIED, Verdicts, place_of
 from collage_fx.errors import UnsupportedError
 from collage_fx.hooks.dynamo_errors import Failures
-from collage_fx.optimizer.discovery import Held
+from collage_fx.optimizer.discovery import FunctionStates
 from collage_fx.optimizer.ownership import Owned
 from collage_fx.optimizer.served import Served, left_by_level, nothing_compensated
 from collage_fx.passes.analysis.affine import Form
@@ -36,7 +36,7 @@ class Supervisor:
     def __init__(
         self,
         config: CollageConfig,
-        held: Held,
+        held: FunctionStates,
         warn: Callable[[str], None],
         subject: str,
         *,
@@ -50,10 +50,10 @@ class Supervisor:
         self.failures = Failures(warn)
         self.subject = subject
         self.served: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self.engine = Engine(config.settings, config.seed, self)
+        self.engine = Engine(config, config.seed, self)
         self.states: dict[Any, tuple[Owned, Write]] = {}
         """Place of a state -> its tensor at the beginning of the step."""
-        self.judge = Judge(config, self.served, self.states, self.engine.shadows, warn)
+        self.verdicts = Verdicts(config, self.served, self.states, self.engine.memory, warn)
         self.by_graph: set[int] = set()
         self.returned: set[int] = set()
         self.sources: dict[Any, GraphModule] = {}
@@ -131,7 +131,7 @@ class Supervisor:
             state = self.states.get(place_of(owned))
             if state is None or state[0].tensor is not owned.tensor:
                 return False
-            if state[1].address != owned.tensor.data_ptr() or not state[1].shadow.same(
+            if state[1].address != owned.tensor.data_ptr() or not state[1].record.same(
                 owned.tensor
             ):
                 return False
@@ -139,22 +139,22 @@ class Supervisor:
 
     def _refresh(self, write: Write, *, follow: bool = True) -> None:
         """Give a state its residual or, while the verdict is open, one for the time being."""
-        tensor, shadow = write.tensor, write.shadow
+        tensor, record = write.tensor, write.record
         served, residual = self.served[tensor], STORE.get(tensor)
-        shadow.forms, shadow.make, shadow.made = {}, None, None
+        record.forms, record.make, record.made = {}, None, None
         if residual is not None:
             residual = STORE.ensure(tensor, write.storage.name, served.name, residual)
             if served.eager:
                 clear_stale([(tensor, residual)])
-            shadow.made = residual.components
+            record.made = residual.components
         elif served.judged < TRIED and tensor.dtype in write.storage.residuals:
-            shadow.make = functools.partial(zeros, tensor, write.storage.name)
+            record.make = functools.partial(zeros, tensor, write.storage.name)
         if follow or not served.compensated:
-            shadow.forms = {write: Form(1)}
+            record.forms = {write: Form(1)}
 
     def _low(self) -> list[Owned]:
         """Return the states that may be compensated."""
-        return self.held.low(self.judge.held, self.warn)
+        return self.held.low(self.verdicts.held, self.warn)
 
     def _know(self, owned: Owned) -> None:
         tensor = owned.tensor
@@ -166,14 +166,14 @@ class Supervisor:
             elif self.resumed:
                 served.judged = TRIED
         served.name = owned.name  # a graph may have known it as an argument only
-        write = self.engine.know(tensor, self.judge.storage(owned))
+        write = self.engine.know(tensor, self.verdicts.storage(owned))
         self._refresh(write)
         self.states[place_of(owned)] = owned, write
 
     def enlist(self) -> None:
         """Take up the states that the step has made since it began."""
         if self.held.changed():
-            for owned in self.held.made(self.judge.held, self.warn):
+            for owned in self.held.made(self.verdicts.held, self.warn):
                 if place_of(owned) not in self.states:
                     self._adopt(owned)
                     self.served[owned.tensor].judged = 0  # the step goes on, and may write it
@@ -190,7 +190,7 @@ class Supervisor:
 
     def _adopt(self, owned: Owned) -> None:
         """Take up a state that the step has made, with the low word that it was made with."""
-        made = self.engine.shadows.find(owned.tensor)
+        made = self.engine.memory.find(owned.tensor)
         self._know(owned)
         if made is not None and made.made is not None:
             _, write = self.states[place_of(owned)]
@@ -199,15 +199,15 @@ class Supervisor:
             )
             if hi is not owned.tensor:
                 owned.tensor.data.copy_(hi)
-            write.shadow.made = lows
-            self.judge.judge_made(owned, write, made)
+            write.record.made = lows
+            self.verdicts.judge_made(owned, write, made)
 
     def prepare(self, write: Write) -> None:
         """Before the first write to a state in a step: see that its residual belongs to it."""
         residual = STORE.get(write.tensor)
         if residual is not None:
             clear_stale([(write.tensor, residual)])
-            write.shadow.made = residual.components
+            write.record.made = residual.components
 
     @contextmanager
     def graph(
@@ -230,8 +230,8 @@ class Supervisor:
         """
         if self.engine.asleep:
             return False
-        shadows = [self.engine.shadows.find(a) for a in args if isinstance(a, Tensor)]
-        made = (s for s in shadows if s is not None and s not in self.engine.writes)
+        memory = [self.engine.memory.find(a) for a in args if isinstance(a, Tensor)]
+        made = (s for s in memory if s is not None and s not in self.engine.writes)
         return any(s.made is not None or s.whole for s in made)
 
     def _look_for_chain(
@@ -266,8 +266,8 @@ class Supervisor:
                 continue
             served = self.served[tensor]
             wanted = served.compensated or served.judged < TRIED
-            if wanted and STORE.get(tensor) is None and write.shadow.made is not None:
-                STORE.adopt(tensor, write.shadow.made, write.storage.name, served.name)
+            if wanted and STORE.get(tensor) is None and write.record.made is not None:
+                STORE.adopt(tensor, write.record.made, write.storage.name, served.name)
             if (residual := STORE.get(tensor)) is not None:
                 residual.settle(tensor)
 
@@ -280,7 +280,7 @@ class Supervisor:
         for tensor, plan in written:
             write = None if self.engine.asleep else self._write_of(tensor)
             served = self.by_id.get(id(tensor)) or self.served.get(tensor)
-            if served is None and write is not None and write.shadow.same(tensor):
+            if served is None and write is not None and write.record.same(tensor):
                 served = self.served[write.tensor]  # p.detach() in the place of p
             new = served is None
             if served is None:
@@ -296,11 +296,11 @@ class Supervisor:
                 served.recurrence = plan.recurrence
             if write is not None:
                 write.version, write.wrote = version(tensor), False
-                write.shadow.made = None if residual is None else residual.components
+                write.record.made = None if residual is None else residual.components
 
     def _write_of(self, tensor: Tensor) -> Write | None:
-        shadow = self.engine.shadows.find(tensor)
-        return self.engine.writes.get(shadow) if shadow is not None else None
+        record = self.engine.memory.find(tensor)
+        return self.engine.writes.get(record) if record is not None else None
 
     def _end(self) -> None:
         if self.engine.asleep:
@@ -317,11 +317,11 @@ class Supervisor:
             self.quiet, self.eager_only = False, True
         if (self.steps == TRIED and not self.eager_only) or not self.states:
             self._say_if_nothing_was_needed()
-        elif self.steps == 1:  # a graph with other numbers may judge otherwise, and too late
+        elif self.steps == 1:  # a graph with other numbers may verdicts otherwise, and too late
             reasons = {s.name: s.reason for s in self.served.values() if s.graph}
             if left_by_level(reasons, unknown=True):
                 self._say_if_nothing_was_needed()
-        self.engine.dither.clear()
+        self.engine.user_rounding.clear()
         if not self.keeps:
             self.quiet = False
             self.engine.forget()
@@ -329,9 +329,9 @@ class Supervisor:
             self.by_id.clear()
 
     def _settle(self) -> list[str]:
-        """Judge and settle what was written; return the names of what nobody accounts for."""
+        """Verdicts and settle what was written; return the names of what nobody accounts for."""
         present = self._low()
-        self.judge.find_cycles(present)
+        self.verdicts.find_cycles(present)
         made = [owned for owned in present if place_of(owned) not in self.states]
         for owned in present:
             state = self.states.get(place_of(owned))
@@ -348,9 +348,9 @@ class Supervisor:
                 unaccounted.append(owned.name)
             elif write.eager:
                 served.eager += 1
-                self.judge.judge(owned, write, write.shadow)
+                self.verdicts.verdicts(owned, write, write.record)
             if not served.compensated:
-                write.shadow.made = None
+                write.record.made = None
         for owned in made:  # which may take over what was judged just now
             self._adopt(owned)
         self.quiet = not eager and bool(self.by_graph)
@@ -369,20 +369,20 @@ class Supervisor:
 
     def _replaced(self, owned: Owned, old: Write) -> None:
         """Go on where a step put another tensor, or other memory, in the place of a state."""
-        shadow = self.engine.shadows.find(owned.tensor)
-        if shadow in self.engine.writes and shadow is not old.shadow:
+        record = self.engine.memory.find(owned.tensor)
+        if record in self.engine.writes and record is not old.record:
             return  # two states changed places
         served = self.served[old.tensor]
         if any(o is not owned and o.tensor is old.tensor for o in self._low()):
             served = replace(served, name=owned.name)  # the old one lives on in another place
         self.served[owned.tensor] = served
         old.version = version(old.tensor)
-        if shadow is None or not (shadow.forms or shadow.lows is not None):
+        if record is None or not (record.forms or record.lows is not None):
             if id(owned.tensor) in self.returned:
                 self.chained(owned.name)
             return
         served.eager += 1
-        self.judge.judge(owned, old, shadow)
+        self.verdicts.verdicts(owned, old, record)
 
     def _warn_unaccounted(self, names: list[str]) -> None:
         more = f" and {len(names) - 4} more" if names[4:] else ""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from collage_fx.eager.memory_map import Shadow, Shadows
+from collage_fx.eager.memory_map import MemoryMap, MemoryRecord
 from collage_fx.passes.rewrite.interpreter import Forms
 from collage_fx.runtime.residuals.memory import has_memory
 
@@ -42,32 +42,32 @@ class _Bits:
     random: bool = False
 
 
-class Dither:
+class UserRounding:
     """The tensors that were computed from random numbers and from bits that the engine follows."""
 
     def __init__(self) -> None:
-        self.known = Shadows()
-        self.bits: dict[Shadow, _Bits] = {}
+        self.known = MemoryMap()
+        self.bits: dict[MemoryRecord, _Bits] = {}
 
     def clear(self) -> None:
         """Forget all, at the end of a step."""
         self.known.clear()
         self.bits.clear()
 
-    def before_write(self, target: Any, shadows: Shadows) -> None:
+    def before_write(self, target: Any, memory: MemoryMap) -> None:
         """Keep the value of bits that are about to be changed in place."""
-        found = self._of(target, shadows)
+        found = self._of(target, memory)
         if found is not None and found.value is not None and self._find(target) is None:
             self._note(target, _Bits(found.value.clone(), 0, found.forms, found.random))
 
-    def follow(self, func: Any, args: Any, result: Any, shadows: Shadows) -> None:
+    def follow(self, func: Any, args: Any, result: Any, memory: MemoryMap) -> None:
         """Note the result of a random operation, or of one on what is known."""
         random = torch.Tag.nondeterministic_seeded in func.tags
         if not (random or func in _FOLLOWED) or not isinstance(result, Tensor):
             return
         if not has_memory(result) or (result.is_floating_point() and not random):
             return
-        operands = [self._of(a, shadows) for a in tree_leaves(args)] if func in _FOLLOWED else []
+        operands = [self._of(a, memory) for a in tree_leaves(args)] if func in _FOLLOWED else []
         known = [o for o in operands if o is not None]
         if not (random or known):
             return
@@ -88,21 +88,21 @@ class Dither:
         near = (x - found.value).abs() <= _UNIT * found.value.abs()
         return torch.where(exact & near, found.value, x), found.forms or {}
 
-    def _of(self, operand: Any, shadows: Shadows) -> _Bits | None:
+    def _of(self, operand: Any, memory: MemoryMap) -> _Bits | None:
         """Return what is known of an operand; of the bits of a followed value, that value."""
         if not isinstance(operand, Tensor) or not has_memory(operand):
             return None
         found = self._find(operand)
         if found is None and operand.dtype == torch.int32:
             value = operand.view(torch.float32)
-            source = shadows.find(value)
+            source = memory.find(value)
             if source is not None:
                 return _Bits(value, value._version, source.forms)
         return found
 
     def _find(self, tensor: Any) -> _Bits | None:
-        shadow = self.known.find(tensor) if isinstance(tensor, Tensor) else None
-        return self.bits.get(shadow) if shadow is not None else None
+        record = self.known.find(tensor) if isinstance(tensor, Tensor) else None
+        return self.bits.get(record) if record is not None else None
 
     def _note(self, tensor: Tensor, bits: _Bits) -> None:
         self.bits[self.known.add(tensor, None, {})] = bits

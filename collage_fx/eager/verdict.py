@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from collage_fx.config import CollageConfig
-from collage_fx.eager.memory_map import Shadow, Shadows
+from collage_fx.eager.memory_map import MemoryMap, MemoryRecord
 from collage_fx.eager.operands import Write
 from collage_fx.optimizer.ownership import Owned
 from collage_fx.passes.analysis.affine import FREE, Form
@@ -15,16 +15,16 @@ from collage_fx.passes.analysis.coupled import joint_recurrences
 from collage_fx.passes.analysis.criticality import critical
 from collage_fx.passes.analysis.plan import enters, verdict
 from collage_fx.passes.analysis.recurrence import recurrence_of
-from collage_fx.passes.ir.program import LOW_PRECISION, Carried, Recurrence, held_in
+from collage_fx.passes.ir.program import LOW_PRECISION, Carried, Recurrence, compensable_in
 from collage_fx.runtime.residuals.store import STORE
-from collage_fx.runtime.storage.registry import FINEST, check_held, refusal
+from collage_fx.runtime.storage.registry import FINEST, check_compensable, refusal
 
 TRIED = 2
 """Steps in which a state has a residual until its recurrence has shown whether it needs one. Later
 its recurrence is followed all the same: a coefficient may come near one as training goes on."""
 
 
-class Judge:
+class Verdicts:
     """Judges states by the recurrences that their updates have shown."""
 
     def __init__(
@@ -32,14 +32,14 @@ class Judge:
         config: CollageConfig,
         served: WeakIdKeyDictionary,
         states: dict[Any, tuple[Owned, Write]],
-        shadows: Shadows,
+        memory: MemoryMap,
         warn: Callable[[str], None],
     ) -> None:
         self.config = config
         self.warn = warn
         self.served = served
         self.states = states
-        self.shadows = shadows
+        self.memory = memory
         self.cycles: dict[Any, Recurrence] = {}
         """Place of a state -> what its step does to it together with others."""
         self.feeding: set[Any] = set()
@@ -47,12 +47,12 @@ class Judge:
         self.dropped = ""
         """The first state whose residual was dropped."""
 
-    def judge(self, owned: Owned, write: Write, shadow: Shadow) -> None:
+    def verdicts(self, owned: Owned, write: Write, record: MemoryRecord) -> None:
         """Decide whether a state that the engine wrote keeps its residual; settle it."""
         tensor, served = owned.tensor, self.served[write.tensor]
         if not served.compensated:
             served.judged += 1
-            found = recurrence_of(shadow.forms.get(write, FREE))
+            found = recurrence_of(record.forms.get(write, FREE))
             has_param = any(o.owner == "param" for o, _ in self.states.values())
             carried = Carried(-1, owned.name, owned.owner, False, tensor)
             carried.feeds = place_of(owned) in self.feeding
@@ -60,19 +60,19 @@ class Judge:
             if cycle is not None and found.kind in ("overwritten", "linear"):
                 found = cycle
             keep, reason = verdict(carried, found, self.config.level, has_param)
-            source = self._source(write, shadow)
+            source = self._source(write, record)
             if not keep and source:
                 keep, reason = True, f"takes over the value of {source}"
-            if not keep and owned.owner == "param" and self._precise(tensor, shadow):
+            if not keep and owned.owner == "param" and self._precise(tensor, record):
                 keep, reason = True, "computed anew from states that are compensated"
             if keep and (why := refusal(tensor.dtype, write.storage.name, owned.name)):
                 keep, reason = False, why
                 self.warn(f"not compensated: {why}")
             served.compensated, served.reason, served.recurrence = keep, reason, found.text
             if not keep and owned.owner == "state":
-                self._keep_for_now(owned, write, shadow)
+                self._keep_for_now(owned, write, record)
         if served.compensated:
-            lows = shadow.low(tensor)
+            lows = record.low(tensor)
             residual = STORE.get(tensor)
             if residual is None or (lows is not None and residual.components[0] is not lows[0]):
                 STORE.adopt(tensor, lows, write.storage.name, owned.name)
@@ -81,13 +81,13 @@ class Judge:
             else:
                 residual.settle(tensor)
 
-    def _keep_for_now(self, owned: Owned, write: Write, shadow: Shadow) -> None:
+    def _keep_for_now(self, owned: Owned, write: Write, record: MemoryRecord) -> None:
         """Let a state keep its low word until a second step has been seen.
 
         Of a state that the first step makes, say of a parameter, only the second shows whether the
         parameter is computed from it, or takes it over.
         """
-        tensor, lows = owned.tensor, shadow.low(owned.tensor)
+        tensor, lows = owned.tensor, record.low(owned.tensor)
         residual = STORE.get(tensor)
         if self.served[write.tensor].judged < TRIED and _any(lows):
             STORE.adopt(tensor, lows, write.storage.name, owned.name).provisional = True
@@ -99,9 +99,9 @@ class Judge:
 
         Raises StorageError for a parameter that it cannot hold. Another state may not need it.
         """
-        storage = self.held_in(owned)
+        storage = self.compensable_in(owned)
         if owned.owner == "param":
-            check_held(owned.tensor.dtype, storage, owned.name)
+            check_compensable(owned.tensor.dtype, storage, owned.name)
         return storage
 
     def held(self, owned: Owned) -> bool:
@@ -109,7 +109,7 @@ class Judge:
         tensor = owned.tensor
         if tensor.dtype in LOW_PRECISION or tensor.dtype not in FINEST:
             return tensor.dtype in LOW_PRECISION
-        held = bool(self.held_in(owned))
+        held = bool(self.compensable_in(owned))
         if not held and STORE.get(tensor) is not None:
             STORE.drop(tensor)
             self.dropped = self.dropped or owned.name
@@ -120,14 +120,14 @@ class Judge:
             )
         return held
 
-    def held_in(self, owned: Owned) -> str:
+    def compensable_in(self, owned: Owned) -> str:
         """Return the storage for a state, if it can hold it or not; empty to leave it alone."""
         residual = STORE.get(owned.tensor)
         carried = Carried(-1, owned.name, owned.owner, False, owned.tensor)
         carried.present = "" if residual is None else residual.storage
-        return held_in(carried, self.config.storage)
+        return compensable_in(carried, self.config.storage)
 
-    def judge_made(self, owned: Owned, write: Write, made: Shadow) -> None:
+    def judge_made(self, owned: Owned, write: Write, made: MemoryRecord) -> None:
         """Decide whether a state that the step has made keeps the low word it was made with.
 
         What it was computed from may have been judged before, and is not followed any more. A graph
@@ -137,27 +137,27 @@ class Judge:
         if precise:
             served = self.served[write.tensor]
             served.compensated, served.reason = True, "made from states that are compensated"
-        self.judge(owned, write, made)
+        self.verdicts(owned, write, made)
         residual = STORE.get(owned.tensor)
         if precise and residual is not None:
             residual.provisional = True
 
-    def _precise(self, tensor: Tensor, shadow: Shadow) -> bool:
+    def _precise(self, tensor: Tensor, record: MemoryRecord) -> bool:
         """Tell whether what was written has more bits than the tensor."""
-        return self.config.level != "light" and _any(shadow.low(tensor))
+        return self.config.level != "light" and _any(record.low(tensor))
 
     def find_cycles(self, present: list[Owned]) -> None:
         """Find, by place, the recurrences of states that only together keep what they hold."""
         writes = {w: place for place, (_, w) in self.states.items()}
         forms: dict[Any, dict[Any, Form]] = {}
         for owned in present:
-            place, shadow = place_of(owned), self.shadows.find(owned.tensor)
+            place, record = place_of(owned), self.memory.find(owned.tensor)
             state = self.states.get(place)
-            if state is None or shadow is None:
+            if state is None or record is None:
                 continue
-            found = {writes[k]: f for k, f in shadow.forms.items() if k in writes and f.carries}
+            found = {writes[k]: f for k, f in record.forms.items() if k in writes and f.carries}
             own = found.get(place, FREE)
-            anew = not critical(recurrence_of(own), shadow.dtype, "auto")[0]
+            anew = not critical(recurrence_of(own), record.dtype, "auto")[0]
             if found and anew and not self.served[state[1].tensor].compensated:
                 forms[place] = found
             if owned.owner == "param":
@@ -167,9 +167,9 @@ class Judge:
         names = {p: self.states[p][0].name for p in forms}
         self.cycles = joint_recurrences(forms, names) if together else {}
 
-    def _source(self, write: Write, shadow: Shadow) -> str:
+    def _source(self, write: Write, record: MemoryRecord) -> str:
         """Return the name of a compensated state whose value this one has taken over."""
-        for origin, form in shadow.forms.items():
+        for origin, form in record.forms.items():
             if origin is not write and form.carries and self.served[origin.tensor].compensated:
                 return str(self.served[origin.tensor].name)
         return ""

@@ -22,15 +22,15 @@ from collage_fx.dynamo.options import split_options
 from collage_fx.inspection.values import value as full_value
 from collage_fx.optimizer.fused import as_its_kernel
 from collage_fx.optimizer.ownership import owned_tensors, tensors_of_callable
-from collage_fx.optimizer.served import Served, place_of
-from collage_fx.passes.codegen.multi_tensor_kernel import SWEEPS
+from collage_fx.optimizer.served import Served, sort_key
+from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS
 from collage_fx.passes.ir.program import LOW_PRECISION, Program, Rewritten, StatePlan
 from collage_fx.runtime.errors import CollageError
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import FINEST, STORAGES, Choice, chosen, kept
 from collage_fx.step.compiled_step import compile_function, compile_optimizer, report_of
 from collage_fx.step.distributed_wrappers import held_by
-from collage_fx.step.optimizer_clone import twin_of, with_some_gradient
+from collage_fx.step.optimizer_clone import clone_of, with_some_gradient
 from collage_fx.step.subject import innermost, name_of, step_made_here, subject_of
 
 
@@ -239,7 +239,7 @@ def _prepare(
     subject = subject_of(innermost(subject))
     if isinstance(subject, Optimizer):
         subject = next(iter(held_by(subject)), subject)
-        twin = twin_of(subject, torch.clone, residuals=True)
+        twin = clone_of(subject, torch.clone, residuals=True)
         with_some_gradient(twin)
         return type(subject).__name__, types.MethodType(type(twin).step, twin), options
     owned = any(True for _ in tensors_of_callable(subject))  # which a copy of it has too
@@ -287,7 +287,7 @@ def _explanation(
     return Explanation(
         subject=subject,
         config=config,
-        plan=sorted(states.values(), key=lambda state: place_of(state.name)),
+        plan=sorted(states.values(), key=lambda state: sort_key(state.name)),
         before=[p.source for p in programs],
         expanded=[r.expanded for r in rewritten if r.expanded is not None],
         lowered=[r.lowered for r in rewritten if r.lowered is not None],
@@ -310,7 +310,7 @@ def _written(choice: Choice) -> str:
 
 
 def _kernel(rewritten: Rewritten) -> str:
-    sources = SWEEPS[rewritten.sweep].sources if rewritten.sweep else {}
+    sources = MULTI_TENSOR_KERNELS[rewritten.multi_tensor].sources if rewritten.multi_tensor else {}
     return sources.get(rewritten.members[0].states[0][0].val.device.type, "")
 
 

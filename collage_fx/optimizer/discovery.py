@@ -11,9 +11,9 @@ from collage_fx.optimizer.ownership import (
     Owned,
     compensable,
     family,
-    held_tensors,
     owned_tensors,
     state_count,
+    tensors_held,
     tensors_in,
 )
 from collage_fx.runtime.residuals.dtensor import shard_of
@@ -23,7 +23,7 @@ Pick: TypeAlias = Callable[[Owned], bool]
 """Tells which states are wanted."""
 
 
-class Held:
+class FunctionStates:
     """What a function is given: the tensors among its arguments."""
 
     def __init__(self, arguments: Callable[[], Iterable[Owned]]) -> None:
@@ -48,11 +48,11 @@ class Held:
         return self.low(pick, warn)
 
 
-class HeldBy(Held):
+class OptimizerStates(FunctionStates):
     """What an optimizer holds."""
 
     def __init__(self, optimizer: Callable[[], Optimizer]) -> None:
-        super().__init__(lambda: held_tensors(optimizer()))
+        super().__init__(lambda: tensors_held(optimizer()))
         self.optimizer = optimizer
         self.recent: _Recent | None = None
 

@@ -15,7 +15,7 @@ from collage_fx.passes.ir.program import LOW_PRECISION
 from collage_fx.runtime.errors import CheckpointError, OptionError
 from collage_fx.runtime.residuals.dtensor import placed, shard_of, sharded_like
 from collage_fx.runtime.residuals.store import STORE, Residual, clear_stale
-from collage_fx.runtime.storage.registry import FINEST, STORAGES, Choice, check_held, chosen
+from collage_fx.runtime.storage.registry import FINEST, STORAGES, Choice, check_compensable, chosen
 
 
 def load_master_weights(
@@ -51,7 +51,7 @@ def load_master_weights(
     targets = {name: shard_of(tensor) for name, tensor in targets.items()}
     plan = {n: s for n, t in targets.items() if (s := _storage_for(t, storage))}
     for name, kept in plan.items():
-        check_held(targets[name].dtype, kept, name)
+        check_compensable(targets[name].dtype, kept, name)
     with torch.no_grad():
         for name, tensor in targets.items():
             given = shard_of(weights[name])
@@ -115,7 +115,7 @@ def convert_residuals(optimizer: Optimizer, storage: str | Mapping[str, str]) ->
         patterns.see(owned.name, is_param=owned.owner == "param")
     plan = [(o, _chosen_for(o, choice)) for o in held]
     for owned, name in plan:
-        check_held(owned.tensor.dtype, name, owned.name)
+        check_compensable(owned.tensor.dtype, name, owned.name)
     for owned, name in plan:
         STORE.convert(owned.tensor, name)
     patterns.conclude(warn_now)

@@ -71,7 +71,7 @@ def _parts_of(optimizer: Optimizer) -> tuple[list[dict[str, Any]], Any]:
     return getattr(optimizer, "param_groups", []), getattr(optimizer, "state", {})
 
 
-def held_tensors(optimizer: Optimizer) -> Iterator[Owned]:
+def tensors_held(optimizer: Optimizer) -> Iterator[Owned]:
     """Yield the owned tensors, and those that the optimizer keeps elsewhere.
 
     That is in its parameter groups, under other keys of its state, in attributes, in models that
@@ -244,7 +244,7 @@ def _of_optimizers(tree: Any) -> Iterator[Owned]:
     """Yield what optimizers hold that are in a tree of containers."""
     found = (leaf for _, leaf in _leaves(tree) if issubclass(type(leaf), Optimizer))
     for one in {id(leaf): leaf for leaf in found}.values():
-        yield from held_tensors(one)
+        yield from tensors_held(one)
 
 
 def tensors_in(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:

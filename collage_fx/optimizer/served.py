@@ -93,7 +93,7 @@ def left_by_level(reasons: dict[str, str], *, unknown: bool = False) -> str:
     )
 
 
-def place_of(name: str) -> list[tuple[bool, int, str]]:
+def sort_key(name: str) -> list[tuple[bool, int, str]]:
     """Return what states are ordered by: the parameter, by number, and their own name."""
     own, _, param = name.rpartition(" of ")
     words = [*re.split(r"(\d+)", param), own]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from collage_fx.config import CollageConfig
-from collage_fx.optimizer.discovery import Held
+from collage_fx.optimizer.discovery import FunctionStates
 from collage_fx.passes.analysis.plan import is_named
 from collage_fx.passes.ir.program import Program
 from collage_fx.runtime.errors import CollageWarning
@@ -55,7 +55,7 @@ class Patterns:
             for carried in (*program.carried, *(one for row in others for one in row)):
                 self.see(carried.name, is_param=carried.owner == "param")
 
-    def after_step(self, held: Held, warn: Callable[[str], None]) -> None:
+    def after_step(self, held: FunctionStates, warn: Callable[[str], None]) -> None:
         """Note the states after a step; speak up if it was one that has made none."""
         if self.idle:
             for owned in held.all():

@@ -18,8 +18,10 @@ ALIKE = frozenset({Adam, Adamax, AdamW, NAdam, SGD})
 
 def serves(optimizer: Optimizer, session: Any) -> bool:
     """Tell whether the steps of an optimizer may be done with stand-ins."""
-    settings = session.config.settings
-    if not settings.multi_tensor or uses_cudagraphs(session.inductor.get("triton.cudagraphs")):
+    settings = session.config
+    if not settings.multi_tensor or "deduplicate" in settings.without:
+        return False
+    if uses_cudagraphs(session.inductor.get("triton.cudagraphs")):
         return False
     if type(optimizer) not in ALIKE or "_init_group" in vars(optimizer):
         return False

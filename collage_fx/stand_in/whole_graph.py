@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from collage_fx.compilation.graph_inputs import Inputs, Unseen
+from collage_fx.compilation.graph_inputs import AbsentInput, Inputs
 from collage_fx.passes.dedup.deduplicate import Group, Narrow, represented
 from collage_fx.passes.ir.program import Settings, Unlike
-from collage_fx.runtime.storage.registry import held_dtypes
+from collage_fx.runtime.storage.registry import compensable_dtypes
 from collage_fx.stand_in.members import GRAD, Member
 
 
@@ -33,7 +33,7 @@ def narrowed(classes: list[list[Member]], settings: Settings, inputs: Inputs) ->
     def stands(node: Node) -> int | None:
         return found[0] if (found := where(node)) is not None else None
 
-    parts = represented(inputs.gm, stands, len(classes), held_dtypes(settings.storage))
+    parts = represented(inputs.gm, stands, len(classes), compensable_dtypes(settings.storage))
     fakes = _Fakes(inputs)
     groups = []
     for k, nodes in parts:
@@ -56,7 +56,7 @@ class _Fakes:
         self.inputs = inputs
         self.made: dict[Any, Tensor] = {}
 
-    def like(self, node: Node, member: Any, where: tuple[int, int] | None) -> Unseen:
+    def like(self, node: Node, member: Any, where: tuple[int, int] | None) -> AbsentInput:
         """Return what another member has in the place of an input."""
         assert where is not None
         _, at = where
@@ -72,4 +72,4 @@ class _Fakes:
         static = isinstance(self.inputs.source_of(node), str)
         _, param = self.inputs.owners[id(member.param)]
         name = f"{param.name}.grad" if at == GRAD else node.name
-        return Unseen(member.finder(at), static, self.made[key], name)
+        return AbsentInput(member.finder(at), static, self.made[key], name)

@@ -21,13 +21,13 @@ from collage_fx.hooks.dynamo_limits import many_graphs
 from collage_fx.hooks.gc_pause import FIRST, no_full_collection
 from collage_fx.hooks.symbolic_math import symbolic_math
 from collage_fx.optimizer import plain_steps
-from collage_fx.optimizer.discovery import Held, HeldBy
+from collage_fx.optimizer.discovery import FunctionStates, OptimizerStates
 from collage_fx.optimizer.fused import is_fused, note_of, traceable, unscaling
 from collage_fx.optimizer.ownership import Owned, argument_tensors, family, tensors_of_callable
-from collage_fx.optimizer.served import Report, place_of
-from collage_fx.stand_in.representatives import Representatives
+from collage_fx.optimizer.served import Report, sort_key
+from collage_fx.stand_in.steps import StandInSteps
 from collage_fx.step.first_steps import StepCheck
-from collage_fx.step.recompile_guard import Storm
+from collage_fx.step.recompile_guard import RecompileGuard
 from collage_fx.step.subject import name_of, step_made_here
 
 
@@ -38,11 +38,11 @@ def compile_optimizer(optimizer: Optimizer, session: Session) -> Callable[..., A
     reference = weakref.ref(optimizer)
     supervisor = Supervisor(
         session.config,
-        HeldBy(lambda: _alive(reference)),
+        OptimizerStates(lambda: _alive(reference)),
         session.warn_once,
         f"the step of {type(optimizer).__name__}",
     )
-    few = Representatives(lambda: _alive(reference), session)
+    few = StandInSteps(lambda: _alive(reference), session)
     run = _supervised(plain, session, supervisor, few)
     check = StepCheck(supervisor, session, session.config.verify)
 
@@ -76,7 +76,11 @@ def compile_function(function: Callable[..., Any], session: Session) -> Callable
     arguments: list[Owned] = []
     names = _argument_names(function)
     supervisor = Supervisor(
-        session.config, Held(lambda: arguments), session.warn_once, name_of(function), keeps=False
+        session.config,
+        FunctionStates(lambda: arguments),
+        session.warn_once,
+        name_of(function),
+        keeps=False,
     )
     run = _supervised(function, session, supervisor)
 
@@ -105,7 +109,7 @@ def _supervised(
     plain: Callable[..., Any],
     session: Session,
     supervisor: Supervisor,
-    few: Representatives | None = None,
+    few: StandInSteps | None = None,
 ) -> Callable[..., Any]:
     """Return plain compiled, as far as it can be, with the eager engine for the rest.
 
@@ -117,13 +121,13 @@ def _supervised(
     """
     compiled = torch.compile(plain, backend=session)
     session.supervisor = weakref.ref(supervisor)
-    storm = Storm(session, supervisor)
+    guard = RecompileGuard(session, supervisor)
     is_closure = _is_function if few is None else callable
 
     @disable  # where the whole training step is compiled
     def run(*args: Any, **kwargs: Any) -> Any:
-        compiles = no_full_collection() if storm.calls < FIRST else nullcontext()
-        with compiles, supervisor.step() as engine, storm.watch() as calm:
+        compiles = no_full_collection() if guard.calls < FIRST else nullcontext()
+        with compiles, supervisor.step() as engine, guard.watch() as calm:
             calm = calm and not session.begins_untraced()
             # A closure runs the model, eagerly or as the user compiled it: no part of the step.
             args, kwargs = tree_map(
@@ -195,6 +199,6 @@ def _report(supervisor: Supervisor, session: Session) -> Report:
     written = (s for s in supervisor.served.values() if s.steps and not s.is_gradient)
     return Report(
         supervisor.subject,
-        sorted(written, key=lambda s: place_of(s.name)),
+        sorted(written, key=lambda s: sort_key(s.name)),
         sorted(session.warned | session.notes),
     )

@@ -32,10 +32,10 @@ from collage_fx.dynamo.backend import Session
 from collage_fx.eager.supervisor import Supervisor
 from collage_fx.eager.verdict import TRIED
 from collage_fx.hooks.optimizer_hooks import is_seen_by_others
-from collage_fx.optimizer.ownership import family, held_tensors, tensors_in
+from collage_fx.optimizer.ownership import family, tensors_held, tensors_in
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import kept
-from collage_fx.step.optimizer_clone import twin_of
+from collage_fx.step.optimizer_clone import clone_of
 
 Values = dict[str, Tensor]
 """Name of a state -> its value, in float64."""
@@ -116,7 +116,7 @@ class StepCheck:
         with torch.random.fork_rng(), set_stance("force_eager"):
             state = torch.get_rng_state()
             try:
-                twin = twin_of(optimizer, _in_float64, residuals=False)
+                twin = clone_of(optimizer, _in_float64, residuals=False)
                 types.MethodType(type(twin).step, twin)()
             except Exception as error:  # whatever code of the user's raises that wants 16 bits
                 return f"steps cannot be done in float64: {error}"
@@ -146,7 +146,7 @@ class StepCheck:
     ) -> dict[str, tuple[float, float]]:
         """Return how far off each state is, and may be: norms, in units of that of the update."""
         errors = {}
-        for owned in held_tensors(optimizer):
+        for owned in tensors_held(optimizer):
             name, tensor = owned.name, owned.tensor
             if name not in found or name not in exact:
                 continue
@@ -181,7 +181,7 @@ class StepCheck:
 def values_of(optimizer: Optimizer) -> Values:
     """Return the value of each floating state of an optimizer, residuals included."""
     found = {}
-    for owned in held_tensors(optimizer):
+    for owned in tensors_held(optimizer):
         tensor = owned.tensor
         if tensor.is_floating_point() and tensor.layout is torch.strided:
             found[owned.name] = _in_float64(tensor)

@@ -13,7 +13,7 @@ from collage_fx.optimizer.copying import copy_residuals
 from collage_fx.optimizer.ownership import family, tensors_in
 
 
-def twin_of(
+def clone_of(
     optimizer: Optimizer, convert: Callable[[Tensor], Tensor], *, residuals: bool
 ) -> Optimizer:
     """Return a copy of the optimizer; nothing of what is done to it reaches the original.

@@ -11,7 +11,7 @@ from collage_fx.dynamo.backend import Session
 from collage_fx.eager.supervisor import Supervisor
 from collage_fx.hooks.dynamo_limits import graphs_compiled
 
-STORM = 5
+ROW = 5
 """Calls in a row that each made a new graph, after which a step is not compiled any more.
 
 The first calls differ by nature: states are made, a changed learning rate becomes an input.
@@ -21,7 +21,7 @@ _MANY = 12
 """Graphs of one step; with so many, the second call in a row that makes another is one too many."""
 
 
-class Storm:
+class RecompileGuard:
     """Counts the calls in a row that compiled something."""
 
     def __init__(self, session: Session, supervisor: Supervisor) -> None:
@@ -41,7 +41,7 @@ class Storm:
         compiled = self._compilations() > before
         self.row = self.row + 1 if compiled and self.calls > _SETTLING else 0
         many = self.row > 1 and self.session.graphs >= _MANY
-        if (self.row >= STORM or many) and not self.given_up:
+        if (self.row >= ROW or many) and not self.given_up:
             self.given_up = True
             self.session.warn_once(
                 f"the step makes a new graph at each call ({self.session.graphs} so far): a Python "

@@ -1,1 +1,1 @@
-"""Passes 4 and 5: how a step changes each state, and which states get residuals."""
+"""Passes 4 to 6: how a step changes each state, which get residuals, what loses its low word."""

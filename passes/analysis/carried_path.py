@@ -27,7 +27,7 @@ def walk(nodes: Iterable[Node], x: Node) -> dict[Node, Form]:
     return forms
 
 
-def spine(part: Slice, x: Node, new: Node, forms: Mapping[Node, Form]) -> tuple[Node, ...]:
+def carried_path(part: Slice, x: Node, new: Node, forms: Mapping[Node, Form]) -> tuple[Node, ...]:
     """Return the carried path: backwards from the new value, the way by which most of x comes.
 
     Of equal or unknown ways that is the shortest. The others (weight decay added to the gradient,

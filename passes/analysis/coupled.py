@@ -15,7 +15,7 @@ from sympy.utilities.iterables import strongly_connected_components
 from torch.fx import Node
 
 from collage_fx.passes.analysis.affine import FREE, LERP, Form, bound, cancels, is_number, written
-from collage_fx.passes.analysis.carried_path import beside, spine
+from collage_fx.passes.analysis.carried_path import beside, carried_path
 from collage_fx.passes.analysis.criticality import critical
 from collage_fx.passes.ir.program import Branch, Coefficient, Recurrence, Slice
 
@@ -99,7 +99,7 @@ def _mean(
 
 
 def _by_lerp(own: Recurrence) -> bool:
-    return any(n.target in LERP for n in own.spine)
+    return any(n.target in LERP for n in own.carried_path)
 
 
 def _lead(part: Slice, own: list[Recurrence], kept: list[int], i: int) -> int:
@@ -125,7 +125,7 @@ def _taken(part: Slice, walks: Sequence[Walk], found: Recurrence, i: int, lead: 
     old, name = part.inputs[part.states[lead][1]], _name(part, lead)
     return replace(
         found,
-        spine=spine(part, old, part.states[i][2], walks[lead]),
+        carried_path=carried_path(part, old, part.states[i][2], walks[lead]),
         source=old,
         text=f"x' = {name}'",
         together=f"it takes over {name}",
@@ -221,14 +221,14 @@ def _on_cycle(
     first = min(j for j in cycle if _same_value(part.states[j][2], new))
     source = max(forms, key=lambda j: (_weight(forms[j]), j == first))
     old = part.inputs[part.states[source][1]]
-    path = spine(part, old, new, walks[source])
+    path = carried_path(part, old, new, walks[source])
     off = [_weight(f) for j, f in forms.items() if j != source]
     names = " and ".join(_name(part, j) for j in cycle if j != i)
     return Recurrence(
         kind="linear",
         a=a,
         text=_text(part, forms, i),
-        spine=path,
+        carried_path=path,
         side=max(beside(old, path, walks[source]), *off, 0.0),
         source=None if source == i else old,
         together=f"on a cycle with {names}",

@@ -1,4 +1,4 @@
-"""What a graph would pass on of a state with its high word only."""
+"""Pass 6: what a graph would pass on of a state with its high word only."""
 
 from collections.abc import Container, Iterable, Iterator
 from typing import Any
@@ -16,21 +16,21 @@ from collage_fx.passes.ir.program import (
     Carried,
     Owner,
     Program,
+    compensable_in,
     graph_of,
-    held_in,
     is_tensor,
     mutations,
     value_of,
 )
 from collage_fx.passes.rules.structural import STRUCTURE
-from collage_fx.runtime.storage.registry import held_dtypes
+from collage_fx.runtime.storage.registry import compensable_dtypes
 
 aten = torch.ops.aten
 
 _VALUES = (*LOW_PRECISION, torch.float32)
 
 
-def handover(program: Program) -> None:
+def escape(program: Program) -> None:
     """Say what the graph would lose that the eager engine would keep, in `Program.lost`.
 
     A graph has a low word beside the states that it writes, within their slices. Beyond them the
@@ -39,7 +39,7 @@ def handover(program: Program) -> None:
     - a sum or difference of a parameter, as of the distance that it has moved, where the graph does
       not write that parameter or does so in another slice;
     - the update of a state which a state of another slice enters with weight, however it is scaled
-      before: an average of the two, say; see `high.py`;
+      before: an average of the two, say; see `high_words.py`;
     - a result that takes over the value of a state and is not stored in the graph: a new state that
       begins as a copy of a parameter, a parameter computed anew from other states, a state that is
       replaced and not overwritten or is stored after a graph break, bits to be rounded by chance.
@@ -62,7 +62,7 @@ def _states(program: Program, owners: tuple[Owner, ...]) -> dict[Node, Carried]:
     """Return the states among the inputs that have a residual, or may have one."""
     compensated = {s.index for s in program.plan if s.compensated}
     written = {c.index for c in program.carried}
-    held = held_dtypes(program.settings.storage)
+    held = compensable_dtypes(program.settings.storage)
     found = {}
     for index, node in enumerate(graph_of(program.canonical).graph.find_nodes(op="placeholder")):
         if not is_tensor(node) or value_of(node).dtype not in held:
@@ -71,7 +71,7 @@ def _states(program: Program, owners: tuple[Owner, ...]) -> dict[Node, Carried]:
             found[node] = next(c for c in program.carried if c.index == index)
         elif index not in written and node.users:
             carried = program.describe(index, node)
-            if carried.owner in owners and held_in(carried, program.settings.storage):
+            if carried.owner in owners and compensable_in(carried, program.settings.storage):
                 found[node] = carried
     return found
 

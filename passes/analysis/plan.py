@@ -19,12 +19,12 @@ from collage_fx.passes.ir.program import (
     Slice,
     StateClass,
     StatePlan,
+    compensable_in,
     flat,
-    held_in,
     value_of,
 )
 from collage_fx.runtime.errors import StorageError
-from collage_fx.runtime.storage.registry import STORAGES, Choice, check_held
+from collage_fx.runtime.storage.registry import STORAGES, Choice, check_compensable
 
 NO_STATE = "not an optimizer's state"
 LEFT_BY_LEVEL = "level light compensates parameters only"
@@ -130,7 +130,7 @@ def _member(program: Program, group: StateClass, member: Slice) -> dict[int, Ver
     before: dict[Node, Node] = {}
     # What is linear in a state comes first: what is not may be computed from its new value.
     for i in sorted(range(len(found)), key=lambda i: _ORDER.index(found[i].kind)):
-        path = (found[i].source or _old(model, i), *found[i].spine)
+        path = (found[i].source or _old(model, i), *found[i].carried_path)
         steps = dict(zip(path[1:], path, strict=False))
         if verdicts[i][0] and any(before.get(n, p) is not p for n, p in steps.items()):
             verdicts[i] = _second(member.states[i][0], found, verdicts, i, model)
@@ -179,7 +179,7 @@ def _second(
     A node has one expansion on it; a second residual would be dropped there.
     """
     for i, (other, _, new) in enumerate(model.states):
-        if i != which and verdicts[i][0] and new in found[which].spine:
+        if i != which and verdicts[i][0] and new in found[which].carried_path:
             return False, f"computed anew from {other.name.partition(' of ')[0]}, which accumulates"
     carried.refusal = "it is computed on the carried path of another state"
     return False, carried.refusal
@@ -198,7 +198,7 @@ def _by_compensated(
         if which:
             storages = tuple(storage_of(member.states[i][0], choice) for i in which)
             new = Rewritten([], which, group.recurrences, group.representative, storages)
-            # What cannot be swept must not keep the others from it.
+            # What cannot be updated together must not keep the others from it.
             layout = flat(member), value_of(member.nodes[0]).device
             found.setdefault((which, storages, layout), new).members.append(member)
     return list(found.values())
@@ -206,8 +206,8 @@ def _by_compensated(
 
 def storage_of(carried: Carried, choice: Choice) -> str:
     """Return the storage for a carried state; raises StorageError if it cannot hold the state."""
-    storage = held_in(carried, choice)
-    check_held(carried.val.dtype, storage, carried.name)
+    storage = compensable_in(carried, choice)
+    check_compensable(carried.val.dtype, storage, carried.name)
     return storage
 
 
@@ -260,7 +260,7 @@ def _light(carried: Carried, found: Recurrence, has_param: bool) -> tuple[bool, 
 
 
 def _entry(carried: Carried, verdict: Verdict | None, program: Program) -> StatePlan:
-    held = bool(held_in(carried, program.settings.storage))
+    held = bool(compensable_in(carried, program.settings.storage))
     outside = carried.refusal or _outside(carried, held=held)
     compensated, reason, text = verdict or (False, outside, "")
     storage = storage_of(carried, program.settings.storage) if compensated else ""

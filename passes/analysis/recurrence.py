@@ -3,7 +3,7 @@
 from torch.fx import Node
 
 from collage_fx.passes.analysis.affine import Form, transfer, written
-from collage_fx.passes.analysis.carried_path import beside, spine, walk
+from collage_fx.passes.analysis.carried_path import beside, carried_path, walk
 from collage_fx.passes.analysis.coupled import joint
 from collage_fx.passes.ir.program import Program, Recurrence, Slice
 
@@ -30,16 +30,16 @@ def _own(part: Slice, which: int, forms: dict[Node, Form]) -> Recurrence:
     if new not in forms:
         return recurrence_of(Form(0, "free"))
     x = part.inputs[position]
-    path = spine(part, x, new, forms)
+    path = carried_path(part, x, new, forms)
     return recurrence_of(forms[new], path, beside(x, path, forms))
 
 
-def recurrence_of(form: Form, spine: tuple[Node, ...] = (), side: float = 0.0) -> Recurrence:
+def recurrence_of(form: Form, carried_path: tuple[Node, ...] = (), side: float = 0.0) -> Recurrence:
     """Return the recurrence of a state whose new value has this form in its old value.
 
     Args:
         form: what `transfer` makes of Form(1), the old value, on the way to the new one.
-        spine: the carried path, where there is a graph.
+        carried_path: the carried path, where there is a graph.
         side: see Recurrence.
     """
     if not form.depends:
@@ -47,16 +47,16 @@ def recurrence_of(form: Form, spine: tuple[Node, ...] = (), side: float = 0.0) -
     if not form.carries:
         return Recurrence("overwritten", 0.0, "x' = B, chosen by x")
     if form.b == "zero" and form.a == 1:
-        return Recurrence("unchanged", 1.0, "x' = x", spine)
+        return Recurrence("unchanged", 1.0, "x' = x", carried_path)
     if form.branches:
         words = [_affine(b.a, " + B" if b.adds else "") for b in form.branches]
         text = f"x' = {' or '.join(dict.fromkeys(words))}"
-        return Recurrence("selected", 0.0, text, spine, side, form.branches)
+        return Recurrence("selected", 0.0, text, carried_path, side, form.branches)
     if form.a == 0:
-        return Recurrence("nonlinear", 0.0, "x' = B(x)", spine, side)
+        return Recurrence("nonlinear", 0.0, "x' = B(x)", carried_path, side)
     rest = {"zero": "", "free": " + B"}.get(form.b, " + B(x)")
     text, curved = f"x' = {_affine(form.a, rest)}", form.b == "nonlinear"
-    return Recurrence("linear", form.a, text, spine, side, curved=curved)
+    return Recurrence("linear", form.a, text, carried_path, side, curved=curved)
 
 
 def _affine(a: object, rest: str) -> str:

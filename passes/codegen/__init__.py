@@ -1,1 +1,1 @@
-"""Pass 8 and what follows it: one graph for Inductor, and kernels over many tensors."""
+"""Pass 9 and what follows it: one graph for Inductor, and kernels over many tensors."""

@@ -1,4 +1,4 @@
-"""Pass 8: put the lowered slices into one graph for Inductor, with residuals as inputs."""
+"""Pass 9: put the lowered slices into one graph for Inductor, with residuals as inputs."""
 
 import contextlib
 import operator
@@ -13,13 +13,13 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from collage_fx.passes.codegen.inductor_lowering import register_region
 from collage_fx.passes.codegen.multi_tensor_kernel import (
     MEMBERS,
-    SWEEPS,
+    MULTI_TENSOR_KERNELS,
     Readers,
     conflicts,
     obstacle,
     readers_of,
-    register_scalars,
-    register_sweep,
+    register_multi_tensor,
+    register_scalar_kernel,
 )
 from collage_fx.passes.codegen.replicas import Other, Others
 from collage_fx.passes.codegen.scalar_kernel import Scalars, scalars_of
@@ -55,8 +55,9 @@ def emit(program: Program) -> None:
         copy__1 = aten.copy_.default(arg0_1_lo, lo)   # new
 
     A class of many members that do nothing but update or make states, each in one flat walk over
-    its memory, becomes one `collage::sweep` node instead (see `sweep.py`), and no copies. What its
-    members compute from 0-d tensors becomes another one before it (see `scalars.py`).
+    its memory, becomes one `collage::multi_tensor` node instead (see `multi_tensor_kernel.py`), and
+    no copies. What its members compute from 0-d tensors becomes another one before it (see
+    `scalar_kernel.py`).
 
     A member whose slice a reduction leaves and enters again (a norm of the update that scales the
     update) becomes several regions, each as soon as its inputs are there.
@@ -91,7 +92,7 @@ class _Emitter:
         self.graph = Graph()
         self.env: dict[Node, Node] = {}
         self.stamps: list[_Stamp] = []
-        self.swept: list[tuple[Rewritten, list[_Stamp], Scalars | None]] = []
+        self.together: list[tuple[Rewritten, list[_Stamp], Scalars | None]] = []
         """Classes that run as one operation, with the 0-d work of their members."""
         self.parts: dict[tuple[int, tuple[int, ...]], _Part] = {}
         self.others = Others(program, self.graph)
@@ -107,16 +108,18 @@ class _Emitter:
                 self._copy(node)
             self.others.add_inputs(self.env)
             self._choose()
-            updated = [s.member for _, stamps, _ in self.swept for s in stamps]
-            updated += [m for _, _, scalars in self.swept if scalars for m in scalars.members]
+            updated = [s.member for _, stamps, _ in self.together for s in stamps]
+            updated += [m for _, _, scalars in self.together if scalars for m in scalars.members]
             replaced = {n for s in self.stamps for n in s.member.nodes}
             replaced |= {n for member in updated for n in member.nodes}
             last = [n for n in nodes if n.op == "output" or n.target is aten.copy_.default]
             rest = set(nodes) - replaced - set(last) - set(placeholders)
             self._interleave([n for n in nodes if n in rest])
-            vectors = [self._vectors(scalars, s) if scalars else [] for _, s, scalars in self.swept]
-            for (rewritten, stamps, scalars), made_for in zip(self.swept, vectors, strict=True):
-                self._sweep(rewritten, stamps, scalars.feeds if scalars else {}, made_for)
+            vectors = [
+                self._vectors(scalars, s) if scalars else [] for _, s, scalars in self.together
+            ]
+            for (rewritten, stamps, scalars), made_for in zip(self.together, vectors, strict=True):
+                self._multi_tensor(rewritten, stamps, scalars.feeds if scalars else {}, made_for)
             done = {member.inputs[at] for member in updated for _, at, _ in member.states}
             for node in last[:-1]:
                 if node.args[0] in done:
@@ -147,7 +150,7 @@ class _Emitter:
         return result
 
     def _choose(self) -> None:
-        """Divide the classes into those that are swept and those whose members stand alone."""
+        """Divide the classes into those that are together and those whose members stand alone."""
         classes = self.program.rewritten
         for rewritten in classes:
             rewritten.apart = self._obstacle(rewritten)
@@ -157,15 +160,15 @@ class _Emitter:
         for rewritten in classes:
             if not rewritten.apart and conflicting.intersection(rewritten.members):
                 rewritten.apart = "a state of a member is read elsewhere, or through a view"
-        swept = [r for r in classes if not r.apart]
-        scalars = dict(zip(swept, self._scalars(swept, readers), strict=True))
+        together = [r for r in classes if not r.apart]
+        scalars = dict(zip(together, self._scalars(together, readers), strict=True))
         for rewritten in classes:
             stamps = [self._stamp(rewritten, member) for member in rewritten.members]
             if rewritten.apart:
                 self.stamps += stamps
             else:
-                self.swept.append((rewritten, stamps, scalars[rewritten]))
-        stamps = [*self.stamps, *(s for _, found, _ in self.swept for s in found)]
+                self.together.append((rewritten, stamps, scalars[rewritten]))
+        stamps = [*self.stamps, *(s for _, found, _ in self.together for s in found)]
         for stamp in stamps:  # the last inputs, behind all residuals
             if stamp.rewritten.seeded:
                 stamp.seed = [self._seed(value_of(stamp.residuals[0]).device)]
@@ -179,7 +182,7 @@ class _Emitter:
         return self.seeds[device]
 
     def _obstacle(self, rewritten: Rewritten) -> str:
-        """Return why the members of a class are not swept; empty if they are."""
+        """Return why the members of a class are not together; empty if they are."""
         wanted = self.program.settings.multi_tensor
         if not wanted:
             return "multi_tensor=False"
@@ -188,8 +191,8 @@ class _Emitter:
             return f"fewer than {MEMBERS} members"
         return obstacle(rewritten)
 
-    def _scalars(self, swept: list[Rewritten], readers: Readers) -> list[Scalars | None]:
-        """Return the 0-d work of each swept class that can be a sweep of its own."""
+    def _scalars(self, together: list[Rewritten], readers: Readers) -> list[Scalars | None]:
+        """Return the 0-d work of each together class that can be a kernel of its own."""
         graph = self.canonical.graph
         placeholders = graph.find_nodes(op="placeholder")
         states = {placeholders[c.index]: c for c in self.program.carried if c.val.dim() == 0}
@@ -197,12 +200,12 @@ class _Emitter:
         inside = {n for m in slices for n in m.nodes}
         stored = inverse(mutations(graph))
         alone = self.others.taken_alone
-        found = [scalars_of(r, states, stored, inside, alone) for r in swept]
+        found = [scalars_of(r, states, stored, inside, alone) for r in together]
         parts = [m for scalars in found if scalars for m in scalars.members]
-        conflicting = conflicts(readers, [*parts, *(m for r in swept for m in r.members)])
+        conflicting = conflicts(readers, [*parts, *(m for r in together for m in r.members)])
         return [s if s and not conflicting.intersection(s.members) else None for s in found]
 
-    def _sweep(
+    def _multi_tensor(
         self,
         rewritten: Rewritten,
         stamps: list[_Stamp],
@@ -213,8 +216,8 @@ class _Emitter:
 
         After all else, so that whatever reads an old value comes before.
         """
-        key = rewritten.sweep = register_sweep(rewritten, list(feeds))
-        sweep = SWEEPS[key]
+        key = rewritten.multi_tensor = register_multi_tensor(rewritten, list(feeds))
+        kernel = MULTI_TENSOR_KERNELS[key]
         written: list[Node] = []
         read: list[Node] = []
         for stamp in stamps:
@@ -223,37 +226,37 @@ class _Emitter:
             self.env |= dict(zip(new, memory, strict=True))
             inputs = [self.env.get(n, n) for n in stamp.member.inputs]
             inputs += [*stamp.residuals, *stamp.seed, *memory]
-            written += [inputs[i] for i in sweep.written]
-            read += [inputs[i] for i in sweep.read]
+            written += [inputs[i] for i in kernel.written]
+            read += [inputs[i] for i in kernel.read]
             for other in stamp.others:
                 for n, mine in zip(new, memory, strict=True):
                     its = self._memory(like(other.like, value_of(n).dtype))
                     other.instead[mine] = its
                     self.others.made.setdefault(n, []).append(its)
-                written += other.written([inputs[i] for i in sweep.written])
-                read += other.operands([inputs[i] for i in sweep.read])
+                written += other.written([inputs[i] for i in kernel.written])
+                read += other.operands([inputs[i] for i in kernel.read])
         operands = (written, read, [vectors[k] for k in feeds.values()])
-        node = self.graph.call_function(collage.sweep.default, (*operands, key))
+        node = self.graph.call_function(collage.multi_tensor.default, (*operands, key))
         node.meta["val"] = None
 
     def _vectors(self, scalars: Scalars, stamps: list[_Stamp]) -> list[Node]:
         """Append the operation that does the 0-d work of all members; return what it makes."""
-        key = register_scalars(scalars)
-        sweep = SWEEPS[key]
+        key = register_scalar_kernel(scalars)
+        kernel = MULTI_TENSOR_KERNELS[key]
         written: list[Node] = []
         read: list[Node] = []
         for part, stamp in zip(scalars.members, stamps, strict=True):
             inputs = [self.env[n] for n in part.inputs]
-            ours = [inputs[i] for i in sweep.written], [inputs[i] for i in sweep.read]
+            ours = [inputs[i] for i in kernel.written], [inputs[i] for i in kernel.read]
             written += [*ours[0], *(n for other in stamp.others for n in other.written(ours[0]))]
             read += [*ours[1], *(n for other in stamp.others for n in other.operands(ours[1]))]
         count = sum(1 + len(stamp.others) for stamp in stamps)
         device = value_of(scalars.members[0].outputs[0]).device
         vectors = [
-            self._memory(torch.empty(count, dtype=sweep.dtypes[i], device=device))
-            for i in sweep.vectors
+            self._memory(torch.empty(count, dtype=kernel.dtypes[i], device=device))
+            for i in kernel.vectors
         ]
-        node = self.graph.call_function(collage.sweep.default, (written, read, vectors, key))
+        node = self.graph.call_function(collage.multi_tensor.default, (written, read, vectors, key))
         node.meta["val"] = None
         return vectors
 

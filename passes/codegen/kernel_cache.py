@@ -1,4 +1,4 @@
-"""Compiled kernels of sweeps by their content, on disk, beside those that Inductor keeps.
+"""Compiled kernels of classes by their content, on disk, beside those that Inductor keeps.
 
 Inductor's own cache is asked with a graph. To trace it with symbolic sizes, which loads much of
 sympy, takes most of what a second process would spend on a kernel that it already has.
@@ -23,7 +23,7 @@ from collage_fx.runtime.kernels.cpp_loop import Loop
 _LOGGER = logging.getLogger(__name__)
 
 
-def place_of(content: str) -> Path | None:
+def path_of(content: str) -> Path | None:
     """Return the file for what makes this kernel; None where the user wants no caches.
 
     Its name covers the content, this compiler, PyTorch, all settings of Inductor and the vector

@@ -1,4 +1,4 @@
-"""One kernel for all members of a class: `collage::sweep`.
+"""One kernel for all members of a class: `collage::multi_tensor`.
 
 Inductor unrolls an optimizer step: it generates and compiles a kernel for each parameter, though
 they all do the same. A class is compiled once instead, for tensors of one dimension and any size,
@@ -46,8 +46,8 @@ from collage_fx.runtime.ops import collage
 _SAMPLE = 96
 """A size to trace with; it stands for any."""
 MEMBERS = 8
-"""Members from which on a class is swept where the user leaves the choice."""
-SWEEPS: dict[str, "Sweep"] = {}
+"""Members from which on a class is updated together where the user leaves the choice."""
+MULTI_TENSOR_KERNELS: dict[str, "MultiTensorKernel"] = {}
 T = TypeVar("T")
 
 
@@ -57,11 +57,13 @@ def least_members(settings: Settings) -> int:
 
 
 _LIBRARY = torch.library.Library("collage", "FRAGMENT")
-_LIBRARY.define("sweep(Tensor(a!)[] written, Tensor[] read, Tensor(b!)[] vectors, str key) -> ()")
+_LIBRARY.define(
+    "multi_tensor(Tensor(a!)[] written, Tensor[] read, Tensor(b!)[] vectors, str key) -> ()"
+)
 
 
 @dataclass
-class Sweep:
+class MultiTensorKernel:
     """What one step does to one member, compiled for a kind of device when it first runs there."""
 
     region: str
@@ -115,7 +117,7 @@ class Sweep:
 
     def _kept_or_compiled(self) -> "Runner":
         """Return the compiled kernel for a CPU, from another process if there is one."""
-        place = kernel_cache.place_of(self.text())
+        place = kernel_cache.path_of(self.text())
         found = kernel_cache.load(place)
         if found is not None:
             runner, self.sources["cpu"] = found
@@ -222,8 +224,8 @@ class Each:
             self.function([size, *flat])
 
 
-def register_sweep(rewritten: Rewritten, vectors: Sequence[int] = ()) -> str:
-    """Return the key under which collage::sweep finds what to do to the members of a class.
+def register_multi_tensor(rewritten: Rewritten, vectors: Sequence[int] = ()) -> str:
+    """Return the key under which collage::multi_tensor finds what to do to the members of a class.
 
     Args:
         rewritten: the class.
@@ -259,8 +261,8 @@ def _with_memory(lowered: GraphModule, dtypes: list[torch.dtype]) -> GraphModule
     return GraphModule(torch.nn.Module(), graph)
 
 
-def register_scalars(scalars: Scalars) -> str:
-    """Return the key under which collage::sweep finds the 0-d work of the members of a class."""
+def register_scalar_kernel(scalars: Scalars) -> str:
+    """Return the key under which collage::multi_tensor finds the 0-d work of a class."""
     part, new = scalars.members[0], made(scalars.members[0])
     written = [at for _, at, _ in part.states]
     results = [part.outputs.index(node) for node in [*(n for _, _, n in part.states), *new]]
@@ -279,14 +281,14 @@ def _register(
 ) -> str:
     lowered = _with_memory(lowered, [value_of(n).dtype for n in new])
     dtypes = [n.meta["dtype"] for n in lowered.graph.find_nodes(op="placeholder")]
-    sweep = Sweep(register_region(lowered), dtypes, scalar, written, results, vectors)
-    key = hashlib.sha256(sweep.text().encode()).hexdigest()[:16]
-    SWEEPS.setdefault(key, sweep)
+    kernel = MultiTensorKernel(register_region(lowered), dtypes, scalar, written, results, vectors)
+    key = hashlib.sha256(kernel.text().encode()).hexdigest()[:16]
+    MULTI_TENSOR_KERNELS.setdefault(key, kernel)
     return key
 
 
 def obstacle(rewritten: Rewritten) -> str:
-    """Return why the members of a class cannot be swept; empty if they can.
+    """Return why the members of a class cannot be updated together; empty if they can.
 
     They must do nothing but update their states and make results of the graph, each in one flat
     walk over its memory. What else reads their states is `conflicts`' affair.
@@ -359,31 +361,33 @@ def _on_one_device(values: list[Tensor]) -> bool:
     return len(devices) == 1 and scalars <= devices | {torch.device("cpu")}
 
 
-def run_sweep(written: list[Tensor], read: list[Tensor], vectors: list[Tensor], key: str) -> None:
-    """Update all members of a class: the operation `collage::sweep`.
+def run_multi_tensor(
+    written: list[Tensor], read: list[Tensor], vectors: list[Tensor], key: str
+) -> None:
+    """Update all members of a class: the operation `collage::multi_tensor`.
 
     Args:
         written: the tensors that are overwritten, those of a member one after the other.
         read: the others that each member has of its own, likewise.
-        vectors: with one element for each member; read by `register_sweep`, made by
-            `register_scalars`.
+        vectors: with one element for each member; read by `register_multi_tensor`, made by
+            `register_scalar_kernel`.
         key: what the two return.
     """
-    sweep = SWEEPS[key]
-    columns: dict[int, Column] = {**sweep.columns(written, read)}
-    columns |= dict(zip(sweep.vectors, vectors, strict=True))
-    own = columns[[*sweep.written, *sweep.read][0]]
-    sweep.run([columns[i] for i in range(len(columns))], [t.numel() for t in own])
+    kernel = MULTI_TENSOR_KERNELS[key]
+    columns: dict[int, Column] = {**kernel.columns(written, read)}
+    columns |= dict(zip(kernel.vectors, vectors, strict=True))
+    own = columns[[*kernel.written, *kernel.read][0]]
+    kernel.run([columns[i] for i in range(len(columns))], [t.numel() for t in own])
 
 
 def _run_checked(
     written: list[Tensor], read: list[Tensor], vectors: list[Tensor], key: str
 ) -> None:
-    columns = SWEEPS[key].columns(written, read)
-    full = (c for i, c in columns.items() if not SWEEPS[key].scalar[i])
+    columns = MULTI_TENSOR_KERNELS[key].columns(written, read)
+    full = (c for i, c in columns.items() if not MULTI_TENSOR_KERNELS[key].scalar[i])
     check_sizes([t.numel() for t in column] for column in full)
-    run_sweep(written, read, vectors, key)
+    run_multi_tensor(written, read, vectors, key)
 
 
-_LIBRARY.impl("sweep", _run_checked, "CompositeExplicitAutograd")
-_LIBRARY.impl("sweep", lambda *_: None, "Meta")
+_LIBRARY.impl("multi_tensor", _run_checked, "CompositeExplicitAutograd")
+_LIBRARY.impl("multi_tensor", lambda *_: None, "Meta")

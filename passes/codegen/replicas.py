@@ -1,4 +1,4 @@
-"""The members that `narrow` left out, as operands of the operations that update whole classes."""
+"""The members that `deduplicate` left out, as operands of what updates whole classes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -108,7 +108,7 @@ class Others:
         for copies in self.program.copies:
             for k, index in enumerate(copies.inputs):
                 users = placeholders[index].users if k not in copies.shared else ()
-                if any(user.target is not collage.sweep.default for user in users):
+                if any(user.target is not collage.multi_tensor.default for user in users):
                     raise Unlike("a member is updated by itself")
 
 

@@ -57,7 +57,7 @@ def body({inputs}):
 
 
 @triton.jit
-def sweep(
+def multi_tensor(
     table, members, starts, sizes, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
 ):
     chunk = tl.program_id(0)
@@ -92,9 +92,9 @@ def print_kernel(
     written: Sequence[int],
     results: Sequence[int],
 ) -> str:
-    """Return the Triton source of a kernel `sweep` that runs a lowered slice over many members.
+    """Return the source of a Triton kernel `multi_tensor`: a lowered slice over many members.
 
-    `sweep` takes a table of addresses (one row for each member, int64, in the order of the slice's
+    It takes a table of addresses (one row for each member, int64, in the order of the slice's
     inputs, scalars in device memory too), the elements of each member, and for each program the
     member and the first element that it works on: `CHUNK` elements, `BLOCK` at a time. `ALIGNED`
     promises that all tensors begin at multiples of 16 bytes; then whole blocks are read and written

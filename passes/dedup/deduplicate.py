@@ -1,10 +1,10 @@
 """Before AOTAutograd: leave one member of each class in the graph of a step.
 
 Dynamo unrolls the step of an optimizer, AOTAutograd traces it operation by operation, and the
-passes then find that it is the same slice over and over. Where a class is to be swept, all but one
-of its members leave the graph that Dynamo made, before any of that work; `emit` gives them back, as
-operands of the class's one operation. What is left out here is only supposed to be elementwise:
-whether it is, `emit` finds out from the member that stayed, and raises Unlike if not.
+passes then find that it is the same slice over and over. Where one kernel is to update a class, all
+but one of its members leave the graph that Dynamo made, before any of that work; `emit` gives them
+back, as operands of the class's one operation. What is left out here is only supposed to be
+elementwise: whether it is, `emit` finds out from the member that stayed, and raises Unlike if not.
 """
 
 import operator

@@ -16,7 +16,7 @@ from collage_fx.passes.ir.program import (
     LOW_PRECISION,
     Program,
     base_of,
-    held_in,
+    compensable_in,
     is_tensor,
     value_of,
 )
@@ -145,7 +145,9 @@ def _memory_of_results(graph: Graph) -> set[Node]:
 
 def _one_value_for_each_storage(program: Program, graph: Graph) -> None:
     inputs = graph.find_nodes(op="placeholder")
-    storage = {inputs[c.index]: held_in(c, program.settings.storage) for c in program.carried}
+    storage = {
+        inputs[c.index]: compensable_in(c, program.settings.storage) for c in program.carried
+    }
     first: dict[Node, str] = {}
     for write in graph.find_nodes(op="call_function", target=aten.copy_.default):
         state, new = write.args

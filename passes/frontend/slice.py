@@ -11,8 +11,8 @@ from collage_fx.passes.ir.program import (
     Program,
     Slice,
     StateClass,
+    compensable_in,
     graph_of,
-    held_in,
     is_tensor,
     mutations,
     value_of,
@@ -37,7 +37,7 @@ def slice_(program: Program) -> None:
     placeholders = [n for n in nodes if n.op == "placeholder"]
     new_value = mutations(graph_of(program.canonical).graph)
     for c in program.carried:
-        c.along = not held_in(c, program.settings.storage)
+        c.along = not compensable_in(c, program.settings.storage)
     states = {
         placeholders[c.index]: c
         for c in program.carried

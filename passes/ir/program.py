@@ -20,11 +20,16 @@ Arithmetic = Literal["eft", "wide"]
 OnUnsupported = Literal["join", "error"]
 Owner = Literal["param", "state", "tensor", "buffer"]
 Coefficient: TypeAlias = sympy.Expr | float
+OPTIONAL = ("denominator", "deduplicate", "escape")
+"""The passes that may be left out, for debugging; the first two run before AOTAutograd.
+
+The others each make what the next one reads.
+"""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the passes need to know of the user's configuration."""
+    """What the passes need to know of the user's configuration; `CollageConfig` says more."""
 
     level: Level = "auto"
     arithmetic: Arithmetic = "eft"
@@ -33,6 +38,8 @@ class Settings:
     states: tuple[str, ...] = ()
     multi_tensor: bool | Literal["auto"] = "auto"
     stochastic_rounding: bool = False
+    without: tuple[str, ...] = ()
+    """Passes that are left out, for debugging; see OPTIONAL."""
 
 
 @dataclass
@@ -77,11 +84,11 @@ class Recurrence:
     kind: Literal["overwritten", "unchanged", "linear", "selected", "nonlinear"]
     a: Coefficient
     text: str
-    spine: tuple[Node, ...] = ()
+    carried_path: tuple[Node, ...] = ()
     """The carried path: nodes of the slice from the old value (excluded) to the new one."""
     side: float = 0.0
-    """At most how much of `a` comes to the new value by other ways than the spine; 1 if x meets
-    itself on the spine otherwise than in a sum, infinity if it is not known."""
+    """At most how much of `a` comes to the new value by other ways than the carried path; 1 if x
+    meets itself on that path otherwise than in a sum, infinity if it is not known."""
     branches: tuple[Branch, ...] = ()
     """Of a selected value: what it may be."""
     source: Node | None = None
@@ -194,8 +201,8 @@ class Rewritten:
     """Whether a residual is rounded by chance, for which the step takes a seed."""
     joined: list[str] = field(default_factory=list)
     """Operations on a carried path that have no rule and ran as join - op - split."""
-    sweep: str = ""
-    """The key of the kernel that updates all members at once; see `sweep.py`."""
+    multi_tensor: str = ""
+    """The key of the kernel that updates all members at once; see `multi_tensor_kernel.py`."""
     apart: str = ""
     """Why each member has a kernel of its own instead."""
     left_out: int = 0
@@ -223,7 +230,7 @@ class Rewritten:
 
 @dataclass(eq=False)
 class Copies:
-    """Members of a class that `narrow` left out of the graph, where one like them stayed."""
+    """Members of a class that `deduplicate` left out of the graph, where one like them stayed."""
 
     inputs: list[int]
     """The placeholders of that one."""
@@ -235,7 +242,7 @@ class Copies:
 
 
 class Unlike(CollageError):
-    """Members that `narrow` left out of the graph cannot be updated together with the one in it."""
+    """Members that `deduplicate` left out cannot be updated together with the one in the graph."""
 
 
 @dataclass
@@ -259,7 +266,7 @@ class Program:
     plan: list[StatePlan] = field(default_factory=list)
     rewritten: list[Rewritten] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
-    """What the graph would pass on of a state with its high word only; see `handover`."""
+    """What the graph would pass on of a state with its high word only; see `escape`."""
     reads: dict[int, str] = field(default_factory=dict)
     """Positions and names of states that the graph does not write, and of which it would need a
     low word."""
@@ -277,6 +284,8 @@ class Program:
     """Where the seeds are that come last: one of a call for each device, int32, 0-d."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Time spent in each pass."""
+    snapshots: dict[str, str] = field(default_factory=dict)
+    """What each pass left, where that was asked for: `snapshot.snapshot`, or `unchanged`."""
 
     @functools.cached_property
     def others(self) -> dict[int, list[Carried]]:
@@ -288,7 +297,7 @@ class Program:
         }
 
 
-def held_in(carried: Carried, choice: Choice) -> str:
+def compensable_in(carried: Carried, choice: Choice) -> str:
     """Return the storage for a state, which may not be able to hold it; empty to leave it alone."""
     if carried.present and isinstance(choice, Unnamed) and carried.val.dtype in LOW_PRECISION:
         return carried.present

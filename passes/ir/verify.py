@@ -3,7 +3,7 @@
 import torch
 from torch.fx import Node
 
-from collage_fx.passes.ir.program import LOW_PRECISION, Program, Rewritten
+from collage_fx.passes.ir.program import LOW_PRECISION, Program, Rewritten, graph_of, mutations
 from collage_fx.runtime.errors import LegalityError
 from collage_fx.runtime.ops import collage
 
@@ -14,14 +14,49 @@ _CONVERT = prims.convert_element_type.default
 
 def verify(program: Program, after: str) -> None:
     """Raise LegalityError if the program is not what the pass named after promises."""
-    check = _CHECKS.get(after)
-    if check is not None:
-        check(program)
+    _CHECKS[after](program)
 
 
 def _demand(holds: bool, what: str) -> None:
     if not holds:
         raise LegalityError(f"{what}; please report this with the output of collage_fx.explain")
+
+
+def _captured(program: Program) -> None:
+    """A carried state is a tensor input that the graph overwrites, and none is forgotten."""
+    placeholders = program.source.graph.find_nodes(op="placeholder")
+    found = [placeholders[c.index] for c in program.carried]
+    _demand(set(found) == set(mutations(program.source.graph)), "a carried state was not captured")
+    _demand(len(found) == len(set(found)), "a carried state was captured twice")
+
+
+def _canonical(program: Program) -> None:
+    """Operations give one tensor; inputs and overwritten states are those of the source."""
+    source, graph = program.source.graph, graph_of(program.canonical).graph
+    for node in graph.nodes:
+        _demand("_foreach" not in str(node.target), f"{node.format_node()} is for lists")
+        scaled = node.target in (aten.add.Tensor, aten.sub.Tensor) and node.kwargs
+        _demand(not scaled, f"{node.format_node()} rounds twice")
+    names = [[n.name for n in g.find_nodes(op="placeholder")] for g in (source, graph)]
+    _demand(names[0] == names[1], "an input was lost")
+    written = [sorted(n.name for n in mutations(g)) for g in (source, graph)]
+    _demand(written[0] == written[1], "a state is not overwritten any more")
+
+
+def _recurrences(program: Program) -> None:
+    """Each state of a class has a recurrence, whose path lies in the representative."""
+    for group in program.classes:
+        part = group.representative
+        _demand(len(group.recurrences) == len(part.states), "a state has no recurrence")
+        inside = set(part.nodes)
+        paths = (n for r in group.recurrences for n in r.carried_path)
+        _demand(all(n in inside for n in paths), "a carried path leaves its slice")
+
+
+def _escaped(program: Program) -> None:
+    """What is read with its high word only is an input that the graph does not write."""
+    written = {c.index for c in program.carried}
+    _demand(not written & set(program.reads), "a state that is written counts as only read")
 
 
 def _slices(program: Program) -> None:
@@ -102,7 +137,7 @@ def _emitted(program: Program) -> None:
     placeholders = [n for n in nodes if n.op == "placeholder"]
     written = [n.args[0] for n in nodes if n.target is aten.copy_.default]
     for node in nodes:
-        if node.target is collage.sweep.default:
+        if node.target is collage.multi_tensor.default:
             written += [a for a in node.args[0] if a.op == "placeholder"]
     end = len(placeholders) - len(program.seeds)
     residuals = placeholders[end - len(program.static_residuals) : end]
@@ -111,6 +146,10 @@ def _emitted(program: Program) -> None:
 
 
 _CHECKS = {
+    "capture": _captured,
+    "canonicalize": _canonical,
+    "recurrence": _recurrences,
+    "escape": _escaped,
     "slice_": _slices,
     "plan": _plan,
     "expand": _expanded,

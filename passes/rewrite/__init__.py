@@ -1,1 +1,1 @@
-"""Passes 6 and 7: operations on states become operations on expansions, then arithmetic."""
+"""Passes 7 and 8: operations on states become operations on expansions, then arithmetic."""

@@ -1,4 +1,4 @@
-"""Pass 6: rewrite the representative of each class on expansions."""
+"""Pass 7: rewrite the representative of each class on expansions."""
 
 import operator
 import re
@@ -86,7 +86,7 @@ def _unfit(rewritten: Rewritten, wider: set[Node]) -> str:
         wider: what the graph stores in more than 16 bits. On a carried path it would be rounded to
             the words of that path: fp32 weights, say, that a parameter enters and then takes over.
     """
-    paths = (rewritten.recurrences[i].spine for i in rewritten.compensated)
+    paths = (rewritten.recurrences[i].carried_path for i in rewritten.compensated)
     if not wider.isdisjoint(node for path in paths for node in path):
         return "a slice that stores in fp32 what a state passes through"
     if _has_side_way(rewritten):
@@ -95,7 +95,7 @@ def _unfit(rewritten: Rewritten, wider: set[Node]) -> str:
 
 
 def _has_side_way(rewritten: Rewritten) -> bool:
-    """Tell whether a state comes into a compensated update beside the spine, with weight.
+    """Tell whether a state comes into a compensated update beside the carried path, with weight.
 
     There eft rounds what it computes of the state to its dtype and would lose u * side of it; up to
     a side of 4u that is within the bounds of two components, as the weight decay that SGD adds to a
@@ -218,7 +218,7 @@ class Eft(_Expander, RuleBuilder):
             _, at, _ = self.part.states[i]
             found = self.rewritten.recurrences[i]
             previous = found.source or self.part.inputs[at]
-            for node in found.spine:
+            for node in found.carried_path:
                 before[node] = previous
                 previous = node
         return before
@@ -243,7 +243,7 @@ class Eft(_Expander, RuleBuilder):
         states = [
             self.part.states[i][0].name
             for i in self.rewritten.compensated
-            if node in self.rewritten.recurrences[i].spine
+            if node in self.rewritten.recurrences[i].carried_path
         ]
         trace = node.meta.get("stack_trace") or "unknown: it has no stack trace"
         return f"node {node.name}, on the path of {', '.join(states)}; written at {_line_of(trace)}"

@@ -1,4 +1,4 @@
-"""Pass 7: replace collage:: operations by their arithmetic and make every rounding explicit."""
+"""Pass 8: replace collage:: operations by their arithmetic and make every rounding explicit."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""Arithmetic on expansions of two components: with `triple.py` the only source of arithmetic.
+"""Arithmetic on expansions of two components; `three_components.py` has the rest there is.
 
 An expansion is a pair (hi, lo) of tensors of one dtype with value hi + lo and hi = RN(hi + lo). The
 same functions are the eager reference, which anyone can call on bf16, fp16 or fp32 tensors, and the

@@ -4,7 +4,7 @@ An expansion is a tuple of tensors of one dtype, of value their sum, each at mos
 one before. A result has as many components as the longer operand; the other may have fewer, down to
 one float, and the components of y may be Python numbers that the dtype represents in `mul` and
 `div`. One component is plain arithmetic, rounded to nearest; two are `arithmetic.py`; three are
-`triple.py`. Bounds, ranges and what becomes of infinities stand there. Tensors broadcast.
+`three_components.py`. Bounds, ranges and what becomes of infinities stand there. Tensors broadcast.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from collage_fx.runtime.errors import ComponentError
 from collage_fx.runtime.expansion import arithmetic, three_components
 
 Expansion = tuple[Tensor, ...]
-Operand = Sequence[Tensor | float]
+Terms = Sequence[Tensor | float]
 
 
 def add(x: Sequence[Tensor], y: Sequence[Tensor]) -> Expansion:
@@ -41,7 +41,7 @@ def sub(x: Sequence[Tensor], y: Sequence[Tensor]) -> Expansion:
     return add(x, neg(y))
 
 
-def mul(x: Sequence[Tensor], y: Operand) -> Expansion:
+def mul(x: Sequence[Tensor], y: Terms) -> Expansion:
     """Return x * y. Relative error: u; 5u^2; (3u^3 + 7uw)(1 + 4u), w that of the wide dtype."""
     match _count(x, y):
         case 1:
@@ -51,7 +51,7 @@ def mul(x: Sequence[Tensor], y: Operand) -> Expansion:
     return three_components.mul(x, y)
 
 
-def div(x: Sequence[Tensor], y: Operand) -> Expansion:
+def div(x: Sequence[Tensor], y: Terms) -> Expansion:
     """Return x / y. Relative error: u; 3u^2 + 8u^3; (3u^3 + 14uw)(1 + 8u)."""
     match _count(x, y):
         case 1:
@@ -82,7 +82,7 @@ def split_constant(c: float, dtype: torch.dtype, count: int) -> tuple[float, ...
     return three_components.split_constant(c, dtype)[: _count([0.0] * count)]
 
 
-def _count(*operands: Operand) -> int:
+def _count(*operands: Terms) -> int:
     """Return how many components the result has."""
     for x in operands:
         if not 1 <= len(x) <= 3:
@@ -90,5 +90,5 @@ def _count(*operands: Operand) -> int:
     return max(map(len, operands))
 
 
-def _padded(x: Operand) -> Any:
+def _padded(x: Terms) -> Any:
     return x if len(x) == 2 else (x[0], 0.0)

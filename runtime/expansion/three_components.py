@@ -26,7 +26,7 @@ from torch import Tensor
 from collage_fx.runtime.expansion.eft import WIDER, fast_two_sum, two_sum
 
 Triple = tuple[Tensor, Tensor, Tensor]
-Operand = Sequence[Tensor | float]
+Terms = Sequence[Tensor | float]
 """One to three components: tensors, or Python numbers that the dtype represents."""
 
 
@@ -39,7 +39,7 @@ def add(x: Sequence[Tensor], y: Sequence[Tensor]) -> Triple:
     return _checked(_leading(_exact_sum(x, y)), x[0] + y[0])
 
 
-def mul(x: Sequence[Tensor], y: Operand) -> Triple:
+def mul(x: Sequence[Tensor], y: Terms) -> Triple:
     """Return the expansion of x * y: three components, and one to three.
 
     Relative error at most (3u^3 + 7uw)(1 + 4u). The remainder is at most 3u of the product; as mid
@@ -53,7 +53,7 @@ def mul(x: Sequence[Tensor], y: Operand) -> Triple:
     return _with_remainder(p, error + _sum(smallest_first))
 
 
-def div(x: Sequence[Tensor], y: Operand) -> Triple:
+def div(x: Sequence[Tensor], y: Terms) -> Triple:
     """Return the expansion of x / y, of which one has three components and the other up to three.
 
     Relative error at most (3u^3 + 14uw)(1 + 8u). With q = RN(x_hi / y_hi), x_hi - q*y_hi is exact
@@ -154,7 +154,7 @@ def _normalized(a: Tensor, b: Tensor, c: Tensor) -> Triple:
     return a, b, c
 
 
-def _widened(x: Operand) -> list[Any]:
+def _widened(x: Terms) -> list[Any]:
     return [c.to(WIDER[c.dtype]) if isinstance(c, Tensor) else c for c in x]
 
 

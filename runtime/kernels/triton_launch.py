@@ -46,7 +46,7 @@ class Launch:
     """What a CUDA graph reads again whenever it is replayed."""
 
     def __post_init__(self) -> None:
-        self.kernel = PyCodeCache.load(self.source).sweep
+        self.kernel = PyCodeCache.load(self.source).multi_tensor
 
     def run(self, columns: Sequence[Column], sizes: Sequence[int]) -> None:
         """Update all members, in two launches at most: those aligned to 16 bytes, and the others.

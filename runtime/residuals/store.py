@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from collage_fx.runtime.errors import CollageWarning, ResidualError
 from collage_fx.runtime.expansion.eft import FP8, WIDER
-from collage_fx.runtime.storage.registry import STORAGES, check_held, layout_of, refusal
+from collage_fx.runtime.storage.registry import STORAGES, check_compensable, layout_of, refusal
 
 _CHUNK = 1 << 22
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
@@ -274,7 +274,7 @@ class ResidualStore:
         The high word changes where the storages round it differently.
         """
         old = self._residuals[tensor]
-        check_held(tensor.dtype, storage, old.name)
+        check_compensable(tensor.dtype, storage, old.name)
         clear_stale([(tensor, old)])
         with torch.no_grad(), _disable_current_modes():
             return self.assign(tensor, old.whole(tensor), storage, old.name)

@@ -317,7 +317,7 @@ def chosen(
 
     That is `auto` for one that no pattern fits. Patterns, as in fnmatch, are for the kind of the
     state (`param`, `exp_avg_sq`) or its name. For a state of low precision it may be one that
-    cannot hold it: see `check_held`. States of other dtypes are left alone by such a storage.
+    cannot hold it: see `check_compensable`. Such a storage leaves states of other dtypes alone.
 
     Args:
         choice: what the user asks for.
@@ -350,7 +350,7 @@ def fits(pattern: str, kind: str, name: str) -> bool:
     return fnmatchcase(kind, pattern) or fnmatchcase(name, pattern)
 
 
-def held_dtypes(choice: Choice) -> tuple[torch.dtype, ...]:
+def compensable_dtypes(choice: Choice) -> tuple[torch.dtype, ...]:
     """Return the dtypes of states that may get residuals: fp32 where a storage for it is named."""
     names = [choice] if isinstance(choice, str) else [name for _, name in choice]
     held = {d: None for name in names if name in STORAGES for d in STORAGES[name].residuals}
@@ -393,7 +393,7 @@ def refusal(dtype: torch.dtype, storage: str, name: str) -> str:
     )
 
 
-def check_held(dtype: torch.dtype, storage: str, name: str) -> None:
+def check_compensable(dtype: torch.dtype, storage: str, name: str) -> None:
     """Raise StorageError unless a storage can hold the state of this dtype and name."""
     if why := refusal(dtype, storage, name):
         raise StorageError(why)

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from collage_fx.hooks.optimizer_hooks import is_seen_by_others
 from collage_fx.passes.ir.program import Unlike
 from collage_fx.runtime.errors import CollageError
-from collage_fx.stand_in.roster import Roster
+from collage_fx.stand_in.stand_ins import StandIns
 from collage_fx.stand_in.torch_steps import make_states, serves, without_hooks
 
 ATTEMPTS = 3
@@ -31,13 +31,13 @@ class LeftToEngine(CollageError):
     """The eager engine has to do a step, of which nothing is done yet."""
 
 
-class Representatives:
+class StandInSteps:
     """The steps of one optimizer with stand-ins."""
 
     def __init__(self, optimizer: Callable[[], Optimizer], session: Any) -> None:
         self.optimizer = optimizer
         self.session = session
-        self.known: list[Roster] = []
+        self.known: list[StandIns] = []
         """The latest last."""
         self.failed = 0 if serves(optimizer(), session) else ATTEMPTS
         self.signature: Any = inspect.signature(type(optimizer()).step) if self.tries else None
@@ -63,10 +63,10 @@ class Representatives:
             with torch.enable_grad():
                 loss = closure()
         optimizer = self.optimizer()
-        roster = self._roster(optimizer) if not is_seen_by_others(optimizer) else None
+        stand_ins = self._stand_ins(optimizer) if not is_seen_by_others(optimizer) else None
         try:
-            if roster is not None:
-                self._with(roster, optimizer)
+            if stand_ins is not None:
+                self._with(stand_ins, optimizer)
                 return loss
             self.failed += 1
         except LeftToEngine:  # all of it, so that all parameters are treated alike
@@ -79,35 +79,35 @@ class Representatives:
         compiled()
         return loss
 
-    def _with(self, roster: Roster, optimizer: Optimizer) -> None:
+    def _with(self, stand_ins: StandIns, optimizer: Optimizer) -> None:
         """Do a step with these stand-ins.
 
         Raises Unlike or LeftToEngine, with nothing done, if that cannot be.
         """
-        roster.done = False
-        self.session.roster = roster
+        stand_ins.done = False
+        self.session.stand_ins = stand_ins
         try:
-            with roster.few.of(optimizer), torch.no_grad():
-                roster.step()
+            with stand_ins.few.of(optimizer), torch.no_grad():
+                stand_ins.step()
         finally:
-            self.session.roster = None
-        self.failed = 0 if roster.done else self.failed + 1
-        if not roster.done:  # Dynamo has left it, or parts of it, to the eager engine
-            with roster.others.of(optimizer):
-                self._plainly(roster.others.optimizer)
+            self.session.stand_ins = None
+        self.failed = 0 if stand_ins.done else self.failed + 1
+        if not stand_ins.done:  # Dynamo has left it, or parts of it, to the eager engine
+            with stand_ins.others.of(optimizer):
+                self._plainly(stand_ins.others.optimizer)
 
     def _plainly(self, optimizer: Optimizer) -> None:
         """Do a step as Python does it, under the eager engine."""
         with torch.no_grad():
             without_hooks(optimizer)(optimizer)
 
-    def _roster(self, optimizer: Optimizer) -> Roster | None:
-        for roster in reversed(self.known):
-            if roster.holds(optimizer):
-                return roster
+    def _stand_ins(self, optimizer: Optimizer) -> StandIns | None:
+        for stand_ins in reversed(self.known):
+            if stand_ins.holds(optimizer):
+                return stand_ins
         with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
             make_states(optimizer)
-            new = Roster.of(optimizer, self.session)
+            new = StandIns.of(optimizer, self.session)
         if new is not None:
             self.known = [*self.known[1 - _KEPT :], new]
         return new

@@ -16,14 +16,14 @@ from collage_fx.passes.codegen.multi_tensor_kernel import least_members
 from collage_fx.passes.dedup.deduplicate import Narrow
 from collage_fx.passes.ir.program import Settings
 from collage_fx.runtime.residuals.memory import overlapping
-from collage_fx.runtime.storage.registry import held_dtypes
+from collage_fx.runtime.storage.registry import compensable_dtypes
 from collage_fx.stand_in.members import NO_STATE, Member
-from collage_fx.stand_in.stand_in import StandIn
+from collage_fx.stand_in.optimizer import StandIn
 from collage_fx.stand_in.torch_steps import copy_of_step
 from collage_fx.stand_in.whole_graph import narrowed
 
 
-class Roster:
+class StandIns:
     """Which parameters stand for which, as long as nothing of all that changes."""
 
     def __init__(self, optimizer: Optimizer, classes: list[list[Tensor]], session: Any) -> None:
@@ -55,14 +55,14 @@ class Roster:
         """Whether the step has updated all parameters."""
 
     @classmethod
-    def of(cls, optimizer: Optimizer, session: Any) -> "Roster | None":
-        """Return the roster of an optimizer's parameters; None where none stands for others.
+    def of(cls, optimizer: Optimizer, session: Any) -> "StandIns | None":
+        """Return the stand_ins of an optimizer's parameters; None where none stands for others.
 
         Raises CollageError if a parameter has a gradient or a state of another size.
         """
         classes: dict[Hashable, dict[Hashable, list[Tensor]]] = {}
         full: list[Tensor] = []
-        held = held_dtypes(session.config.storage)
+        held = compensable_dtypes(session.config.storage)
         for g, group in enumerate(optimizer.param_groups):
             for p in (p for p in group["params"] if p.grad is not None):
                 member = Member(p, optimizer)
@@ -72,7 +72,7 @@ class Roster:
                     layout = tuple(n == 1 for n in p.shape)
                     classes.setdefault((g, kind), {}).setdefault(layout, []).append(p)
                 full += (t for t in member.tensors() if isinstance(t, Tensor))
-        least = least_members(session.config.settings)
+        least = least_members(session.config)
         large = [one.values() for one in classes.values() if sum(map(len, one.values())) >= least]
         found = [alike for one in large for alike in one if len(alike) > 1]
         return None if not found or overlapping(full) else cls(optimizer, found, session)

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import collage_fx
 from collage_fx import CollageError
-from collage_fx.stand_in import representatives
+from collage_fx.stand_in import steps as stand_in_steps
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -185,7 +185,7 @@ def test_states_that_were_only_touched(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gradients_whose_strides_change(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo guards nothing of an optimizer's gradients but that there are any."""
     if whole:
-        monkeypatch.setattr(representatives, "serves", lambda *_: False)
+        monkeypatch.setattr(stand_in_steps, "serves", lambda *_: False)
     params = [Parameter(p.detach().t()) for p in parameters([(4, 3)] * 10)]
     exact = [p.detach().double() for p in params]
     step = collage_fx.compile(SGD(params, lr=0.1))

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer
 
 import collage_fx
-from collage_fx.stand_in import representatives
+from collage_fx.stand_in import steps as stand_in_steps
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -171,7 +171,7 @@ def test_a_step_that_is_not_one_of_parameters_by_themselves(
 ) -> None:
     """A negative control: if such a class were taken for one that is, the graph would tell."""
     expected = run(cls, monkeypatch, whole=True)
-    monkeypatch.setattr(representatives, "serves", lambda *_: True)
+    monkeypatch.setattr(stand_in_steps, "serves", lambda *_: True)
     traced.clear()
     found = run(cls, monkeypatch, whole=False)
     assert traced[0] < max(traced[1:])

@@ -1,4 +1,4 @@
-"""Classes that are swept: their members must not see each other's new values."""
+"""Classes that share a kernel: their members must not see each other's new values."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 import collage_fx
 from collage_fx.passes.codegen import multi_tensor_kernel
-from collage_fx.passes.codegen.multi_tensor_kernel import SWEEPS, Each
+from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS, Each
 from collage_fx.runtime.kernels.cpp_loop import _CHUNK, Loop
 
 COUNT = 9
@@ -69,7 +69,7 @@ def two_classes(params: list[Tensor], grads: list[Tensor], states: list[Any]) ->
 
 
 @pytest.mark.parametrize("update", [running_mean, in_place_operators, of_the_next, two_classes])
-def test_a_swept_step_is_equal_to_one_of_single_kernels(update: Callable[..., Any]) -> None:
+def test_a_shared_step_is_equal_to_one_of_single_kernels(update: Callable[..., Any]) -> None:
     results = []
     for multi_tensor in (False, True):
         generator = torch.Generator().manual_seed(0)
@@ -93,7 +93,7 @@ def test_members_of_any_size_are_equal_by_a_loop_and_by_calls(
     """Where there is no loop over a kernel, Inductor's function is called for each member."""
     results = []
     for kind in (Loop, Each):
-        SWEEPS.clear()
+        MULTI_TENSOR_KERNELS.clear()
         if kind is Each:
             monkeypatch.setattr(multi_tensor_kernel, "loop_over", lambda *_: None)
             monkeypatch.setattr(multi_tensor_kernel.kept, "load", lambda place: None)
@@ -106,7 +106,7 @@ def test_members_of_any_size_are_equal_by_a_loop_and_by_calls(
         step = collage_fx.compile(optimizer, multi_tensor=True)
         for _ in range(3):
             step()
-        assert kind in {type(s.runners["cpu"]) for s in SWEEPS.values()}
+        assert kind in {type(s.runners["cpu"]) for s in MULTI_TENSOR_KERNELS.values()}
         states = [t for p in params for t in (p, *optimizer.state[p].values())]
         results.append(torch.cat([collage_fx.value(t).flatten() for t in states]))
     assert torch.equal(*results)
@@ -174,18 +174,18 @@ def test_views_of_what_is_overwritten_are_read_before() -> None:
 
 
 @pytest.mark.parametrize("kind, options", OPTIMIZERS, ids=named)
-def test_every_sweep_of_torch_can_be_printed(kind: Any, options: dict[str, Any]) -> None:
-    before = set(SWEEPS)
+def test_every_kernel_of_torch_can_be_printed(kind: Any, options: dict[str, Any]) -> None:
+    before = set(MULTI_TENSOR_KERNELS)
     program = capture_optimizer(kind, shapes=((4, 3),) * 8, **options).program()
-    keys = {str(n.args[3]) for n in program.result.graph.nodes if "sweep" in str(n.target)}  # type: ignore[union-attr]
-    assert keys and keys >= set(SWEEPS) - before
+    keys = {str(n.args[3]) for n in program.result.graph.nodes if "multi_tensor" in str(n.target)}  # type: ignore[union-attr]
+    assert keys and keys >= set(MULTI_TENSOR_KERNELS) - before
     for key in keys:
-        assert "def sweep(" in SWEEPS[key].triton()
+        assert "def multi_tensor(" in MULTI_TENSOR_KERNELS[key].triton()
 
 
-def test_a_sweep_of_step_counts_is_compiled_for_a_gpu() -> None:
+def test_a_kernel_of_step_counts_is_compiled_for_a_gpu() -> None:
     program = capture_optimizer(torch.optim.AdamW, shapes=((4, 3),) * 8).program()
-    sweeps = [n for n in program.result.graph.nodes if "sweep" in str(n.target)]  # type: ignore[union-attr]
-    source = SWEEPS[str(sweeps[0].args[3])].triton()
+    kernels = [n for n in program.result.graph.nodes if "multi_tensor" in str(n.target)]  # type: ignore[union-attr]
+    source = MULTI_TENSOR_KERNELS[str(kernels[0].args[3])].triton()
     assert "libdevice.pow" in source
     assert "ptx" in assembled(source, SM90, aligned=False)
