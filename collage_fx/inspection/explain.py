@@ -53,6 +53,10 @@ class Explanation:
     """The graphs that Inductor compiled."""
     output_code: list[str]
     """Inductor's output code of each graph."""
+    snapshots: list[dict[str, str]] = field(default_factory=list)
+    """For each graph what each pass left, as text; `unchanged` of a pass that did nothing."""
+    seconds: list[dict[str, float]] = field(default_factory=list)
+    """For each graph the time that each pass took."""
     members: list[int] = field(default_factory=list)
     """How many slices each class has."""
     kernels: list[str] = field(default_factory=list)
@@ -293,6 +297,8 @@ def _explanation(
         lowered=[r.lowered for r in rewritten if r.lowered is not None],
         after=[p.result for p in programs if p.result is not None],
         output_code=[c.source_code for c in latest],
+        snapshots=[p.snapshots for p in programs],
+        seconds=[p.seconds for p in programs],
         members=[r.count for r in rewritten],
         kernels=[_kernel(r) for r in rewritten],
         apart=[r.apart for r in rewritten],

@@ -1,0 +1,59 @@
+"""The code in README and docs runs, what it prints is what is shown, and links lead somewhere."""
+
+import contextlib
+import io
+import re
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+CODE = {
+    f"{page.relative_to(ROOT)}-{i}": text
+    for page in PAGES
+    if page.name != "stock-defects.md"  # whose code shows what goes wrong
+    for i, text in enumerate(BLOCK.findall(page.read_text()))
+}
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#([^)]*))?\)")
+
+
+def printed(text: str) -> str:
+    module = types.ModuleType("page")
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(compile(text, "page", "exec"), module.__dict__)
+    return out.getvalue()
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("name", CODE)
+def test_code_runs(name: str) -> None:
+    torch.manual_seed(0)
+    printed(CODE[name])
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_what_readme_shows_is_what_explain_prints() -> None:
+    page = (ROOT / "README.md").read_text()
+    (shown,) = re.findall(r"^```\n(state .*?)^```$", page, re.MULTILINE | re.DOTALL)
+    found = printed(CODE["README.md-0"])
+    assert all(line.rstrip() in found for line in shown.splitlines())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_resolve(page: Path) -> None:
+    for target, anchor in LINK.findall(page.read_text()):
+        if target.startswith("https://"):
+            continue
+        file = (page.parent / target).resolve()
+        assert file.exists(), f"{page.name} links to {target}"
+        titles = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE) if anchor else []
+        anchors = {re.sub(r"[^\w -]", "", t.lower()).replace(" ", "-") for t in titles}
+        assert not anchor or anchor in anchors, f"{page.name} links to {target}#{anchor}"
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
