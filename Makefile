@@ -23,7 +23,7 @@ test-all: lint
 # Random optimizer programs of fresh seeds; a program that fails is printed as a short script.
 #   make fuzz SECONDS=600        make fuzz PROGRAMS=2000 SEED=7
 fuzz: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz.py $(if $(SECONDS),--seconds $(SECONDS)) \
+	OMP_NUM_THREADS=1 $(BIN)/python tests/support/fuzz.py $(if $(SECONDS),--seconds $(SECONDS)) \
 		$(if $(PROGRAMS),--programs $(PROGRAMS)) $(if $(SEED),--seed $(SEED)) \
 		$(if $(WAYS),--ways $(WAYS))
 

@@ -3,7 +3,7 @@
     python benchmarks/bounds.py [--samples 1e8] [--formats bf16 fp16] [--out FILE.json]
 
 Operands have random bits over all exponents; a third of the second ones nearly cancel the first.
-Errors are computed as tests/operations.py says, and what seems to break a bound is decided by
+Errors are computed as tests/support/operations.py says; what seems to break a bound is decided by
 rationals. Writes results/bounds.json and results/bounds.md, or FILE. With 1e8 samples of each
 operation it takes some ten minutes for each format on one core.
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
 from floats import BF16, FP16
 from operations import CHUNK, OPERATIONS, seen
 

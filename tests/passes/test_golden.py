@@ -1,6 +1,6 @@
 """The whole text of one small rewritten slice: SGD without momentum, in bf16.
 
-After a change on purpose: `EXPECTTEST_ACCEPT=1 pytest tests/test_golden.py`, and read the diff.
+After a change on purpose: `EXPECTTEST_ACCEPT=1 pytest` on this file, and read the diff.
 """
 
 from expecttest import assert_expected_inline

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from torch import optim
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LAYERS = ("collage_fx", "passes", "runtime")
 """The folders with the code, from the top to the bottom."""
 ORDER = [

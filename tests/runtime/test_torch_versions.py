@@ -16,7 +16,7 @@ from collage_fx.errors import CollageWarning
 from collage_fx.runtime import torch_versions
 from collage_fx.runtime.torch_versions import TESTED, doubt, minor, warn_if_untested
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture

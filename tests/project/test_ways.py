@@ -9,7 +9,7 @@ from torch import Tensor
 
 import collage_fx
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from steps import parameters
 from ways import LR, WAYS
 
