@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from collage_fx.dynamo.backend import Session
+from collage_fx.dynamo.backend import Backend
 from collage_fx.dynamo.options import split_options
 from collage_fx.optimizer import checkpoint, plain_steps
 from collage_fx.optimizer.fused import as_its_kernel
@@ -61,9 +61,9 @@ def compile(
             checkpoint.attach(one)
         config = as_its_kernel(config, options, optimizer)
         plain_steps.watch(family(optimizer))
-        session = Session(config, inductor, optimizer=weakref.ref(optimizer))
+        session = Backend(config, inductor, optimizer=weakref.ref(optimizer))
         return compile_optimizer(optimizer, session)
-    session = Session(config, inductor, named=True)
+    session = Backend(config, inductor, named=True)
     plain = in_place(subject, tuple(carries))
     function = compile_function(plain, session)
     function._collage = (plain, options)  # type: ignore[attr-defined]

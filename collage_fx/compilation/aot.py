@@ -19,6 +19,7 @@ from collage_fx.compilation.graph_inputs import Inputs, Source, source_behind
 from collage_fx.compilation.inductor import compile_rewritten, separate_outputs, uses_cudagraphs
 from collage_fx.compilation.partition import only_multi_tensor, split
 from collage_fx.compilation.residual_binding import Code, Locate, Residuals
+from collage_fx.compilation.session import Session, StandsForOthers
 from collage_fx.compilation.side_inputs import Members
 from collage_fx.hooks import optimizer_hooks
 from collage_fx.hooks.gc_pause import no_full_collection
@@ -46,7 +47,7 @@ from collage_fx.runtime.storage.registry import compensable_dtypes
 
 
 def compile_graph(
-    session: Any, gm: GraphModule, example_inputs: Sequence[Any], args: tuple[Any, ...] = ()
+    session: Session, gm: GraphModule, example_inputs: Sequence[Any], args: tuple[Any, ...] = ()
 ) -> Code:
     """Compile a graph: one member of each class of it, where that will do for all.
 
@@ -69,7 +70,7 @@ def compile_graph(
     )
     try:
         if session.stand_ins is not None:
-            return _compile_for_unseen(session, inputs, example_inputs)
+            return _compile_for_others(session, session.stand_ins, inputs, example_inputs)
         code = _compile_narrow(session, inputs, example_inputs)
         if code is not None:
             return code
@@ -78,15 +79,17 @@ def compile_graph(
         inputs.release()
 
 
-def _compile_for_unseen(session: Any, inputs: Inputs, example_inputs: Sequence[Any]) -> Code:
+def _compile_for_others(
+    session: Session, stand_ins: StandsForOthers, inputs: Inputs, example_inputs: Sequence[Any]
+) -> Code:
     """Compile a graph for parameters that Dynamo has not seen too; raise Unlike if it cannot be."""
     with no_full_collection():
-        narrowed = session.stand_ins.whole_graph(inputs, session.config)
+        narrowed = stand_ins.whole_graph(inputs, session.config)
     return _first_alike(session, inputs, narrowed, example_inputs)
 
 
 def _first_alike(
-    session: Any, inputs: Inputs, narrowed: Narrow, example_inputs: Sequence[Any]
+    session: Session, inputs: Inputs, narrowed: Narrow, example_inputs: Sequence[Any]
 ) -> Code:
     """Compile one member of each class, at best without Inductor; raise Unlike if it cannot be."""
     with contextlib.suppress(Unlike):
@@ -94,7 +97,7 @@ def _first_alike(
     return _Compilation(session, inputs, narrowed).run(example_inputs)
 
 
-def _compile_narrow(session: Any, inputs: Inputs, example_inputs: Sequence[Any]) -> Code | None:
+def _compile_narrow(session: Session, inputs: Inputs, example_inputs: Sequence[Any]) -> Code | None:
     """Compile one member of each class; return None where the graph has to be compiled whole."""
     try:
         with no_full_collection():
@@ -112,7 +115,7 @@ def _compile_narrow(session: Any, inputs: Inputs, example_inputs: Sequence[Any])
     return None
 
 
-def _narrowed(session: Any, inputs: Inputs) -> Narrow | None:
+def _narrowed(session: Session, inputs: Inputs) -> Narrow | None:
     settings = session.config
     if "deduplicate" in settings.without or not settings.multi_tensor:
         return None
@@ -126,7 +129,7 @@ class _Compilation:
     """The compilation of a graph, whole or narrow."""
 
     def __init__(
-        self, session: Any, inputs: Inputs, narrowed: Narrow | None, alone: bool = False
+        self, session: Session, inputs: Inputs, narrowed: Narrow | None, alone: bool = False
     ) -> None:
         """Compile a graph.
 

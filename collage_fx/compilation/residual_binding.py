@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from collage_fx.compilation.session import Session
 from collage_fx.hooks import optimizer_hooks
 from collage_fx.optimizer import checkpoint
 from collage_fx.optimizer.ownership import Owned, family, owners_of
@@ -41,7 +42,7 @@ class Residuals:
 
     def __init__(
         self,
-        session: Any,
+        session: Session,
         carried: list[Carried],
         locate: list[Locate],
         others: list[Locate],

@@ -1,6 +1,5 @@
 """The Dynamo backend: from a Dynamo graph to a callable that binds residuals."""
 
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from collage_fx.compilation.aot import compile_graph
 from collage_fx.compilation.layout_guards import Layouts, static_inputs
 from collage_fx.compilation.residual_binding import Code
-from collage_fx.config import CollageConfig
+from collage_fx.compilation.session import Session, StandsForOthers
 from collage_fx.dynamo.options import split_options
 from collage_fx.dynamo.symbols import Symbols
 from collage_fx.eager.supervisor import Supervisor
@@ -23,71 +22,22 @@ from collage_fx.hooks import optimizer_hooks
 from collage_fx.hooks.optimizer_hooks import traced_function
 from collage_fx.optimizer.ownership import makes_states, rates, stateless
 from collage_fx.optimizer.storage_patterns import Patterns
-from collage_fx.passes.codegen.multi_tensor_kernel import unreachable
 from collage_fx.passes.frontend.denominator import one_denominator
-from collage_fx.passes.ir.program import Program
-from collage_fx.runtime.errors import CollageError, CollageWarning, OptionError
+from collage_fx.runtime.errors import CollageError, OptionError
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import compensable_dtypes
-from collage_fx.runtime.torch_versions import warn_if_untested
 from collage_fx.stand_in.steps import LeftToEngine
 
 
 @dataclass
-class Compiled:
-    """One graph that the backend compiled, for `explain` and for reports."""
+class Backend(Session):
+    """A session that Dynamo calls for each of its graphs: what torch.compile gets as backend."""
 
-    program: Program
-    source_code: str = ""
-    runs: int = 0
-
-
-@dataclass
-class Session:
-    """What one user of the backend (an optimizer, a function) has asked for and got."""
-
-    config: CollageConfig
-    inductor: dict[str, Any] = field(default_factory=dict)
-    optimizer: Callable[[], Optimizer | None] = lambda: None
-    """A weak reference to the optimizer, where `collage_fx.compile` was given one."""
-    named: bool = False
-    """Whether the user knows that residuals of ownerless tensors are theirs to save."""
-    compiled: list[Compiled] = field(default_factory=list)
-    keep: bool = False
-    """Whether `compiled` is filled in; programs are large."""
     supervisor: Callable[[], Supervisor | None] = lambda: None
-    """A weak reference to what watches the steps, where `collage_fx.compile` made the step: it
-    holds the tensors, which Dynamo's cache must not keep alive."""
-    stand_ins: Any = None
-    """Within a step of which Dynamo sees some of the parameters: which stand for which."""
     begun: set[int] = field(default_factory=set)
     """The ids of the parameters whose first states the eager engine made."""
     began_with: list[dict[str, Any]] | None = None
     """The rates of a first step that Dynamo has not seen, until it has seen another."""
-    graphs: int = 0
-    """How many graphs have been compiled."""
-    calls: int = 0
-    """How often a graph of this session has run, compensated or not."""
-    shared: bool = False
-    """Whether it is for all functions that are compiled with one configuration."""
-    warned: set[str] = field(default_factory=set)
-    said: set[Any] = field(default_factory=set)
-    """The warnings, each with the function it was about, where there are several."""
-    notes: set[str] = field(default_factory=set)
-    """What a report says beside the warnings."""
-    patterns: Patterns = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.patterns = Patterns.of(self.config)
-        warn_if_untested()
-
-    def warn_once(self, message: str) -> None:
-        """Warn unless this session has said the same before, of the same function."""
-        of_code = optimizer_hooks.traced_code() if self.shared else None
-        if (key := (message, of_code)) not in self.said:
-            self.said.add(key)
-            self.warned.add(message)
-            warnings.warn(f"collage_fx: {message}", CollageWarning, stacklevel=2)
 
     def begins(self, gm: GraphModule) -> bool:
         """Tell whether a graph makes states for parameters that had none before this step.
@@ -132,24 +82,6 @@ class Session:
         optimizer, before = self.optimizer(), self.began_with
         return optimizer is None or before is None or before == rates(optimizer)
 
-    def note(self, program: Program) -> Compiled:
-        """Note that a graph was compiled; say where its classes cannot share a kernel."""
-        for reason in {unreachable(s.val.device) for s in program.carried} - {""}:
-            if program.settings.multi_tensor and program.result is not None:
-                self.warn_once(f"{reason}; Inductor compiles one for each, where it has a backend")
-        self.patterns.see_graph(program)
-        compiled = Compiled(program)
-        if self.keep:
-            self.compiled.append(compiled)
-        return compiled
-
-    def note_loss(self, lost: list[str]) -> None:
-        """Say what a graph does not hand over whole: in the report, where the engine does it."""
-        if self.supervisor() is not None:
-            self.notes.update(f"left to the eager engine: {one}" for one in lost)
-        else:
-            self.warn_once(f"{'; '.join(lost)}; collage_fx.compile leaves that to its eager engine")
-
     def _refuse_forgetting(self, optimizer: Optimizer, names: list[str]) -> None:
         """Warn of attributes whose assignments Dynamo would lose; leave the step to the engine.
 
@@ -177,7 +109,7 @@ class Session:
         return _Step(self, gm, example_inputs)
 
 
-_SESSIONS: dict[str, Session] = {}
+_SESSIONS: dict[str, Backend] = {}
 """Configuration -> what it was used for, but for the steps of optimizers."""
 _PATTERNS: dict[str, Patterns] = {}
 """Configuration -> its patterns, whoever uses them."""
@@ -205,7 +137,7 @@ def _collage(
     sessions = _SESSIONS if optimizer is None else _OF_OPTIMIZER.setdefault(optimizer, {})
     key = repr((config, sorted(inductor.items())))
     if key not in sessions:
-        sessions[key] = Session(config, inductor, shared=optimizer is None)
+        sessions[key] = Backend(config, inductor, shared=optimizer is None)
         # Another part of a step may be traced without its optimizer in sight.
         sessions[key].patterns = _PATTERNS.setdefault(key, sessions[key].patterns)
     return sessions[key](gm, example_inputs)
@@ -225,13 +157,13 @@ def __getattr__(name: str) -> Any:
 class _Step:
     """The callable that Dynamo gets for one of its graphs."""
 
-    def __init__(self, session: Session, gm: GraphModule, example_inputs: Sequence[Any]) -> None:
+    def __init__(self, session: Backend, gm: GraphModule, example_inputs: Sequence[Any]) -> None:
         self.session = session
         self.checked = -1
         """The generation of the store in which every residual was known to this graph."""
         self.error: CollageError | None = None
         """What the calls raise: a backend that raises it would be passed over by Dynamo."""
-        self.stand_ins: Callable[[], Any] = _of_whole_step(session.stand_ins, gm)
+        self.stand_ins: Callable[[], StandsForOthers | None] = _of_whole_step(session.stand_ins, gm)
         """That of the parameters which those in the graph stand for; None if for none."""
         part = session.stand_ins is not None and self.stand_ins() is None
         self.waits = 1 if part else 2 if session.begins(gm) or not session.settled() else 0
@@ -332,7 +264,9 @@ class _Step:
             raise self.error
 
 
-def _of_whole_step(stand_ins: Any, gm: GraphModule) -> Callable[[], Any]:
+def _of_whole_step(
+    stand_ins: StandsForOthers | None, gm: GraphModule
+) -> Callable[[], StandsForOthers | None]:
     """Return a reference to a stand_ins if a graph that Dynamo has just made is all of its step."""
     if stand_ins is None or stand_ins.name != traced_function():
         return lambda: None

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from collage_fx.config import CollageConfig
-from collage_fx.dynamo.backend import Compiled, Session
+from collage_fx.dynamo.backend import Backend, Compiled
 from collage_fx.dynamo.options import split_options
 from collage_fx.inspection.values import value as full_value
 from collage_fx.optimizer.fused import as_its_kernel
@@ -173,7 +173,7 @@ def explain(
     owner = getattr(step, "__self__", None)
     if isinstance(owner, Optimizer):
         config = as_its_kernel(config, options, owner)
-    session = Session(config, inductor, named=True, keep=True)
+    session = Backend(config, inductor, named=True, keep=True)
     if isinstance(owner, Optimizer):
         session.optimizer = weakref.ref(owner)
         supervised = compile_optimizer(owner, session)
@@ -234,7 +234,7 @@ def _prepare(
     """Return a name, a step on copies and the options it was compiled with."""
     options: dict[str, Any] = {}
     session = getattr(step_made_here(subject, "_collage"), "_collage", None)
-    if isinstance(session, Session):
+    if isinstance(session, Backend):
         options = {**vars(session.config), **session.inductor}
         # A scheduler puts a function of its own around the step, with its attributes.
         subject = session.optimizer() or subject

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from collage_fx.compilation.graph_inputs import Inputs
 from collage_fx.compilation.layout_guards import guards_of, is_plain
+from collage_fx.compilation.session import Session
 from collage_fx.passes.codegen.multi_tensor_kernel import least_members
 from collage_fx.passes.dedup.deduplicate import Narrow
 from collage_fx.passes.ir.program import Settings
@@ -26,7 +27,7 @@ from collage_fx.stand_in.whole_graph import narrowed
 class StandIns:
     """Which parameters stand for which, as long as nothing of all that changes."""
 
-    def __init__(self, optimizer: Optimizer, classes: list[list[Tensor]], session: Any) -> None:
+    def __init__(self, optimizer: Optimizer, classes: list[list[Tensor]], session: Session) -> None:
         """Note what the parameters are now.
 
         Args:
@@ -55,7 +56,7 @@ class StandIns:
         """Whether the step has updated all parameters."""
 
     @classmethod
-    def of(cls, optimizer: Optimizer, session: Any) -> "StandIns | None":
+    def of(cls, optimizer: Optimizer, session: Session) -> "StandIns | None":
         """Return the stand_ins of an optimizer's parameters; None where none stands for others.
 
         Raises CollageError if a parameter has a gradient or a state of another size.

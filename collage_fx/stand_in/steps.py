@@ -17,6 +17,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
+from collage_fx.compilation.session import Session
 from collage_fx.hooks.optimizer_hooks import is_seen_by_others
 from collage_fx.passes.ir.program import Unlike
 from collage_fx.runtime.errors import CollageError
@@ -34,7 +35,7 @@ class LeftToEngine(CollageError):
 class StandInSteps:
     """The steps of one optimizer with stand-ins."""
 
-    def __init__(self, optimizer: Callable[[], Optimizer], session: Any) -> None:
+    def __init__(self, optimizer: Callable[[], Optimizer], session: Session) -> None:
         self.optimizer = optimizer
         self.session = session
         self.known: list[StandIns] = []

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer
 
 from collage_fx.compilation.inductor import uses_cudagraphs
+from collage_fx.compilation.session import Session
 from collage_fx.optimizer.fused import unscaled
 from collage_fx.optimizer.ownership import init_states
 
@@ -16,7 +17,7 @@ ALIKE = frozenset({Adam, Adamax, AdamW, NAdam, SGD})
 """Classes, not those derived from them, whose step treats each parameter of a group by itself."""
 
 
-def serves(optimizer: Optimizer, session: Any) -> bool:
+def serves(optimizer: Optimizer, session: Session) -> bool:
     """Tell whether the steps of an optimizer may be done with stand-ins."""
     settings = session.config
     if not settings.multi_tensor or "deduplicate" in settings.without:

@@ -13,7 +13,7 @@ from torch.compiler import disable
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from collage_fx.dynamo.backend import Session
+from collage_fx.dynamo.backend import Backend
 from collage_fx.eager.supervisor import Supervisor
 from collage_fx.errors import CollageError, OptionError
 from collage_fx.hooks import nested_compile
@@ -31,7 +31,7 @@ from collage_fx.step.recompile_guard import RecompileGuard
 from collage_fx.step.subject import name_of, step_made_here
 
 
-def compile_optimizer(optimizer: Optimizer, session: Session) -> Callable[..., Any]:
+def compile_optimizer(optimizer: Optimizer, session: Backend) -> Callable[..., Any]:
     """Return a method bound to the optimizer that runs its class's step compiled."""
     # The class's own step: optimizer.step may be wrapped by a scheduler, or be ours already.
     plain = types.MethodType(unscaling(optimizer), optimizer)
@@ -69,7 +69,7 @@ def compile_optimizer(optimizer: Optimizer, session: Session) -> Callable[..., A
     return types.MethodType(step, optimizer)
 
 
-def compile_function(function: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def compile_function(function: Callable[..., Any], session: Backend) -> Callable[..., Any]:
     """Return the function compiled, and supervised as the step of an optimizer is."""
     if session.config.verify:
         raise OptionError("verify=n checks the steps of optimizers, not calls of functions")
@@ -107,7 +107,7 @@ def _argument_names(function: Callable[..., Any]) -> list[str]:
 
 def _supervised(
     plain: Callable[..., Any],
-    session: Session,
+    session: Backend,
     supervisor: Supervisor,
     few: StandInSteps | None = None,
 ) -> Callable[..., Any]:
@@ -195,7 +195,7 @@ def report_of(step: Any) -> Report:
     return made._report()
 
 
-def _report(supervisor: Supervisor, session: Session) -> Report:
+def _report(supervisor: Supervisor, session: Backend) -> Report:
     written = (s for s in supervisor.served.values() if s.steps and not s.is_gradient)
     return Report(
         supervisor.subject,

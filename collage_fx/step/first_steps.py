@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.compiler import set_stance
 from torch.optim import Optimizer
 
-from collage_fx.dynamo.backend import Session
+from collage_fx.dynamo.backend import Backend
 from collage_fx.eager.supervisor import Supervisor
 from collage_fx.eager.verdict import TRIED
 from collage_fx.hooks.optimizer_hooks import is_seen_by_others
@@ -44,7 +44,7 @@ Values = dict[str, Tensor]
 class StepCheck:
     """The check of the first steps of one optimizer."""
 
-    def __init__(self, supervisor: Supervisor, session: Session, steps: int) -> None:
+    def __init__(self, supervisor: Supervisor, session: Backend, steps: int) -> None:
         self.supervisor = supervisor
         self.session = session
         self.left = steps

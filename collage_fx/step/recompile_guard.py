@@ -7,7 +7,7 @@ that cannot make a graph for each value.
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from collage_fx.dynamo.backend import Session
+from collage_fx.dynamo.backend import Backend
 from collage_fx.eager.supervisor import Supervisor
 from collage_fx.hooks.dynamo_limits import graphs_compiled
 
@@ -24,7 +24,7 @@ _MANY = 12
 class RecompileGuard:
     """Counts the calls in a row that compiled something."""
 
-    def __init__(self, session: Session, supervisor: Supervisor) -> None:
+    def __init__(self, session: Backend, supervisor: Supervisor) -> None:
         self.session = session
         self.supervisor = supervisor
         self.calls = 0

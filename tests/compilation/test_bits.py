@@ -9,7 +9,7 @@ from torch._inductor.lowering import to_dtype
 
 import collage_fx
 from collage_fx.config import CollageConfig
-from collage_fx.dynamo.backend import Session
+from collage_fx.dynamo.backend import Backend
 from collage_fx.passes.codegen.inductor_lowering import lower_round, set_round_lowering
 from collage_fx.passes.ir.program import Carried, Program
 from collage_fx.runtime.torch_versions import installed
@@ -89,7 +89,7 @@ def test_inductor_keeps_every_rounding_of_the_lowered_graph(kind: type, options:
     generator = torch.Generator().manual_seed(2)
     p = mixed(1.0, torch.bfloat16, generator).requires_grad_()
     optimizer = kind([p], lr=1e-3, **options)
-    session = Session(CollageConfig(level="all"), keep=True)
+    session = Backend(CollageConfig(level="all"), keep=True)
     step = torch.compile(optimizer.step, backend=session)
     p.grad = mixed(1e-2, torch.bfloat16, generator)
     for _ in range(2):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import collage_fx
 from collage_fx.config import CollageConfig
-from collage_fx.dynamo.backend import Session
+from collage_fx.dynamo.backend import Backend
 from collage_fx.errors import CollageWarning, OptionError
 from collage_fx.passes.analysis.plan import spare, verdict
 from collage_fx.passes.analysis.recurrence import Form, recurrence_of
@@ -36,13 +36,13 @@ class Model(nn.Module):
         return self.norm(self.linear(x)).float().square().mean()
 
 
-def plan_of(session: Session) -> dict[str, StatePlan]:
+def plan_of(session: Backend) -> dict[str, StatePlan]:
     return {s.name: s for c in session.compiled for s in c.program.plan}
 
 
 def test_forward_of_a_model_in_training_is_left_alone_without_a_word() -> None:
     model, x = Model(), torch.randn(16, 8).to(BF16)
-    session = Session(CollageConfig(), keep=True)
+    session = Backend(CollageConfig(), keep=True)
     compiled = torch.compile(model, backend=session)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -57,7 +57,7 @@ def test_forward_of_a_model_in_training_is_left_alone_without_a_word() -> None:
 
 
 def test_a_buffer_that_the_user_names_is_compensated() -> None:
-    session = Session(CollageConfig(states=("*cache",)), keep=True, named=True)
+    session = Backend(CollageConfig(states=("*cache",)), keep=True, named=True)
     model = Model()
     with torch.no_grad():
         torch.compile(model, backend=session)(torch.randn(16, 8).to(BF16))
@@ -107,7 +107,7 @@ def test_a_tensor_beside_an_optimizer(states: Any, both: bool) -> None:
     p = torch.ones(8, dtype=BF16, requires_grad=True)
     p.grad = torch.full_like(p, 0.5)
     optimizer = WithMemory([p], torch.zeros(8, dtype=BF16))
-    session = Session(CollageConfig(states=states), named=True)
+    session = Backend(CollageConfig(states=states), named=True)
     torch.compile(optimizer.step, backend=session)()
     assert bool(collage_fx.residuals(p))
     assert bool(collage_fx.residuals(optimizer.memory)) == both
@@ -161,7 +161,7 @@ class Twins(nn.Module):
 def test_members_of_one_class_may_differ(name: str) -> None:
     """The recurrences speak of the first member, whichever of them is compensated."""
     twins, x = Twins(), torch.ones(8, dtype=BF16)
-    compiled = torch.compile(twins, backend=Session(CollageConfig(states=(name,)), named=True))
+    compiled = torch.compile(twins, backend=Backend(CollageConfig(states=(name,)), named=True))
     with torch.no_grad():
         for _ in range(100):
             compiled(x)

@@ -1,0 +1,111 @@
+"""What one user of the backend, an optimizer or a function, has asked for and got."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch.fx import GraphModule
+from torch.optim import Optimizer
+
+from collage_fx.config import CollageConfig
+from collage_fx.hooks import optimizer_hooks
+from collage_fx.optimizer.storage_patterns import Patterns
+from collage_fx.passes.codegen.multi_tensor_kernel import unreachable
+from collage_fx.passes.dedup.deduplicate import Narrow
+from collage_fx.passes.ir.program import Program, Settings
+from collage_fx.runtime.errors import CollageWarning
+from collage_fx.runtime.torch_versions import warn_if_untested
+
+if TYPE_CHECKING:
+    from collage_fx.compilation.graph_inputs import Inputs
+
+
+class StandsForOthers(Protocol):
+    """Parameters of which a graph is made in place of all; `stand_in.stand_ins` has them."""
+
+    name: str
+    """That of the function which is traced for them."""
+    done: bool
+    """Whether the step has updated all parameters."""
+
+    def whole_graph(self, inputs: "Inputs", settings: Settings) -> Narrow:
+        """Return a graph of the few parameters as the narrow graph of all; may raise Unlike."""
+
+
+@dataclass
+class Compiled:
+    """One graph that the backend compiled, for `explain` and for reports."""
+
+    program: Program
+    source_code: str = ""
+
+
+@dataclass
+class Session:
+    """What one user of the backend (an optimizer, a function) has asked for and got."""
+
+    config: CollageConfig
+    inductor: dict[str, Any] = field(default_factory=dict)
+    optimizer: Callable[[], Optimizer | None] = lambda: None
+    """A weak reference to the optimizer, where `collage_fx.compile` was given one."""
+    named: bool = False
+    """Whether the user knows that residuals of ownerless tensors are theirs to save."""
+    compiled: list[Compiled] = field(default_factory=list)
+    keep: bool = False
+    """Whether `compiled` is filled in; programs are large."""
+    supervisor: Callable[[], object | None] = lambda: None
+    """A weak reference to what watches the steps, where `collage_fx.compile` made the step: it
+    does what is not compiled. It holds the tensors, which Dynamo's cache must not keep alive."""
+    stand_ins: StandsForOthers | None = None
+    """Within a step of which Dynamo sees some of the parameters: which stand for which."""
+    graphs: int = 0
+    """How many graphs have been compiled."""
+    calls: int = 0
+    """How often a graph of this session has run, compensated or not."""
+    shared: bool = False
+    """Whether it is for all functions that are compiled with one configuration."""
+    said: set[tuple[str, CodeType | None]] = field(default_factory=set)
+    """The warnings, each with the function it was about, where there are several."""
+    notes: set[str] = field(default_factory=set)
+    """What a report says beside the warnings."""
+    patterns: Patterns = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.patterns = Patterns.of(self.config)
+        warn_if_untested()
+
+    @property
+    def warned(self) -> set[str]:
+        """The warnings given."""
+        return {message for message, _ in self.said}
+
+    def warn_once(self, message: str) -> None:
+        """Warn unless this session has said the same before, of the same function."""
+        of_code = optimizer_hooks.traced_code() if self.shared else None
+        if (key := (message, of_code)) not in self.said:
+            self.said.add(key)
+            warnings.warn(f"collage_fx: {message}", CollageWarning, stacklevel=2)
+
+    def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile one graph of Dynamo's: `dynamo.backend.Backend` does."""
+        raise NotImplementedError
+
+    def note(self, program: Program) -> Compiled:
+        """Note that a graph was compiled; say where its classes cannot share a kernel."""
+        for reason in {unreachable(s.val.device) for s in program.carried} - {""}:
+            if program.settings.multi_tensor and program.result is not None:
+                self.warn_once(f"{reason}; Inductor compiles one for each, where it has a backend")
+        self.patterns.see_graph(program)
+        compiled = Compiled(program)
+        if self.keep:
+            self.compiled.append(compiled)
+        return compiled
+
+    def note_loss(self, lost: list[str]) -> None:
+        """Say what a graph does not hand over whole: in the report, where the engine does it."""
+        if self.supervisor() is not None:
+            self.notes.update(f"left to the eager engine: {one}" for one in lost)
+        else:
+            self.warn_once(f"{'; '.join(lost)}; collage_fx.compile leaves that to its eager engine")
