@@ -267,7 +267,7 @@ class _Step:
 def _of_whole_step(
     stand_ins: StandsForOthers | None, gm: GraphModule
 ) -> Callable[[], StandsForOthers | None]:
-    """Return a reference to a stand_ins if a graph that Dynamo has just made is all of its step."""
+    """Return a reference to stand-ins if a graph that Dynamo has just made is all of its step."""
     if stand_ins is None or stand_ins.name != traced_function():
         return lambda: None
     reason: Any = gm.compile_subgraph_reason

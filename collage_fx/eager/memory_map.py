@@ -97,7 +97,7 @@ def _extent(size: torch.Size, stride: tuple[int, ...]) -> int:
 
 
 class MemoryMap:
-    """MemoryMap by memory; one is forgotten when its memory is freed."""
+    """Records of tensors by their memory; one is forgotten when its memory is freed."""
 
     def __init__(self) -> None:
         self._by_storage: dict[int, list[MemoryRecord]] = {}
@@ -111,12 +111,12 @@ class MemoryMap:
         """Return the record of tensor, or that of a dense one that tensor is a view of."""
         if not self._by_storage or not has_memory(tensor):
             return None
-        memory = self._by_storage.get(tensor.untyped_storage()._cdata, ())
-        if memory and memory[0].storage.expired():
+        records = self._by_storage.get(tensor.untyped_storage()._cdata, ())
+        if records and records[0].storage.expired():
             del self._by_storage[tensor.untyped_storage()._cdata]
             return None
-        whole = next((s for s in memory if s.same(tensor)), None)
-        return whole or next((s for s in memory if s.covers(tensor)), None)
+        whole = next((s for s in records if s.same(tensor)), None)
+        return whole or next((s for s in records if s.covers(tensor)), None)
 
     def add(self, tensor: Tensor, lows: tuple[Tensor, ...] | None, forms: Forms) -> MemoryRecord:
         """Make a record for tensor, in the place of one of the same elements."""
@@ -151,6 +151,6 @@ class MemoryMap:
         return self.add(whole.set_(storage, 0, (count,), (1,)), None, {})
 
     def _purge(self) -> None:
-        dead = [k for k, memory in self._by_storage.items() if memory[0].storage.expired()]
+        dead = [k for k, records in self._by_storage.items() if records[0].storage.expired()]
         for key in dead:
             del self._by_storage[key]

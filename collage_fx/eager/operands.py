@@ -107,7 +107,7 @@ Missing: TypeAlias = Callable[[str, "list[Write]"], None]
 
 
 class Operands:
-    """Looks up operands among the memory, and does operations on them by the rules."""
+    """Looks up operands in the map of memory, and does operations on them by the rules."""
 
     def __init__(
         self,
@@ -264,11 +264,11 @@ class Operands:
 
     def forms(self, op: Any, tensors: list[Tensor], args: Any, kwargs: Any) -> Forms:
         """Return how the result of a plain operation depends on the states that are followed."""
-        memory = [s for t in tensors if (s := self.memory.find(t))]
-        if not any(s.forms for s in memory):
+        records = [s for t in tensors if (s := self.memory.find(t))]
+        if not any(s.forms for s in records):
             return {}
         if op in COPIES:
-            return dict(memory[0].forms)
+            return dict(records[0].forms)
         if supports(op):
             made: dict[int, Traced] = {}
             operands = tree_map(lambda a: self._meta(a, made), (args, kwargs))
@@ -276,7 +276,7 @@ class Operands:
             dtype = result_dtype(tensors)
             out = torch.empty(shape, dtype=dtype, device="meta")
             return Operation(torch.bfloat16, self.arithmetic).run(Call(op, *operands), out).forms
-        return {key: CURVED for s in memory for key in s.forms}
+        return {key: CURVED for s in records for key in s.forms}
 
     def _meta(self, x: Any, made: dict[int, Traced]) -> Any:
         if not isinstance(x, Tensor):
@@ -294,8 +294,8 @@ class Operands:
         """Tell whether a result of this dtype has the value of an expansion in it, being wide."""
         if dtype in LOW_PRECISION:
             return False
-        memory = filter(None, map(self.memory.find, operands))
-        return any(s.whole or (s.lows is not None and s.dtype != dtype) for s in memory)
+        records = filter(None, map(self.memory.find, operands))
+        return any(s.whole or (s.lows is not None and s.dtype != dtype) for s in records)
 
     def narrows(self, x: Tensor, kwargs: dict[str, Any]) -> bool:
         """Tell whether x, to be converted, is a wide tensor that carries some of a state."""

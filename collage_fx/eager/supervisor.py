@@ -230,8 +230,8 @@ class Supervisor:
         """
         if self.engine.asleep:
             return False
-        memory = [self.engine.memory.find(a) for a in args if isinstance(a, Tensor)]
-        made = (s for s in memory if s is not None and s not in self.engine.writes)
+        records = [self.engine.memory.find(a) for a in args if isinstance(a, Tensor)]
+        made = (s for s in records if s is not None and s not in self.engine.writes)
         return any(s.made is not None or s.whole for s in made)
 
     def _look_for_chain(
@@ -317,7 +317,7 @@ class Supervisor:
             self.quiet, self.eager_only = False, True
         if (self.steps == TRIED and not self.eager_only) or not self.states:
             self._say_if_nothing_was_needed()
-        elif self.steps == 1:  # a graph with other numbers may verdicts otherwise, and too late
+        elif self.steps == 1:  # a graph with other numbers may judge otherwise, and too late
             reasons = {s.name: s.reason for s in self.served.values() if s.graph}
             if left_by_level(reasons, unknown=True):
                 self._say_if_nothing_was_needed()
@@ -329,7 +329,7 @@ class Supervisor:
             self.by_id.clear()
 
     def _settle(self) -> list[str]:
-        """Verdicts and settle what was written; return the names of what nobody accounts for."""
+        """Judge and settle what was written; return the names of what nobody accounts for."""
         present = self._low()
         self.verdicts.find_cycles(present)
         made = [owned for owned in present if place_of(owned) not in self.states]
@@ -348,7 +348,7 @@ class Supervisor:
                 unaccounted.append(owned.name)
             elif write.eager:
                 served.eager += 1
-                self.verdicts.verdicts(owned, write, write.record)
+                self.verdicts.decide(owned, write, write.record)
             if not served.compensated:
                 write.record.made = None
         for owned in made:  # which may take over what was judged just now
@@ -382,7 +382,7 @@ class Supervisor:
                 self.chained(owned.name)
             return
         served.eager += 1
-        self.verdicts.verdicts(owned, old, record)
+        self.verdicts.decide(owned, old, record)
 
     def _warn_unaccounted(self, names: list[str]) -> None:
         more = f" and {len(names) - 4} more" if names[4:] else ""

@@ -47,7 +47,7 @@ class Verdicts:
         self.dropped = ""
         """The first state whose residual was dropped."""
 
-    def verdicts(self, owned: Owned, write: Write, record: MemoryRecord) -> None:
+    def decide(self, owned: Owned, write: Write, record: MemoryRecord) -> None:
         """Decide whether a state that the engine wrote keeps its residual; settle it."""
         tensor, served = owned.tensor, self.served[write.tensor]
         if not served.compensated:
@@ -137,7 +137,7 @@ class Verdicts:
         if precise:
             served = self.served[write.tensor]
             served.compensated, served.reason = True, "made from states that are compensated"
-        self.verdicts(owned, write, made)
+        self.decide(owned, write, made)
         residual = STORE.get(owned.tensor)
         if precise and residual is not None:
             residual.provisional = True

@@ -16,8 +16,9 @@ from torch.fx import GraphModule
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
+from collage_fx.compilation.session import Compiled
 from collage_fx.config import CollageConfig
-from collage_fx.dynamo.backend import Backend, Compiled
+from collage_fx.dynamo.backend import Backend
 from collage_fx.dynamo.options import split_options
 from collage_fx.inspection.values import value as full_value
 from collage_fx.optimizer.fused import as_its_kernel

@@ -57,7 +57,7 @@ class StandIns:
 
     @classmethod
     def of(cls, optimizer: Optimizer, session: Session) -> "StandIns | None":
-        """Return the stand_ins of an optimizer's parameters; None where none stands for others.
+        """Return the stand-ins of an optimizer's parameters; None where none stands for others.
 
         Raises CollageError if a parameter has a gradient or a state of another size.
         """

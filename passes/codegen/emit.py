@@ -150,7 +150,7 @@ class _Emitter:
         return result
 
     def _choose(self) -> None:
-        """Divide the classes into those that are together and those whose members stand alone."""
+        """Divide the classes into those whose members share a kernel and the others."""
         classes = self.program.rewritten
         for rewritten in classes:
             rewritten.apart = self._obstacle(rewritten)
@@ -182,7 +182,7 @@ class _Emitter:
         return self.seeds[device]
 
     def _obstacle(self, rewritten: Rewritten) -> str:
-        """Return why the members of a class are not together; empty if they are."""
+        """Return why the members of a class do not share a kernel; empty if they do."""
         wanted = self.program.settings.multi_tensor
         if not wanted:
             return "multi_tensor=False"
@@ -192,7 +192,7 @@ class _Emitter:
         return obstacle(rewritten)
 
     def _scalars(self, together: list[Rewritten], readers: Readers) -> list[Scalars | None]:
-        """Return the 0-d work of each together class that can be a kernel of its own."""
+        """Return the 0-d work of each class that can have a kernel of its own."""
         graph = self.canonical.graph
         placeholders = graph.find_nodes(op="placeholder")
         states = {placeholders[c.index]: c for c in self.program.carried if c.val.dim() == 0}

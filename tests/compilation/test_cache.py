@@ -14,9 +14,10 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.utils import fresh_cache
 
 import collage_fx
-from collage_fx import config
+from collage_fx import config, passes, runtime
 from collage_fx.passes.codegen import kernel_cache, multi_tensor_kernel
 from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS
+from collage_fx.passes.ir import cache_key
 from collage_fx.runtime.kernels.cpp_loop import Loop
 
 
@@ -62,14 +63,14 @@ def test_one_kernel_for_many_is_loaded_without_asking_inductor() -> None:
 def test_a_kernel_has_a_place_of_its_own_for_each_setting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    place = kernel_cache.place_of("a")
-    assert place is not None and place == kernel_cache.place_of("a") != kernel_cache.place_of("b")
+    place = kernel_cache.path_of("a")
+    assert place is not None and place == kernel_cache.path_of("a") != kernel_cache.place_of("b")
     with inductor_config.patch({"cpp.max_horizontal_fusion_size": 8}):
-        assert kernel_cache.place_of("a") not in (None, place)
+        assert kernel_cache.path_of("a") not in (None, place)
     with inductor_config.patch(fx_graph_cache=False):
-        assert kernel_cache.place_of("a") is None
+        assert kernel_cache.path_of("a") is None
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
-    assert kernel_cache.place_of("a") not in (None, place)
+    assert kernel_cache.path_of("a") not in (None, place)
 
 
 def _only_kernel() -> multi_tensor_kernel.MultiTensorKernel:
@@ -87,3 +88,19 @@ def test_other_passes_or_options_are_another_key(monkeypatch: pytest.MonkeyPatch
     assert compiled()[0] == 0
     hits, misses = compiled(9)
     assert hits == 0 and misses > 0
+
+
+def test_the_key_covers_every_file_of_the_compiler(tmp_path: Path) -> None:
+    tree = [Path(passes.__path__[0]), Path(runtime.__path__[0])]
+    files = {path for folder in tree for path in folder.rglob("*.py")}
+    assert set(cache_key.sources()) == files and len(files) > 60
+    assert {"arithmetic.py", "emit.py", "linear.py"} <= {path.name for path in files}
+    copies = [tmp_path / str(i) for i, _ in enumerate(cache_key.sources())]
+    for path, copy in zip(cache_key.sources(), copies, strict=True):
+        copy.write_bytes(path.read_bytes())
+    assert cache_key.digest_of(copies) == cache_key.source_digest()
+    for copy in copies[::20]:
+        text = copy.read_bytes()
+        copy.write_bytes(text + b"#")
+        assert cache_key.digest_of(copies) != cache_key.source_digest()
+        copy.write_bytes(text)

@@ -77,6 +77,7 @@ def test_every_public_name_is_found_and_is_what_its_module_has() -> None:
     with pytest.raises(AttributeError, match="comple"):
         collage_fx.comple  # noqa: B018
     assert not hasattr(collage_fx, "__path_that_is_none__")
+    assert dir(collage_fx) == sorted(collage_fx.__all__) and collage_fx.__version__
 
 
 def test_type_checkers_are_told_the_same_names() -> None:
