@@ -60,9 +60,9 @@ class CollageConfig(Settings):
     """What is compensated and how. Raises OptionError for a value that does not exist."""
 
     level: Level = "auto"
-    """Which carried states get residuals: `light` (parameters), `plus` (and states whose decay
-    rounds away, such as Adam's second moment), `auto` (parameters and what the analysis finds
-    critical), `all`."""
+    """Which carried states get residuals: `light` (parameters, and what they are computed anew
+    from), `auto` (parameters, and what the analysis finds critical), `plus` (and what decays up to
+    twice as fast), `all`."""
     arithmetic: Arithmetic = None  # type: ignore[assignment]  # it is one when this is made
     """`eft`, the default: each operation on the carried path in the state's own dtype with its
     error caught, as in the Collage paper. `wide`: the step in fp32 registers, split once at the
@@ -88,8 +88,8 @@ class CollageConfig(Settings):
     owns them: buffers of modules, and other tensors that a compiled train step updates beside an
     optimizer's states. Names are those that `explain` shows."""
     multi_tensor: bool | Literal["auto"] = "auto"
-    """Whether a class of parameters is compiled once and its kernel run over all of them (on CPUs),
-    rather than a kernel for each; `auto`: from 8 on."""
+    """Whether a class of parameters is compiled once and its kernel run over all of them, rather
+    than a kernel for each; `auto`: from 8 on."""
 
     stochastic_rounding: bool = False
     """Whether the last residual of a state is rounded up or down by chance, so that updates too

@@ -1,4 +1,4 @@
-"""What the inputs of a graph of Dynamo's are: whose, how they are called, how a call has them."""
+"""Each input of a graph of Dynamo's: its owner, its name, and how to find it at a call."""
 
 import functools
 import operator

@@ -1,4 +1,4 @@
-"""Run a graph that has one member of each class, for all members of the whole graph."""
+"""Bring the tensors of members that a graph leaves out around AOTAutograd, to its kernels."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which of the states that the eager engine writes keep a residual: the verdicts of the graphs."""
+"""Which states that the eager engine writes keep a residual: by the verdicts of the graphs."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

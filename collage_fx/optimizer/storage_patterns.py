@@ -1,4 +1,4 @@
-"""Patterns for names of states that fit none, or that decide for none: mostly a slip of the pen."""
+"""Warn of patterns in `storage=` and `states=` that fit no state, or decide for none."""
 
 import difflib
 import warnings

@@ -1,4 +1,4 @@
-"""Which parameters stand for which others, as long as nothing of all that changes."""
+"""Which parameters stand for which others while a step is traced, and whether they still do."""
 
 import itertools
 import operator

@@ -2,8 +2,8 @@
 
 A rule receives the expansion that comes along the carried path and returns the one that goes on;
 other operands are plain, or expansions that `Builder.expansion` gives. Operations without a rule
-take `joined.join_op_split`, and the plan names them. The bounds that rules name are those of two
-components; `runtime/expansion/components.py` has those of three, in the same places. What goes
+take `join_split.join_op_split`, and the plan names them. The bounds that rules name are those of
+two components; `runtime/expansion/components.py` has those of three, in the same places. What goes
 through the wide dtype on its way, such as a decay, is off by 2^-24 of itself more.
 """
 

@@ -64,7 +64,7 @@ def test_a_kernel_has_a_place_of_its_own_for_each_setting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     place = kernel_cache.path_of("a")
-    assert place is not None and place == kernel_cache.path_of("a") != kernel_cache.place_of("b")
+    assert place is not None and place == kernel_cache.path_of("a") != kernel_cache.path_of("b")
     with inductor_config.patch({"cpp.max_horizontal_fusion_size": 8}):
         assert kernel_cache.path_of("a") not in (None, place)
     with inductor_config.patch(fx_graph_cache=False):

@@ -59,7 +59,10 @@ def states_after(
     return [x.detach().clone() for x in left], versions, made
 
 
-@pytest.mark.parametrize("update", [*ALIKE, *UNLIKE])
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(
+    "update", [pytest.param(ALIKE[0], marks=pytest.mark.kernels), *ALIKE[1:], *UNLIKE]
+)
 def test_equal_to_the_whole_graph(
     update: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

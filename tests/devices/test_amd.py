@@ -24,7 +24,7 @@ EACH = [
 _SIMPLE = """\
 import triton, triton.language as tl
 @triton.jit
-def kernel(
+def multi_tensor(
     table, members, starts, sizes, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
 ):
     p = tl.load(table).to(tl.pointer_type(tl.float32)) + tl.arange(0, BLOCK)

@@ -16,6 +16,7 @@ from torch._inductor.utils import fresh_cache
 from virtual_gpu import on_gpu, virtual_gpu
 
 import collage_fx
+from collage_fx.compilation import session
 from collage_fx.errors import CollageWarning
 from collage_fx.passes.codegen import multi_tensor_kernel
 from collage_fx.passes.ir.program import Rewritten
@@ -90,7 +91,7 @@ def test_a_device_of_another_kind_is_left_to_inductor_and_that_is_said_once(
     expected = trained()
     reason = multi_tensor_kernel.unreachable(torch.device("mps"))
     assert "not for mps" in reason and not multi_tensor_kernel.unreachable(torch.device("cpu"))
-    for module in (multi_tensor_kernel, collage_fx.dynamo.backend):
+    for module in (multi_tensor_kernel, session):
         monkeypatch.setattr(module, "unreachable", lambda device: reason)
     with pytest.warns(CollageWarning) as caught:
         found = trained()

@@ -109,7 +109,7 @@ def test_resumed_in_a_new_process_that_knows_only_the_backend_string(
     path, expected = uninterrupted
     script = f"""
 import sys, torch
-sys.path.insert(0, {str(Path(__file__).parents[1] / "support")!r})
+sys.path += [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1] / "support")!r}]
 assert "collage_fx" not in sys.modules
 model = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Linear(9, 2)).bfloat16()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

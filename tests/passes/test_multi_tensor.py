@@ -96,7 +96,7 @@ def test_members_of_any_size_are_equal_by_a_loop_and_by_calls(
         MULTI_TENSOR_KERNELS.clear()
         if kind is Each:
             monkeypatch.setattr(multi_tensor_kernel, "loop_over", lambda *_: None)
-            monkeypatch.setattr(multi_tensor_kernel.kept, "load", lambda place: None)
+            monkeypatch.setattr(multi_tensor_kernel.kernel_cache, "load", lambda place: None)
         generator = torch.Generator().manual_seed(1)
         shapes = [(n, 3 + n % 2) for n in range(1, 10)]
         params = [torch.randn(s, generator=generator).bfloat16() for s in shapes]

@@ -1,4 +1,4 @@
-"""AdamW written out on the eager functions of `runtime.arithmetic`: an oracle for bits."""
+"""AdamW written out on the functions of `runtime.expansion.arithmetic`: an oracle for bits."""
 
 from dataclasses import dataclass
 
