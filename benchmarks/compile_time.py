@@ -107,7 +107,7 @@ def measure(way: str, name: str, count: int) -> dict[str, float]:
     import collage_fx
     from collage_fx.compilation import aot
     from collage_fx.passes.codegen.multi_tensor_kernel import MultiTensorKernel
-    from collage_fx.stand_in import whole_graph
+    from collage_fx.stand_in import stand_ins
     from collage_fx.stand_in.steps import StandInSteps
 
     warnings.simplefilter("ignore")
@@ -115,7 +115,7 @@ def measure(way: str, name: str, count: int) -> dict[str, float]:
     own: list[float] = []
     passes: list[float] = []
     aot.narrow = timed(aot.narrow, own)
-    whole_graph.narrowed = timed(whole_graph.narrowed, own)
+    stand_ins.narrowed = timed(stand_ins.narrowed, own)
     StandInSteps._stand_ins = timed(StandInSteps._stand_ins, own)  # type: ignore[method-assign]
     aot.run_passes = timed(aot.run_passes, passes)
     aot._Compilation.inner = timed(aot._Compilation.inner, own)  # type: ignore[method-assign]

@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from collage_fx.passes.ir.cache_key import source_digest
@@ -96,7 +96,7 @@ class CollageConfig(Settings):
     small for its storage are kept on average, down to the 2^-24 of a value that fp32 keeps, in
     which they are computed; for storages `mcf2` and `ulp8`, with arithmetic `wide`, which it
     implies: `eft` beside it is an error."""
-    without: tuple[str, ...] = ()
+    without: tuple[str, ...] = field(default=(), kw_only=True)
     """Passes that are left out, by name, to find out which one does something: `denominator`,
     `deduplicate`, `escape`. The others each make what the next one reads."""
     seed: int = 0

@@ -1,8 +1,8 @@
 """Run the kernels of a rewritten graph without Inductor's wrapper around them.
 
 Inductor's own time grows with the number of inputs of a graph, and a step of a thousand parameters
-has ten thousand. What is a kernel needs nothing of it: its kernel is compiled once, for any number
-of members. Inductor gets what is left, which is often nothing.
+has ten thousand. A class needs nothing of it: its kernel is compiled once, for any number of
+members. Inductor gets what is left, which is often nothing.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 @dataclass
 class KernelCall:
-    """One kernel: where the operands of `run_multi_tensor` are among the values of a run."""
+    """One call of a kernel: where its operands are among the values of a run."""
 
     operands: list[list[int]]
     key: str

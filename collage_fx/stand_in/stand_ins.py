@@ -76,7 +76,9 @@ class StandIns:
         least = least_members(session.config)
         large = [one.values() for one in classes.values() if sum(map(len, one.values())) >= least]
         found = [alike for one in large for alike in one if len(alike) > 1]
-        return None if not found or overlapping(full) else cls(optimizer, found, session)
+        if not found or overlapping(full, by_address=True):
+            return None
+        return cls(optimizer, found, session)
 
     def holds(self, optimizer: Optimizer) -> bool:
         """Tell whether all parameters, gradients and states are as they were."""

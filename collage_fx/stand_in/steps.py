@@ -115,4 +115,4 @@ class StandInSteps:
 
 
 _KEPT = 4
-"""Rosters of an optimizer that are remembered, as where gradients are missing by turns."""
+"""Sets of stand-ins that are remembered, as where gradients are missing by turns."""

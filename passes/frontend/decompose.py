@@ -1,7 +1,7 @@
 """What one operation is made of: single-tensor operations that round at most once.
 
 The functions build on whatever the builder they are given stands for: nodes of a graph
-(`canonicalize`) or real tensors (`eager`).
+(`canonicalize`) or real tensors (`rewrite.interpreter`).
 """
 
 import functools

@@ -38,7 +38,7 @@ class Settings:
     states: tuple[str, ...] = ()
     multi_tensor: bool | Literal["auto"] = "auto"
     stochastic_rounding: bool = False
-    without: tuple[str, ...] = ()
+    without: tuple[str, ...] = field(default=(), kw_only=True)
     """Passes that are left out, for debugging; see OPTIONAL."""
 
 

@@ -198,7 +198,7 @@ class Eft(_Expander, RuleBuilder):
         residuals = self.placeholders()
         for old, lows in residuals:
             self.env[old] = (self.env[old], *lows)
-        before = self._spines()
+        before = self._carried_paths()
         for node in self.part.nodes:
             self.origin = node
             self.env[node] = (
@@ -211,7 +211,7 @@ class Eft(_Expander, RuleBuilder):
         """Append an operation that returns an expansion of this dtype."""
         return self.several(target, *args, dtypes=(dtype,) * self.count)
 
-    def _spines(self) -> dict[Node, Node]:
+    def _carried_paths(self) -> dict[Node, Node]:
         """Return, for each node on a carried path, the node before it on that path."""
         before: dict[Node, Node] = {}
         for i in self.rewritten.compensated:

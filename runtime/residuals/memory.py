@@ -15,23 +15,31 @@ def has_memory(tensor: Tensor) -> bool:
     )
 
 
-def overlapping(tensors: Iterable[Tensor]) -> set[int]:
-    """Return the ids of those strided tensors that may have memory in common with another.
+def overlapping(tensors: Iterable[Tensor], *, by_address: bool = False) -> set[int]:
+    """Return the ids of those strided tensors that may share memory with another.
 
-    By the addresses from the first to the last element: interleaved views count as overlapping.
+    From their first to their last element: interleaved views count as overlapping.
+
+    Args:
+        tensors: any; those without elements share nothing.
+        by_address: whether two storages may hold the same memory (what numpy or dlpack lends). Not
+            on devices whose data pointers are no addresses.
     """
+    spans: dict[int, list[tuple[int, int, int]]] = {}
+    for t in tensors:
+        if t.layout is torch.strided and t.numel():
+            start = t.data_ptr() if by_address else int(t.storage_offset()) * t.element_size()
+            place = 0 if by_address else t.untyped_storage()._cdata
+            if start or not by_address:  # or its memory was given back
+                spans.setdefault(place, []).append((start, start + _bytes_spanned(t), id(t)))
     found: set[int] = set()
-    spans = sorted(
-        (start, start + _bytes_spanned(t), id(t))
-        for t in tensors
-        if t.layout is torch.strided and t.numel() and (start := t.data_ptr())
-    )
-    last_end, last = 0, 0
-    for start, end, tensor in spans:
-        if start < last_end:
-            found |= {last, tensor}
-        if end > last_end:
-            last_end, last = end, tensor
+    for shared in spans.values():
+        last_end, last = 0, 0
+        for start, end, tensor in sorted(shared):
+            if start < last_end:
+                found |= {last, tensor}
+            if end > last_end:
+                last_end, last = end, tensor
     return found
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from floats import HALF, differing, mixed
 from reference import AdamW
 from torch import Tensor
 from torch._inductor.ir import TensorBox
@@ -13,25 +14,6 @@ from collage_fx.dynamo.backend import Backend
 from collage_fx.passes.codegen.inductor_lowering import lower_round, set_round_lowering
 from collage_fx.passes.ir.program import Carried, Program
 from collage_fx.runtime.torch_versions import installed
-
-HALF = 2048
-
-
-def random_bits(n: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Any bit pattern: all exponents, subnormals, signed zeros, infinities and NaNs."""
-    return torch.randint(-(2**15), 2**15, (n,), generator=generator).to(torch.int16).view(dtype)
-
-
-def mixed(scale: float, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Random bits and, since most of those overflow soon, as many ordinary values."""
-    ordinary = (torch.randn(HALF, generator=generator) * scale).to(dtype)
-    return torch.cat([random_bits(HALF, dtype, generator), ordinary])
-
-
-def differing(a: Tensor, b: Tensor) -> int:
-    bits = torch.int16 if a.element_size() == 2 else torch.int32
-    same = (a.view(bits) == b.view(bits)) | (a.isnan() & b.isnan())
-    return int((~same).sum())
 
 
 def differences(dtype: torch.dtype, *, foreach: bool, beta2: float, steps: int = 4) -> dict:

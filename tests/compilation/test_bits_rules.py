@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from test_bits import differing, mixed
+from floats import differing, mixed
 from torch import Tensor
 
 import collage_fx

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensors import error
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
@@ -34,10 +35,6 @@ def final(make: Any, how: str, steps: int = 24, dtype: torch.dtype = torch.bfloa
         step()
     flat = torch.cat([collage_fx.value(p).flatten() for p in params])
     return flat, collage_fx.report(step) if how == "collage" else None
-
-
-def error(found: Tensor, exact: Tensor) -> float:
-    return float((found - exact).norm() / exact.norm())
 
 
 class Rebinding(Optimizer):

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_eager import Each, error, final
+from tensors import error
+from test_eager import Each, final
 from torch import Tensor
 
 import collage_fx

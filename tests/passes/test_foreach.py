@@ -18,9 +18,11 @@ Lists = Callable[[list[Tensor]], list[Tensor]]
         lambda gs: torch._foreach_minimum(gs, 0.5),
         lambda gs: torch._foreach_clamp_min(gs, -1.0),
         lambda gs: torch._foreach_div(gs, torch._foreach_norm(gs)),
+        torch._foreach_sigmoid,  # which is in the graph as it stands
     ],
-    ids=["maximum", "minimum", "clamp_min", "norm"],
+    ids=["maximum", "minimum", "clamp_min", "norm", "sigmoid"],
 )
+@pytest.mark.usefixtures("interpreted")
 def test_update_by_a_list_operation(function: Lists) -> None:
     def step(params: list[Tensor], gs: list[Tensor]) -> None:
         torch._foreach_sub_(params, function(gs), alpha=1e-3)

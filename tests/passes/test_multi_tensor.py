@@ -68,7 +68,16 @@ def two_classes(params: list[Tensor], grads: list[Tensor], states: list[Any]) ->
         p.sub_(0.01 * g / s["t"])
 
 
-@pytest.mark.parametrize("update", [running_mean, in_place_operators, of_the_next, two_classes])
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(
+    "update",
+    [
+        running_mean,
+        in_place_operators,
+        of_the_next,
+        pytest.param(two_classes, marks=pytest.mark.kernels),
+    ],
+)
 def test_a_shared_step_is_equal_to_one_of_single_kernels(update: Callable[..., Any]) -> None:
     results = []
     for multi_tensor in (False, True):
@@ -154,6 +163,7 @@ def test_threads_share_large_members_and_take_small_ones_in_turn() -> None:
     assert all(map(torch.equal, together, each))
 
 
+@pytest.mark.usefixtures("interpreted")
 def test_views_of_what_is_overwritten_are_read_before() -> None:
     results = []
     for multi_tensor in (False, True):

@@ -6,8 +6,8 @@ from typing import Any
 import interpreter
 import pytest
 import torch
+from floats import mixed
 from interpreter import without_compiler
-from test_bits import mixed
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 

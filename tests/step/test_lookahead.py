@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_eager import error
+from tensors import error
 from torch import Tensor
 from torch.optim import Optimizer
 

@@ -164,3 +164,23 @@ def relative_error(result: Pair, terms: list[Tensor]) -> Tensor:
     """|hi + lo - sum(terms)| / |sum(terms)|, zero where both are zero."""
     difference = accurate_sum(*terms, *(-x.double() for x in result)).abs()
     return torch.where(difference == 0, 0.0, difference / accurate_sum(*terms).abs())
+
+
+HALF = 2048
+
+
+def random_bits(n: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Any bit pattern: all exponents, subnormals, signed zeros, infinities and NaNs."""
+    return torch.randint(-(2**15), 2**15, (n,), generator=generator).to(torch.int16).view(dtype)
+
+
+def mixed(scale: float, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Random bits and, since most of those overflow soon, as many ordinary values."""
+    ordinary = (torch.randn(HALF, generator=generator) * scale).to(dtype)
+    return torch.cat([random_bits(HALF, dtype, generator), ordinary])
+
+
+def differing(a: Tensor, b: Tensor) -> int:
+    bits = torch.int16 if a.element_size() == 2 else torch.int32
+    same = (a.view(bits) == b.view(bits)) | (a.isnan() & b.isnan())
+    return int((~same).sum())

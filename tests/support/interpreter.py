@@ -1,8 +1,8 @@
 """Runs the graphs that the backend makes without a compiler: an interpreter in Inductor's place.
 
-`without_compiler` replaces the one call of Inductor's compiler (`passes.codegen`), and nothing
-else: Dynamo, AOTAutograd, all passes, the binding of residuals and the kernels over classes are as
-always, and what came out of them is run operation by operation by eager PyTorch.
+`without_compiler` replaces the one call of Inductor's compiler (`codegen.inductor_compile`), and
+nothing else: Dynamo, AOTAutograd, all passes, the binding of residuals and the kernels over classes
+are as always, and what came out of them is run operation by operation by eager PyTorch.
 
 What equality to expect, and what `test_interpreter.py` checks:
 
@@ -52,7 +52,7 @@ def without_compiler() -> Iterator[list[GraphModule]]:
         kernel.runners = {}
     inductor_compile.compile_functional = interpreted
     try:
-        # With its caches on, kernels of kernels are loaded from disk.
+        # With its caches on, kernels of classes are loaded from disk.
         with inductor_config.patch(fx_graph_cache=False):
             yield found
     finally:

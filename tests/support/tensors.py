@@ -12,3 +12,8 @@ def with_grads(params: list[Tensor]) -> list[Tensor]:
     for p in params:
         p.grad = torch.randn_like(p)
     return params
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    """The relative error of the norm."""
+    return float((found - exact).norm() / exact.norm())
