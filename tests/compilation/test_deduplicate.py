@@ -61,7 +61,11 @@ def states_after(
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(
-    "update", [pytest.param(ALIKE[0], marks=pytest.mark.kernels), *ALIKE[1:], *UNLIKE]
+    "update",
+    [
+        pytest.param(ALIKE[0], marks=[pytest.mark.kernels, pytest.mark.slow]),
+        *(ALIKE + UNLIKE),
+    ],
 )
 def test_equal_to_the_whole_graph(
     update: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
@@ -84,7 +88,7 @@ def test_one_layout_that_shares_a_count(monkeypatch: pytest.MonkeyPatch) -> None
     assert made and all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("update", [in_fp32, from_a_master])
+@pytest.mark.parametrize("update", [in_fp32, pytest.param(from_a_master, marks=pytest.mark.slow)])
 def test_one_kernel_updates_states_that_are_not_compensated_too(
     update: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -127,15 +127,11 @@ def test_a_member_of_more_elements_than_an_int32_counts() -> None:
     assert geometry.starts.dtype == geometry.sizes.dtype == torch.int64
 
 
-def test_the_kernel_in_tritons_interpreter() -> None:
+@pytest.mark.parametrize("chosen", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_the_kernel_in_tritons_interpreter(chosen: str) -> None:
     """The tests of interpreted.py, in a process of their own: Triton reads the variable once."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        str(Path(__file__).parents[1] / "support/interpreted.py"),
-    ]
+    tests = str(Path(__file__).parents[1] / "support/interpreted.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-m", chosen, tests]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]

@@ -128,13 +128,20 @@ def steps(of_class: Rewritten, source: str, count: int) -> list[int]:
     return found
 
 
+OFTEN = ("adamw-light", "adamw-plus", "adamw-remainder16", "adamw-mcf3", "sgd-light", "trust-light")
 STEPPED = {name: case for name, case in CASES.items() if name != "adam-e4m3fn"}
 """e5m2 takes the same way, and a longer one; in the interpreter both take their time."""
 COUNT = 3
 """Steps; in the interpreter each takes its time."""
 
 
-@pytest.mark.parametrize("case", STEPPED.values(), ids=STEPPED)
+EACH = [
+    pytest.param(case, id=name, marks=() if name in OFTEN else pytest.mark.slow)
+    for name, case in STEPPED.items()
+]
+
+
+@pytest.mark.parametrize("case", EACH)
 def test_steps_are_those_of_the_eager_reference(case: Case) -> None:
     of_class = rewritten(case)
     assert steps(of_class, kernel_of(of_class).triton(), COUNT) == [0] * COUNT
