@@ -17,8 +17,9 @@ demo: $(READY)
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m "not slow"
 
+# All tests, and by the kernels that Inductor compiles, where `test` interprets graphs.
 test-all: lint
-	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST)
+	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) --compiler
 
 # Random optimizer programs of fresh seeds; a program that fails is printed as a short script.
 #   make fuzz SECONDS=600        make fuzz PROGRAMS=2000 SEED=7

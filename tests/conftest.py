@@ -1,5 +1,6 @@
 """Every test starts without compiled code; tests that cannot run here are skipped."""
 
+import contextlib
 import gc
 from collections.abc import Iterator
 from typing import Any
@@ -13,27 +14,28 @@ from collage_fx.dynamo import backend
 from collage_fx.runtime.torch_versions import installed
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--compiler",
+        action="store_true",
+        help="run all graphs by the kernels that Inductor compiles, not those of `kernels` only",
+    )
+
+
 @pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
+def _fresh_compiler(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Start without compiled code; run what is compiled by the interpreter of graphs.
+
+    A test whose subject is what Inductor makes carries the marker `kernels`.
+    """
+    kernels = request.node.get_closest_marker("kernels") or request.config.getoption("compiler")
     torch.compiler.reset()
     torch.manual_seed(0)
     gc.collect()
     gc.freeze()
-    yield
+    with contextlib.nullcontext() if kernels else without_compiler():
+        yield
     torch.compiler.reset()
-
-
-@pytest.fixture
-def interpreted(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Run compiled graphs by the interpreter: for tests whose subject is not a kernel.
-
-    Modules name it in `pytestmark`; their tests of kernels carry the marker `kernels`.
-    """
-    if request.node.get_closest_marker("kernels"):
-        yield
-        return
-    with without_compiler():
-        yield
 
 
 @pytest.fixture

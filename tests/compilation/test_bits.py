@@ -15,6 +15,8 @@ from collage_fx.passes.codegen.inductor_lowering import lower_round, set_round_l
 from collage_fx.passes.ir.program import Carried, Program
 from collage_fx.runtime.torch_versions import installed
 
+pytestmark = pytest.mark.kernels
+
 
 def differences(dtype: torch.dtype, *, foreach: bool, beta2: float, steps: int = 4) -> dict:
     """Run compiled and eager AdamW side by side; count the elements that differ at any step."""
@@ -44,7 +46,7 @@ def differences(dtype: torch.dtype, *, foreach: bool, beta2: float, steps: int =
     return found
 
 
-@pytest.mark.parametrize("beta2", [0.999, 0.95])
+@pytest.mark.parametrize("beta2", [0.999, pytest.param(0.95, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("foreach", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_compiled_step_is_bit_identical_to_eager(

@@ -20,6 +20,8 @@ from collage_fx.runtime.expansion.arithmetic import (
 )
 from collage_fx.runtime.storage.registry import join, join3, split, split3
 
+pytestmark = pytest.mark.kernels
+
 Eager = Callable[[Tensor, Tensor, Tensor], Expansion]
 
 
@@ -50,7 +52,13 @@ STEPS: dict[str, tuple[Callable[[Tensor, Tensor], object], Eager]] = {
 
 
 @pytest.mark.parametrize("name", STEPS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(torch.bfloat16, id="bf16"),
+        pytest.param(torch.float16, id="fp16", marks=pytest.mark.slow),
+    ],
+)
 def test_compiled_operation_is_bit_identical_to_eager(name: str, dtype: torch.dtype) -> None:
     function, eager = STEPS[name]
     generator = torch.Generator().manual_seed(3)

@@ -20,6 +20,8 @@ from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS
 from collage_fx.passes.ir import cache_key
 from collage_fx.runtime.kernels.cpp_loop import Loop
 
+pytestmark = pytest.mark.kernels
+
 
 @pytest.fixture(autouse=True)
 def _empty_cache() -> Iterator[None]:

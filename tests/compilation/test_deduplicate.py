@@ -59,12 +59,12 @@ def states_after(
     return [x.detach().clone() for x in left], versions, made
 
 
-@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(
     "update",
     [
+        *(ALIKE[:3] + UNLIKE[:2]),
         pytest.param(ALIKE[0], marks=[pytest.mark.kernels, pytest.mark.slow]),
-        *(ALIKE + UNLIKE),
+        *(pytest.param(update, marks=pytest.mark.slow) for update in ALIKE[3:] + UNLIKE[2:]),
     ],
 )
 def test_equal_to_the_whole_graph(

@@ -17,8 +17,6 @@ import collage_fx
 from collage_fx import CollageError
 from collage_fx.stand_in import steps as stand_in_steps
 
-pytestmark = pytest.mark.usefixtures("interpreted")
-
 
 def hook(optimizer: Optimizer) -> None:
     optimizer.register_step_pre_hook(lambda *_: None)

@@ -13,8 +13,6 @@ from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer
 import collage_fx
 from collage_fx.stand_in import steps as stand_in_steps
 
-pytestmark = pytest.mark.usefixtures("interpreted")
-
 
 def halve(optimizer: Optimizer, i: int) -> None:
     """Change the rate in the third step."""
@@ -35,7 +33,13 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+FEW = ("AdamW, two groups", "NAdam", "SGD, momentum")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in OPTIMIZERS],
+)
 def test_equal_to_a_step_that_is_traced_whole(
     name: str, monkeypatch: pytest.MonkeyPatch, traced: list[int]
 ) -> None:
@@ -120,7 +124,15 @@ def more(optimizer: Optimizer, i: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*another shape:collage_fx.CollageWarning")
-@pytest.mark.parametrize("change", [without, other_shape, other_state, more])
+@pytest.mark.parametrize(
+    "change",
+    [
+        other_shape,
+        pytest.param(without, marks=pytest.mark.slow),
+        pytest.param(other_state, marks=pytest.mark.slow),
+        pytest.param(more, marks=pytest.mark.slow),
+    ],
+)
 def test_parameters_that_change(change: Change, monkeypatch: pytest.MonkeyPatch) -> None:
     """What Dynamo has not seen is looked at before each step: nothing stale is ever used."""
     make = OPTIMIZERS["AdamW"]

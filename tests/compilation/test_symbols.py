@@ -56,7 +56,6 @@ def test_a_step_count_goes_on_counting() -> None:
     assert abs(found - exact) < 5e-3 * exact  # the bias correction of step 3: 0.15 of it
 
 
-@pytest.mark.usefixtures("interpreted")
 def test_a_correction_by_a_count_is_compiled_where_a_state_enters_it_too() -> None:
     """What is put for the count to compare coefficients may be a pole of 1/(1 - 0.9**k)."""
 

@@ -89,6 +89,7 @@ def test_the_kernel_of_a_class(case: Case) -> None:
     assert rounded(counts) >= 2 * PER_THREAD * roundings(of_class)  # whole chunks and tails
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("case", EACH)
 def test_the_kernel_of_inductor(case: Case) -> None:
     of_class, kernel = emitted(case)
@@ -101,6 +102,7 @@ def test_the_kernel_of_inductor(case: Case) -> None:
     assert contracted(counts) == contracted(operations(smaller))
 
 
+@pytest.mark.kernels
 def test_the_checks_can_fail() -> None:
     case = CASES["adamw-plus"]
     of_class = rewritten(case)

@@ -16,12 +16,14 @@ from torch.optim import Optimizer
 
 import collage_fx
 
+pytestmark = pytest.mark.kernels
+
 SHAPES = ((64, 48), (7,), (130, 131), (1,), (3, 5, 7), (1024,), (33, 3), (256, 256))
 
 
-def on(device: str, *values: Any) -> Any:
+def on(device: str, *values: Any, often: bool = True) -> Any:
     """Return parameters of a test, which needs a GPU unless the device is the CPU."""
-    marks = [pytest.mark.gpu] if device == "cuda" else []
+    marks = [pytest.mark.gpu] if device == "cuda" else [] if often else [pytest.mark.slow]
     return pytest.param(device, *values, marks=marks)
 
 
@@ -104,7 +106,7 @@ def test_one_launch_is_equal_to_a_kernel_for_each(capturable: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "multi_tensor"), [on("cpu", True), on("cuda", True), on("cuda", False)]
+    ("device", "multi_tensor"), [on("cpu", True, often=False), on("cuda", True), on("cuda", False)]
 )
 def test_a_replayed_cuda_graph_keeps_its_residuals(device: str, multi_tensor: bool) -> None:
     launched, replayed = (
@@ -114,7 +116,7 @@ def test_a_replayed_cuda_graph_keeps_its_residuals(device: str, multi_tensor: bo
     assert sum(int(low.count_nonzero()) for low in replayed[1]) > 1000
 
 
-@pytest.mark.parametrize("device", BOTH)
+@pytest.mark.parametrize("device", [on("cpu", often=False), on("cuda")])
 def test_arithmetic_in_wide_is_near_that_in_eft(device: str) -> None:
     (wide, lows), (eft, _) = (
         adamw(device, arithmetic=arithmetic) for arithmetic in ("wide", "eft")

@@ -23,6 +23,8 @@ from virtual_gpu import Kernel, inductor, on_gpu, virtual_gpu
 import collage_fx.compilation.inductor
 from collage_fx.passes.ir.program import Rewritten
 
+pytestmark = pytest.mark.kernels
+
 LARGE = ((1024, 1024),)
 
 

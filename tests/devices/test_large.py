@@ -7,6 +7,8 @@ import torch
 
 import collage_fx
 
+pytestmark = pytest.mark.kernels
+
 ELEMENTS = 2**31 + 5
 PERIOD = 1 << 20
 AVAILABLE = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -66,6 +66,7 @@ def trained() -> list[Tensor]:
     return [collage_fx.value(p) for p in params]
 
 
+@pytest.mark.kernels
 def test_what_inductor_cannot_compile_the_eager_engine_does_and_says_so_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

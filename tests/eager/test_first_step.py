@@ -11,8 +11,6 @@ from torch.optim import SGD, AdamW, Optimizer
 import collage_fx
 from collage_fx.optimizer import discovery
 
-pytestmark = pytest.mark.usefixtures("interpreted")
-
 RATES = (1e-3, 2e-3, 3e-3, 4e-3)
 
 

@@ -10,8 +10,6 @@ import collage_fx
 from collage_fx.errors import CollageError, OptionError, RuleError, UnsupportedError
 from collage_fx.passes.rules import RULES
 
-pytestmark = pytest.mark.usefixtures("interpreted")
-
 aten = torch.ops.aten
 
 

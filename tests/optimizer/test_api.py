@@ -13,8 +13,6 @@ from torch import Tensor, nn
 import collage_fx
 from collage_fx.errors import CollageWarning, OptionError, ResidualError
 
-pytestmark = pytest.mark.usefixtures("interpreted")
-
 
 def sgd_step(params: list[Tensor], grads: list[Tensor], momenta: list[Tensor]) -> None:
     """A plain function over tensors, as the README has it."""

@@ -15,8 +15,6 @@ import collage_fx
 from collage_fx.errors import CheckpointError, CollageWarning
 from collage_fx.runtime.residuals.store import STORE
 
-pytestmark = pytest.mark.usefixtures("interpreted")
-
 Step = Callable[[], Any]
 
 

@@ -12,8 +12,6 @@ from torch.optim import Optimizer
 import collage_fx
 from collage_fx.errors import CollageWarning
 
-pytestmark = pytest.mark.usefixtures("interpreted")
-
 LR = 1e-4
 
 

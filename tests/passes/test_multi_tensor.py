@@ -68,14 +68,13 @@ def two_classes(params: list[Tensor], grads: list[Tensor], states: list[Any]) ->
         p.sub_(0.01 * g / s["t"])
 
 
-@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(
     "update",
     [
         running_mean,
         in_place_operators,
         of_the_next,
-        pytest.param(two_classes, marks=pytest.mark.kernels),
+        two_classes,
     ],
 )
 def test_a_shared_step_is_equal_to_one_of_single_kernels(update: Callable[..., Any]) -> None:
@@ -96,6 +95,7 @@ def test_a_shared_step_is_equal_to_one_of_single_kernels(update: Callable[..., A
     assert torch.equal(*results)
 
 
+@pytest.mark.kernels
 def test_members_of_any_size_are_equal_by_a_loop_and_by_calls(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -144,6 +144,7 @@ def _two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.kernels
 @pytest.mark.usefixtures("_two_threads")
 def test_threads_share_large_members_and_take_small_ones_in_turn() -> None:
     sizes = [1, 5, _CHUNK - 1, _CHUNK, _CHUNK + 1, 3 * _CHUNK + 7, 64, 64]
@@ -163,7 +164,6 @@ def test_threads_share_large_members_and_take_small_ones_in_turn() -> None:
     assert all(map(torch.equal, together, each))
 
 
-@pytest.mark.usefixtures("interpreted")
 def test_views_of_what_is_overwritten_are_read_before() -> None:
     results = []
     for multi_tensor in (False, True):

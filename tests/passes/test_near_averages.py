@@ -3,14 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 import collage_fx
-
-pytestmark = pytest.mark.usefixtures("interpreted")
 
 
 class Pulled(Optimizer):

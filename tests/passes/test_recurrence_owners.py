@@ -15,8 +15,6 @@ from collage_fx.passes.analysis.plan import spare, verdict
 from collage_fx.passes.analysis.recurrence import Form, recurrence_of
 from collage_fx.passes.ir.program import Carried, StatePlan
 
-pytestmark = pytest.mark.usefixtures("interpreted")
-
 BF16 = torch.bfloat16
 
 

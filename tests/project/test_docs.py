@@ -28,14 +28,12 @@ def printed(text: str) -> str:
     return out.getvalue()
 
 
-@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("name", CODE)
 def test_code_runs(name: str) -> None:
     torch.manual_seed(0)
     printed(CODE[name])
 
 
-@pytest.mark.usefixtures("interpreted")
 def test_what_readme_shows_is_what_explain_prints() -> None:
     page = (ROOT / "README.md").read_text()
     (shown,) = re.findall(r"^```\n(state .*?)^```$", page, re.MULTILINE | re.DOTALL)

@@ -10,8 +10,6 @@ from torch.optim import Adamax, AdamW, Optimizer
 import collage_fx
 from collage_fx.passes.frontend import decompose
 
-pytestmark = pytest.mark.usefixtures("interpreted")
-
 START = torch.linspace(-0.1, 0.1, 12).half()
 
 

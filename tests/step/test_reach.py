@@ -16,8 +16,6 @@ from torch.optim import SGD, AdamW, Optimizer
 import collage_fx
 from collage_fx.runtime.errors import CollageWarning
 
-pytestmark = pytest.mark.usefixtures("interpreted")
-
 RATE = 2.0**-10
 
 

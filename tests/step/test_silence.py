@@ -14,8 +14,6 @@ from collage_fx.errors import CollageWarning
 from collage_fx.hooks.optimizer_hooks import _Watch
 from collage_fx.runtime.torch_versions import installed
 
-pytestmark = pytest.mark.usefixtures("interpreted")
-
 
 def test_many_optimizers_of_a_class_in_one_process() -> None:
     """Dynamo counts their graphs together and gives up after 8 by default."""

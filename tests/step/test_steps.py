@@ -14,8 +14,6 @@ from collage_fx.errors import CollageWarning, OptionError
 from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS
 from collage_fx.runtime.kernels.cpp_loop import Loop
 
-pytestmark = pytest.mark.usefixtures("interpreted")
-
 
 def close(found: Tensor, exact: float, rtol: float = 1e-3) -> bool:
     return torch.allclose(found, torch.full_like(found, exact), rtol=rtol)
@@ -138,7 +136,7 @@ def test_a_state_split_over_two_graphs_keeps_its_residual() -> None:
     "kind, options, arithmetic",
     [
         (torch.optim.AdamW, {}, "eft"),
-        (torch.optim.AdamW, {}, "wide"),
+        pytest.param(torch.optim.AdamW, {}, "wide", marks=pytest.mark.slow),
         (torch.optim.SGD, {"momentum": 0.9}, "eft"),  # makes its states in the first graph
     ],
 )

@@ -63,6 +63,7 @@ class Kernel:
         return sum(differing(ours[i], results[k]) for i, k in pairs)
 
 
+@pytest.mark.kernels
 def test_the_kernel_is_the_eager_functions_bit_for_bit_and_contracts_nothing() -> None:
     kernel = Kernel()
     assert kernel.differences() == 0

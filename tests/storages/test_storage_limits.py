@@ -56,7 +56,6 @@ def test_two_optimizers_of_one_parameter_with_two_storages_warn() -> None:
     steps(first, fine, 2, 3)  # and never again
 
 
-@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("storage", ["mcf3", "remainder16", "ulp8"])
 def test_resumed_run_is_bit_equal(storage: str) -> None:
     def run(params: list[Tensor], first: int, last: int, saved: Any = None) -> Optimizer:

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 import torch
 from storage_runs import BITS, LR, MEMBERS, WAYS, compiled, lost, start, steps, trained
 from torch import Tensor
@@ -11,7 +10,6 @@ from torch.optim import Optimizer
 import collage_fx
 
 
-@pytest.mark.usefixtures("interpreted")
 @WAYS
 def test_precision_of_a_step_is_that_of_its_storage(way: str) -> None:
     exact, fp32 = trained(way, torch.float64), trained(way, torch.float32)
@@ -29,7 +27,6 @@ def test_precision_of_a_step_is_that_of_its_storage(way: str) -> None:
 MIXED = {"param": "remainder16", "exp_avg_sq*": "ulp8", "*": "mcf3"}
 
 
-@pytest.mark.usefixtures("interpreted")
 @WAYS
 def test_each_state_has_the_storage_that_its_pattern_says(way: str) -> None:
     exact, fp32 = trained(way, torch.float64), trained(way, torch.float32)

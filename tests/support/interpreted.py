@@ -30,6 +30,8 @@ from collage_fx.runtime.expansion.eft import FP8
 from collage_fx.runtime.expansion.stochastic import seed_of
 from collage_fx.runtime.kernels.triton_launch import BLOCK, CHUNK, Launch
 
+pytestmark = pytest.mark.kernels
+
 SIZES = (1, BLOCK - 1, BLOCK, CHUNK, 5, CHUNK + BLOCK + 3)
 
 

@@ -156,6 +156,7 @@ def from_a_master(self: Any, p: Tensor, g: Tensor, s: Any) -> None:
     p.copy_(s["w"])
 
 
-ALIKE = [momentum, clipped, counted, lists, numbered, halved, of_one_gradient, in_fp32]
+ALIKE = [momentum, clipped, lists, in_fp32, counted, numbered, halved, of_one_gradient]
 ALIKE += [from_a_master]
-UNLIKE = [norm_of_its_own, norms, sums, sizes, noise]
+UNLIKE = [norm_of_its_own, sizes, norms, sums, noise]
+"""In the order of what they tell; `make test` takes the first of each."""
