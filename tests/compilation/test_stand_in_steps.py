@@ -55,8 +55,8 @@ def test_equal_to_a_step_that_is_traced_whole(
 @pytest.mark.parametrize(
     "options",
     [
-        {"level": "plus", "arithmetic": "wide"},
-        {"storage": "remainder16", "multi_tensor": True},
+        pytest.param({"level": "plus", "arithmetic": "wide"}, marks=pytest.mark.slow),
+        pytest.param({"storage": "remainder16", "multi_tensor": True}, marks=pytest.mark.slow),
         {"stochastic_rounding": True, "arithmetic": "wide"},
     ],
     ids=str,
@@ -150,6 +150,7 @@ def in_one_memory(params: list[Tensor]) -> Optimizer:
     )
 
 
+@pytest.mark.slow
 def test_parameters_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """In one piece of memory, without overlapping."""
     found, expected = (run(in_one_memory, monkeypatch, whole=whole) for whole in (False, True))

@@ -40,8 +40,14 @@ def twice(pair: Any) -> Any:
     return deeply(saved(pair))
 
 
-@pytest.mark.parametrize("way", ["compile", "string"])
-@pytest.mark.parametrize("duplicate", [deeply, pickled, saved, twice])
+@pytest.mark.parametrize(
+    ("duplicate", "way"),
+    [
+        *((one, "compile") for one in (deeply, pickled, saved, twice)),
+        (twice, "string"),
+        *(pytest.param(one, "string", marks=pytest.mark.slow) for one in (deeply, pickled, saved)),
+    ],
+)
 def test_a_copy_goes_on_as_its_original(duplicate: Any, way: str) -> None:
     model = make()
     optimizer = adamw(model)

@@ -62,10 +62,11 @@ def make(kind: str, params: list[Tensor], way: str, **options: Any) -> tuple[Any
     return optimizer, compiled(optimizer, way, level="all", **options)
 
 
+SLOW = pytest.param({"storage": "remainder16"}, marks=pytest.mark.slow)
 BY_CHANCE = {"storage": "ulp8", "stochastic_rounding": True}
 
 
-@pytest.mark.parametrize("options", [{}, {"storage": "remainder16"}, BY_CHANCE], ids=str)
+@pytest.mark.parametrize("options", [{}, SLOW, BY_CHANCE], ids=str)
 @pytest.mark.parametrize(("kind", "way"), [("AdamW", "shared"), ("SGD", "eager")])
 def test_a_shard_takes_the_steps_of_its_rows(
     kind: str, way: str, options: dict[str, Any], mesh: DeviceMesh

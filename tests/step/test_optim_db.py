@@ -70,7 +70,13 @@ scales = pytest.mark.parametrize("scale", [0.05, 1.0])
 
 
 @each([c for c in RICHEST if c in EAGER])
-@dtypes
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(BF16, id="bf16"),
+        pytest.param(FP16, id="fp16", marks=pytest.mark.slow),
+    ],
+)
 def test_eager_engine_on_the_richest_options(case: Case, dtype: torch.dtype) -> None:
     check(case, dtype, 1.0, eager)
 
