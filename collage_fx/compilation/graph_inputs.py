@@ -1,4 +1,4 @@
-"""Each input of a graph of Dynamo's: its owner, its name, and how to find it at a call."""
+"""Each input of a graph of Dynamo's or AOTAutograd's: owner, name, how to find it at a call."""
 
 import functools
 import operator
@@ -14,10 +14,12 @@ from torch._functorch._aot_autograd.descriptors import (
     PlainAOTInput,
     SubclassGetAttrAOTInput,
 )
+from torch._guards import TracingContext
 from torch.fx import GraphModule, Node
 from torch.nn import Parameter
 
 from collage_fx.compilation.residual_binding import Locate, Static
+from collage_fx.compilation.side_inputs import Members
 from collage_fx.optimizer.ownership import (
     Owned,
     is_buffer,
@@ -27,7 +29,16 @@ from collage_fx.optimizer.ownership import (
     source_name,
 )
 from collage_fx.passes.analysis.plan import is_named
-from collage_fx.passes.ir.program import Carried, Owner, Settings, compensable_in
+from collage_fx.passes.dedup.deduplicate import Narrow
+from collage_fx.passes.ir.program import (
+    Carried,
+    Copies,
+    Owner,
+    Program,
+    Settings,
+    Unlike,
+    compensable_in,
+)
 from collage_fx.runtime.residuals.store import STORE
 
 
@@ -199,3 +210,94 @@ def source_behind(descriptor: Any, placeholders: Sequence[int] | None) -> int | 
     if not isinstance(descriptor, PlainAOTInput):
         return None
     return descriptor.idx if placeholders is None else placeholders[descriptor.idx]
+
+
+class AotInputs:
+    """The inputs of a graph of AOTAutograd's, whole or narrow, as those of Dynamo's graph."""
+
+    def __init__(self, given: Inputs, narrowed: Narrow | None) -> None:
+        self.given = given
+        self.narrow = narrowed
+        self.locate: dict[int, Locate] = {}
+        """Position of a carried state -> how to find its tensor from the arguments of a call."""
+        self.members: Members | None = None
+        if narrowed is not None:
+            outputs: Any = given.gm.graph.output_node().args[0]
+            self.members = Members(narrowed, len(outputs))
+            for k, node in narrowed.returned.items():
+                self.members.returned[k] = given.locate(given.source_of(node))
+
+    def describe(self, index: int, placeholder: Node) -> Carried:
+        """Say which tensor a placeholder is."""
+        source = self._source(placeholder)
+        val = placeholder.meta["val"]
+        if source is None:
+            name = f"an input that overlaps others ({placeholder.name})"
+            return Carried(index, name, "tensor", False, val)
+        self.locate[index] = self.given.locate(source)
+        return self.given.describe(index, source, val, placeholder.name)
+
+    def label(self, placeholder: Node) -> str:
+        """Return `lr` for a 0-d input that is the `lr` of a parameter group."""
+        return self.given.label(self._source(placeholder)) or placeholder.name
+
+    def _source(self, placeholder: Node) -> Source | None:
+        descriptor = placeholder.meta.get("desc")
+        return source_behind(descriptor, self.narrow.inputs if self.narrow else None)
+
+    def copies(self, gm: GraphModule) -> list[Copies]:
+        """Return what the members of the graph stand for, and note how to find that.
+
+        Raises Unlike if an input of one of them is none of the graph's.
+        """
+        if self.narrow is None or self.members is None:
+            return []
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        place = {self._source(n): i for i, n in enumerate(placeholders)}
+        self.members.written = []
+        found = []
+        seen = _seen_by_autograd()
+        for group in self.narrow.groups:
+            stayed, *others = [[self.given.source_of(n) for n in m] for m in group.inputs]
+            if any(source not in place for source in stayed):
+                raise Unlike("an input of a member overlaps others")
+            copies = Copies([place[s] for s in stayed], [], group.shared)
+            for nodes, sources in zip(group.inputs[1:], others, strict=True):
+                row = []
+                for node, source, at in zip(nodes, sources, copies.inputs, strict=True):
+                    index = len(placeholders) + len(self.members.locate)
+                    if at in seen:
+                        self.members.written.append(len(self.members.locate))
+                    self.locate[index] = self.given.locate(source)
+                    self.members.locate.append(self.locate[index])
+                    val = self.given.value(node)
+                    row.append(self.given.describe(index, source, val, node.name))
+                copies.others.append(row)
+            found.append(copies)
+        return found
+
+    def note_results(self, program: Program, gm: GraphModule) -> None:
+        """Note which results of the whole graph the members make that were left out of it.
+
+        Raises Unlike if that cannot be told.
+        """
+        if self.members is None or self.narrow is None:
+            return
+        if program.result is None:
+            raise Unlike("nothing of it is compensated")
+        made = {k for group in self.narrow.groups for k in group.results[0]}
+        outputs: Any = gm.graph.output_node().args[0]
+        place = {k: i for i, k in enumerate(self.narrow.results)}
+        if len(outputs) != len(place) or any(place[k] not in program.made for k in made):
+            raise Unlike("a result of a member is not one that its operation makes")
+        for group in self.narrow.groups:
+            for m, positions in enumerate(group.results[1:]):
+                for k, first in zip(positions, group.results[0], strict=True):
+                    self.members.made[k] = program.made[place[first]][m] - len(outputs)
+
+
+def _seen_by_autograd() -> set[int]:
+    """Return the inputs of which AOTAutograd counts up the versions when the graph runs."""
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    return set(metadata.mutated_graph_handled_indices_seen_by_autograd if metadata else ())

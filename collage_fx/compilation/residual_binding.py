@@ -1,22 +1,18 @@
-"""From the carried states of a compiled graph to their residuals, at each call."""
+"""The residuals of a compiled graph's states, found anew at each call."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_fx.compilation.session import Session
-from collage_fx.hooks import optimizer_hooks
 from collage_fx.optimizer import checkpoint
-from collage_fx.optimizer.ownership import Owned, family, owners_of
+from collage_fx.optimizer.ownership import Owned, owners_of
 from collage_fx.passes.ir.program import Carried, StatePlan
-from collage_fx.runtime.errors import CollageError
-from collage_fx.runtime.expansion.stochastic import Seeds
-from collage_fx.runtime.residuals.store import STORE, Residual, clear_stale, next_draw
+from collage_fx.runtime.residuals.store import STORE, Residual, clear_stale
 
 Locate: TypeAlias = Callable[[tuple[Any, ...]], Tensor | None]
 """How to find a tensor from the arguments of a call."""
@@ -31,6 +27,29 @@ class Static:
     def __call__(self, args: tuple[Any, ...]) -> Tensor | None:
         """Return the tensor, whatever the arguments of the call."""
         return self.reference()
+
+
+@dataclass
+class Gathered:
+    """The residuals of one call."""
+
+    current: list[tuple[Tensor, Residual]]
+    """Those that the graph reads and writes, with their states."""
+    replaced: list[tuple[Tensor, Residual]]
+    """Those of states that it overwrites without compensation."""
+
+    def settle(self) -> None:
+        """Record, after the step, that the residuals belong to what was written."""
+        for tensor, residual in self.replaced:
+            # A value taken over from another tensor: what the old one had beside it is gone too.
+            residual.clear()
+            residual.settle(tensor)
+        self.keep()
+
+    def keep(self) -> None:
+        """Record that nothing was written, whatever versions AOTAutograd has counted up."""
+        for tensor, residual in self.current:
+            residual.settle(tensor)
 
 
 class Residuals:
@@ -58,11 +77,9 @@ class Residuals:
         """The tensors of the last call and their residuals."""
         self.generation = -1
         """That of the store in the last call."""
-        self.current: list[tuple[Tensor, Residual]] = []
-        self.replaced: list[tuple[Tensor, Residual]] = []
 
-    def gather(self, args: tuple[Any, ...]) -> None:
-        """Find the residuals for this call and make sure that each belongs to its tensor."""
+    def gather(self, args: tuple[Any, ...]) -> "Gathered":
+        """Find the residuals for a call and make sure that each belongs to its tensor."""
         tensors = [tensor for f in self.locate if (tensor := f(args)) is not None]
         if not self._same(tensors):
             found = [STORE.get(tensor) for tensor in tensors]
@@ -75,10 +92,10 @@ class Residuals:
             for tensor in ownerless:
                 STORE.share_by_memory(tensor)
             self.generation = STORE.generation
-        self.current = [(t, residual) for t, (_, residual) in zip(tensors, self.known, strict=True)]
-        clear_stale(self.current)
+        current = [(t, residual) for t, (_, residual) in zip(tensors, self.known, strict=True)]
+        clear_stale(current)
         written = [tensor for f in self.others if (tensor := f(args)) is not None]
-        self.replaced = [(t, r) for t in written if (r := STORE.get(t)) is not None]
+        return Gathered(current, [(t, r) for t in written if (r := STORE.get(t)) is not None])
 
     def _storage(self, carried: Carried) -> str:
         return self.plan[carried.index].storage
@@ -93,47 +110,9 @@ class Residuals:
             for (reference, _), tensor in zip(self.known, tensors, strict=True)
         )
 
-    def bind(self, inner: Any, devices: Sequence[torch.device]) -> Callable[[list[Any]], Any]:
-        """Return a boxed callable that appends residuals and seeds to the inputs of inner.
-
-        Args:
-            inner: a boxed callable.
-            devices: those on which it takes a seed.
-        """
-        seeds: list[Seeds] = []
-
-        def run(args: list[Any]) -> Any:
-            full = [*args, *(c for _, residual in self.current for c in residual.components)]
-            if devices:
-                if not seeds:  # now, and not under the fake mode of compiling
-                    seeds.append(Seeds(self.session.config.seed, devices))
-                full += seeds[0].draw(next_draw(residual for _, residual in self.current))
-            args.clear()
-            return inner(full)
-
-        run._boxed_call = True  # type: ignore[attr-defined]
-        return run
-
-    def settle(self) -> None:
-        """Record, after the step, that the residuals belong to what was written."""
-        for tensor, residual in self.replaced:
-            # A value taken over from another tensor: what the old one had beside it is gone too.
-            residual.clear()
-            residual.settle(tensor)
-        self.keep()
-
-    def keep(self) -> None:
-        """Record that nothing was written, whatever versions AOTAutograd has counted up."""
-        for tensor, residual in self.current:
-            residual.settle(tensor)
-        self.current = self.replaced = []
-
     def _introduce(self, tensors: list[Tensor]) -> list[Tensor]:
         """Attach the optimizers of tensors that are seen for the first time; return the others."""
-        optimizer = self.session.optimizer()
-        owners = owners_of(
-            family(optimizer) if optimizer is not None else optimizer_hooks.optimizers()
-        )
+        owners = owners_of(self.session.optimizers())
         found: list[tuple[Optimizer, Owned]] = []
         ownerless: dict[str, Tensor] = {}
         for tensor, c in zip(tensors, self.carried, strict=True):
@@ -153,48 +132,3 @@ class Residuals:
                 "collage_fx.compile(function) instead of the backend string silences this"
             )
         return list(ownerless.values())
-
-
-@dataclass
-class Code:
-    """A compiled graph with what it does to the carried states."""
-
-    function: Callable[..., Any]
-    residuals: Residuals | None
-    states: list[tuple[Locate, StatePlan]]
-    """The carried states of 16 bits: how to find each, and its verdict."""
-    reads: list[tuple[Locate, str]]
-    """How to find the states that the graph reads, and of which it knows the high word only, with
-    their names."""
-    refused: bool
-    """Whether a state that needs a residual cannot have one in this graph."""
-
-    def run(self, args: tuple[Any, ...]) -> Any:
-        """Run the graph with its residuals."""
-        if self.residuals is None:
-            return self.function(*args)
-        self.residuals.gather(args)
-        try:
-            result = self.function(*args)
-        except CollageError:
-            self.residuals.keep()
-            raise
-        self.residuals.settle()
-        return result
-
-    def written(self, args: tuple[Any, ...]) -> list[tuple[Tensor, StatePlan]]:
-        """Return the tensors of 16 bits that a call writes."""
-        return [(t, plan) for find, plan in self.states if (t := find(args)) is not None]
-
-    def reads_residual(self, args: tuple[Any, ...]) -> list[str]:
-        """Return the names of states that it reads with a low word that the graph would need."""
-        found = [(find(args), name) for find, name in self.reads]
-        return [name for t, name in found if t is not None and STORE.get(t) is not None]
-
-    def drops_residual(self, args: tuple[Any, ...]) -> list[str]:
-        """Return the names of states that have a residual which this graph does not know of."""
-        return [
-            plan.name
-            for tensor, plan in self.written(args)
-            if not plan.compensated and not plan.replaced and STORE.get(tensor) is not None
-        ]

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch.fx import GraphModule
 from torch.optim import Optimizer
 
+from collage_fx.compilation.inductor import uses_cudagraphs
 from collage_fx.config import CollageConfig
 from collage_fx.hooks import optimizer_hooks
+from collage_fx.optimizer.ownership import family
 from collage_fx.optimizer.storage_patterns import Patterns
 from collage_fx.passes.codegen.multi_tensor_kernel import unreachable
 from collage_fx.passes.dedup.deduplicate import Narrow
@@ -75,6 +77,21 @@ class Session:
     def __post_init__(self) -> None:
         self.patterns = Patterns.of(self.config)
         warn_if_untested()
+
+    @property
+    def deduplicates(self) -> bool:
+        """Whether one member of a class may be compiled for all: its kernel runs over all of them.
+
+        A CUDA graph is recorded of Inductor's own callables only.
+        """
+        config, graphs = self.config, self.inductor.get("triton.cudagraphs")
+        wanted = config.multi_tensor and "deduplicate" not in config.without
+        return bool(wanted) and not uses_cudagraphs(graphs)
+
+    def optimizers(self) -> list[Optimizer]:
+        """Return the optimizers whose states may be in a graph, the innermost first."""
+        optimizer = self.optimizer()
+        return family(optimizer) if optimizer is not None else optimizer_hooks.optimizers()
 
     @property
     def warned(self) -> set[str]:

@@ -1,19 +1,23 @@
-"""Bring the tensors of members that a graph leaves out around AOTAutograd, to its kernels."""
+"""What a graph's kernels take beside what AOTAutograd hands on, and what they make."""
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from collage_fx.compilation.residual_binding import Locate
+from collage_fx.compilation.residual_binding import Gathered, Locate, Residuals
 from collage_fx.passes.dedup.deduplicate import Narrow
+from collage_fx.passes.ir.program import StatePlan
+from collage_fx.runtime.errors import CollageError
+from collage_fx.runtime.expansion.stochastic import Seeds
+from collage_fx.runtime.residuals.store import STORE, next_draw
 
 
 class Members:
-    """Brings the tensors of the members that were left out past AOTAutograd, to and fro.
-
-    AOTAutograd hands on what the narrow graph takes and returns, and nothing else.
-    """
+    """The members of classes that were left out of a graph: what they take and what they make."""
 
     def __init__(self, narrow: Narrow, count: int) -> None:
         self.narrow = narrow
@@ -27,40 +31,129 @@ class Members:
         """Result of the whole graph -> the additional result of the narrow one that it is."""
         self.returned: dict[int, Locate] = {}
         """Result of the whole graph -> how to find the input that it is."""
-        self.inputs: list[Any] = []
-        self.results: list[Any] = []
 
-    def bind(self, inner: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-        """Return a boxed callable that adds the tensors to the inputs of inner."""
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], call: "_Call") -> Any:
+        """Run the narrow graph; return the results of the whole one."""
+        kept = function(*(args[i] for i in self.narrow.inputs))
+        if self.written:
+            torch.autograd.graph.increment_version([call.members[i] for i in self.written])
+        results: list[Any] = [None] * self.count
+        for k, result in zip(self.narrow.results, kept, strict=True):
+            results[k] = result
+        for k, at in self.made.items():
+            results[k] = call.made[at]
+        for k, find in self.returned.items():
+            results[k] = find(args)
+        return tuple(results)
+
+
+@dataclass
+class _Call:
+    """What one call of a graph brings past AOTAutograd, to and fro."""
+
+    residuals: Gathered
+    members: list[Any]
+    """The inputs of the members that were left out."""
+    made: list[Any] = field(default_factory=list)
+    """What the kernels made for them."""
+
+
+class _Calls(threading.local):
+    """The calls that are under way in a thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.running: list[_Call] = []
+
+
+class SideInputs:
+    """Brings residuals, seeds and the tensors of members that were left out past AOTAutograd.
+
+    That hands on what the graph takes and returns, and nothing else; and it counts up the versions
+    of some mutated inputs before it runs the graph, so that residuals are gathered before that.
+    """
+
+    def __init__(self, residuals: Residuals, members: Members | None, seed: int) -> None:
+        self.residuals = residuals
+        self.members = members
+        self.seed = seed
+        self.calls = _Calls()
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Call what AOTAutograd made, with the arguments of the whole graph."""
+        members = self.members
+        gathered = self.residuals.gather(args)
+        call = _Call(gathered, [find(args) for find in members.locate] if members else [])
+        self.calls.running.append(call)
+        try:
+            result = members.run(function, args, call) if members else function(*args)
+        except CollageError:
+            gathered.keep()
+            raise
+        finally:
+            self.calls.running.pop()
+        gathered.settle()
+        return result
+
+    def bind(self, inner: Any, devices: Sequence[torch.device]) -> Callable[[list[Any]], Any]:
+        """Return a boxed callable that appends all this to the inputs of inner.
+
+        Args:
+            inner: a boxed callable.
+            devices: those on which it takes a seed.
+        """
+        seeds: list[Seeds] = []
+        count = len(self.members.narrow.results) if self.members is not None else None
 
         def run(args: list[Any]) -> Any:
-            full = [*args, *self.inputs]
+            call = self.calls.running[-1]
+            residuals = [residual for _, residual in call.residuals.current]
+            full = [*args, *call.members, *(c for r in residuals for c in r.components)]
+            if devices:
+                if not seeds:  # now, and not under the fake mode of compiling
+                    seeds.append(Seeds(self.seed, devices))
+                full += seeds[0].draw(next_draw(residuals))
             args.clear()
             results = inner(full)
-            self.results = list(results[len(self.narrow.results) :])
-            return results[: len(self.narrow.results)]
+            if count is None:
+                return results
+            call.made = list(results[count:])
+            return results[:count]
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
-    def of(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the whole graph's callable, of the narrow one's."""
 
-        def call(*args: Any) -> Any:
-            self.inputs = [find(args) for find in self.locate]
-            try:
-                kept = function(*(args[i] for i in self.narrow.inputs))
-                if self.written:
-                    torch.autograd.graph.increment_version([self.inputs[i] for i in self.written])
-                results: list[Any] = [None] * self.count
-                for k, result in zip(self.narrow.results, kept, strict=True):
-                    results[k] = result
-                for k, at in self.made.items():
-                    results[k] = self.results[at]
-                for k, find in self.returned.items():
-                    results[k] = find(args)
-                return tuple(results)
-            finally:
-                self.inputs, self.results = [], []
+@dataclass
+class Code:
+    """A compiled graph with what it does to the carried states."""
 
-        return call
+    function: Callable[..., Any]
+    side: SideInputs | None
+    states: list[tuple[Locate, StatePlan]]
+    """The carried states of 16 bits: how to find each, and its verdict."""
+    reads: list[tuple[Locate, str]]
+    """How to find the states that the graph reads, and of which it knows the high word only, with
+    their names."""
+    refused: bool
+    """Whether a state that needs a residual cannot have one in this graph."""
+
+    def run(self, args: tuple[Any, ...]) -> Any:
+        """Run the graph with its residuals."""
+        return self.function(*args) if self.side is None else self.side.call(self.function, args)
+
+    def written(self, args: tuple[Any, ...]) -> list[tuple[Tensor, StatePlan]]:
+        """Return the tensors of 16 bits that a call writes."""
+        return [(t, plan) for find, plan in self.states if (t := find(args)) is not None]
+
+    def reads_residual(self, args: tuple[Any, ...]) -> list[str]:
+        """Return the names of states that it reads with a low word that the graph would need."""
+        found = [(find(args), name) for find, name in self.reads]
+        return [name for t, name in found if t is not None and STORE.get(t) is not None]
+
+    def drops_residual(self, args: tuple[Any, ...]) -> list[str]:
+        """Return the names of states that have a residual which this graph does not know of."""
+        return [
+            plan.name
+            for tensor, plan in self.written(args)
+            if not plan.compensated and not plan.replaced and STORE.get(tensor) is not None
+        ]

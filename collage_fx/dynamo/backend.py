@@ -13,8 +13,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from collage_fx.compilation.aot import compile_graph
 from collage_fx.compilation.layout_guards import Layouts, static_inputs
-from collage_fx.compilation.residual_binding import Code
 from collage_fx.compilation.session import Session, StandsForOthers
+from collage_fx.compilation.side_inputs import Code
 from collage_fx.dynamo.options import split_options
 from collage_fx.dynamo.symbols import Symbols
 from collage_fx.eager.supervisor import Supervisor

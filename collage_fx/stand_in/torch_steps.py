@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer
 
-from collage_fx.compilation.inductor import uses_cudagraphs
 from collage_fx.compilation.session import Session
 from collage_fx.optimizer.fused import unscaled
 from collage_fx.optimizer.ownership import init_states
@@ -19,10 +18,7 @@ ALIKE = frozenset({Adam, Adamax, AdamW, NAdam, SGD})
 
 def serves(optimizer: Optimizer, session: Session) -> bool:
     """Tell whether the steps of an optimizer may be done with stand-ins."""
-    settings = session.config
-    if not settings.multi_tensor or "deduplicate" in settings.without:
-        return False
-    if uses_cudagraphs(session.inductor.get("triton.cudagraphs")):
+    if not session.deduplicates:
         return False
     if type(optimizer) not in ALIKE or "_init_group" in vars(optimizer):
         return False

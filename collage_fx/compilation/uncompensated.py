@@ -1,0 +1,102 @@
+"""What is said of a graph that is not compensated, or not wholly."""
+
+from torch import Tensor
+from torch._guards import TracingContext
+from torch.fx import GraphModule
+
+from collage_fx.compilation.graph_inputs import AotInputs
+from collage_fx.compilation.session import Session
+from collage_fx.optimizer.served import left_by_level, nothing_compensated
+from collage_fx.passes.analysis.plan import spare
+from collage_fx.passes.ir.program import Program, StatePlan, compensable_in
+from collage_fx.runtime.storage.registry import compensable_dtypes
+
+
+def written_outside(session: Session, gm: GraphModule) -> bool:
+    """Tell, and warn, of a graph whose new values AOTAutograd itself writes back after it has run.
+
+    So it does with a parameter that was updated through `.data`, and with one whose strides the
+    step changes in place: no copy_ is in the graph.
+    """
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    if metadata is None:
+        return False
+    inputs = [n.meta.get("val") for n in gm.graph.find_nodes(op="placeholder")]
+    turned = [i for i, info in enumerate(metadata.input_info) if info.mutates_metadata]
+    indices = [*metadata.mutated_inp_runtime_indices, *turned]
+    outer = [inputs[i] for i in indices if i < len(inputs)]
+    dtypes = compensable_dtypes(session.config.storage)
+    if not any(isinstance(v, Tensor) and v.dtype in dtypes for v in outer):
+        return False
+    if session.supervisor() is None:
+        session.warn_once(
+            "not compensated: parameters updated through .data; update them in place under "
+            "torch.no_grad(), or use collage_fx.compile, which does that eagerly"
+        )
+    return True
+
+
+def differentiated(session: Session, gm: GraphModule, inputs: AotInputs) -> bool:
+    """Tell, and warn, of a graph that updates states, and whose outputs are differentiated.
+
+    It is compiled as it stands. Statistics of a model that is being trained are no optimizer's
+    states: not a word on them.
+    """
+    dtypes = compensable_dtypes(session.config.storage)
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    written = {n.args[0] for n in gm.graph.nodes if str(n.target) == "aten.copy_.default"}
+    carried = [
+        inputs.describe(index, node)
+        for index, node in enumerate(placeholders)
+        if node in written and node.meta["val"].dtype in dtypes
+    ]
+    spare(carried, session.config.states, is_step=session.optimizer() is not None)
+    choice = session.config.storage
+    names = [c.name for c in carried if not c.spared and compensable_in(c, choice)]
+    if names and session.supervisor() is None:  # else the eager engine does what this graph does
+        session.warn_once(
+            f"a graph that updates states ({', '.join(names)}) is part of a "
+            "differentiated computation, and runs without compensation; compile the update by "
+            "itself, under torch.no_grad()"
+        )
+    return bool(names)
+
+
+def warn_of_results(session: Session, gm: GraphModule, plan: list[StatePlan]) -> None:
+    """Say that a function that returns its new states is not seen to carry them."""
+    if not session.named or session.optimizer() is not None or any(s.held for s in plan):
+        return
+    dtypes = compensable_dtypes(session.config.storage)
+    inputs = [n.meta.get("val") for n in gm.graph.find_nodes(op="placeholder")]
+    results = [n.meta.get("val") for n in gm.graph.output_node().all_input_nodes]
+    alike = [(v.shape, v.dtype) for v in inputs if isinstance(v, Tensor)]
+    if any(
+        isinstance(r, Tensor) and r.dtype in dtypes and (r.shape, r.dtype) in alike for r in results
+    ):
+        session.warn_once(
+            "not compensated: a function that returns new tensors and updates none in place. "
+            "Name the arguments whose place its first results take, in order, as in "
+            "collage_fx.compile(step, carries=('p', 'm')), or write them in place"
+        )
+
+
+def warn_of_states(session: Session, program: Program) -> None:
+    """Say what the passes did not compensate, unless an engine does that instead."""
+    if program.lost:
+        session.note_loss(program.lost)
+    if session.supervisor() is not None:
+        return  # it does what this graph cannot do, and warns of the rest
+    refused = [f"{s.name} ({s.reason})" for s in program.plan if s.refused]
+    if refused:
+        session.warn_once(f"not compensated: {'; '.join(refused)}")
+    spared = {c.index for c in program.carried if c.spared}
+    mine = [s for s in program.plan if s.index not in spared]
+    # A hook of a step, which Dynamo traces by itself, may scale gradients.
+    states = [s for s in mine if not s.name.endswith(".grad")]
+    floating = [s for s in states if s.dtype.is_floating_point and s.shape]
+    reasons = {s.name: s.reason for s in states}
+    if floating and program.result is None and not refused:
+        session.warn_once(nothing_compensated((s.dtype for s in floating), reasons))
+    elif left := left_by_level(reasons, unknown=True):
+        session.warn_once(left)
