@@ -14,19 +14,34 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from collage_fx.eager.memory_map import MemoryMap, MemoryRecord
+from collage_fx.passes.ir.program import SAME_VALUE
 from collage_fx.passes.rewrite.interpreter import Forms
 from collage_fx.runtime.residuals.memory import has_memory
 
 aten = torch.ops.aten
 
-_FOLLOWED = frozenset(
-    getattr(getattr(aten, name + ending), overload)
-    for name in ("add", "sub", "bitwise_and", "bitwise_or", "where", "lt", "le", "gt", "ge", "copy")
-    for ending in ("", "_")
-    if hasattr(aten, name + ending)
-    for overload in getattr(aten, name + ending).overloads()
-    if overload in ("Tensor", "Scalar", "self", "ScalarOther", "ScalarSelf", "default")
-) | {aten._to_copy.default, aten.clone.default}
+_FOLLOWED = (
+    frozenset(
+        getattr(getattr(aten, name + ending), overload)
+        for name in (
+            "add",
+            "sub",
+            "bitwise_and",
+            "bitwise_or",
+            "where",
+            "lt",
+            "le",
+            "gt",
+            "ge",
+            "copy",
+        )
+        for ending in ("", "_")
+        if hasattr(aten, name + ending)
+        for overload in getattr(aten, name + ending).overloads()
+        if overload in ("Tensor", "Scalar", "self", "ScalarOther", "ScalarSelf", "default")
+    )
+    | SAME_VALUE
+)
 _UNIT = 2.0**-7
 """A unit in the last place of bf16 is at most this much of the value."""
 

@@ -9,9 +9,16 @@ import sympy
 import torch
 from torch.fx import Node
 
-from collage_fx.passes.ir.program import Branch, Coefficient, is_value, value_of
+from collage_fx.passes.ir.program import (
+    CONVERT,
+    SAME_VALUE,
+    Branch,
+    Coefficient,
+    is_value,
+    value_of,
+)
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
 
 Rest: TypeAlias = Literal["zero", "free", "chosen", "nonlinear"]
 _RESTS: tuple[Rest, ...] = ("zero", "free", "chosen", "nonlinear")
@@ -87,7 +94,6 @@ MUCH = 0.5
 LERP = (aten.lerp.Scalar, aten.lerp.Tensor)
 ADDING = (aten.add.Tensor, aten.sub.Tensor, *LERP)
 """What adds values to each other."""
-_CAST = {prims.convert_element_type.default, aten._to_copy.default, aten.clone.default}
 _OVERLOADS = ("Tensor", "Scalar", "default", "self")
 
 
@@ -119,7 +125,7 @@ def transfer(node: Any, forms: Mapping[Any, Form]) -> Form:
     if not any(f.depends for f in operands):
         return FREE
     first = operands[0]
-    if node.target in _CAST:
+    if node.target in SAME_VALUE:
         return first
     if node.target is aten.neg.default:
         return first.times(-1)
@@ -205,7 +211,7 @@ _ARITHMETIC: dict[Any, Any] = {
     aten.rsub.Scalar: lambda a, b: b - a,
     aten.mul.Tensor: lambda a, b: a * b,
     aten.neg.default: lambda a: -a,
-    prims.convert_element_type.default: lambda a: a,
+    CONVERT: lambda a: a,
 }
 
 

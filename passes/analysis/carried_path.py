@@ -8,12 +8,11 @@ import torch
 from torch.fx import Node
 
 from collage_fx.passes.analysis.affine import ADDING, Form, bound, transfer
-from collage_fx.passes.ir.program import LOW_PRECISION, Coefficient, Slice, value_of
+from collage_fx.passes.ir.program import CASTS, LOW_PRECISION, Coefficient, Slice, value_of
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
 
 _SCALING = {aten.mul.Tensor, aten.div.Tensor}
-_CAST = {prims.convert_element_type.default, aten._to_copy.default}
 
 
 def walk(nodes: Iterable[Node], x: Node) -> dict[Node, Form]:
@@ -124,5 +123,5 @@ def _computed(operand: Any, x: Node) -> bool:
     """
     if not isinstance(operand, Node) or operand.op == "placeholder" or operand is x:
         return False
-    near = operand.target in _CAST and isinstance(operand.args[0], Node)
+    near = operand.target in CASTS and isinstance(operand.args[0], Node)
     return value_of(operand).dtype in LOW_PRECISION or (near and _computed(operand.args[0], x))

@@ -24,11 +24,11 @@ from torch._inductor.lowering import (
 from torch._inductor.virtualized import ops
 from torch.fx import GraphModule, Node
 
+from collage_fx.passes.ir.program import CONVERT
 from collage_fx.runtime import torch_versions
 from collage_fx.runtime.ops import collage
 
 aten = torch.ops.aten
-_CONVERT = torch.ops.prims.convert_element_type.default
 
 _REGIONS: dict[str, GraphModule] = {}
 
@@ -129,7 +129,7 @@ def _convert(x: TensorBox, dtype: torch.dtype) -> TensorBox:
     x is what the dtype represents, the upper half of an fp16 number.
     """
     if dtype is not torch.float8_e5m2 or x.get_device_or_error().type == "cpu":
-        return lowerings[_CONVERT](x, dtype)
+        return lowerings[CONVERT](x, dtype)
     source = x.get_dtype()
 
     def body(value: Any) -> Any:
@@ -143,7 +143,7 @@ def _convert(x: TensorBox, dtype: torch.dtype) -> TensorBox:
 
 
 _LOWERINGS: dict[Any, Callable[..., TensorBox]] = {
-    _CONVERT: _convert,
+    CONVERT: _convert,
     aten.div.Tensor: _divide,
     aten.reciprocal.default: lambda x: _divide(1.0, x),
 }

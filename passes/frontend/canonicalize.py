@@ -13,6 +13,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from collage_fx.passes.frontend.decompose import DECOMPOSITIONS, like
 from collage_fx.passes.frontend.torch_internals import OpOverload
 from collage_fx.passes.ir.program import (
+    CONVERT,
     LOW_PRECISION,
     Program,
     base_of,
@@ -22,7 +23,7 @@ from collage_fx.passes.ir.program import (
 )
 from collage_fx.runtime.expansion.eft import WIDER
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
 
 # _foreach_<name> -> the operation on one tensor; overloads that differ by the second operand's kind
 # all accept a Python number or a tensor there.
@@ -292,7 +293,5 @@ class _Builder:
         if val.dtype == dtype:
             return x
         if x not in self.widened or value_of(self.widened[x]).dtype != dtype:
-            self.widened[x] = self.call(
-                prims.convert_element_type.default, x, dtype, val=like(val, dtype)
-            )
+            self.widened[x] = self.call(CONVERT, x, dtype, val=like(val, dtype))
         return self.widened[x]

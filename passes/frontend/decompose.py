@@ -12,7 +12,7 @@ import torch
 import torch._inductor.inductor_prims  # registers torch.ops.prims.fma
 from torch import Tensor
 
-from collage_fx.passes.ir.program import Operand, is_value, value_of
+from collage_fx.passes.ir.program import CONVERT, Operand, is_value, value_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -183,7 +183,7 @@ def _addcdiv(
 def _div(b: Builder, out: Tensor, x: Any, y: Any) -> Any:
     if is_value(y):
         # Before 2.13 torch takes addcdiv apart, into operations on what it has widened.
-        wider = y.target is prims.convert_element_type.default and is_value(y.args[0])
+        wider = y.target is CONVERT and is_value(y.args[0])
         source: Any = y.args[0] if wider and value_of(y).dtype == torch.float32 else y
         divisor = _divisor(b, value_of(source), source)
         if divisor is not source:
@@ -200,7 +200,7 @@ def _divisor(b: Builder, out: Tensor, x: Operand) -> Operand:
     """
     if out.dtype != torch.float16:
         return x
-    if x.target is prims.convert_element_type.default:
+    if x.target is CONVERT:
         scaled: Any = x.args[0]
         by_scalar = scaled.target is aten.div.Tensor and is_scalar(scaled.args[1], out)
         return scaled if by_scalar else x
@@ -256,6 +256,6 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.addcdiv.default: _addcdiv,
     aten.copy.default: _copy,
     aten._to_copy.default: lambda b, out, x, **_: b.convert(x, out.dtype),
-    prims.convert_element_type.default: lambda b, out, x, dtype: b.convert(x, dtype),
+    CONVERT: lambda b, out, x, dtype: b.convert(x, dtype),
     prims.fma.default: _fma,
 }

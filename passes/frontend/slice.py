@@ -7,6 +7,7 @@ from torch.fx import Node
 
 from collage_fx.passes.ir.program import (
     LOW_PRECISION,
+    SAME_VALUE,
     Carried,
     Program,
     Slice,
@@ -18,9 +19,7 @@ from collage_fx.passes.ir.program import (
     value_of,
 )
 
-aten, prims = torch.ops.aten, torch.ops.prims
-
-_CONVERSIONS = {prims.convert_element_type.default, aten._to_copy.default, aten.clone.default}
+aten = torch.ops.aten
 
 
 def slice_(program: Program) -> None:
@@ -75,7 +74,7 @@ def elementwise(node: Node) -> bool:
     """Tell whether each element of the result depends on one element of each operand."""
     if node.op != "call_function" or not is_tensor(node) or node.target is aten.copy_.default:
         return False
-    if node.target in _CONVERSIONS:
+    if node.target in SAME_VALUE:
         return True
     tags = getattr(node.target, "tags", ())
     return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags

@@ -20,6 +20,11 @@ Arithmetic = Literal["eft", "wide"]
 OnUnsupported = Literal["join", "error"]
 Owner = Literal["param", "state", "tensor", "buffer"]
 Coefficient: TypeAlias = sympy.Expr | float
+CONVERT = torch.ops.prims.convert_element_type.default
+CASTS = frozenset({CONVERT, torch.ops.aten._to_copy.default})
+"""The operations whose result is the value of their operand in another dtype."""
+SAME_VALUE = CASTS | {torch.ops.aten.clone.default}
+"""Those, and copies: what a value depends on is the same before and after."""
 OPTIONAL = ("denominator", "deduplicate", "escape")
 """The passes that may be left out, for debugging; the first two run before AOTAutograd.
 

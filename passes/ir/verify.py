@@ -3,13 +3,18 @@
 import torch
 from torch.fx import Node
 
-from collage_fx.passes.ir.program import LOW_PRECISION, Program, Rewritten, graph_of, mutations
+from collage_fx.passes.ir.program import (
+    CONVERT,
+    LOW_PRECISION,
+    Program,
+    Rewritten,
+    graph_of,
+    mutations,
+)
 from collage_fx.runtime.errors import LegalityError
 from collage_fx.runtime.ops import collage
 
-aten, prims = torch.ops.aten, torch.ops.prims
-
-_CONVERT = prims.convert_element_type.default
+aten = torch.ops.aten
 
 
 def verify(program: Program, after: str) -> None:
@@ -99,13 +104,13 @@ def _lowered(program: Program) -> None:
         for node in r.lowered.graph.nodes:
             if node.op == "placeholder" and node.meta["dtype"] in LOW_PRECISION:
                 _demand(
-                    all(u.op == "output" or u.target == _CONVERT for u in node.users),
+                    all(u.op == "output" or u.target == CONVERT for u in node.users),
                     f"{node.name} is read without being widened",
                 )
             if node.op != "call_function":
                 continue
             _demand(
-                node.target == _CONVERT or node.meta["dtype"] not in LOW_PRECISION,
+                node.target == CONVERT or node.meta["dtype"] not in LOW_PRECISION,
                 f"{node.format_node()} computes in 16 bits",
             )
             _demand(

@@ -8,6 +8,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from collage_fx.passes.ir.program import (
+    CASTS,
+    CONVERT,
     LOW_PRECISION,
     Program,
     Rewritten,
@@ -18,18 +20,16 @@ from collage_fx.passes.ir.program import (
     value_of,
 )
 from collage_fx.passes.rules import RULES
-from collage_fx.passes.rules.builder import RuleBuilder
+from collage_fx.passes.rules.builder import Builder, Call, Components, Decayed, Expanded
 from collage_fx.passes.rules.join_split import join_op_split
-from collage_fx.passes.rules.registry import Call, Components, Decayed, Expanded
 from collage_fx.runtime.errors import RuleError, UnsupportedError
 from collage_fx.runtime.expansion.eft import WIDER
 from collage_fx.runtime.ops import JOIN, SPLIT, SPLIT_BY_CHANCE
 from collage_fx.runtime.storage.registry import EXPANSIONS, transforms
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
 
 _getitem = operator.getitem
-_CONVERT = prims.convert_element_type.default
 
 
 def expand(program: Program) -> None:
@@ -136,7 +136,7 @@ class _Expander:
 
     def convert(self, x: Node, dtype: torch.dtype) -> Node:
         """Return x in dtype."""
-        return x if x.meta["dtype"] == dtype else self.op(_CONVERT, x, dtype, dtype=dtype)
+        return x if x.meta["dtype"] == dtype else self.op(CONVERT, x, dtype, dtype=dtype)
 
     def placeholders(self) -> list[tuple[Node, list[Node]]]:
         """Append the inputs; return each old value in the slice with its residual placeholders."""
@@ -185,7 +185,7 @@ def _short(name: str, owner: str) -> str:
     return re.sub(r"\W+", "_", word).strip("_") or "state"
 
 
-class Eft(_Expander, RuleBuilder):
+class Eft(_Expander, Builder):
     """Every operation in the storage dtype, those on carried paths with their error caught."""
 
     def __init__(self, rewritten: Rewritten, settings: Settings) -> None:
@@ -259,7 +259,7 @@ class Eft(_Expander, RuleBuilder):
             start, end = (self.convert(read(a), wide) for a in node.args[:2])
             return self.convert(lerp(self, start, end, self.plain(node.args[2]), wide), dtype)
         args = [torch.fx.node.map_arg(a, read) for a in node.args]
-        if not whole or node.target is _CONVERT:
+        if not whole or node.target is CONVERT:
             return self.again(node, args, dtype)
         return self.convert(self.again(node, args, wide), dtype)
 
@@ -317,7 +317,7 @@ class _Wide(_Expander):
 
     def _wide_op(self, node: Node) -> Node:
         dtype = value_of(node).dtype
-        if node.target in (_CONVERT, aten._to_copy.default) and dtype.is_floating_point:
+        if node.target in CASTS and dtype.is_floating_point:
             x: Node = self.env[node.args[0]]  # type: ignore[index]
             if x.meta["dtype"].is_floating_point and self._wide(dtype) != dtype:
                 return x

@@ -15,9 +15,8 @@ from collage_fx.passes.analysis.affine import Form, transfer
 from collage_fx.passes.frontend.decompose import DECOMPOSITIONS, like
 from collage_fx.passes.ir.program import LOW_PRECISION, Arithmetic, Value, is_value, value_of
 from collage_fx.passes.rules import RULES
-from collage_fx.passes.rules.builder import RuleBuilder
+from collage_fx.passes.rules.builder import Builder, Expanded
 from collage_fx.passes.rules.join_split import join_op_split
-from collage_fx.passes.rules.registry import Expanded
 from collage_fx.runtime.expansion.eft import WIDER
 from collage_fx.runtime.storage.registry import STORAGES, transforms
 
@@ -67,7 +66,7 @@ class _Environment:
         operand.expanded = expanded
 
 
-class Operation(RuleBuilder):
+class Operation(Builder):
     """Does one operation on tensors of which some are expansions."""
 
     def __init__(self, dtype: torch.dtype, arithmetic: Arithmetic, storage: str = "mcf2") -> None:
@@ -118,7 +117,7 @@ class Operation(RuleBuilder):
             return Traced(like(val, dtype), x.expanded, x.forms)
         return Traced(val.to(dtype), None, getattr(x, "forms", None))
 
-    # What rules build with, beside what RuleBuilder has.
+    # What rules build with, beside what Builder has.
 
     def op(self, target: Any, *args: Any, dtype: torch.dtype, **kwargs: Any) -> Any:
         """Do an operation with one result."""

@@ -1,21 +1,68 @@
-"""What the graph and the eager engine have in common when they apply a rule."""
+"""What a rule may use: operands, expansions, and how to append operations on them."""
 
 from abc import ABC, abstractmethod
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
 from collage_fx.passes.ir.program import LOW_PRECISION, is_value, value_of
-from collage_fx.passes.rules.registry import Call, Components, Decayed, Expanded
 from collage_fx.runtime.expansion.eft import WIDER
 from collage_fx.runtime.ops import JOIN, SPLIT, THREE, collage
 from collage_fx.runtime.storage.registry import EXPANSIONS
 
+Term = Any
+"""A tensor that a builder knows: a node of the graph it builds, or a real tensor in its place.
 
-class RuleBuilder(ABC):
-    """A `registry.Builder`, but for how an operation is done and what an operand has become."""
+Rules may read its `.meta["dtype"]` and `.meta["scalar"]` (0-d), and nothing else of it."""
+Components = tuple[Term, ...]
+"""An expansion: hi and lo, or hi, mid and lo."""
+
+
+class Call(Protocol):
+    """The operation that a rule rewrites, on the operands of the user's program."""
+
+    @property
+    def target(self) -> Any:
+        """The operation."""
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """Its positional operands."""
+
+    @property
+    def kwargs(self) -> Any:
+        """Its keyword operands."""
+
+
+@dataclass(frozen=True)
+class Decayed:
+    """An expansion that was multiplied by a factor near one, x + (factor - 1)*x, not yet added up.
+
+    A decay is mostly followed by the update. The terms of both are added to each other in the wide
+    dtype and then to the expansion, once: one rounding less, and no factor whose distance from one
+    is rounded. The Collage paper folds weight decay into the update for the same reason.
+    """
+
+    pair: Components
+    term: Term
+    """(factor - 1) * x, of the wide dtype."""
+    small: bool
+    """Whether the term is at most 5u of x, so that rounding it to one float costs no more than the
+    5u^2 of a product."""
+
+
+Expanded = Components | Decayed
+
+
+class Builder(ABC):
+    """What a rule may use. Operands are those of the operation being rewritten.
+
+    Subclasses say how an operation is done: as a node of a graph, or on real tensors.
+    """
 
     dtype: torch.dtype
+    """The dtype of the state on whose carried path the operation lies."""
     storage: str = "mcf2"
     """How expansions are laid out."""
     env: Any
@@ -23,20 +70,24 @@ class RuleBuilder(ABC):
 
     @property
     def count(self) -> int:
-        """How many components an expansion has."""
+        """How many components an expansion has: two or three."""
         return EXPANSIONS[self.storage]
 
     @abstractmethod
-    def op(self, target: Any, *args: Any, dtype: torch.dtype, **kwargs: Any) -> Any:
+    def op(self, target: Any, *args: Any, dtype: torch.dtype, **kwargs: Any) -> Term:
         """Do an operation with one result of this dtype."""
 
     @abstractmethod
-    def components(self, target: Any, *args: Any, dtype: torch.dtype) -> Any:
+    def components(self, target: Any, *args: Any, dtype: torch.dtype) -> Components:
         """Do an operation whose result is an expansion of this dtype."""
 
     @abstractmethod
-    def convert(self, x: Any, dtype: torch.dtype) -> Any:
+    def convert(self, x: Any, dtype: torch.dtype) -> Term:
         """Return a value in dtype."""
+
+    @abstractmethod
+    def joined(self, node: Call) -> None:
+        """Note for the plan that an operation ran as join - op - split."""
 
     def settled(self, node: Any) -> Components:
         """Return the expansion that a node of the slice became."""
@@ -45,7 +96,11 @@ class RuleBuilder(ABC):
         return self.env[node]
 
     def plain(self, operand: Any) -> Any:
-        """Return operand in the new graph; of an expansion the high word, or the wider join."""
+        """Return an operand as one value, a number as it is.
+
+        Of an expansion that is the high word or, where the operand is wider than the storage, the
+        join in its dtype.
+        """
         if not is_value(operand):
             return operand
         if not isinstance(self.env[operand], tuple | Decayed):
@@ -56,7 +111,7 @@ class RuleBuilder(ABC):
         return self.convert(self.join(pair), dtype)
 
     def expansion(self, operand: Any) -> Components | None:
-        """Return the expansion that operand is, in the storage dtype, or None."""
+        """Return the expansion, of the storage dtype, that an operand is; None if it is plain."""
         if not is_value(operand) or not isinstance(self.env[operand], tuple | Decayed):
             return None
         pair = self.settled(operand)
@@ -64,7 +119,7 @@ class RuleBuilder(ABC):
             return pair
         return self.split(self.join(pair))
 
-    def join(self, x: Components) -> Any:
+    def join(self, x: Components) -> Term:
         """Return the whole value of an expansion, in the wide dtype."""
         return self.op(JOIN[self.storage], *x, dtype=WIDER[x[0].meta["dtype"]])
 
@@ -72,13 +127,13 @@ class RuleBuilder(ABC):
         """Return a value of the wide dtype as an expansion of the storage dtype."""
         return self.pair(SPLIT[self.storage], term, self.dtype)
 
-    def rounded(self, operand: Any) -> Any:
-        """Return a tensor operand in the storage dtype."""
+    def rounded(self, operand: Any) -> Term:
+        """Return a tensor operand rounded to the storage dtype, once."""
         return self.convert(self.plain(operand), self.dtype)
 
-    def narrowed(self, node: Any) -> Any:
-        """Return a node of the new graph in the storage dtype."""
-        return self.convert(node, self.dtype)
+    def narrowed(self, term: Term) -> Term:
+        """Return a result of this builder rounded to the storage dtype, once."""
+        return self.convert(term, self.dtype)
 
     def widened(self, operand: Any) -> Any:
         """Return a 16-bit tensor operand in the wide dtype; others, and numbers, as they are."""
@@ -113,10 +168,10 @@ class RuleBuilder(ABC):
         return isinstance(operand, int | float)
 
     def pair(self, target: Any, *args: Any) -> Components:
-        """Append an operation that returns an expansion of the storage dtype; see `form`."""
+        """Do a collage:: operation that returns an expansion of the storage dtype; see `form`."""
         return self.components(self.form(target), *args, dtype=self.dtype)
 
     def again(self, node: Call, args: list[Any], dtype: torch.dtype) -> Any:
-        """Append the operation of node on other operands."""
+        """Do the operation of node on other operands, with its keyword arguments."""
         kwargs = torch.fx.node.map_arg(dict(node.kwargs), self.plain)
         return self.op(node.target, *args, dtype=dtype, **kwargs)

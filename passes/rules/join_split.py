@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from collage_fx.passes.rules.registry import Builder, Call, Components, Expanded
+from collage_fx.passes.rules.builder import Builder, Call, Components, Expanded
 from collage_fx.runtime.expansion.eft import WIDER
 
 

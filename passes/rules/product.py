@@ -7,21 +7,15 @@ from typing import Any
 
 import torch
 
+from collage_fx.passes.ir.program import CONVERT
+from collage_fx.passes.rules.builder import Builder, Call, Components, Decayed, Expanded, Term
 from collage_fx.passes.rules.join_split import apply_wide
-from collage_fx.passes.rules.registry import (
-    Builder,
-    Call,
-    Components,
-    Decayed,
-    Expanded,
-    Term,
-    rule,
-)
+from collage_fx.passes.rules.registry import rule
 from collage_fx.runtime.expansion.components import split_constant
 from collage_fx.runtime.expansion.eft import WIDER
 from collage_fx.runtime.ops import collage
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
 
 
 def times(b: Builder, x: Components, factor: Any) -> Expanded:
@@ -61,7 +55,7 @@ def _scaled(b: Builder, x: Components, s: Term) -> Decayed:
     dtype = s.meta["dtype"]
     if dtype not in (torch.float32, torch.float64):  # a count or a mask, or s - 1 would be rounded
         dtype = torch.float32
-        s = b.op(prims.convert_element_type.default, s, dtype, dtype=dtype)
+        s = b.op(CONVERT, s, dtype, dtype=dtype)
     small = b.op(aten.le.Scalar, s, 0.5, dtype=torch.bool)
     near = b.op(aten.sub.Tensor, s, 1, dtype=dtype)
     gap = b.op(aten.where.self, small, s, near, dtype=dtype)

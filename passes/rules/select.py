@@ -2,8 +2,9 @@
 
 import torch
 
+from collage_fx.passes.rules.builder import Builder, Call, Expanded
 from collage_fx.passes.rules.join_split import apply_wide
-from collage_fx.passes.rules.registry import Builder, Call, Expanded, rule
+from collage_fx.passes.rules.registry import rule
 
 aten = torch.ops.aten
 

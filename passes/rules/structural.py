@@ -4,12 +4,14 @@ from typing import Any
 
 import torch
 
+from collage_fx.passes.ir.program import CONVERT
+from collage_fx.passes.rules.builder import Builder, Call, Components, Expanded
 from collage_fx.passes.rules.join_split import mapped
-from collage_fx.passes.rules.registry import Builder, Call, Components, Expanded, rule
+from collage_fx.passes.rules.registry import rule
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
 
-_KEEPING = (prims.convert_element_type.default, aten.clone.default)
+_KEEPING = (CONVERT, aten.clone.default)
 _MOVING = (
     aten.alias.default,
     aten.contiguous.default,

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from floats import BF16, FP16, Format, last_place
-from rule_builder import Call, Whole, partners, run_rule
+from rule_builder import partners, run_rule, whole
 from test_rules_structure import CASES as STRUCTURAL
 from torch import Tensor
 
 from collage_fx.passes.ir.program import Value
+from collage_fx.passes.rewrite.interpreter import Call, Traced
 from collage_fx.passes.rules import RULES
 
 aten = torch.ops.aten
@@ -187,8 +188,8 @@ def inputs(f: Format) -> dict[str, Any]:
     finite = torch.where(other.isfinite(), other, 1.0)
     n = len(hi)
     return {
-        "x": Whole.of(hi, f.residuals(hi, g)),
-        "y": Whole.of(finite, f.residuals(finite, g)),
+        "x": whole(hi, f.residuals(hi, g)),
+        "y": whole(finite, f.residuals(finite, g)),
         "t": Value(other),
         "w": Value((torch.randn(n, generator=g) * 4).float()),
         "s": Value(torch.tensor(0.99777)),
@@ -196,9 +197,9 @@ def inputs(f: Format) -> dict[str, Any]:
     }
 
 
-def values(operand: Whole | Value, n: int) -> list[Fraction | None]:
+def values(operand: Value, n: int) -> list[Fraction | None]:
     """The exact value of each element; None where it is not finite."""
-    parts = operand.pair if isinstance(operand, Whole) else (operand,)
+    parts = operand.expanded if isinstance(operand, Traced) else (operand,)
     columns = [p.meta["val"].double().expand(n).tolist() for p in parts]
     return [
         sum(map(Fraction, row)) if all(abs(v) < torch.inf for v in row) else None  # type: ignore[misc]
@@ -219,7 +220,7 @@ def worst(result: tuple[Tensor, Tensor], case: Case, f: Format) -> tuple[float, 
     n, known = len(result[0]), inputs(f)
     columns = [values(known[o], n) for o in case.operands if isinstance(o, str)]
     largest, count, smallest = 0.0, 0, Fraction(f.smallest)
-    for found, *row in zip(values(Whole.of(*result), n), *columns, strict=True):
+    for found, *row in zip(values(whole(*result), n), *columns, strict=True):
         try:
             exact = None if None in row else case.exact(*row)
         except ZeroDivisionError:

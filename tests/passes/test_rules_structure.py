@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 from floats import BF16, FP16, Format
-from rule_builder import Call, TensorBuilder, Whole, run_rule
+from rule_builder import Checked, run_rule, whole
 from torch import Tensor
 
 from collage_fx.passes.ir.program import Value
+from collage_fx.passes.rewrite.interpreter import Call
 from collage_fx.passes.rules import RULES
 from collage_fx.passes.rules.structural import STRUCTURE
 
@@ -75,7 +76,7 @@ def test_structure_is_the_registered_family() -> None:
 @pytest.mark.parametrize("target", [t for t in CASES if t not in LISTS | KEPT], ids=str)
 def test_each_component_moves_by_itself(target: Callable[..., Tensor], f: Format) -> None:
     hi, lo, _ = tensors(target, f)
-    found = run_rule(Call(target, (Whole.of(hi, lo), *CASES[target])), f.dtype)
+    found = run_rule(Call(target, (whole(hi, lo), *CASES[target])), f.dtype)
     plain = [
         [a.meta["val"] if isinstance(a, Value) else a for a in v]
         if isinstance(v, list)
@@ -91,7 +92,7 @@ def test_each_component_moves_by_itself(target: Callable[..., Tensor], f: Format
 @FORMATS
 def test_a_conversion_keeps_both_words(f: Format) -> None:
     hi, lo, _ = tensors(None, f)
-    call = Call(prims.convert_element_type.default, (Whole.of(hi, lo), torch.float32))
+    call = Call(prims.convert_element_type.default, (whole(hi, lo), torch.float32))
     found = run_rule(call, f.dtype)
     assert same(found[0], hi) and same(found[1], lo)
 
@@ -100,7 +101,7 @@ def test_a_conversion_keeps_both_words(f: Format) -> None:
 @pytest.mark.parametrize("target", sorted(LISTS, key=str), ids=str)
 def test_plain_members_of_a_list_have_a_low_word_of_zero(target: Any, f: Format) -> None:
     hi, lo, plain = tensors(target, f)
-    call = Call(target, ([Whole.of(hi, lo), Value(plain), Whole.of(-hi, -lo)], 1))
+    call = Call(target, ([whole(hi, lo), Value(plain), whole(-hi, -lo)], 1))
     found = run_rule(call, f.dtype)
     assert same(found[0], target([hi, plain, -hi], 1))
     assert same(found[1], target([lo, torch.zeros_like(plain), -lo], 1))
@@ -110,12 +111,12 @@ def test_plain_members_of_a_list_have_a_low_word_of_zero(target: Any, f: Format)
 def test_where_chooses_the_words_of_one_side(f: Format) -> None:
     hi, lo, plain = tensors(None, f)
     chosen = torch.arange(24).view(SHAPE) % 2 == 0
-    sides = Whole.of(hi, lo), Value(plain)
+    sides = whole(hi, lo), Value(plain)
     for args, signs in ((sides, (hi, plain)), (sides[::-1], (plain, hi))):
         call = Call(aten.where.self, (Value(chosen), *args))
-        builder = TensorBuilder(f.dtype)
+        builder = Checked(f.dtype, "eft")
         at = 1 if args is sides else 2
-        a, b = RULES[call.target](builder, call, sides[0].pair, at)
+        a, b = RULES[call.target](builder, call, sides[0].expanded, at)
         assert same(a.meta["val"], torch.where(chosen, *signs))
         zero = torch.zeros_like(lo)
         words = (lo, zero) if at == 1 else (zero, lo)
