@@ -304,12 +304,13 @@ class _Emitter:
                     self._copy(node)
                 else:
                     waiting.append(node)
-            before = len(waiting) + sum(len(s.pending) for s in stamps)
+            before = len(rest) + sum(len(s.pending) for s in stamps)
             rest = waiting
             for stamp in stamps:
                 self._regions(stamp)
             stamps = [s for s in stamps if s.pending]
-            assert rest == [] or len(rest) + sum(len(s.pending) for s in stamps) < before
+            left = len(rest) + sum(len(s.pending) for s in stamps)
+            assert left < before, "nodes and regions wait for each other"
 
     def _regions(self, stamp: _Stamp) -> None:
         """Append one region for all pending results of a member whose inputs are there."""

@@ -1,22 +1,25 @@
 """Pass 8: replace collage:: operations by their arithmetic and make every rounding explicit."""
 
+import functools
 import math
+import operator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from collage_fx.passes.frontend.torch_internals import select_decomp_table, unset_fake_temporarily
-from collage_fx.passes.ir.program import LOW_PRECISION, Program, graph_of
+from collage_fx.passes.ir.program import CASTS, CONVERT, LOW_PRECISION, Program, graph_of
 from collage_fx.runtime.expansion.eft import WIDER
 from collage_fx.runtime.ops import collage
 from collage_fx.runtime.storage.registry import LAST
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
 
-_CONVERT = prims.convert_element_type.default
-_CASTS = {_CONVERT, aten._to_copy.default}
 _NUMBERS = {aten.full.default: 1, aten.scalar_tensor.default: 0}
 # By which of the two sides are numbers.
 _WHERE: dict[tuple[bool, ...], Any] = {
@@ -67,34 +70,94 @@ def lower(program: Program) -> None:
         s = collage.round(add, torch.bfloat16)
     """
     for rewritten in program.rewritten:
-        expanded = graph_of(rewritten.expanded)
-        rewritten.lowered = _Rounding(_trace(expanded), expanded).run()
+        rewritten.lowered = _Rounding(_trace(graph_of(rewritten.expanded))).run()
 
 
-def _trace(expanded: GraphModule) -> GraphModule:
-    """Trace the expanded graph through the arithmetic, on real tensors of two elements."""
+def _trace(expanded: GraphModule) -> Graph:
+    """Return the expanded graph with each operation replaced by its arithmetic."""
+    graph = Graph()
+    env: dict[Node, Any] = {}
+    for node in expanded.graph.find_nodes(op="placeholder"):  # a seed may stand further down
+        env[node] = graph.placeholder(node.name)
+        env[node].meta.update(dtype=node.meta["dtype"], scalar=node.meta["scalar"])
+    for node in expanded.graph.nodes:
+        if node.op == "placeholder":
+            continue
+        if node.op == "output":
+            graph.output(map_arg(node.args[0], lambda n: env[n]))
+        elif node.target is operator.getitem:
+            env[node] = env[node.args[0]][node.args[1]]
+        else:
+            args, kwargs = map_arg((node.args, node.kwargs), lambda n: env[n])
+            env[node] = _inline(graph, node.target, args, kwargs)
+    return graph
+
+
+def _inline(graph: Graph, target: Any, args: Any, kwargs: Any) -> Any:
+    """Append the arithmetic of an operation; return its result, or a tuple of them."""
+    operands, form = tree_flatten((args, dict(kwargs)))
+    nodes = list(dict.fromkeys(x for x in operands if isinstance(x, Node)))
+    facts = tuple((n.meta["dtype"], n.meta["scalar"]) for n in nodes)
+    # With its type: 1 and 1.0 are equal, and -0.0 and 0.0 are.
+    given = tuple(
+        nodes.index(x) if isinstance(x, Node) else _Constant(x, f"{type(x)}{x!r}") for x in operands
+    )
+    arithmetic = _arithmetic(target, form, given, facts)
+    env: dict[Node, Any] = dict(zip(arithmetic.find_nodes(op="placeholder"), nodes, strict=True))
+    for node in arithmetic.nodes:
+        if node.op == "call_function":
+            env[node] = graph.node_copy(node, lambda n: env[n])
+    return map_arg(arithmetic.output_node().args[0], lambda n: env[n])
+
+
+@dataclass(frozen=True)
+class _Constant:
+    """An operand that is no tensor."""
+
+    value: Any = field(compare=False)
+    text: str
+
+
+@functools.lru_cache(maxsize=1024)
+def _arithmetic(
+    target: Any, form: TreeSpec, given: tuple[Any, ...], facts: tuple[tuple[torch.dtype, bool], ...]
+) -> Graph:
+    """Trace one operation through the arithmetic, on real tensors of two elements.
+
+    Args:
+        target: the operation.
+        form: the nesting of its operands.
+        given: each of them: a constant, or the number of a tensor.
+        facts: of each tensor, its dtype and whether it is 0-d.
+    """
+
+    def call(*tensors: Any) -> Any:
+        operands = [g.value if isinstance(g, _Constant) else tensors[g] for g in given]
+        args, kwargs = tree_unflatten(operands, form)
+        return target(*args, **kwargs)
+
     with unset_fake_temporarily(), torch.no_grad():
-        inputs = [
-            torch.ones(() if n.meta["scalar"] else (2,), dtype=n.meta["dtype"])
-            for n in expanded.graph.find_nodes(op="placeholder")
-        ]
-        return make_fx(expanded, decomposition_table=select_decomp_table())(*inputs)
+        inputs = [torch.ones(() if scalar else (2,), dtype=dtype) for dtype, scalar in facts]
+        traced = make_fx(call, decomposition_table=select_decomp_table())(*inputs).graph
+    for node in traced.nodes:
+        if (val := node.meta.pop("val", None)) is not None:
+            node.meta = {"dtype": val.dtype, "scalar": val.dim() == 0}
+    return traced
 
 
 class _Rounding:
     """Translates a graph of 16-bit operations; 16-bit values live in fp32 in between."""
 
-    def __init__(self, traced: GraphModule, expanded: GraphModule) -> None:
+    def __init__(self, traced: Graph) -> None:
         self.traced = traced
-        self.names = [n.name for n in expanded.graph.find_nodes(op="placeholder")]
         self.graph = Graph()
         self.env: dict[Node, Any] = {}
 
     def run(self) -> GraphModule:
         """Return the lowered graph."""
-        for node in self.traced.graph.nodes:
+        for node in self.traced.nodes:
             if node.op == "placeholder":
-                new = self.graph.placeholder(self.names[len(self.env)])
+                new = self.graph.placeholder(str(node.target))
                 new.meta["dtype"] = _dtype(node)
                 self.env[node] = new
                 if _dtype(node) in LOW_PRECISION:
@@ -103,7 +166,7 @@ class _Rounding:
                 self.graph.output(tuple(self._narrow(n) for n in node.args[0]))
             elif node.target in _NUMBERS:
                 self.env[node] = node.args[_NUMBERS[node.target]]
-            elif node.target in _CASTS:
+            elif node.target in CASTS:
                 self.env[node] = self._cast(node)
             else:
                 self.env[node] = self._operation(node)
@@ -122,7 +185,7 @@ class _Rounding:
         if isinstance(value, tuple):
             placeholder = value[0]
             wide = WIDER[placeholder.meta["dtype"]]
-            value = self.env[operand] = self._op(_CONVERT, placeholder, wide, dtype=wide)
+            value = self.env[operand] = self._op(CONVERT, placeholder, wide, dtype=wide)
         return value
 
     def _narrow(self, operand: Node) -> Any:
@@ -132,7 +195,7 @@ class _Rounding:
             return value[0]
         dtype = _dtype(operand)
         if dtype in LOW_PRECISION:
-            return self._op(_CONVERT, value, dtype, dtype=dtype)
+            return self._op(CONVERT, value, dtype, dtype=dtype)
         return value
 
     def _cast(self, node: Node) -> Any:
@@ -141,11 +204,11 @@ class _Rounding:
         if not isinstance(x, Node):
             return torch.tensor(x, dtype=torch.float64).to(to).item()
         if to not in LOW_PRECISION:
-            return x if x.meta["dtype"] == to else self._op(_CONVERT, x, to, dtype=to)
+            return x if x.meta["dtype"] == to else self._op(CONVERT, x, to, dtype=to)
         if _dtype(source) == to:
             return x
         if x.meta["dtype"] != WIDER[to]:
-            x = self._op(_CONVERT, x, WIDER[to], dtype=WIDER[to])
+            x = self._op(CONVERT, x, WIDER[to], dtype=WIDER[to])
         return self._rounded(x, to)
 
     def _rounded(self, x: Node, to: torch.dtype) -> Node:
@@ -174,7 +237,7 @@ class _Rounding:
         def operand(n: Node) -> Any:
             x = self._carrier(n)
             if isinstance(x, Node) and x.meta["dtype"] == torch.float64 != compute:
-                return self._op(_CONVERT, x, compute, dtype=compute)
+                return self._op(CONVERT, x, compute, dtype=compute)
             return x
 
         args = torch.fx.node.map_arg(node.args, operand)
@@ -190,4 +253,5 @@ class _Rounding:
 
 
 def _dtype(node: Node) -> torch.dtype:
-    return node.meta["val"].dtype
+    dtype: torch.dtype = node.meta["dtype"]
+    return dtype
