@@ -153,9 +153,9 @@ class Compilation:
         if self.program is None:
             return Code(function, None, [], [], self.refused)
         locate, plan = self.inputs.locate, self.program.plan
-        states = [(locate[s.index], s) for s in plan if s.held and s.index in locate]
+        states = [(locate[s.index], s) for s in plan if s.compensable and s.index in locate]
         reads = [(locate[i], name) for i, name in self.program.reads.items() if i in locate]
-        refused = self.refused or any(s.refused and s.held for s in plan)
+        refused = self.refused or any(s.refused and s.compensable for s in plan)
         return Code(function, self.side, states, reads, refused)
 
     def _compiled(self, given: list[Any]) -> Callable[..., Any]:
@@ -240,7 +240,7 @@ class Compilation:
         """Return what brings residuals, and members that were left out, to the graph."""
         locate, carried = self.inputs.locate, program.residual_inputs
         where = [locate[c.index] for c in carried]
-        left = [s.index for s in program.plan if s.held and not s.compensated]
+        left = [s.index for s in program.plan if s.compensable and not s.compensated]
         others = [locate[index] for index in left if index in locate]
         residuals = Residuals(self.session, carried, where, others, program.plan)
         return SideInputs(residuals, self.inputs.members, self.session.config.seed)

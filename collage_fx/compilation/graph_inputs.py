@@ -150,7 +150,7 @@ class Inputs:
         residual = STORE.get(tensor) if isinstance(tensor, Tensor) else None
         carried.present = "" if residual is None else residual.storage
         certain = residual is not None and not residual.provisional
-        carried.pinned = certain and (static or self.again)
+        carried.keeps_residual = certain and (static or self.again)
         return carried
 
     def value(self, node: Node | AbsentInput) -> Any:
@@ -167,7 +167,14 @@ class Inputs:
             return None
         c = self.describe(0, source, self.value(node), node.name)
         storage = compensable_in(c, settings.storage)
-        return c.owner, c.owned, c.static, c.pinned, storage, is_named(c.name, settings.states)
+        return (
+            c.owner,
+            c.owned,
+            c.static,
+            c.keeps_residual,
+            storage,
+            is_named(c.name, settings.states),
+        )
 
     def label(self, source: Source | None) -> str:
         """Return `lr` for what is the `lr` of a parameter group; empty if there is no name."""
@@ -288,12 +295,12 @@ class AotInputs:
         made = {k for group in self.narrow.groups for k in group.results[0]}
         outputs: Any = gm.graph.output_node().args[0]
         place = {k: i for i, k in enumerate(self.narrow.results)}
-        if len(outputs) != len(place) or any(place[k] not in program.made for k in made):
+        if len(outputs) != len(place) or any(place[k] not in program.member_results for k in made):
             raise Unlike("a result of a member is not one that its operation makes")
         for group in self.narrow.groups:
             for m, positions in enumerate(group.results[1:]):
                 for k, first in zip(positions, group.results[0], strict=True):
-                    self.members.made[k] = program.made[place[first]][m] - len(outputs)
+                    self.members.made[k] = program.member_results[place[first]][m] - len(outputs)
 
 
 def _seen_by_autograd() -> set[int]:

@@ -7,7 +7,7 @@ from torch.fx import GraphModule
 from collage_fx.compilation.graph_inputs import AotInputs
 from collage_fx.compilation.session import Session
 from collage_fx.optimizer.served import left_by_level, nothing_compensated
-from collage_fx.passes.analysis.plan import spare
+from collage_fx.passes.analysis.plan import leave_alone
 from collage_fx.passes.ir.program import Program, StatePlan, compensable_in
 from collage_fx.runtime.storage.registry import compensable_dtypes
 
@@ -51,9 +51,9 @@ def differentiated(session: Session, gm: GraphModule, inputs: AotInputs) -> bool
         for index, node in enumerate(placeholders)
         if node in written and node.meta["val"].dtype in dtypes
     ]
-    spare(carried, session.config.states, is_step=session.optimizer() is not None)
+    leave_alone(carried, session.config.states, is_step=session.optimizer() is not None)
     choice = session.config.storage
-    names = [c.name for c in carried if not c.spared and compensable_in(c, choice)]
+    names = [c.name for c in carried if not c.left_alone and compensable_in(c, choice)]
     if names and session.supervisor() is None:  # else the eager engine does what this graph does
         session.warn_once(
             f"a graph that updates states ({', '.join(names)}) is part of a "
@@ -65,7 +65,7 @@ def differentiated(session: Session, gm: GraphModule, inputs: AotInputs) -> bool
 
 def warn_of_results(session: Session, gm: GraphModule, plan: list[StatePlan]) -> None:
     """Say that a function that returns its new states is not seen to carry them."""
-    if not session.named or session.optimizer() is not None or any(s.held for s in plan):
+    if not session.named or session.optimizer() is not None or any(s.compensable for s in plan):
         return
     dtypes = compensable_dtypes(session.config.storage)
     inputs = [n.meta.get("val") for n in gm.graph.find_nodes(op="placeholder")]
@@ -90,8 +90,8 @@ def warn_of_states(session: Session, program: Program) -> None:
     refused = [f"{s.name} ({s.reason})" for s in program.plan if s.refused]
     if refused:
         session.warn_once(f"not compensated: {'; '.join(refused)}")
-    spared = {c.index for c in program.carried if c.spared}
-    mine = [s for s in program.plan if s.index not in spared]
+    left_alone = {c.index for c in program.carried if c.left_alone}
+    mine = [s for s in program.plan if s.index not in left_alone]
     # A hook of a step, which Dynamo traces by itself, may scale gradients.
     states = [s for s in mine if not s.name.endswith(".grad")]
     floating = [s for s in states if s.dtype.is_floating_point and s.shape]

@@ -28,15 +28,15 @@ from collage_fx.runtime.residuals.store import STORE, clear_stale, version, zero
 class Supervisor:
     """Watches the steps of one optimizer or function.
 
-    `held` finds the states. A state that is written outside compiled graphs gets a residual by the
-    same verdict as in a graph, from the recurrence that its first writes show. At the end of a step
-    the version counter of each state is compared with the writes that were accounted for.
+    `discovery` finds the states. A state that is written outside compiled graphs gets a residual by
+    the same verdict as in a graph, from the recurrence that its first writes show. At the end of a
+    step the version counter of each state is compared with the writes that were accounted for.
     """
 
     def __init__(
         self,
         config: CollageConfig,
-        held: FunctionStates,
+        discovery: FunctionStates,
         warn: Callable[[str], None],
         subject: str,
         *,
@@ -45,7 +45,7 @@ class Supervisor:
         self.config = config
         self.keeps = keeps
         """Whether the states are mostly those of the step before, and may be kept alive."""
-        self.held = held
+        self.discovery = discovery
         self.warn = warn
         self.failures = Failures(warn)
         self.subject = subject
@@ -92,7 +92,7 @@ class Supervisor:
         self.steps += 1
         self.by_graph.clear()
         self.returned.clear()
-        if self.quiet and not self.held.changed():
+        if self.quiet and not self.discovery.changed():
             self.engine.asleep = True
             self.versions = [version(write.tensor) for _, write in self.states.values()]
         else:
@@ -154,7 +154,7 @@ class Supervisor:
 
     def _low(self) -> list[Owned]:
         """Return the states that may be compensated."""
-        return self.held.low(self.verdicts.held, self.warn)
+        return self.discovery.find(self.verdicts.is_compensable, self.warn)
 
     def _know(self, owned: Owned) -> None:
         tensor = owned.tensor
@@ -172,8 +172,8 @@ class Supervisor:
 
     def enlist(self) -> None:
         """Take up the states that the step has made since it began."""
-        if self.held.changed():
-            for owned in self.held.made(self.verdicts.held, self.warn):
+        if self.discovery.changed():
+            for owned in self.discovery.find_new(self.verdicts.is_compensable, self.warn):
                 if place_of(owned) not in self.states:
                     self._adopt(owned)
                     self.served[owned.tensor].judged = 0  # the step goes on, and may write it
@@ -358,7 +358,7 @@ class Supervisor:
         return unaccounted
 
     def _say_if_nothing_was_needed(self) -> None:
-        floating = {o.tensor.dtype for o in self.held.all() if o.tensor.is_floating_point()}
+        floating = {o.tensor.dtype for o in self.discovery.all() if o.tensor.is_floating_point()}
         written = [s for s in self.served.values() if s.steps]
         other = floating - set(self.engine.operands.storages)
         reasons = {s.name: s.reason for s in written}

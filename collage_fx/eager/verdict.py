@@ -55,7 +55,7 @@ class Verdicts:
             found = recurrence_of(record.forms.get(write, FREE))
             has_param = any(o.owner == "param" for o, _ in self.states.values())
             carried = Carried(-1, owned.name, owned.owner, False, tensor)
-            carried.feeds = place_of(owned) in self.feeding
+            carried.feeds_parameter = place_of(owned) in self.feeding
             cycle = self.cycles.get(place_of(owned))
             if cycle is not None and found.kind in ("overwritten", "linear"):
                 found = cycle
@@ -104,13 +104,13 @@ class Verdicts:
             check_compensable(owned.tensor.dtype, storage, owned.name)
         return storage
 
-    def held(self, owned: Owned) -> bool:
+    def is_compensable(self, owned: Owned) -> bool:
         """Tell whether a state may be compensated; warn of one that was and is not any more."""
         tensor = owned.tensor
         if tensor.dtype in LOW_PRECISION or tensor.dtype not in FINEST:
             return tensor.dtype in LOW_PRECISION
-        held = bool(self.compensable_in(owned))
-        if not held and STORE.get(tensor) is not None:
+        found = bool(self.compensable_in(owned))
+        if not found and STORE.get(tensor) is not None:
             STORE.drop(tensor)
             self.dropped = self.dropped or owned.name
             self.warn(
@@ -118,7 +118,7 @@ class Verdicts:
                 f"leaves states of {tensor.dtype} as they are; compile it with "
                 f"storage={FINEST[tensor.dtype]!r}"
             )
-        return held
+        return found
 
     def compensable_in(self, owned: Owned) -> str:
         """Return the storage for a state, if it can hold it or not; empty to leave it alone."""

@@ -30,7 +30,7 @@ class FunctionStates:
         self.all = arguments
         self.counted = 0
 
-    def low(self, pick: Pick, warn: Callable[[str], None]) -> list[Owned]:
+    def find(self, pick: Pick, warn: Callable[[str], None]) -> list[Owned]:
         """Return the states that may be compensated; see `compensable`."""
         self.counted = self.count()
         return compensable(self.all(), pick, warn)
@@ -43,9 +43,9 @@ class FunctionStates:
         """Tell whether a state was made since they were looked for."""
         return self.count() != self.counted
 
-    def made(self, pick: Pick, warn: Callable[[str], None]) -> list[Owned]:
+    def find_new(self, pick: Pick, warn: Callable[[str], None]) -> list[Owned]:
         """Return the states like that which were made since, and maybe others."""
-        return self.low(pick, warn)
+        return self.find(pick, warn)
 
 
 class OptimizerStates(FunctionStates):
@@ -56,26 +56,26 @@ class OptimizerStates(FunctionStates):
         self.optimizer = optimizer
         self.recent: _Recent | None = None
 
-    def low(self, pick: Pick, warn: Callable[[str], None]) -> list[Owned]:
+    def find(self, pick: Pick, warn: Callable[[str], None]) -> list[Owned]:
         """Return the states that may be compensated; see `compensable`."""
         self.recent = None
-        return super().low(pick, warn)
+        return super().find(pick, warn)
 
     def count(self) -> int:
         """Return a number that changes when a state is made."""
         return state_count(self.optimizer())
 
-    def made(self, pick: Pick, warn: Callable[[str], None]) -> list[Owned]:
+    def find_new(self, pick: Pick, warn: Callable[[str], None]) -> list[Owned]:
         """Return the states like that which were made since, and maybe others.
 
         A step that makes its states asks for each: all are looked at the first time only.
         """
         before, self.counted = self.counted, self.count()
         if self.recent is not None:
-            found = self.recent.made(self.counted - before, pick)
+            found = self.recent.find(self.counted - before, pick)
             if found is not None:
                 return found
-        low = self.low(pick, warn)
+        low = self.find(pick, warn)
         self.recent = _Recent(self.optimizer(), low)
         return low
 
@@ -90,7 +90,7 @@ class _Recent:
         self.known = {id(o.tensor): o.tensor for o in low}
         self.memory = {_memory(o.tensor) for o in low}
 
-    def made(self, count: int, pick: Pick) -> list[Owned] | None:
+    def find(self, count: int, pick: Pick) -> list[Owned] | None:
         """Return the tensors in the last entries; None if it takes a look at all there are.
 
         Args:

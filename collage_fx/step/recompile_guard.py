@@ -37,7 +37,7 @@ class RecompileGuard:
         before = self._compilations()
         yield not (self.given_up or self.supervisor.eager_only)
         self.calls += 1
-        self.session.patterns.after_step(self.supervisor.held, self.session.warn_once)
+        self.session.patterns.after_step(self.supervisor.discovery, self.session.warn_once)
         compiled = self._compilations() > before
         self.row = self.row + 1 if compiled and self.calls > _SETTLING else 0
         many = self.row > 1 and self.session.graphs >= _MANY

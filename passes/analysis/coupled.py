@@ -36,7 +36,7 @@ def joint(part: Slice, walks: Sequence[Walk], own: list[Recurrence]) -> list[Rec
         walks: for each state, the forms in its old value.
         own: for each state, its recurrence by itself.
     """
-    kept = [i for i, (state, _, _) in enumerate(part.states) if not state.along]
+    kept = [i for i, (state, _, _) in enumerate(part.states) if not state.always_plain]
     leads = {i: _lead(part, own, kept, i) for i in kept}
     loose = [i for i in kept if not _lasts(part, own, i) and not _lasts(part, own, leads[i])]
     result = list(own)

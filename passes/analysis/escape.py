@@ -169,7 +169,7 @@ def _candidates(program: Program) -> dict[Node, bool]:
     compensated = {s.index for s in program.plan if s.compensated}
     inputs = list(graph.find_nodes(op="placeholder"))
     for state in program.carried:
-        if state.owned and not state.spared and state.index not in compensated:
+        if state.owned and not state.left_alone and state.index not in compensated:
             results[stored[inputs[state.index]]] = state.owner == "param"
     return {
         n: unknown

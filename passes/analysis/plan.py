@@ -42,12 +42,12 @@ def plan(program: Program) -> None:
     The graph does not change.
     """
     verdicts: dict[int, Verdict] = {}
-    spare(program.carried, program.settings.states, is_step=program.is_step)
+    leave_alone(program.carried, program.settings.states, is_step=program.is_step)
     for group in program.classes:
         feed = feeding(group) if program.settings.level == "light" else set()
         for member in group.members:
             for i in feed:
-                member.states[i][0].feeds = True
+                member.states[i][0].feeds_parameter = True
             verdicts.update(_member(program, group, member))
         program.rewritten += _by_compensated(group, verdicts, program.settings.storage)
     for carried in program.carried:
@@ -56,7 +56,7 @@ def plan(program: Program) -> None:
         program.plan += [entry, *(_of_other(entry, other) for other in others)]
 
 
-def spare(carried: list[Carried], named: tuple[str, ...], *, is_step: bool) -> None:
+def leave_alone(carried: list[Carried], named: tuple[str, ...], *, is_step: bool) -> None:
     """Mark the states of one step that are left alone, being nobody's optimizer state.
 
     Those are the buffers of modules (statistics of a batch norm, caches); and where an optimizer
@@ -67,7 +67,7 @@ def spare(carried: list[Carried], named: tuple[str, ...], *, is_step: bool) -> N
     for c in carried:
         if not (c.owned or is_named(c.name, named)) and (any_owned or c.owner == "buffer"):
             c.refusal = ""
-            c.spared = f"{NO_STATE}; name it with states=({c.name!r},)"
+            c.left_alone = f"{NO_STATE}; name it with states=({c.name!r},)"
 
 
 def is_named(name: str, named: tuple[str, ...]) -> bool:
@@ -122,8 +122,8 @@ def _member(program: Program, group: StateClass, member: Slice) -> dict[int, Ver
     has_param = any(c.owner == "param" for c in program.carried)
     model, found = group.representative, group.recurrences
     verdicts = [
-        (False, _outside(carried, held=False))
-        if carried.along
+        (False, _outside(carried, compensable=False))
+        if carried.always_plain
         else verdict(carried, one, program.settings.level, has_param)
         for (carried, _, _), one in zip(member.states, found, strict=True)
     ]
@@ -222,12 +222,12 @@ def verdict(carried: Carried, found: Recurrence, level: Level, has_param: bool) 
     """
     if carried.refusal:
         return False, carried.refusal
-    if carried.spared:
-        return False, carried.spared
+    if carried.left_alone:
+        return False, carried.left_alone
     if found.kind in ("overwritten", "unchanged") and not found.together:
         return False, f"{found.kind}: nothing accumulates"
     keep, reason = _judged(carried, found, level, has_param)
-    if carried.pinned and not keep:
+    if carried.keeps_residual and not keep:
         return True, "it has a residual from an earlier graph"
     return keep, reason
 
@@ -250,7 +250,7 @@ def _judged(carried: Carried, found: Recurrence, level: Level, has_param: bool) 
 def _light(carried: Carried, found: Recurrence, has_param: bool) -> tuple[bool, str]:
     """Decide level light for a tensor that is not known to be a parameter."""
     keep, reason = critical(found, carried.val.dtype, "auto")
-    if carried.feeds:
+    if carried.feeds_parameter:
         return keep, f"a parameter is computed anew from it; {reason}"
     if has_param or carried.owner == "state":
         return False, LEFT_BY_LEVEL if keep else reason
@@ -260,8 +260,8 @@ def _light(carried: Carried, found: Recurrence, has_param: bool) -> tuple[bool, 
 
 
 def _entry(carried: Carried, verdict: Verdict | None, program: Program) -> StatePlan:
-    held = bool(compensable_in(carried, program.settings.storage))
-    outside = carried.refusal or _outside(carried, held=held)
+    compensable = bool(compensable_in(carried, program.settings.storage))
+    outside = carried.refusal or _outside(carried, compensable=compensable)
     compensated, reason, text = verdict or (False, outside, "")
     storage = storage_of(carried, program.settings.storage) if compensated else ""
     return StatePlan(
@@ -273,9 +273,9 @@ def _entry(carried: Carried, verdict: Verdict | None, program: Program) -> State
         reason=reason,
         storage=storage,
         residual_bytes=STORAGES[storage].residual_bytes(carried.val) if storage else 0,
-        refused=bool(carried.refusal) and (held or _unknown(carried.val.dtype)),
+        refused=bool(carried.refusal) and (compensable or _unknown(carried.val.dtype)),
         index=carried.index,
-        held=held,
+        compensable=compensable,
     )
 
 
@@ -297,7 +297,7 @@ def _of_other(entry: StatePlan, other: Carried) -> StatePlan:
     )
 
 
-def _outside(carried: Carried, *, held: bool) -> str:
-    if held:
-        return carried.spared or "overwritten: nothing accumulates"
+def _outside(carried: Carried, *, compensable: bool) -> str:
+    if compensable:
+        return carried.left_alone or "overwritten: nothing accumulates"
     return f"{str(carried.val.dtype).removeprefix('torch.')}: updated as it stands"

@@ -98,7 +98,8 @@ class Others:
         place: Any = {n: k for k, n in enumerate(output.args[0])}  # type: ignore[arg-type]
         for node, made in self.made.items():
             if node in place:
-                self.program.made[place[node]] = list(range(len(results), len(results) + len(made)))
+                first = len(results)
+                self.program.member_results[place[node]] = list(range(first, first + len(made)))
                 results += made
         new.args = (tuple(results),)
 

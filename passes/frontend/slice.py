@@ -36,23 +36,23 @@ def slice_(program: Program) -> None:
     placeholders = [n for n in nodes if n.op == "placeholder"]
     new_value = mutations(graph_of(program.canonical).graph)
     for c in program.carried:
-        c.along = not compensable_in(c, program.settings.storage)
+        c.always_plain = not compensable_in(c, program.settings.storage)
     states = {
         placeholders[c.index]: c
         for c in program.carried
-        if not (c.refusal or (c.along and (c.val.dim() == 0 or c.val.dtype.is_complex)))
+        if not (c.refusal or (c.always_plain and (c.val.dim() == 0 or c.val.dtype.is_complex)))
     }
     groups = _components(nodes, states, new_value)
     where = {node: group for group in groups for node in group}
     for placeholder, carried in states.items():
         path = _path_refusal(placeholder, new_value[placeholder], where)
-        if path and not carried.along:
+        if path and not carried.always_plain:
             carried.refusal = path
     stored = inverse(new_value)
     by_key: dict[str, StateClass] = {}
     for group in groups:
         part = make_slice(group, states, stored)
-        if not all(c.along for c, _, _ in part.states):
+        if not all(c.always_plain for c, _, _ in part.states):
             by_key.setdefault(part.key, StateClass([])).members.append(part)
     program.classes = list(by_key.values())
 

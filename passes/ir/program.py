@@ -59,19 +59,19 @@ class Carried:
     """Whether Dynamo guards its identity, so that the graph always sees the same tensor."""
     val: Tensor
     """A fake tensor of its shape and dtype."""
-    pinned: bool = False
+    keeps_residual: bool = False
     """Whether it has a residual already, which no later graph may drop."""
     refusal: str = ""
     """Why it cannot be compensated; empty if it can."""
     owned: bool = False
     """Whether a torch.optim.Optimizer holds it."""
-    spared: str = ""
-    """Why it is left alone though it could be compensated; see `plan.spare`."""
+    left_alone: str = ""
+    """Why it is left alone though it could be compensated; see `plan.leave_alone`."""
     present: str = ""
     """The storage of the residual that it has, in which it goes on unless one is named."""
-    along: bool = False
+    always_plain: bool = False
     """Whether it is updated in a slice of others and never compensated, being in fp32 say."""
-    feeds: bool = False
+    feeds_parameter: bool = False
     """Whether it holds what a parameter is, which keeps too little of itself: see `feeding`."""
 
 
@@ -176,7 +176,7 @@ class StatePlan:
     refused: bool = False
     index: int = -1
     """Position of its placeholder among the inputs of the graph."""
-    held: bool = True
+    compensable: bool = True
     """Whether it may be compensated, by its dtype and the storage that was asked for."""
 
     @property
@@ -280,7 +280,7 @@ class Program:
     residuals in the order of `residual_inputs`, and `seeds`."""
     residual_inputs: list[Carried] = field(default_factory=list)
     """The states whose residuals they are; each has as many as its storage says."""
-    made: dict[int, list[int]] = field(default_factory=dict)
+    member_results: dict[int, list[int]] = field(default_factory=dict)
     """Result that a member makes which stands for others -> the results of `result` that these
     make."""
     static_residuals: list[bool] = field(default_factory=list)

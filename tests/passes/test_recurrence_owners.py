@@ -11,7 +11,7 @@ import collage_fx
 from collage_fx.config import CollageConfig
 from collage_fx.dynamo.backend import Backend
 from collage_fx.errors import CollageWarning, OptionError
-from collage_fx.passes.analysis.plan import spare, verdict
+from collage_fx.passes.analysis.plan import leave_alone, verdict
 from collage_fx.passes.analysis.recurrence import Form, recurrence_of
 from collage_fx.passes.ir.program import Carried, StatePlan
 
@@ -135,10 +135,10 @@ def test_verdicts_without_a_graph() -> None:
     assert verdict(state, slow, "auto", False)[0]
     assert not verdict(state, recurrence_of(Form(0.5, "free")), "auto", False)[0]
     other = Carried(1, "p", "param", False, torch.zeros(3, dtype=BF16), owned=True)
-    spare([state, other], (), is_step=False)
-    assert not verdict(state, slow, "auto", True)[0] and not other.spared
-    state.spared = ""
-    spare([state, other], ("v[0]",), is_step=False)
+    leave_alone([state, other], (), is_step=False)
+    assert not verdict(state, slow, "auto", True)[0] and not other.left_alone
+    state.left_alone = ""
+    leave_alone([state, other], ("v[0]",), is_step=False)
     assert verdict(state, slow, "auto", True)[0]
 
 
