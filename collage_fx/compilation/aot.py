@@ -90,8 +90,12 @@ def _first_alike(
     session: Session, inputs: Inputs, narrowed: Narrow, example_inputs: Sequence[Any]
 ) -> Code:
     """Compile one member of each class, at best without Inductor; raise Unlike if it cannot be."""
-    with contextlib.suppress(Unlike):
-        return Compilation(session, inputs, narrowed, alone=True).run(example_inputs)
+    alone = Compilation(session, inputs, narrowed, alone=True)
+    try:
+        return alone.run(example_inputs)
+    except Unlike:
+        if not alone.needs_inductor:
+            raise
     return Compilation(session, inputs, narrowed).run(example_inputs)
 
 
@@ -145,6 +149,8 @@ class Compilation:
         """What the passes made of the graph; None if they do not take it."""
         self.side: SideInputs | None = None
         self.refused = False
+        self.needs_inductor = False
+        """Whether it was given up as one that is compiled `alone`, and for nothing else."""
 
     def run(self, example_inputs: Sequence[Any]) -> Code:
         """Compile the graph."""
@@ -219,10 +225,11 @@ class Compilation:
         with no_full_collection():
             run_passes(program, snapshots=self.session.keep)
         inputs.note_results(program, gm)
-        if self.alone and not only_multi_tensor(graph_of(program.result)):
-            raise Unlike("there is more in it")
         if self.narrow is not None and split(graph_of(program.result)) is None:
             raise Unlike("its classes cannot be updated last")
+        if self.alone and not only_multi_tensor(graph_of(program.result)):
+            self.needs_inductor = True
+            raise Unlike("there is more in it")
         return program
 
     def _conclude(self, plan: list[StatePlan]) -> None:

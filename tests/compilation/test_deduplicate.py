@@ -6,7 +6,18 @@ from typing import Any
 import narrow_steps
 import pytest
 import torch
-from narrow_steps import ALIKE, UNLIKE, Written, counted, from_a_master, in_fp32, sizes
+from narrow_steps import (
+    ALIKE,
+    UNLIKE,
+    Written,
+    clipped,
+    counted,
+    from_a_master,
+    in_fp32,
+    sizes,
+    sums,
+)
+from tensors import bf16, with_grads
 from torch import Tensor
 
 import collage_fx
@@ -78,6 +89,23 @@ def test_equal_to_the_whole_graph(
     assert bool(made) == (update in (*ALIKE, sizes))
     left_out = sum(len(group.inputs) - 1 for one in made[:1] for group in one.groups)
     assert left_out >= 14 or not made
+
+
+def test_that_members_are_unlike_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Inductor could not help, the graph is compiled whole at the second attempt."""
+    attempts: list[str] = []
+    original = aot.Compilation.run
+
+    def run(self: Any, *args: Any) -> Any:
+        attempts.append("whole" if self.narrow is None else "alone" if self.alone else "narrow")
+        return original(self, *args)
+
+    monkeypatch.setattr(aot.Compilation, "run", run)
+    for update, expected in ((sums, ["alone", "whole"]), (clipped, ["alone", "narrow"])):
+        attempts.clear()
+        optimizer = Written(with_grads([bf16(*s) for s in narrow_steps.SHAPES * 2]), update)
+        collage_fx.compile(optimizer, level="all")()
+        assert attempts == expected, update
 
 
 def test_one_layout_that_shares_a_count(monkeypatch: pytest.MonkeyPatch) -> None:

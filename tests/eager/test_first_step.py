@@ -105,7 +105,7 @@ def test_new_states_are_found_without_a_look_at_all(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(discovery, "compensable", counted)
     found, few = made_by_first_step(20), len(looks)
-    monkeypatch.setattr(discovery._Recent, "made", lambda *_: None)
+    monkeypatch.setattr(discovery._Recent, "find", lambda *_: None)
     exact, many = made_by_first_step(20), len(looks) - few
     assert all(torch.equal(a, b) for a, b in zip(found, exact, strict=True))
     assert few < 8 < many
@@ -117,11 +117,11 @@ def test_new_states_that_share_memory_with_others_call_for_a_look_at_all() -> No
     recent = discovery._Recent(optimizer, [])
     both = torch.zeros(2, 4).bfloat16()
     optimizer.state[params[0]]["fast"] = both[0]
-    (fast,) = recent.made(1, lambda _: True) or []
+    (fast,) = recent.find(1, lambda _: True) or []
     assert fast.tensor is optimizer.state[params[0]]["fast"] and fast.key == "fast"
     assert fast.name == "fast of param_groups[0].params[0]"
     optimizer.state[params[1]]["fast"] = both[1]
-    assert recent.made(1, lambda _: True) is None
+    assert recent.find(1, lambda _: True) is None
 
 
 @pytest.mark.parametrize("without", [0, 2])
