@@ -213,7 +213,7 @@ class Compilation:
             inner = inductor_compile.compile_functional(gm, example_inputs, **kwargs)
             compiled.source_code = getattr(inner, "source_code", "")
             return inner
-        inner, compiled.source_code = self._lowered(program, example_inputs, kwargs)
+        inner, compiled.source_code = self._by_inductor(program, example_inputs, kwargs)
         return side.bind(inner, program.seeds)
 
     def _rewritten(self, gm: GraphModule) -> Program:
@@ -252,7 +252,7 @@ class Compilation:
         residuals = Residuals(self.session, carried, where, others, program.plan)
         return SideInputs(residuals, self.inputs.members, self.session.config.seed)
 
-    def _lowered(
+    def _by_inductor(
         self, program: Program, example_inputs: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[Any, str]:
         """Return the callable of the rewritten graph, and Inductor's code of its part."""

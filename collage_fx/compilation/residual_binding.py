@@ -73,42 +73,35 @@ class Residuals:
         self.others = others
         """How to find the 16-bit states that this graph writes without compensation."""
         self.plan = {state.index: state for state in plan}
-        self.known: list[tuple[weakref.ref[Tensor], Residual]] = []
-        """The tensors of the last call and their residuals."""
-        self.generation = -1
-        """That of the store in the last call."""
+        self.last: tuple[int, list[tuple[weakref.ref[Tensor], Residual]]] = (-1, [])
+        """The generation of the store in the last call, the tensors of then and their residuals:
+        replaced as one, since another thread may call the graph too."""
 
     def gather(self, args: tuple[Any, ...]) -> "Gathered":
         """Find the residuals for a call and make sure that each belongs to its tensor."""
         tensors = [tensor for f in self.locate if (tensor := f(args)) is not None]
-        if not self._same(tensors):
+        generation, known = self.last
+        # The shapes are the same too: Dynamo guards them.
+        if generation != STORE.generation or any(
+            reference() is not tensor for (reference, _), tensor in zip(known, tensors, strict=True)
+        ):
             found = [STORE.get(tensor) for tensor in tensors]
-            new = not self.known or any(r is None for r in found)
+            new = not known or any(r is None for r in found)
             ownerless = self._introduce(tensors) if new else []
-            self.known = [
+            known = [
                 (weakref.ref(tensor), STORE.ensure(tensor, self._storage(c), c.name, residual))
                 for tensor, c, residual in zip(tensors, self.carried, found, strict=True)
             ]
             for tensor in ownerless:
                 STORE.share_by_memory(tensor)
-            self.generation = STORE.generation
-        current = [(t, residual) for t, (_, residual) in zip(tensors, self.known, strict=True)]
+            self.last = STORE.generation, known
+        current = [(t, residual) for t, (_, residual) in zip(tensors, known, strict=True)]
         clear_stale(current)
         written = [tensor for f in self.others if (tensor := f(args)) is not None]
         return Gathered(current, [(t, r) for t in written if (r := STORE.get(t)) is not None])
 
     def _storage(self, carried: Carried) -> str:
         return self.plan[carried.index].storage
-
-    def _same(self, tensors: list[Tensor]) -> bool:
-        """Tell whether these are the tensors of the last call, with the residuals of then.
-
-        Their shapes are the same too: Dynamo guards them.
-        """
-        return self.generation == STORE.generation and all(
-            reference() is tensor
-            for (reference, _), tensor in zip(self.known, tensors, strict=True)
-        )
 
     def _introduce(self, tensors: list[Tensor]) -> list[Tensor]:
         """Attach the optimizers of tensors that are seen for the first time; return the others."""

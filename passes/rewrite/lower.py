@@ -98,11 +98,11 @@ def _inline(graph: Graph, target: Any, args: Any, kwargs: Any) -> Any:
     operands, form = tree_flatten((args, dict(kwargs)))
     nodes = list(dict.fromkeys(x for x in operands if isinstance(x, Node)))
     facts = tuple((n.meta["dtype"], n.meta["scalar"]) for n in nodes)
-    # With its type: 1 and 1.0 are equal, and -0.0 and 0.0 are.
     given = tuple(
         nodes.index(x) if isinstance(x, Node) else _Constant(x, f"{type(x)}{x!r}") for x in operands
     )
-    arithmetic = _arithmetic(target, form, given, facts)
+    # An integer operand becomes one of the default dtype beside a Python float.
+    arithmetic = _arithmetic(target, form, given, facts, torch.get_default_dtype())
     env: dict[Node, Any] = dict(zip(arithmetic.find_nodes(op="placeholder"), nodes, strict=True))
     for node in arithmetic.nodes:
         if node.op == "call_function":
@@ -116,11 +116,16 @@ class _Constant:
 
     value: Any = field(compare=False)
     text: str
+    """What it is known by: type and writing. 1 equals 1.0 and True, and 0.0 equals -0.0."""
 
 
 @functools.lru_cache(maxsize=1024)
 def _arithmetic(
-    target: Any, form: TreeSpec, given: tuple[Any, ...], facts: tuple[tuple[torch.dtype, bool], ...]
+    target: Any,
+    form: TreeSpec,
+    given: tuple[Any, ...],
+    facts: tuple[tuple[torch.dtype, bool], ...],
+    default: torch.dtype,
 ) -> Graph:
     """Trace one operation through the arithmetic, on real tensors of two elements.
 
@@ -129,6 +134,7 @@ def _arithmetic(
         form: the nesting of its operands.
         given: each of them: a constant, or the number of a tensor.
         facts: of each tensor, its dtype and whether it is 0-d.
+        default: PyTorch's default dtype while it is traced.
     """
 
     def call(*tensors: Any) -> Any:

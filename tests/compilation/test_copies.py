@@ -11,6 +11,8 @@ from torch.optim import Optimizer
 import collage_fx
 from collage_fx.errors import CollageWarning
 
+pytestmark = pytest.mark.kernels
+
 COPIES: dict[str, Callable[[Tensor], Tensor]] = {
     "zeros_like": lambda x: torch.zeros_like(x).copy_(x),
     "new_empty": lambda x: x.new_empty(x.shape).copy_(x),

@@ -85,6 +85,7 @@ def test_what_inductor_cannot_compile_the_eager_engine_does_and_says_so_once(
     assert all(map(torch.equal, found, expected))
 
 
+@pytest.mark.kernels
 def test_a_device_of_another_kind_is_left_to_inductor_and_that_is_said_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -74,7 +74,7 @@ def two_classes(params: list[Tensor], grads: list[Tensor], states: list[Any]) ->
         running_mean,
         in_place_operators,
         of_the_next,
-        two_classes,
+        pytest.param(two_classes, marks=pytest.mark.kernels),
     ],
 )
 def test_a_shared_step_is_equal_to_one_of_single_kernels(update: Callable[..., Any]) -> None:

@@ -9,6 +9,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import replay
 
+pytestmark = pytest.mark.kernels
+
 Recorded = tuple[list[Tensor], list[list[Tensor]]]
 
 

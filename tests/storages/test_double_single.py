@@ -206,3 +206,24 @@ def test_what_it_cannot_hold_is_refused_by_name() -> None:
     steps(optimizer, step, 0, 1)
     with pytest.raises(StorageError, match=r"mcf3.*float32; 'double_single' can"):
         collage_fx.convert_residuals(optimizer, "mcf3")
+
+
+def test_a_graph_does_not_remember_the_default_dtype_of_an_earlier_one() -> None:
+    """An integer times a Python float is of the default dtype, which models in bf16 change."""
+
+    def compiled() -> Tensor:
+        torch.compiler.reset()
+        p, n = torch.zeros(64, dtype=torch.float32), torch.arange(64)
+
+        def step(p: Tensor, n: Tensor) -> None:
+            p.sub_(n * 1.1)
+
+        collage_fx.compile(step, level="all", storage="double_single")(p, n)
+        return collage_fx.value(p)
+
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        compiled()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.allclose(compiled(), -1.1 * torch.arange(64).double(), rtol=1e-6)

@@ -10,7 +10,9 @@ from torch.optim import Optimizer
 import collage_fx
 
 MEMBERS = {"each": 2, "shared": 9, "eager": 2}
-WAYS = pytest.mark.parametrize("way", ["each", "shared", "eager"])
+WAYS = pytest.mark.parametrize(
+    "way", ["each", pytest.param("shared", marks=pytest.mark.kernels), "eager"]
+)
 BITS = ("mcf2", "mcf3", "remainder16", "ulp8")
 LR = 1e-5
 """At which bf16 loses everything, ulp8 much, mcf2 little and 24 bits nothing."""
