@@ -32,12 +32,7 @@ from collage_fx.optimizer.ownership import owners_of
 from collage_fx.passes.codegen import inductor_compile
 from collage_fx.passes.codegen.multi_tensor_kernel import least_members
 from collage_fx.passes.dedup.deduplicate import Narrow, narrow
-from collage_fx.passes.ir.program import (
-    Program,
-    StatePlan,
-    Unlike,
-    graph_of,
-)
+from collage_fx.passes.ir.program import Program, StatePlan, Unlike, graph_of
 from collage_fx.passes.pipeline import run_passes
 from collage_fx.passes.rewrite.symbolic_scalars import keep_symbols
 from collage_fx.runtime.errors import CollageError

@@ -53,11 +53,7 @@ class Gathered:
 
 
 class Residuals:
-    """Finds the residuals of a graph's carried states at each call.
-
-    Before the call of the compiled function and not within it: AOTAutograd counts up the versions
-    of some mutated inputs before it runs the graph.
-    """
+    """Finds the residuals of a graph's carried states at each call, before it; see `SideInputs`."""
 
     def __init__(
         self,

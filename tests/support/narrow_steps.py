@@ -159,4 +159,4 @@ def from_a_master(self: Any, p: Tensor, g: Tensor, s: Any) -> None:
 ALIKE = [momentum, clipped, lists, in_fp32, counted, numbered, halved, of_one_gradient]
 ALIKE += [from_a_master]
 UNLIKE = [norm_of_its_own, sizes, norms, sums, noise]
-"""In the order of what they tell; `make test` takes the first of each."""
+"""In the order of what they tell: `make test` takes some of the first."""
