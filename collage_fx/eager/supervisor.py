@@ -13,10 +13,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from collage_fx.config import CollageConfig
 from collage_fx.eager.engine import Engine
 from collage_fx.eager.operands import Write, tensors_of
-from collage_fx.eager.verdict import TRIED, Verdicts, place_of
+from collage_fx.eager.verdict import TRIED, Verdicts
 from collage_fx.errors import UnsupportedError
 from collage_fx.hooks.dynamo_errors import Failures
-from collage_fx.optimizer.discovery import FunctionStates
+from collage_fx.optimizer.discovery import FunctionStates, StateStorage
 from collage_fx.optimizer.ownership import Owned
 from collage_fx.optimizer.served import Served, left_by_level, nothing_compensated
 from collage_fx.passes.analysis.affine import Form
@@ -54,6 +54,7 @@ class Supervisor:
         self.states: dict[Any, tuple[Owned, Write]] = {}
         """Place of a state -> its tensor at the beginning of the step."""
         self.verdicts = Verdicts(config, self.served, self.states, self.engine.memory, warn)
+        self.storages = StateStorage(config, warn)
         self.by_graph: set[int] = set()
         self.returned: set[int] = set()
         self.sources: dict[Any, GraphModule] = {}
@@ -128,7 +129,7 @@ class Supervisor:
         if len(present) != len(self.states):
             return False
         for owned in present:
-            state = self.states.get(place_of(owned))
+            state = self.states.get(owned.place)
             if state is None or state[0].tensor is not owned.tensor:
                 return False
             if state[1].address != owned.tensor.data_ptr() or not state[1].record.same(
@@ -154,7 +155,7 @@ class Supervisor:
 
     def _low(self) -> list[Owned]:
         """Return the states that may be compensated."""
-        return self.discovery.find(self.verdicts.is_compensable, self.warn)
+        return self.discovery.find(self.storages.is_compensable, self.warn)
 
     def _know(self, owned: Owned) -> None:
         tensor = owned.tensor
@@ -166,15 +167,15 @@ class Supervisor:
             elif self.resumed:
                 served.judged = TRIED
         served.name = owned.name  # a graph may have known it as an argument only
-        write = self.engine.know(tensor, self.verdicts.storage(owned))
+        write = self.engine.know(tensor, self.storages.storage(owned))
         self._refresh(write)
-        self.states[place_of(owned)] = owned, write
+        self.states[owned.place] = owned, write
 
     def enlist(self) -> None:
         """Take up the states that the step has made since it began."""
         if self.discovery.changed():
-            for owned in self.discovery.find_new(self.verdicts.is_compensable, self.warn):
-                if place_of(owned) not in self.states:
+            for owned in self.discovery.find_new(self.storages.is_compensable, self.warn):
+                if owned.place not in self.states:
                     self._adopt(owned)
                     self.served[owned.tensor].judged = 0  # the step goes on, and may write it
 
@@ -193,7 +194,7 @@ class Supervisor:
         made = self.engine.memory.find(owned.tensor)
         self._know(owned)
         if made is not None and made.made is not None:
-            _, write = self.states[place_of(owned)]
+            _, write = self.states[owned.place]
             hi, lows = self.engine.operands.kept(
                 owned.tensor, made.low(owned.tensor), write.storage
             )
@@ -332,9 +333,9 @@ class Supervisor:
         """Judge and settle what was written; return the names of what nobody accounts for."""
         present = self._low()
         self.verdicts.find_cycles(present)
-        made = [owned for owned in present if place_of(owned) not in self.states]
+        made = [owned for owned in present if owned.place not in self.states]
         for owned in present:
-            state = self.states.get(place_of(owned))
+            state = self.states.get(owned.place)
             if state is None:
                 continue
             if state[0].tensor is not owned.tensor or state[1].address != owned.tensor.data_ptr():

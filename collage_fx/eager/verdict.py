@@ -15,9 +15,9 @@ from collage_fx.passes.analysis.coupled import joint_recurrences
 from collage_fx.passes.analysis.criticality import critical
 from collage_fx.passes.analysis.plan import enters, verdict
 from collage_fx.passes.analysis.recurrence import recurrence_of
-from collage_fx.passes.ir.program import LOW_PRECISION, Carried, Recurrence, compensable_in
+from collage_fx.passes.ir.program import Carried, Recurrence
 from collage_fx.runtime.residuals.store import STORE
-from collage_fx.runtime.storage.registry import FINEST, check_compensable, refusal
+from collage_fx.runtime.storage.registry import refusal
 
 TRIED = 2
 """Steps in which a state has a residual until its recurrence has shown whether it needs one. Later
@@ -44,8 +44,6 @@ class Verdicts:
         """Place of a state -> what its step does to it together with others."""
         self.feeding: set[Any] = set()
         """Places of the states of which a parameter is computed anew at each step."""
-        self.dropped = ""
-        """The first state whose residual was dropped."""
 
     def decide(self, owned: Owned, write: Write, record: MemoryRecord) -> None:
         """Decide whether a state that the engine wrote keeps its residual; settle it."""
@@ -55,8 +53,8 @@ class Verdicts:
             found = recurrence_of(record.forms.get(write, FREE))
             has_param = any(o.owner == "param" for o, _ in self.states.values())
             carried = Carried(-1, owned.name, owned.owner, False, tensor)
-            carried.feeds_parameter = place_of(owned) in self.feeding
-            cycle = self.cycles.get(place_of(owned))
+            carried.feeds_parameter = owned.place in self.feeding
+            cycle = self.cycles.get(owned.place)
             if cycle is not None and found.kind in ("overwritten", "linear"):
                 found = cycle
             keep, reason = verdict(carried, found, self.config.level, has_param)
@@ -94,39 +92,6 @@ class Verdicts:
         elif residual is not None and residual.provisional:
             STORE.drop(tensor)
 
-    def storage(self, owned: Owned) -> str:
-        """Return the storage for a state.
-
-        Raises StorageError for a parameter that it cannot hold. Another state may not need it.
-        """
-        storage = self.compensable_in(owned)
-        if owned.owner == "param":
-            check_compensable(owned.tensor.dtype, storage, owned.name)
-        return storage
-
-    def is_compensable(self, owned: Owned) -> bool:
-        """Tell whether a state may be compensated; warn of one that was and is not any more."""
-        tensor = owned.tensor
-        if tensor.dtype in LOW_PRECISION or tensor.dtype not in FINEST:
-            return tensor.dtype in LOW_PRECISION
-        found = bool(self.compensable_in(owned))
-        if not found and STORE.get(tensor) is not None:
-            STORE.drop(tensor)
-            self.dropped = self.dropped or owned.name
-            self.warn(
-                f"residuals are dropped, the first of them that of {self.dropped}: this step "
-                f"leaves states of {tensor.dtype} as they are; compile it with "
-                f"storage={FINEST[tensor.dtype]!r}"
-            )
-        return found
-
-    def compensable_in(self, owned: Owned) -> str:
-        """Return the storage for a state, if it can hold it or not; empty to leave it alone."""
-        residual = STORE.get(owned.tensor)
-        carried = Carried(-1, owned.name, owned.owner, False, owned.tensor)
-        carried.present = "" if residual is None else residual.storage
-        return compensable_in(carried, self.config.storage)
-
     def judge_made(self, owned: Owned, write: Write, made: MemoryRecord) -> None:
         """Decide whether a state that the step has made keeps the low word it was made with.
 
@@ -151,7 +116,7 @@ class Verdicts:
         writes = {w: place for place, (_, w) in self.states.items()}
         forms: dict[Any, dict[Any, Form]] = {}
         for owned in present:
-            place, record = place_of(owned), self.memory.find(owned.tensor)
+            place, record = owned.place, self.memory.find(owned.tensor)
             state = self.states.get(place)
             if state is None or record is None:
                 continue
@@ -178,8 +143,3 @@ class Verdicts:
 def _any(lows: Sequence[Tensor] | None) -> bool:
     """Tell whether a low word is other than zero anywhere."""
     return any(bool(lo.any()) for lo in lows or ())
-
-
-def place_of(owned: Owned) -> Any:
-    """Return a key that stays the same when another tensor takes the place of a state."""
-    return owned.group, owned.param, owned.key

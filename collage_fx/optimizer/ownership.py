@@ -41,6 +41,11 @@ class Owned:
     of_optimizer: bool = True
 
     @property
+    def place(self) -> tuple[int, int, str]:
+        """A key that stays the same when another tensor takes the place of a state."""
+        return self.group, self.param, self.key
+
+    @property
     def named(self) -> bool:
         """Whether a parameter or one of its states, or an argument of a function."""
         return self.param >= 0 or not self.of_optimizer
