@@ -219,6 +219,11 @@ class Compilation:
         program = Program(gm, settings, inputs.describe, inputs.label, is_step, copies)
         with no_full_collection():
             run_passes(program, snapshots=self.session.keep)
+            if program.takers:  # a running maximum of a second moment, which needs both words too
+                program = Program(
+                    gm, settings, inputs.describe, inputs.label, is_step, copies, program.takers
+                )
+                run_passes(program, snapshots=self.session.keep)
         inputs.note_results(program, gm)
         if self.narrow is not None and split(graph_of(program.result)) is None:
             raise Unlike("its classes cannot be updated last")

@@ -51,8 +51,11 @@ def escape(program: Program) -> None:
     owned = any(c.owned and c.owner in ("param", "state") for c in program.carried)
     if owned or program.is_step:
         states = _states(program, ("param", "state"))
-        lost = [*_sums(program, states), *_results(program, states)]
-        program.lost = list(dict.fromkeys(lost))
+        sums, results = list(_sums(program, states)), list(_results(program, states))
+        program.lost = list(dict.fromkeys([*sums, *(text for _, text in results)]))
+        takers = {taker for taker, _ in results}
+        if not sums and -1 not in takers:
+            program.takers = frozenset(takers)
     elif any(s.compensated for s in program.plan):  # and not the forward pass of a model, say
         states, place = _states(program, ("param", "state", "tensor")), _place(program)
         program.lost = list(_missed(program, states, entering(program, states, place), place))
@@ -139,11 +142,12 @@ def _origin(node: Any) -> Node:
     return node
 
 
-def _results(program: Program, states: dict[Node, Carried]) -> Iterator[str]:
+def _results(program: Program, states: dict[Node, Carried]) -> Iterator[tuple[int, str]]:
+    """Yield what results take over, each with the position of the state that it is; or -1."""
     graph = graph_of(program.canonical).graph
     order = {node: i for i, node in enumerate(graph.nodes)}
     has_param = any(c.owner == "param" for c in states.values())
-    for result, is_param in _candidates(program).items():
+    for result, (is_param, taker) in _candidates(program).items():
         before = sorted(_ancestors(result), key=order.__getitem__)
         for x in (n for n in before if n in states):
             form = walk(before, x).get(result)
@@ -152,28 +156,29 @@ def _results(program: Program, states: dict[Node, Carried]) -> Iterator[str]:
             found = recurrence_of(form), program.settings.level, has_param
             if states[x].owner == "param" or verdict(states[x], *found)[0]:
                 for name in _names(program, states[x]):
-                    yield f"a result takes over the value of {name}, without its low word"
+                    yield taker, f"a result takes over the value of {name}, without its low word"
 
 
-def _candidates(program: Program) -> dict[Node, bool]:
-    """Return what may take over a value, and whether it may do so with an unknown weight.
+def _candidates(program: Program) -> dict[Node, tuple[bool, int]]:
+    """Return what may take over a value, whether with an unknown weight, and which state it is.
 
     Those are the 16-bit results, what is stored in a state without a residual, and fp32 values
     whose bits are taken.
     """
     graph = graph_of(program.canonical).graph
     stored = mutations(graph)
-    results = {n: True for n in graph.output_node().all_input_nodes if n not in stored.values()}
+    handed_on = [n for n in graph.output_node().all_input_nodes if n not in stored.values()]
+    results = dict.fromkeys(handed_on, (True, -1))
     wide = {n.args[0] for n in graph.nodes if n.target is aten.view.dtype}
-    results |= dict.fromkeys(wide, True)
+    results |= dict.fromkeys(wide, (True, -1))
     compensated = {s.index for s in program.plan if s.compensated}
     inputs = list(graph.find_nodes(op="placeholder"))
     for state in program.carried:
         if state.owned and not state.left_alone and state.index not in compensated:
-            results[stored[inputs[state.index]]] = state.owner == "param"
+            results[stored[inputs[state.index]]] = state.owner == "param", state.index
     return {
-        n: unknown
-        for n, unknown in results.items()
+        n: found
+        for n, found in results.items()
         if is_tensor(n) and (n in wide or value_of(n).dtype in _VALUES)
     }
 

@@ -227,6 +227,8 @@ def verdict(carried: Carried, found: Recurrence, level: Level, has_param: bool) 
     if found.kind in ("overwritten", "unchanged") and not found.together:
         return False, f"{found.kind}: nothing accumulates"
     keep, reason = _judged(carried, found, level, has_param)
+    if carried.takes_over and not keep:
+        return True, "it takes over the value of a state that is compensated"
     if carried.keeps_residual and not keep:
         return True, "it has a residual from an earlier graph"
     return keep, reason

@@ -35,6 +35,7 @@ def capture(program: Program) -> None:
         if placeholder in mutated:
             carried = program.describe(index, placeholder)
             carried.refusal = _refusal(placeholder, carried)
+            carried.takes_over = index in program.keep
             program.carried.append(carried)
             label = carried.name.partition(" of ")[0]
         if is_tensor(placeholder) and value_of(placeholder).dim() == 0:

@@ -71,6 +71,8 @@ class Carried:
     """The storage of the residual that it has, in which it goes on unless one is named."""
     always_plain: bool = False
     """Whether it is updated in a slice of others and never compensated, being in fp32 say."""
+    takes_over: bool = False
+    """Whether it takes over the value of a state that is compensated."""
     feeds_parameter: bool = False
     """Whether it holds what a parameter is, which keeps too little of itself: see `feeding`."""
 
@@ -265,6 +267,8 @@ class Program:
     """Whether the graph is known to be a part of an optimizer's step."""
     copies: list[Copies] = field(default_factory=list)
     """What stands for more than one member."""
+    keep: frozenset[int] = frozenset()
+    """Positions of the states that keep a residual whatever their own recurrence is."""
     carried: list[Carried] = field(default_factory=list)
     canonical: GraphModule | None = None
     classes: list[StateClass] = field(default_factory=list)
@@ -272,6 +276,8 @@ class Program:
     rewritten: list[Rewritten] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     """What the graph would pass on of a state with its high word only; see `escape`."""
+    takers: frozenset[int] = frozenset()
+    """Positions of the states that would take over all that is lost, if they had residuals."""
     reads: dict[int, str] = field(default_factory=dict)
     """Positions and names of states that the graph does not write, and of which it would need a
     low word."""
