@@ -183,17 +183,15 @@ def coefficient(value: Any, depth: int = 6) -> Coefficient:
 
     A 0-d input of the graph is a symbol with its name, assumed real; what is computed from such by
     a few operations is written out, as 1 - lr*weight_decay; any other 0-d value is a symbol of
-    which nothing is known, and so is a tensor (`t_`). The eager engine has the values themselves.
+    which nothing is known, and so is a tensor (`t_`), unless one number fills it.
     """
-    if not is_value(value):
-        return value
     if not isinstance(value, Node):
-        val = value_of(value)
-        if not val.dim() and val.is_cpu and val.dtype.is_floating_point:
-            return val.item()  # a rate, as if it were no tensor; on a GPU that would take a while
-        return sympy.Symbol(f"{'t_' if val.dim() else 's'}{id(value):x}")
-    if value.target is aten.full.default and isinstance(value.args[1], int | float):
-        return value.args[1]
+        return value
+    filled: Any = value
+    while filled.target is CONVERT:
+        filled = filled.args[0]
+    if filled.target is aten.full.default and isinstance(filled.args[1], int | float):
+        return filled.args[1]
     if value_of(value).dim() > 0:
         return sympy.Symbol("t_" + value.name)
     if value.op == "placeholder":
