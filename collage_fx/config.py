@@ -17,6 +17,7 @@ _ALLOWED: dict[str, tuple[Any, ...]] = {
     "on_unsupported": get_args(OnUnsupported),
     "multi_tensor": (True, False, "auto"),
     "stochastic_rounding": (True, False),
+    "record": (True, False, "auto"),
 }
 
 
@@ -107,6 +108,12 @@ class CollageConfig(Settings):
     step undone; see `step/first_steps.py`. 0 by default, for what the copy takes: 8 bytes for each
     element of parameters, gradients and states. With `collage_fx.compile` of an optimizer only."""
 
+    record: bool | Literal["auto"] = "auto"
+    """What becomes of the operations of a step that Dynamo does not trace: see docs/recording.md.
+    `"auto"` records them, and the whole of a step in which they write states; `True` records every
+    step whole, and Dynamo is not asked; `False` does each operation at once, for what reads the
+    data of tensors behind PyTorch's back. With `collage_fx.compile` only."""
+
     def __post_init__(self) -> None:
         if self.stochastic_rounding and self.arithmetic == "eft":
             raise OptionError(
@@ -149,6 +156,7 @@ class CollageConfig(Settings):
     @property
     def fingerprint(self) -> str:
         """A digest of this configuration and of the source of the passes and the arithmetic."""
-        # What is compiled does not depend on whether it is checked.
-        text = repr(dataclasses.astuple(dataclasses.replace(self, verify=0))) + source_digest()
+        # What is compiled does not depend on whether it is checked, or how it was traced.
+        same = dataclasses.replace(self, verify=0, record="auto")
+        text = repr(dataclasses.astuple(same)) + source_digest()
         return hashlib.sha256(text.encode()).hexdigest()[:16]

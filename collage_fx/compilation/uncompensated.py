@@ -6,7 +6,7 @@ from torch.fx import GraphModule
 
 from collage_fx.compilation.graph_inputs import AotInputs
 from collage_fx.compilation.session import Session
-from collage_fx.optimizer.served import left_by_level, nothing_compensated
+from collage_fx.optimizer.served import RETURNED, left_by_level, nothing_compensated
 from collage_fx.passes.analysis.plan import leave_alone
 from collage_fx.passes.ir.program import Program, StatePlan, compensable_in
 from collage_fx.runtime.storage.registry import compensable_dtypes
@@ -74,11 +74,7 @@ def warn_of_results(session: Session, gm: GraphModule, plan: list[StatePlan]) ->
     if any(
         isinstance(r, Tensor) and r.dtype in dtypes and (r.shape, r.dtype) in alike for r in results
     ):
-        session.warn_once(
-            "not compensated: a function that returns new tensors and updates none in place. "
-            "Name the arguments whose place its first results take, in order, as in "
-            "collage_fx.compile(step, carries=('p', 'm')), or write them in place"
-        )
+        session.warn_once(RETURNED)
 
 
 def warn_of_states(session: Session, program: Program) -> None:

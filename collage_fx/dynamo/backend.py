@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,12 +18,12 @@ from collage_fx.compilation.session import Session, StandsForOthers
 from collage_fx.compilation.side_inputs import Code
 from collage_fx.dynamo.options import split_options
 from collage_fx.dynamo.symbols import Symbols
-from collage_fx.eager.supervisor import Supervisor
 from collage_fx.hooks import optimizer_hooks
 from collage_fx.hooks.optimizer_hooks import traced_function
 from collage_fx.optimizer.ownership import makes_states, rates, stateless
 from collage_fx.optimizer.storage_patterns import Patterns
 from collage_fx.passes.frontend.denominator import one_denominator
+from collage_fx.record.steps import Steps
 from collage_fx.runtime.errors import CollageError, OptionError
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import compensable_dtypes
@@ -33,7 +34,7 @@ from collage_fx.stand_in.steps import LeftToEngine
 class Backend(Session):
     """A session that Dynamo calls for each of its graphs: what torch.compile gets as backend."""
 
-    supervisor: Callable[[], Supervisor | None] = lambda: None
+    supervisor: Callable[[], Steps | None] = lambda: None
     begun: set[int] = field(default_factory=set)
     """The ids of the parameters whose first states the eager engine made."""
     began_with: list[dict[str, Any]] | None = None
@@ -179,11 +180,12 @@ class _Step:
             supervisor.sources[self] = gm
 
     def _compile(self, gm: GraphModule, inputs: Sequence[Any], args: tuple[Any, ...] = ()) -> Code:
-        """Compile the graph; if that fails in a supervised step, leave it to the eager engine."""
+        """Compile the graph; if that fails in a supervised step, leave it to the recorder."""
+        supervisor = self.session.supervisor()
         try:
-            return compile_graph(self.session, gm, inputs, args)
+            with supervisor.recorder.paused() if supervisor is not None else nullcontext():
+                return compile_graph(self.session, gm, inputs, args)
         except Exception as error:
-            supervisor = self.session.supervisor()
             if supervisor is None or isinstance(error, TorchDynamoException):
                 raise  # Dynamo's own ask it to trace again
             if isinstance(error, CollageError):
@@ -214,6 +216,7 @@ class _Step:
         stand_ins = self.session.stand_ins
         if stand_ins is not None and stand_ins is not self.stand_ins() and supervisor is not None:
             # A part of a step that Dynamo has not seen whole.
+            supervisor.waited = True
             return supervisor.sources[self](*args)
         if self.error is not None:
             raise self.error
@@ -230,9 +233,11 @@ class _Step:
             self.layouts.check(args)
             self.session.patterns.after_graph(self, self.session.warn_once)
             return self.code.run(args)
+        supervisor.before_graph()
         self._compile_again(supervisor.sources[self], args)
         fits = self.layouts.hold(args) and self.symbols.hold(args)
-        if self.code.refused or supervisor.expands(args) or not fits:
+        if self.code.refused or supervisor.expands(args, writes=bool(self.code.states)) or not fits:
+            supervisor.waited |= bool(self.waits) or stand_ins is not None
             if stand_ins is not None:
                 raise LeftToEngine
             return supervisor.sources[self](*args)

@@ -1,4 +1,4 @@
-"""What becomes of a part of a step that torch.compile fails on: the eager engine does it."""
+"""What becomes of a part of a step that torch.compile fails on: it is recorded and interpreted."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -7,6 +7,11 @@ from contextlib import contextmanager
 from torch._dynamo import config as dynamo_config
 
 _LOGGER = logging.getLogger("torch._dynamo.convert_frame")
+
+
+def _first_words(error: BaseException) -> str:
+    """Return the beginning of an error's message, on one line."""
+    return " ".join(str(error).split()).partition(" Set TORCHDYNAMO_VERBOSE")[0][:240]
 
 
 class Failures(logging.Filter):
@@ -55,8 +60,8 @@ class Failures(logging.Filter):
         """Count an error of torch.compile and warn of it."""
         self.count += 1
         error = getattr(error, "inner_exception", error)
-        text = " ".join(str(error).split()).partition(" Set TORCHDYNAMO_VERBOSE")[0][:240]
         self.warn(
-            f"torch.compile fails on a part of the step, with {type(error).__name__}: {text}. The "
-            "eager engine does that part, more slowly and as precisely"
+            f"torch.compile fails on a part of the step, with {type(error).__name__}: "
+            f"{_first_words(error)}. That part is done operation by operation, more slowly and as "
+            "precisely"
         )

@@ -18,6 +18,11 @@ def _compile(self: Any, gm: Any, inputs: Any, **kwargs: Any) -> Any:
     return _inductor(self, gm, inputs, **kwargs) if session is None else session(gm, inputs)
 
 
+def stance_is_eager() -> bool:
+    """Tell whether the user has asked for nothing to be compiled: set_stance("force_eager")."""
+    return torch._dynamo.eval_frame._stance.stance == "force_eager"
+
+
 @contextmanager
 def step_of(session: Any, *, compiled: bool) -> Iterator[None]:
     """Within a step: compile with session, or nothing at all, what the step compiles itself."""

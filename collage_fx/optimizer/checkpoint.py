@@ -5,6 +5,7 @@ entries along untouched and uncast, so that a checkpoint loads before the first 
 nothing of this package has seen the optimizer yet, and loads into plain PyTorch.
 """
 
+import copy
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-from collage_fx.optimizer.copying import carry_over
+from collage_fx.optimizer.copying import RECORDED, carry_over
 from collage_fx.optimizer.ownership import PARAM, owned_tensors, tensors_in
 from collage_fx.runtime.errors import CheckpointError, CollageWarning, ResidualError
 from collage_fx.runtime.residuals.dtensor import shard_of
@@ -96,6 +97,8 @@ def _save(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         entry["checksum"] = total
     for g, packed in enumerate(state_dict["param_groups"]):
         packed[ENTRY] = {"format": FORMAT, "residuals": residuals[g]}
+        if optimizer in RECORDED:
+            packed[ENTRY]["recorded"] = copy.deepcopy(RECORDED[optimizer])
 
 
 def _check(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -164,6 +167,9 @@ def _adopt(optimizer: Optimizer) -> None:
 
 
 def _give(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        if (recorded := group.get(ENTRY, {}).get("recorded")) is not None:
+            RECORDED[optimizer] = recorded
     entries = {
         (index, key): entry
         for group in optimizer.param_groups

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from collage_fx.optimizer.ownership import tensors_in
 from collage_fx.optimizer.plain_steps import watch_copy
@@ -20,6 +21,9 @@ _HOOKS = (
     "_optimizer_load_state_dict_post_hooks",
 )
 _STATE = "__getstate__"
+RECORDED = WeakIdKeyDictionary()
+"""Optimizer whose steps are recorded whole -> which numbers of its last step change, see
+`Executors.changing`: after a checkpoint, and in a copy, it goes on so, with the same bits."""
 
 
 def carry_over(optimizer: Optimizer) -> None:
@@ -61,7 +65,8 @@ class _Carrier:
 
     def __reduce__(self) -> Any:
         optimizer: Any = self.optimizer()
-        return _restore, (optimizer, [(t, *_content(r)) for t, r in _residuals(optimizer)])
+        entries = [(t, *_content(r)) for t, r in _residuals(optimizer)]
+        return _restore, (optimizer, entries, RECORDED.get(optimizer))
 
 
 def copy_residuals(optimizer: Any, memo: dict[int, Any]) -> None:
@@ -73,16 +78,18 @@ def copy_residuals(optimizer: Any, memo: dict[int, Any]) -> None:
     """
     found = _residuals(optimizer)
     entries = [(copy.deepcopy(t, memo), *_content(residual)) for t, residual in found]
-    _restore(memo[id(optimizer)], entries)
+    _restore(memo[id(optimizer)], entries, RECORDED.get(optimizer))
 
 
-def _restore(optimizer: Optimizer, entries: Iterable[Any]) -> None:
+def _restore(optimizer: Optimizer, entries: Iterable[Any], recorded: Any = None) -> None:
     """Give the tensors of a copy, which is still being made, their residuals."""
     for tensor, name, storage, components, draws, expected in entries:
         STORE.load(
             shard_of(tensor), components, storage=storage, name=name, expected=expected, draws=draws
         )
     carry_over(optimizer)
+    if recorded is not None:
+        RECORDED[optimizer] = copy.deepcopy(recorded)
 
 
 def _content(residual: Residual) -> tuple[Any, ...]:

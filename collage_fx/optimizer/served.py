@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from collage_fx.passes.analysis.plan import LEFT_BY_LEVEL, NO_PARAMETER, NO_STATE
 from collage_fx.passes.ir.program import StatePlan
@@ -58,6 +59,29 @@ class Served:
     def engine(self) -> str:
         """`graph`, `eager`, `graph + eager` or `none`."""
         return " + ".join(e for e in ("graph", "eager") if getattr(self, e)) or "none"
+
+
+RETURNED = (
+    "not compensated: a function that returns new tensors and updates none in place. "
+    "Name the arguments whose place its first results take, in order, as in "
+    "collage_fx.compile(step, carries=('p', 'm')), or write them in place"
+)
+"""What to say of a function that is not seen to carry its states."""
+
+
+def not_given(subject: str, tensor: Tensor, how: str) -> str:
+    """Return what to say of a parameter that a function writes without being given it.
+
+    Args:
+        subject: the function, in words.
+        tensor: the parameter.
+        how: what does the writing.
+    """
+    return (
+        f"{subject} writes a parameter of shape {tuple(tensor.shape)} {how}, and without "
+        "compensation, since it was not seen to be given it: hand over the optimizer, the model, "
+        "or a list or dict of parameters as an argument"
+    )
 
 
 def nothing_compensated(dtypes: Iterable[torch.dtype], reasons: dict[str, str]) -> str:

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from collage_fx.dynamo.backend import Backend
-from collage_fx.eager.supervisor import Supervisor
 from collage_fx.errors import CollageError, OptionError
 from collage_fx.hooks import nested_compile
 from collage_fx.hooks.dynamo_limits import many_graphs
@@ -25,6 +24,7 @@ from collage_fx.optimizer.discovery import FunctionStates, OptimizerStates
 from collage_fx.optimizer.fused import is_fused, note_of, traceable, unscaling
 from collage_fx.optimizer.ownership import Owned, argument_tensors, family, tensors_of_callable
 from collage_fx.optimizer.served import Report, sort_key
+from collage_fx.record.steps import Steps
 from collage_fx.stand_in.steps import StandInSteps
 from collage_fx.step.first_steps import StepCheck
 from collage_fx.step.recompile_guard import RecompileGuard
@@ -36,12 +36,9 @@ def compile_optimizer(optimizer: Optimizer, session: Backend) -> Callable[..., A
     # The class's own step: optimizer.step may be wrapped by a scheduler, or be ours already.
     plain = types.MethodType(unscaling(optimizer), optimizer)
     reference = weakref.ref(optimizer)
-    supervisor = Supervisor(
-        session.config,
-        OptimizerStates(lambda: _alive(reference)),
-        session.warn_once,
-        f"the step of {type(optimizer).__name__}",
-    )
+    states = OptimizerStates(lambda: _alive(reference))
+    subject = f"the step of {type(optimizer).__name__}"
+    supervisor = Steps(session, states, subject)
     few = StandInSteps(lambda: _alive(reference), session)
     run = _supervised(plain, session, supervisor, few)
     check = StepCheck(supervisor, session, session.config.verify)
@@ -75,13 +72,8 @@ def compile_function(function: Callable[..., Any], session: Backend) -> Callable
         raise OptionError("verify=n checks the steps of optimizers, not calls of functions")
     arguments: list[Owned] = []
     names = _argument_names(function)
-    supervisor = Supervisor(
-        session.config,
-        FunctionStates(lambda: arguments),
-        session.warn_once,
-        name_of(function),
-        keeps=False,
-    )
+    states, subject = FunctionStates(lambda: arguments), name_of(function)
+    supervisor = Steps(session, states, subject)
     run = _supervised(function, session, supervisor)
 
     @functools.wraps(function)
@@ -108,42 +100,48 @@ def _argument_names(function: Callable[..., Any]) -> list[str]:
 def _supervised(
     plain: Callable[..., Any],
     session: Backend,
-    supervisor: Supervisor,
+    steps: Steps,
     few: StandInSteps | None = None,
 ) -> Callable[..., Any]:
-    """Return plain compiled, as far as it can be, with the eager engine for the rest.
+    """Return plain compiled as far as Dynamo traces it, the rest being recorded.
 
     Args:
-        plain: a step.
+        plain: a step, or a function.
         session: compiles it.
-        supervisor: has the eager engine.
-        few: does the steps of which Dynamo need not see all.
+        steps: runs it.
+        few: does the steps of an optimizer of which Dynamo need not see all.
     """
     compiled = torch.compile(plain, backend=session)
-    session.supervisor = weakref.ref(supervisor)
-    guard = RecompileGuard(session, supervisor)
+    session.supervisor = weakref.ref(steps)
+    guard = RecompileGuard(session, steps)
     is_closure = _is_function if few is None else callable
 
     @disable  # where the whole training step is compiled
     def run(*args: Any, **kwargs: Any) -> Any:
         compiles = no_full_collection() if guard.calls < FIRST else nullcontext()
-        with compiles, supervisor.step() as engine, guard.watch() as calm:
-            calm = calm and not session.begins_untraced()
+        with compiles, steps.step() as recorder, guard.watch() as calm:
+            if calm and session.begins_untraced():
+                calm, steps.waited = False, True
             # A closure runs the model, eagerly or as the user compiled it: no part of the step.
             args, kwargs = tree_map(
-                lambda a: disable(engine.suspended(a)) if is_closure(a) else a, (args, kwargs)
+                lambda a: disable(recorder.suspended(a, steps.failures)) if is_closure(a) else a,
+                (args, kwargs),
             )
             with (
                 many_graphs(),
-                supervisor.failures.caught(),
+                steps.failures.caught(),
                 symbolic_math(),
                 nested_compile.step_of(session, compiled=calm),
             ):
                 if not calm:
-                    return plain(*args, **kwargs)
-                if few is None or not few.tries:
-                    return compiled(*args, **kwargs)
-                return few.step(compiled, args, kwargs)
+                    result = plain(*args, **kwargs)
+                elif few is None or not few.tries:
+                    result = compiled(*args, **kwargs)
+                else:
+                    result = few.step(compiled, args, kwargs)
+                if few is None:
+                    steps.see_results(result)
+                return result
 
     return run
 
@@ -195,8 +193,8 @@ def report_of(step: Any) -> Report:
     return made._report()
 
 
-def _report(supervisor: Supervisor, session: Backend) -> Report:
-    written = (s for s in supervisor.served.values() if s.steps and not s.is_gradient)
+def _report(supervisor: Steps, session: Backend) -> Report:
+    written = (s for s in supervisor.service.served.values() if s.steps and not s.is_gradient)
     return Report(
         supervisor.subject,
         sorted(written, key=lambda s: sort_key(s.name)),

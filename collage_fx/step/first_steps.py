@@ -29,10 +29,10 @@ from torch.compiler import set_stance
 from torch.optim import Optimizer
 
 from collage_fx.dynamo.backend import Backend
-from collage_fx.eager.supervisor import Supervisor
-from collage_fx.eager.verdict import TRIED
 from collage_fx.hooks.optimizer_hooks import is_seen_by_others
 from collage_fx.optimizer.ownership import family, tensors_held, tensors_in
+from collage_fx.record.service import TRIED
+from collage_fx.record.steps import Steps
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import kept
 from collage_fx.step.optimizer_clone import clone_of
@@ -44,7 +44,7 @@ Values = dict[str, Tensor]
 class StepCheck:
     """The check of the first steps of one optimizer."""
 
-    def __init__(self, supervisor: Supervisor, session: Backend, steps: int) -> None:
+    def __init__(self, supervisor: Steps, session: Backend, steps: int) -> None:
         self.supervisor = supervisor
         self.session = session
         self.left = steps
@@ -82,14 +82,14 @@ class StepCheck:
         if not wrong or not traced:
             return result
         snapshot.restore()
-        uncompiled, self.supervisor.eager_only = self.supervisor.eager_only, True
+        interpreted, self.supervisor.interpreted = self.supervisor.interpreted, True
         result = run(*args, **kwargs)
         # The eager engine's own errors: of a step that is not stable they are as large.
         again = values_of(optimizer)
         engine = self._errors(optimizer, before, again, exact)
         alike = self._differing(optimizer, before, found, again).keys() & wrong.keys()
         if all(wrong[name][0] <= 4 * engine[name][0] for name in alike):
-            self.supervisor.eager_only = uncompiled
+            self.supervisor.interpreted = interpreted
             self._note(
                 f"step {self.done} is not as in float64, but as the eager engine does it too: what "
                 f"it does to {_listed(wrong)} depends on their dtype, or is not stable"
@@ -174,7 +174,7 @@ class StepCheck:
         In eft what is not on a carried path is computed in the state's own dtype, with a handful of
         roundings one after the other.
         """
-        wide = self.supervisor.config.wide or tensor.dtype.itemsize > 2
+        wide = self.session.config.wide or tensor.dtype.itemsize > 2
         return 2.0**-6 if wide else min(0.25, 16 * torch.finfo(tensor.dtype).eps)
 
 

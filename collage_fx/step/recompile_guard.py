@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from collage_fx.dynamo.backend import Backend
-from collage_fx.eager.supervisor import Supervisor
 from collage_fx.hooks.dynamo_limits import graphs_compiled
+from collage_fx.record.steps import Steps
 
 ROW = 5
 """Calls in a row that each made a new graph, after which a step is not compiled any more.
@@ -24,30 +24,29 @@ _MANY = 12
 class RecompileGuard:
     """Counts the calls in a row that compiled something."""
 
-    def __init__(self, session: Backend, supervisor: Supervisor) -> None:
+    def __init__(self, session: Backend, supervisor: Steps) -> None:
         self.session = session
         self.supervisor = supervisor
         self.calls = 0
         self.row = 0
-        self.given_up = False
 
     @contextmanager
     def watch(self) -> Iterator[bool]:
         """Watch one call; whether it should be compiled."""
         before = self._compilations()
-        yield not (self.given_up or self.supervisor.eager_only)
+        yield self.supervisor.traces
         self.calls += 1
         self.session.patterns.after_step(self.supervisor.discovery, self.session.warn_once)
         compiled = self._compilations() > before
         self.row = self.row + 1 if compiled and self.calls > _SETTLING else 0
         many = self.row > 1 and self.session.graphs >= _MANY
-        if (self.row >= ROW or many) and not self.given_up:
-            self.given_up = True
+        if (self.row >= ROW or many) and self.supervisor.traces:
+            self.supervisor.record_whole()
             self.session.warn_once(
                 f"the step makes a new graph at each call ({self.session.graphs} so far): a Python "
                 "number that changes enters its arithmetic as a constant, or Dynamo guards tensors "
-                "that are new each time (TORCH_LOGS=recompiles says which). The eager engine does "
-                "the steps from now on, more slowly and as precisely"
+                "that are new each time (TORCH_LOGS=recompiles says which). The steps are recorded "
+                "from now on, which is slower for many small tensors, and as precise"
             )
 
     def _compilations(self) -> int:

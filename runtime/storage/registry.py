@@ -368,9 +368,24 @@ def layout_of(hi: Tensor, lows: Sequence[Tensor]) -> Storage:
     return next(s for s in STORAGES.values() if s.residuals.get(hi.dtype) == found)
 
 
-def whole(hi: Tensor, lows: Sequence[Tensor]) -> Tensor:
-    """Return the value of an expansion in the wide dtype, by the dtypes of its residuals."""
-    return layout_of(hi, lows).join(hi, *lows)
+def join_in(dtype: torch.dtype, storage: str, hi: Tensor, *lows: Tensor) -> Tensor:
+    """Return the value of an expansion in a dtype, the wide one of hi or float64.
+
+    The words of an error-free transformation may be further apart than fp32 holds; in float64 their
+    sum is rounded at 2^-53.
+    """
+    if dtype is WIDER[hi.dtype] or not transforms(hi.dtype, storage):
+        return STORAGES[storage].join(hi, *lows).to(dtype)
+    total = lows[-1].to(dtype)
+    for word in (*lows[-2::-1], hi):
+        total = word.to(dtype) + total
+    return total
+
+
+def split_into(storage: str, x: Tensor, dtype: torch.dtype) -> Components:
+    """Return the words of dtype in which a storage holds x, which is in the wide one or float64."""
+    exact = x if transforms(dtype, storage) else x.to(WIDER[dtype])
+    return STORAGES[storage].split(exact, dtype)
 
 
 def kept(dtype: torch.dtype, storage: str = "") -> float:

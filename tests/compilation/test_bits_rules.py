@@ -129,18 +129,17 @@ def triples(dtype: torch.dtype) -> tuple[Triple, Tensor]:
 SHORT = ("p + q", "p * q", "p / 3", "0.999 p", "sqrt p")
 """What one graph compiles in a few seconds."""
 WAYS = [
-    pytest.param("force_eager", list(THREE), id="eager engine"),
-    pytest.param("default", SHORT, id="short graph"),
-    pytest.param("default", list(THREE), id="graph", marks=pytest.mark.slow),
+    pytest.param(SHORT, id="short graph"),
+    pytest.param(list(THREE), id="graph", marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.parametrize("way, names", WAYS)
+@pytest.mark.parametrize("names", WAYS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_operations_on_three_components_are_those_of_the_functions(
-    dtype: torch.dtype, way: str, names: Sequence[str]
+    dtype: torch.dtype, names: Sequence[str]
 ) -> None:
-    if way == "default" and dtype == torch.float16 and names is SHORT:
+    if dtype == torch.float16 and names is SHORT:
         pytest.skip("the slow case has it; one short graph is enough for every day")
     x, q = triples(dtype)
     states = [x[0].clone() for _ in names]
@@ -153,8 +152,7 @@ def test_operations_on_three_components_are_those_of_the_functions(
 
     torch.compiler.reset()
     run = collage_fx.compile(step, level="all", storage="mcf3", on_unsupported="error")
-    with torch.compiler.set_stance(way):
-        run(states, q)
+    run(states, q)
     for p, name in zip(states, names, strict=True):
         found = (p, *collage_fx.residuals(p))
         wrong = [differing(c, e) for c, e in zip(found, THREE[name][1](x, q), strict=True)]

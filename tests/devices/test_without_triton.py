@@ -67,7 +67,7 @@ def trained() -> list[Tensor]:
 
 
 @pytest.mark.kernels
-def test_what_inductor_cannot_compile_the_eager_engine_does_and_says_so_once(
+def test_what_inductor_cannot_compile_is_recorded_and_that_is_said_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On a CPU that is taken for a GPU without Triton."""
@@ -82,7 +82,10 @@ def test_what_inductor_cannot_compile_the_eager_engine_does_and_says_so_once(
     with fresh_cache(), pytest.warns(CollageWarning) as caught:
         found = trained()
     assert len(caught) == 1 and "TritonMissing" in str(caught[0].message)
-    assert all(map(torch.equal, found, expected))
+    # The momentum is plain where the passes have judged it, and kept whole where nobody has.
+    assert all(
+        torch.allclose(f, e, rtol=0, atol=2e-5) for f, e in zip(found, expected, strict=True)
+    )
 
 
 @pytest.mark.kernels

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 
 import collage_fx
-from collage_fx.optimizer import discovery
 
 RATES = (1e-3, 2e-3, 3e-3, 4e-3)
 
@@ -84,44 +83,6 @@ def test_a_rate_that_changes_from_the_first_step_on_is_compiled_once() -> None:
     end = exact[0].detach()
     assert float(((collage_fx.value(params[0]) - end) / (end - start)).detach().abs().max()) < 0.05
     assert {(s.graph, s.eager) for s in collage_fx.report(step).states} == {(2, 2)}
-
-
-def made_by_first_step(count: int) -> list[Tensor]:
-    """Return the values of what the first step writes."""
-    torch.manual_seed(0)
-    params = with_grads([bf16(3 + k % 2) for k in range(count)])
-    optimizer = Averages(params)
-    collage_fx.compile(optimizer, level="all")()
-    return [collage_fx.value(t) for p in params for t in (p, *optimizer.state[p].values())]
-
-
-def test_new_states_are_found_without_a_look_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks: list[int] = []
-    every = discovery.compensable
-
-    def counted(*args: Any) -> list[Any]:
-        looks.append(1)
-        return every(*args)
-
-    monkeypatch.setattr(discovery, "compensable", counted)
-    found, few = made_by_first_step(20), len(looks)
-    monkeypatch.setattr(discovery._Recent, "find", lambda *_: None)
-    exact, many = made_by_first_step(20), len(looks) - few
-    assert all(torch.equal(a, b) for a, b in zip(found, exact, strict=True))
-    assert few < 8 < many
-
-
-def test_new_states_that_share_memory_with_others_call_for_a_look_at_all() -> None:
-    params = with_grads([bf16(4), bf16(4)])
-    optimizer = Averages(params)
-    recent = discovery._Recent(optimizer, [])
-    both = torch.zeros(2, 4).bfloat16()
-    optimizer.state[params[0]]["fast"] = both[0]
-    (fast,) = recent.find(1, lambda _: True) or []
-    assert fast.tensor is optimizer.state[params[0]]["fast"] and fast.key == "fast"
-    assert fast.name == "fast of param_groups[0].params[0]"
-    optimizer.state[params[1]]["fast"] = both[1]
-    assert recent.find(1, lambda _: True) is None
 
 
 @pytest.mark.parametrize("without", [0, 2])

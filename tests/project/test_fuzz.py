@@ -33,6 +33,11 @@ def test_random_programs_lose_nothing_in_silence(seed: int) -> None:
     assert counts["programs"] > COUNT / 2
 
 
+def test_random_programs_lose_nothing_when_they_are_recorded() -> None:
+    counts = fuzz.run(100, 2 * COUNT, fuzz.RECORDED)
+    assert counts["programs"] > COUNT
+
+
 @pytest.mark.parametrize("name", MENDED)
 def test_what_was_mended_holds(name: str) -> None:
     """Its states are as they should be, or a warning says that they are not."""

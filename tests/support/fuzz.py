@@ -23,6 +23,7 @@ from runs import eager
 from torch._dynamo import guards
 
 WAYS = ("compile", "string", "function", "engine")
+RECORDED = ("record", "at once")
 
 
 @contextlib.contextmanager
@@ -101,7 +102,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0)
     parser.add_argument("--programs", type=int, default=0)
     parser.add_argument("--seed", type=int, default=int(time.time()))
-    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--ways", default=",".join((*WAYS, *RECORDED)))
     parser.add_argument("--chunk", type=int, default=50)
     given = parser.parse_args()
     logging.disable(logging.WARNING)

@@ -265,6 +265,8 @@ def _tail(program: Program) -> str:
     call = "collage_fx.compile(x, **OPTIONS)"
     if program.way == "string":
         call = 'torch.compile(x.step, backend="collage", options=OPTIONS)'
+    if program.way in ("record", "at once"):
+        call = f"collage_fx.compile(x, record={program.way == 'record'}, **OPTIONS)"
     stance = ["    torch.compiler.set_stance('force_eager')"] if program.way == "engine" else []
     return _lines(
         0,

@@ -87,7 +87,8 @@ def way_of(program: Program) -> Callable[[Any], Callable[..., Any]]:
     options = dict(program.options)
     if program.way == "string":
         return lambda x: torch.compile(x.step, backend="collage", options=options)
-    return lambda x: collage_fx.compile(x, **options)
+    record = {"record": True, "at once": False}.get(program.way, "auto")
+    return lambda x: collage_fx.compile(x, record=record, **options)
 
 
 def compensated(program: Program, *, interpreted: bool = True) -> Run:

@@ -1,0 +1,271 @@
+"""What was noted of a step since the last flush: its operations, its inputs and its memory."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_map_only
+
+from collage_fx.runtime.residuals.memory import has_memory
+from collage_fx.segments.low_words import Input, LowWords, span
+from collage_fx.segments.operations import OPERATIONS, piece_of
+from collage_fx.segments.segment import Call, Segment
+from collage_fx.segments.trie import (
+    Constant,
+    Layout,
+    Meta,
+    Names,
+    Place,
+    Value,
+    layout_of,
+    line_of_code,
+    meta_of,
+)
+
+
+class CannotNote(Exception):
+    """An operation on memory that the notes know otherwise, or whose results are not known."""
+
+
+@dataclass(eq=False)
+class Region:
+    """A piece of memory that the notes know as one value, and its known views."""
+
+    tensor: Tensor | None
+    """Of an input the memory itself; None for what the notes make, which may be given up."""
+    layout: Layout
+    storage: StorageWeakRef | None = None
+    """Of what the notes make."""
+    pending: bool = False
+    """Whether its data are not what they will be."""
+    views: dict[Layout, Value] = field(default_factory=dict)
+    value: Value = field(init=False)
+
+    def overlaps(self, layout: Layout) -> bool:
+        """Tell whether another view of the storage has memory in common."""
+        if self.layout[0] is not layout[0]:
+            return True  # elements of two sizes are not compared
+        (start, end), (first, last) = span(self.layout), span(layout)
+        return start < last and first < end
+
+    def covers(self, layout: Layout) -> bool:
+        """Tell whether another view of the storage has no element but those of this region."""
+        (start, end), (first, last) = span(self.layout), span(layout)
+        dense = math.prod(self.layout[1]) == end - start
+        return dense and self.layout[0] is layout[0] and start <= first and last <= end
+
+
+class Notes:
+    """Notes operations as a path in a trie, and which value of it each piece of memory is.
+
+    An operation with the numbers of its operands leads from one place to the next, so that shapes
+    are inferred once for a structure.
+    """
+
+    def __init__(self, words: LowWords) -> None:
+        """Begin without notes.
+
+        Args:
+            words: knows the low words of states.
+        """
+        self.words = words
+        self.root = Place()
+        self.places = 0
+        """How many places there are in the trie."""
+        self.fake = FakeTensorMode()
+        self.names = Names()
+        self.random: dict[int, StorageWeakRef] = {}
+        """Storages of integers that were drawn in this step."""
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was noted, but for its structure."""
+        self.at = self.root
+        self.path: list[Place] = []
+        self.inputs: list[Input] = []
+        self.floats: list[float] = []
+        self.regions: dict[int, list[Region]] = {}
+        """Storage -> what the notes know of it."""
+        self.region_of: list[Region] = []
+        """Value -> its region."""
+        self.made: list[Region] = []
+        self.wait = False
+        """Whether anything is to be done."""
+
+    def forget_structures(self) -> None:
+        """Begin with an empty trie."""
+        self.root, self.places = Place(), 0
+        self.clear()
+
+    def take(self) -> tuple[Segment, Call]:
+        """Return what was noted, to be done now; nothing is noted then."""
+        live = [r for r in self.made if r.storage is not None and not r.storage.expired()]
+        memory = [_memory(r) for r in live]
+        numbers = tuple(r.value.at for r in live)
+        segment = self.at.segments.get(numbers)
+        if segment is None:
+            segment = self.at.segments[numbers] = Segment(self.path, numbers)
+        call = Call(self.inputs, memory, self.floats)
+        self.clear()
+        return segment, call
+
+    def is_written(self, values: Iterable[Value]) -> None:
+        """Note that the data of these values come later."""
+        for one in values:
+            self.region_of[one.at].pending = True
+
+    def view(self, source: Tensor, result: Tensor, func: Any, args: Any, kwargs: Any) -> None:
+        """Note a view; may raise CannotNote."""
+        region = self.region_of[self._value(source).at]
+        layout = layout_of(result)
+        if layout not in region.views:
+            self.operation(func, args, kwargs)
+            region.views[layout] = self._next(region)
+
+    def region(self, t: Tensor) -> Region | None:
+        """Return the region of the notes that t is in, or meets."""
+        regions = self.regions.get(t.untyped_storage()._cdata)
+        if regions is None:
+            return None
+        layout = layout_of(t)
+        return next((r for r in regions if layout in r.views or r.overlaps(layout)), None)
+
+    def operation(self, func: Any, args: Any, kwargs: Any) -> Place:
+        """Note an operation; may raise CannotNote."""
+        operation = OPERATIONS[func]
+        numbers = operation.numbers if _is_floating(args) else ()
+        spec = tuple([self._operand(a, i in numbers) for i, a in enumerate(args)])
+        more: Any = ()
+        if kwargs:
+            more = tuple([(k, self._operand(v, k in numbers)) for k, v in kwargs.items()])
+        return self._enter((func, spec, more), args, kwargs)
+
+    def _enter(self, line: Any, args: Any = None, kwargs: Any = None) -> Place:
+        place = self.at.next.get(line)
+        if place is None:
+            place = Place(line, where=line_of_code())
+            if args is not None and OPERATIONS[line[0]].kind == "note":
+                self._infer(place, line[0], args, kwargs)
+            self.at.next[line] = place
+            self.places += 1
+        self.path.append(place)
+        self.at = place
+        return place
+
+    def _infer(self, place: Place, func: Any, args: Any, kwargs: Any) -> None:
+        """Infer what func makes; what is wrong with its operands it says when done at once."""
+        operation = OPERATIONS[func]
+        try:
+            with self.fake:
+                given = tree_map_only(Tensor, _like, (args, kwargs))
+                result = func(*given[0], **given[1])
+        except Exception as error:  # whatever an operation's own check raises
+            raise CannotNote from error
+        if operation.returns is None and not operation.nothing:
+            place.many = isinstance(result, (list, tuple))
+            made = list(result) if place.many else [result]
+            if not all(isinstance(t, Tensor) and t.layout is torch.strided for t in made):
+                raise CannotNote
+            place.made = [meta_of(t) for t in made]
+
+    def _operand(self, a: Any, number: bool) -> Any:
+        kind = type(a)
+        if isinstance(a, Tensor):
+            return self._value(a)
+        if kind is float or (number and kind is int and abs(a) < 2**53):
+            self.floats.append(a)
+            return self.names.number(len(self.floats) - 1)
+        if kind is list or kind is tuple:
+            return tuple([self._operand(x, number) for x in a])
+        if kind is int or kind is bool:
+            return Constant(kind, a)
+        return a
+
+    def _next(self, region: Region) -> Value:
+        """Return a new value, in this region."""
+        self.region_of.append(region)
+        return self.names.value(len(self.region_of) - 1)
+
+    def _value(self, t: Tensor) -> Value:
+        """Return the value that t is; an input, if the notes do not know its memory."""
+        try:
+            key = t.untyped_storage()._cdata
+        except NotImplementedError as error:  # a sparse one has no storage
+            raise CannotNote from error
+        layout = layout_of(t)
+        regions = self.regions.get(key)
+        if regions is None:
+            return self._input(t, layout, key, [])
+        for region in regions:
+            if (value := region.views.get(layout)) is not None:
+                return value
+        for region in regions:
+            if region.covers(layout):
+                return self._foreign_view(region, layout)
+            if region.overlaps(layout):
+                raise CannotNote
+        return self._input(t, layout, key, regions)
+
+    def _input(self, t: Tensor, layout: Layout, key: int, regions: list[Region]) -> Value:
+        """Note memory that was there before the segment."""
+        if not has_memory(t):
+            raise CannotNote
+        base = t._base if t._is_view() else None
+        if base is not None and base.dtype is t.dtype and layout_of(base) != layout:
+            same = has_memory(base) and base.untyped_storage()._cdata == key
+            if same and not any(r.overlaps(layout_of(base)) for r in regions):
+                self._value(base)  # so that no two inputs overlap
+                return self._value(t)
+        self._enter(("input", layout, t.device, t.requires_grad, key in self.random))
+        self.inputs.append(self.words.input(t))
+        region = Region(t, layout)
+        region.views[layout] = region.value = self._next(region)
+        self.regions.setdefault(key, regions).append(region)
+        return region.value
+
+    def _foreign_view(self, region: Region, layout: Layout) -> Value:
+        """Note a view that no operation has made, such as `p.data.view(-1)` of what was known."""
+        _, size, stride, offset = layout
+        shape = tuple(map(_constant, size)), tuple(map(_constant, stride))
+        spec = (region.value, *shape, _constant(offset - region.layout[3]))
+        self._enter((piece_of, spec, ()))
+        value = region.views[layout] = self._next(region)
+        return value
+
+    def make(self, meta: Meta) -> Tensor:
+        """Return a tensor of which the data come later."""
+        t = torch.empty_strided(meta[0], meta[1], dtype=meta[2], device=meta[3])
+        storage, layout = t.untyped_storage(), (meta[2], meta[0], meta[1], 0)
+        region = Region(None, layout, StorageWeakRef(storage), pending=True)
+        region.views[layout] = region.value = self._next(region)
+        self.regions[storage._cdata] = [region]
+        self.made.append(region)
+        return t
+
+
+def _memory(region: Region) -> Tensor:
+    """Return a tensor on memory that was made and is still in use."""
+    assert region.storage is not None
+    storage = torch.UntypedStorage._new_with_weak_ptr(region.storage.cdata)
+    dtype, size, stride, _ = region.layout
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, size, stride)
+
+
+def _like(t: Tensor) -> Tensor:
+    return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device)
+
+
+def _is_floating(args: Any) -> bool:
+    """Tell whether the first operand is a floating tensor, for which an int is as a float is."""
+    first = args[0] if args else None
+    first = first[0] if isinstance(first, (list, tuple)) and first else first
+    return isinstance(first, Tensor) and first.is_floating_point()
+
+
+def _constant(x: int) -> Constant:
+    return Constant(int, x)

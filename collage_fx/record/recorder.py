@@ -1,0 +1,376 @@
+"""A dispatch mode that notes the operations of a step in place of doing them."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import Parameter
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _pop_mode_temporarily,
+)
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from collage_fx.hooks import data_reads, nested_compile
+from collage_fx.hooks.dynamo_errors import Failures
+from collage_fx.passes.rewrite.op_schema import COLLECTIVE, TURNS, received
+from collage_fx.record.notes import CannotNote, Notes
+from collage_fx.runtime.residuals.memory import has_memory
+from collage_fx.segments.low_words import Input, LowWords
+from collage_fx.segments.operations import OPERATIONS, Operation
+from collage_fx.segments.segment import Call, Segment
+
+aten = torch.ops.aten
+_MANY_PLACES = 200_000
+"""So many places are forgotten at the end of a step: its structure is another each time."""
+
+
+_PLAIN = frozenset({Tensor, Parameter})
+
+
+def _dispatches(kind: type) -> bool:
+    """Tell whether tensors of a class do operations by code of their own, as DTensors do."""
+    plain = torch._C._disabled_torch_dispatch_impl
+    return getattr(kind, "__torch_dispatch__", plain) is not plain
+
+
+class Recorder(TorchDispatchMode):
+    """Notes operations, and has them done when somebody needs their results.
+
+    Results are tensors that have memory and no data yet. A structure is a path in a trie: an
+    operation with the numbers of its operands leads from one place to the next, so that shapes are
+    inferred once. What cannot be noted is done at once, after what it depends on.
+
+    An operation that fails by the shapes of its operands raises where it stands; when a step raises
+    for whatever reason, what was noted before is done, so that the states are as after the same
+    error in eager PyTorch.
+    """
+
+    def __init__(
+        self,
+        words: LowWords,
+        run: Callable[[Segment, Call, LowWords], None],
+        wake: Callable[[], None],
+        *,
+        at_once: bool = False,
+    ) -> None:
+        """Begin without notes.
+
+        Args:
+            words: knows the low words of states.
+            run: does a segment.
+            wake: looks for the states, in a step in which nobody has done so.
+            at_once: whether nothing is noted, and every operation is done when it is called.
+        """
+        super().__init__()
+        self.wake = wake
+        self.all_at_once = at_once
+        self.asleep = False
+        """Whether the states are not known in this step: the first operation wakes it up."""
+        self.passes_by = False
+        """Whether operations are done as they come, as within a compiled graph."""
+        self.words = words
+        self.run = run
+        self.notes = Notes(words)
+        self.segments = 0
+        """How many segments were run."""
+        self.noted = 0
+        """How many operations were noted."""
+        self.at_once: dict[str, int] = {}
+        """Name of an operation that was not noted -> how often it was done."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let Dynamo compile under this mode."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Go without a guard around each dispatch: see `_BesideDynamo`."""
+        return False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let operations pass, as within a compiled graph."""
+        before, self.passes_by = self.passes_by, True
+        try:
+            yield
+        finally:
+            self.passes_by = before
+
+    @contextmanager
+    def recording(self, *, beside_dynamo: bool) -> Iterator[None]:
+        """Note what happens within, and have it done at the end, whatever ends it.
+
+        Args:
+            beside_dynamo: whether Dynamo compiles parts of it.
+        """
+        mode = _BesideDynamo(self) if beside_dynamo else self
+        with mode, data_reads.flushed_by(self.flush_outside):
+            try:
+                yield
+            finally:
+                with _disable_current_modes():
+                    self.flush()
+                self.notes.random.clear()
+        if self.notes.places > _MANY_PLACES:
+            self.notes.forget_structures()
+
+    def suspended(self, closure: Callable[[], Any], failures: Failures) -> Callable[[], Any]:
+        """Return closure run as if this mode were not there: it computes gradients."""
+
+        def run() -> Any:
+            with _pop_mode_temporarily(), nested_compile.outside(), failures.raised():
+                self.flush()
+                self.words.settle()
+                return closure()
+
+        return run
+
+    def flush_outside(self) -> None:
+        """Flush, called from where the mode may be on."""
+        if self.notes.wait and torch._C._len_torch_dispatch_stack():  # and not from within a flush
+            with _disable_current_modes():
+                self.flush()
+
+    # Dispatch.
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.passes_by:
+            return func(*args, **kwargs)
+        if not _PLAIN.issuperset(types) and any(map(_dispatches, types)):
+            if FakeTensor in types:  # as DTensors use them, to find out how they are sharded
+                return func(*args, **kwargs)
+            return NotImplemented  # it comes again, for what such a tensor is made of
+        operation = OPERATIONS[func]
+        if self.asleep:
+            if operation.kind == "view":
+                return func(*args, **kwargs)
+            self.wake()
+        waits = operation.kind == "note" and not self.all_at_once
+        if waits and not self._on_host(operation, args, kwargs):
+            if not torch.is_grad_enabled() or not _differentiated(args, kwargs):
+                for _ in range(2):
+                    try:
+                        return self._note(func, operation, args, kwargs)
+                    except CannotNote:
+                        self.flush()
+        elif operation.kind == "view":
+            return self._view(func, operation, args, kwargs)
+        elif operation.kind == "metadata":
+            return self._born(func, func(*args, **kwargs))
+        elif waits:
+            return func(*args, **kwargs)
+        return self._now(func, operation, _tensors(args, kwargs), args, kwargs)
+
+    def _on_host(self, operation: Operation, args: Any, kwargs: Any) -> bool:
+        """Tell whether this is arithmetic of numbers on the host, such as a count of steps."""
+        first = args[0] if args else None
+        if isinstance(first, Tensor) and first.dim():
+            return False
+        tensors = _tensors(args, kwargs)
+        if not tensors:
+            return type(first) is list and not first  # what makes a 0-d tensor
+        for t in tensors:
+            if t.dim() or not t.is_cpu or t.dtype in self.words.wide:
+                return False
+            region = self.notes.region(t)
+            if region is not None and (region.pending or operation.written):
+                return False
+        return True
+
+    def _now(
+        self, func: Any, operation: Operation, tensors: list[Tensor], args: Any, kwargs: Any
+    ) -> Any:
+        """Do an operation at once, after what its operands wait for; on whole values."""
+        strided = [t for t in tensors if has_memory(t)]
+        regions = [self.notes.region(t) for t in strided]
+        # An input that is written now would be another one for what was noted before.
+        if any(r is not None and (r.pending or operation.kind == "now") for r in regions):
+            self.flush()
+        name = func._schema.name if isinstance(func, torch._ops.OpOverload) else str(func)
+        if operation.kind == "now" and not name.startswith("profiler::"):
+            self.at_once[name] = self.at_once.get(name, 0) + 1
+        if getattr(func, "namespace", "") in COLLECTIVE:
+            return self._communicate(func, args, kwargs)
+        if func in TURNS or torch.Tag.inplace_view in getattr(func, "tags", ()):
+            return self._turn(func, args, kwargs)
+        whole = (*map(self.words.known, strided), *map(self.words.holds_state, strided))
+        if not any(whole):
+            result = func(*args, **kwargs)
+            return self._born(func, result) if operation.kind == "now" else result
+        return self._now_joined(func, operation, args, kwargs)
+
+    def _born(self, func: Any, result: Any) -> Any:
+        """Note what an operation has made that was done at once; return it."""
+        random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        for t in tree_leaves(result):
+            if isinstance(t, Tensor) and has_memory(t):
+                storage = t.untyped_storage()
+                if random and not t.is_floating_point():
+                    self.notes.random[storage._cdata] = StorageWeakRef(storage)
+                else:
+                    self.words.born(t)
+        return result
+
+    def _now_joined(self, func: Any, operation: Operation, args: Any, kwargs: Any) -> Any:
+        """Do an operation on whole values, and split what it makes and writes."""
+        wide: dict[int, tuple[Tensor, Input | None]] = {}
+
+        def joined(t: Tensor) -> Tensor:
+            if t.dtype not in self.words.wide:
+                return t
+            if id(t) not in wide:
+                given = self.words.input(t) if has_memory(t) else None
+                value = (
+                    t.to(self.words.wide[t.dtype]) if given is None else self.words.joined(given)
+                )
+                wide[id(t)] = value, given
+            return wide[id(t)][0]
+
+        widened = [t.dtype for t in _tensors(args, kwargs) if t.dtype in self.words.wide]
+        low = {self.words.wide[d]: d for d in reversed(widened)}
+        given = tree_map_only(Tensor, joined, (args, kwargs))
+        given = tree_map_only(torch.dtype, lambda d: self.words.wide.get(d, d), given)
+        result = func(*given[0], **given[1])
+        for t in _written(operation, func, args, kwargs):
+            if id(t) in wide:
+                value, memory = wide[id(t)]
+                assert memory is not None
+                self.words.store(memory, value)
+        back = {id(wide[id(t)][0]): t for t in _tensors(args, kwargs) if id(t) in wide}
+
+        def narrowed(t: Tensor) -> Tensor:
+            if id(t) in back:
+                return back[id(t)]
+            if t.dtype not in low or kwargs.get("dtype") is t.dtype:
+                return t
+            hi = torch.empty_like(t, dtype=low[t.dtype]) if has_memory(t) else t.to(low[t.dtype])
+            if has_memory(t):
+                self.words.keep(hi, t)
+            return hi
+
+        return tree_map_only(Tensor, narrowed, result)
+
+    def _communicate(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Let a collective operation have the tensors themselves, not knowing of low words."""
+        if func.namespace != "c10d" and func._opname != "wait_tensor":  # it returns the result
+            for t in _tensors(args, kwargs):
+                self.words.sent(t)
+        result = func(*args, **kwargs)
+        for t in tree_leaves(received(func, args, kwargs)):
+            if isinstance(t, Tensor) and has_memory(t):
+                self.words.overwritten(t)
+        return result
+
+    def _turn(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Change shape or strides of a tensor in place, and of its low words with it."""
+        residual = self.words.exact(args[0]) if func in TURNS else None
+        result = func(*args, **kwargs)
+        for component in residual.components if residual is not None else ():
+            func(component, *args[1:], **kwargs)
+        return result
+
+    # Notes.
+
+    def _view(self, func: Any, operation: Operation, args: Any, kwargs: Any) -> Any:
+        """Make a view, and note it if it is not one that is known."""
+        source = args[0]
+        if func is aten.view.dtype and source.dtype in self.words.wide and has_memory(source):
+            if self.notes.region(source) is not None:
+                self.flush()  # the bits of a high word
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        noted = isinstance(result, Tensor) and has_memory(result) and source.dim()
+        saved = torch.is_grad_enabled() and source.requires_grad
+        # The offset of as_strided is that of the memory, which is elsewhere when it is done.
+        if noted and not saved and func is not aten.as_strided.default:
+            try:
+                self.notes.view(source, result, func, args, kwargs)
+            except CannotNote:
+                self.flush()
+        return result
+
+    def _note(self, func: Any, operation: Operation, args: Any, kwargs: Any) -> Any:
+        notes = self.notes
+        place = notes.operation(func, args, kwargs)
+        self.noted += 1
+        notes.wait = True
+        spec, more = place.line[1], place.line[2]
+        for key in operation.written:
+            value = dict(more).get(key) if isinstance(key, str) else spec[key]
+            notes.is_written(value if type(value) is tuple else (value,))
+        if operation.nothing:
+            return None
+        if operation.returns is not None:
+            key = operation.returns
+            return kwargs[key] if isinstance(key, str) else args[key]
+        if place.many:
+            return [notes.make(meta) for meta in place.made]
+        return notes.make(place.made[0])
+
+    # What was noted is done.
+
+    def flush(self) -> None:
+        """Have done what was noted: what was written, and what was made and is still in use."""
+        if not self.notes.wait:
+            return self.notes.clear()
+        segment, call = self.notes.take()
+        self.segments += 1
+        self.words.results(call.memory)
+        self.words.settle()  # what was noted has counted up versions
+        with torch.no_grad():
+            self.run(segment, call, self.words)
+        return None
+
+
+class _BesideDynamo(TorchDispatchMode):
+    """A recorder under which Dynamo is on: it must not trace what an operation is noted by."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let Dynamo compile under this mode."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return self.recorder.__torch_dispatch__(func, types, args, kwargs)
+
+
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors among the arguments of an operation: themselves, and in lists."""
+    found = []
+    for a in (*args, *kwargs.values()):
+        if isinstance(a, Tensor):
+            found.append(a)
+        elif isinstance(a, (list, tuple)):
+            found += [t for t in a if isinstance(t, Tensor)]
+    return found
+
+
+def _written(operation: Operation, func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the tensors with memory that an operation writes."""
+    if not operation.written:
+        return []
+    names = [a.name for a in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    keys = (key if isinstance(key, str) else names[key] for key in operation.written)
+    return [t for key in keys for t in _tensors((given.get(key),), {}) if has_memory(t)]
+
+
+def _differentiated(args: Any, kwargs: Any) -> bool:
+    """Tell whether autograd follows an operation: what it saves it may read by itself."""
+    return any(t.requires_grad for t in _tensors(args, kwargs))

@@ -1,0 +1,371 @@
+"""The steps of one optimizer or function: which states there are, and what serves them."""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.utils._pytree import tree_leaves
+
+from collage_fx.compilation.session import Session
+from collage_fx.hooks import nested_compile
+from collage_fx.hooks.dynamo_errors import Failures
+from collage_fx.optimizer.copying import RECORDED
+from collage_fx.optimizer.discovery import FunctionStates, OptimizerStates, StateStorage
+from collage_fx.optimizer.ownership import Owned
+from collage_fx.optimizer.served import RETURNED, Served, not_given
+from collage_fx.passes.ir.program import StatePlan
+from collage_fx.record.recorder import Recorder
+from collage_fx.record.service import TRIED, Service
+from collage_fx.runtime.residuals.memory import has_memory
+from collage_fx.runtime.residuals.store import STORE, version
+from collage_fx.runtime.storage.registry import compensable_dtypes
+from collage_fx.segments.executors import Executors
+from collage_fx.segments.low_words import LowWords
+from collage_fx.segments.segment import Call, Segment
+from collage_fx.segments.trie import Layout, layout_of
+
+
+class Steps:
+    """Runs steps: by the graphs that Dynamo makes of them, and recorded where it makes none.
+
+    Operations of a step that are in no graph of Dynamo's are recorded and done by segments. If they
+    write states, then from the third step on the whole step is recorded: values that go from one
+    graph to another keep their low words there, and what Dynamo cannot trace is compiled too.
+    """
+
+    def __init__(self, session: Session, discovery: FunctionStates, subject: str) -> None:
+        """Begin before the first step.
+
+        Args:
+            session: what the user has asked for.
+            discovery: finds the states.
+            subject: whose steps they are, in words.
+        """
+        config = session.config
+        self.session = session
+        self.discovery = discovery
+        self.subject = subject
+        self.warn = session.warn_once
+        self.failures = Failures(self.warn)
+        self.storages = StateStorage(config, self.warn)
+        self.service = Service(session, discovery, subject)
+        self.steps = 0
+        self.untraced = config.record is True
+        """Whether the steps are recorded whole, and Dynamo is not asked."""
+        self.interpreted = False
+        """Whether nothing is compiled any more, by Dynamo or of what is recorded."""
+        self.active = False
+        self.sources: dict[Any, GraphModule] = {}
+        """What Dynamo handed to the backend, to be compiled anew or recorded."""
+        self.quiet = False
+        """Whether the last step wrote its states in Dynamo's graphs only."""
+        self.waited = False
+        """Whether a graph was recorded in this step that will be compiled in the next."""
+        self.forced = False
+        """Whether the user wants nothing compiled in this step."""
+        self.by_graph: dict[Any, tuple[Tensor, StatePlan]] = {}
+        """What Dynamo's graphs have written in this step, with its verdict."""
+        self.returned: set[int] = set()
+        """The memory that Dynamo's graphs have returned."""
+        self.of_memory: dict[Any, Served] = {}
+        """State of the last step that was not asleep -> what became of it."""
+        self.versions: dict[int, int] = {}
+        """State -> its version at the beginning of the step."""
+        self.places: set[Any] = set()
+        """The places that had a state then."""
+        self.known: tuple[int, list[int]] = (-1, [])
+        """The generation of the store, and the memory of all tensors, when states were looked for;
+        the tensors, and which of them are states: it must not keep them alive."""
+        self.seen: list[weakref.ref[Tensor]] = []
+        self.picked: list[int] = []
+        self.words = LowWords(
+            compensable_dtypes(config.storage),
+            not config.wide,
+            self._storage_for,
+            config.rounds_by_chance,
+            config.seed,
+            self._lost,
+        )
+        self.executors = Executors(session, self.words, self.failures.note, self._unseen)
+        self.switches = type(discovery) is not FunctionStates
+        """Whether steps of which a part is recorded are recorded whole: a function may compute
+        gradients, of which Dynamo makes better graphs."""
+        self.recorder = Recorder(
+            self.words, self._run, self._find_states, at_once=config.record is False
+        )
+
+    @property
+    def traces(self) -> bool:
+        """Whether Dynamo is to trace the steps."""
+        return not (self.untraced or self.interpreted)
+
+    def record_whole(self) -> None:
+        """Ask Dynamo no more: record the whole of each step."""
+        self.untraced = True
+        if isinstance(self.discovery, OptimizerStates):
+            RECORDED[self.discovery.optimizer()] = self.executors.changing
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[Recorder]:
+        """Run one step. What it raises comes up after what was recorded before was done."""
+        self._begin()
+        self.active = True
+        failed = True
+        try:
+            with self.recorder.recording(beside_dynamo=self.traces):
+                yield self.recorder
+            failed = False
+        finally:
+            self.active = False
+            self._end(failed=failed)
+
+    def see_results(self, results: Any) -> None:
+        """Say so if a function returns new values of its states, and writes none."""
+        self.recorder.flush_outside()
+        found = [t for t in tree_leaves(results) if isinstance(t, Tensor) and has_memory(t)]
+        if not self.words.written and any(t.dim() and self.words.dropped(t) for t in found):
+            self.warn(RETURNED)
+
+    # The beginning.
+
+    def _begin(self) -> None:
+        """Take up the states as they are now, or at the first operation outside of graphs."""
+        self.steps += 1
+        if self.steps == 1:
+            self._go_on()
+        self.by_graph.clear()
+        self.returned.clear()
+        self.waited = False
+        self.forced = nested_compile.stance_is_eager()
+        if self.quiet and self.traces and not self.discovery.changed():
+            self.recorder.asleep = True
+            self.versions = {id(t): version(t) for t in self._kept()}
+        else:
+            self._find_states()
+
+    def _go_on(self) -> None:
+        """Record steps as before a checkpoint, or as the optimizer that this one is a copy of."""
+        if not isinstance(self.discovery, OptimizerStates):
+            return
+        before = RECORDED.get(self.discovery.optimizer())
+        if before is not None:
+            self.executors.changed_before = before
+        if before is not None or self.untraced:
+            self.record_whole()
+
+    def _kept(self) -> Iterator[Tensor]:
+        """Yield the states of the step before, those that are still there."""
+        found = (self.seen[i]() for i in self.picked)
+        return (t for t in found if t is not None)
+
+    def _find_states(self) -> None:
+        self.recorder.asleep = False
+        present = self._states()
+        self.versions = {id(o.tensor): version(o.tensor) for o in present}
+        self.places = {o.place for o in present}
+        at_once = self.session.keep or (self.steps == 1 and _resumed(present))
+        # What is recorded beside graphs of Dynamo's is soon recorded with them, or over.
+        beside = self.traces and self.steps <= TRIED
+        joins = self.session.config.on_unsupported == "join"
+        only = self.interpreted or self.forced or (beside and joins)
+        self.words.begin(present)
+        self.executors.begin(interpreted_only=only, at_once=at_once)
+
+    def _states(self) -> list[Owned]:
+        """Return the states that may be compensated: those of before, if all are the same."""
+        found = list(self.discovery.all())
+        places = [_place(o.tensor) for o in found]
+        same = (STORE.generation, places) == self.known and all(
+            seen() is o.tensor for seen, o in zip(self.seen, found, strict=True)
+        )
+        if not same:
+            self.seen = [weakref.ref(o.tensor) for o in found]
+            at = {id(o.tensor): i for i, o in reversed(list(enumerate(found)))}
+            picked = self.discovery.find(self.storages.is_compensable, self.warn)
+            self.picked = [at[id(o.tensor)] for o in picked]
+            self.known = STORE.generation, places
+        return [found[i] for i in self.picked]
+
+    def _storage_for(self, owned: Owned) -> str:
+        served = self.service.served.get(owned.place)
+        plain = served is not None and served.judged and not served.compensated
+        wanted = owned.place in self.executors.wanted or STORE.get(owned.tensor) is not None
+        if plain and not wanted:
+            return ""
+        return self.storages.storage(owned)
+
+    def _unseen(self, tensor: Tensor) -> None:
+        if type(self.discovery) is FunctionStates and tensor.is_leaf:
+            self.warn(not_given(self.subject, tensor, "that is none of its arguments"))
+
+    def _lost(self, name: str) -> None:
+        self.warn(
+            f"{self.subject} writes {name} by an operation that knows no low words, a collective "
+            "or a kernel of its own: its residual begins anew"
+        )
+
+    def _run(self, segment: Segment, call: Call, words: LowWords) -> None:
+        """Do a segment; see whether it stores in a state what a graph of Dynamo's has computed."""
+        if self.discovery.changed():
+            for owned in self._states():
+                self.words.take_up(owned)
+            call.inputs = [
+                i if i.pieces or i.parameter is not None else self.words.input(i.data)
+                for i in call.inputs
+            ]
+        for to, source in segment.copies if self.returned else ():
+            given = dict(zip(segment.inputs, call.inputs, strict=True))
+            if _place(given[source].data) in self.returned and given[to].pieces:
+                self._chained(given[to].pieces[0].owned.name)
+        self.executors.run(segment, call, words)
+
+    # Graphs of Dynamo's.
+
+    def before_graph(self) -> None:
+        """Have done what was recorded, for a graph that may need it."""
+        self.recorder.flush_outside()
+
+    def expands(self, args: tuple[Any, ...], *, writes: bool) -> bool:
+        """Tell whether a graph would not see all of its arguments, which are known better here.
+
+        Args:
+            args: tensors, and whatever else.
+            writes: whether it writes states: it may store in them what a segment has computed.
+        """
+        if self.recorder.asleep:
+            return False
+        tensors = [a for a in args if isinstance(a, Tensor) and has_memory(a)]
+        return any(map(self.words.dropped, tensors)) or (
+            writes and any(map(self.words.is_result, tensors))
+        )
+
+    @contextlib.contextmanager
+    def graph(
+        self, written: list[tuple[Tensor, StatePlan]], args: tuple[Any, ...]
+    ) -> Iterator[Callable[[Any], None]]:
+        """Let a compiled graph run that writes these states; give it a function for its results."""
+        self._look_for_chain(written, args)
+        if not self.recorder.asleep:
+            self.words.settle()
+        try:
+            with self.recorder.paused():
+                yield self._results
+        finally:
+            for tensor, plan in written:
+                self.by_graph[_memory(tensor)] = tensor, plan
+                if not self.recorder.asleep:
+                    self.words.wrote(tensor)
+
+    def _results(self, results: Any) -> None:
+        """Note what a graph returned: states that are put in the place of others, maybe."""
+        tensors = (t for t in tree_leaves(results) if isinstance(t, Tensor))
+        self.returned.update(_place(t) for t in tensors if t.dtype in self.words.wide)
+
+    def _look_for_chain(
+        self, written: list[tuple[Tensor, StatePlan]], args: tuple[Any, ...]
+    ) -> None:
+        """Notice a state that is replaced by what an earlier graph of this step has computed.
+
+        Of that only the high word is known. Where it comes from is not: a parameter that is
+        replaced as a whole in a later graph is taken for such a state.
+        """
+        if not (self.by_graph or self.returned):
+            return
+        handed = any(isinstance(a, Tensor) and _place(a) in self.returned for a in args)
+        for tensor, plan in written:
+            if plan.replaced and (handed or tensor.requires_grad):
+                self._chained(plan.name)
+
+    def _chained(self, name: str) -> None:
+        """Record the whole of the steps from now on, where such values keep their low words."""
+        if self.untraced:
+            return
+        self.record_whole()
+        self.warn(
+            f"{self.subject} computes the new value of {name} in one compiled graph and stores it "
+            "in another, or not in place at all, which drops its low word in this step; the steps "
+            "are recorded whole from now on. TORCH_LOGS=graph_breaks shows what cuts the step"
+        )
+
+    # The end.
+
+    def _end(self, *, failed: bool) -> None:
+        """Take up the states that the step has made or replaced, and note what served each."""
+        unaccounted = self._count_graphs() if self.recorder.asleep else self._settle()
+        self.recorder.asleep = False
+        self.by_graph.clear()
+        if failed:  # what was counted as written need not have been
+            return
+        if unaccounted:
+            self.quiet = False
+            self.record_whole()
+            self.service.warn_unaccounted(unaccounted)
+        if self.steps == 1:
+            self.service.say_what_level_leaves()
+        if self.steps == TRIED or not self.picked:
+            self.service.say_what_is_not_compensated()
+        if type(self.discovery) is FunctionStates:
+            self.quiet = False  # the next call may be given others
+
+    def _count_graphs(self) -> list[str]:
+        """Count what graphs have written in a step like the last; return what they have not."""
+        unaccounted = []
+        for tensor in self._kept():
+            key = _memory(tensor)
+            if key not in self.by_graph and version(tensor) != self.versions[id(tensor)]:
+                served = self.of_memory[key]
+                served.unaccounted += 1
+                unaccounted.append(served.name)
+        for key, (tensor, plan) in self.by_graph.items():
+            served = self.of_memory.get(key) or self.service.unknown(tensor, plan)
+            self.service.count_graph(served, plan)
+        return unaccounted
+
+    def _settle(self) -> list[str]:
+        """Note what was written; return the names of what nobody accounts for."""
+        present = self._states()
+        replaced = [o for o in present if id(o.tensor) not in self.versions]
+        for owned in replaced:
+            if _place(owned.tensor) in self.returned and owned.place in self.places:
+                self._chained(owned.name)
+        for owned in present:
+            self.words.adopt(owned)
+        self.words.settle()
+        self.of_memory = {_memory(o.tensor): self.service.of(o) for o in present}
+        unaccounted, outside = [], False
+        for owned in present:
+            tensor, key = owned.tensor, id(owned.tensor)
+            if _memory(tensor) in self.by_graph:
+                continue
+            if key in self.words.written:
+                outside = True
+                self.service.note(owned, self.executors.plans.get(key))
+            elif version(tensor) != self.versions.get(key, version(tensor)):
+                served = self.service.of(owned)
+                served.unaccounted += 1
+                unaccounted.append(owned.name)
+        for memory, (tensor, plan) in self.by_graph.items():
+            served = self.of_memory.get(memory) or self.service.unknown(tensor, plan)
+            self.service.count_graph(served, plan)
+        self.quiet = bool(self.by_graph) and not outside and not replaced
+        if outside and self.steps >= TRIED and self.switches and not (self.waited or self.forced):
+            self.record_whole()
+        self.words.forget()
+        return unaccounted
+
+
+def _resumed(states: list[Owned]) -> bool:
+    """Tell whether states have residuals from other steps, as of a checkpoint or a copy."""
+    residuals = (STORE.get(owned.tensor) for owned in states)
+    return any(r is not None and not r.provisional for r in residuals)
+
+
+def _memory(tensor: Tensor) -> tuple[int, Layout]:
+    return _place(tensor), layout_of(tensor)
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata if has_memory(tensor) else 0

@@ -1,0 +1,366 @@
+"""Which way a segment is done: compiled by the passes, or on whole values as it stands."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from math import copysign, isfinite
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor, is_inference_mode_enabled
+from torch._guards import TracingContext, tracing
+
+from collage_fx.compilation.aot import compile_graph
+from collage_fx.compilation.session import Session
+from collage_fx.compilation.side_inputs import Code
+from collage_fx.errors import CollageError
+from collage_fx.hooks.gc_pause import no_full_collection
+from collage_fx.passes.ir.program import StatePlan
+from collage_fx.segments.joined_compiler import ROUNDED, compile_joined
+from collage_fx.segments.low_words import LowWords, place
+from collage_fx.segments.segment import Call, Segment, run_joined
+from collage_fx.segments.segment_graph import (
+    float_guard,
+    graph_of_segment,
+    joined_graph,
+    number_tensor,
+    with_fakes,
+)
+from collage_fx.segments.trie import layout_of
+
+SEEN = 2
+"""The run in which a structure is compiled: what runs once is not worth it."""
+MOST = 64
+"""How often segments of one step are compiled at most; others are interpreted."""
+
+
+@dataclass
+class _Given:
+    """The tensors of a call, as one way of doing it takes them."""
+
+    args: list[Tensor]
+    lows: list[Tensor] = field(default_factory=list)
+    """Behind the numbers that are inputs."""
+    structure: Any = None
+    """What else of them the compiled code depends on."""
+    parts: Any = ()
+
+
+@dataclass
+class _Compiled:
+    """A segment compiled for some floats."""
+
+    run: Callable[[list[Any]], bool]
+    """Returns whether it has run: if not, nothing was written."""
+    floats: list[float]
+    changing: list[int]
+    """The positions of those that are inputs."""
+    holds: Callable[..., bool]
+    structure: Any
+
+    def fits(self, given: _Given, floats: list[float]) -> bool:
+        """Tell whether it is right for a call."""
+        same = self.structure == given.structure and all(
+            _same(a, b) or i in self.changing
+            for i, (a, b) in enumerate(zip(floats, self.floats, strict=True))
+        )
+        return same and self.holds(*(floats[i] for i in self.changing))
+
+
+@dataclass
+class _Way:
+    """What is known of one way of doing a segment."""
+
+    compiled: list[_Compiled] = field(default_factory=list)
+    refused: bool = False
+    """Whether it cannot be done so."""
+
+
+@dataclass
+class _History:
+    """What is known of the runs of a segment."""
+
+    runs: int = 0
+    floats: list[float] = field(default_factory=list)
+    changing: set[int] = field(default_factory=set)
+    rewritten: _Way = field(default_factory=_Way)
+    joined: _Way = field(default_factory=_Way)
+
+    def see(self, floats: list[float]) -> None:
+        """Count a run; note which floats have changed since the one before."""
+        for i, (new, old) in enumerate(zip(floats, self.floats, strict=False)):
+            if not _same(new, old) and isfinite(new) and isfinite(old):
+                self.changing.add(i)
+        self.floats = floats
+        self.runs += 1
+
+
+class Executors:
+    """Runs the segments of one optimizer or function, in the first of three ways that it can be.
+
+    `rewritten`: compiled by the passes, as a graph of Dynamo's is. `joined`: on whole values,
+    compiled by Inductor. `interpreted`: on whole values, operation by operation; so is what is seen
+    for the first time.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        words: LowWords,
+        note: Callable[[BaseException], None],
+        unseen: Callable[[Tensor], None],
+    ) -> None:
+        """Begin without compiled segments.
+
+        Args:
+            session: compiles them.
+            words: knows the low words of states.
+            note: told of an error in compiling.
+            unseen: told of what may be a parameter, is written, and is none of the states.
+        """
+        self.session = session
+        self.words = words
+        self.note = note
+        self.unseen = unseen
+        self.seen = SEEN if session.config.on_unsupported == "join" else 1
+        """Who wants an error for an operation without a rule gets it in the first step."""
+        self.interpreted_only = False
+        self.histories: dict[Segment, _History] = {}
+        self.changing: list[list[int]] = []
+        """For each segment of this step how many floats it has, and which of them change."""
+        self.changed_before: list[list[int]] = []
+        """The same of the last step before a checkpoint."""
+        self.count = 0
+        """How many times a segment was compiled."""
+        self.runs: Counter[str] = Counter()
+        """Way -> how many segments were done so."""
+        self.wanted: set[Any] = set()
+        """The places of the states that keep a low word whatever their own verdict is."""
+        self.written: set[Any] = set()
+        """The places of the states that graphs of the passes have written."""
+        self.plans: dict[int, StatePlan] = {}
+        """Tensor -> its verdict, of the states that rewritten segments wrote in this step."""
+
+    def begin(self, *, interpreted_only: bool, at_once: bool) -> None:
+        """Begin a step.
+
+        Args:
+            interpreted_only: whether nothing is to be compiled.
+            at_once: whether from now on what is seen for the first time is compiled: by who wants
+                to see graphs, and after a checkpoint, to be bit-equal to the run that goes on
+                unbroken, whose segments are compiled by now.
+        """
+        self.plans.clear()
+        self.changing.clear()
+        self.interpreted_only = interpreted_only
+        if at_once:
+            self.seen = 1
+
+    def run(self, segment: Segment, call: Call, words: LowWords) -> None:
+        """Do a segment.
+
+        Raises the CollageError that a user has asked for, before anything of it is written.
+        """
+        for at, given in zip(segment.inputs, call.inputs, strict=True):
+            if given.parameter is not None and at in segment.written and not given.pieces:
+                self.unseen(given.parameter)
+        history = self._history(segment, call.floats)
+        # AOTAutograd's callables count versions, which inference tensors do not have.
+        compiles = not (self.interpreted_only or segment.opaque or is_inference_mode_enabled())
+        if history.runs >= self.seen and compiles:
+            ways = (
+                ("rewritten", history.rewritten, self._for_passes, self._rewrite),
+                ("joined", history.joined, self._for_joining, self._join),
+            )
+            for name, way, find, compile_ in ways:
+                if not way.refused and self._done(way, find, compile_, segment, history, call):
+                    self.runs[name] += 1
+                    return
+        self.runs["interpreted"] += 1
+        run_joined(segment, call, words)
+
+    def _history(self, segment: Segment, floats: list[float]) -> _History:
+        history, at = self.histories.setdefault(segment, _History()), len(self.changing)
+        history.see(floats)
+        count, *changed = self.changed_before[at] if at < len(self.changed_before) else [-1]
+        if history.runs == 1 and count == len(floats):
+            history.changing.update(changed)
+        self.changing.append([len(floats), *sorted(history.changing)])
+        return history
+
+    def _done(
+        self,
+        way: _Way,
+        find: Callable[[Segment, Call], _Given | None],
+        compile_: Callable[..., Callable[[list[Any]], bool] | None],
+        segment: Segment,
+        history: _History,
+        call: Call,
+    ) -> bool:
+        """Do a segment in one way, if it can be; compile it for this call if that is needed."""
+        given = find(segment, call)
+        if given is None:
+            return False
+        compiled = next((c for c in way.compiled if c.fits(given, call.floats)), None)
+        if compiled is None:
+            if self.count >= MOST:
+                return False
+            self.count += 1
+            compiled = self._compile(compile_, segment, history, given, call)
+            if compiled is None:
+                way.refused = True
+                return False
+            way.compiled.insert(0, compiled)
+        numbers = [number_tensor(call.floats[i]) for i in compiled.changing]
+        done = compiled.run([*given.args, *numbers, *given.lows])
+        if not done:  # it is compiled anew for what there is by now
+            way.compiled.remove(compiled)
+        return done
+
+    def _compile(
+        self,
+        compile_: Callable[..., Callable[[list[Any]], bool] | None],
+        segment: Segment,
+        history: _History,
+        given: _Given,
+        call: Call,
+    ) -> _Compiled | None:
+        changing = sorted(history.changing)
+        guards: list[Callable[..., bool]] = []
+        try:
+            with no_full_collection():
+                run = compile_(segment, given, call.floats, changing, guards)
+        except CollageError:
+            raise
+        except Exception as error:  # whatever the compiler raises: there is another way
+            self.note(error)
+            return None
+        if run is None:
+            return None
+        return _Compiled(run, call.floats, changing, guards[0], given.structure)
+
+    # Rewritten by the passes.
+
+    def _for_passes(self, segment: Segment, call: Call) -> _Given | None:
+        """Return the arguments of a graph; None if it would see high words only.
+
+        That is so where a value has low words that is no state, where a state is a part of a
+        larger piece of memory or has moved, and where results outlive the segment.
+        """
+        if segment.undoes_rounding or any(t.dtype in self.words.wide for t in call.memory):
+            return None
+        args = []
+        for at, given in zip(segment.inputs, call.inputs, strict=True):
+            t = given.data
+            if given.pieces:
+                piece = given.pieces[0]
+                if len(given.pieces) > 1 or piece.moved or layout_of(piece.data) != layout_of(t):
+                    return None
+                t = piece.owned.tensor
+            elif self.words.known(t) or (
+                t.dtype in self.words.wide and at in segment.written and not self._name(t)
+            ):
+                return None
+            args.append(t)
+        return _Given([*args, *call.memory])
+
+    def _name(self, t: Tensor) -> str:
+        """Return the name of a state, or of the gradient of one; empty for other memory."""
+        state = next(iter(self.words.states_in(t)), None)
+        return state.name if state is not None else self.words.gradients().get(place(t), "")
+
+    def _rewrite(
+        self,
+        segment: Segment,
+        given: _Given,
+        floats: list[float],
+        changing: list[int],
+        guards: list[Callable[..., bool]],
+    ) -> Callable[[list[Any]], bool] | None:
+        gm = graph_of_segment(segment, floats, changing)
+        some = [floats[i] for i in changing]
+        args = (*given.args, *map(number_tensor, some))
+        mode, fakes = with_fakes(gm, given.args, some)
+        for node, t in zip(gm.graph.find_nodes(op="placeholder"), given.args, strict=False):
+            node._dynamo_source = SimpleNamespace(name=self._name(t))
+        with tracing(TracingContext(mode)):
+            code = compile_graph(self.session, gm, fakes, args)
+        guards.append(float_guard(mode, fakes))
+        self.session.graphs += 1
+        for state, _ in code.reads:
+            self._want(state(args))
+        if code.refused or code.reads_residual(args):
+            return None
+        return partial(self._run_code, code)
+
+    def _want(self, tensor: Tensor | None) -> None:
+        """Have a state keep a low word for who reads it, though its own updates need none."""
+        for owned in self.words.states_in(tensor) if tensor is not None else ():
+            self.wanted.add(owned.place)
+            if owned.place in self.written:
+                self.words.ensure(owned)
+
+    def _run_code(self, code: Code, args: list[Any]) -> bool:
+        """Run a graph; return False where a state has got a residual that it does not know."""
+        given = tuple(args)
+        if code.drops_residual(given) or code.reads_residual(given):
+            return False
+        self.words.settle()
+        code.run(given)
+        self.session.calls += 1
+        for tensor, plan in code.written(given):
+            self.plans[id(tensor)] = plan
+            for owned in self.words.wrote(tensor):
+                self.written.add(owned.place)
+                if owned.place in self.wanted:
+                    self.words.ensure(owned)
+        return True
+
+    # On whole values, by Inductor.
+
+    def _for_joining(self, segment: Segment, call: Call) -> _Given | None:
+        """Return the arguments with their low words; None where these are not to be compiled.
+
+        That is so for fp8, whose rounding has a way of its own, for rounding by chance, and where a
+        state has moved.
+        """
+        if self.session.config.stochastic_rounding:
+            return None
+        found = []
+        tensors = [*(given.data for given in call.inputs), *call.memory]
+        if any(t.dtype in self.words.wide and t.dtype not in ROUNDED for t in tensors):
+            return None
+        for at, given in zip(segment.inputs, call.inputs, strict=True):
+            parts = self.words.parts(given, written=at in segment.written)
+            if parts is None:
+                return None
+            found.append(parts)
+        wide = self.words.wide
+        found += [[self.words.part_of_result(t)] if t.dtype in wide else [] for t in call.memory]
+        lows = [lo for parts in found for part in parts for lo in part.lows]
+        return _Given(tensors, lows, tuple(tuple(p.structure for p in ps) for ps in found), found)
+
+    def _join(
+        self,
+        segment: Segment,
+        given: _Given,
+        floats: list[float],
+        changing: list[int],
+        guards: list[Callable[..., bool]],
+    ) -> Callable[[list[Any]], bool]:
+        dtypes = [t.dtype for t in given.args]
+        gm = joined_graph(segment, floats, changing, self.words.wide, dtypes, given.parts)
+        mode, fakes = with_fakes(gm, given.args, [floats[i] for i in changing], given.lows)
+        function = compile_joined(self.session, gm, mode, fakes)
+        guards.append(float_guard(mode, fakes))
+
+        def run(args: list[Any]) -> bool:
+            function(*args)
+            return True
+
+        return run
+
+
+def _same(a: float, b: float) -> bool:
+    return a == b and copysign(1, a) == copysign(1, b)

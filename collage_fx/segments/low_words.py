@@ -1,0 +1,434 @@
+"""The low words that a recorded step knows: of states, and of values between two segments."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from collage_fx.optimizer.ownership import Owned
+from collage_fx.runtime.expansion.eft import FP8, WIDER
+from collage_fx.runtime.expansion.stochastic import Seeds
+from collage_fx.runtime.residuals.memory import has_memory
+from collage_fx.runtime.residuals.store import STORE, Residual, clear_stale, next_draw
+from collage_fx.runtime.storage.registry import (
+    FINEST,
+    STORAGES,
+    Storage,
+    join_in,
+    split_into,
+)
+from collage_fx.runtime.storage.registry import (
+    layout_of as storage_of,
+)
+from collage_fx.segments.trie import Layout, layout_of
+
+
+@dataclass(eq=False)
+class _Between:
+    """The low words of a tensor that a segment has made, for the segments that follow it."""
+
+    storage: StorageWeakRef
+    dtype: torch.dtype
+    lows: tuple[Tensor, ...] = ()
+    """Each as long as the storage, from its first element on, so that they have views like it."""
+
+
+@dataclass
+class Piece:
+    """A state in a piece of memory, as it was when an operation on that memory was noted."""
+
+    owned: Owned
+    data: Tensor
+    """The state's memory of then: `p.data = ...` gives it another."""
+    residual: Residual | None
+
+    @property
+    def moved(self) -> bool:
+        """Whether the state has other memory by now."""
+        return layout_of(self.owned.tensor) != layout_of(self.data) or place(
+            self.owned.tensor
+        ) != place(self.data)
+
+
+@dataclass
+class Input:
+    """Memory that a segment reads or writes, and that was there before it."""
+
+    data: Tensor
+    pieces: list[Piece]
+    """The states in it."""
+    parameter: Tensor | None = None
+    """What may be a parameter, and is not known to be a state."""
+
+
+@dataclass
+class Part:
+    """A part of a piece of memory that has low words."""
+
+    within: Layout
+    """The piece of memory."""
+    layout: Layout
+    storage: str
+    lows: tuple[Tensor, ...]
+
+    @property
+    def exact(self) -> bool:
+        """Whether it is all of it."""
+        return self.within == self.layout
+
+    @property
+    def view(self) -> tuple[Any, ...]:
+        """Size, stride, and offset from the beginning of the piece."""
+        return (*self.layout[1:3], self.layout[3] - self.within[3])
+
+    @property
+    def structure(self) -> tuple[Any, ...]:
+        """What a graph depends on."""
+        return self.view, self.storage
+
+
+class LowWords:
+    """Joins memory and its low words to wide values, and splits these when they are stored.
+
+    A piece of memory may be a state, hold several (a flat buffer of parameters), or be a value on
+    the way: that one keeps as much as there is a storage for.
+    """
+
+    def __init__(
+        self,
+        dtypes: Iterable[torch.dtype],
+        exact: bool,
+        storage_for: Callable[[Owned], str],
+        by_chance: Callable[[str], bool],
+        seed: int,
+        lost: Callable[[str], None],
+    ) -> None:
+        """Begin without states.
+
+        Args:
+            dtypes: those that are computed with in a wider one.
+            exact: whether that is float64, which holds what error-free transformations keep; else
+                `WIDER`.
+            storage_for: returns the storage for a state; empty for one that stays plain.
+            by_chance: tells whether the last residual of a storage is rounded by chance.
+            seed: what chance begins with.
+            lost: told the name of a state that loses its low word.
+        """
+        held = list(dtypes)
+        self.wide = {d: torch.float64 if exact and d not in FP8 else WIDER[d] for d in held}
+        self.finest = {d: "mcf3" if exact and d is torch.bfloat16 else FINEST[d] for d in held}
+        """dtype -> the storage of values on the way."""
+        self.storage_for = storage_for
+        self.by_chance = by_chance
+        self.seed = seed
+        self.lost = lost
+        self.states: dict[int, list[Owned]] = {}
+        """Storage -> the states in it."""
+        self.between: dict[int, _Between] = {}
+        self.made: dict[int, StorageWeakRef] = {}
+        """The memory that segments have made in this step, of whatever dtype."""
+        self.checked: dict[int, tuple[Tensor, Residual]] = {}
+        """Tensor -> itself and its residual, which was seen to belong to it in this step."""
+        self.written: dict[int, Owned] = {}
+        """The states that were written in this step."""
+
+    def begin(self, states: Iterable[Owned]) -> None:
+        """Begin a step with these states; clear residuals that do not belong to their values."""
+        self.forget()
+        for owned in states:
+            tensor = owned.tensor
+            self.states.setdefault(place(tensor), []).append(owned)
+            residual = STORE.get(tensor)
+            if residual is not None and residual.fits(tensor):
+                self.checked[id(tensor)] = tensor, residual
+        clear_stale(self.checked.values())
+
+    def take_up(self, owned: Owned) -> None:
+        """Know a state that the step has made, if it is not known yet."""
+        states = self.states.setdefault(place(owned.tensor), [])
+        if all(known.tensor is not owned.tensor for known in states):
+            states.append(owned)
+            self.adopt(owned)
+
+    def forget(self) -> None:
+        """Drop what is known of a step."""
+        self.states.clear()
+        self.between.clear()
+        self.made.clear()
+        self.checked.clear()
+        self.written.clear()
+
+    def input(self, t: Tensor) -> Input:
+        """Return what a segment needs to know of memory that it did not make."""
+        data = t.data
+        found = self.states.get(place(t))
+        if found is None or t.dtype not in self.wide:
+            return Input(data, [], t if t.requires_grad else None)
+        if len(found) == 1 and found[0].tensor is t:
+            return Input(data, [Piece(found[0], data, self.of_state(found[0]))])
+        states = self.states_in(t)
+        return Input(data, [Piece(o, o.tensor.data, self.of_state(o)) for o in states])
+
+    def gradients(self) -> dict[int, str]:
+        """Return storage -> name, of the gradients of parameters."""
+        found = {}
+        for states in self.states.values():
+            for owned in states:
+                grad = owned.tensor.grad if owned.tensor.is_leaf else None
+                if grad is not None and has_memory(grad):
+                    found[place(grad)] = f"{owned.name}.grad"
+        return found
+
+    def states_in(self, t: Tensor) -> list[Owned]:
+        """Return the states that t covers, of its dtype."""
+        if t.dtype not in self.wide:
+            return []
+        found = self.states.get(place(t), ())
+        return [
+            o
+            for o in found
+            if o.tensor.dtype is t.dtype and place(o.tensor) == place(t) and _covers(t, o.tensor)
+        ]
+
+    def of_state(self, owned: Owned) -> Residual | None:
+        """Return the residual of a state, which belongs to its present value."""
+        tensor = owned.tensor
+        residual = STORE.get(tensor)
+        if residual is not None and not residual.fits(tensor):
+            return None  # it goes when the state is written
+        if residual is not None and id(tensor) not in self.checked:
+            clear_stale([(tensor, residual)])
+            self.checked[id(tensor)] = tensor, residual
+        return residual
+
+    def known(self, t: Tensor) -> bool:
+        """Tell whether t, or some of it, has a low word."""
+        if t.dtype not in self.wide:
+            return False
+        states = (self.of_state(o) for o in self.states_in(t))
+        return bool(self._lows(t)) or any(r is not None for r in states)
+
+    def holds_state(self, t: Tensor) -> bool:
+        """Tell whether a state is in the memory of t."""
+        return bool(self.states_in(t))
+
+    def _lows(self, t: Tensor) -> tuple[Tensor, ...] | None:
+        between = self.between.get(place(t))
+        if between is None or between.storage.expired() or between.dtype is not t.dtype:
+            return None
+        return tuple(lo.as_strided(t.size(), t.stride(), t.storage_offset()) for lo in between.lows)
+
+    def joined(self, given: Input) -> Tensor:
+        """Return the whole value in the wide dtype, in memory of its own, of the same strides."""
+        t = given.data
+        wide = torch.empty_strided(t.size(), t.stride(), dtype=self.wide[t.dtype], device=t.device)
+        if lows := self._lows(t):
+            return wide.copy_(join_in(wide.dtype, storage_of(t, lows).name, t, *lows))
+        found = [piece for piece in given.pieces if piece.residual is not None]
+        if not any(layout_of(piece.data) == layout_of(t) for piece in found):
+            wide.copy_(t)
+        for piece in found:
+            residual = piece.residual
+            assert residual is not None
+            words = piece.data, *residual.components
+            _part(wide, piece.data, t).copy_(join_in(wide.dtype, residual.storage, *words))
+        return wide
+
+    def born(self, t: Tensor, storage: Storage | None = None) -> None:
+        """Note memory without a value yet: it gets low words when a segment writes it, or now."""
+        if t.dtype in self.wide:
+            self._between(t, () if storage is None else storage.residuals[t.dtype])
+
+    def store(self, given: Input, wide: Tensor) -> None:
+        """Write a wide value over memory, and what does not fit in there into low words."""
+        t = given.data
+        if not given.pieces and place(t) in self.between:
+            return self.keep(t, wide)
+        if not any(layout_of(piece.data) == layout_of(t) for piece in given.pieces):
+            t.copy_(wide)
+        for piece in given.pieces:
+            part = _part(wide, piece.data, t)
+            if piece.moved:
+                piece.data.copy_(part)
+            else:
+                self._store_state(piece.owned, part)
+        return None
+
+    def _store_state(self, owned: Owned, x: Tensor) -> None:
+        self.written[id(owned.tensor)] = owned
+        tensor, residual = owned.tensor, self.ensure(owned)
+        data = tensor.data
+        if residual is None:
+            data.copy_(x)
+            return
+        hi, *lows = self._split(STORAGES[residual.storage], x, tensor.dtype, residual)
+        data.copy_(hi)
+        residual.expected_checksum = None
+        for component, lo in zip(residual.components, lows, strict=True):
+            component.copy_(lo)
+
+    def ensure(self, owned: Owned) -> Residual | None:
+        """Return the residual of a state, made if it has none; None for one that stays plain."""
+        name, tensor = self.storage_for(owned), owned.tensor
+        if not name or tensor.dtype not in STORAGES[name].residuals:
+            return None
+        before = STORE.get(tensor)
+        residual = STORE.ensure(tensor, name, owned.name, before)
+        residual.provisional |= before is None
+        self.checked[id(tensor)] = tensor, residual
+        return residual
+
+    def _split(
+        self, storage: Storage, x: Tensor, dtype: torch.dtype, residual: Residual
+    ) -> tuple[Tensor, ...]:
+        if storage.split_by_chance is not None and self.by_chance(storage.name):
+            (seed,) = Seeds(self.seed, [x.device]).draw(next_draw([residual]))
+            return storage.split_by_chance(x.to(WIDER[dtype]), dtype, seed)
+        return split_into(storage.name, x, dtype)
+
+    def keep(self, t: Tensor, wide: Tensor) -> None:
+        """Write a wide value over t, which is no state, with low words as long as it lives."""
+        hi, *lows = split_into(self.finest[t.dtype], wide, t.dtype)
+        t.copy_(hi)
+        known = self._between(t, [lo.dtype for lo in lows])
+        for all_of_it, lo in zip(known.lows, lows, strict=True):
+            all_of_it.as_strided(t.size(), t.stride(), t.storage_offset()).copy_(lo)
+
+    def _between(self, t: Tensor, dtypes: Sequence[torch.dtype]) -> _Between:
+        """Return the record of the memory of t, with low words of these dtypes."""
+        storage, known = t.untyped_storage(), self.between.get(place(t))
+        if known is None or known.storage.expired() or known.dtype is not t.dtype:
+            known = self.between[place(t)] = _Between(StorageWeakRef(storage), t.dtype)
+        if len(known.lows) < len(dtypes):
+            count = storage.nbytes() // t.itemsize
+            known.lows = tuple(torch.zeros(count, dtype=d, device=t.device) for d in dtypes)
+        return known
+
+    def adopt(self, owned: Owned) -> bool:
+        """Make the low words of a value that the step has put in the place of a state the state's.
+
+        Returns whether there were such.
+        """
+        tensor = owned.tensor
+        if not self._lows(tensor):
+            return False
+        wide = self.joined(Input(tensor.data, []))
+        del self.between[place(tensor)]
+        self._store_state(owned, wide)
+        return True
+
+    def parts(self, given: Input, *, written: bool) -> list[Part] | None:
+        """Return the parts of memory that have low words, or, where it is written, get some.
+
+        None if a state in it has moved.
+        """
+        t = given.data
+        if written and place(t) in self.between and not given.pieces:
+            self.born(t, STORAGES[self.finest[t.dtype]])
+        if lows := self._lows(t):
+            return [Part(layout_of(t), layout_of(t), self.finest[t.dtype], lows)]
+        found = []
+        for piece in given.pieces:
+            if piece.moved:
+                return None
+            if written:
+                self.written[id(piece.owned.tensor)] = piece.owned
+                piece.residual = self.ensure(piece.owned)
+            if (r := piece.residual) is not None:
+                found.append(Part(layout_of(t), layout_of(piece.data), r.storage, r.components))
+        return found
+
+    def part_of_result(self, t: Tensor) -> Part:
+        """Return new low words for memory that a segment makes."""
+        storage = STORAGES[self.finest[t.dtype]]
+        self.born(t, storage)
+        lows = self._lows(t)
+        assert lows is not None
+        return Part(layout_of(t), layout_of(t), storage.name, lows)
+
+    def wrote(self, tensor: Tensor) -> list[Owned]:
+        """Note that a compiled graph has written a state, and its residual; return what it is."""
+        found = self.states_in(tensor)
+        for owned in found:
+            self.written[id(owned.tensor)] = owned
+        if (residual := STORE.get(tensor)) is not None:
+            self.checked[id(tensor)] = tensor, residual
+        return found
+
+    def exact(self, t: Tensor) -> Residual | None:
+        """Return the residual of the state that t itself is; None if it is none, or has none."""
+        found = (o for o in self.states_in(t) if o.tensor is t)
+        return next((self.of_state(o) for o in found), None)
+
+    def overwritten(self, t: Tensor) -> None:
+        """Drop the low words of memory that something has written which knows none."""
+        self.between.pop(place(t), None)
+        for owned in self.states_in(t):
+            self.written[id(owned.tensor)] = owned
+            residual = self.of_state(owned)
+            if residual is not None and residual.has_content():
+                self.lost(owned.name)
+                residual.clear()
+
+    def results(self, memory: Iterable[Tensor]) -> None:
+        """Note what a segment makes."""
+        for t in memory:
+            self.made[place(t)] = StorageWeakRef(t.untyped_storage())
+
+    def is_result(self, t: Tensor) -> bool:
+        """Tell whether a segment has made t, from whole values: it may have more bits than a graph
+        would give it."""
+        made = self.made.get(place(t))
+        return made is not None and not made.expired() and t.is_floating_point() and t.dim() > 0
+
+    def sent(self, t: Tensor) -> None:
+        """Say that what is made of t, and may replace a state, knows nothing of its low words."""
+        for owned in self.states_in(t) if has_memory(t) else ():
+            residual = self.of_state(owned)
+            if residual is not None and residual.has_content():
+                self.lost(owned.name)
+
+    def dropped(self, t: Tensor) -> bool:
+        """Tell whether t, which is no state, has something in its low words."""
+        return any(bool(lo.any()) for lo in self._lows(t) or ())
+
+    def sweep(self) -> None:
+        """Forget the low words of values that are gone."""
+        self.between = {k: b for k, b in self.between.items() if not b.storage.expired()}
+
+    def settle(self) -> None:
+        """Record that the residuals belong to the present values, whatever versions were counted.
+
+        Only when no operation is under way: autograd counts after the operation.
+        """
+        for tensor, residual in self.checked.values():
+            residual.settle(tensor)
+
+
+def place(t: Tensor) -> int:
+    """Return the storage of a tensor with memory, as a key."""
+    return t.untyped_storage()._cdata
+
+
+def _covers(t: Tensor, part: Tensor) -> bool:
+    """Tell whether part, in the same storage, lies within t, from its first element to its last."""
+    (start, end), (first, last) = span(layout_of(t)), span(layout_of(part))
+    return start <= first and last <= end
+
+
+def span(layout: Layout) -> tuple[int, int]:
+    """Return the first element of a view, and the one after its last."""
+    _, size, stride, offset = layout
+    if 0 in size:
+        return offset, offset
+    return offset, offset + 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+
+
+def _part(wide: Tensor, part: Tensor, t: Tensor) -> Tensor:
+    """Return the piece of wide, which is like t, that is where part is in t."""
+    if layout_of(part) == layout_of(t):
+        return wide
+    return wide.as_strided(part.size(), part.stride(), part.storage_offset() - t.storage_offset())

@@ -1,0 +1,85 @@
+"""What the recorder does with each operation: note it, do it at once, or flush before it."""
+
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+Kind: TypeAlias = Literal["note", "view", "read", "metadata", "now"]
+"""`note`: done later, with the rest of its segment. `view`: done at once, which moves no data, and
+noted. `read`: hands data to Python. `metadata`: needs no data of its operands, and is done at once.
+`now`: done at once, after what its operands wait for."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation as the recorder sees it."""
+
+    kind: Kind
+    written: tuple[int | str, ...] = ()
+    """Positions, or names, of the arguments that it writes."""
+    returns: int | str | None = None
+    """Which argument it returns; None if it makes its results."""
+    nothing: bool = False
+    """Whether it returns nothing."""
+    numbers: frozenset[int | str] = frozenset()
+    """Positions and names of arguments that are numbers of the arithmetic, and no sizes or axes."""
+
+
+_READS = ("_local_scalar_dense", "equal", "is_nonzero")
+_ODD = ("inplace_view", "data_dependent", "dynamic_output", "nondeterministic_seeded")
+_EMPTY = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
+_RANDOM_LIKE = ("rand_like", "randn_like", "randint_like")
+
+
+class _Operations(dict[Any, Operation]):
+    """Finds out what the recorder does with an overload, once."""
+
+    def __missing__(self, func: Any) -> Operation:
+        known = isinstance(func, torch._ops.OpOverload)
+        found = self[func] = _classified(func) if known else Operation("now")
+        return found
+
+
+def _classified(func: Any) -> Operation:
+    schema = func._schema
+    name = schema.name.removeprefix("aten::")
+    arguments = schema.arguments
+    writes = [a for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    written = tuple(a.name if a.kwarg_only else arguments.index(a) for a in writes)
+    if func.is_view or name == "lift_fresh":
+        return Operation("view")
+    if name in _READS:
+        return Operation("read")
+    if name in _EMPTY or name in _RANDOM_LIKE:
+        return Operation("metadata")
+    # What may fail by the values is done at once: the step may catch the error.
+    solves = name.removeprefix("_").startswith("linalg_") and name != "linalg_vector_norm"
+    tensors = all("Tensor" in str(r.type) for r in schema.returns)
+    odd = any(t.name.startswith(_ODD) for t in func.tags)
+    if func.namespace != "aten" or solves or not tensors or odd:
+        return Operation("now", written)
+    numbers = frozenset(
+        key
+        for i, a in enumerate(arguments)
+        if str(a.type) in ("number", "List[number]", "float", "Optional[number]", "List[float]")
+        for key in (i, a.name)
+    )
+    if not schema.returns or all(r.alias_info is None for r in schema.returns):
+        return Operation("note", written, nothing=not schema.returns, numbers=numbers)
+    if len(schema.returns) == len(written) == 1:
+        return Operation("note", written, written[0], numbers=numbers)
+    return Operation("now", written)
+
+
+def piece_of(whole: Tensor, size: list[int], stride: list[int], offset: int) -> Tensor:
+    """Return a view of the memory of a tensor, its first element being at offset from that's."""
+    return whole.as_strided(size, stride, whole.storage_offset() + offset)
+
+
+OPERATIONS = _Operations()
+"""Overload -> what the recorder does with it."""
+OPERATIONS[piece_of] = Operation("view")

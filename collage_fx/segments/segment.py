@@ -1,0 +1,191 @@
+"""A segment: operations that were recorded, and are done together."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from collage_fx.segments.low_words import Input, LowWords
+from collage_fx.segments.operations import OPERATIONS
+from collage_fx.segments.trie import Constant, Number, Place, Value, leaves
+from collage_fx.segments.user_rounding import UserRounding
+
+
+@dataclass
+class Line:
+    """One operation of a segment."""
+
+    func: Any
+    args: Any
+    kwargs: tuple[tuple[str, Any], ...]
+    made: range
+    """The numbers of the values that it makes."""
+    many: bool
+    """Whether it returns a list."""
+    over: tuple[int, ...] = ()
+    """The numbers of the values that are not needed any more after it."""
+    stored: tuple[int, ...] = ()
+    """Those of the memory that no later operation reads or writes: it can be stored."""
+    where: str = ""
+    """The line of code, as FX keeps it of a node."""
+
+
+class Segment:
+    """A structure of operations: what they read, make and write, and when each is over."""
+
+    def __init__(self, places: list[Place], live: tuple[int, ...]) -> None:
+        """Note a structure.
+
+        Args:
+            places: the way to it in the trie.
+            live: the numbers of the values that it makes and that are in use after it.
+        """
+        self.live = live
+        self.inputs: list[int] = []
+        """The numbers of the values that are inputs."""
+        self.lines: list[Line] = []
+        self.root: list[int] = []
+        """Value -> the value whose memory it is in."""
+        self.written: set[int] = set()
+        """The numbers of the inputs that are written, and of the values that are made in place."""
+        self.copies: list[tuple[int, int]] = []
+        """Inputs that are written, each with the input that was copied into it as it is."""
+        self.bit_views: dict[int, int] = {}
+        """View of a value as integers -> that value."""
+        random: set[int] = set()
+        lines = []
+        for place in places:
+            if place.line[0] == "input":
+                self._add_input(place, random)
+            else:
+                lines.append(self._line(place))
+        rounding = UserRounding(self, random)
+        for line, written in lines:
+            rounding.follow(line, written)
+        self.undoes_rounding = rounding.found
+        """Whether a value is taken as it was before the step rounded it by chance."""
+        self.opaque = any("_fused_" in str(line.func) for line in self.lines)
+        """Whether it has kernels that no compiler looks into, as fused optimizers do."""
+        self._find_ends()
+
+    def _add_input(self, place: Place, random: set[int]) -> None:
+        at = len(self.root)
+        self.inputs.append(at)
+        self.root.append(at)
+        if place.line[-1]:
+            random.add(at)
+
+    def insert(self, func: Any, args: tuple[Value, ...]) -> Value:
+        """Add a line that the step does not have; return what it makes."""
+        at = len(self.root)
+        self.root.append(at)
+        self.lines.append(Line(func, args, (), range(at, at + 1), False))
+        return Value(at)
+
+    def _line(self, place: Place) -> tuple[Line, set[int]]:
+        """Return an operation, and the memory that it writes."""
+        func, args, kwargs = place.line
+        operation = OPERATIONS[func]
+        first = len(self.root)
+        if operation.kind == "view":
+            source = next(v for v in leaves(args) if type(v) is Value)
+            self.root.append(self.root[source.at])
+            if func is torch.ops.aten.view.dtype and args[1] is torch.int32:
+                self.bit_views[first] = source.at
+        else:
+            self.root += range(first, first + len(place.made))
+        written: set[int] = set()
+        by_name = dict(kwargs)
+        for key in operation.written:
+            given = by_name.get(key, ()) if isinstance(key, str) else args[key : key + 1]
+            written |= {self.root[v.at] for v in leaves(given) if type(v) is Value}
+        self.written |= written
+        if getattr(func, "_opname", "") in ("copy_", "_foreach_copy_"):
+            self._add_copies(args[0], args[1])
+        made = range(first, len(self.root))
+        line = Line(func, args, kwargs, made, place.many, where=place.where)
+        return line, written
+
+    def _add_copies(self, targets: Any, sources: Any) -> None:
+        inputs = set(self.inputs)
+        for to, source in zip(leaves(targets), leaves(sources), strict=True):
+            pair = self.root[to.at], self.root[source.at]
+            if inputs.issuperset(pair):
+                self.copies.append(pair)
+
+    def _find_ends(self) -> None:
+        """Find after which line each value is over, and each piece of memory."""
+        seen: set[int] = set()
+        ended: set[int] = set()
+        kept = {*self.inputs, *self.live}
+        for line in reversed(self.lines):
+            used = {v.at for v in leaves((line.args, line.kwargs)) if type(v) is Value}
+            touched = {*used, *line.made}
+            over, roots = touched - seen, {self.root[v] for v in touched} - ended
+            seen |= over
+            ended |= roots
+            line.stored = tuple(
+                r for r in roots if r in kept and (r in self.written or r in self.live)
+            )
+            line.over = tuple({v for v in over if v not in kept} | (roots & kept))
+
+
+@dataclass
+class Call:
+    """What one run of a segment is given."""
+
+    inputs: list[Input]
+    """In the order of the segment's."""
+    memory: list[Tensor]
+    """What the values that live on are stored in."""
+    floats: list[float]
+
+
+def run_joined(segment: Segment, call: Call, words: LowWords) -> None:
+    """Do a segment as it stands, on whole values in the wide dtype; store each when it is done.
+
+    No operation needs a rule: an expansion enters as the fp32 number that it is (float64 for fp32
+    states) and is split when it is stored, once for all operations of the segment between.
+    """
+    given = dict(zip(segment.inputs, call.inputs, strict=True))
+    made = dict(zip(segment.live, call.memory, strict=True))
+    env: list[Any] = [None] * len(segment.root)
+
+    def value(at: int) -> Any:
+        if env[at] is None and at in given:
+            t = given[at]
+            env[at] = words.joined(t) if t.data.dtype in words.wide else t.data
+        return env[at]
+
+    def operand(a: Any) -> Any:
+        kind = type(a)
+        if kind is Value:
+            return value(a.at)
+        if kind is Number:
+            return call.floats[a.at]
+        if kind is tuple:
+            return [operand(x) for x in a]
+        if kind is Constant:
+            return a.value
+        return words.wide.get(a, a) if kind is torch.dtype else a
+
+    for line in segment.lines:
+        args, kwargs = map(operand, line.args), {k: operand(v) for k, v in line.kwargs}
+        result = line.func(*args, **kwargs)
+        for at, one in zip(line.made, result if line.many else (result,), strict=False):
+            env[at] = one
+        for at in line.stored:
+            _store(env[at], given.get(at), made.get(at), words)
+        for at in line.over:
+            env[at] = None
+
+
+def _store(value: Tensor, given: Input | None, made: Tensor | None, words: LowWords) -> None:
+    if given is not None:
+        if value is not given.data:
+            words.store(given, value)
+    elif made is not None and made.dtype in words.wide and value.dtype is not made.dtype:
+        words.keep(made, value)
+    elif made is not None:
+        made.copy_(value)

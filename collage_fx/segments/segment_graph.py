@@ -1,0 +1,193 @@
+"""The FX graph of a segment, in the form in which Dynamo hands over its own."""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch._dynamo.source import FloatTensorSource, LocalSource
+from torch._subclasses import FakeTensorMode
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from collage_fx.runtime.storage.registry import join_in, split_into
+from collage_fx.segments.low_words import Part
+from collage_fx.segments.operations import piece_of
+from collage_fx.segments.segment import Segment
+from collage_fx.segments.trie import Constant, Number, Value
+
+aten = torch.ops.aten
+
+
+def graph_of_segment(segment: Segment, floats: list[float], changing: Sequence[int]) -> GraphModule:
+    """Return a graph of operations that write their operands, as the step did them.
+
+    Its inputs are those of the segment, the memory that results are stored in, and the floats that
+    change, as 0-d tensors. It returns nothing.
+
+    Args:
+        segment: what it does.
+        floats: the numbers of a call: those that do not change are constants.
+        changing: the positions of those that do.
+    """
+    builder = _Builder(segment, floats, changing)
+    for at, node in zip(segment.inputs, builder.inputs, strict=True):
+        builder.env[at] = node
+    builder.lines({})
+    for place, at in zip(builder.memory, segment.live, strict=True):
+        builder.graph.call_function(aten.copy_.default, (place, builder.env[at]))
+    return builder.finish()
+
+
+def joined_graph(
+    segment: Segment,
+    floats: list[float],
+    changing: Sequence[int],
+    wide: dict[torch.dtype, torch.dtype],
+    dtypes: Sequence[torch.dtype],
+    parts: Sequence[list[Part]],
+) -> GraphModule:
+    """Return the graph of `run_joined`; behind its other inputs it takes the low words.
+
+    Args:
+        segment: what it does.
+        floats: as in `graph_of_segment`.
+        changing: the same.
+        wide: dtype -> what is computed in for it.
+        dtypes: those of the inputs, and of the memory that results are stored in.
+        parts: for each of them the parts that have low words.
+    """
+    builder = _Builder(segment, floats, changing)
+    graph, places = builder.graph, [*builder.inputs, *builder.memory]
+    lows = [
+        [
+            [graph.placeholder(f"low{i}_{k}_{n}") for n in range(len(p.lows))]
+            for k, p in enumerate(ps)
+        ]
+        for i, ps in enumerate(parts)
+    ]
+    for i, at in enumerate(segment.inputs):
+        hi = places[i]
+        if dtypes[i] in wide:
+            builder.env[at] = _join(graph, hi, wide[dtypes[i]], parts[i], lows[i])
+        else:
+            builder.env[at] = hi
+    builder.lines(wide)
+    for i, at in enumerate([*segment.inputs, *segment.live]):
+        result = i >= len(segment.inputs)
+        if dtypes[i] in wide and (result or at in segment.written):
+            _split(graph, builder.env[at], places[i], dtypes[i], parts[i], lows[i])
+        elif result:
+            graph.call_function(aten.copy_.default, (places[i], builder.env[at]))
+    return builder.finish()
+
+
+def _join(graph: Graph, hi: Node, wide: torch.dtype, parts: list[Part], lows: Any) -> Node:
+    if len(parts) == 1 and parts[0].exact:
+        return graph.call_function(join_in, (wide, parts[0].storage, hi, *lows[0]))
+    whole = graph.call_method("to", (hi, wide))
+    for part, words in zip(parts, lows, strict=True):
+        at = graph.call_function(piece_of, (whole, *part.view))
+        high = graph.call_function(piece_of, (hi, *part.view))
+        value = graph.call_function(join_in, (wide, part.storage, high, *words))
+        graph.call_function(aten.copy_.default, (at, value))
+    return whole
+
+
+def _split(
+    graph: Graph, x: Node, hi: Node, dtype: torch.dtype, parts: list[Part], lows: Any
+) -> None:
+    if not (len(parts) == 1 and parts[0].exact):
+        graph.call_function(aten.copy_.default, (hi, x))
+    for part, words in zip(parts, lows, strict=True):
+        value, high = x, hi
+        if not part.exact:
+            value = graph.call_function(piece_of, (x, *part.view))
+            high = graph.call_function(piece_of, (hi, *part.view))
+        results = graph.call_function(split_into, (part.storage, value, dtype))
+        for k, to in enumerate((high, *words)):
+            one = graph.call_function(operator.getitem, (results, k))
+            graph.call_function(aten.copy_.default, (to, one))
+
+
+class _Builder:
+    """Builds the graph of a segment."""
+
+    def __init__(self, segment: Segment, floats: list[float], changing: Sequence[int]) -> None:
+        self.graph = Graph()
+        self.segment = segment
+        self.floats = floats
+        graph = self.graph
+        self.inputs = [graph.placeholder(f"input{i}") for i in range(len(segment.inputs))]
+        self.memory = [graph.placeholder(f"result{i}") for i in range(len(segment.live))]
+        places = {i: graph.placeholder(f"float{i}") for i in changing}
+        self.given = places
+        self.numbers: dict[int, Node] = {}
+        self.env: list[Any] = [None] * len(segment.root)
+
+    def lines(self, dtypes: dict[torch.dtype, torch.dtype]) -> None:
+        """Add the operations, with other dtypes in the place of those that they name."""
+        graph = self.graph
+        self.numbers = {i: graph.call_method("item", (node,)) for i, node in self.given.items()}
+
+        def operand(a: Any) -> Any:
+            kind = type(a)
+            if kind is Value:
+                return self.env[a.at]
+            if kind is Number:
+                return self.numbers.get(a.at, self.floats[a.at])
+            if kind is tuple:
+                return [operand(x) for x in a]
+            if kind is Constant:
+                return a.value
+            return dtypes.get(a, a) if kind is torch.dtype else a
+
+        for line in self.segment.lines:
+            args, kwargs = tuple(map(operand, line.args)), {k: operand(v) for k, v in line.kwargs}
+            node = graph.call_function(line.func, args, kwargs)
+            node.stack_trace = line.where
+            for k, at in enumerate(line.made):
+                many = line.many
+                self.env[at] = graph.call_function(operator.getitem, (node, k)) if many else node
+
+    def finish(self) -> GraphModule:
+        """Return the graph."""
+        self.graph.output(())
+        return GraphModule(torch.nn.Module(), self.graph)
+
+
+def with_fakes(
+    gm: GraphModule,
+    args: Sequence[Tensor],
+    floats: Sequence[float],
+    lows: Sequence[Tensor] = (),
+) -> tuple[FakeTensorMode, list[Any]]:
+    """Return fake tensors of arguments, floats as Dynamo has them, and note them in a graph."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    fakes: list[Any] = [mode.from_tensor(a, static_shapes=True) for a in args]
+    for i, number in enumerate(floats):
+        source = FloatTensorSource(LocalSource(f"float{i}"))
+        fakes.append(mode.from_tensor(number_tensor(number), source=source))
+    fakes += [mode.from_tensor(a, static_shapes=True) for a in lows]
+    placeholders: list[Node] = gm.graph.find_nodes(op="placeholder")
+    for node, value in zip(placeholders, fakes, strict=True):
+        node.meta["example_value"] = value
+    return mode, fakes
+
+
+def number_tensor(x: float) -> Tensor:
+    """Return a float as graphs take it."""
+    return torch.tensor(float(x), dtype=torch.float64)
+
+
+def float_guard(mode: FakeTensorMode, fakes: Sequence[Any]) -> Callable[..., bool]:
+    """Return what tells for which floats a graph holds: compiling may have asked (alpha == 1?)."""
+    memos = [getattr(f, "item_memo", None) for f in fakes]
+    symbols = [m.node.expr for m in memos if m is not None]
+    guards = [guard.expr for guard in mode.shape_env.guards]  # type: ignore[union-attr]
+    if not guards:
+        return lambda *floats: True
+    holds = sympy.lambdify(symbols, sympy.And(*guards))
+    return lambda *floats: bool(holds(*floats))

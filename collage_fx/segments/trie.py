@@ -1,0 +1,111 @@
+"""Structures of recorded steps: paths in a trie, so that nothing is inferred or hashed twice."""
+
+import sys
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from collage_fx.segments.segment import Segment
+
+Layout: TypeAlias = tuple[Any, ...]
+"""dtype, size, stride and offset of a tensor."""
+Meta: TypeAlias = tuple[Any, ...]
+"""size, stride, dtype and device of a tensor that an operation makes."""
+
+
+class Value:
+    """A tensor of a segment, by its number."""
+
+    __slots__ = ("at",)
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+
+class Number(Value):
+    """A Python float of a segment, by its number."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A Python bool or int, which must not be taken for an equal number of another type."""
+
+    type: type
+    value: Any
+
+
+@dataclass(eq=False)
+class Place:
+    """A place in the trie: the line that leads there, what it makes, and what follows."""
+
+    line: Any = None
+    """An operation, its arguments and those by name; or "input", layout, device, ..."""
+    made: list[Meta] = field(default_factory=list)
+    many: bool = False
+    """Whether the operation returns a list."""
+    next: dict[Any, "Place"] = field(default_factory=dict)
+    segments: dict[Any, "Segment"] = field(default_factory=dict)
+    """Which of its results are still in use at the end -> the segment that ends here."""
+    where: str = ""
+    """The line of code that did this first, as FX keeps it of a node."""
+
+
+class Names:
+    """Hands out the values and numbers of segments, the same objects for each."""
+
+    def __init__(self) -> None:
+        self._values: list[Value] = []
+        self._numbers: list[Number] = []
+
+    def value(self, at: int) -> Value:
+        """Return value number `at`."""
+        while at >= len(self._values):
+            self._values.append(Value(len(self._values)))
+        return self._values[at]
+
+    def number(self, at: int) -> Number:
+        """Return number number `at`."""
+        while at >= len(self._numbers):
+            self._numbers.append(Number(len(self._numbers)))
+        return self._numbers[at]
+
+
+def line_of_code() -> str:
+    """Return the line of code that has called, beyond PyTorch's and this package's own."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        own = module.partition(".")[0] in ("torch", "collage_fx")
+        if not own or module.startswith("torch.optim."):
+            at = traceback.FrameSummary(
+                frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
+            )
+            return "".join(traceback.format_list([at]))
+        frame = frame.f_back
+    return ""
+
+
+def layout_of(t: Tensor) -> Layout:
+    """Return what tells a view of a storage from others of it."""
+    return t.dtype, t.size(), t.stride(), t.storage_offset()
+
+
+def meta_of(t: Tensor) -> Meta:
+    """Return what it takes to make a tensor like t."""
+    return t.size(), t.stride(), t.dtype, t.device
+
+
+def leaves(spec: Any) -> Iterator[Any]:
+    """Yield what arguments of a line consist of."""
+    if type(spec) is tuple:
+        for one in spec:
+            yield from leaves(one)
+    else:
+        yield spec

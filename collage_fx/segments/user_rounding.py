@@ -1,0 +1,117 @@
+"""Stochastic rounding that a step does itself, on the bits of fp32: an expansion needs none.
+
+Optimizers that keep bf16 parameters unbiased add random bits to an fp32 value and cut them off:
+x.view(int32), integer arithmetic, .view(float32), and a conversion to bf16 that is exact. The lines
+of a segment are followed from the first of these to the last; where that finds x rounded to bf16 by
+chance, up or down, it takes x itself, and the low word holds the rest. All other arithmetic on bits
+is left as it is.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from collage_fx.segments.trie import Value, leaves
+
+if TYPE_CHECKING:
+    from collage_fx.segments.segment import Line, Segment
+
+aten = torch.ops.aten
+_FOLLOWED = frozenset(
+    {"add", "sub", "bitwise_and", "bitwise_or", "where", "lt", "le", "gt", "ge", "copy"}
+    | {"clone", "_to_copy", "alias", "detach", "view", "_unsafe_view"}
+)
+_CONVERSIONS = frozenset({aten._to_copy.default, aten.copy_.default})
+_UNIT = 2.0**-7
+"""A unit in the last place of bf16 is at most this much of the value."""
+
+
+@dataclass(frozen=True)
+class _Bits:
+    """What went into a value: the bits of an fp32 value, chance, or both."""
+
+    value: int | None = None
+    """The number of that value."""
+    version: int = 0
+    """How often its memory had been written when its bits were taken."""
+    random: bool = False
+
+
+def undone(rounded: Tensor, value: Tensor) -> Tensor:
+    """Return value where it was rounded to bf16 by chance, else what it was rounded to."""
+    exact = (rounded.float().view(torch.int32) & 0xFFFF) == 0
+    near = (rounded - value).abs() <= _UNIT * value.abs()
+    return torch.where(exact & near, value, rounded)
+
+
+class UserRounding:
+    """Follows the bits of fp32 values through the lines of a segment."""
+
+    def __init__(self, segment: "Segment", random: set[int]) -> None:
+        """Begin before the first line.
+
+        Args:
+            segment: what is followed; it gets lines that undo a rounding.
+            random: the numbers of the inputs that hold random bits.
+        """
+        self.segment = segment
+        self.bits = {at: _Bits(random=True) for at in random}
+        """Memory -> what is in it."""
+        self.versions: dict[int, int] = {}
+        """Memory -> how often it was written."""
+        self.found = False
+
+    def follow(self, line: "Line", written: set[int]) -> None:
+        """Follow one line, and add it to the segment; one before it, if that needs to be."""
+        if not self.bits:  # nothing random: nothing was rounded by chance
+            self.segment.lines.append(line)
+            return
+        root = self.segment.root
+        name = getattr(line.func, "_opname", "").removesuffix("_")
+        operands = [v for v in leaves((line.args, line.kwargs)) if type(v) is Value]
+        if line.func in _CONVERSIONS and operands:
+            self._undo(line, operands[-1] if line.func is aten.copy_.default else operands[0])
+        known = [b for v in operands if (b := self._of(v.at)) is not None]
+        target = next(iter(written), None)
+        if name in _FOLLOWED and known and (line.made or target is not None):
+            source = next((b for b in known if b.value is not None), _Bits())
+            random = any(b.random for b in known)
+            if target is not None and source.value is not None and root[source.value] == target:
+                kept = self._copy(source.value)
+                source = _Bits(kept, 0, source.random)
+            made = _Bits(source.value, source.version, random)
+            for memory in written or {root[at] for at in line.made}:
+                self.bits[memory] = made
+        else:
+            for memory in written:
+                self.bits.pop(memory, None)
+        for memory in written:
+            self.versions[memory] = self.versions.get(memory, 0) + 1
+        self.segment.lines.append(line)
+
+    def _of(self, at: int) -> _Bits | None:
+        """Return what is known of a value; of the bits of any fp32 value, that value."""
+        memory = self.segment.root[at]
+        found = self.bits.get(memory)
+        if found is None and at in self.segment.bit_views:
+            source = self.segment.bit_views[at]
+            return _Bits(source, self.versions.get(memory, 0))
+        return found
+
+    def _undo(self, line: "Line", operand: Value) -> None:
+        """Have a conversion take what was rounded by chance as it was before."""
+        found = self.bits.get(self.segment.root[operand.at])
+        if found is None or not found.random or found.value is None:
+            return
+        memory = self.segment.root[found.value]
+        if self.versions.get(memory, 0) != found.version:
+            return
+        value = self.segment.insert(undone, (operand, Value(found.value)))
+        line.args = tuple(value if a is operand else a for a in line.args)
+        self.found = True
+
+    def _copy(self, at: int) -> int:
+        """Copy a value before it is changed in place."""
+        return self.segment.insert(aten.clone.default, (Value(at),)).at
