@@ -1,25 +1,18 @@
 """The states that a step may carry, as its supervisor looks for them."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_fx.config import CollageConfig
 from collage_fx.optimizer.ownership import (
-    PARAM,
     Owned,
     compensable,
-    family,
-    owned_tensors,
     state_count,
     tensors_held,
-    tensors_in,
 )
 from collage_fx.passes.ir.program import LOW_PRECISION, Carried, compensable_in
-from collage_fx.runtime.residuals.dtensor import shard_of
-from collage_fx.runtime.residuals.memory import has_memory
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import FINEST, check_compensable
 
@@ -47,10 +40,6 @@ class FunctionStates:
         """Tell whether a state was made since they were looked for."""
         return self.count() != self.counted
 
-    def find_new(self, pick: Pick, warn: Callable[[str], None]) -> list[Owned]:
-        """Return the states like that which were made since, and maybe others."""
-        return self.find(pick, warn)
-
 
 class OptimizerStates(FunctionStates):
     """What an optimizer holds."""
@@ -58,77 +47,10 @@ class OptimizerStates(FunctionStates):
     def __init__(self, optimizer: Callable[[], Optimizer]) -> None:
         super().__init__(lambda: tensors_held(optimizer()))
         self.optimizer = optimizer
-        self.recent: _Recent | None = None
-
-    def find(self, pick: Pick, warn: Callable[[str], None]) -> list[Owned]:
-        """Return the states that may be compensated; see `compensable`."""
-        self.recent = None
-        return super().find(pick, warn)
 
     def count(self) -> int:
         """Return a number that changes when a state is made."""
         return state_count(self.optimizer())
-
-    def find_new(self, pick: Pick, warn: Callable[[str], None]) -> list[Owned]:
-        """Return the states like that which were made since, and maybe others.
-
-        A step that makes its states asks for each: all are looked at the first time only.
-        """
-        before, self.counted = self.counted, self.count()
-        if self.recent is not None:
-            found = self.recent.find(self.counted - before, pick)
-            if found is not None:
-                return found
-        low = self.find(pick, warn)
-        self.recent = _Recent(self.optimizer(), low)
-        return low
-
-
-class _Recent:
-    """Finds states among the newest entries of an optimizer's `state`."""
-
-    def __init__(self, optimizer: Optimizer, low: list[Owned]) -> None:
-        self.states = optimizer.state if len(family(optimizer)) == 1 else {}
-        self.params = {id(o.tensor): o for o in owned_tensors(optimizer) if o.key == PARAM}
-        self.sizes = {id(p): len(state) for p, state in self.states.items()}
-        self.known = {id(o.tensor): o.tensor for o in low}
-        self.memory = {_memory(o.tensor) for o in low}
-
-    def find(self, count: int, pick: Pick) -> list[Owned] | None:
-        """Return the tensors in the last entries; None if it takes a look at all there are.
-
-        Args:
-            count: how much `state_count` has grown by them.
-            pick: which of them are wanted.
-        """
-        found = []
-        for p, state in reversed(self.states.items()):
-            if count <= 0:
-                break
-            param = self.params.get(id(shard_of(p)))
-            if param is None or not isinstance(state, dict):
-                return None
-            count -= len(state) - self.sizes.get(id(p), 0)
-            self.sizes[id(p)] = len(state)
-            found += [o for o in _states_of(param, state, pick) if id(o.tensor) not in self.known]
-        memory = {_memory(o.tensor) for o in found}
-        if count or len(memory) < len(found) or memory & self.memory:
-            return None
-        self.known |= {id(o.tensor): o.tensor for o in found}
-        self.memory |= memory
-        return found
-
-
-def _states_of(param: Owned, state: dict[str, object], pick: Pick) -> Iterator[Owned]:
-    for key, tensor in tensors_in(state):
-        name = f"{key} of {param.name}"
-        owned = Owned(shard_of(tensor), param.group, param.param, key, name)
-        if has_memory(owned.tensor) and pick(owned):
-            yield owned
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 class StateStorage:

@@ -235,31 +235,6 @@ def _on_cycle(
     )
 
 
-def joint_recurrences(
-    forms: Mapping[Any, Mapping[Any, Form]], names: Mapping[Any, str]
-) -> dict[Any, Recurrence]:
-    """Return the recurrences of the states on cycles, where there is no graph to follow.
-
-    Args:
-        forms: for each state that is not critical by itself, in which old values its new one is
-            what.
-        names: what each state is called.
-    """
-    found: dict[Any, Recurrence] = {}
-    for cycle in _connected({i: [j for j in f if j in forms] for i, f in forms.items()}):
-        factor = _factor_of([[forms[a].get(b, FREE) for b in cycle] for a in cycle])
-        if factor is None:
-            continue
-        for i in cycle:
-            others = " and ".join(names[j] for j in cycle if j != i)
-            known = {j: f for j, f in forms[i].items() if j in names}
-            terms = " + ".join(f"{written(f.a)}{names[j]}" for j, f in known.items())
-            found[i] = Recurrence(
-                "linear", factor, f"x' = {terms} + B", together=f"on a cycle with {others}"
-            )
-    return found
-
-
 def _weight(form: Form) -> float:
     branches = form.alternatives
     return float("inf") if branches is None else max(bound(b.a) for b in branches)

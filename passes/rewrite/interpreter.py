@@ -1,7 +1,7 @@
 """The rules applied to one operation at a time, on real tensors.
 
-Compiled graphs and the eager engine share decompositions and rules: what they build on is a graph
-there and the tensors themselves here.
+Compiled graphs and this share decompositions and rules: what they build on is a graph there and the
+tensors themselves here. It traces what a graph does to numbers, and tests apply rules by it.
 """
 
 from dataclasses import dataclass, field
@@ -11,17 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from collage_fx.passes.analysis.affine import Form, transfer
 from collage_fx.passes.frontend.decompose import DECOMPOSITIONS, like
-from collage_fx.passes.ir.program import LOW_PRECISION, Arithmetic, Value, is_value, value_of
+from collage_fx.passes.ir.program import LOW_PRECISION, Arithmetic, Value, value_of
 from collage_fx.passes.rules import RULES
 from collage_fx.passes.rules.builder import Builder, Expanded
 from collage_fx.passes.rules.join_split import join_op_split
 from collage_fx.runtime.expansion.eft import WIDER
 from collage_fx.runtime.storage.registry import STORAGES, transforms
-
-Forms = dict[Any, Form]
-"""Carried state -> how a value depends on it."""
 
 
 @dataclass(frozen=True)
@@ -34,16 +30,13 @@ class Call:
 
 
 class Traced(Value):
-    """A tensor with the expansion that it is, and with how it depends on carried states."""
+    """A tensor with the expansion that it is."""
 
-    __slots__ = ("expanded", "forms")
+    __slots__ = ("expanded",)
 
-    def __init__(
-        self, val: Tensor, expanded: Expanded | None = None, forms: Forms | None = None
-    ) -> None:
+    def __init__(self, val: Tensor, expanded: Expanded | None = None) -> None:
         super().__init__(val)
         self.expanded = expanded
-        self.forms = forms or {}
 
 
 def supports(target: Any) -> bool:
@@ -51,9 +44,9 @@ def supports(target: Any) -> bool:
     return target in RULES or target in DECOMPOSITIONS
 
 
-def expansion_of(hi: Tensor, lows: tuple[Tensor, ...] | None, forms: Forms | None = None) -> Traced:
+def expansion_of(hi: Tensor, lows: tuple[Tensor, ...] | None) -> Traced:
     """Return the operand that stands for hi and its residuals; for a plain tensor without any."""
-    return Traced(hi, None if lows is None else (Value(hi), *map(Value, lows)), forms)
+    return Traced(hi, None if lows is None else (Value(hi), *map(Value, lows)))
 
 
 class _Environment:
@@ -86,7 +79,7 @@ class Operation(Builder):
             result = decomposed(self, out, *call.args, **call.kwargs)
         if isinstance(result, Traced) and result.expanded is not None:
             whole = self.settled(result)
-            return Traced(whole[0].meta["val"], whole, result.forms)
+            return Traced(whole[0].meta["val"], whole)
         return result
 
     # What decompositions build with.
@@ -94,14 +87,11 @@ class Operation(Builder):
     def call(self, target: Any, *args: Any, val: Tensor, **kwargs: Any) -> Traced:
         """Do an operation: by its rule where an operand is an expansion."""
         call = Call(target, args, kwargs)
-        forms = _transferred(call)
         at = next((i for i, a in enumerate(args) if getattr(a, "expanded", None)), None)
         if at is None:
-            return Traced(
-                self.op(target, *args, dtype=val.dtype, **kwargs).meta["val"], None, forms
-            )
+            return Traced(self.op(target, *args, dtype=val.dtype, **kwargs).meta["val"])
         rule = join_op_split if self.wide else RULES.get(target, join_op_split)
-        return Traced(like(val, val.dtype), rule(self, call, args[at].expanded, at), forms)
+        return Traced(like(val, val.dtype), rule(self, call, args[at].expanded, at))
 
     def computed_in(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which PyTorch computes; for states of fp32 a wider one."""
@@ -114,8 +104,8 @@ class Operation(Builder):
         if val.dtype == dtype:
             return x
         if getattr(x, "expanded", None):
-            return Traced(like(val, dtype), x.expanded, x.forms)
-        return Traced(val.to(dtype), None, getattr(x, "forms", None))
+            return Traced(like(val, dtype), x.expanded)
+        return Traced(val.to(dtype))
 
     # What rules build with, beside what Builder has.
 
@@ -136,15 +126,3 @@ class Operation(Builder):
 
 def _tensor(x: Any) -> Any:
     return x.meta["val"] if isinstance(x, Value) else x
-
-
-def _transferred(call: Call) -> Forms:
-    origins = {o for a in call.args if is_value(a) for o in getattr(a, "forms", ())}
-    return {
-        origin: transfer(call, {a: a.forms[origin] for a in call.args if _from(a, origin)})
-        for origin in origins
-    }
-
-
-def _from(operand: Any, origin: Any) -> bool:
-    return isinstance(operand, Traced) and origin in operand.forms

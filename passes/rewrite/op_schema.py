@@ -80,30 +80,6 @@ def functional(op: OpOverload) -> Any:
     return next((o for o in known if supports(o)), known[0] if known else None)
 
 
-OVERWRITING = frozenset(
-    {
-        "zero_",
-        "fill_",
-        "normal_",
-        "uniform_",
-        "random_",
-        "bernoulli_",
-        "exponential_",
-        "log_normal_",
-        "cauchy_",
-        "geometric_",
-        "_foreach_zero_",
-    }
-)
-"""Operations whose result has nothing to do with what was there before."""
-
-
-@cache
-def overwrites(op: OpOverload) -> bool:
-    """Tell whether op replaces what it writes by something that no other tensor determines."""
-    return op._schema.name.removeprefix("aten::") in OVERWRITING
-
-
 def each(op: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     """Yield what a _foreach operation does to each tensor: operation, arguments, by name."""
     for i in range(len(args[0] if isinstance(args[0], list | tuple) else args[1])):
@@ -117,14 +93,3 @@ def each(op: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, tuple[Any, ...]
         if op in (aten.addcmul.default, aten.addcdiv.default) and len(single) > 3:
             single, more = single[:3], {"value": single[3]}
         yield single_overload(op, single), single, more
-
-
-def computes(func: Any) -> bool:
-    """Tell whether the results of func are computed from the values of its operands alone."""
-    name = func._schema.name.removeprefix("aten::")
-    return (
-        torch.Tag.nondeterministic_seeded not in func.tags
-        and not name.endswith("_like")
-        and not name.startswith(("new_", "_local_scalar", "equal", "_foreach_"))
-        and "ScalarType" not in str(func._schema.returns)
-    )

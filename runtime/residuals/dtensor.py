@@ -1,7 +1,6 @@
 """Sharded tensors: a state that is a DTensor is, to us, the shard that this process has of it."""
 
 import sys
-from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -9,14 +8,9 @@ from torch import Tensor
 
 def is_sharded(tensor: object) -> bool:
     """Tell whether this is a DTensor."""
-    return any_sharded((type(tensor),))
-
-
-def any_sharded(types: Iterable[type]) -> bool:
-    """Tell whether one of these types is that of DTensors."""
     # None is there unless that module was imported, which takes a second.
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and any(issubclass(t, module.DTensor) for t in types)
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def shard_of(tensor: Tensor) -> Tensor:
