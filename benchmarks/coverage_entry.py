@@ -175,7 +175,7 @@ def run_collage(row: Row, recipe: Recipe) -> Values | None:
     report = collage_fx.report(step)
     row.states = [{**vars(s), "dtype": str(s.dtype).removeprefix("torch.")} for s in report.states]
     row.notes = list(dict.fromkeys([*said, *(f"collage_fx: {one_line(n)}" for n in report.notes)]))
-    used = [e for e in ("graph", "eager") if any(s[e] for s in row.states)]
+    used = [e for e in ("graph", "joined") if any(s[e] for s in row.states)]
     row.engine = "both" if len(used) == 2 else "".join(used) or "none"
     return collage
 

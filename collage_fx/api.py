@@ -71,7 +71,7 @@ def compile(
 
 
 def report(step_or_optimizer: Callable[..., Any] | Optimizer) -> Report:
-    """Say which engine served each carried state of a step, how often, and with what verdict.
+    """Say what served each carried state of a step, how often, and with what verdict.
 
     Args:
         step_or_optimizer: what `collage_fx.compile` returned, an optimizer whose `step` it is, or

@@ -104,7 +104,7 @@ class CollageConfig(Settings):
     """What chance begins with. Checkpoints hold how far it has come."""
     verify: int = 0
     """How many of the first steps of an optimizer are also done as Python does them, on a copy in
-    float64, and compared. A compiled graph that fails is named and left to the eager engine, its
+    float64, and compared. A compiled graph that fails is named and left to the recorder, its
     step undone; see `step/first_steps.py`. 0 by default, for what the copy takes: 8 bytes for each
     element of parameters, gradients and states. With `collage_fx.compile` of an optimizer only."""
 

@@ -42,7 +42,7 @@ class Layouts:
             raise CollageError(
                 "a gradient has other strides, or another dtype, than when this step was compiled, "
                 "and torch.compile has not noticed. Nothing was written. Keep its layout, call "
-                "torch.compiler.reset(), or use collage_fx.compile, whose eager engine does such a "
+                "torch.compiler.reset(), or use collage_fx.compile, which records such a "
                 "step"
             )
 

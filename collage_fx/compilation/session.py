@@ -121,8 +121,8 @@ class Session:
         return compiled
 
     def note_loss(self, lost: list[str]) -> None:
-        """Say what a graph does not hand over whole: in the report, where the engine does it."""
+        """Say what a graph does not hand over whole: in the report, where it is recorded."""
         if self.supervisor() is not None:
-            self.notes.update(f"left to the eager engine: {one}" for one in lost)
+            self.notes.update(f"recorded, not compiled as traced: {one}" for one in lost)
         else:
-            self.warn_once(f"{'; '.join(lost)}; collage_fx.compile leaves that to its eager engine")
+            self.warn_once(f"{'; '.join(lost)}; collage_fx.compile records that part")

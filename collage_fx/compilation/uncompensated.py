@@ -54,7 +54,7 @@ def differentiated(session: Session, gm: GraphModule, inputs: AotInputs) -> bool
     leave_alone(carried, session.config.states, is_step=session.optimizer() is not None)
     choice = session.config.storage
     names = [c.name for c in carried if not c.left_alone and compensable_in(c, choice)]
-    if names and session.supervisor() is None:  # else the eager engine does what this graph does
+    if names and session.supervisor() is None:  # else what this graph does is recorded
         session.warn_once(
             f"a graph that updates states ({', '.join(names)}) is part of a "
             "differentiated computation, and runs without compensation; compile the update by "
@@ -78,7 +78,7 @@ def warn_of_results(session: Session, gm: GraphModule, plan: list[StatePlan]) ->
 
 
 def warn_of_states(session: Session, program: Program) -> None:
-    """Say what the passes did not compensate, unless an engine does that instead."""
+    """Say what the passes did not compensate, unless that is recorded instead."""
     if program.lost:
         session.note_loss(program.lost)
     if session.supervisor() is not None:

@@ -27,7 +27,7 @@ from collage_fx.record.steps import Steps
 from collage_fx.runtime.errors import CollageError, OptionError
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import compensable_dtypes
-from collage_fx.stand_in.steps import LeftToEngine
+from collage_fx.stand_in.steps import LeftToRecorder
 
 
 @dataclass
@@ -36,15 +36,15 @@ class Backend(Session):
 
     supervisor: Callable[[], Steps | None] = lambda: None
     begun: set[int] = field(default_factory=set)
-    """The ids of the parameters whose first states the eager engine made."""
+    """The ids of the parameters whose first states a recorded step made."""
     began_with: list[dict[str, Any]] | None = None
     """The rates of a first step that Dynamo has not seen, until it has seen another."""
 
     def begins(self, gm: GraphModule) -> bool:
         """Tell whether a graph makes states for parameters that had none before this step.
 
-        It runs once, and what it makes would begin with its high word only: the eager engine gives
-        the states both words, and has nothing to compile.
+        It runs once, and what it makes would begin with its high word only: recorded, the
+        states get both words, and nothing is compiled.
         """
         optimizer = self.optimizer()
         if optimizer is None or self.supervisor() is None:
@@ -58,7 +58,7 @@ class Backend(Session):
     def begins_untraced(self) -> bool:
         """Tell whether a step is the first and makes its states: then Dynamo need not see it.
 
-        It would trace all of it for a graph that is left to the eager engine.
+        It would trace all of it for a graph that is not to be compiled.
         """
         optimizer = self.optimizer()
         if self.graphs:
@@ -72,7 +72,7 @@ class Backend(Session):
         new = stateless(optimizer) - self.begun
         self.begun |= new
         if new:
-            self.notes.add("the first step ran in the eager engine: its new states have both words")
+            self.notes.add("the first step was recorded: its new states have both words")
         return bool(new)
 
     def settled(self) -> bool:
@@ -84,9 +84,9 @@ class Backend(Session):
         return optimizer is None or before is None or before == rates(optimizer)
 
     def _refuse_forgetting(self, optimizer: Optimizer, names: list[str]) -> None:
-        """Warn of attributes whose assignments Dynamo would lose; leave the step to the engine.
+        """Warn of attributes whose assignments Dynamo would lose; have the step recorded.
 
-        Raises CollageError where an engine does what is not compiled: Dynamo lets Python do it.
+        Raises CollageError where what is not compiled is recorded: Dynamo lets Python do it.
         """
         message = (
             f"the step assigns self.{', self.'.join(names)}, which torch.compile does to no "
@@ -95,9 +95,7 @@ class Backend(Session):
         )
         if self.supervisor() is not None:
             raise CollageError(message)
-        optimizer_hooks.warn_once(
-            f"{message}; collage_fx.compile leaves such a step to its eager engine", optimizer
-        )
+        optimizer_hooks.warn_once(f"{message}; collage_fx.compile records such a step", optimizer)
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one Dynamo graph; the callable that a Dynamo backend returns."""
@@ -206,10 +204,10 @@ class _Step:
                 return Code(gm, None, [], [], refused=True)
 
     def __call__(self, *args: Any) -> Any:
-        """Run the graph, or do what it does by the eager engine if it cannot be compensated.
+        """Run the graph, or record what it does if it cannot be compensated.
 
         Raises the CollageError that compiling it raised, before anything is written; and
-        LeftToEngine, if parameters in it stand for others, in place of doing it by the engine.
+        LeftToRecorder, if parameters in it stand for others, in place of recording it.
         """
         self.session.calls += 1
         supervisor = self.session.supervisor()
@@ -239,7 +237,7 @@ class _Step:
         if self.code.refused or supervisor.expands(args, writes=bool(self.code.states)) or not fits:
             supervisor.waited |= bool(self.waits) or stand_ins is not None
             if stand_ins is not None:
-                raise LeftToEngine
+                raise LeftToRecorder
             return supervisor.sources[self](*args)
         self.checked = STORE.generation
         with supervisor.graph(self.code.written(args), args) as outputs:
@@ -259,7 +257,7 @@ class _Step:
             if not self.waits:
                 self.code = self._again(gm, args)
         if STORE.generation != self.checked and self.code.drops_residual(args):
-            # Another graph, or the eager engine, has since given a residual to a state that this
+            # Another graph, or a segment, has since given a residual to a state that this
             # graph writes.
             self.code = self._again(gm, args)
             self.code.refused |= bool(self.code.drops_residual(args))

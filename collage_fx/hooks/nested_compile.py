@@ -18,17 +18,53 @@ def _compile(self: Any, gm: Any, inputs: Any, **kwargs: Any) -> Any:
     return _inductor(self, gm, inputs, **kwargs) if session is None else session(gm, inputs)
 
 
+class _Forced:
+    """Dynamo is told to compile nothing, while a step of any thread is not to be compiled.
+
+    The stance is one for all threads: who comes first sets it, and who goes last sets it back.
+    """
+
+    lock = threading.Lock()
+    count = 0
+    stance: Any = None
+
+    @classmethod
+    def enter(cls) -> None:
+        with cls.lock:
+            cls.count += 1
+            if cls.count == 1:
+                cls.stance = set_stance("force_eager")
+
+    @classmethod
+    def leave(cls) -> None:
+        with cls.lock:
+            cls.count -= 1
+            if not cls.count:
+                cls.stance.__exit__(None, None, None)
+
+
+@contextmanager
+def _forced(on: bool) -> Iterator[None]:
+    """Within, have nothing compiled, or have it again."""
+    first, last = (_Forced.enter, _Forced.leave) if on else (_Forced.leave, _Forced.enter)
+    first()
+    try:
+        yield
+    finally:
+        last()
+
+
 def stance_is_eager() -> bool:
     """Tell whether the user has asked for nothing to be compiled: set_stance("force_eager")."""
-    return torch._dynamo.eval_frame._stance.stance == "force_eager"
+    stance = torch._dynamo.eval_frame._stance.stance
+    return stance == "force_eager" and not _Forced.count
 
 
 @contextmanager
 def step_of(session: Any, *, compiled: bool) -> Iterator[None]:
     """Within a step: compile with session, or nothing at all, what the step compiles itself."""
     torch._TorchCompileInductorWrapper.__call__ = _compile  # type: ignore[method-assign, assignment]
-    stance = nullcontext() if compiled else set_stance("force_eager")
-    with _set(session, forced=not compiled), stance:
+    with _set(session, forced=not compiled), nullcontext() if compiled else _forced(True):
         yield
 
 
@@ -36,7 +72,7 @@ def step_of(session: Any, *, compiled: bool) -> Iterator[None]:
 def outside() -> Iterator[None]:
     """Within a closure that a step calls: compile as if there were no step."""
     forced = getattr(_current, "forced", False)
-    with _set(None, forced=False), set_stance("default") if forced else nullcontext():
+    with _set(None, forced=False), _forced(False) if forced else nullcontext():
         yield
 
 

@@ -78,6 +78,7 @@ def _look_again() -> None:
         callback_handler.register_end_callback(_compilation_ends)
 
 
+@torch.compiler.disable  # a compiled backward pass calls it where Dynamo looks at every frame
 def _compilation_begins(_: Any) -> None:
     optimizer = _stepping()
     if optimizer is not None and not has_gradient(optimizer):
@@ -85,6 +86,7 @@ def _compilation_begins(_: Any) -> None:
         _Watch.patch.__enter__()
 
 
+@torch.compiler.disable
 def _compilation_ends(_: Any) -> None:
     if _Watch.patch is not None:
         _Watch.patch.__exit__(None, None, None)
@@ -106,7 +108,7 @@ def count_graph(*, supervised: bool) -> None:
     """Note that the backend was given a graph.
 
     Args:
-        supervised: whether an eager engine does what is not compiled.
+        supervised: whether what is not compiled is recorded.
     """
     _Watch.graphs += 1
     _look_again()

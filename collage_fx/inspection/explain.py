@@ -69,7 +69,7 @@ class Explanation:
     notes: list[str] = field(default_factory=list)
     """The warnings that compiling the step gives."""
     engine: dict[str, str] = field(default_factory=dict)
-    """Name of a state -> what serves it: `graph`, `eager` or both."""
+    """Name of a state -> what serves it: `graph`, `joined` or both."""
     alike: str = ""
     """What the counts of operations leave out."""
     updates: dict[str, float] = field(default_factory=dict)
@@ -280,7 +280,7 @@ def _explanation(
         latest = [c for c in latest if not names & {s.name for s in c.program.plan}] + [one]
         states.update({state.name: state for state in one.program.plan})
     for state in served:
-        if state.eager and not state.graph:
+        if state.joined and not state.graph:
             is_param = " of " not in state.name
             scalar = not state.shape
             storage = chosen(

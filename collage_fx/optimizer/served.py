@@ -1,4 +1,4 @@
-"""Which engine served each carried state, and how often."""
+"""What served each carried state, and how often."""
 
 import re
 from collections.abc import Iterable
@@ -24,12 +24,12 @@ class Served:
     reason: str = ""
     graph: int = 0
     """Steps in which a compiled graph wrote it."""
-    eager: int = 0
-    """Steps in which the eager engine wrote it."""
+    joined: int = 0
+    """Steps in which it was written on whole values: high and low words joined in a wider dtype."""
     unaccounted: int = 0
     """Steps in which something else wrote it."""
     judged: int = 0
-    """Steps on which the eager engine's verdict rests."""
+    """Steps on which a verdict of the passes rests."""
 
     def planned(self, storage: str) -> StatePlan:
         """Return the same as the passes say it of a state in a graph."""
@@ -48,7 +48,7 @@ class Served:
     @property
     def steps(self) -> int:
         """Steps in which it was written."""
-        return self.graph + self.eager + self.unaccounted
+        return self.graph + self.joined + self.unaccounted
 
     @property
     def is_gradient(self) -> bool:
@@ -57,8 +57,8 @@ class Served:
 
     @property
     def engine(self) -> str:
-        """`graph`, `eager`, `graph + eager` or `none`."""
-        return " + ".join(e for e in ("graph", "eager") if getattr(self, e)) or "none"
+        """`graph`, `joined`, `graph + joined` or `none`."""
+        return " + ".join(e for e in ("graph", "joined") if getattr(self, e)) or "none"
 
 
 RETURNED = (
@@ -138,7 +138,7 @@ class Report:
         rows = [("state", "dtype", "served by", "steps", "verdict")]
         for s in self.states:
             verdict = "compensated" if s.compensated else "plain"
-            steps = f"{s.graph} graph, {s.eager} eager"
+            steps = f"{s.graph} graph, {s.joined} joined"
             steps += f", {s.unaccounted} unaccounted" if s.unaccounted else ""
             dtype = str(s.dtype).removeprefix("torch.")
             rows.append((s.name, dtype, s.engine, steps, f"{verdict}: {s.reason}"))

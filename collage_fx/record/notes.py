@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from collage_fx.runtime.residuals.memory import has_memory
 from collage_fx.segments.low_words import Input, LowWords, span
-from collage_fx.segments.operations import OPERATIONS, piece_of
+from collage_fx.segments.operations import OPERATIONS, flat_piece, piece_of
 from collage_fx.segments.segment import Call, Segment
 from collage_fx.segments.trie import (
     Constant,
@@ -215,7 +215,8 @@ class Notes:
         """Note memory that was there before the segment."""
         if not has_memory(t):
             raise CannotNote
-        base = t._base if t._is_view() else None
+        owner = self.words.around(t)
+        base = owner.tensor if owner is not None else t._base if t._is_view() else None
         if base is not None and base.dtype is t.dtype and layout_of(base) != layout:
             same = has_memory(base) and base.untyped_storage()._cdata == key
             if same and not any(r.overlaps(layout_of(base)) for r in regions):
@@ -232,8 +233,11 @@ class Notes:
         """Note a view that no operation has made, such as `p.data.view(-1)` of what was known."""
         _, size, stride, offset = layout
         shape = tuple(map(_constant, size)), tuple(map(_constant, stride))
-        spec = (region.value, *shape, _constant(offset - region.layout[3]))
-        self._enter((piece_of, spec, ()))
+        start = _constant(offset - region.layout[3])
+        if _is_contiguous(region.layout) and _is_contiguous(layout):
+            self._enter((flat_piece, (region.value, shape[0], start), ()))
+        else:
+            self._enter((piece_of, (region.value, *shape, start), ()))
         value = region.views[layout] = self._next(region)
         return value
 
@@ -246,6 +250,16 @@ class Notes:
         self.regions[storage._cdata] = [region]
         self.made.append(region)
         return t
+
+
+def _is_contiguous(layout: Layout) -> bool:
+    _, size, stride, _ = layout
+    expected = 1
+    for n, s in zip(reversed(size), reversed(stride), strict=True):
+        if n != 1 and s != expected:
+            return False
+        expected *= n
+    return expected > 0
 
 
 def _memory(region: Region) -> Tensor:

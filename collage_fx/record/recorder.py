@@ -155,19 +155,22 @@ class Recorder(TorchDispatchMode):
             if operation.kind == "view":
                 return func(*args, **kwargs)
             self.wake()
-        waits = operation.kind == "note" and not self.all_at_once
-        if waits and not self._on_host(operation, args, kwargs):
+        if operation.kind == "note" and not self._on_host(operation, args, kwargs):
             if not torch.is_grad_enabled() or not _differentiated(args, kwargs):
                 for _ in range(2):
                     try:
-                        return self._note(func, operation, args, kwargs)
+                        result = self._note(func, operation, args, kwargs)
                     except CannotNote:
                         self.flush()
+                    else:
+                        if self.all_at_once:
+                            self.flush()
+                        return result
         elif operation.kind == "view":
             return self._view(func, operation, args, kwargs)
         elif operation.kind == "metadata":
             return self._born(func, func(*args, **kwargs))
-        elif waits:
+        elif operation.kind == "note":
             return func(*args, **kwargs)
         return self._now(func, operation, _tensors(args, kwargs), args, kwargs)
 
@@ -203,8 +206,7 @@ class Recorder(TorchDispatchMode):
             return self._communicate(func, args, kwargs)
         if func in TURNS or torch.Tag.inplace_view in getattr(func, "tags", ()):
             return self._turn(func, args, kwargs)
-        whole = (*map(self.words.known, strided), *map(self.words.holds_state, strided))
-        if not any(whole):
+        if not any(self.words.known(t) or self.words.holds_state(t) for t in strided):
             result = func(*args, **kwargs)
             return self._born(func, result) if operation.kind == "now" else result
         return self._now_joined(func, operation, args, kwargs)
@@ -224,16 +226,13 @@ class Recorder(TorchDispatchMode):
     def _now_joined(self, func: Any, operation: Operation, args: Any, kwargs: Any) -> Any:
         """Do an operation on whole values, and split what it makes and writes."""
         wide: dict[int, tuple[Tensor, Input | None]] = {}
+        """Operand -> its whole value, and the memory that it goes back to."""
 
         def joined(t: Tensor) -> Tensor:
             if t.dtype not in self.words.wide:
                 return t
             if id(t) not in wide:
-                given = self.words.input(t) if has_memory(t) else None
-                value = (
-                    t.to(self.words.wide[t.dtype]) if given is None else self.words.joined(given)
-                )
-                wide[id(t)] = value, given
+                wide[id(t)] = self._whole(t, joined, wide)
             return wide[id(t)][0]
 
         widened = [t.dtype for t in _tensors(args, kwargs) if t.dtype in self.words.wide]
@@ -245,7 +244,8 @@ class Recorder(TorchDispatchMode):
             if id(t) in wide:
                 value, memory = wide[id(t)]
                 assert memory is not None
-                self.words.store(memory, value)
+                state = memory.pieces[0].owned.tensor if memory.pieces else None
+                self.words.store(memory, wide[id(state)][0] if id(state) in wide else value)
         back = {id(wide[id(t)][0]): t for t in _tensors(args, kwargs) if id(t) in wide}
 
         def narrowed(t: Tensor) -> Tensor:
@@ -259,6 +259,21 @@ class Recorder(TorchDispatchMode):
             return hi
 
         return tree_map_only(Tensor, narrowed, result)
+
+    def _whole(
+        self, t: Tensor, joined: Callable[[Tensor], Tensor], wide: dict[int, Any]
+    ) -> tuple[Tensor, Input | None]:
+        """Return the whole value of an operand; of a part of a state a view of the state's."""
+        if not has_memory(t):
+            return t.to(self.words.wide[t.dtype]), None
+        owner = self.words.around(t)
+        if owner is None:
+            given = self.words.input(t)
+            return self.words.joined(given), given
+        state = owner.tensor
+        value = joined(state)
+        offset = t.storage_offset() - state.storage_offset()
+        return value.as_strided(t.size(), t.stride(), offset), wide[id(state)][1]
 
     def _communicate(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Let a collective operation have the tensors themselves, not knowing of low words."""

@@ -60,9 +60,9 @@ class Service:
         served, tensor = self.of(owned), owned.tensor
         if plan is not None:
             return self.count_graph(served, plan)
-        served.eager += 1
+        served.joined += 1
         residual = STORE.get(tensor)
-        if residual is not None and served.eager > 2 * TRIED and not served.judged:
+        if residual is not None and served.joined > 2 * TRIED and not served.judged:
             residual.provisional = False  # nobody will judge it
         if not served.judged:
             served.compensated = residual is not None
@@ -95,7 +95,7 @@ class Service:
         warn, storage = self.session.warn_once, self.session.config.storage
         written = [s for s in self.served.values() if s.steps]
         named = storage in STORAGES
-        for s in (s for s in written if named and s.eager >= TRIED and not s.judged):
+        for s in (s for s in written if named and s.joined >= TRIED and not s.judged):
             if why := refusal(s.dtype, str(storage), s.name):
                 warn(f"not compensated: {why}")
         if RETURNED in self.session.warned:

@@ -170,7 +170,8 @@ class Steps:
         # What is recorded beside graphs of Dynamo's is soon recorded with them, or over.
         beside = self.traces and self.steps <= TRIED
         joins = self.session.config.on_unsupported == "join"
-        only = self.interpreted or self.forced or (beside and joins)
+        soon_over = beside and joins
+        only = self.interpreted or self.forced or soon_over or self.recorder.all_at_once
         self.words.begin(present)
         self.executors.begin(interpreted_only=only, at_once=at_once)
 
@@ -315,8 +316,10 @@ class Steps:
         unaccounted = []
         for tensor in self._kept():
             key = _memory(tensor)
-            if key not in self.by_graph and version(tensor) != self.versions[id(tensor)]:
-                served = self.of_memory[key]
+            served = self.of_memory.get(key)
+            if served is None or key in self.by_graph:
+                continue
+            if version(tensor) != self.versions[id(tensor)]:
                 served.unaccounted += 1
                 unaccounted.append(served.name)
         for key, (tensor, plan) in self.by_graph.items():
@@ -329,7 +332,8 @@ class Steps:
         present = self._states()
         replaced = [o for o in present if id(o.tensor) not in self.versions]
         for owned in replaced:
-            if _place(owned.tensor) in self.returned and owned.place in self.places:
+            taken = _place(owned.tensor) in self.returned and owned.place in self.places
+            if taken and owned.tensor.dim():  # else a norm, say, that somebody looks at
                 self._chained(owned.name)
         for owned in present:
             self.words.adopt(owned)
@@ -350,7 +354,8 @@ class Steps:
         for memory, (tensor, plan) in self.by_graph.items():
             served = self.of_memory.get(memory) or self.service.unknown(tensor, plan)
             self.service.count_graph(served, plan)
-        self.quiet = bool(self.by_graph) and not outside and not replaced
+        lasting = not any(o.tensor.dim() for o in replaced)
+        self.quiet = bool(self.by_graph) and not outside and lasting
         if outside and self.steps >= TRIED and self.switches and not (self.waited or self.forced):
             self.record_whole()
         self.words.forget()

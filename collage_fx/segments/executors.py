@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, is_inference_mode_enabled
+from torch._dynamo.convert_frame import compile_lock
 from torch._guards import TracingContext, tracing
 
 from collage_fx.compilation.aot import compile_graph
@@ -25,6 +26,7 @@ from collage_fx.segments.segment_graph import (
     graph_of_segment,
     joined_graph,
     number_tensor,
+    propagate,
     with_fakes,
 )
 from collage_fx.segments.trie import layout_of
@@ -56,14 +58,16 @@ class _Compiled:
     floats: list[float]
     changing: list[int]
     """The positions of those that are inputs."""
+    same: list[int]
+    """For each the position of the one that it is equal to."""
     holds: Callable[..., bool]
     structure: Any
 
     def fits(self, given: _Given, floats: list[float]) -> bool:
         """Tell whether it is right for a call."""
         same = self.structure == given.structure and all(
-            _same(a, b) or i in self.changing
-            for i, (a, b) in enumerate(zip(floats, self.floats, strict=True))
+            _same(a, floats[k]) and (k in self.changing or _same(a, b))
+            for k, a, b in zip(self.same, floats, self.floats, strict=True)
         )
         return same and self.holds(*(floats[i] for i in self.changing))
 
@@ -84,6 +88,8 @@ class _History:
     runs: int = 0
     floats: list[float] = field(default_factory=list)
     changing: set[int] = field(default_factory=set)
+    same: list[int] = field(default_factory=list)
+    """For each float the first that it was always equal to: a rate that many parameters have."""
     rewritten: _Way = field(default_factory=_Way)
     joined: _Way = field(default_factory=_Way)
 
@@ -92,6 +98,10 @@ class _History:
         for i, (new, old) in enumerate(zip(floats, self.floats, strict=False)):
             if not _same(new, old) and isfinite(new) and isfinite(old):
                 self.changing.add(i)
+        first: dict[Any, int] = {}
+        before = self.same or [0] * len(floats)
+        keys = [(k, x, copysign(1, x)) for k, x in zip(before, floats, strict=True)]
+        self.same = [first.setdefault(key, i) for i, key in enumerate(keys)]
         self.floats = floats
         self.runs += 1
 
@@ -226,11 +236,12 @@ class Executors:
         given: _Given,
         call: Call,
     ) -> _Compiled | None:
-        changing = sorted(history.changing)
+        same = list(history.same)
+        changing = sorted({same[i] for i in history.changing})
         guards: list[Callable[..., bool]] = []
         try:
-            with no_full_collection():
-                run = compile_(segment, given, call.floats, changing, guards)
+            with compile_lock, no_full_collection():
+                run = compile_(segment, given, call.floats, changing, same, guards)
         except CollageError:
             raise
         except Exception as error:  # whatever the compiler raises: there is another way
@@ -238,7 +249,7 @@ class Executors:
             return None
         if run is None:
             return None
-        return _Compiled(run, call.floats, changing, guards[0], given.structure)
+        return _Compiled(run, call.floats, changing, same, guards[0], given.structure)
 
     # Rewritten by the passes.
 
@@ -276,18 +287,19 @@ class Executors:
         given: _Given,
         floats: list[float],
         changing: list[int],
+        same: list[int],
         guards: list[Callable[..., bool]],
     ) -> Callable[[list[Any]], bool] | None:
-        gm = graph_of_segment(segment, floats, changing)
+        gm = graph_of_segment(segment, floats, changing, same)
         some = [floats[i] for i in changing]
         args = (*given.args, *map(number_tensor, some))
         mode, fakes = with_fakes(gm, given.args, some)
+        propagate(gm, mode, fakes)
         for node, t in zip(gm.graph.find_nodes(op="placeholder"), given.args, strict=False):
             node._dynamo_source = SimpleNamespace(name=self._name(t))
         with tracing(TracingContext(mode)):
             code = compile_graph(self.session, gm, fakes, args)
         guards.append(float_guard(mode, fakes))
-        self.session.graphs += 1
         for state, _ in code.reads:
             self._want(state(args))
         if code.refused or code.reads_residual(args):
@@ -347,10 +359,11 @@ class Executors:
         given: _Given,
         floats: list[float],
         changing: list[int],
+        same: list[int],
         guards: list[Callable[..., bool]],
     ) -> Callable[[list[Any]], bool]:
         dtypes = [t.dtype for t in given.args]
-        gm = joined_graph(segment, floats, changing, self.words.wide, dtypes, given.parts)
+        gm = joined_graph(segment, floats, changing, same, self.words.wide, dtypes, given.parts)
         mode, fakes = with_fakes(gm, given.args, [floats[i] for i in changing], given.lows)
         function = compile_joined(self.session, gm, mode, fakes)
         guards.append(float_guard(mode, fakes))

@@ -193,6 +193,13 @@ class LowWords:
             if o.tensor.dtype is t.dtype and place(o.tensor) == place(t) and _covers(t, o.tensor)
         ]
 
+    def around(self, t: Tensor) -> Owned | None:
+        """Return the state of which t is a part; None where it is all of one, or more."""
+        if t.dtype not in self.wide or self.states_in(t):
+            return None
+        found = (o for o in self.states.get(place(t), ()) if place(o.tensor) == place(t))
+        return next((o for o in found if _covers(o.tensor, t) and o.tensor.dtype is t.dtype), None)
+
     def of_state(self, owned: Owned) -> Residual | None:
         """Return the residual of a state, which belongs to its present value."""
         tensor = owned.tensor
@@ -224,6 +231,9 @@ class LowWords:
     def joined(self, given: Input) -> Tensor:
         """Return the whole value in the wide dtype, in memory of its own, of the same strides."""
         t = given.data
+        if 0 in t.stride() and not given.pieces:  # an expanded one, whose elements share memory
+            dtype, words = self.wide[t.dtype], self._lows(t) or ()
+            return join_in(dtype, storage_of(t, words).name, t, *words) if words else t.to(dtype)
         wide = torch.empty_strided(t.size(), t.stride(), dtype=self.wide[t.dtype], device=t.device)
         if lows := self._lows(t):
             return wide.copy_(join_in(wide.dtype, storage_of(t, lows).name, t, *lows))

@@ -1,5 +1,6 @@
 """What the recorder does with each operation: note it, do it at once, or flush before it."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -80,6 +81,14 @@ def piece_of(whole: Tensor, size: list[int], stride: list[int], offset: int) -> 
     return whole.as_strided(size, stride, whole.storage_offset() + offset)
 
 
+def flat_piece(whole: Tensor, size: list[int], offset: int) -> Tensor:
+    """Return a contiguous view of a contiguous tensor, of the elements from offset on.
+
+    AOTAutograd can functionalize writes to views of it, as it cannot for `piece_of`.
+    """
+    return whole.view(-1)[offset : offset + math.prod(size)].view(size)
+
+
 OPERATIONS = _Operations()
 """Overload -> what the recorder does with it."""
-OPERATIONS[piece_of] = Operation("view")
+OPERATIONS[piece_of] = OPERATIONS[flat_piece] = Operation("view")

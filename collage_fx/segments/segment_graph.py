@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.source import FloatTensorSource, LocalSource
 from torch._subclasses import FakeTensorMode
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from collage_fx.runtime.storage.registry import join_in, split_into
@@ -21,7 +21,9 @@ from collage_fx.segments.trie import Constant, Number, Value
 aten = torch.ops.aten
 
 
-def graph_of_segment(segment: Segment, floats: list[float], changing: Sequence[int]) -> GraphModule:
+def graph_of_segment(
+    segment: Segment, floats: list[float], changing: Sequence[int], same: Sequence[int]
+) -> GraphModule:
     """Return a graph of operations that write their operands, as the step did them.
 
     Its inputs are those of the segment, the memory that results are stored in, and the floats that
@@ -31,8 +33,9 @@ def graph_of_segment(segment: Segment, floats: list[float], changing: Sequence[i
         segment: what it does.
         floats: the numbers of a call: those that do not change are constants.
         changing: the positions of those that do.
+        same: for each the position of the one that it is equal to.
     """
-    builder = _Builder(segment, floats, changing)
+    builder = _Builder(segment, floats, changing, same)
     for at, node in zip(segment.inputs, builder.inputs, strict=True):
         builder.env[at] = node
     builder.lines({})
@@ -45,6 +48,7 @@ def joined_graph(
     segment: Segment,
     floats: list[float],
     changing: Sequence[int],
+    same: Sequence[int],
     wide: dict[torch.dtype, torch.dtype],
     dtypes: Sequence[torch.dtype],
     parts: Sequence[list[Part]],
@@ -55,11 +59,12 @@ def joined_graph(
         segment: what it does.
         floats: as in `graph_of_segment`.
         changing: the same.
+        same: the same.
         wide: dtype -> what is computed in for it.
         dtypes: those of the inputs, and of the memory that results are stored in.
         parts: for each of them the parts that have low words.
     """
-    builder = _Builder(segment, floats, changing)
+    builder = _Builder(segment, floats, changing, same)
     graph, places = builder.graph, [*builder.inputs, *builder.memory]
     lows = [
         [
@@ -115,10 +120,13 @@ def _split(
 class _Builder:
     """Builds the graph of a segment."""
 
-    def __init__(self, segment: Segment, floats: list[float], changing: Sequence[int]) -> None:
+    def __init__(
+        self, segment: Segment, floats: list[float], changing: Sequence[int], same: Sequence[int]
+    ) -> None:
         self.graph = Graph()
         self.segment = segment
         self.floats = floats
+        self.same = same
         graph = self.graph
         self.inputs = [graph.placeholder(f"input{i}") for i in range(len(segment.inputs))]
         self.memory = [graph.placeholder(f"result{i}") for i in range(len(segment.live))]
@@ -137,7 +145,7 @@ class _Builder:
             if kind is Value:
                 return self.env[a.at]
             if kind is Number:
-                return self.numbers.get(a.at, self.floats[a.at])
+                return self.numbers.get(self.same[a.at], self.floats[a.at])
             if kind is tuple:
                 return [operand(x) for x in a]
             if kind is Constant:
@@ -175,6 +183,20 @@ def with_fakes(
     for node, value in zip(placeholders, fakes, strict=True):
         node.meta["example_value"] = value
     return mode, fakes
+
+
+def propagate(gm: GraphModule, mode: FakeTensorMode, fakes: Sequence[Any]) -> None:
+    """Note what each node makes of fake tensors, as Dynamo does: classes are found by that."""
+    with mode:
+        _Propagation(gm).run(*fakes)
+
+
+class _Propagation(Interpreter):
+    def run_node(self, n: Node) -> Any:
+        result = super().run_node(n)
+        if n.op == "call_function":
+            n.meta["example_value"] = result
+        return result
 
 
 def number_tensor(x: float) -> Tensor:

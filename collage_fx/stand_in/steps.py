@@ -28,8 +28,8 @@ ATTEMPTS = 3
 """Steps in a row that may come to nothing, until all parameters are traced."""
 
 
-class LeftToEngine(CollageError):
-    """The eager engine has to do a step, of which nothing is done yet."""
+class LeftToRecorder(CollageError):
+    """A step has to be recorded, of which nothing is done yet."""
 
 
 class StandInSteps:
@@ -70,7 +70,7 @@ class StandInSteps:
                 self._with(stand_ins, optimizer)
                 return loss
             self.failed += 1
-        except LeftToEngine:  # all of it, so that all parameters are treated alike
+        except LeftToRecorder:  # all of it, so that all parameters are treated alike
             self.failed += 1
             self._plainly(optimizer)
             return loss
@@ -83,7 +83,7 @@ class StandInSteps:
     def _with(self, stand_ins: StandIns, optimizer: Optimizer) -> None:
         """Do a step with these stand-ins.
 
-        Raises Unlike or LeftToEngine, with nothing done, if that cannot be.
+        Raises Unlike or LeftToRecorder, with nothing done, if that cannot be.
         """
         stand_ins.done = False
         self.session.stand_ins = stand_ins
@@ -93,12 +93,12 @@ class StandInSteps:
         finally:
             self.session.stand_ins = None
         self.failed = 0 if stand_ins.done else self.failed + 1
-        if not stand_ins.done:  # Dynamo has left it, or parts of it, to the eager engine
+        if not stand_ins.done:  # Dynamo has left out it, or parts of it
             with stand_ins.others.of(optimizer):
                 self._plainly(stand_ins.others.optimizer)
 
     def _plainly(self, optimizer: Optimizer) -> None:
-        """Do a step as Python does it, under the eager engine."""
+        """Do a step as Python does it, to be recorded."""
         with torch.no_grad():
             without_hooks(optimizer)(optimizer)
 

@@ -2,7 +2,7 @@
 
 What stock torch.compile gets wrong of an optimizer, a compensated graph gets wrong too. So a copy
 of the optimizer takes the same step as Python does it, in float64, and each state is held against
-what the compiled step stored. A graph that fails is named, its step undone, and the eager engine
+what the compiled step stored. A graph that fails is named, its step undone, and the recorder
 does the steps from then on: what Dynamo made of the code may be what is wrong.
 
 The code of a checked step runs twice; what it does to objects that the optimizer refers to and that
@@ -84,14 +84,14 @@ class StepCheck:
         snapshot.restore()
         interpreted, self.supervisor.interpreted = self.supervisor.interpreted, True
         result = run(*args, **kwargs)
-        # The eager engine's own errors: of a step that is not stable they are as large.
+        # The errors without a compiler: of a step that is not stable they are as large.
         again = values_of(optimizer)
-        engine = self._errors(optimizer, before, again, exact)
+        uncompiled = self._errors(optimizer, before, again, exact)
         alike = self._differing(optimizer, before, found, again).keys() & wrong.keys()
-        if all(wrong[name][0] <= 4 * engine[name][0] for name in alike):
+        if all(wrong[name][0] <= 4 * uncompiled[name][0] for name in alike):
             self.supervisor.interpreted = interpreted
             self._note(
-                f"step {self.done} is not as in float64, but as the eager engine does it too: what "
+                f"step {self.done} is not as in float64, nor is it without a compiler: what "
                 f"it does to {_listed(wrong)} depends on their dtype, or is not stable"
             )
             return result
@@ -101,7 +101,7 @@ class StepCheck:
             f"verify: in step {self.done} of {self.supervisor.subject} the compiled graph that "
             f"updates {_listed(wrong)} is {error:.2g} of its update off from the same step done by "
             f"Python in float64, where {bound:.2g} is allowed. Nothing is lost: the step was "
-            "undone, and the eager engine does it from now on"
+            "undone, and it is done operation by operation from now on"
         )
         return result
 

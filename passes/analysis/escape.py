@@ -31,7 +31,7 @@ _VALUES = (*LOW_PRECISION, torch.float32)
 
 
 def escape(program: Program) -> None:
-    """Say what the graph would lose that the eager engine would keep, in `Program.lost`.
+    """Say what the graph would lose that joined values would keep, in `Program.lost`.
 
     A graph has a low word beside the states that it writes, within their slices. Beyond them the
     high word alone is known of

@@ -304,7 +304,10 @@ def _known(node: Node) -> tuple[bool, bool]:
     target: Any = node.target
     if isinstance(target, OpOverload):
         random = torch.Tag.nondeterministic_seeded in target.tags
-        return target._schema.is_mutable, not (target._schema.is_mutable or random)
+        arguments, written = target._schema.arguments, target._schema.is_mutable
+        writes = [a for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+        first = not written or writes == arguments[:1]
+        return written, first and not random
     name = target if node.op == "call_method" else getattr(target, "__name__", "")
     plain = node.op == "call_method" or isinstance(target, _BUILTIN)
     written = name in _IN_PLACE or name in _DUNDERS or (name[-1:] == "_" and name[-2:] != "__")

@@ -37,7 +37,7 @@ def compiled(members: int = 2, **options: Any) -> tuple[int, int]:
     MULTI_TENSOR_KERNELS.clear()
     params = with_grads([bf16(6 - i % 2) for i in range(members)])
     step = collage_fx.compile(torch.optim.SGD(params, lr=1e-2, momentum=0.5), **options)
-    step()  # makes the states, in the eager engine
+    step()  # makes the states, and is recorded
     step()
     found = counters["inductor"]
     return found["fxgraph_cache_hit"], found["fxgraph_cache_miss"]

@@ -200,7 +200,7 @@ def test_gradients_whose_strides_change(whole: bool, monkeypatch: pytest.MonkeyP
 
 
 def test_other_strides_with_the_backend_string() -> None:
-    """There is no eager engine: a step that Dynamo has no right graph for is an error."""
+    """Nothing is recorded: a step that Dynamo has no right graph for is an error."""
     params = [Parameter(p.detach().t()) for p in parameters([(4, 3)] * 10)]
     optimizer = SGD(params, lr=0.1)
     step = torch.compile(optimizer.step, backend="collage")

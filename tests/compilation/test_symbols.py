@@ -67,7 +67,7 @@ def test_a_correction_by_a_count_is_compiled_where_a_state_enters_it_too() -> No
     for k in range(1, 5):
         compiled(p, g, k)
     (state,) = collage_fx.report(compiled).states
-    assert state.graph == 4 and state.eager == 0
+    assert state.graph == 4 and state.joined == 0
 
 
 class Attribute(Optimizer):
@@ -183,6 +183,7 @@ def test_what_asks_dynamo_to_trace_again_too_late_is_recorded(
     p = torch.ones(4).bfloat16().requires_grad_()
     optimizer = HandWritten([p])
     step = collage_fx.compile(optimizer)
+
     def steps(first: int, last: int) -> None:
         for k in range(first, last):
             p.grad = torch.ones_like(p)

@@ -69,8 +69,8 @@ def test_all_states_are_updated_in_graphs_in_wide(
     moved = worst([p.detach().double() for p in params(count)], exact)
     assert worst(found, exact) < 0.05 * moved
     report = collage_fx.report(optimizer)
-    served = [(s.name, s.graph, s.eager) for s in collage_fx.report(other).states]
-    assert [(s.name, s.graph, s.eager) for s in report.states] == served
+    served = [(s.name, s.graph, s.joined) for s in collage_fx.report(other).states]
+    assert [(s.name, s.graph, s.joined) for s in report.states] == served
     assert all(graph >= STEPS - 1 for _, graph, _ in served)
     assert sum("fused=True" in note and "fp32" in note for note in report.notes) == 1
     assert collage_fx.explain(optimizer).config.arithmetic == "wide"
@@ -145,7 +145,7 @@ def test_groups_of_which_one_is_fused_and_optimizers_that_wrap_one() -> None:
             step()
         assert [bool(g["fused"]) for g in optimizer.param_groups] == [True, False]
         report = collage_fx.report(step)
-        assert all(s.graph == 3 and not s.eager for s in report.states), str(report)
+        assert all(s.graph == 3 and not s.joined for s in report.states), str(report)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

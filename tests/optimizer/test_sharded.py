@@ -93,7 +93,7 @@ def test_every_state_of_the_step_is_in_the_report(mesh: DeviceMesh) -> None:
     run(optimizer, step, mesh, 0, 2)
     served = collage_fx.report(step).states
     assert len(served) == 3 * len(SHAPES) and all(s.compensated for s in served)
-    assert all(s.graph == 2 and s.eager == 0 for s in served)
+    assert all(s.graph == 2 and s.joined == 0 for s in served)
 
 
 def test_a_resumed_run_is_the_same_and_another_shard_is_refused(mesh: DeviceMesh) -> None:

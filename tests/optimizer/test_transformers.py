@@ -80,4 +80,4 @@ def test_trainer_with_its_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert apart(found, exact) < 0.75 * apart(plain, exact)
     states = collage_fx.report(callback.inner).states
     assert len(states) == 3 * len(exact)
-    assert all(s.graph == STEPS and not (s.eager or s.unaccounted) for s in states)
+    assert all(s.graph == STEPS and not (s.joined or s.unaccounted) for s in states)

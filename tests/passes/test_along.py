@@ -40,7 +40,7 @@ def decayed_by_a_rate(p: Tensor, g: Tensor, s: Any) -> None:
 
 
 def snapshot(p: Tensor, g: Tensor, s: Any) -> None:
-    """The new parameter in fp32, too: of which the eager engine alone knows both words."""
+    """The new parameter in fp32, too: of which recorded steps alone know both words."""
     new = p.to(s["w"].dtype) - RATE * g.to(s["w"].dtype)
     s["w"].copy_(new)
     p.copy_(new)
@@ -97,7 +97,7 @@ def test_one_kernel_for_all_is_equal_to_one_for_each_and_loses_nothing(update: U
     exact, weights, _ = run(update, SHAPES, exact=True)
     values, states, step = run(update, SHAPES, multi_tensor=True)
     served = collage_fx.report(step).states
-    assert update is snapshot or all(s.graph and not s.eager for s in served)
+    assert update is snapshot or all(s.graph and not s.joined for s in served)
     each, theirs, _ = run(update, SHAPES, multi_tensor=False)
     assert all(map(torch.equal, values, each))
     assert all(
@@ -147,4 +147,4 @@ def test_states_in_fp32_that_the_first_step_makes_do_not_keep_others_from_graphs
             p.grad = torch.ones_like(p)
         step()
     served = collage_fx.report(step).states
-    assert len(served) == len(SHAPES) and all((s.eager, s.graph) == (1, 3) for s in served)
+    assert len(served) == len(SHAPES) and all((s.joined, s.graph) == (1, 3) for s in served)

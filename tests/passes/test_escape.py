@@ -1,4 +1,4 @@
-"""Values that a graph cannot hand over whole: the eager engine does those parts of a step."""
+"""Values that a graph cannot hand over whole: those parts of a step are recorded."""
 
 import math
 from collections.abc import Callable

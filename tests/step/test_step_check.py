@@ -110,7 +110,7 @@ def test_a_wrong_graph_is_named_and_its_step_undone(broken: None, name: str, cou
     else:
         assert all(int(s["step"]) == 4 for s in optimizer.state.values())
     report = collage_fx.report(step)
-    assert all(s.eager for s in report.states if s.name.startswith("param"))
+    assert all(s.joined for s in report.states if s.name.startswith("param"))
     # The negative control: without the check the defect trains on in silence.
     torch.compiler.reset()
     wrong, _ = trained(MADE[name], count=count)

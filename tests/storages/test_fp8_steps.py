@@ -1,4 +1,4 @@
-"""Moments in fp8, with residuals: in graphs, of classes, in the eager engine."""
+"""Moments in fp8, with residuals: in graphs, of classes, operation by operation."""
 
 import copy
 from typing import Any

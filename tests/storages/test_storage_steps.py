@@ -1,4 +1,4 @@
-"""Steps whose states have another storage than mcf2: in graphs, of classes, in the eager engine."""
+"""Steps whose states have another storage than mcf2: in graphs, of classes, interpreted."""
 
 from typing import Any
 
@@ -60,7 +60,7 @@ def test_ulp8_holds_fp16_in_a_graph_of_its_own_and_shared() -> None:
         steps(reference, reference.step)
         found = [collage_fx.value(p).detach() for p in params]
         assert lost(found, [p.detach() for p in exact]) < 0.05
-        assert all(s.eager == 0 for s in collage_fx.report(step).states)
+        assert all(s.joined == 0 for s in collage_fx.report(step).states)
 
 
 class Chase(Optimizer):
@@ -97,7 +97,7 @@ def test_a_value_goes_from_a_state_of_one_storage_to_one_of_another() -> None:
     assert 4 * lost(fp32, exact) < lost(coarse, exact) < 0.8 * lost(chased(torch.bfloat16), exact)
 
 
-def test_remainder16_is_fp32_bit_for_bit_in_the_eager_engine() -> None:
+def test_remainder16_is_fp32_bit_for_bit_without_a_compiler() -> None:
     fp32 = trained("eager", torch.float32)
     found = trained("eager", storage="remainder16", level="all")
     assert all(torch.equal(f, e) for f, e in zip(found, fp32, strict=True))
@@ -105,8 +105,8 @@ def test_remainder16_is_fp32_bit_for_bit_in_the_eager_engine() -> None:
     assert not any(torch.equal(f, e) for f, e in zip(other, fp32, strict=True))
 
 
-def test_a_state_keeps_its_storage_between_graphs_and_the_eager_engine() -> None:
-    """Every other step in the eager engine; the residual goes from one to the other."""
+def test_a_state_keeps_its_storage_between_graphs_and_joined_values() -> None:
+    """Every other step without a compiler; the residual goes from one to the other."""
     exact = trained("each", torch.float64)
     params = start(2, torch.bfloat16)
     optimizer = torch.optim.AdamW(params, lr=LR, weight_decay=0.0)
@@ -116,5 +116,5 @@ def test_a_state_keeps_its_storage_between_graphs_and_the_eager_engine() -> None
             steps(optimizer, step, k, k + 1)
     assert lost([collage_fx.value(p).detach() for p in params], exact) < 0.02
     served = collage_fx.report(step).states
-    assert all(s.graph == s.eager == 10 for s in served if "exp_avg" not in s.name)
+    assert all(s.graph == s.joined == 10 for s in served if "exp_avg" not in s.name)
     assert all(r.dtype == torch.int16 for p in params for r in collage_fx.residuals(p))

@@ -45,7 +45,7 @@ MENDED: dict[str, Program] = {
         rates=((1e-2, 0.0),),
         options=(("level", "auto"), ("arithmetic", "wide")),
     ),
-    "a 0-d gradient is an operand of lerp_ in the eager engine": Program(
+    "a 0-d gradient is an operand of lerp_ in a recorded step": Program(
         lines=(Line('st["m"].lerp_(g, 0.01)'), Line('p.sub_(st["m"], alpha=lr)')),
         states=(("m", "torch.zeros_like(p)"),),
         shapes=((),),

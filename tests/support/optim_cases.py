@@ -103,7 +103,7 @@ def compiled(optimizer: Optimizer) -> Callable[..., Any]:
 
 
 def eager(optimizer: Optimizer, **options: str) -> Callable[..., Any]:
-    """The eager engine alone."""
+    """Without a compiler."""
     step = collage_fx.compile(optimizer, **options)
 
     def run(*args: Any) -> Any:

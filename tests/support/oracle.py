@@ -30,7 +30,7 @@ EXCUSES = {
     "not compensated": "not compensated",
     "ran without compensation": "recompile limit",
     "no use for a residual": "updated by several graphs",
-    "collage_fx.compile leaves that to its eager engine": "handed on without its low word",
+    "collage_fx.compile records that part": "handed on without its low word",
     "part of a differentiated computation": "differentiated",
     "was cleared": "residual cleared",
     "level='auto' compensates": "level light names what it leaves",

@@ -113,10 +113,10 @@ def modelled(program: Program, run: Run, bits: dict[str, int], seed: int) -> dic
     # The eager engine, which does first steps, graphs where nothing is compensated, as are those of
     # first steps that make states, and what is between a norm and an update compute in the dtype.
     begins_anew = program.resumed or program.by_turns
-    rounded = run.eager > 1 or bool(begins_anew) or "norm" in text_of(program)
+    rounded = run.joined > 1 or bool(begins_anew) or "norm" in text_of(program)
     wide = options.get("arithmetic") == "wide" and not rounded
     late = program.way == "string" and not program.in_init
-    first = 24 if wide and not run.eager and not late else low
+    first = 24 if wide and not run.joined and not late else low
     # The first step knows states by their kind only.
     kinds = {kind_of(name): n for name, n in sorted(bits.items(), key=lambda item: item[1])}
     mode = Rounding(kinds | bits, first, low, SMALLEST[program.dtype], seed)

@@ -77,8 +77,8 @@ class Run:
     graphs: int = 0
     numbers: bool = False
     """Whether a graph was compiled again, or late, that takes numbers which change."""
-    eager: int = 0
-    """In how many steps the eager engine had a part."""
+    joined: int = 0
+    """In how many steps a state was written on whole values."""
     report: str = ""
 
 
@@ -120,7 +120,7 @@ def compensated(program: Program, *, interpreted: bool = True) -> Run:
         run.warned = [str(w.message) for w in caught if issubclass(w.category, CollageWarning)]
         run.graphs, run.numbers = len(graphs), any(again)
         if steps and program.way != "string":
-            run.report, run.eager = reported(steps[-1])
+            run.report, run.joined = reported(steps[-1])
     for name, x in found.items():
         if not isinstance(x, Tensor):
             continue
@@ -153,9 +153,9 @@ def _compiled_again() -> Iterator[list[bool]]:
 
 
 def reported(step: Any) -> tuple[str, int]:
-    """Return the report of a compiled step, and in how many steps the eager engine had a part."""
+    """Return the report of a compiled step, and in how many steps it wrote whole values."""
     report = collage_fx.report(step)
-    return str(report), max((s.eager for s in report.states), default=0)
+    return str(report), max((s.joined for s in report.states), default=0)
 
 
 def kind_of(name: str) -> str:

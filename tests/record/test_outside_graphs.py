@@ -1,4 +1,4 @@
-"""The eager engine: steps, or parts of steps, that no compiled graph does."""
+"""Steps, or parts of steps, that no graph of Dynamo's does."""
 
 from collections import deque
 from typing import Any
@@ -92,7 +92,7 @@ def test_step_outside_graphs_is_compensated(make: Any, dtype: torch.dtype) -> No
     rounded = error(exact.to(dtype).double(), exact)
     assert error(found, exact) < rounded < error(plain, exact)
     params = [s for s in report.states if s.name.startswith("param")]
-    assert params and all(s.compensated and s.eager and not s.unaccounted for s in params), report
+    assert params and all(s.compensated and s.joined and not s.unaccounted for s in params), report
 
 
 class Each(Optimizer):

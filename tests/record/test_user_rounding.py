@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from tensors import error
-from test_eager import Each, final
+from test_outside_graphs import Each, final
 from torch import Tensor
 
 import collage_fx

@@ -1,4 +1,4 @@
-"""A first step that makes its states: the eager engine takes it, and Dynamo does not see it."""
+"""A first step that makes its states: it is recorded, and Dynamo does not see it."""
 
 from typing import Any
 
@@ -58,12 +58,12 @@ def test_dynamo_sees_the_first_step_unless_it_makes_states(make: Any, graphs: in
     session = step._collage  # type: ignore[attr-defined]
     step()
     assert session.graphs == graphs
-    assert ("first step ran in the eager engine" in str(collage_fx.report(step))) == (not graphs)
-    assert {(s.graph, s.eager) for s in collage_fx.report(step).states} == {(graphs, 1 - graphs)}
+    assert ("first step was recorded" in str(collage_fx.report(step))) == (not graphs)
+    assert {(s.graph, s.joined) for s in collage_fx.report(step).states} == {(graphs, 1 - graphs)}
 
 
 def test_a_rate_that_changes_from_the_first_step_on_is_compiled_once() -> None:
-    """As an input; the graph that had it as a constant is left to the eager engine."""
+    """As an input; the graph that had it as a constant is recorded."""
     torch.compiler.reset()
     params = with_grads([bf16(6)])
     exact = [p.detach().double().requires_grad_() for p in params]
@@ -82,7 +82,7 @@ def test_a_rate_that_changes_from_the_first_step_on_is_compiled_once() -> None:
     assert session.graphs == 2 and len(session.compiled) == 1
     end = exact[0].detach()
     assert float(((collage_fx.value(params[0]) - end) / (end - start)).detach().abs().max()) < 0.05
-    assert {(s.graph, s.eager) for s in collage_fx.report(step).states} == {(2, 2)}
+    assert {(s.graph, s.joined) for s in collage_fx.report(step).states} == {(2, 2)}
 
 
 @pytest.mark.parametrize("without", [0, 2])
