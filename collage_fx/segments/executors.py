@@ -302,9 +302,18 @@ class Executors:
         guards.append(float_guard(mode, fakes))
         for state, _ in code.reads:
             self._want(state(args))
-        if code.refused or code.reads_residual(args):
+        if code.refused or code.reads_residual(args) or self._computes_anew(code, args):
             return None
         return partial(self._run_code, code)
+
+    def _computes_anew(self, code: Code, args: tuple[Any, ...]) -> bool:
+        """Tell whether a parameter is stored that was computed elsewhere, with more bits maybe."""
+        return any(
+            owned.owner != "state"
+            for tensor, plan in code.written(args)
+            if plan.replaced and not plan.compensated
+            for owned in self.words.states_in(tensor)
+        )
 
     def _want(self, tensor: Tensor | None) -> None:
         """Have a state keep a low word for who reads it, though its own updates need none."""

@@ -23,6 +23,8 @@ class Line:
     """The numbers of the values that it makes."""
     many: bool
     """Whether it returns a list."""
+    dtypes: tuple[Any, ...] = ()
+    """The dtypes of the values that it makes, as the step sees them; none for a view."""
     over: tuple[int, ...] = ()
     """The numbers of the values that are not needed any more after it."""
     stored: tuple[int, ...] = ()
@@ -104,7 +106,8 @@ class Segment:
         if getattr(func, "_opname", "") in ("copy_", "_foreach_copy_"):
             self._add_copies(args[0], args[1])
         made = range(first, len(self.root))
-        line = Line(func, args, kwargs, made, place.many, where=place.where)
+        dtypes = tuple(meta[2] for meta in place.made)
+        line = Line(func, args, kwargs, made, place.many, dtypes, where=place.where)
         return line, written
 
     def _add_copies(self, targets: Any, sources: Any) -> None:
@@ -175,6 +178,8 @@ def run_joined(segment: Segment, call: Call, words: LowWords) -> None:
         result = line.func(*args, **kwargs)
         for at, one in zip(line.made, result if line.many else (result,), strict=False):
             env[at] = one
+        for at, dtype in zip(line.made, line.dtypes, strict=False):
+            env[at] = env[at].to(words.wide.get(dtype, dtype))  # what the step has in fp32 stays so
         for at in line.stored:
             _store(env[at], given.get(at), made.get(at), words)
         for at in line.over:

@@ -159,6 +159,9 @@ class _Builder:
             for k, at in enumerate(line.made):
                 many = line.many
                 self.env[at] = graph.call_function(operator.getitem, (node, k)) if many else node
+                if dtypes and k < len(line.dtypes):
+                    dtype = dtypes.get(line.dtypes[k], line.dtypes[k])
+                    self.env[at] = graph.call_method("to", (self.env[at], dtype))
 
     def finish(self) -> GraphModule:
         """Return the graph."""
