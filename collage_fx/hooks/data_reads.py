@@ -35,25 +35,42 @@ class _Recorders(threading.local):
 
 
 _RECORDERS = _Recorders()
+_LOCK = threading.Lock()
+_METHODS: dict[str, Any] = {}
+"""What is in place of the methods of the class itself; None where it only inherits one."""
+_users = 0
+"""How many recorded steps there are, in all threads: without any the methods are PyTorch's own."""
 
 
 @contextmanager
 def flushed_by(flush: Callable[[], None]) -> Iterator[None]:
     """Within, call flush before a tensor's data are read."""
-    _install()
+    _use(1)
     _RECORDERS.flushes.append(flush)
     try:
         yield
     finally:
         _RECORDERS.flushes.pop()
+        _use(-1)
+
+
+def _use(more: int) -> None:
+    global _users
+    with _LOCK:
+        before, _users = _users, _users + more
+        if not before:
+            for name in _READERS:
+                _METHODS[name] = vars(Tensor).get(name)
+                setattr(Tensor, name, _flushing(getattr(Tensor, name)))
+        elif not _users:
+            for name, own in _METHODS.items():
+                if own is None:
+                    delattr(Tensor, name)
+                else:
+                    setattr(Tensor, name, own)
 
 
 @functools.cache
-def _install() -> None:
-    for name in _READERS:
-        setattr(Tensor, name, _flushing(getattr(Tensor, name)))
-
-
 def _flushing(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def read(*args: Any, **kwargs: Any) -> Any:

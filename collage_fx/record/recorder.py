@@ -1,5 +1,6 @@
 """A dispatch mode that notes the operations of a step in place of doing them."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -69,6 +70,7 @@ class Recorder(TorchDispatchMode):
         """
         super().__init__()
         self.wake = wake
+        self.reads = contextlib.ExitStack()
         self.all_at_once = at_once
         self.asleep = False
         """Whether the states are not known in this step: the first operation wakes it up."""
@@ -111,7 +113,9 @@ class Recorder(TorchDispatchMode):
             beside_dynamo: whether Dynamo compiles parts of it.
         """
         mode = _BesideDynamo(self) if beside_dynamo else self
-        with mode, data_reads.flushed_by(self.flush_outside):
+        with mode, contextlib.ExitStack() as self.reads:
+            if not self.asleep:
+                self._watch_reads()
             try:
                 yield
             finally:
@@ -120,6 +124,10 @@ class Recorder(TorchDispatchMode):
                 self.notes.random.clear()
         if self.notes.places > _MANY_PLACES:
             self.notes.forget_structures()
+
+    def _watch_reads(self) -> None:
+        """Have what is read in other ways than by operations flushed before."""
+        self.reads.enter_context(data_reads.flushed_by(self.flush_outside))
 
     def suspended(self, closure: Callable[[], Any], failures: Failures) -> Callable[[], Any]:
         """Return closure run as if this mode were not there: it computes gradients."""
@@ -155,6 +163,7 @@ class Recorder(TorchDispatchMode):
             if operation.kind == "view":
                 return func(*args, **kwargs)
             self.wake()
+            self._watch_reads()
         if operation.kind == "note" and not self._on_host(operation, args, kwargs):
             if not torch.is_grad_enabled() or not _differentiated(args, kwargs):
                 for _ in range(2):

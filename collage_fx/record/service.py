@@ -50,6 +50,8 @@ class Service:
         """Note that a compiled graph has written a state, in a step."""
         served.graph += 1
         served.judged += 1
+        if served.reason is plan.reason and served.compensated is plan.compensated:
+            return  # as mostly, and this is done for each state in each step
         served.compensated, served.reason = plan.compensated, plan.reason
         served.recurrence = plan.recurrence
         if plan.refused:

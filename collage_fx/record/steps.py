@@ -66,12 +66,14 @@ class Steps:
         """Whether a graph was recorded in this step that will be compiled in the next."""
         self.forced = False
         """Whether the user wants nothing compiled in this step."""
-        self.by_graph: dict[Any, tuple[Tensor, StatePlan]] = {}
+        self.by_graph: dict[int, tuple[Tensor, StatePlan]] = {}
         """What Dynamo's graphs have written in this step, with its verdict."""
         self.returned: set[int] = set()
         """The memory that Dynamo's graphs have returned."""
-        self.of_memory: dict[Any, Served] = {}
+        self.of_tensor: dict[int, Served] = {}
         """State of the last step that was not asleep -> what became of it."""
+        self.of_memory: dict[Any, Served] = {}
+        """The same by its memory: a graph may write p.detach() in the place of p."""
         self.versions: dict[int, int] = {}
         """State -> its version at the beginning of the step."""
         self.places: set[Any] = set()
@@ -256,7 +258,7 @@ class Steps:
                 yield self._results
         finally:
             for tensor, plan in written:
-                self.by_graph[_memory(tensor)] = tensor, plan
+                self.by_graph[id(tensor)] = tensor, plan
                 if not self.recorder.asleep:
                     self.words.wrote(tensor)
 
@@ -315,17 +317,20 @@ class Steps:
         """Count what graphs have written in a step like the last; return what they have not."""
         unaccounted = []
         for tensor in self._kept():
-            key = _memory(tensor)
-            served = self.of_memory.get(key)
+            key = id(tensor)
+            served = self.of_tensor.get(key)
             if served is None or key in self.by_graph:
                 continue
-            if version(tensor) != self.versions[id(tensor)]:
+            if version(tensor) != self.versions[key]:
                 served.unaccounted += 1
                 unaccounted.append(served.name)
-        for key, (tensor, plan) in self.by_graph.items():
-            served = self.of_memory.get(key) or self.service.unknown(tensor, plan)
-            self.service.count_graph(served, plan)
+        self._count(self.by_graph)
         return unaccounted
+
+    def _count(self, by_graph: dict[int, tuple[Tensor, StatePlan]]) -> None:
+        for key, (tensor, plan) in by_graph.items():
+            served = self.of_tensor.get(key) or self.of_memory.get(_memory(tensor))
+            self.service.count_graph(served or self.service.unknown(tensor, plan), plan)
 
     def _settle(self) -> list[str]:
         """Note what was written; return the names of what nobody accounts for."""
@@ -339,10 +344,12 @@ class Steps:
             self.words.adopt(owned)
         self.words.settle()
         self.of_memory = {_memory(o.tensor): self.service.of(o) for o in present}
+        self.of_tensor = {id(o.tensor): self.service.of(o) for o in present}
+        by_graph = {_memory(tensor) for tensor, _ in self.by_graph.values()}
         unaccounted, outside = [], False
         for owned in present:
             tensor, key = owned.tensor, id(owned.tensor)
-            if _memory(tensor) in self.by_graph:
+            if _memory(tensor) in by_graph:
                 continue
             if key in self.words.written:
                 outside = True
@@ -351,9 +358,7 @@ class Steps:
                 served = self.service.of(owned)
                 served.unaccounted += 1
                 unaccounted.append(owned.name)
-        for memory, (tensor, plan) in self.by_graph.items():
-            served = self.of_memory.get(memory) or self.service.unknown(tensor, plan)
-            self.service.count_graph(served, plan)
+        self._count(self.by_graph)
         lasting = not any(o.tensor.dim() for o in replaced)
         self.quiet = bool(self.by_graph) and not outside and lasting
         if outside and self.steps >= TRIED and self.switches and not (self.waited or self.forced):
