@@ -372,7 +372,8 @@ class Executors:
         guards: list[Callable[..., bool]],
     ) -> Callable[[list[Any]], bool]:
         dtypes = [t.dtype for t in given.args]
-        gm = joined_graph(segment, floats, changing, same, self.words.wide, dtypes, given.parts)
+        wide, computed = self.words.wide, segment.computed(self.words)
+        gm = joined_graph(segment, floats, changing, same, wide, computed, dtypes, given.parts)
         mode, fakes = with_fakes(gm, given.args, [floats[i] for i in changing], given.lows)
         function = compile_joined(self.session, gm, mode, fakes)
         guards.append(float_guard(mode, fakes))

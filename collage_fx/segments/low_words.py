@@ -119,6 +119,8 @@ class LowWords:
         """
         held = list(dtypes)
         self.wide = {d: torch.float64 if exact and d not in FP8 else WIDER[d] for d in held}
+        self.computed = {**self.wide, torch.float32: torch.float64} if exact else self.wide
+        """dtype -> what is computed in for it: fp32 too is float64 beside values of float64."""
         self.finest = {d: "mcf3" if exact and d is torch.bfloat16 else FINEST[d] for d in held}
         """dtype -> the storage of values on the way."""
         self.storage_for = storage_for

@@ -67,6 +67,8 @@ class Segment:
             rounding.follow(line, written)
         self.undoes_rounding = rounding.found
         """Whether a value is taken as it was before the step rounded it by chance."""
+        self.takes_bits = any(line.func is torch.ops.aten.view.dtype for line in self.lines)
+        """Whether it sees values as integers: they have to be of the dtype that they have."""
         self.opaque = any("_fused_" in str(line.func) for line in self.lines)
         """Whether it has kernels that no compiler looks into, as fused optimizers do."""
         self._find_ends()
@@ -77,6 +79,10 @@ class Segment:
         self.root.append(at)
         if place.line[-1]:
             random.add(at)
+
+    def computed(self, words: LowWords) -> dict[Any, torch.dtype]:
+        """Return dtype -> what is computed in for it, in this segment."""
+        return words.wide if self.takes_bits else words.computed
 
     def insert(self, func: Any, args: tuple[Value, ...]) -> Value:
         """Add a line that the step does not have; return what it makes."""
@@ -152,13 +158,17 @@ def run_joined(segment: Segment, call: Call, words: LowWords) -> None:
     states) and is split when it is stored, once for all operations of the segment between.
     """
     given = dict(zip(segment.inputs, call.inputs, strict=True))
+    dtypes = segment.computed(words)
     made = dict(zip(segment.live, call.memory, strict=True))
     env: list[Any] = [None] * len(segment.root)
 
     def value(at: int) -> Any:
         if env[at] is None and at in given:
             t = given[at]
-            env[at] = words.joined(t) if t.data.dtype in words.wide else t.data
+            dtype = t.data.dtype
+            env[at] = (
+                words.joined(t) if dtype in words.wide else t.data.to(dtypes.get(dtype, dtype))
+            )
         return env[at]
 
     def operand(a: Any) -> Any:
@@ -171,7 +181,7 @@ def run_joined(segment: Segment, call: Call, words: LowWords) -> None:
             return [operand(x) for x in a]
         if kind is Constant:
             return a.value
-        return words.wide.get(a, a) if kind is torch.dtype else a
+        return dtypes.get(a, a) if kind is torch.dtype else a
 
     for line in segment.lines:
         args, kwargs = map(operand, line.args), {k: operand(v) for k, v in line.kwargs}
@@ -179,7 +189,7 @@ def run_joined(segment: Segment, call: Call, words: LowWords) -> None:
         for at, one in zip(line.made, result if line.many else (result,), strict=False):
             env[at] = one
         for at, dtype in zip(line.made, line.dtypes, strict=False):
-            env[at] = env[at].to(words.wide.get(dtype, dtype))  # what the step has in fp32 stays so
+            env[at] = env[at].to(dtypes.get(dtype, dtype))  # not as the widest operand is
         for at in line.stored:
             _store(env[at], given.get(at), made.get(at), words)
         for at in line.over:

@@ -50,6 +50,7 @@ def joined_graph(
     changing: Sequence[int],
     same: Sequence[int],
     wide: dict[torch.dtype, torch.dtype],
+    computed: dict[torch.dtype, torch.dtype],
     dtypes: Sequence[torch.dtype],
     parts: Sequence[list[Part]],
 ) -> GraphModule:
@@ -60,7 +61,8 @@ def joined_graph(
         floats: as in `graph_of_segment`.
         changing: the same.
         same: the same.
-        wide: dtype -> what is computed in for it.
+        wide: dtype that may have low words -> what is computed in for it.
+        computed: dtype -> what is computed in for it.
         dtypes: those of the inputs, and of the memory that results are stored in.
         parts: for each of them the parts that have low words.
     """
@@ -77,14 +79,16 @@ def joined_graph(
         hi = places[i]
         if dtypes[i] in wide:
             builder.env[at] = _join(graph, hi, wide[dtypes[i]], parts[i], lows[i])
+        elif dtypes[i] in computed:
+            builder.env[at] = graph.call_method("to", (hi, computed[dtypes[i]]))
         else:
             builder.env[at] = hi
-    builder.lines(wide)
+    builder.lines(computed)
     for i, at in enumerate([*segment.inputs, *segment.live]):
         result = i >= len(segment.inputs)
         if dtypes[i] in wide and (result or at in segment.written):
             _split(graph, builder.env[at], places[i], dtypes[i], parts[i], lows[i])
-        elif result:
+        elif result or (dtypes[i] in computed and at in segment.written):
             graph.call_function(aten.copy_.default, (places[i], builder.env[at]))
     return builder.finish()
 
