@@ -66,7 +66,7 @@ class Service:
         residual = STORE.get(tensor)
         if residual is not None and served.joined > 2 * TRIED and not served.judged:
             residual.provisional = False  # nobody will judge it
-        if not served.judged:
+        if not served.judged or (residual is not None and not served.compensated):
             served.compensated = residual is not None
             served.reason = "not judged: done on whole values" if served.compensated else "plain"
         if owned.owner == "tensor" and residual is not None:

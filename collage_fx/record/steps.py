@@ -16,7 +16,7 @@ from collage_fx.optimizer.copying import RECORDED
 from collage_fx.optimizer.discovery import FunctionStates, OptimizerStates, StateStorage
 from collage_fx.optimizer.ownership import Owned
 from collage_fx.optimizer.served import RETURNED, Served, not_given
-from collage_fx.passes.ir.program import StatePlan
+from collage_fx.passes.ir.program import REPLACED, StatePlan
 from collage_fx.record.recorder import Recorder
 from collage_fx.record.service import TRIED, Service
 from collage_fx.runtime.residuals.memory import has_memory
@@ -196,7 +196,9 @@ class Steps:
         served = self.service.served.get(owned.place)
         plain = served is not None and served.judged and not served.compensated
         wanted = owned.place in self.executors.wanted or STORE.get(owned.tensor) is not None
-        if plain and not wanted:
+        # What is computed anew may be so from whole values, which graphs of Dynamo's did not have.
+        anew = served is not None and served.recurrence in REPLACED and owned.owner != "state"
+        if plain and not (wanted or anew):
             return ""
         return self.storages.storage(owned)
 

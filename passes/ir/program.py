@@ -163,6 +163,10 @@ class StateClass:
         return self.members[0]
 
 
+REPLACED = ("", "x' = B", "x' = B, chosen by x")
+"""The recurrences of states whose new value has nothing to do with the old one."""
+
+
 @dataclass
 class StatePlan:
     """The verdict on one carried state."""
@@ -184,7 +188,7 @@ class StatePlan:
     @property
     def replaced(self) -> bool:
         """Whether the new value has nothing to do with the old one."""
-        return self.recurrence in ("", "x' = B", "x' = B, chosen by x")
+        return self.recurrence in REPLACED
 
 
 @dataclass(eq=False)
