@@ -1,4 +1,4 @@
-"""Methods of tensors that read data without telling the dispatcher: what waits is done first.
+"""What reads data of tensors without telling the dispatcher: what waits is done first.
 
 A recorded step hands out tensors whose data come later. `.item()` and operations are seen by its
 dispatch mode; these methods are not. A TorchFunctionMode would see them, and each `p.grad` too,
@@ -8,10 +8,12 @@ which costs 5 ms a step for 100 parameters.
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 _READERS = (
     "numpy",
@@ -24,7 +26,11 @@ _READERS = (
     "__format__",
     "__reduce_ex__",
     "__deepcopy__",
+    "share_memory_",
+    "new_tensor",
 )
+_CONSTRUCTORS = ("tensor", "as_tensor", "asarray")
+"""Functions of torch that take elements from tensors: torch.tensor([a.norm(), b.norm()])."""
 
 
 class _Recorders(threading.local):
@@ -35,39 +41,65 @@ class _Recorders(threading.local):
 
 
 _RECORDERS = _Recorders()
-_LOCK = threading.Lock()
-_METHODS: dict[str, Any] = {}
-"""What is in place of the methods of the class itself; None where it only inherits one."""
-_users = 0
-"""How many recorded steps there are, in all threads: without any the methods are PyTorch's own."""
+
+
+class _Patch:
+    """Attributes that flush before they are called, as long as somebody uses this."""
+
+    def __init__(self, owner: Any, names: tuple[str, ...]) -> None:
+        self.owner = owner
+        self.names = names
+        self.own: dict[str, Any] = {}
+        """What the owner has there itself; None where a class only inherits it."""
+        self.users = 0
+        self.lock = threading.Lock()
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Within, in all threads, have the attributes flush."""
+        with self.lock:
+            self.users += 1
+            if self.users == 1:
+                self._install()
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.users -= 1
+                if not self.users:
+                    self._remove()
+
+    def _install(self) -> None:
+        for name in self.names:
+            self.own[name] = vars(self.owner).get(name)
+            setattr(self.owner, name, _flushing(getattr(self.owner, name)))
+
+    def _remove(self) -> None:
+        for name, own in self.own.items():
+            if own is None:
+                delattr(self.owner, name)
+            else:
+                setattr(self.owner, name, own)
+
+
+_OF_TENSORS = _Patch(Tensor, _READERS)
+_OF_TORCH = _Patch(torch, _CONSTRUCTORS)
 
 
 @contextmanager
-def flushed_by(flush: Callable[[], None]) -> Iterator[None]:
-    """Within, call flush before a tensor's data are read."""
-    _use(1)
-    _RECORDERS.flushes.append(flush)
-    try:
-        yield
-    finally:
-        _RECORDERS.flushes.pop()
-        _use(-1)
+def flushed_by(flush: Callable[[], None], *, beside_dynamo: bool) -> Iterator[None]:
+    """Within, call flush before a tensor's data are read.
 
-
-def _use(more: int) -> None:
-    global _users
-    with _LOCK:
-        before, _users = _users, _users + more
-        if not before:
-            for name in _READERS:
-                _METHODS[name] = vars(Tensor).get(name)
-                setattr(Tensor, name, _flushing(getattr(Tensor, name)))
-        elif not _users:
-            for name, own in _METHODS.items():
-                if own is None:
-                    delattr(Tensor, name)
-                else:
-                    setattr(Tensor, name, own)
+    Args:
+        flush: does what waits.
+        beside_dynamo: whether Dynamo may trace functions of torch, which are left alone then.
+    """
+    with _OF_TENSORS.used(), nullcontext() if beside_dynamo else _OF_TORCH.used():
+        _RECORDERS.flushes.append(flush)
+        try:
+            yield
+        finally:
+            _RECORDERS.flushes.pop()
 
 
 @functools.cache
@@ -76,6 +108,9 @@ def _flushing(method: Callable[..., Any]) -> Callable[..., Any]:
     def read(*args: Any, **kwargs: Any) -> Any:
         if _RECORDERS.flushes:
             _RECORDERS.flushes[-1]()
+            if method.__name__ == "share_memory_":  # it copies from storage to storage
+                with _disable_current_modes():
+                    return method(*args, **kwargs)
         return method(*args, **kwargs)
 
     return read

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from collage_fx.runtime.residuals.memory import has_memory
 from collage_fx.segments.low_words import Input, LowWords, span
-from collage_fx.segments.operations import OPERATIONS, flat_piece, piece_of
+from collage_fx.segments.operations import OPERATIONS, Operation, flat_piece, piece_of
 from collage_fx.segments.segment import Call, Segment
 from collage_fx.segments.trie import (
     Constant,
@@ -23,6 +23,7 @@ from collage_fx.segments.trie import (
     Place,
     Value,
     layout_of,
+    leaves,
     line_of_code,
     meta_of,
 )
@@ -160,18 +161,38 @@ class Notes:
     def _infer(self, place: Place, func: Any, args: Any, kwargs: Any) -> None:
         """Infer what func makes; what is wrong with its operands it says when done at once."""
         operation = OPERATIONS[func]
+        if operation.written:
+            self._check_overlap(place.line, operation)
         try:
             with self.fake:
                 given = tree_map_only(Tensor, _like, (args, kwargs))
+                sizes = [t.size() for t in tree_leaves(given) if isinstance(t, Tensor)]
                 result = func(*given[0], **given[1])
+                after = [t.size() for t in tree_leaves(given) if isinstance(t, Tensor)]
         except Exception as error:  # whatever an operation's own check raises
             raise CannotNote from error
+        if sizes != after:
+            raise CannotNote  # `out` is resized
         if operation.returns is None and not operation.nothing:
             place.many = isinstance(result, (list, tuple))
             made = list(result) if place.many else [result]
             if not all(isinstance(t, Tensor) and t.layout is torch.strided for t in made):
                 raise CannotNote
             place.made = [meta_of(t) for t in made]
+
+    def _check_overlap(self, line: Any, operation: Operation) -> None:
+        """Leave an operation that writes what it also reads in another view to be done at once."""
+        _, spec, more = line
+        values = [v for v in leaves((spec, more)) if type(v) is Value]
+        by_name = dict(more)
+        for key in operation.written:
+            given = by_name.get(key) if isinstance(key, str) else spec[key]
+            for w in (v for v in leaves(given) if type(v) is Value):
+                region = self.region_of[w.at]
+                layout = next(one for one, v in region.views.items() if v is w)
+                expanded = any(n > 1 and not s for n, s in zip(*layout[1:3], strict=True))
+                if expanded or any(v is not w and self.region_of[v.at] is region for v in values):
+                    raise CannotNote
 
     def _operand(self, a: Any, number: bool) -> Any:
         kind = type(a)

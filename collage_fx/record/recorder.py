@@ -71,6 +71,8 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.wake = wake
         self.reads = contextlib.ExitStack()
+        self.beside_dynamo = False
+        """Whether Dynamo compiles parts of this step."""
         self.all_at_once = at_once
         self.asleep = False
         """Whether the states are not known in this step: the first operation wakes it up."""
@@ -112,6 +114,7 @@ class Recorder(TorchDispatchMode):
         Args:
             beside_dynamo: whether Dynamo compiles parts of it.
         """
+        self.beside_dynamo = beside_dynamo
         mode = _BesideDynamo(self) if beside_dynamo else self
         with mode, contextlib.ExitStack() as self.reads:
             if not self.asleep:
@@ -127,7 +130,8 @@ class Recorder(TorchDispatchMode):
 
     def _watch_reads(self) -> None:
         """Have what is read in other ways than by operations flushed before."""
-        self.reads.enter_context(data_reads.flushed_by(self.flush_outside))
+        watch = data_reads.flushed_by(self.flush_outside, beside_dynamo=self.beside_dynamo)
+        self.reads.enter_context(watch)
 
     def suspended(self, closure: Callable[[], Any], failures: Failures) -> Callable[[], Any]:
         """Return closure run as if this mode were not there: it computes gradients."""
@@ -172,7 +176,7 @@ class Recorder(TorchDispatchMode):
                     except CannotNote:
                         self.flush()
                     else:
-                        if self.all_at_once:
+                        if self.all_at_once or (self.beside_dynamo and _is_number(result)):
                             self.flush()
                         return result
         elif operation.kind == "view":
@@ -206,7 +210,8 @@ class Recorder(TorchDispatchMode):
         strided = [t for t in tensors if has_memory(t)]
         regions = [self.notes.region(t) for t in strided]
         # An input that is written now would be another one for what was noted before.
-        if any(r is not None and (r.pending or operation.kind == "now") for r in regions):
+        at_once = operation.kind == "now" or operation.written
+        if any(r is not None and (r.pending or at_once) for r in regions):
             self.flush()
         name = func._schema.name if isinstance(func, torch._ops.OpOverload) else str(func)
         if operation.kind == "now" and not name.startswith("profiler::"):
@@ -297,6 +302,8 @@ class Recorder(TorchDispatchMode):
 
     def _turn(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Change shape or strides of a tensor in place, and of its low words with it."""
+        if func._opname.startswith("resize"):  # which low words have not
+            self.words.overwritten(args[0])
         residual = self.words.exact(args[0]) if func in TURNS else None
         result = func(*args, **kwargs)
         for component in residual.components if residual is not None else ():
@@ -393,6 +400,11 @@ def _written(operation: Operation, func: Any, args: Any, kwargs: Any) -> list[Te
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     keys = (key if isinstance(key, str) else names[key] for key in operation.written)
     return [t for key in keys for t in _tensors((given.get(key),), {}) if has_memory(t)]
+
+
+def _is_number(result: Any) -> bool:
+    """Tell whether a result has one element, which torch.tensor([x]) reads behind our back."""
+    return isinstance(result, Tensor) and result.numel() == 1
 
 
 def _differentiated(args: Any, kwargs: Any) -> bool:

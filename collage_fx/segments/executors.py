@@ -4,9 +4,10 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from math import copysign, isfinite
+from math import copysign, isfinite, isnan
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, is_inference_mode_enabled
 from torch._dynamo.convert_frame import compile_lock
@@ -136,7 +137,7 @@ class Executors:
         self.seen = SEEN if session.config.on_unsupported == "join" else 1
         """Who wants an error for an operation without a rule gets it in the first step."""
         self.interpreted_only = False
-        self.histories: dict[Segment, _History] = {}
+        self.histories: WeakKeyDictionary[Segment, _History] = WeakKeyDictionary()
         self.changing: list[list[int]] = []
         """For each segment of this step how many floats it has, and which of them change."""
         self.changed_before: list[list[int]] = []
@@ -386,4 +387,4 @@ class Executors:
 
 
 def _same(a: float, b: float) -> bool:
-    return a == b and copysign(1, a) == copysign(1, b)
+    return (a == b and copysign(1, a) == copysign(1, b)) or (isnan(a) and isnan(b))

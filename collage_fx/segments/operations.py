@@ -33,6 +33,11 @@ class Operation:
 _READS = ("_local_scalar_dense", "equal", "is_nonzero")
 _ODD = ("inplace_view", "data_dependent", "dynamic_output", "nondeterministic_seeded")
 _EMPTY = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
+_SOLVES = (
+    *("linalg_", "cholesky", "inverse", "index_select", "gather", "take", "embedding"),
+    *("floor_divide", "remainder", "fmod"),  # of integers, by zero
+)
+"""How the names of operations begin that may fail by the values of their operands."""
 _RANDOM_LIKE = ("rand_like", "randn_like", "randint_like")
 
 
@@ -58,7 +63,7 @@ def _classified(func: Any) -> Operation:
     if name in _EMPTY or name in _RANDOM_LIKE:
         return Operation("metadata")
     # What may fail by the values is done at once: the step may catch the error.
-    solves = name.removeprefix("_").startswith("linalg_") and name != "linalg_vector_norm"
+    solves = name.removeprefix("_").startswith(_SOLVES) and name != "linalg_vector_norm"
     tensors = all("Tensor" in str(r.type) for r in schema.returns)
     odd = any(t.name.startswith(_ODD) for t in func.tags)
     if func.namespace != "aten" or solves or not tensors or odd:
@@ -66,7 +71,8 @@ def _classified(func: Any) -> Operation:
     numbers = frozenset(
         key
         for i, a in enumerate(arguments)
-        if str(a.type) in ("number", "List[number]", "float", "Optional[number]", "List[float]")
+        if str(a.type)
+        in ("Tensor", "number", "List[number]", "float", "Optional[number]", "List[float]")
         for key in (i, a.name)
     )
     if not schema.returns or all(r.alias_info is None for r in schema.returns):

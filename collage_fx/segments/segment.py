@@ -25,6 +25,8 @@ class Line:
     """Whether it returns a list."""
     dtypes: tuple[Any, ...] = ()
     """The dtypes of the values that it makes, as the step sees them; none for a view."""
+    writes: tuple[int, ...] = ()
+    """The numbers of the memory that it writes."""
     over: tuple[int, ...] = ()
     """The numbers of the values that are not needed any more after it."""
     stored: tuple[int, ...] = ()
@@ -113,7 +115,7 @@ class Segment:
             self._add_copies(args[0], args[1])
         made = range(first, len(self.root))
         dtypes = tuple(meta[2] for meta in place.made)
-        line = Line(func, args, kwargs, made, place.many, dtypes, where=place.where)
+        line = Line(func, args, kwargs, made, place.many, dtypes, tuple(written), where=place.where)
         return line, written
 
     def _add_copies(self, targets: Any, sources: Any) -> None:
@@ -183,13 +185,21 @@ def run_joined(segment: Segment, call: Call, words: LowWords) -> None:
             return a.value
         return dtypes.get(a, a) if kind is torch.dtype else a
 
+    unstored: set[int] = set()
     for line in segment.lines:
         args, kwargs = map(operand, line.args), {k: operand(v) for k, v in line.kwargs}
-        result = line.func(*args, **kwargs)
+        try:
+            result = line.func(*args, **kwargs)
+        except BaseException:
+            for at in unstored:  # as after the same error in eager PyTorch
+                _store(env[at], given.get(at), made.get(at), words)
+            raise
+        unstored.update(at for at in line.writes if at in given or at in made)
         for at, one in zip(line.made, result if line.many else (result,), strict=False):
             env[at] = one
         for at, dtype in zip(line.made, line.dtypes, strict=False):
             env[at] = env[at].to(dtypes.get(dtype, dtype))  # not as the widest operand is
+        unstored.difference_update(line.stored)
         for at in line.stored:
             _store(env[at], given.get(at), made.get(at), words)
         for at in line.over:
