@@ -11,6 +11,8 @@ from collage_fx.segments.operations import OPERATIONS
 from collage_fx.segments.trie import Constant, Number, Place, Value, leaves
 from collage_fx.segments.user_rounding import UserRounding
 
+VIEW_AS = torch.ops.aten.view.dtype
+
 
 @dataclass
 class Line:
@@ -51,6 +53,8 @@ class Segment:
         self.lines: list[Line] = []
         self.root: list[int] = []
         """Value -> the value whose memory it is in."""
+        self.dtype: list[Any] = []
+        """Value -> its dtype, as the step sees it."""
         self.written: set[int] = set()
         """The numbers of the inputs that are written, and of the values that are made in place."""
         self.copies: list[tuple[int, int]] = []
@@ -69,8 +73,8 @@ class Segment:
             rounding.follow(line, written)
         self.undoes_rounding = rounding.found
         """Whether a value is taken as it was before the step rounded it by chance."""
-        self.takes_bits = any(line.func is torch.ops.aten.view.dtype for line in self.lines)
-        """Whether it sees values as integers: they have to be of the dtype that they have."""
+        self.writes_bits = self._writes_bits()
+        """Whether it writes what it sees as integers too, in the memory that both have."""
         self.opaque = any("_fused_" in str(line.func) for line in self.lines)
         """Whether it has kernels that no compiler looks into, as fused optimizers do."""
         self._find_ends()
@@ -79,17 +83,34 @@ class Segment:
         at = len(self.root)
         self.inputs.append(at)
         self.root.append(at)
+        self.dtype.append(place.line[1][0])
         if place.line[-1]:
             random.add(at)
 
     def computed(self, words: LowWords) -> dict[Any, torch.dtype]:
         """Return dtype -> what is computed in for it, in this segment."""
-        return words.wide if self.takes_bits else words.computed
+        return words.wide if self.writes_bits else words.computed
+
+    def bits_of(self, line: Line) -> Any:
+        """Return the dtype that an operand has to be of whose bits an operation looks at."""
+        return self.dtype[line.args[0].at] if line.func is VIEW_AS else None
+
+    def _writes_bits(self) -> bool:
+        seen: set[int] = set()
+        for line in self.lines:
+            if line.func is VIEW_AS:
+                seen.add(self.root[line.args[0].at])
+            if seen.intersection(line.writes) and not all(
+                self.dtype[at] is torch.int32 for at in seen.intersection(line.writes)
+            ):
+                return True
+        return False
 
     def insert(self, func: Any, args: tuple[Value, ...]) -> Value:
         """Add a line that the step does not have; return what it makes."""
         at = len(self.root)
         self.root.append(at)
+        self.dtype.append(self.dtype[args[-1].at])
         self.lines.append(Line(func, args, (), range(at, at + 1), False))
         return Value(at)
 
@@ -101,10 +122,12 @@ class Segment:
         if operation.kind == "view":
             source = next(v for v in leaves(args) if type(v) is Value)
             self.root.append(self.root[source.at])
-            if func is torch.ops.aten.view.dtype and args[1] is torch.int32:
+            self.dtype.append(args[1] if func is VIEW_AS else self.dtype[source.at])
+            if func is VIEW_AS and args[1] is torch.int32:
                 self.bit_views[first] = source.at
         else:
             self.root += range(first, first + len(place.made))
+            self.dtype += [meta[2] for meta in place.made]
         written: set[int] = set()
         by_name = dict(kwargs)
         for key in operation.written:
@@ -187,7 +210,9 @@ def run_joined(segment: Segment, call: Call, words: LowWords) -> None:
 
     unstored: set[int] = set()
     for line in segment.lines:
-        args, kwargs = map(operand, line.args), {k: operand(v) for k, v in line.kwargs}
+        args, kwargs = [*map(operand, line.args)], {k: operand(v) for k, v in line.kwargs}
+        if (bits := segment.bits_of(line)) is not None:
+            args = [args[0].to(bits), line.args[1]]
         try:
             result = line.func(*args, **kwargs)
         except BaseException:

@@ -157,8 +157,11 @@ class _Builder:
             return dtypes.get(a, a) if kind is torch.dtype else a
 
         for line in self.segment.lines:
-            args, kwargs = tuple(map(operand, line.args)), {k: operand(v) for k, v in line.kwargs}
-            node = graph.call_function(line.func, args, kwargs)
+            args, kwargs = [*map(operand, line.args)], {k: operand(v) for k, v in line.kwargs}
+            bits = self.segment.bits_of(line)
+            if dtypes and bits is not None:
+                args = [graph.call_method("to", (args[0], bits)), line.args[1]]
+            node = graph.call_function(line.func, tuple(args), kwargs)
             node.stack_trace = line.where
             for k, at in enumerate(line.made):
                 many = line.many
