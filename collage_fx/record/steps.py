@@ -365,8 +365,16 @@ class Steps:
         self.quiet = bool(self.by_graph) and not outside and lasting
         if outside and self.steps >= TRIED and self.switches and not (self.waited or self.forced):
             self.record_whole()
+            self.session.notes.add(_SWITCH)
         self.words.forget()
         return unaccounted
+
+
+_SWITCH = (
+    "Dynamo traces a part of the step, so that steps are recorded whole from now on; values that "
+    "went from one graph to another in the steps before had their high words only, which "
+    "record=True avoids"
+)
 
 
 def _resumed(states: list[Owned]) -> bool:

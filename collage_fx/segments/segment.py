@@ -89,7 +89,8 @@ class Segment:
 
     def computed(self, words: LowWords) -> dict[Any, torch.dtype]:
         """Return dtype -> what is computed in for it, in this segment."""
-        return words.wide if self.writes_bits else words.computed
+        plain = words.wide.keys().isdisjoint(self.dtype)  # fp32 alone is left as it is
+        return words.wide if plain or self.writes_bits else words.computed
 
     def bits_of(self, line: Line) -> Any:
         """Return the dtype that an operand has to be of whose bits an operation looks at."""
