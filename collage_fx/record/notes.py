@@ -12,7 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from collage_fx.runtime.residuals.memory import has_memory
-from collage_fx.segments.low_words import Input, LowWords, span
+from collage_fx.segments.low_words import LowWords
+from collage_fx.segments.memory import Input, span, storage_key
 from collage_fx.segments.operations import OPERATIONS, Operation, flat_piece, piece_of
 from collage_fx.segments.segment import Call, Segment
 from collage_fx.segments.trie import (
@@ -37,11 +38,9 @@ class CannotNote(Exception):
 class Region:
     """A piece of memory that the notes know as one value, and its known views."""
 
-    tensor: Tensor | None
-    """Of an input the memory itself; None for what the notes make, which may be given up."""
     layout: Layout
     storage: StorageWeakRef | None = None
-    """Of what the notes make."""
+    """Of what the notes make, and the step may give up; None for an input."""
     pending: bool = False
     """Whether its data are not what they will be."""
     views: dict[Layout, Value] = field(default_factory=dict)
@@ -130,7 +129,7 @@ class Notes:
 
     def region(self, t: Tensor) -> Region | None:
         """Return the region of the notes that t is in, or meets."""
-        regions = self.regions.get(t.untyped_storage()._cdata)
+        regions = self.regions.get(storage_key(t))
         if regions is None:
             return None
         layout = layout_of(t)
@@ -215,7 +214,7 @@ class Notes:
     def _value(self, t: Tensor) -> Value:
         """Return the value that t is; an input, if the notes do not know its memory."""
         try:
-            key = t.untyped_storage()._cdata
+            key = storage_key(t)
         except NotImplementedError as error:  # a sparse one has no storage
             raise CannotNote from error
         layout = layout_of(t)
@@ -239,13 +238,13 @@ class Notes:
         owner = self.words.around(t)
         base = owner.tensor if owner is not None else t._base if t._is_view() else None
         if base is not None and base.dtype is t.dtype and layout_of(base) != layout:
-            same = has_memory(base) and base.untyped_storage()._cdata == key
+            same = has_memory(base) and storage_key(base) == key
             if same and not any(r.overlaps(layout_of(base)) for r in regions):
                 self._value(base)  # so that no two inputs overlap
                 return self._value(t)
         self._enter(("input", layout, t.device, t.requires_grad, key in self.random))
         self.inputs.append(self.words.input(t))
-        region = Region(t, layout)
+        region = Region(layout)
         region.views[layout] = region.value = self._next(region)
         self.regions.setdefault(key, regions).append(region)
         return region.value
@@ -266,7 +265,7 @@ class Notes:
         """Return a tensor of which the data come later."""
         t = torch.empty_strided(meta[0], meta[1], dtype=meta[2], device=meta[3])
         storage, layout = t.untyped_storage(), (meta[2], meta[0], meta[1], 0)
-        region = Region(None, layout, StorageWeakRef(storage), pending=True)
+        region = Region(layout, StorageWeakRef(storage), pending=True)
         region.views[layout] = region.value = self._next(region)
         self.regions[storage._cdata] = [region]
         self.made.append(region)

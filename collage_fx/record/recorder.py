@@ -8,21 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
     _pop_mode_temporarily,
 )
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from collage_fx.hooks import data_reads, nested_compile
 from collage_fx.hooks.dynamo_errors import Failures
-from collage_fx.passes.rewrite.op_schema import COLLECTIVE, TURNS, received
+from collage_fx.record.at_once import AtOnce, tensors_in
 from collage_fx.record.notes import CannotNote, Notes
 from collage_fx.runtime.residuals.memory import has_memory
-from collage_fx.segments.low_words import Input, LowWords
+from collage_fx.segments.low_words import LowWords
 from collage_fx.segments.operations import OPERATIONS, Operation
 from collage_fx.segments.segment import Call, Segment
 
@@ -55,7 +53,7 @@ class Recorder(TorchDispatchMode):
     def __init__(
         self,
         words: LowWords,
-        run: Callable[[Segment, Call, LowWords], None],
+        run: Callable[[Segment, Call], None],
         wake: Callable[[], None],
         *,
         at_once: bool = False,
@@ -81,12 +79,9 @@ class Recorder(TorchDispatchMode):
         self.words = words
         self.run = run
         self.notes = Notes(words)
-        self.segments = 0
-        """How many segments were run."""
+        self.at_once = AtOnce(words, self.notes)
         self.noted = 0
         """How many operations were noted."""
-        self.at_once: dict[str, int] = {}
-        """Name of an operation that was not noted -> how often it was done."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -182,17 +177,17 @@ class Recorder(TorchDispatchMode):
         elif operation.kind == "view":
             return self._view(func, operation, args, kwargs)
         elif operation.kind == "metadata":
-            return self._born(func, func(*args, **kwargs))
+            return self.at_once.born(func, func(*args, **kwargs))
         elif operation.kind == "note":
             return func(*args, **kwargs)
-        return self._now(func, operation, _tensors(args, kwargs), args, kwargs)
+        return self._now(func, operation, tensors_in(args, kwargs), args, kwargs)
 
     def _on_host(self, operation: Operation, args: Any, kwargs: Any) -> bool:
         """Tell whether this is arithmetic of numbers on the host, such as a count of steps."""
         first = args[0] if args else None
         if isinstance(first, Tensor) and first.dim():
             return False
-        tensors = _tensors(args, kwargs)
+        tensors = tensors_in(args, kwargs)
         if not tensors:
             return type(first) is list and not first  # what makes a 0-d tensor
         for t in tensors:
@@ -213,102 +208,7 @@ class Recorder(TorchDispatchMode):
         at_once = operation.kind == "now" or operation.written
         if any(r is not None and (r.pending or at_once) for r in regions):
             self.flush()
-        name = func._schema.name if isinstance(func, torch._ops.OpOverload) else str(func)
-        if operation.kind == "now" and not name.startswith("profiler::"):
-            self.at_once[name] = self.at_once.get(name, 0) + 1
-        if getattr(func, "namespace", "") in COLLECTIVE:
-            return self._communicate(func, args, kwargs)
-        if func in TURNS or torch.Tag.inplace_view in getattr(func, "tags", ()):
-            return self._turn(func, args, kwargs)
-        if not any(self.words.known(t) or self.words.holds_state(t) for t in strided):
-            result = func(*args, **kwargs)
-            return self._born(func, result) if operation.kind == "now" else result
-        return self._now_joined(func, operation, args, kwargs)
-
-    def _born(self, func: Any, result: Any) -> Any:
-        """Note what an operation has made that was done at once; return it."""
-        random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
-        for t in tree_leaves(result):
-            if isinstance(t, Tensor) and has_memory(t):
-                storage = t.untyped_storage()
-                if random and not t.is_floating_point():
-                    self.notes.random[storage._cdata] = StorageWeakRef(storage)
-                else:
-                    self.words.born(t)
-        return result
-
-    def _now_joined(self, func: Any, operation: Operation, args: Any, kwargs: Any) -> Any:
-        """Do an operation on whole values, and split what it makes and writes."""
-        wide: dict[int, tuple[Tensor, Input | None]] = {}
-        """Operand -> its whole value, and the memory that it goes back to."""
-
-        def joined(t: Tensor) -> Tensor:
-            if t.dtype not in self.words.wide:
-                return t
-            if id(t) not in wide:
-                wide[id(t)] = self._whole(t, joined, wide)
-            return wide[id(t)][0]
-
-        widened = [t.dtype for t in _tensors(args, kwargs) if t.dtype in self.words.wide]
-        low = {self.words.wide[d]: d for d in reversed(widened)}
-        given = tree_map_only(Tensor, joined, (args, kwargs))
-        given = tree_map_only(torch.dtype, lambda d: self.words.wide.get(d, d), given)
-        result = func(*given[0], **given[1])
-        for t in _written(operation, func, args, kwargs):
-            if id(t) in wide:
-                value, memory = wide[id(t)]
-                assert memory is not None
-                state = memory.pieces[0].owned.tensor if memory.pieces else None
-                self.words.store(memory, wide[id(state)][0] if id(state) in wide else value)
-        back = {id(wide[id(t)][0]): t for t in _tensors(args, kwargs) if id(t) in wide}
-
-        def narrowed(t: Tensor) -> Tensor:
-            if id(t) in back:
-                return back[id(t)]
-            if t.dtype not in low or kwargs.get("dtype") is t.dtype:
-                return t
-            hi = torch.empty_like(t, dtype=low[t.dtype]) if has_memory(t) else t.to(low[t.dtype])
-            if has_memory(t):
-                self.words.keep(hi, t)
-            return hi
-
-        return tree_map_only(Tensor, narrowed, result)
-
-    def _whole(
-        self, t: Tensor, joined: Callable[[Tensor], Tensor], wide: dict[int, Any]
-    ) -> tuple[Tensor, Input | None]:
-        """Return the whole value of an operand; of a part of a state a view of the state's."""
-        if not has_memory(t):
-            return t.to(self.words.wide[t.dtype]), None
-        owner = self.words.around(t)
-        if owner is None:
-            given = self.words.input(t)
-            return self.words.joined(given), given
-        state = owner.tensor
-        value = joined(state)
-        offset = t.storage_offset() - state.storage_offset()
-        return value.as_strided(t.size(), t.stride(), offset), wide[id(state)][1]
-
-    def _communicate(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Let a collective operation have the tensors themselves, not knowing of low words."""
-        if func.namespace != "c10d" and func._opname != "wait_tensor":  # it returns the result
-            for t in _tensors(args, kwargs):
-                self.words.sent(t)
-        result = func(*args, **kwargs)
-        for t in tree_leaves(received(func, args, kwargs)):
-            if isinstance(t, Tensor) and has_memory(t):
-                self.words.overwritten(t)
-        return result
-
-    def _turn(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Change shape or strides of a tensor in place, and of its low words with it."""
-        if func._opname.startswith("resize"):  # which low words have not
-            self.words.overwritten(args[0])
-        residual = self.words.exact(args[0]) if func in TURNS else None
-        result = func(*args, **kwargs)
-        for component in residual.components if residual is not None else ():
-            func(component, *args[1:], **kwargs)
-        return result
+        return self.at_once.do(func, operation, args, kwargs)
 
     # Notes.
 
@@ -355,11 +255,10 @@ class Recorder(TorchDispatchMode):
         if not self.notes.wait:
             return self.notes.clear()
         segment, call = self.notes.take()
-        self.segments += 1
         self.words.results(call.memory)
         self.words.settle()  # what was noted has counted up versions
         with torch.no_grad():
-            self.run(segment, call, self.words)
+            self.run(segment, call)
         return None
 
 
@@ -381,27 +280,6 @@ class _BesideDynamo(TorchDispatchMode):
         return self.recorder.__torch_dispatch__(func, types, args, kwargs)
 
 
-def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors among the arguments of an operation: themselves, and in lists."""
-    found = []
-    for a in (*args, *kwargs.values()):
-        if isinstance(a, Tensor):
-            found.append(a)
-        elif isinstance(a, (list, tuple)):
-            found += [t for t in a if isinstance(t, Tensor)]
-    return found
-
-
-def _written(operation: Operation, func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Return the tensors with memory that an operation writes."""
-    if not operation.written:
-        return []
-    names = [a.name for a in func._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    keys = (key if isinstance(key, str) else names[key] for key in operation.written)
-    return [t for key in keys for t in _tensors((given.get(key),), {}) if has_memory(t)]
-
-
 def _is_number(result: Any) -> bool:
     """Tell whether a result has one element, which torch.tensor([x]) reads behind our back."""
     return isinstance(result, Tensor) and result.numel() == 1
@@ -409,4 +287,4 @@ def _is_number(result: Any) -> bool:
 
 def _differentiated(args: Any, kwargs: Any) -> bool:
     """Tell whether autograd follows an operation: what it saves it may read by itself."""
-    return any(t.requires_grad for t in _tensors(args, kwargs))
+    return any(t.requires_grad for t in tensors_in(args, kwargs))

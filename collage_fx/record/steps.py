@@ -24,6 +24,7 @@ from collage_fx.runtime.residuals.store import STORE, version
 from collage_fx.runtime.storage.registry import compensable_dtypes
 from collage_fx.segments.executors import Executors
 from collage_fx.segments.low_words import LowWords
+from collage_fx.segments.memory import storage_key
 from collage_fx.segments.segment import Call, Segment
 from collage_fx.segments.trie import Layout, layout_of
 
@@ -180,7 +181,7 @@ class Steps:
     def _states(self) -> list[Owned]:
         """Return the states that may be compensated: those of before, if all are the same."""
         found = list(self.discovery.all())
-        places = [_place(o.tensor) for o in found]
+        places = [_storage_key(o.tensor) for o in found]
         same = (STORE.generation, places) == self.known and all(
             seen() is o.tensor for seen, o in zip(self.seen, found, strict=True)
         )
@@ -212,7 +213,7 @@ class Steps:
             "or a kernel of its own: its residual begins anew"
         )
 
-    def _run(self, segment: Segment, call: Call, words: LowWords) -> None:
+    def _run(self, segment: Segment, call: Call) -> None:
         """Do a segment; see whether it stores in a state what a graph of Dynamo's has computed."""
         if self.discovery.changed():
             for owned in self._states():
@@ -223,9 +224,9 @@ class Steps:
             ]
         for to, source in segment.copies if self.returned else ():
             given = dict(zip(segment.inputs, call.inputs, strict=True))
-            if _place(given[source].data) in self.returned and given[to].pieces:
+            if _storage_key(given[source].data) in self.returned and given[to].pieces:
                 self._chained(given[to].pieces[0].owned.name)
-        self.executors.run(segment, call, words)
+        self.executors.run(segment, call)
 
     # Graphs of Dynamo's.
 
@@ -267,7 +268,7 @@ class Steps:
     def _results(self, results: Any) -> None:
         """Note what a graph returned: states that are put in the place of others, maybe."""
         tensors = (t for t in tree_leaves(results) if isinstance(t, Tensor))
-        self.returned.update(_place(t) for t in tensors if t.dtype in self.words.wide)
+        self.returned.update(_storage_key(t) for t in tensors if t.dtype in self.words.wide)
 
     def _look_for_chain(
         self, written: list[tuple[Tensor, StatePlan]], args: tuple[Any, ...]
@@ -279,7 +280,7 @@ class Steps:
         """
         if not (self.by_graph or self.returned):
             return
-        handed = any(isinstance(a, Tensor) and _place(a) in self.returned for a in args)
+        handed = any(isinstance(a, Tensor) and _storage_key(a) in self.returned for a in args)
         for tensor, plan in written:
             if plan.replaced and (handed or tensor.requires_grad):
                 self._chained(plan.name)
@@ -339,7 +340,7 @@ class Steps:
         present = self._states()
         replaced = [o for o in present if id(o.tensor) not in self.versions]
         for owned in replaced:
-            taken = _place(owned.tensor) in self.returned and owned.place in self.places
+            taken = _storage_key(owned.tensor) in self.returned and owned.place in self.places
             if taken and owned.tensor.dim():  # else a norm, say, that somebody looks at
                 self._chained(owned.name)
         for owned in present:
@@ -384,8 +385,8 @@ def _resumed(states: list[Owned]) -> bool:
 
 
 def _memory(tensor: Tensor) -> tuple[int, Layout]:
-    return _place(tensor), layout_of(tensor)
+    return _storage_key(tensor), layout_of(tensor)
 
 
-def _place(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata if has_memory(tensor) else 0
+def _storage_key(tensor: Tensor) -> int:
+    return storage_key(tensor) if has_memory(tensor) else 0

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import copysign, isfinite, isnan
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, is_inference_mode_enabled
@@ -20,9 +20,11 @@ from collage_fx.errors import CollageError
 from collage_fx.hooks.gc_pause import no_full_collection
 from collage_fx.passes.ir.program import StatePlan
 from collage_fx.segments.joined_compiler import ROUNDED, compile_joined
-from collage_fx.segments.low_words import LowWords, place
+from collage_fx.segments.low_words import LowWords
+from collage_fx.segments.memory import storage_key
 from collage_fx.segments.segment import Call, Segment, run_joined
 from collage_fx.segments.segment_graph import (
+    Numbers,
     float_guard,
     graph_of_segment,
     joined_graph,
@@ -50,27 +52,29 @@ class _Given:
     parts: Any = ()
 
 
+_Made: TypeAlias = tuple[Callable[[list[Any]], bool], Callable[..., bool]]
+"""What runs compiled code, and what tells for which numbers it is right."""
+
+
 @dataclass
 class _Compiled:
     """A segment compiled for some floats."""
 
     run: Callable[[list[Any]], bool]
     """Returns whether it has run: if not, nothing was written."""
-    floats: list[float]
-    changing: list[int]
-    """The positions of those that are inputs."""
-    same: list[int]
-    """For each the position of the one that it is equal to."""
     holds: Callable[..., bool]
+    """Tells for which of the numbers that are inputs it is right."""
+    numbers: Numbers
     structure: Any
 
     def fits(self, given: _Given, floats: list[float]) -> bool:
         """Tell whether it is right for a call."""
+        before = self.numbers
         same = self.structure == given.structure and all(
-            _same(a, floats[k]) and (k in self.changing or _same(a, b))
-            for k, a, b in zip(self.same, floats, self.floats, strict=True)
+            _same(a, floats[k]) and (k in before.changing or _same(a, b))
+            for k, a, b in zip(before.same, floats, before.floats, strict=True)
         )
-        return same and self.holds(*(floats[i] for i in self.changing))
+        return same and self.holds(*(floats[i] for i in before.changing))
 
 
 @dataclass
@@ -168,7 +172,7 @@ class Executors:
         if at_once:
             self.seen = 1
 
-    def run(self, segment: Segment, call: Call, words: LowWords) -> None:
+    def run(self, segment: Segment, call: Call) -> None:
         """Do a segment.
 
         Raises the CollageError that a user has asked for, before anything of it is written.
@@ -189,7 +193,7 @@ class Executors:
                     self.runs[name] += 1
                     return
         self.runs["interpreted"] += 1
-        run_joined(segment, call, words)
+        run_joined(segment, call, self.words)
 
     def _history(self, segment: Segment, floats: list[float]) -> _History:
         history, at = self.histories.setdefault(segment, _History()), len(self.changing)
@@ -204,7 +208,7 @@ class Executors:
         self,
         way: _Way,
         find: Callable[[Segment, Call], _Given | None],
-        compile_: Callable[..., Callable[[list[Any]], bool] | None],
+        compile_: Callable[[Segment, _Given, Numbers], _Made | None],
         segment: Segment,
         history: _History,
         call: Call,
@@ -223,7 +227,7 @@ class Executors:
                 way.refused = True
                 return False
             way.compiled.insert(0, compiled)
-        numbers = [number_tensor(call.floats[i]) for i in compiled.changing]
+        numbers = [number_tensor(call.floats[i]) for i in compiled.numbers.changing]
         done = compiled.run([*given.args, *numbers, *given.lows])
         if not done:  # it is compiled anew for what there is by now
             way.compiled.remove(compiled)
@@ -231,26 +235,23 @@ class Executors:
 
     def _compile(
         self,
-        compile_: Callable[..., Callable[[list[Any]], bool] | None],
+        compile_: Callable[[Segment, _Given, Numbers], _Made | None],
         segment: Segment,
         history: _History,
         given: _Given,
         call: Call,
     ) -> _Compiled | None:
         same = list(history.same)
-        changing = sorted({same[i] for i in history.changing})
-        guards: list[Callable[..., bool]] = []
+        numbers = Numbers(call.floats, sorted({same[i] for i in history.changing}), same)
         try:
             with compile_lock, no_full_collection():
-                run = compile_(segment, given, call.floats, changing, same, guards)
+                made = compile_(segment, given, numbers)
         except CollageError:
             raise
         except Exception as error:  # whatever the compiler raises: there is another way
             self.note(error)
             return None
-        if run is None:
-            return None
-        return _Compiled(run, call.floats, changing, same, guards[0], given.structure)
+        return None if made is None else _Compiled(*made, numbers, given.structure)
 
     # Rewritten by the passes.
 
@@ -280,32 +281,22 @@ class Executors:
     def _name(self, t: Tensor) -> str:
         """Return the name of a state, or of the gradient of one; empty for other memory."""
         state = next(iter(self.words.states_in(t)), None)
-        return state.name if state is not None else self.words.gradients().get(place(t), "")
+        return state.name if state is not None else self.words.gradients().get(storage_key(t), "")
 
-    def _rewrite(
-        self,
-        segment: Segment,
-        given: _Given,
-        floats: list[float],
-        changing: list[int],
-        same: list[int],
-        guards: list[Callable[..., bool]],
-    ) -> Callable[[list[Any]], bool] | None:
-        gm = graph_of_segment(segment, floats, changing, same)
-        some = [floats[i] for i in changing]
-        args = (*given.args, *map(number_tensor, some))
-        mode, fakes = with_fakes(gm, given.args, some)
+    def _rewrite(self, segment: Segment, given: _Given, numbers: Numbers) -> _Made | None:
+        gm = graph_of_segment(segment, numbers)
+        args = (*given.args, *map(number_tensor, numbers.given))
+        mode, fakes = with_fakes(gm, given.args, numbers.given)
         propagate(gm, mode, fakes)
         for node, t in zip(gm.graph.find_nodes(op="placeholder"), given.args, strict=False):
             node._dynamo_source = SimpleNamespace(name=self._name(t))
         with tracing(TracingContext(mode)):
             code = compile_graph(self.session, gm, fakes, args)
-        guards.append(float_guard(mode, fakes))
         for state, _ in code.reads:
             self._want(state(args))
         if code.refused or code.reads_residual(args) or self._computes_anew(code, args):
             return None
-        return partial(self._run_code, code)
+        return partial(self._run_code, code), float_guard(mode, fakes)
 
     def _computes_anew(self, code: Code, args: tuple[Any, ...]) -> bool:
         """Tell whether a parameter is stored that was computed elsewhere, with more bits maybe."""
@@ -363,27 +354,18 @@ class Executors:
         lows = [lo for parts in found for part in parts for lo in part.lows]
         return _Given(tensors, lows, tuple(tuple(p.structure for p in ps) for ps in found), found)
 
-    def _join(
-        self,
-        segment: Segment,
-        given: _Given,
-        floats: list[float],
-        changing: list[int],
-        same: list[int],
-        guards: list[Callable[..., bool]],
-    ) -> Callable[[list[Any]], bool]:
+    def _join(self, segment: Segment, given: _Given, numbers: Numbers) -> _Made:
         dtypes = [t.dtype for t in given.args]
         wide, computed = self.words.wide, segment.computed(self.words)
-        gm = joined_graph(segment, floats, changing, same, wide, computed, dtypes, given.parts)
-        mode, fakes = with_fakes(gm, given.args, [floats[i] for i in changing], given.lows)
+        gm = joined_graph(segment, numbers, wide, computed, dtypes, given.parts)
+        mode, fakes = with_fakes(gm, given.args, numbers.given, given.lows)
         function = compile_joined(self.session, gm, mode, fakes)
-        guards.append(float_guard(mode, fakes))
 
         def run(args: list[Any]) -> bool:
             function(*args)
             return True
 
-        return run
+        return run, float_guard(mode, fakes)
 
 
 def _same(a: float, b: float) -> bool:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +22,8 @@ from collage_fx.runtime.storage.registry import (
 from collage_fx.runtime.storage.registry import (
     layout_of as storage_of,
 )
-from collage_fx.segments.trie import Layout, layout_of
+from collage_fx.segments.memory import Input, Part, Piece, covers, part_of, storage_key
+from collage_fx.segments.trie import layout_of
 
 
 @dataclass(eq=False)
@@ -34,60 +34,6 @@ class _Between:
     dtype: torch.dtype
     lows: tuple[Tensor, ...] = ()
     """Each as long as the storage, from its first element on, so that they have views like it."""
-
-
-@dataclass
-class Piece:
-    """A state in a piece of memory, as it was when an operation on that memory was noted."""
-
-    owned: Owned
-    data: Tensor
-    """The state's memory of then: `p.data = ...` gives it another."""
-    residual: Residual | None
-
-    @property
-    def moved(self) -> bool:
-        """Whether the state has other memory by now."""
-        return layout_of(self.owned.tensor) != layout_of(self.data) or place(
-            self.owned.tensor
-        ) != place(self.data)
-
-
-@dataclass
-class Input:
-    """Memory that a segment reads or writes, and that was there before it."""
-
-    data: Tensor
-    pieces: list[Piece]
-    """The states in it."""
-    parameter: Tensor | None = None
-    """What may be a parameter, and is not known to be a state."""
-
-
-@dataclass
-class Part:
-    """A part of a piece of memory that has low words."""
-
-    within: Layout
-    """The piece of memory."""
-    layout: Layout
-    storage: str
-    lows: tuple[Tensor, ...]
-
-    @property
-    def exact(self) -> bool:
-        """Whether it is all of it."""
-        return self.within == self.layout
-
-    @property
-    def view(self) -> tuple[Any, ...]:
-        """Size, stride, and offset from the beginning of the piece."""
-        return (*self.layout[1:3], self.layout[3] - self.within[3])
-
-    @property
-    def structure(self) -> tuple[Any, ...]:
-        """What a graph depends on."""
-        return self.view, self.storage
 
 
 class LowWords:
@@ -142,7 +88,7 @@ class LowWords:
         self.forget()
         for owned in states:
             tensor = owned.tensor
-            self.states.setdefault(place(tensor), []).append(owned)
+            self.states.setdefault(storage_key(tensor), []).append(owned)
             residual = STORE.get(tensor)
             if residual is not None and residual.fits(tensor):
                 self.checked[id(tensor)] = tensor, residual
@@ -150,7 +96,7 @@ class LowWords:
 
     def take_up(self, owned: Owned) -> None:
         """Know a state that the step has made, if it is not known yet."""
-        states = self.states.setdefault(place(owned.tensor), [])
+        states = self.states.setdefault(storage_key(owned.tensor), [])
         if all(known.tensor is not owned.tensor for known in states):
             states.append(owned)
             self.adopt(owned)
@@ -166,7 +112,7 @@ class LowWords:
     def input(self, t: Tensor) -> Input:
         """Return what a segment needs to know of memory that it did not make."""
         data = t.data
-        found = self.states.get(place(t))
+        found = self.states.get(storage_key(t))
         if found is None or t.dtype not in self.wide:
             return Input(data, [], t if t.requires_grad else None)
         if len(found) == 1 and found[0].tensor is t:
@@ -181,26 +127,25 @@ class LowWords:
             for owned in states:
                 grad = owned.tensor.grad if owned.tensor.is_leaf else None
                 if grad is not None and has_memory(grad):
-                    found[place(grad)] = f"{owned.name}.grad"
+                    found[storage_key(grad)] = f"{owned.name}.grad"
         return found
+
+    def _near(self, t: Tensor) -> list[Owned]:
+        """Return the states that are in the storage of t by now, of its dtype."""
+        key = storage_key(t)
+        found = self.states.get(key, ()) if t.dtype in self.wide else ()
+        return [o for o in found if o.tensor.dtype is t.dtype and storage_key(o.tensor) == key]
 
     def states_in(self, t: Tensor) -> list[Owned]:
         """Return the states that t covers, of its dtype."""
-        if t.dtype not in self.wide:
-            return []
-        found = self.states.get(place(t), ())
-        return [
-            o
-            for o in found
-            if o.tensor.dtype is t.dtype and place(o.tensor) == place(t) and _covers(t, o.tensor)
-        ]
+        return [o for o in self._near(t) if covers(t, o.tensor)]
 
     def around(self, t: Tensor) -> Owned | None:
         """Return the state of which t is a part; None where it is all of one, or more."""
-        if t.dtype not in self.wide or self.states_in(t):
+        near = self._near(t)
+        if any(covers(t, o.tensor) for o in near):
             return None
-        found = (o for o in self.states.get(place(t), ()) if place(o.tensor) == place(t))
-        return next((o for o in found if _covers(o.tensor, t) and o.tensor.dtype is t.dtype), None)
+        return next((o for o in near if covers(o.tensor, t)), None)
 
     def of_state(self, owned: Owned) -> Residual | None:
         """Return the residual of a state, which belongs to its present value."""
@@ -225,7 +170,7 @@ class LowWords:
         return bool(self.states_in(t))
 
     def _lows(self, t: Tensor) -> tuple[Tensor, ...] | None:
-        between = self.between.get(place(t))
+        between = self.between.get(storage_key(t))
         if between is None or between.storage.expired() or between.dtype is not t.dtype:
             return None
         return tuple(lo.as_strided(t.size(), t.stride(), t.storage_offset()) for lo in between.lows)
@@ -246,7 +191,7 @@ class LowWords:
             residual = piece.residual
             assert residual is not None
             words = piece.data, *residual.components
-            _part(wide, piece.data, t).copy_(join_in(wide.dtype, residual.storage, *words))
+            part_of(wide, piece.data, t).copy_(join_in(wide.dtype, residual.storage, *words))
         return wide
 
     def born(self, t: Tensor, storage: Storage | None = None) -> None:
@@ -257,12 +202,12 @@ class LowWords:
     def store(self, given: Input, wide: Tensor) -> None:
         """Write a wide value over memory, and what does not fit in there into low words."""
         t = given.data
-        if not given.pieces and place(t) in self.between:
+        if not given.pieces and storage_key(t) in self.between:
             return self.keep(t, wide)
         if not any(layout_of(piece.data) == layout_of(t) for piece in given.pieces):
             t.copy_(wide)
         for piece in given.pieces:
-            part = _part(wide, piece.data, t)
+            part = part_of(wide, piece.data, t)
             if piece.moved:
                 piece.data.copy_(part)
             else:
@@ -311,26 +256,21 @@ class LowWords:
 
     def _between(self, t: Tensor, dtypes: Sequence[torch.dtype]) -> _Between:
         """Return the record of the memory of t, with low words of these dtypes."""
-        storage, known = t.untyped_storage(), self.between.get(place(t))
+        storage, known = t.untyped_storage(), self.between.get(storage_key(t))
         if known is None or known.storage.expired() or known.dtype is not t.dtype:
-            known = self.between[place(t)] = _Between(StorageWeakRef(storage), t.dtype)
+            known = self.between[storage_key(t)] = _Between(StorageWeakRef(storage), t.dtype)
         if len(known.lows) < len(dtypes):
             count = storage.nbytes() // t.itemsize
             known.lows = tuple(torch.zeros(count, dtype=d, device=t.device) for d in dtypes)
         return known
 
-    def adopt(self, owned: Owned) -> bool:
-        """Make the low words of a value that the step has put in the place of a state the state's.
-
-        Returns whether there were such.
-        """
+    def adopt(self, owned: Owned) -> None:
+        """Make the low words of a value that the step has put in a state's place the state's."""
         tensor = owned.tensor
-        if not self._lows(tensor):
-            return False
-        wide = self.joined(Input(tensor.data, []))
-        del self.between[place(tensor)]
-        self._store_state(owned, wide)
-        return True
+        if self._lows(tensor):
+            wide = self.joined(Input(tensor.data, []))
+            del self.between[storage_key(tensor)]
+            self._store_state(owned, wide)
 
     def parts(self, given: Input, *, written: bool) -> list[Part] | None:
         """Return the parts of memory that have low words, or, where it is written, get some.
@@ -338,7 +278,7 @@ class LowWords:
         None if a state in it has moved.
         """
         t = given.data
-        if written and place(t) in self.between and not given.pieces:
+        if written and storage_key(t) in self.between and not given.pieces:
             self.born(t, STORAGES[self.finest[t.dtype]])
         if lows := self._lows(t):
             return [Part(layout_of(t), layout_of(t), self.finest[t.dtype], lows)]
@@ -375,41 +315,40 @@ class LowWords:
         found = (o for o in self.states_in(t) if o.tensor is t)
         return next((self.of_state(o) for o in found), None)
 
+    def _say_lost(self, t: Tensor) -> list[Residual]:
+        """Say which states in t have something in their low words; return their residuals."""
+        found = [(o.name, r) for o in self.states_in(t) if (r := self.of_state(o)) is not None]
+        found = [(name, residual) for name, residual in found if residual.has_content()]
+        for name, _ in found:
+            self.lost(name)
+        return [residual for _, residual in found]
+
     def overwritten(self, t: Tensor) -> None:
         """Drop the low words of memory that something has written which knows none."""
-        self.between.pop(place(t), None)
-        for owned in self.states_in(t):
-            self.written[id(owned.tensor)] = owned
-            residual = self.of_state(owned)
-            if residual is not None and residual.has_content():
-                self.lost(owned.name)
-                residual.clear()
+        self.between.pop(storage_key(t), None)
+        self.written.update({id(o.tensor): o for o in self.states_in(t)})
+        for residual in self._say_lost(t):
+            residual.clear()
 
     def results(self, memory: Iterable[Tensor]) -> None:
         """Note what a segment makes."""
         for t in memory:
-            self.made[place(t)] = StorageWeakRef(t.untyped_storage())
+            self.made[storage_key(t)] = StorageWeakRef(t.untyped_storage())
 
     def is_result(self, t: Tensor) -> bool:
         """Tell whether a segment has made t, from whole values: it may have more bits than a graph
         would give it."""
-        made = self.made.get(place(t))
+        made = self.made.get(storage_key(t))
         return made is not None and not made.expired() and t.is_floating_point() and t.dim() > 0
 
     def sent(self, t: Tensor) -> None:
         """Say that what is made of t, and may replace a state, knows nothing of its low words."""
-        for owned in self.states_in(t) if has_memory(t) else ():
-            residual = self.of_state(owned)
-            if residual is not None and residual.has_content():
-                self.lost(owned.name)
+        if has_memory(t):
+            self._say_lost(t)
 
     def dropped(self, t: Tensor) -> bool:
         """Tell whether t, which is no state, has something in its low words."""
         return any(bool(lo.any()) for lo in self._lows(t) or ())
-
-    def sweep(self) -> None:
-        """Forget the low words of values that are gone."""
-        self.between = {k: b for k, b in self.between.items() if not b.storage.expired()}
 
     def settle(self) -> None:
         """Record that the residuals belong to the present values, whatever versions were counted.
@@ -418,29 +357,3 @@ class LowWords:
         """
         for tensor, residual in self.checked.values():
             residual.settle(tensor)
-
-
-def place(t: Tensor) -> int:
-    """Return the storage of a tensor with memory, as a key."""
-    return t.untyped_storage()._cdata
-
-
-def _covers(t: Tensor, part: Tensor) -> bool:
-    """Tell whether part, in the same storage, lies within t, from its first element to its last."""
-    (start, end), (first, last) = span(layout_of(t)), span(layout_of(part))
-    return start <= first and last <= end
-
-
-def span(layout: Layout) -> tuple[int, int]:
-    """Return the first element of a view, and the one after its last."""
-    _, size, stride, offset = layout
-    if 0 in size:
-        return offset, offset
-    return offset, offset + 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
-
-
-def _part(wide: Tensor, part: Tensor, t: Tensor) -> Tensor:
-    """Return the piece of wide, which is like t, that is where part is in t."""
-    if layout_of(part) == layout_of(t):
-        return wide
-    return wide.as_strided(part.size(), part.stride(), part.storage_offset() - t.storage_offset())

@@ -7,6 +7,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from collage_fx.passes.rewrite.op_schema import written
+
 aten = torch.ops.aten
 
 Kind: TypeAlias = Literal["note", "view", "read", "metadata", "now"]
@@ -54,8 +56,8 @@ def _classified(func: Any) -> Operation:
     schema = func._schema
     name = schema.name.removeprefix("aten::")
     arguments = schema.arguments
-    writes = [a for a in arguments if a.alias_info is not None and a.alias_info.is_write]
-    written = tuple(a.name if a.kwarg_only else arguments.index(a) for a in writes)
+    writes = [a for a in arguments if a.name in written(func)]
+    places = tuple(a.name if a.kwarg_only else arguments.index(a) for a in writes)
     if func.is_view or name == "lift_fresh":
         return Operation("view")
     if name in _READS:
@@ -67,7 +69,7 @@ def _classified(func: Any) -> Operation:
     tensors = all("Tensor" in str(r.type) for r in schema.returns)
     odd = any(t.name.startswith(_ODD) for t in func.tags)
     if func.namespace != "aten" or solves or not tensors or odd:
-        return Operation("now", written)
+        return Operation("now", places)
     numbers = frozenset(
         key
         for i, a in enumerate(arguments)
@@ -76,10 +78,10 @@ def _classified(func: Any) -> Operation:
         for key in (i, a.name)
     )
     if not schema.returns or all(r.alias_info is None for r in schema.returns):
-        return Operation("note", written, nothing=not schema.returns, numbers=numbers)
-    if len(schema.returns) == len(written) == 1:
-        return Operation("note", written, written[0], numbers=numbers)
-    return Operation("now", written)
+        return Operation("note", places, nothing=not schema.returns, numbers=numbers)
+    if len(schema.returns) == len(places) == 1:
+        return Operation("note", places, places[0], numbers=numbers)
+    return Operation("now", places)
 
 
 def piece_of(whole: Tensor, size: list[int], stride: list[int], offset: int) -> Tensor:

@@ -1,12 +1,14 @@
 """A segment: operations that were recorded, and are done together."""
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from collage_fx.segments.low_words import Input, LowWords
+from collage_fx.segments.low_words import LowWords
+from collage_fx.segments.memory import Input
 from collage_fx.segments.operations import OPERATIONS
 from collage_fx.segments.trie import Constant, Number, Place, Value, leaves
 from collage_fx.segments.user_rounding import UserRounding
@@ -27,7 +29,7 @@ class Line:
     """Whether it returns a list."""
     dtypes: tuple[Any, ...] = ()
     """The dtypes of the values that it makes, as the step sees them; none for a view."""
-    writes: tuple[int, ...] = ()
+    writes: Collection[int] = ()
     """The numbers of the memory that it writes."""
     over: tuple[int, ...] = ()
     """The numbers of the values that are not needed any more after it."""
@@ -69,8 +71,8 @@ class Segment:
             else:
                 lines.append(self._line(place))
         rounding = UserRounding(self, random)
-        for line, written in lines:
-            rounding.follow(line, written)
+        for line in lines:
+            rounding.follow(line)
         self.undoes_rounding = rounding.found
         """Whether a value is taken as it was before the step rounded it by chance."""
         self.writes_bits = self._writes_bits()
@@ -92,18 +94,12 @@ class Segment:
         plain = words.wide.keys().isdisjoint(self.dtype)  # fp32 alone is left as it is
         return words.wide if plain or self.writes_bits else words.computed
 
-    def bits_of(self, line: Line) -> Any:
-        """Return the dtype that an operand has to be of whose bits an operation looks at."""
-        return self.dtype[line.args[0].at] if line.func is VIEW_AS else None
-
     def _writes_bits(self) -> bool:
         seen: set[int] = set()
         for line in self.lines:
             if line.func is VIEW_AS:
                 seen.add(self.root[line.args[0].at])
-            if seen.intersection(line.writes) and not all(
-                self.dtype[at] is torch.int32 for at in seen.intersection(line.writes)
-            ):
+            if any(self.dtype[at] is not torch.int32 for at in seen.intersection(line.writes)):
                 return True
         return False
 
@@ -115,8 +111,7 @@ class Segment:
         self.lines.append(Line(func, args, (), range(at, at + 1), False))
         return Value(at)
 
-    def _line(self, place: Place) -> tuple[Line, set[int]]:
-        """Return an operation, and the memory that it writes."""
+    def _line(self, place: Place) -> Line:
         func, args, kwargs = place.line
         operation = OPERATIONS[func]
         first = len(self.root)
@@ -139,8 +134,7 @@ class Segment:
             self._add_copies(args[0], args[1])
         made = range(first, len(self.root))
         dtypes = tuple(meta[2] for meta in place.made)
-        line = Line(func, args, kwargs, made, place.many, dtypes, tuple(written), where=place.where)
-        return line, written
+        return Line(func, args, kwargs, made, place.many, dtypes, written, where=place.where)
 
     def _add_copies(self, targets: Any, sources: Any) -> None:
         inputs = set(self.inputs)
@@ -177,6 +171,37 @@ class Call:
     floats: list[float]
 
 
+@dataclass
+class Operands:
+    """What the operations of a segment take, in a run of it or in a graph."""
+
+    segment: Segment
+    dtypes: dict[Any, torch.dtype]
+    """dtype -> what is computed in for it; empty to leave all as they are."""
+    value: Callable[[int], Any]
+    number: Callable[[int], Any]
+    cast: Callable[[Any, torch.dtype], Any]
+
+    def of(self, line: Line) -> tuple[list[Any], dict[str, Any]]:
+        """Return the arguments of an operation, and those by name."""
+        if line.func is VIEW_AS and self.dtypes:  # of the dtype whose bits it looks at
+            x = line.args[0].at
+            return [self.cast(self.value(x), self.segment.dtype[x]), line.args[1]], {}
+        return [*map(self._one, line.args)], {k: self._one(v) for k, v in line.kwargs}
+
+    def _one(self, a: Any) -> Any:
+        kind = type(a)
+        if kind is Value:
+            return self.value(a.at)
+        if kind is Number:
+            return self.number(a.at)
+        if kind is tuple:
+            return [self._one(x) for x in a]
+        if kind is Constant:
+            return a.value
+        return self.dtypes.get(a, a) if kind is torch.dtype else a
+
+
 def run_joined(segment: Segment, call: Call, words: LowWords) -> None:
     """Do a segment as it stands, on whole values in the wide dtype; store each when it is done.
 
@@ -197,23 +222,10 @@ def run_joined(segment: Segment, call: Call, words: LowWords) -> None:
             )
         return env[at]
 
-    def operand(a: Any) -> Any:
-        kind = type(a)
-        if kind is Value:
-            return value(a.at)
-        if kind is Number:
-            return call.floats[a.at]
-        if kind is tuple:
-            return [operand(x) for x in a]
-        if kind is Constant:
-            return a.value
-        return dtypes.get(a, a) if kind is torch.dtype else a
-
+    operands = Operands(segment, dtypes, value, call.floats.__getitem__, Tensor.to)
     unstored: set[int] = set()
     for line in segment.lines:
-        args, kwargs = [*map(operand, line.args)], {k: operand(v) for k, v in line.kwargs}
-        if (bits := segment.bits_of(line)) is not None:
-            args = [args[0].to(bits), line.args[1]]
+        args, kwargs = operands.of(line)
         try:
             result = line.func(*args, **kwargs)
         except BaseException:

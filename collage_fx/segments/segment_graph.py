@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -13,17 +14,31 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from collage_fx.runtime.storage.registry import join_in, split_into
-from collage_fx.segments.low_words import Part
+from collage_fx.segments.memory import Part
 from collage_fx.segments.operations import piece_of
-from collage_fx.segments.segment import Segment
-from collage_fx.segments.trie import Constant, Number, Value
+from collage_fx.segments.segment import Operands, Segment
 
 aten = torch.ops.aten
 
 
-def graph_of_segment(
-    segment: Segment, floats: list[float], changing: Sequence[int], same: Sequence[int]
-) -> GraphModule:
+@dataclass(frozen=True)
+class Numbers:
+    """The Python floats of a call, as a graph takes them."""
+
+    floats: list[float]
+    """Those that do not change are constants."""
+    changing: list[int]
+    """The positions of those that are inputs."""
+    same: list[int]
+    """For each the position of the first that it is always equal to."""
+
+    @property
+    def given(self) -> list[float]:
+        """The values of those that are inputs."""
+        return [self.floats[i] for i in self.changing]
+
+
+def graph_of_segment(segment: Segment, numbers: Numbers) -> GraphModule:
     """Return a graph of operations that write their operands, as the step did them.
 
     Its inputs are those of the segment, the memory that results are stored in, and the floats that
@@ -31,11 +46,9 @@ def graph_of_segment(
 
     Args:
         segment: what it does.
-        floats: the numbers of a call: those that do not change are constants.
-        changing: the positions of those that do.
-        same: for each the position of the one that it is equal to.
+        numbers: those of a call.
     """
-    builder = _Builder(segment, floats, changing, same)
+    builder = _Builder(segment, numbers)
     for at, node in zip(segment.inputs, builder.inputs, strict=True):
         builder.env[at] = node
     builder.lines({})
@@ -46,9 +59,7 @@ def graph_of_segment(
 
 def joined_graph(
     segment: Segment,
-    floats: list[float],
-    changing: Sequence[int],
-    same: Sequence[int],
+    numbers: Numbers,
     wide: dict[torch.dtype, torch.dtype],
     computed: dict[torch.dtype, torch.dtype],
     dtypes: Sequence[torch.dtype],
@@ -58,15 +69,13 @@ def joined_graph(
 
     Args:
         segment: what it does.
-        floats: as in `graph_of_segment`.
-        changing: the same.
-        same: the same.
+        numbers: those of a call.
         wide: dtype that may have low words -> what is computed in for it.
         computed: dtype -> what is computed in for it.
         dtypes: those of the inputs, and of the memory that results are stored in.
         parts: for each of them the parts that have low words.
     """
-    builder = _Builder(segment, floats, changing, same)
+    builder = _Builder(segment, numbers)
     graph, places = builder.graph, [*builder.inputs, *builder.memory]
     lows = [
         [
@@ -124,51 +133,37 @@ def _split(
 class _Builder:
     """Builds the graph of a segment."""
 
-    def __init__(
-        self, segment: Segment, floats: list[float], changing: Sequence[int], same: Sequence[int]
-    ) -> None:
+    def __init__(self, segment: Segment, numbers: Numbers) -> None:
         self.graph = Graph()
         self.segment = segment
-        self.floats = floats
-        self.same = same
+        self.numbers = numbers
         graph = self.graph
         self.inputs = [graph.placeholder(f"input{i}") for i in range(len(segment.inputs))]
         self.memory = [graph.placeholder(f"result{i}") for i in range(len(segment.live))]
-        places = {i: graph.placeholder(f"float{i}") for i in changing}
-        self.given = places
-        self.numbers: dict[int, Node] = {}
+        self.given = {i: graph.placeholder(f"float{i}") for i in numbers.changing}
         self.env: list[Any] = [None] * len(segment.root)
 
     def lines(self, dtypes: dict[torch.dtype, torch.dtype]) -> None:
         """Add the operations, with other dtypes in the place of those that they name."""
-        graph = self.graph
-        self.numbers = {i: graph.call_method("item", (node,)) for i, node in self.given.items()}
+        graph, numbers = self.graph, self.numbers
+        items = {i: graph.call_method("item", (node,)) for i, node in self.given.items()}
 
-        def operand(a: Any) -> Any:
-            kind = type(a)
-            if kind is Value:
-                return self.env[a.at]
-            if kind is Number:
-                return self.numbers.get(self.same[a.at], self.floats[a.at])
-            if kind is tuple:
-                return [operand(x) for x in a]
-            if kind is Constant:
-                return a.value
-            return dtypes.get(a, a) if kind is torch.dtype else a
+        def number(at: int) -> Any:
+            return items.get(numbers.same[at], numbers.floats[at])
 
+        def cast(x: Any, dtype: torch.dtype) -> Node:
+            return graph.call_method("to", (x, dtype))
+
+        operands = Operands(self.segment, dtypes, self.env.__getitem__, number, cast)
         for line in self.segment.lines:
-            args, kwargs = [*map(operand, line.args)], {k: operand(v) for k, v in line.kwargs}
-            bits = self.segment.bits_of(line)
-            if dtypes and bits is not None:
-                args = [graph.call_method("to", (args[0], bits)), line.args[1]]
+            args, kwargs = operands.of(line)
             node = graph.call_function(line.func, tuple(args), kwargs)
             node.stack_trace = line.where
             for k, at in enumerate(line.made):
                 many = line.many
                 self.env[at] = graph.call_function(operator.getitem, (node, k)) if many else node
                 if dtypes and k < len(line.dtypes):
-                    dtype = dtypes.get(line.dtypes[k], line.dtypes[k])
-                    self.env[at] = graph.call_method("to", (self.env[at], dtype))
+                    self.env[at] = cast(self.env[at], dtypes.get(line.dtypes[k], line.dtypes[k]))
 
     def finish(self) -> GraphModule:
         """Return the graph."""

@@ -63,12 +63,12 @@ class UserRounding:
         """Memory -> how often it was written."""
         self.found = False
 
-    def follow(self, line: "Line", written: set[int]) -> None:
+    def follow(self, line: "Line") -> None:
         """Follow one line, and add it to the segment; one before it, if that needs to be."""
         if not self.bits:  # nothing random: nothing was rounded by chance
             self.segment.lines.append(line)
             return
-        root = self.segment.root
+        root, written = self.segment.root, line.writes
         name = getattr(line.func, "_opname", "").removesuffix("_")
         operands = [v for v in leaves((line.args, line.kwargs)) if type(v) is Value]
         if line.func in _CONVERSIONS and operands:

@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from collage_fx.passes.frontend.torch_internals import OpOverload, set_grad_enabled
+from collage_fx.passes.rewrite.op_schema import written as overwritten
 
 
 class UnknownOperation(Exception):
@@ -304,10 +305,8 @@ def _known(node: Node) -> tuple[bool, bool]:
     target: Any = node.target
     if isinstance(target, OpOverload):
         random = torch.Tag.nondeterministic_seeded in target.tags
-        arguments, written = target._schema.arguments, target._schema.is_mutable
-        writes = [a for a in arguments if a.alias_info is not None and a.alias_info.is_write]
-        first = not written or writes == arguments[:1]
-        return written, first and not random
+        mutable, first = target._schema.is_mutable, [a.name for a in target._schema.arguments[:1]]
+        return mutable, not random and (not mutable or list(overwritten(target)) == first)
     name = target if node.op == "call_method" else getattr(target, "__name__", "")
     plain = node.op == "call_method" or isinstance(target, _BUILTIN)
     written = name in _IN_PLACE or name in _DUNDERS or (name[-1:] == "_" and name[-2:] != "__")

@@ -31,6 +31,12 @@ def written(op: OpOverload) -> tuple[str, ...]:
     )
 
 
+def by_name(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call of op by their names."""
+    names = [a.name for a in op._schema.arguments]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
 COLLECTIVE = frozenset({"c10d", "c10d_functional", "_c10d_functional"})
 """Namespaces of operations that communicate: as they are called, and as Dynamo traces them."""
 
@@ -40,8 +46,7 @@ def received(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
 
     Who sends what all others receive writes nothing.
     """
-    names = [a.name for a in op._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    given = by_name(op, args, kwargs)
     if op.namespace != "c10d":
         return [given[name] for name in written(op)]
     if op._opname in ("send", "barrier"):

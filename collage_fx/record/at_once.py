@@ -1,0 +1,148 @@
+"""Operations that are not noted, but done when they are called: on whole values, and low words."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from collage_fx.passes.rewrite.op_schema import COLLECTIVE, TURNS, by_name, received, written
+from collage_fx.record.notes import Notes
+from collage_fx.runtime.residuals.memory import has_memory
+from collage_fx.segments.low_words import LowWords
+from collage_fx.segments.memory import Input
+from collage_fx.segments.operations import Operation
+
+
+class AtOnce:
+    """Does operations of which nothing that they need waits to be done."""
+
+    def __init__(self, words: LowWords, notes: Notes) -> None:
+        """Begin.
+
+        Args:
+            words: knows the low words of states, and of values on the way.
+            notes: is told of random bits.
+        """
+        self.words = words
+        self.notes = notes
+
+    def do(self, func: Any, operation: Operation, args: Any, kwargs: Any) -> Any:
+        """Do an operation, with what low words its operands have; return what it makes."""
+        if getattr(func, "namespace", "") in COLLECTIVE:
+            return self._communicate(func, args, kwargs)
+        if func in TURNS or torch.Tag.inplace_view in getattr(func, "tags", ()):
+            return self._turn(func, args, kwargs)
+        strided = filter(has_memory, tensors_in(args, kwargs))
+        if not any(self.words.known(t) or self.words.holds_state(t) for t in strided):
+            result = func(*args, **kwargs)
+            return self.born(func, result) if operation.kind == "now" else result
+        return self._joined(func, operation, args, kwargs)
+
+    def born(self, func: Any, result: Any) -> Any:
+        """Note what an operation has made that was done at once; return it."""
+        random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        for t in tree_leaves(result):
+            if isinstance(t, Tensor) and has_memory(t):
+                storage = t.untyped_storage()
+                if random and not t.is_floating_point():
+                    self.notes.random[storage._cdata] = StorageWeakRef(storage)
+                else:
+                    self.words.born(t)
+        return result
+
+    def _joined(self, func: Any, operation: Operation, args: Any, kwargs: Any) -> Any:
+        """Do an operation on whole values, and split what it makes and writes."""
+        wide: dict[int, tuple[Tensor, Input | None]] = {}
+        """Operand -> its whole value, and the memory that it goes back to."""
+
+        def joined(t: Tensor) -> Tensor:
+            if t.dtype not in self.words.wide:
+                return t
+            if id(t) not in wide:
+                wide[id(t)] = self._whole(t, joined, wide)
+            return wide[id(t)][0]
+
+        widened = [t.dtype for t in tensors_in(args, kwargs) if t.dtype in self.words.wide]
+        low = {self.words.wide[d]: d for d in reversed(widened)}
+        given = tree_map_only(Tensor, joined, (args, kwargs))
+        given = tree_map_only(torch.dtype, lambda d: self.words.wide.get(d, d), given)
+        result = func(*given[0], **given[1])
+        for t in _written(operation, func, args, kwargs):
+            if id(t) in wide:
+                value, memory = wide[id(t)]
+                assert memory is not None
+                state = memory.pieces[0].owned.tensor if memory.pieces else None
+                self.words.store(memory, wide[id(state)][0] if id(state) in wide else value)
+        back = {id(wide[id(t)][0]): t for t in tensors_in(args, kwargs) if id(t) in wide}
+
+        def narrowed(t: Tensor) -> Tensor:
+            if id(t) in back:
+                return back[id(t)]
+            if t.dtype not in low or kwargs.get("dtype") is t.dtype:
+                return t
+            hi = torch.empty_like(t, dtype=low[t.dtype]) if has_memory(t) else t.to(low[t.dtype])
+            if has_memory(t):
+                self.words.keep(hi, t)
+            return hi
+
+        return tree_map_only(Tensor, narrowed, result)
+
+    def _whole(
+        self, t: Tensor, joined: Callable[[Tensor], Tensor], wide: dict[int, Any]
+    ) -> tuple[Tensor, Input | None]:
+        """Return the whole value of an operand; of a part of a state a view of the state's."""
+        if not has_memory(t):
+            return t.to(self.words.wide[t.dtype]), None
+        owner = self.words.around(t)
+        if owner is None:
+            given = self.words.input(t)
+            return self.words.joined(given), given
+        state = owner.tensor
+        value = joined(state)
+        offset = t.storage_offset() - state.storage_offset()
+        return value.as_strided(t.size(), t.stride(), offset), wide[id(state)][1]
+
+    def _communicate(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Let a collective operation have the tensors themselves, not knowing of low words."""
+        if func.namespace != "c10d" and func._opname != "wait_tensor":  # it returns the result
+            for t in tensors_in(args, kwargs):
+                self.words.sent(t)
+        result = func(*args, **kwargs)
+        for t in tree_leaves(received(func, args, kwargs)):
+            if isinstance(t, Tensor) and has_memory(t):
+                self.words.overwritten(t)
+        return result
+
+    def _turn(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Change shape or strides of a tensor in place, and of its low words with it."""
+        if func._opname.startswith("resize"):  # which low words have not
+            self.words.overwritten(args[0])
+        residual = self.words.exact(args[0]) if func in TURNS else None
+        result = func(*args, **kwargs)
+        for component in residual.components if residual is not None else ():
+            func(component, *args[1:], **kwargs)
+        return result
+
+
+def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors among the arguments of an operation: themselves, and in lists."""
+    found = []
+    for a in (*args, *kwargs.values()):
+        if isinstance(a, Tensor):
+            found.append(a)
+        elif isinstance(a, (list, tuple)):
+            found += [t for t in a if isinstance(t, Tensor)]
+    return found
+
+
+def _written(operation: Operation, func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the tensors with memory that an operation writes."""
+    if not operation.written:
+        return []
+    given = by_name(func, args, kwargs)
+    return [
+        t for name in written(func) for t in tensors_in((given.get(name),), {}) if has_memory(t)
+    ]

@@ -1,0 +1,90 @@
+"""Pieces of memory: the states in them, the parts that have low words, and where these lie."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from collage_fx.optimizer.ownership import Owned
+from collage_fx.runtime.residuals.store import Residual
+from collage_fx.segments.trie import Layout, layout_of
+
+
+@dataclass
+class Piece:
+    """A state in a piece of memory, as it was when an operation on that memory was noted."""
+
+    owned: Owned
+    data: Tensor
+    """The state's memory of then: `p.data = ...` gives it another."""
+    residual: Residual | None
+
+    @property
+    def moved(self) -> bool:
+        """Whether the state has other memory by now."""
+        return layout_of(self.owned.tensor) != layout_of(self.data) or storage_key(
+            self.owned.tensor
+        ) != storage_key(self.data)
+
+
+@dataclass
+class Input:
+    """Memory that a segment reads or writes, and that was there before it."""
+
+    data: Tensor
+    pieces: list[Piece]
+    """The states in it."""
+    parameter: Tensor | None = None
+    """What may be a parameter, and is not known to be a state."""
+
+
+@dataclass
+class Part:
+    """A part of a piece of memory that has low words."""
+
+    within: Layout
+    """The piece of memory."""
+    layout: Layout
+    storage: str
+    lows: tuple[Tensor, ...]
+
+    @property
+    def exact(self) -> bool:
+        """Whether it is all of it."""
+        return self.within == self.layout
+
+    @property
+    def view(self) -> tuple[Any, ...]:
+        """Size, stride, and offset from the beginning of the piece."""
+        return (*self.layout[1:3], self.layout[3] - self.within[3])
+
+    @property
+    def structure(self) -> tuple[Any, ...]:
+        """What a graph depends on."""
+        return self.view, self.storage
+
+
+def storage_key(t: Tensor) -> int:
+    """Return the storage of a tensor with memory, as a key."""
+    return t.untyped_storage()._cdata
+
+
+def covers(t: Tensor, part: Tensor) -> bool:
+    """Tell whether part, in the same storage, lies within t, from its first element to its last."""
+    (start, end), (first, last) = span(layout_of(t)), span(layout_of(part))
+    return start <= first and last <= end
+
+
+def span(layout: Layout) -> tuple[int, int]:
+    """Return the first element of a view, and the one after its last."""
+    _, size, stride, offset = layout
+    if 0 in size:
+        return offset, offset
+    return offset, offset + 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+
+
+def part_of(wide: Tensor, part: Tensor, t: Tensor) -> Tensor:
+    """Return the piece of wide, which is like t, that is where part is in t."""
+    if layout_of(part) == layout_of(t):
+        return wide
+    return wide.as_strided(part.size(), part.stride(), part.storage_offset() - t.storage_offset())
