@@ -180,7 +180,7 @@ class Recorder(TorchDispatchMode):
             return self.at_once.born(func, func(*args, **kwargs))
         elif operation.kind == "note":
             return func(*args, **kwargs)
-        return self._now(func, operation, tensors_in(args, kwargs), args, kwargs)
+        return self._now(func, operation, args, kwargs)
 
     def _on_host(self, operation: Operation, args: Any, kwargs: Any) -> bool:
         """Tell whether this is arithmetic of numbers on the host, such as a count of steps."""
@@ -198,12 +198,9 @@ class Recorder(TorchDispatchMode):
                 return False
         return True
 
-    def _now(
-        self, func: Any, operation: Operation, tensors: list[Tensor], args: Any, kwargs: Any
-    ) -> Any:
+    def _now(self, func: Any, operation: Operation, args: Any, kwargs: Any) -> Any:
         """Do an operation at once, after what its operands wait for; on whole values."""
-        strided = [t for t in tensors if has_memory(t)]
-        regions = [self.notes.region(t) for t in strided]
+        regions = map(self.notes.region, filter(has_memory, tensors_in(args, kwargs)))
         # An input that is written now would be another one for what was noted before.
         at_once = operation.kind == "now" or operation.written
         if any(r is not None and (r.pending or at_once) for r in regions):

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from recorded_steps import Each
 from tensors import error
 from torch import Tensor
 from torch.optim import Optimizer
@@ -95,26 +96,16 @@ def test_step_outside_graphs_is_compensated(make: Any, dtype: torch.dtype) -> No
     assert params and all(s.compensated and s.joined and not s.unaccounted for s in params), report
 
 
-class Each(Optimizer):
+def each(params: list[Tensor], update: Any) -> Optimizer:
     """One update by PyTorch operations, which no compiled graph does."""
-
-    def __init__(self, params: ParamsT, update: Any) -> None:
-        super().__init__(params, {})
-        self.update = torch.compiler.disable(update)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self.update(p, p.grad, self.state[p])
+    return Each(params, torch.compiler.disable(update))
 
 
 def improves(update: Any, dtype: torch.dtype = torch.bfloat16) -> Any:
     """Assert that an update is compensated; return the report."""
-    exact, _ = final(lambda p: Each(p, update), "exact", dtype=dtype)
-    plain, _ = final(lambda p: Each(p, update), "plain", dtype=dtype)
-    found, report = final(lambda p: Each(p, update), "collage", dtype=dtype)
+    exact, _ = final(lambda p: each(p, update), "exact", dtype=dtype)
+    plain, _ = final(lambda p: each(p, update), "plain", dtype=dtype)
+    found, report = final(lambda p: each(p, update), "collage", dtype=dtype)
     rounded = error(exact.to(dtype).double(), exact)
     assert error(found, exact) < rounded / 4 < error(plain, exact), report
     return report
@@ -245,7 +236,7 @@ def test_unsupported_operation_raises_before_it_changes_anything() -> None:
 
     p = torch.full((4,), 0.5, dtype=torch.bfloat16, requires_grad=True)
     p.grad = torch.ones_like(p)
-    step = collage_fx.compile(Each([p], update), on_unsupported="error")
+    step = collage_fx.compile(each([p], update), on_unsupported="error")
     with pytest.raises(UnsupportedError, match=r"tanh.* param_groups\[0\].params\[0\].*join"):
         step()
     assert (p == 0.5).all()

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from tensors import error
-from test_outside_graphs import Each, final
+from test_outside_graphs import each, final
 from torch import Tensor
 
 import collage_fx
@@ -51,9 +51,9 @@ def nearest(p: Tensor, g: Tensor, state: Any) -> None:
 
 @pytest.mark.parametrize("update", [out_of_place, noise_in_place, value_in_place, up_or_down])
 def test_stochastic_rounding_gives_way_to_the_low_word(update: Any) -> None:
-    exact, _ = final(lambda p: Each(p, nearest), "exact")
-    found, _ = final(lambda p: Each(p, update), "collage")
-    plain, _ = final(lambda p: Each(p, update), "plain")
+    exact, _ = final(lambda p: each(p, nearest), "exact")
+    found, _ = final(lambda p: each(p, update), "collage")
+    plain, _ = final(lambda p: each(p, update), "plain")
     rounded = error(exact.bfloat16().double(), exact)
     assert error(found, exact) < rounded / 20 < rounded < error(plain, exact)
 
@@ -79,7 +79,7 @@ def test_other_arithmetic_on_bits_is_left_as_it_is(update: Any) -> None:
     results = []
     for compiled in (False, True):
         p = (torch.arange(12.0) / 7 + 1).bfloat16().requires_grad_()
-        optimizer = Each([p], update)
+        optimizer = each([p], update)
         step = collage_fx.compile(optimizer, level="light") if compiled else optimizer.step
         for _ in range(4):
             p.grad = torch.ones_like(p)
