@@ -1,14 +1,15 @@
 """The Dynamo backend: from a Dynamo graph to a callable that binds residuals."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
 from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -19,14 +20,16 @@ from collage_fx.compilation.side_inputs import Code
 from collage_fx.dynamo.options import split_options
 from collage_fx.dynamo.symbols import Symbols
 from collage_fx.hooks import optimizer_hooks
-from collage_fx.hooks.optimizer_hooks import traced_function
+from collage_fx.hooks.optimizer_hooks import traced_code, traced_function
 from collage_fx.optimizer.ownership import makes_states, rates, stateless
 from collage_fx.optimizer.storage_patterns import Patterns
 from collage_fx.passes.frontend.denominator import one_denominator
 from collage_fx.record.steps import Steps
 from collage_fx.runtime.errors import CollageError, OptionError
+from collage_fx.runtime.residuals.memory import has_memory
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import compensable_dtypes
+from collage_fx.segments.memory import storage_key
 from collage_fx.stand_in.steps import LeftToRecorder
 
 
@@ -37,6 +40,8 @@ class Backend(Session):
     supervisor: Callable[[], Steps | None] = lambda: None
     begun: set[int] = field(default_factory=set)
     """The ids of the parameters whose first states a recorded step made."""
+    whole: frozenset[CodeType] = frozenset()
+    """The code of the optimizer's step and of its decorators: a graph of any of it is all of it."""
     began_with: list[dict[str, Any]] | None = None
     """The rates of a first step that Dynamo has not seen, until it has seen another."""
 
@@ -82,6 +87,20 @@ class Backend(Session):
         """
         optimizer, before = self.optimizer(), self.began_with
         return optimizer is None or before is None or before == rates(optimizer)
+
+    def hands_on(self, gm: GraphModule) -> bool:
+        """Tell whether a graph makes values for other parts of the step, out of high words only.
+
+        A graph that is all of the step does not: its results are new states.
+        """
+        reason: Any = gm.compile_subgraph_reason
+        if self.optimizer() is None or (not reason.graph_break and traced_code() in self.whole):
+            return False
+        dtypes = compensable_dtypes(self.config.storage)
+        given = {storage_key(t) for t in _tensors(gm.graph.find_nodes(op="placeholder"))}
+        results = _tensors(gm.graph.output_node().all_input_nodes)
+        made = [t for t in results if storage_key(t) not in given]
+        return any(t.dtype in dtypes or (t.dim() and t.is_floating_point()) for t in made)
 
     def _refuse_forgetting(self, optimizer: Optimizer, names: list[str]) -> None:
         """Warn of attributes whose assignments Dynamo would lose; have the step recorded.
@@ -171,11 +190,14 @@ class _Step:
         self.symbols = Symbols(gm)
         self.layouts: Layouts | None = None
         """Those of the first call."""
-        refused = Code(gm, None, [], [], refused=True)
-        self.code = refused if self.waits else self._compile(gm, example_inputs)
         supervisor = session.supervisor()
         if supervisor is not None:
             supervisor.sources[self] = gm
+            if session.stand_ins is None and session.hands_on(gm):
+                supervisor.record_rest(_end_of(gm))
+        refused = Code(gm, None, [], [], refused=True)
+        recorded = self.waits or (supervisor is not None and not supervisor.traces)
+        self.code = refused if recorded else self._compile(gm, example_inputs)
 
     def _compile(self, gm: GraphModule, inputs: Sequence[Any], args: tuple[Any, ...] = ()) -> Code:
         """Compile the graph; if that fails in a supervised step, leave it to the recorder."""
@@ -215,9 +237,11 @@ class _Step:
         if stand_ins is not None and stand_ins is not self.stand_ins() and supervisor is not None:
             # A part of a step that Dynamo has not seen whole.
             supervisor.waited = True
-            return supervisor.sources[self](*args)
+            return supervisor.recorded(self, args)
         if self.error is not None:
             raise self.error
+        if supervisor is not None and supervisor.active and not supervisor.traces:
+            return supervisor.recorded(self, args)  # Dynamo has cut the step before
         self.layouts = self.layouts or Layouts(self.static, args)
         if supervisor is None or not supervisor.active:
             if names := self.code.drops_residual(args):
@@ -233,12 +257,13 @@ class _Step:
             return self.code.run(args)
         supervisor.before_graph()
         self._compile_again(supervisor.sources[self], args)
+        self.code.refused |= supervisor.executors.computes_anew(self.code, args)
         fits = self.layouts.hold(args) and self.symbols.hold(args)
         if self.code.refused or supervisor.expands(args, writes=bool(self.code.states)) or not fits:
             supervisor.waited |= bool(self.waits) or stand_ins is not None
             if stand_ins is not None:
                 raise LeftToRecorder
-            return supervisor.sources[self](*args)
+            return supervisor.recorded(self, args)
         self.checked = STORE.generation
         with supervisor.graph(self.code.written(args), args) as outputs:
             result = self.code.run(args)
@@ -275,3 +300,17 @@ def _of_whole_step(
         return lambda: None
     reason: Any = gm.compile_subgraph_reason
     return weakref.ref(stand_ins) if not reason.graph_break else lambda: None
+
+
+def _tensors(nodes: Iterable[Node]) -> Iterator[Tensor]:
+    """Yield what Dynamo has for the values of nodes, those that are tensors with memory."""
+    values = (node.meta.get("example_value") for node in nodes)
+    return (v for v in values if isinstance(v, Tensor) and has_memory(v))
+
+
+def _end_of(gm: GraphModule) -> str:
+    """Return why a graph ends that is not all of its step, and where in the user's code."""
+    reason: Any = gm.compile_subgraph_reason
+    why = str(reason.reason).partition("\n")[0] if reason.graph_break else "a function by itself"
+    stack = reason.user_stack
+    return f"{why}, {stack[-1].filename}:{stack[-1].lineno}" if stack else why

@@ -21,6 +21,7 @@ from collage_fx.record.at_once import AtOnce, tensors_in
 from collage_fx.record.notes import CannotNote, Notes
 from collage_fx.runtime.residuals.memory import has_memory
 from collage_fx.segments.low_words import LowWords
+from collage_fx.segments.memory import storage_key
 from collage_fx.segments.operations import OPERATIONS, Operation
 from collage_fx.segments.segment import Call, Segment
 
@@ -128,6 +129,15 @@ class Recorder(TorchDispatchMode):
         watch = data_reads.flushed_by(self.flush_outside, beside_dynamo=self.beside_dynamo)
         self.reads.enter_context(watch)
 
+    @contextmanager
+    def in_graph(self) -> Iterator[None]:
+        """Note the operations of a graph of Dynamo's: nothing else can read their results."""
+        before, self.beside_dynamo = self.beside_dynamo, False
+        try:
+            yield
+        finally:
+            self.beside_dynamo = before
+
     def suspended(self, closure: Callable[[], Any], failures: Failures) -> Callable[[], Any]:
         """Return closure run as if this mode were not there: it computes gradients."""
 
@@ -196,6 +206,8 @@ class Recorder(TorchDispatchMode):
             region = self.notes.region(t)
             if region is not None and (region.pending or operation.written):
                 return False
+            if self.notes.random and storage_key(t) in self.notes.random:
+                return False
         return True
 
     def _now(self, func: Any, operation: Operation, args: Any, kwargs: Any) -> Any:
@@ -217,7 +229,8 @@ class Recorder(TorchDispatchMode):
                 self.flush()  # the bits of a high word
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        noted = isinstance(result, Tensor) and has_memory(result) and source.dim()
+        differs = source.dim() or func is aten.view.dtype
+        noted = isinstance(result, Tensor) and has_memory(result) and differs
         saved = torch.is_grad_enabled() and source.requires_grad
         # The offset of as_strided is that of the memory, which is elsewhere when it is done.
         if noted and not saved and func is not aten.as_strided.default:
@@ -247,6 +260,7 @@ class Recorder(TorchDispatchMode):
 
     # What was noted is done.
 
+    @torch.compiler.disable  # what a function that Dynamo runs reads flushes too
     def flush(self) -> None:
         """Have done what was noted: what was written, and what was made and is still in use."""
         if not self.notes.wait:

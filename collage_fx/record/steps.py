@@ -33,8 +33,9 @@ class Steps:
     """Runs steps: by the graphs that Dynamo makes of them, and recorded where it makes none.
 
     Operations of a step that are in no graph of Dynamo's are recorded and done by segments. If they
-    write states, then from the third step on the whole step is recorded: values that go from one
-    graph to another keep their low words there, and what Dynamo cannot trace is compiled too.
+    write states, then from the third step on the whole step is recorded, so that what Dynamo cannot
+    trace is compiled too; and where a graph of Dynamo's ends that others go on from, from there on:
+    values that are recorded keep their low words.
     """
 
     def __init__(self, session: Session, discovery: FunctionStates, subject: str) -> None:
@@ -111,14 +112,29 @@ class Steps:
         if isinstance(self.discovery, OptimizerStates):
             RECORDED[self.discovery.optimizer()] = self.executors.changing
 
+    def record_rest(self, where: str) -> None:
+        """Record the rest of this step, and all of the next: a graph ends that others go on from.
+
+        Args:
+            where: why, and where in the user's code.
+        """
+        if self.traces and self.switches:
+            self.record_whole()
+            self.session.notes.add(_CUT.format(where))
+
     @contextlib.contextmanager
-    def step(self) -> Iterator[Recorder]:
-        """Run one step. What it raises comes up after what was recorded before was done."""
+    def step(self, *, traced: bool, once: bool) -> Iterator[Recorder]:
+        """Run one step. What it raises comes up after what was recorded before was done.
+
+        Args:
+            traced: whether Dynamo traces it.
+            once: whether it does not for this once only.
+        """
         self._begin()
-        self.active = True
+        self.active, self.waited = True, once
         failed = True
         try:
-            with self.recorder.recording(beside_dynamo=self.traces):
+            with self.recorder.recording(beside_dynamo=traced):
                 yield self.recorder
             failed = False
         finally:
@@ -141,7 +157,6 @@ class Steps:
             self._go_on()
         self.by_graph.clear()
         self.returned.clear()
-        self.waited = False
         self.forced = nested_compile.stance_is_eager()
         if self.quiet and self.traces and not self.discovery.changed():
             self.recorder.asleep = True
@@ -233,6 +248,11 @@ class Steps:
     def before_graph(self) -> None:
         """Have done what was recorded, for a graph that may need it."""
         self.recorder.flush_outside()
+
+    def recorded(self, graph: Any, args: tuple[Any, ...]) -> Any:
+        """Record a graph of Dynamo's, operation by operation; return its results."""
+        with self.recorder.in_graph():
+            return self.sources[graph](*args)
 
     def expands(self, args: tuple[Any, ...], *, writes: bool) -> bool:
         """Tell whether a graph would not see all of its arguments, which are known better here.
@@ -371,10 +391,13 @@ class Steps:
         return unaccounted
 
 
+_CUT = (
+    "the steps are recorded whole, which is slower for many small tensors, since Dynamo cuts the "
+    "step where values go on that its graphs would round: {}"
+)
 _SWITCH = (
-    "Dynamo traces a part of the step, so that steps are recorded whole from now on; values that "
-    "went from one graph to another in the steps before had their high words only, which "
-    "record=True avoids"
+    "the steps are recorded whole from now on, since Dynamo traces only a part of what writes the "
+    "states"
 )
 
 

@@ -19,6 +19,7 @@ from collage_fx.compilation.side_inputs import Code
 from collage_fx.errors import CollageError
 from collage_fx.hooks.gc_pause import no_full_collection
 from collage_fx.passes.ir.program import StatePlan
+from collage_fx.runtime.residuals.store import STORE
 from collage_fx.segments.joined_compiler import ROUNDED, compile_joined
 from collage_fx.segments.low_words import LowWords
 from collage_fx.segments.memory import storage_key
@@ -259,16 +260,20 @@ class Executors:
         """Return the arguments of a graph; None if it would see high words only.
 
         That is so where a value has low words that is no state, where a state is a part of a
-        larger piece of memory or has moved, and where results outlive the segment.
+        larger piece of memory or has moved, and where results outlive the segment: those of a
+        dtype that is compensated, and all that may hold more of a state than its high word.
         """
         if segment.undoes_rounding or any(t.dtype in self.words.wide for t in call.memory):
             return None
+        made = any(t.dim() and t.is_floating_point() for t in call.memory)
         args = []
         for at, given in zip(segment.inputs, call.inputs, strict=True):
             t = given.data
             if given.pieces:
                 piece = given.pieces[0]
                 if len(given.pieces) > 1 or piece.moved or layout_of(piece.data) != layout_of(t):
+                    return None
+                if made and STORE.get(piece.owned.tensor) is not None:
                     return None
                 t = piece.owned.tensor
             elif self.words.known(t) or (
@@ -294,12 +299,15 @@ class Executors:
             code = compile_graph(self.session, gm, fakes, args)
         for state, _ in code.reads:
             self._want(state(args))
-        if code.refused or code.reads_residual(args) or self._computes_anew(code, args):
+        if code.refused or code.reads_residual(args) or self.computes_anew(code, args):
             return None
         return partial(self._run_code, code), float_guard(mode, fakes)
 
-    def _computes_anew(self, code: Code, args: tuple[Any, ...]) -> bool:
-        """Tell whether a parameter is stored that was computed elsewhere, with more bits maybe."""
+    def computes_anew(self, code: Code, args: tuple[Any, ...]) -> bool:
+        """Tell whether a graph stores in a parameter what it rounds: no sum, or not one of its own.
+
+        On whole values that has a low word.
+        """
         return any(
             owned.owner != "state"
             for tensor, plan in code.written(args)

@@ -112,38 +112,47 @@ def _supervised(
         few: does the steps of an optimizer of which Dynamo need not see all.
     """
     compiled = torch.compile(plain, backend=session)
-    session.supervisor = weakref.ref(steps)
+    session.supervisor, session.whole = weakref.ref(steps), _codes(plain)
     guard = RecompileGuard(session, steps)
     is_closure = _is_function if few is None else callable
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        if few is not None and few.tries:
+            return few.step(compiled, args, kwargs)
+        return compiled(*args, **kwargs)
 
     @disable  # where the whole training step is compiled
     def run(*args: Any, **kwargs: Any) -> Any:
         compiles = no_full_collection() if guard.calls < FIRST else nullcontext()
-        with compiles, steps.step() as recorder, guard.watch() as calm:
-            if calm and session.begins_untraced():
-                calm, steps.waited = False, True
-            # A closure runs the model, eagerly or as the user compiled it: no part of the step.
-            args, kwargs = tree_map(
-                lambda a: disable(recorder.suspended(a, steps.failures)) if is_closure(a) else a,
-                (args, kwargs),
-            )
+        with compiles, guard.watch() as calm:
+            begins = calm and session.begins_untraced()
+            by_dynamo = calm and not begins
             with (
+                steps.step(traced=by_dynamo, once=begins) as recorder,
                 many_graphs(),
                 steps.failures.caught(),
                 symbolic_math(),
-                nested_compile.step_of(session, compiled=calm),
+                nested_compile.step_of(session, compiled=by_dynamo),
             ):
-                if not calm:
-                    result = plain(*args, **kwargs)
-                elif few is None or not few.tries:
-                    result = compiled(*args, **kwargs)
-                else:
-                    result = few.step(compiled, args, kwargs)
+                # A closure runs the model, eagerly or as the user compiled it: no part of the step.
+                apart = lambda a: disable(recorder.suspended(a, steps.failures))  # noqa: E731
+                args, kwargs = tree_map(lambda a: apart(a) if is_closure(a) else a, (args, kwargs))
+                result = (traced if by_dynamo else plain)(*args, **kwargs)
                 if few is None:
                     steps.see_results(result)
                 return result
 
     return run
+
+
+def _codes(function: Any) -> frozenset[types.CodeType]:
+    """Return the code of a function and of those that decorators have wrapped in it."""
+    found = []
+    while function is not None:
+        code = getattr(getattr(function, "__func__", function), "__code__", None)
+        found.append(code)
+        function = getattr(function, "__wrapped__", None)
+    return frozenset(c for c in found if c is not None)
 
 
 def _is_function(argument: Any) -> bool:

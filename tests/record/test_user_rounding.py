@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from recorded_steps import off, start, train
 from tensors import error
 from test_outside_graphs import each, final
 from torch import Tensor
@@ -87,3 +88,18 @@ def test_other_arithmetic_on_bits_is_left_as_it_is(update: Any) -> None:
         low = optimizer.state[p].get("low", torch.zeros(()))
         results.append((p.detach().clone(), low.clone()))
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+def test_stochastic_rounding_of_numbers() -> None:
+    def summed(p: Tensor, g: Tensor, state: Any) -> None:
+        wide = p.float() - 1e-4 * g.float()
+        bits = wide.view(torch.int32)
+        drawn = sum(torch.randint_like(bits, 0, 1 << 16) for _ in range(1))
+        p.copy_(((bits + drawn) & MASK).view(torch.float32))
+
+    begin = torch.stack(start(torch.bfloat16, ())).detach().double()
+    exact, _ = train(nearest, torch.float64, params=start(torch.float64, ()))
+    found, _ = train(summed, params=start(torch.bfloat16, ()))
+    plain, _ = train(summed, params=start(torch.bfloat16, ()), plain=True)
+    assert off(found, exact, begin) < 0.01
+    assert off(plain, exact, begin) > 0.1

@@ -1,0 +1,128 @@
+"""Steps that Dynamo traces in parts: what goes from one part to the next keeps its low word."""
+
+from typing import Any
+
+import pytest
+import torch
+from recorded_steps import LR, Each, off, start, train
+from torch import Tensor
+from torch._dynamo import graph_break
+
+import collage_fx
+from collage_fx.dynamo.backend import Backend
+from collage_fx.segments.executors import Executors
+
+
+def update_of(p: Tensor, g: Tensor) -> Tensor:
+    """Return the new value of a parameter: Dynamo compiles this by itself."""
+    return p - LR * g
+
+
+def cut_after_value(p: Tensor, g: Tensor, state: Any) -> None:
+    new = update_of(p, g)
+    graph_break()
+    p.copy_(new)
+
+
+def cut_after_wide_value(p: Tensor, g: Tensor, state: Any) -> None:
+    new = p.to(torch.promote_types(torch.float32, p.dtype)).mul(1.0)
+    graph_break()
+    p.copy_(new - LR * g)
+
+
+def cut_after_count(p: Tensor, g: Tensor, state: Any) -> None:
+    state["step"] = state.get("step", 0) + 1
+    graph_break()
+    p.sub_(g, alpha=LR)
+
+
+class Twice(Each):
+    """Has two loops, between which Dynamo cuts the step: the second reads what the first made."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        params = self.param_groups[0]["params"]
+        made = [p - LR * p.grad for p in params]
+        self.total = float(sum(p.grad.float().sum() for p in params))  # read: a graph break
+        for p, new in zip(params, made, strict=True):
+            p.copy_(new)
+
+
+def errors(update: Any, **options: Any) -> tuple[float, Any]:
+    exact, _ = train(update, torch.float64)
+    found, step = train(update, **options)
+    begin = torch.cat([p.detach().double().flatten() for p in start(torch.bfloat16)])
+    return off(found, exact, begin), step
+
+
+def recorded(step: Any) -> bool:
+    """Tell whether a report says that the rest of a step was recorded, with a line of this file."""
+    notes = [n for n in collage_fx.report(step).notes if "Dynamo cuts the step" in n]
+    assert all(__file__ in n for n in notes), notes
+    return bool(notes)
+
+
+@pytest.mark.parametrize("update", [cut_after_value, cut_after_wide_value])
+def test_value_that_outlives_a_graph_keeps_its_low_word(update: Any) -> None:
+    error, step = errors(update)
+    assert error < 0.01 and recorded(step)
+    plain, _ = errors(update, plain=True)
+    assert plain > 0.5
+
+
+def test_without_the_switch_it_loses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    # In the second step: from the third on all is recorded, as p is written outside of graphs.
+    monkeypatch.setattr(Backend, "hands_on", lambda self, gm: False)
+    error, step = errors(cut_after_value, steps=2)
+    assert error > 0.1 and not recorded(step)
+
+
+def test_results_of_one_loop_that_the_next_reads() -> None:
+    params = {d: start(d) for d in (torch.bfloat16, torch.float64)}
+    begin = torch.cat([p.detach().double().flatten() for p in params[torch.bfloat16]])
+    optimizers = {d: Twice(p, print) for d, p in params.items()}
+    step = collage_fx.compile(optimizers[torch.bfloat16])
+    for _ in range(4):
+        for ps in params.values():
+            for p in ps:
+                p.grad = torch.ones_like(p)
+        step()
+        optimizers[torch.float64].step()
+    found, exact = (
+        torch.cat([collage_fx.value(p).double().flatten() for p in ps]) for ps in params.values()
+    )
+    assert off(found, exact, begin) < 0.01
+
+
+def test_harmless_cut_stays_with_dynamo() -> None:
+    error, step = errors(cut_after_count)
+    assert error < 0.01 and not recorded(step)
+
+
+def from_state(p: Tensor, g: Tensor, state: Any) -> None:
+    if not state:
+        state["z"], state["x"] = p.clone(), p.clone()
+    z, x = state["z"], state["x"]
+    z.sub_(g, alpha=LR)
+    x.mul_(0.5).add_(z, alpha=0.5)
+    p.copy_(x.mul(0.75).add_(z, alpha=0.25))
+
+
+def test_parameter_that_is_computed_anew_has_a_low_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    error, _ = errors(from_state)
+    assert error < 0.01
+    monkeypatch.setattr(Executors, "computes_anew", lambda self, code, args: False)
+    rounded, _ = errors(from_state)
+    assert rounded > 0.1
+
+
+def read_between(p: Tensor, g: Tensor, state: Any) -> None:
+    wide = p.to(torch.promote_types(torch.float32, p.dtype))
+    float(g.sum())  # ends a segment, after which wide is still in use
+    wide.sub_(g, alpha=LR)
+    p.copy_(wide)
+
+
+def test_wide_copy_that_outlives_a_segment_has_both_words() -> None:
+    error, _ = errors(read_between, record=True)
+    assert error < 0.01
