@@ -6,8 +6,11 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from collage_fx.config import CollageConfig
+from collage_fx.dynamo import backend
 from collage_fx.dynamo.backend import Backend
 from collage_fx.dynamo.options import split_options
+from collage_fx.hooks import optimizer_hooks
 from collage_fx.optimizer import checkpoint, plain_steps
 from collage_fx.optimizer.fused import as_its_kernel
 from collage_fx.optimizer.ownership import family
@@ -53,21 +56,51 @@ def compile(
     config, inductor = split_options(options, mode)
     subject = subject_of(optimizer_or_function)
     if isinstance(subject, Optimizer):
-        optimizer = subject
-        if held := held_by(optimizer):
+        if held := held_by(subject):
             steps = [compile(one, mode=mode, **options) for one in held]
-            return compile_held(optimizer, held, steps)
-        for one in family(optimizer):
-            checkpoint.attach(one)
-        config = as_its_kernel(config, options, optimizer)
-        plain_steps.watch(family(optimizer))
-        session = Backend(config, inductor, optimizer=weakref.ref(optimizer))
-        return compile_optimizer(optimizer, session)
+            return compile_held(subject, held, steps)
+        config = _begin(subject, config, options)
+        plain_steps.watch(family(subject))
+        session = Backend(config, inductor, optimizer=weakref.ref(subject))
+        return compile_optimizer(subject, session)
     session = Backend(config, inductor, named=True)
     plain = in_place(subject, tuple(carries))
     function = compile_function(plain, session)
     function._collage = (plain, options)  # type: ignore[attr-defined]
     return function
+
+
+def _begin(optimizer: Optimizer, config: CollageConfig, options: dict[str, Any]) -> CollageConfig:
+    """Have checkpoints of an optimizer hold residuals; return the configuration for its step."""
+    for one in family(optimizer):
+        checkpoint.attach(one)
+    return as_its_kernel(config, options, optimizer)
+
+
+def _compile_for_backend(
+    optimizer: Optimizer, mode: str | None = None, options: dict[str, Any] | None = None
+) -> Callable[..., Any] | None:
+    """Return what does the steps of an optimizer that torch.compile runs, with our backend.
+
+    None for an optimizer of torch.distributed, which calls that of the one that it holds.
+    """
+    if held_by(optimizer):
+        return None
+    config, inductor = split_options(options or {}, mode)
+    config = _begin(optimizer, config, options or {})
+    session = Backend(config, inductor, optimizer=weakref.ref(optimizer))
+    return compile_optimizer(optimizer, session, hooked=False)
+
+
+def __getattr__(name: str) -> Any:
+    """Give the backend, `collage`, to who asks for it: torch.compile, before it traces anything.
+
+    Only from then on is there something to watch in the steps of optimizers.
+    """
+    if name != "collage":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    optimizer_hooks.install(backend.collage, _compile_for_backend)
+    return backend.collage
 
 
 def report(step_or_optimizer: Callable[..., Any] | Optimizer) -> Report:

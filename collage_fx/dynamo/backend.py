@@ -8,7 +8,7 @@ from types import CodeType
 from typing import Any
 
 from torch import Tensor
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import SkipFrame, TorchDynamoException
 from torch.fx import GraphModule, Node
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
@@ -105,7 +105,7 @@ class Backend(Session):
     def _refuse_forgetting(self, optimizer: Optimizer, names: list[str]) -> None:
         """Warn of attributes whose assignments Dynamo would lose; have the step recorded.
 
-        Raises CollageError where what is not compiled is recorded: Dynamo lets Python do it.
+        Raises SkipFrame where what is not compiled is recorded: Dynamo lets Python do it.
         """
         message = (
             f"the step assigns self.{', self.'.join(names)}, which torch.compile does to no "
@@ -113,7 +113,8 @@ class Backend(Session):
             "self.param_groups, or in a list or dict"
         )
         if self.supervisor() is not None:
-            raise CollageError(message)
+            self.notes.add(f"recorded: {message}")
+            raise SkipFrame(message)
         optimizer_hooks.warn_once(f"{message}; collage_fx.compile records such a step", optimizer)
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -135,7 +136,7 @@ _OF_OPTIMIZER = WeakIdKeyDictionary()
 """Optimizer -> configuration -> what the backend was asked for by name."""
 
 
-def _collage(
+def collage(
     gm: GraphModule,
     example_inputs: Sequence[Any],
     *,
@@ -159,17 +160,6 @@ def _collage(
         # Another part of a step may be traced without its optimizer in sight.
         sessions[key].patterns = _PATTERNS.setdefault(key, sessions[key].patterns)
     return sessions[key](gm, example_inputs)
-
-
-def __getattr__(name: str) -> Any:
-    """Give the backend, `collage`, to who asks for it: torch.compile, before it traces anything.
-
-    Only from then on is there something to watch in the steps of optimizers.
-    """
-    if name != "collage":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    optimizer_hooks.install(_collage)
-    return _collage
 
 
 class _Step:
@@ -257,7 +247,8 @@ class _Step:
             return self.code.run(args)
         supervisor.before_graph()
         self._compile_again(supervisor.sources[self], args)
-        self.code.refused |= supervisor.executors.computes_anew(self.code, args)
+        if supervisor.switches:
+            self.code.refused |= supervisor.executors.computes_anew(self.code, args)
         fits = self.layouts.hold(args) and self.symbols.hold(args)
         if self.code.refused or supervisor.expands(args, writes=bool(self.code.states)) or not fits:
             supervisor.waited |= bool(self.waits) or stand_ins is not None

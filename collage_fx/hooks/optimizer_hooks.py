@@ -1,16 +1,16 @@
-"""Notice an optimizer step that torch.compile never hands to the backend.
+"""See which optimizers take steps that torch.compile was asked to compile with our backend.
 
 `fused=True`, sparse gradients and `.item()` make Dynamo run a step eagerly without a word, and a
-backend that is not called cannot say so. `collage_fx.compile` sees it from outside. For the backend
-string there are global hooks of Optimizer.step, at the moment when Dynamo traces through them, and
-a filter of Dynamo's log: nothing else tells that it gives up on a function which a step calls. All
-of these come when torch.compile looks the backend up.
+backend that is not called cannot say so. So a hook of all steps, which Dynamo traces through, has
+what collage_fx.compile makes do the steps of each optimizer; and a filter of Dynamo's log warns of
+functions on which it gives up. Both come when torch.compile looks the backend up.
 """
 
 import logging
 import sys
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
 
@@ -18,17 +18,15 @@ import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.callback import callback_handler
+from torch._dynamo.eval_frame import innermost_backend
 from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._dynamo.utils import counters
 from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from collage_fx.hooks.step_substitution import SUBSTITUTED, can_substitute, substitute
 from collage_fx.optimizer.ownership import live_optimizers
 from collage_fx.runtime.errors import CollageWarning
 
@@ -40,9 +38,8 @@ class _Watch:
 
     backend: Any = None
     """The backend whose steps are watched."""
-    graphs = 0
-    """How many graphs that backend has been given."""
-    graphs_before = 0
+    compile: Any = None
+    """Compiles an optimizer whose step is to be compiled with it."""
     warned: set[str] = set()  # noqa: RUF012 - one watch per process
     warned_of = WeakIdKeyDictionary()
     """What was said of each optimizer."""
@@ -50,20 +47,23 @@ class _Watch:
     """The functions that graphs of that backend are of, as Dynamo's log has them: how many."""
     met = WeakIdKeyDictionary()
     """The optimizers that were seen in a trace."""
-    gave_up = WeakIdKeyDictionary()
-    """The optimizers on whose steps Dynamo is known to have given up."""
     patch: Any = None
     """What Dynamo's configuration is changed by while it compiles a step without gradients."""
 
 
-def install(backend: Any) -> None:
-    """Watch the optimizer steps that are compiled with this backend. Idempotent."""
+def install(backend: Any, compile: Callable[..., Any]) -> None:
+    """Watch the optimizer steps that are compiled with this backend. Idempotent.
+
+    Args:
+        backend: what torch.compile gets.
+        compile: called with an optimizer whose step is compiled by itself, not in a function of the
+            user's, and with the options; returns what is to do the steps.
+    """
     _look_again()
     if _Watch.backend is not None:
         return
-    _Watch.backend = backend
+    _Watch.backend, _Watch.compile = backend, compile
     register_optimizer_step_pre_hook(_before)
-    register_optimizer_step_post_hook(_after)
     _LOG.addFilter(_read_log)
 
 
@@ -101,7 +101,7 @@ def is_seen_by_others(optimizer: Optimizer) -> bool:
         *torch_optimizer._global_optimizer_pre_hooks.values(),
         *torch_optimizer._global_optimizer_post_hooks.values(),
     ]
-    return any(hook not in (_before, _after) for hook in hooks)
+    return any(hook is not _before for hook in hooks)
 
 
 def count_graph(*, supervised: bool) -> None:
@@ -110,7 +110,6 @@ def count_graph(*, supervised: bool) -> None:
     Args:
         supervised: whether what is not compiled is recorded.
     """
-    _Watch.graphs += 1
     _look_again()
     code = traced_code()
     if code is not None and not supervised:
@@ -118,7 +117,7 @@ def count_graph(*, supervised: bool) -> None:
         _Watch.functions[function] += 1
         silent = not _LOG.isEnabledFor(logging.WARNING)
         if silent and _Watch.functions[function] == dynamo_config.recompile_limit:
-            _warn_of_limit(f"what needs another graph of {function} runs", "recompile_limit", "it")
+            _warn_of_limit(f"what needs another graph of {function} runs", "recompile_limit")
 
 
 def has_gradient(optimizer: Optimizer) -> bool:
@@ -126,32 +125,44 @@ def has_gradient(optimizer: Optimizer) -> bool:
     return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
 
-def why_not_compiled(optimizer: Optimizer) -> str:
-    """Return the warning for a step that ran without a compiled graph: who, why and the remedy."""
-    groups = optimizer.param_groups
-    if any(group.get("fused") for group in groups):
-        cause, remedy = (
-            "fused=True is one kernel that is not traced",
-            ("construct it without fused, or use collage_fx.compile, which traces it"),
-        )
-    elif any(p.grad is not None and p.grad.is_sparse for g in groups for p in g["params"]):
-        cause, remedy = "its gradients are sparse", "use dense gradients"
-    else:
-        reasons = [" ".join(reason.split()) for reason in counters["graph_break"]]
-        last = f" (the last graph break: {reasons[-1][:160]})" if reasons else ""
-        cause = f"torch.compile ran no graph of it{last}"
-        remedy = "TORCH_LOGS=graph_breaks,recompiles shows why; avoid .item() and branches on data"
-    name = type(optimizer).__name__
-    return f"the step of {name} ran without compensation: {cause}; {remedy}"
-
-
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling():
-        _trace_begins()
     # False, not None: within a compiled function, but Dynamo may only run what it has.
-    elif get_eval_frame_callback() is False and _Watch.graphs and optimizer not in _Watch.gave_up:
-        what = f"the step of {type(optimizer).__name__} ran"
-        _warn_of_limit(what, "recompile_limit", "one function", optimizer)
+    if _is_for_backend() if torch.compiler.is_compiling() else get_eval_frame_callback() is False:
+        _compile_step(optimizer)
+
+
+# Dynamo calls functions with this mark while it traces, and puts their result into the graph.
+@torch._dynamo.assume_constant_result
+def _is_for_backend() -> bool:
+    """Tell whether Dynamo traces for our backend, and may cut what it traces."""
+    _look_again()
+    tracer = _tracer()
+    ours = getattr(tracer.output.compiler_fn, "compiler_fn", None) is _Watch.backend
+    return ours and not tracer.one_graph
+
+
+@torch.compiler.disable  # so that the step, which is called next, is what it has become here
+def _compile_step(optimizer: Optimizer) -> None:
+    """Have the steps of an optimizer done by what collage_fx.compile makes."""
+    if hasattr(optimizer, SUBSTITUTED) or not can_substitute(optimizer):
+        return
+    compiler = _running_compiler()
+    if compiler is None:
+        return
+    step = _Watch.compile(optimizer, **getattr(compiler, "kwargs", {}))
+    if step is not None:
+        substitute(optimizer, step)
+
+
+def _running_compiler() -> Any:
+    """Return what torch.compile calls for the function that is running, if it is our backend."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "compile_wrapper" and "callback" in frame.f_locals:
+            compiler = innermost_backend(frame.f_locals["callback"])
+            return compiler if getattr(compiler, "compiler_fn", None) is _Watch.backend else None
+        frame = frame.f_back
+    return None
 
 
 def _read_log(record: logging.LogRecord) -> bool:
@@ -159,12 +170,7 @@ def _read_log(record: logging.LogRecord) -> bool:
     if str(record.msg).startswith("torch._dynamo hit config."):
         limit, _, function = (str(arg) for arg in (*record.args, "", "", "")[:3])  # type: ignore[misc]
         if function in _Watch.functions:
-            optimizer = _stepping()
-            who = "a compiled function"
-            if optimizer is not None:
-                _Watch.gave_up[optimizer] = True
-                who = f"a part of the step of {type(optimizer).__name__}"
-            _warn_of_limit(f"{who}, {function}, runs", limit, "it")
+            _warn_of_limit(f"a compiled function, {function}, runs", limit)
     return True
 
 
@@ -179,14 +185,11 @@ def _stepping() -> Optimizer | None:
     return None
 
 
-def _warn_of_limit(
-    what: str, limit: str, function: str, optimizer: Optimizer | None = None
-) -> None:
+def _warn_of_limit(what: str, limit: str) -> None:
     value = getattr(dynamo_config, limit, "unknown")
     warn_once(
         f"{what} without compensation: torch.compile gave up after torch._dynamo.config.{limit} = "
-        f"{value} graphs of {function}; raise it, or use collage_fx.compile, which does",
-        optimizer,
+        f"{value} graphs of it; raise it, or use collage_fx.compile, which does"
     )
 
 
@@ -196,11 +199,6 @@ def warn_once(message: str, optimizer: Optimizer | None = None) -> None:
     if message not in said:
         said.add(message)
         warnings.warn(f"collage_fx: {message}", CollageWarning, stacklevel=2)
-
-
-def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling():
-        _trace_ends(type(optimizer).__name__)
 
 
 def forgotten_attributes() -> list[tuple[Optimizer, list[str]]]:
@@ -260,23 +258,3 @@ def _tracer() -> Any:
         return InstructionTranslator.current_tx()
     except AttributeError:  # None in 2.11
         return None
-
-
-# Dynamo calls functions with this mark while it traces, and puts their result into the graph.
-@torch._dynamo.assume_constant_result
-def _trace_begins() -> bool:
-    _look_again()
-    _Watch.graphs_before = _Watch.graphs
-    return True
-
-
-@torch._dynamo.assume_constant_result
-def _trace_ends(name: str) -> bool:
-    output = InstructionTranslator.current_tx().output
-    watched = getattr(output.compiler_fn, "compiler_fn", None) is _Watch.backend
-    empty = output.count_calls() == 0 and _Watch.graphs == _Watch.graphs_before
-    if watched and empty:
-        steppers = [o for o in optimizers() if type(o).__name__ == name and has_gradient(o)]
-        if steppers:
-            warn_once(why_not_compiled(steppers[-1]), steppers[-1])
-    return True

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, is_inference_mode_enabled
 from torch._dynamo.convert_frame import compile_lock
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._guards import TracingContext, tracing
 
 from collage_fx.compilation.aot import compile_graph
@@ -243,15 +244,21 @@ class Executors:
         call: Call,
     ) -> _Compiled | None:
         same = list(history.same)
-        numbers = Numbers(call.floats, sorted({same[i] for i in history.changing}), same)
-        try:
-            with compile_lock, no_full_collection():
-                made = compile_(segment, given, numbers)
-        except CollageError:
-            raise
-        except Exception as error:  # whatever the compiler raises: there is another way
-            self.note(error)
-            return None
+        changing = sorted({same[i] for i in history.changing})
+        made = None
+        for inputs in (changing, []):
+            numbers = Numbers(call.floats, inputs, same)
+            try:
+                with compile_lock, no_full_collection():
+                    made = compile_(segment, given, numbers)
+                break
+            except CollageError:
+                raise
+            except TensorifyScalarRestartAnalysis:  # for a float that has to be a constant
+                continue
+            except Exception as error:  # whatever the compiler raises: there is another way
+                self.note(error)
+                return None
         return None if made is None else _Compiled(*made, numbers, given.structure)
 
     # Rewritten by the passes.

@@ -212,7 +212,8 @@ def number_tensor(x: float) -> Tensor:
 def float_guard(mode: FakeTensorMode, fakes: Sequence[Any]) -> Callable[..., bool]:
     """Return what tells for which floats a graph holds: compiling may have asked (alpha == 1?)."""
     memos = [getattr(f, "item_memo", None) for f in fakes]
-    symbols = [m.node.expr for m in memos if m is not None]
+    # `expr` would be the number itself, where compiling has made it a constant.
+    symbols = [m.node._expr for m in memos if m is not None]
     guards = [guard.expr for guard in mode.shape_env.guards]  # type: ignore[union-attr]
     if not guards:
         return lambda *floats: True

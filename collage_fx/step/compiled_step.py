@@ -18,6 +18,7 @@ from collage_fx.errors import CollageError, OptionError
 from collage_fx.hooks import nested_compile
 from collage_fx.hooks.dynamo_limits import many_graphs
 from collage_fx.hooks.gc_pause import FIRST, no_full_collection
+from collage_fx.hooks.step_substitution import codes, without_hooks
 from collage_fx.hooks.symbolic_math import symbolic_math
 from collage_fx.optimizer import plain_steps
 from collage_fx.optimizer.discovery import FunctionStates, OptimizerStates
@@ -31,10 +32,19 @@ from collage_fx.step.recompile_guard import RecompileGuard
 from collage_fx.step.subject import name_of, step_made_here
 
 
-def compile_optimizer(optimizer: Optimizer, session: Backend) -> Callable[..., Any]:
-    """Return a method bound to the optimizer that runs its class's step compiled."""
+def compile_optimizer(
+    optimizer: Optimizer, session: Backend, *, hooked: bool = True
+) -> Callable[..., Any]:
+    """Return a method bound to the optimizer that runs its class's step compiled.
+
+    Args:
+        optimizer: whose step it is.
+        session: compiles it.
+        hooked: whether the hooks of the optimizer are called in it.
+    """
     # The class's own step: optimizer.step may be wrapped by a scheduler, or be ours already.
-    plain = types.MethodType(unscaling(optimizer), optimizer)
+    own = unscaling(optimizer)
+    plain = types.MethodType(own if hooked else without_hooks(own), optimizer)
     reference = weakref.ref(optimizer)
     states = OptimizerStates(lambda: _alive(reference))
     subject = f"the step of {type(optimizer).__name__}"
@@ -112,7 +122,7 @@ def _supervised(
         few: does the steps of an optimizer of which Dynamo need not see all.
     """
     compiled = torch.compile(plain, backend=session)
-    session.supervisor, session.whole = weakref.ref(steps), _codes(plain)
+    session.supervisor, session.whole = weakref.ref(steps), codes(plain)
     guard = RecompileGuard(session, steps)
     is_closure = _is_function if few is None else callable
 
@@ -143,16 +153,6 @@ def _supervised(
                 return result
 
     return run
-
-
-def _codes(function: Any) -> frozenset[types.CodeType]:
-    """Return the code of a function and of those that decorators have wrapped in it."""
-    found = []
-    while function is not None:
-        code = getattr(getattr(function, "__func__", function), "__code__", None)
-        found.append(code)
-        function = getattr(function, "__wrapped__", None)
-    return frozenset(c for c in found if c is not None)
 
 
 def _is_function(argument: Any) -> bool:

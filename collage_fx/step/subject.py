@@ -8,6 +8,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from collage_fx.errors import SubjectError
+from collage_fx.hooks.step_substitution import STEP
 from collage_fx.optimizer.ownership import without_arguments
 
 _REMEDY = (
@@ -73,9 +74,9 @@ def step_made_here(given: Any, mark: str) -> Any:
     while given is not None and not any(given is one for one in seen):
         if getattr(given, mark, None) is not None:
             return given
-        step = getattr(given, "step", None)
-        if getattr(step, mark, None) is not None:
-            return step
+        for step in (getattr(given, "step", None), getattr(given, STEP, None)):
+            if getattr(step, mark, None) is not None:
+                return step
         seen.append(given)
         given = inner_of(given)
     return None

@@ -10,6 +10,7 @@ from torch import Tensor
 import collage_fx
 from collage_fx.compilation import aot
 from collage_fx.errors import CollageError, CollageWarning
+from collage_fx.hooks import optimizer_hooks
 from collage_fx.passes.dedup.deduplicate import Narrow, narrow
 
 
@@ -49,6 +50,7 @@ def first_step(monkeypatch: pytest.MonkeyPatch, *, whole: bool) -> tuple[list[Te
     used: list[Any] = []
     with monkeypatch.context() as patch:
         patch.setattr(aot, "narrow", lambda *a: None if whole else used.append(a) or narrow(*a))
+        patch.setattr(optimizer_hooks, "can_substitute", lambda optimizer: False)
         options = {"multi_tensor": True}
         torch.compile(optimizer.step, backend="collage", options=options)()  # type: ignore[call-overload]
     buffers = [optimizer.state[p]["momentum_buffer"] for p in params]

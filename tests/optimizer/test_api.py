@@ -161,31 +161,6 @@ def test_explain_a_function_and_a_compiled_step() -> None:
     assert all(s.compensated for s in found.plan) and len(found.plan) == 2
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "cause"),
-    [
-        (torch.optim.AdamW, {"fused": True}, "AdamW.*fused"),
-        (torch.optim.Adafactor, {}, "Adafactor.*item"),
-        (torch.optim.SparseAdam, {}, "SparseAdam.*sparse"),
-    ],
-)
-def test_step_that_dynamo_never_hands_over_is_named(
-    kind: type, options: dict[str, Any], cause: str
-) -> None:
-    from collage_fx.hooks.optimizer_hooks import _Watch
-
-    _Watch.warned.clear()
-    p = bf16(4, 4) if kind is not torch.optim.SparseAdam else torch.randn(4, 4).requires_grad_()
-    g = torch.randn_like(p)
-    p.grad = g.to_sparse() if kind is torch.optim.SparseAdam else g
-    optimizer = kind([p], **options)
-    step = torch.compile(optimizer.step, backend="collage")
-    with pytest.warns(CollageWarning, match=cause) as caught:
-        step()
-        step()
-    assert sum(issubclass(w.category, CollageWarning) for w in caught) == 1
-
-
 def test_fp32_optimizer_works_and_says_that_nothing_was_needed() -> None:
     p = torch.randn(6).requires_grad_()
     q = p.detach().clone().requires_grad_()

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import collage_fx
-from collage_fx.errors import CollageWarning
 
 LR = 1e-4
 
@@ -212,18 +211,6 @@ def test_the_low_word_of_a_state_that_is_only_read_enters_however_it_is_scaled()
     assert all(s.graph for s in collage_fx.report(step).states if s.name.startswith("slow"))
 
 
-def test_the_backend_string_says_which_states_are_read_without_their_low_word() -> None:
-    def compile(optimizer: Optimizer) -> Callable[[], Any]:
-        # Options of its own, since one session does not say a thing twice.
-        return torch.compile(optimizer.step, backend="collage", options={"seed": 5})
-
-    with pytest.warns(CollageWarning) as caught:
-        averaged(torch.bfloat16, compile)
-    said = " ".join(str(w.message) for w in caught)
-    for i in range(len(AVERAGES)):
-        assert f"slow of param_groups[0].params[{i}]: read in a sum with the high word" in said
-
-
 def test_functions_that_read_what_another_one_writes() -> None:
     def slowly(slow: Tensor, g: Tensor) -> None:
         slow.sub_(g, alpha=LR)
@@ -271,11 +258,11 @@ def test_moments_whose_low_word_has_no_weight_leave_the_parameter_in_its_graph()
     assert all(s.graph == 4 and s.compensated for s in states)
 
 
-def test_report_says_why_a_part_is_left_to_the_eager_engine() -> None:
+def test_report_says_where_dynamo_cuts_a_step_that_is_recorded() -> None:
     torch.compiler.reset()
     p = torch.ones(4).bfloat16().requires_grad_()
     step = collage_fx.compile(Step([p], over_a_graph_break))
     p.grad = torch.ones_like(p)
     step()
     step()
-    assert "takes over the value of param_groups[0].params[0]" in str(collage_fx.report(step))
+    assert f"`torch._dynamo.graph_break()`, {__file__}" in str(collage_fx.report(step))

@@ -40,9 +40,9 @@ sgd = torch.optim.SGD([torch.ones(2)])
 collage_fx.compile(lambda p: p.mul_(2))
 assert state()[:2] == [0, 0], "there are hooks, and nobody has asked for the backend"
 torch.compile(sgd.step, backend="collage")
-assert state()[:2] == [1, 1], "no step is watched"
-torch.compile(sgd.step, backend=sys.modules["collage_fx.dynamo.backend"].collage)
-assert state()[:2] == [1, 1], "steps are watched twice"
+assert state()[:2] == [1, 0], "no step is watched"
+torch.compile(sgd.step, backend=sys.modules["collage_fx.api"].collage)
+assert state()[:2] == [1, 0], "steps are watched twice"
 """
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tensors import bf16, with_grads
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, Optimizer
 
 import collage_fx
 from collage_fx.runtime.errors import CollageWarning
@@ -134,13 +134,6 @@ def freeze() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-def test_each_of_two_fused_optimizers_is_named() -> None:
-    optimizers = [AdamW(with_grads([bf16(4)]), fused=True) for _ in range(2)]
-    for optimizer in optimizers:
-        with pytest.warns(CollageWarning, match="fused=True is one kernel"):
-            torch.compile(optimizer.step, backend="collage")()
 
 
 def test_two_functions_of_one_name_are_warned_of() -> None:

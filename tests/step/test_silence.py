@@ -1,9 +1,5 @@
 """What would lose updates without a word: each is compensated, or named in one warning."""
 
-import logging
-import warnings
-from typing import Any
-
 import pytest
 import torch
 from tensors import bf16, with_grads
@@ -11,8 +7,6 @@ from torch import Tensor, nn
 
 import collage_fx
 from collage_fx.errors import CollageWarning
-from collage_fx.hooks.optimizer_hooks import _Watch
-from collage_fx.runtime.torch_versions import installed
 
 
 def test_many_optimizers_of_a_class_in_one_process() -> None:
@@ -21,122 +15,6 @@ def test_many_optimizers_of_a_class_in_one_process() -> None:
         (p,) = with_grads([bf16(4)])
         collage_fx.compile(torch.optim.SGD([p]))()
         assert collage_fx.residuals(p)
-
-
-def forget() -> None:
-    """Let nothing be known of functions that other tests have compiled."""
-    torch.compiler.reset()
-    _Watch.functions.clear()
-    _Watch.warned.clear()
-    _Watch.gave_up.clear()
-
-
-def test_backend_string_says_when_dynamo_gives_up() -> None:
-    forget()
-    with (
-        torch._dynamo.config.patch(recompile_limit=1),
-        pytest.warns(CollageWarning, match="SGD.*recompile_limit") as caught,
-    ):
-        for _ in range(3):
-            (p,) = with_grads([bf16(4)])
-            step = torch.compile(torch.optim.SGD([p]).step, backend="collage")
-            step()
-            step()
-        # Of the second, and of the third: each of them once.
-        assert sum("recompile_limit" in str(w.message) for w in caught) == 2
-
-
-class Helped(torch.optim.Optimizer):
-    """A step that Dynamo cuts in pieces: each parameter is updated by a function of its own."""
-
-    def __init__(self, params: list[Tensor]) -> None:
-        super().__init__(params, {})
-
-    def update(self, p: Tensor, k: int) -> None:
-        if float(p.grad.abs().max().item()) > 0:
-            p.sub_(p.grad, alpha=1e-4 * (k + 1))
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        for k, p in enumerate(self.param_groups[0]["params"]):
-            self.update(p, k)
-
-
-class Cut(Helped):
-    def update(self, p: Tensor, k: int) -> None:
-        torch._dynamo.graph_break()
-        p.sub_(p.grad, alpha=1e-4 * (k + 1))
-
-
-def helped(kind: type, way: str, limit: int) -> tuple[list[int], list[str]]:
-    """Take three steps over 6 parameters; return how many residuals each has, and the warnings."""
-    forget()
-    params = with_grads([bf16(2 + k) for k in range(6)])
-    optimizer = kind(params)
-    with (
-        torch._dynamo.config.patch(recompile_limit=limit),
-        warnings.catch_warnings(record=True) as w,
-    ):
-        warnings.simplefilter("always")
-        step: Any = collage_fx.compile(optimizer)
-        if way == "string":
-            step = torch.compile(optimizer.step, backend="collage")
-        for _ in range(3):
-            step()
-    found = [str(one.message) for one in w if issubclass(one.category, CollageWarning)]
-    return [len(collage_fx.residuals(p)) for p in params], [f for f in found if "limit" in f]
-
-
-@pytest.mark.parametrize(("kind", "part"), [(Helped, "'update'"), (Cut, "resume_in_update")])
-def test_backend_string_says_where_dynamo_gives_up_on_a_part_of_a_step(
-    kind: type, part: str
-) -> None:
-    kept, (message,) = helped(kind, "string", 4)
-    assert kept == [1, 1, 1, 1, 0, 0]
-    for word in (part, kind.__name__, "recompile_limit = 4", "raise it", "collage_fx.compile"):
-        assert word in message
-    assert helped(kind, "string", 6) == ([1] * 6, [])  # the remedies
-    assert helped(kind, "compile", 4) == ([1] * 6, [])
-
-
-def test_the_limit_is_named_though_dynamo_s_log_is_silent() -> None:
-    log = logging.getLogger("torch._dynamo.convert_frame")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        kept, messages = helped(Helped, "string", 4)
-    finally:
-        log.setLevel(level)
-    assert kept == [1, 1, 1, 1, 0, 0] and any("of 'update'" in m for m in messages)
-
-
-class Forgets(torch.optim.Optimizer):
-    """Counts its steps in an attribute, which Dynamo would not write back."""
-
-    def __init__(self, params: list[Tensor]) -> None:
-        super().__init__(params, {})
-        self.k = 0
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        self.k += 1
-        for p in self.param_groups[0]["params"]:
-            p.sub_(p.grad, alpha=1e-4)
-
-
-@pytest.mark.parametrize("within", [False, True])
-def test_a_second_optimizer_with_the_same_options_is_warned_of_too(within: bool) -> None:
-    if installed() < (2, 13):
-        pytest.skip("there Dynamo fails itself, with an error")
-    for _ in range(2):
-        optimizer = Forgets(with_grads([bf16(3)]))
-        called = (lambda o=optimizer: o.step()) if within else optimizer.step
-        step = torch.compile(called, backend="collage")
-        with pytest.warns(CollageWarning, match=r"assigns self\.k"):
-            step()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", CollageWarning)
-            step()
 
 
 def test_tensors_made_anew_at_each_call_keep_one_residual() -> None:

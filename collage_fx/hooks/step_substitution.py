@@ -1,0 +1,90 @@
+"""Have a function of ours do the steps of an optimizer that torch.compile runs.
+
+PyTorch puts a function around the step of each class of optimizers, which calls the hooks of a step
+and then what it has in its closure. That is the one place through which every step goes that
+torch.compile was given as `optimizer.step`, and where an exception passes as through any call.
+"""
+
+import functools
+from collections.abc import Callable
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch.compiler import disable
+from torch.optim import Optimizer
+
+STEP = "_collage_step"
+"""Where an optimizer has the function that does its steps; no checkpoint or copy has it."""
+SUBSTITUTED = "_collage_substituted"
+"""Where it says whether that is to be called: not from within it."""
+_AROUND = Optimizer.profile_hook_step(lambda: None).__code__
+
+
+def substitute(optimizer: Optimizer, step: Callable[..., Any]) -> None:
+    """Have step called, with the arguments of the optimizer's own, where torch.compile runs that.
+
+    The hooks of the optimizer are called as before. Called by itself, without torch.compile, its
+    step is what it was.
+    """
+    around = _with_hooks(type(optimizer).step)
+    assert around is not None and around.__closure__ is not None
+    cell = around.__closure__[around.__code__.co_freevars.index("func")]
+    if not hasattr(cell.cell_contents, SUBSTITUTED):
+        cell.cell_contents = _substitutable(cell.cell_contents)
+    setattr(optimizer, STEP, step)
+    setattr(optimizer, SUBSTITUTED, True)
+
+
+def can_substitute(optimizer: Optimizer) -> bool:
+    """Tell whether PyTorch calls the step of an optimizer after hooks, as it does since 2.0."""
+    return _with_hooks(type(optimizer).step) is not None
+
+
+def without_hooks(step: Any) -> Callable[..., Any]:
+    """Return the step of a class, and the decorators that it was written with, without hooks."""
+    around = _with_hooks(step)
+    assert around is not None
+    own: Callable[..., Any] = around.__wrapped__  # type: ignore[attr-defined]
+    # Dynamo leaves some classes of PyTorch alone.
+    return own if around is step else disable(own)
+
+
+def codes(function: Any) -> frozenset[CodeType]:
+    """Return the code of a function and of those that decorators have wrapped in it."""
+    found = []
+    while function is not None:
+        found.append(getattr(getattr(function, "__func__", function), "__code__", None))
+        function = getattr(function, "__wrapped__", None)
+    return frozenset(code for code in found if code is not None)
+
+
+def _with_hooks(step: Any) -> FunctionType | None:
+    while step is not None and getattr(step, "__code__", None) is not _AROUND:
+        step = getattr(step, "__wrapped__", None)
+    return step
+
+
+def _substitutable(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the step of a class, which for some optimizers calls another function."""
+
+    @functools.wraps(own)
+    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self, SUBSTITUTED, False) and (
+            torch.compiler.is_compiling() or get_eval_frame_callback() is not None
+        ):
+            return _run(self, args, kwargs)
+        return own(self, *args, **kwargs)
+
+    setattr(step, SUBSTITUTED, True)
+    return step
+
+
+@disable
+def _run(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    setattr(optimizer, SUBSTITUTED, False)
+    try:
+        return getattr(optimizer, STEP)(*args, **kwargs)
+    finally:
+        setattr(optimizer, SUBSTITUTED, True)

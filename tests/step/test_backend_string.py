@@ -1,0 +1,183 @@
+"""`torch.compile(optimizer.step, backend="collage")` does what `collage_fx.compile` does."""
+
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, optim
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ConstantLR
+
+import collage_fx
+from collage_fx.errors import CollageWarning
+from collage_fx.hooks import optimizer_hooks
+
+LR = 1e-4
+
+
+class Data(Optimizer):
+    """Written as ten years ago."""
+
+    def __init__(self, params: list[Tensor], lr: float = LR) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.add_(p.grad.data, alpha=-group["lr"])
+
+
+class Helped(Data):
+    """Has each parameter updated by a function, of which Dynamo makes a graph each."""
+
+    def update(self, p: Tensor, k: int) -> None:
+        if float(p.grad.abs().max().item()) > 0:
+            p.sub_(p.grad, alpha=LR)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for k, p in enumerate(self.param_groups[0]["params"]):
+            self.update(p, k)
+
+
+class Derived(Data):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+
+
+def sparse_adam(params: list[Tensor], lr: float) -> Optimizer:
+    return optim.SparseAdam(params, lr=lr)
+
+
+def fused(params: list[Tensor], lr: float) -> Optimizer:
+    return optim.AdamW(params, lr=lr, fused=True)
+
+
+def lbfgs(params: list[Tensor], lr: float) -> Optimizer:
+    return optim.LBFGS(params, lr=lr, max_iter=2)
+
+
+def string(optimizer: Optimizer) -> Callable[..., Any]:
+    step: Callable[..., Any] = torch.compile(optimizer.step, backend="collage")
+    return step
+
+
+def within(optimizer: Optimizer) -> Callable[..., Any]:
+    step: Callable[..., Any] = torch.compile(lambda *a: optimizer.step(*a), backend="collage")
+    return step
+
+
+def trained(
+    make: Callable[..., Optimizer], way: Callable[[Optimizer], Callable[..., Any]], steps: int = 6
+) -> tuple[Tensor, Optimizer]:
+    """Return how far parameters of one came, residuals included."""
+    torch.compiler.reset()
+    params = [torch.ones(4, 3).bfloat16().requires_grad_() for _ in range(2)]
+    optimizer = make(params, lr=LR)
+    step = way(optimizer)
+
+    def closure() -> Tensor:
+        for p in params:
+            g = torch.linspace(0.5, 1.5, 12).view(4, 3).bfloat16()
+            p.grad = g.to_sparse() if make is sparse_adam else g
+        return torch.tensor(1.0)
+
+    for _ in range(steps):
+        if make is lbfgs:
+            step(closure)
+        else:
+            closure()
+            step()
+    return torch.cat([1 - collage_fx.value(p).detach() for p in params]), optimizer
+
+
+class Counts(Data):
+    """Counts its steps in an attribute, which Dynamo would not write back."""
+
+    k = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.k += 1
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad, alpha=LR * self.k)
+
+
+KINDS = [optim.Adafactor, sparse_adam, lbfgs, optim.Adamax, fused, Data, Helped, Derived, Counts]
+
+
+@pytest.mark.parametrize("make", KINDS)
+def test_the_string_does_what_compile_does(make: Any) -> None:
+    expected, _ = trained(make, collage_fx.compile)
+    found, optimizer = trained(make, string)
+    assert torch.equal(found, expected) and bool((found != 0).all())
+    report = collage_fx.report(optimizer)
+    params = [s for s in report.states if s.name.startswith("param_groups")]
+    assert len(params) == 2 and all(s.compensated and not s.unaccounted for s in params)
+
+
+def test_without_it_such_a_step_runs_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer_hooks, "can_substitute", lambda optimizer: False)
+    monkeypatch.setattr(optimizer_hooks._Watch, "functions", Counter())
+    with pytest.warns(CollageWarning, match=r"updated through \.data"):
+        found, _ = trained(Data, string)
+    assert not bool(found.any())
+
+
+@pytest.mark.parametrize("make", [optim.Adafactor, Data])
+def test_so_does_a_function_that_dynamo_cuts_at_the_step(make: Any) -> None:
+    assert torch.equal(trained(make, within)[0], trained(make, string)[0])
+
+
+def test_options_and_schedulers_and_hooks() -> None:
+    calls: list[str] = []
+
+    def way(optimizer: Optimizer) -> Callable[..., Any]:
+        optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+        optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+        ConstantLR(optimizer, factor=1.0)
+        step: Callable[..., Any] = torch.compile(
+            optimizer.step, backend="collage", options={"storage": "remainder16"}
+        )
+        return step
+
+    found, optimizer = trained(optim.Adafactor, way)
+    assert bool((found != 0).all()) and calls == ["before", "after"] * 6
+    (p, *_) = optimizer.param_groups[0]["params"]
+    assert collage_fx.residuals(p)[0].dtype is torch.int16
+
+
+def test_a_plain_step_beside_it_stays_plain() -> None:
+    _, optimizer = trained(Data, string, steps=1)
+    params = optimizer.param_groups[0]["params"]
+    before = [collage_fx.value(p).clone() for p in params]
+    optimizer.step()  # with the same gradients, whose updates bf16 loses
+    assert all(map(torch.equal, map(collage_fx.value, params), before))
+
+
+def test_all_optimizers_of_a_class_are_served_past_the_recompile_limit() -> None:
+    with torch._dynamo.config.patch(recompile_limit=1), warnings.catch_warnings():
+        warnings.simplefilter("error", CollageWarning)
+        for _ in range(3):
+            p = torch.ones(3).bfloat16().requires_grad_()
+            step = string(Data([p]))
+            for _ in range(2):
+                p.grad = torch.ones_like(p)
+                step()
+            assert float(1 - collage_fx.value(p)[0].detach()) == pytest.approx(2 * LR, rel=0.02)
+
+
+def test_an_error_in_a_step_passes_through() -> None:
+    _, optimizer = trained(Data, string, steps=2)
+    step = string(optimizer)
+    (p, q) = optimizer.param_groups[0]["params"]
+    p.grad, q.grad = torch.ones_like(p), None
+    with pytest.raises(AttributeError, match="data"):
+        step()
+    q.grad = torch.ones_like(q)
+    before = collage_fx.value(q).clone()
+    step()
+    assert bool((collage_fx.value(q) < before).all())
