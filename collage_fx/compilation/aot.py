@@ -1,6 +1,5 @@
 """One graph of Dynamo's on its way to a callable that binds residuals."""
 
-import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -15,8 +14,8 @@ from torch.compiler import config as compiler_config
 from torch.fx import GraphModule
 
 from collage_fx.compilation.graph_inputs import AotInputs, Inputs
-from collage_fx.compilation.inductor import compile_rewritten, separate_outputs
-from collage_fx.compilation.partition import only_multi_tensor, split
+from collage_fx.compilation.inductor import compile_rewritten, separate_outputs, uses_cudagraphs
+from collage_fx.compilation.partition import Direct, split
 from collage_fx.compilation.residual_binding import Residuals
 from collage_fx.compilation.session import Session, StandsForOthers
 from collage_fx.compilation.side_inputs import Code, SideInputs
@@ -67,7 +66,9 @@ def compile_graph(
         code = _compile_narrow(session, inputs, example_inputs)
         if code is not None:
             return code
-        return Compilation(session, inputs, None).run(example_inputs)
+        whole = Compilation(session, inputs, None).run(example_inputs)
+        assert isinstance(whole, Code)
+        return whole
     finally:
         inputs.release()
 
@@ -75,23 +76,27 @@ def compile_graph(
 def _compile_for_others(
     session: Session, stand_ins: StandsForOthers, inputs: Inputs, example_inputs: Sequence[Any]
 ) -> Code:
-    """Compile a graph for parameters that Dynamo has not seen too; raise Unlike if it cannot be."""
+    """Compile a graph for parameters that Dynamo has not seen too; note it if that cannot be."""
     with no_full_collection():
         narrowed = stand_ins.whole_graph(inputs, session.config)
-    return _first_alike(session, inputs, narrowed, example_inputs)
+    if not isinstance(narrowed, Unlike):
+        code = _first_alike(session, inputs, narrowed, example_inputs)
+        if not isinstance(code, Unlike):
+            return code
+        narrowed = code
+    stand_ins.unlike = narrowed
+    return Code(inputs.gm, None, [], [], refused=True)
 
 
 def _first_alike(
     session: Session, inputs: Inputs, narrowed: Narrow, example_inputs: Sequence[Any]
-) -> Code:
-    """Compile one member of each class, at best without Inductor; raise Unlike if it cannot be."""
+) -> Code | Unlike:
+    """Compile one member of each class, at best without Inductor."""
     alone = Compilation(session, inputs, narrowed, alone=True)
-    try:
-        return alone.run(example_inputs)
-    except Unlike:
-        if not alone.needs_inductor:
-            raise
-    return Compilation(session, inputs, narrowed).run(example_inputs)
+    code = alone.run(example_inputs)
+    if alone.needs_inductor:
+        return Compilation(session, inputs, narrowed).run(example_inputs)
+    return code
 
 
 def _compile_narrow(session: Session, inputs: Inputs, example_inputs: Sequence[Any]) -> Code | None:
@@ -100,8 +105,8 @@ def _compile_narrow(session: Session, inputs: Inputs, example_inputs: Sequence[A
         with no_full_collection():
             narrowed = _narrowed(session, inputs)
         if narrowed is not None:
-            with contextlib.suppress(Unlike):
-                return _first_alike(session, inputs, narrowed, example_inputs)
+            code = _first_alike(session, inputs, narrowed, example_inputs)
+            return None if isinstance(code, Unlike) else code
     except (CollageError, TorchDynamoException):
         raise
     except Exception as error:
@@ -132,8 +137,8 @@ class Compilation:
             session: who asks for it.
             given: the inputs of the whole graph.
             narrowed: the narrow graph, if that is to be compiled.
-            alone: whether to raise Unlike if anything but operations for classes is left of it.
-                Inductor has no part in it then, and what it does to be ready takes longer.
+            alone: whether to give up if anything but operations for classes is left of it. Inductor
+                has no part in it then, and what it does to be ready takes longer.
         """
         self.session = session
         self.alone = alone
@@ -142,15 +147,21 @@ class Compilation:
         self.inputs = AotInputs(given, narrowed)
         self.program: Program | None = None
         """What the passes made of the graph; None if they do not take it."""
+        self.direct: Direct | None = None
+        """Its result with the kernels taken out, where that can be."""
         self.side: SideInputs | None = None
         self.refused = False
+        self.unlike: Unlike | None = None
+        """Why the members in a narrow graph cannot stand for the others."""
         self.needs_inductor = False
         """Whether it was given up as one that is compiled `alone`, and for nothing else."""
 
-    def run(self, example_inputs: Sequence[Any]) -> Code:
-        """Compile the graph."""
+    def run(self, example_inputs: Sequence[Any]) -> Code | Unlike:
+        """Compile the graph; or say why a narrow one cannot be that of all."""
         chosen = self.narrow.inputs if self.narrow else range(len(example_inputs))
         function = self._compiled([example_inputs[i] for i in chosen])
+        if self.unlike is not None:
+            return self.unlike
         if self.program is None:
             return Code(function, None, [], [], self.refused)
         locate, plan = self.inputs.locate, self.program.plan
@@ -187,17 +198,27 @@ class Compilation:
         return function
 
     def inner(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-        """Rewrite the functional graph, compile it and bind its residuals."""
+        """Rewrite the functional graph, compile it and bind its residuals.
+
+        Note it in `unlike` if that cannot be: nobody calls what is returned then.
+        """
+        if self.unlike is not None:  # the backward graph of one that was given up
+            return gm
         # Inductor's own again: ours are for AOTAutograd, and no cache can have them in its key.
         kwargs.pop("get_decomp_fn", None)
         self.refused |= written_outside(self.session, gm)
         if not kwargs.get("is_inference", False):
             if self.narrow is not None:
-                raise Unlike("gradients are recorded")
+                self.unlike = Unlike("gradients are recorded")
+                return gm
             self.refused |= differentiated(self.session, gm, self.inputs)
             return inductor_compile.compile_functional(gm, example_inputs, **kwargs)
         separate_outputs(gm)
-        self.program = program = self._rewritten(gm)
+        program = self._rewritten(gm, kwargs.get("cudagraphs"))
+        if isinstance(program, Unlike):
+            self.unlike = program
+            return gm
+        self.program = program
         compiled = self.session.note(program)
         self._conclude(program.plan)
         self.refused |= bool(program.lost)
@@ -211,25 +232,32 @@ class Compilation:
         inner, compiled.source_code = self._by_inductor(program, example_inputs, kwargs)
         return side.bind(inner, program.seeds)
 
-    def _rewritten(self, gm: GraphModule) -> Program:
-        """Run the passes; raise Unlike if what came out of a narrow graph is not that of all."""
+    def _rewritten(self, gm: GraphModule, cudagraphs: bool | None) -> Program | Unlike:
+        """Run the passes; say why what came out of a narrow graph is not that of all."""
         settings, inputs = self.session.config, self.inputs
         is_step = self.session.optimizer() is not None
         copies = inputs.copies(gm)
+        if isinstance(copies, Unlike):
+            return copies
         program = Program(gm, settings, inputs.describe, inputs.label, is_step, copies)
         with no_full_collection():
             run_passes(program, snapshots=self.session.keep)
-            if program.takers:  # a running maximum of a second moment, which needs both words too
+            # A running maximum of a second moment, which needs both words too.
+            if program.takers and program.unlike is None:
                 program = Program(
                     gm, settings, inputs.describe, inputs.label, is_step, copies, program.takers
                 )
                 run_passes(program, snapshots=self.session.keep)
-        inputs.note_results(program, gm)
-        if self.narrow is not None and split(graph_of(program.result)) is None:
-            raise Unlike("its classes cannot be updated last")
-        if self.alone and not only_multi_tensor(graph_of(program.result)):
+        unlike = program.unlike or inputs.note_results(program, gm)
+        if unlike is not None:
+            return unlike
+        if program.result is not None and not uses_cudagraphs(cudagraphs):
+            self.direct = split(program.result)
+        if self.narrow is not None and self.direct is None:
+            return Unlike("its classes cannot be updated last")
+        if self.alone and self.direct is not None and self.direct.rest is not None:
             self.needs_inductor = True
-            raise Unlike("there is more in it")
+            return Unlike("there is more in it")
         return program
 
     def _conclude(self, plan: list[StatePlan]) -> None:
@@ -267,4 +295,4 @@ class Compilation:
         fakes = [n.meta["val"] for n in placeholders[len(example_inputs) :]]
         tag = compiler_config.cache_key_tag + "collage_fx:" + self.session.config.fingerprint
         with compiler_config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
-            return compile_rewritten(result, [*example_inputs, *fakes], kwargs)
+            return compile_rewritten(result, self.direct, [*example_inputs, *fakes], kwargs)

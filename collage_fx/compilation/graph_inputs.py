@@ -252,11 +252,8 @@ class AotInputs:
         descriptor = placeholder.meta.get("desc")
         return source_behind(descriptor, self.narrow.inputs if self.narrow else None)
 
-    def copies(self, gm: GraphModule) -> list[Copies]:
-        """Return what the members of the graph stand for, and note how to find that.
-
-        Raises Unlike if an input of one of them is none of the graph's.
-        """
+    def copies(self, gm: GraphModule) -> list[Copies] | Unlike:
+        """Return what the members of the graph stand for, and note how to find that."""
         if self.narrow is None or self.members is None:
             return []
         placeholders = gm.graph.find_nodes(op="placeholder")
@@ -267,7 +264,7 @@ class AotInputs:
         for group in self.narrow.groups:
             stayed, *others = [[self.given.source_of(n) for n in m] for m in group.inputs]
             if any(source not in place for source in stayed):
-                raise Unlike("an input of a member overlaps others")
+                return Unlike("an input of a member overlaps others")
             copies = Copies([place[s] for s in stayed], [], group.shared)
             for nodes, sources in zip(group.inputs[1:], others, strict=True):
                 row = []
@@ -283,24 +280,25 @@ class AotInputs:
             found.append(copies)
         return found
 
-    def note_results(self, program: Program, gm: GraphModule) -> None:
+    def note_results(self, program: Program, gm: GraphModule) -> Unlike | None:
         """Note which results of the whole graph the members make that were left out of it.
 
-        Raises Unlike if that cannot be told.
+        Return why that cannot be told, if it cannot.
         """
         if self.members is None or self.narrow is None:
-            return
+            return None
         if program.result is None:
-            raise Unlike("nothing of it is compensated")
+            return Unlike("nothing of it is compensated")
         made = {k for group in self.narrow.groups for k in group.results[0]}
         outputs: Any = gm.graph.output_node().args[0]
         place = {k: i for i, k in enumerate(self.narrow.results)}
         if len(outputs) != len(place) or any(place[k] not in program.member_results for k in made):
-            raise Unlike("a result of a member is not one that its operation makes")
+            return Unlike("a result of a member is not one that its operation makes")
         for group in self.narrow.groups:
             for m, positions in enumerate(group.results[1:]):
                 for k, first in zip(positions, group.results[0], strict=True):
                     self.members.made[k] = program.member_results[place[first]][m] - len(outputs)
+        return None
 
 
 def _seen_by_autograd() -> set[int]:

@@ -9,7 +9,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.exc import InductorError
 from torch.fx import GraphModule, Node
 
-from collage_fx.compilation.partition import split
+from collage_fx.compilation.partition import Direct
 from collage_fx.passes.codegen import inductor_compile
 from collage_fx.passes.ir.program import is_tensor
 
@@ -37,18 +37,26 @@ def separate_outputs(gm: GraphModule) -> None:
     gm.recompile()
 
 
-def compile_rewritten(gm: GraphModule, inputs: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Return the callable of a rewritten graph, and Inductor's code of what it compiled."""
-    direct = None if uses_cudagraphs(kwargs.get("cudagraphs")) else split(gm)
+def compile_rewritten(
+    gm: GraphModule, direct: Direct | None, inputs: list[Any], kwargs: dict[str, Any]
+) -> tuple[Any, str]:
+    """Return the callable of a rewritten graph, and Inductor's code of what it compiled.
+
+    Args:
+        gm: the graph.
+        direct: the same with the kernels taken out, if they run beside what Inductor compiles.
+        inputs: examples.
+        kwargs: for Inductor.
+    """
     if direct is None:
-        inner = _compile(gm, inputs, kwargs)
+        inner = compile_exactly(gm, inputs, kwargs)
         return inner, getattr(inner, "source_code", "")
     if direct.rest is None:
         return direct.bind(None), ""
     place = {i: k for k, i in enumerate(direct.inputs)}
     static = kwargs.get("static_input_idxs", ())
     kwargs = {**kwargs, "static_input_idxs": [place[i] for i in static if i in place]}
-    inner = _compile(direct.rest, [inputs[i] for i in direct.inputs], kwargs)
+    inner = compile_exactly(direct.rest, [inputs[i] for i in direct.inputs], kwargs)
     return direct.bind(inner), getattr(inner, "source_code", "")
 
 
@@ -66,7 +74,7 @@ def uses_cudagraphs(wanted: bool | None) -> bool:
 _EXACT = {"eager_numerics.division_rounding": True, "emulate_precision_casts": True}
 
 
-def _compile(gm: GraphModule, inputs: list[Any], kwargs: dict[str, Any]) -> Any:
+def compile_exactly(gm: GraphModule, inputs: list[Any], kwargs: dict[str, Any]) -> Any:
     """Compile a graph; without fusion, if Inductor's fusion of it fails."""
     gpu = any(isinstance(x, Tensor) and x.device.type != "cpu" for x in inputs)
     with inductor_config.patch(_EXACT if gpu else {}):

@@ -91,12 +91,6 @@ class Direct:
         return run
 
 
-def only_multi_tensor(gm: GraphModule) -> bool:
-    """Tell whether nothing is left of a graph for Inductor."""
-    known = (collage.multi_tensor.default, aten.empty_strided.default)
-    return all(n.target in known for n in gm.graph.nodes if n.op == "call_function")
-
-
 def split(gm: GraphModule) -> Direct | None:
     """Take the kernels out of a rewritten graph; None if there are none, or they cannot be last."""
     placeholders = list(gm.graph.find_nodes(op="placeholder"))

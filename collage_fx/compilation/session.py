@@ -16,7 +16,7 @@ from collage_fx.optimizer.ownership import family
 from collage_fx.optimizer.storage_patterns import Patterns
 from collage_fx.passes.codegen.multi_tensor_kernel import unreachable
 from collage_fx.passes.dedup.deduplicate import Narrow
-from collage_fx.passes.ir.program import Program, Settings
+from collage_fx.passes.ir.program import Program, Settings, Unlike
 from collage_fx.runtime.errors import CollageWarning
 from collage_fx.runtime.torch_versions import warn_if_untested
 
@@ -31,9 +31,11 @@ class StandsForOthers(Protocol):
     """That of the function which is traced for them."""
     done: bool
     """Whether the step has updated all parameters."""
+    unlike: Unlike | None
+    """Why those of a graph do not stand for the others, once that has been found."""
 
-    def whole_graph(self, inputs: "Inputs", settings: Settings) -> Narrow:
-        """Return a graph of the few parameters as the narrow graph of all; may raise Unlike."""
+    def whole_graph(self, inputs: "Inputs", settings: Settings) -> Narrow | Unlike:
+        """Return a graph of the few parameters as the narrow graph of all, or why it is not."""
 
 
 @dataclass

@@ -11,7 +11,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
 
-from collage_fx.compilation.inductor import compile_rewritten
+from collage_fx.compilation.inductor import compile_exactly
 from collage_fx.compilation.session import Session
 from collage_fx.passes.ir.program import CONVERT
 from collage_fx.passes.rewrite.symbolic_scalars import keep_symbols
@@ -36,7 +36,7 @@ def compile_joined(
     def inner(functional: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         kwargs.pop("get_decomp_fn", None)
         _keep_roundings(functional)
-        return compile_rewritten(functional, list(inputs), kwargs)[0]
+        return compile_exactly(functional, list(inputs), kwargs)
 
     with functorch_config.patch(enable_autograd_cache=False), tracing(TracingContext(mode)):
         compiled: Any = compile_fx(

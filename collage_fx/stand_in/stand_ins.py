@@ -15,7 +15,7 @@ from collage_fx.compilation.layout_guards import guards_of, is_plain
 from collage_fx.compilation.session import Session
 from collage_fx.passes.codegen.multi_tensor_kernel import least_members
 from collage_fx.passes.dedup.deduplicate import Narrow
-from collage_fx.passes.ir.program import Settings
+from collage_fx.passes.ir.program import Settings, Unlike
 from collage_fx.runtime.residuals.memory import overlapping
 from collage_fx.runtime.storage.registry import compensable_dtypes
 from collage_fx.stand_in.members import NO_STATE, Member
@@ -54,6 +54,8 @@ class StandIns:
         self.step = torch.compile(MethodType(step, self.few.optimizer), backend=session)
         self.done = False
         """Whether the step has updated all parameters."""
+        self.unlike: Unlike | None = None
+        """Why those of a graph do not stand for the others, once that has been found."""
 
     @classmethod
     def of(cls, optimizer: Optimizer, session: Session) -> "StandIns | None":
@@ -95,8 +97,8 @@ class StandIns:
             return False
         return bool(self.guards.check(*self.plain, *self.tensors, *_grads(self.plain)))
 
-    def whole_graph(self, inputs: Inputs, settings: Settings) -> Narrow:
-        """Return a graph of the few parameters as the narrow graph of all; may raise Unlike."""
+    def whole_graph(self, inputs: Inputs, settings: Settings) -> Narrow | Unlike:
+        """Return a graph of the few parameters as the narrow graph of all, or why it is not."""
         return narrowed(self.classes, settings, inputs)
 
 

@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from collage_fx.compilation.session import Session
 from collage_fx.hooks.optimizer_hooks import is_seen_by_others
-from collage_fx.passes.ir.program import Unlike
 from collage_fx.runtime.errors import CollageError
 from collage_fx.stand_in.stand_ins import StandIns
 from collage_fx.stand_in.torch_steps import make_states, serves, without_hooks
@@ -70,11 +69,13 @@ class StandInSteps:
                 self._with(stand_ins, optimizer)
                 return loss
             self.failed += 1
-        except LeftToRecorder:  # all of it, so that all parameters are treated alike
-            self.failed += 1
-            self._plainly(optimizer)
-            return loss
-        except Unlike as reason:  # and nothing has been done
+        except LeftToRecorder:  # and nothing has been done
+            assert stand_ins is not None
+            if stand_ins.unlike is None:  # all of it, so that all parameters are treated alike
+                self.failed += 1
+                self._plainly(optimizer)
+                return loss
+            reason = stand_ins.unlike.reason
             self.session.notes.add(f"Dynamo traces every parameter: {reason}")
             self.failed = ATTEMPTS
         compiled()
@@ -83,7 +84,7 @@ class StandInSteps:
     def _with(self, stand_ins: StandIns, optimizer: Optimizer) -> None:
         """Do a step with these stand-ins.
 
-        Raises Unlike or LeftToRecorder, with nothing done, if that cannot be.
+        Raises LeftToRecorder, with nothing done, if that cannot be.
         """
         stand_ins.done = False
         self.session.stand_ins = stand_ins

@@ -13,15 +13,15 @@ from collage_fx.runtime.storage.registry import compensable_dtypes
 from collage_fx.stand_in.members import GRAD, Member
 
 
-def narrowed(classes: list[list[Member]], settings: Settings, inputs: Inputs) -> Narrow:
+def narrowed(classes: list[list[Member]], settings: Settings, inputs: Inputs) -> Narrow | Unlike:
     """Return a graph of Dynamo's as the narrow graph of all that its parameters stand for.
+
+    Or say why it does not do to all of them what it does to those that stand for them.
 
     Args:
         classes: those that are alike; the first of each is in the graph.
         settings: of the passes.
         inputs: those of the graph.
-
-    Raises Unlike if it does not do to all of them what it does to those that stand for them.
     """
     place = {
         id(t): (k, at) for k, one in enumerate(classes) for at, t in enumerate(one[0].tensors())
@@ -34,15 +34,21 @@ def narrowed(classes: list[list[Member]], settings: Settings, inputs: Inputs) ->
         return found[0] if (found := where(node)) is not None else None
 
     parts = represented(inputs.gm, stands, len(classes), compensable_dtypes(settings.storage))
+    if isinstance(parts, Unlike):
+        return parts
     fakes = _Fakes(inputs)
     groups = []
     for k, nodes in parts:
         members: list[list[Any]] = [nodes]
         facts = [inputs.fact(node, settings) for node in nodes]
+        places = [found[1] for node in nodes if (found := where(node)) is not None]
+        assert len(places) == len(nodes)
         for member in classes[k][1:]:
-            row = [fakes.like(node, member, where(node)) for node in nodes]
+            if len(member.tensors()) <= max(places):
+                return Unlike("a parameter got its states while the step was traced")
+            row = [fakes.like(n, member, at) for n, at in zip(nodes, places, strict=True)]
             if None in facts or [inputs.fact(one, settings) for one in row] != facts:
-                raise Unlike("parameters of one shape are kept in different ways")
+                return Unlike("parameters of one shape are kept in different ways")
             members.append(row)
         groups.append(Group(members, [[] for _ in members], set()))
     count = len(inputs.gm.graph.find_nodes(op="placeholder"))
@@ -56,13 +62,9 @@ class _Fakes:
         self.inputs = inputs
         self.made: dict[Any, Tensor] = {}
 
-    def like(self, node: Node, member: Any, where: tuple[int, int] | None) -> AbsentInput:
-        """Return what another member has in the place of an input."""
-        assert where is not None
-        _, at = where
-        if len(tensors := member.tensors()) <= at:
-            raise Unlike("a parameter got its states while the step was traced")
-        tensor = tensors[at]
+    def like(self, node: Node, member: Member, at: int) -> AbsentInput:
+        """Return what another member has in the place of an input, one of a member's tensors."""
+        tensor = member.tensors()[at]
         key = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
         if key not in self.made:
             with self.inputs.value(node).fake_mode:

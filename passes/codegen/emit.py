@@ -99,7 +99,7 @@ class _Emitter:
         self.seeds: dict[torch.device, Node] = {}
 
     def run(self) -> None:
-        """Fill in `result` and `residual_inputs` of the program."""
+        """Fill in `result` and `residual_inputs` of the program; or `unlike`, if that cannot be."""
         nodes = list(self.canonical.graph.nodes)
         placeholders = [n for n in nodes if n.op == "placeholder"]
         mode = next((m for n in placeholders if (m := _fake_mode(n))), contextlib.nullcontext())
@@ -107,6 +107,9 @@ class _Emitter:
             for node in placeholders:
                 self._copy(node)
             self.others.add_inputs(self.env)
+            if any(self.others.mixes(m) for r in self.program.rewritten for m in r.members):
+                self.program.unlike = self.others.unlike
+                return
             self._choose()
             updated = [s.member for _, stamps, _ in self.together for s in stamps]
             updated += [m for _, _, scalars in self.together if scalars for m in scalars.members]
@@ -130,8 +133,10 @@ class _Emitter:
             self._copy(last[-1])
             self.others.add_results(last[-1])
         self.others.check()
-        self.graph.lint()
-        self.program.result = _LazyGraphModule(self.canonical, self.graph)
+        self.program.unlike = self.others.unlike
+        if self.program.unlike is None:
+            self.graph.lint()
+            self.program.result = _LazyGraphModule(self.canonical, self.graph)
 
     def _copy(self, node: Node) -> None:
         if node.target in (aten.lerp.Scalar, aten.lerp.Tensor):
@@ -217,25 +222,40 @@ class _Emitter:
         After all else, so that whatever reads an old value comes before.
         """
         key = rewritten.multi_tensor = register_multi_tensor(rewritten, list(feeds))
-        kernel = MULTI_TENSOR_KERNELS[key]
-        written: list[Node] = []
-        read: list[Node] = []
+        calls = []
         for stamp in stamps:
             new = made(stamp.member)
             memory = [self._memory(value_of(n)) for n in new]
             self.env |= dict(zip(new, memory, strict=True))
             inputs = [self.env.get(n, n) for n in stamp.member.inputs]
             inputs += [*stamp.residuals, *stamp.seed, *memory]
-            written += [inputs[i] for i in kernel.written]
-            read += [inputs[i] for i in kernel.read]
             for other in stamp.others:
                 for n, mine in zip(new, memory, strict=True):
                     its = self._memory(like(other.like, value_of(n).dtype))
                     other.instead[mine] = its
                     self.others.made.setdefault(n, []).append(its)
-                written += other.written([inputs[i] for i in kernel.written])
-                read += other.operands([inputs[i] for i in kernel.read])
-        operands = (written, read, [vectors[k] for k in feeds.values()])
+            calls.append((inputs, stamp.others))
+        self._call(key, calls, [vectors[k] for k in feeds.values()])
+
+    def _call(
+        self, key: str, calls: list[tuple[list[Node], list[Other]]], vectors: list[Node]
+    ) -> None:
+        """Append the operation that runs a kernel.
+
+        Args:
+            key: the kernel's.
+            calls: for each member in the graph its inputs of the kernel, and whom it stands for.
+            vectors: those that the kernel reads or makes.
+        """
+        kernel = MULTI_TENSOR_KERNELS[key]
+        written: list[Node] = []
+        read: list[Node] = []
+        for inputs, others in calls:
+            ours = [inputs[i] for i in kernel.written], [inputs[i] for i in kernel.read]
+            new_written, new_read = self.others.operands(*ours, others)
+            written += new_written
+            read += new_read
+        operands = (written, read, vectors)
         node = self.graph.call_function(collage.multi_tensor.default, (*operands, key))
         node.meta["val"] = None
 
@@ -243,21 +263,14 @@ class _Emitter:
         """Append the operation that does the 0-d work of all members; return what it makes."""
         key = register_scalar_kernel(scalars)
         kernel = MULTI_TENSOR_KERNELS[key]
-        written: list[Node] = []
-        read: list[Node] = []
-        for part, stamp in zip(scalars.members, stamps, strict=True):
-            inputs = [self.env[n] for n in part.inputs]
-            ours = [inputs[i] for i in kernel.written], [inputs[i] for i in kernel.read]
-            written += [*ours[0], *(n for other in stamp.others for n in other.written(ours[0]))]
-            read += [*ours[1], *(n for other in stamp.others for n in other.operands(ours[1]))]
         count = sum(1 + len(stamp.others) for stamp in stamps)
         device = value_of(scalars.members[0].outputs[0]).device
         vectors = [
             self._memory(torch.empty(count, dtype=kernel.dtypes[i], device=device))
             for i in kernel.vectors
         ]
-        node = self.graph.call_function(collage.multi_tensor.default, (written, read, vectors, key))
-        node.meta["val"] = None
+        inputs = [[self.env[n] for n in part.inputs] for part in scalars.members]
+        self._call(key, list(zip(inputs, (s.others for s in stamps), strict=True)), vectors)
         return vectors
 
     def _memory(self, like: Tensor) -> Node:

@@ -21,25 +21,20 @@ class Other:
     """A tensor of the shape and strides of all its tensors that are not 0-d."""
 
     def operands(self, nodes: Sequence[Node]) -> list[Node]:
-        """Return what this member has in the places of these nodes.
-
-        What it has in common with the member that stayed are inputs, and 0-d tensors: these are
-        computed from nothing that only one member has, which `narrow` made sure of.
-
-        Raises Unlike for anything else.
-        """
-        if any(n not in self.instead and n.op != "placeholder" and _full(n) for n in nodes):
-            raise Unlike("a member takes what is computed elsewhere")
+        """Return what this member has in the places of these nodes."""
         return [self.instead.get(n, n) for n in nodes]
 
-    def written(self, nodes: Sequence[Node]) -> list[Node]:
-        """Return what this member overwrites in the places of these nodes.
+    def unlike(self, written: Sequence[Node], read: Sequence[Node]) -> Unlike | None:
+        """Return why it cannot be updated by a kernel that writes and reads these nodes.
 
-        Raises Unlike for what it has in common with others.
+        What it may have in common with the member that stayed are inputs, and 0-d tensors: these
+        are computed from nothing that only one member has, which `narrow` made sure of.
         """
-        if any(n not in self.instead for n in nodes):
-            raise Unlike("members overwrite the same")
-        return [self.instead[n] for n in nodes]
+        if any(n not in self.instead for n in written):
+            return Unlike("members overwrite the same")
+        if any(n not in self.instead and n.op != "placeholder" and _full(n) for n in read):
+            return Unlike("a member takes what is computed elsewhere")
+        return None
 
 
 class Others:
@@ -53,6 +48,8 @@ class Others:
         self.inputs: dict[Copies, list[Other]] = {}
         self.made: dict[Node, list[Node]] = {}
         """What such a member makes, before `emit` -> what the others make."""
+        self.unlike: Unlike | None = None
+        """The first reason found why a member cannot stand for others."""
 
     def add_inputs(self, env: dict[Node, Node]) -> None:
         """Append the inputs of the members.
@@ -75,17 +72,42 @@ class Others:
                 full = next(c.val for c in carried if c.val.dim())
                 self.inputs[copies].append(Other(instead, full))
 
+    def mixes(self, member: Slice) -> bool:
+        """Tell whether a member takes what belongs to several that stand for others."""
+        if len(self._copies_of(member)) < 2:
+            return False
+        self.unlike = Unlike("members that have nothing in common are updated together")
+        return True
+
+    def _copies_of(self, member: Slice) -> set[Copies]:
+        return {self.copies[n] for n in member.inputs if n in self.copies}
+
     def of(self, member: Slice) -> list[Other]:
         """Return the members that this one stands for."""
-        found = {self.copies[n] for n in member.inputs if n in self.copies}
-        if len(found) > 1:
-            raise Unlike("members that have nothing in common are updated together")
+        found = self._copies_of(member)
         return [Other(dict(o.instead), o.like) for copies in found for o in self.inputs[copies]]
 
     def taken_alone(self, member: Slice) -> set[Node] | None:
         """Return, before `emit`, what only this member takes; None if it stands for no others."""
-        found = {self.copies[n] for n in member.inputs if n in self.copies}
+        found = self._copies_of(member)
         return {n for n, copies in self.copies.items() if copies in found} if found else None
+
+    def operands(
+        self, written: list[Node], read: list[Node], others: Sequence[Other]
+    ) -> tuple[list[Node], list[Node]]:
+        """Return what a kernel writes and reads for a member and for those that it stands for.
+
+        Args:
+            written: what it writes for that member.
+            read: what it reads for it.
+            others: those that it stands for.
+        """
+        for other in others:
+            self.unlike = self.unlike or other.unlike(written, read)
+        return (
+            [*written, *(n for other in others for n in other.operands(written))],
+            [*read, *(n for other in others for n in other.operands(read))],
+        )
 
     def add_results(self, output: Node) -> None:
         """Append what the members make to the results.
@@ -104,13 +126,13 @@ class Others:
         new.args = (tuple(results),)
 
     def check(self) -> None:
-        """Raise Unlike unless all that is done to the members that stayed is done to the others."""
+        """Note it in `unlike` if something is done to a member that stayed, but not to others."""
         placeholders = list(self.graph.find_nodes(op="placeholder"))
         for copies in self.program.copies:
             for k, index in enumerate(copies.inputs):
                 users = placeholders[index].users if k not in copies.shared else ()
                 if any(user.target is not collage.multi_tensor.default for user in users):
-                    raise Unlike("a member is updated by itself")
+                    self.unlike = self.unlike or Unlike("a member is updated by itself")
 
 
 def _full(node: Node) -> bool:

@@ -4,7 +4,7 @@ Dynamo unrolls the step of an optimizer, AOTAutograd traces it operation by oper
 passes then find that it is the same slice over and over. Where one kernel is to update a class, all
 but one of its members leave the graph that Dynamo made, before any of that work; `emit` gives them
 back, as operands of the class's one operation. What is left out here is only supposed to be
-elementwise: whether it is, `emit` finds out from the member that stayed, and raises Unlike if not.
+elementwise: whether it is, `emit` finds out from the member that stayed.
 """
 
 import operator
@@ -89,7 +89,7 @@ def represented(
     stands: Callable[[Node], int | None],
     count: int,
     dtypes: Collection[torch.dtype] = LOW_PRECISION,
-) -> list[tuple[int, list[Node]]]:
+) -> list[tuple[int, list[Node]]] | Unlike:
     """Find in a graph the members that stand for others which Dynamo has not seen.
 
     Args:
@@ -99,21 +99,19 @@ def represented(
         dtypes: those of states that may be compensated.
 
     Returns:
-        Parts of the graph: the class, and the inputs that each parameter has of its own.
-
-    Raises:
-        Unlike: the graph is not made of such parts, or does not update all classes.
+        Parts of the graph: the class, and the inputs that each parameter has of its own. Or why
+        the graph is not made of such parts, or does not update all classes.
     """
     try:
         scan = Scan(gm)
     except UnknownOperation:
-        raise Unlike("it has an operation that is not known") from None
+        return Unlike("it has an operation that is not known")
     if scan.results:
-        raise Unlike("it returns values")
+        return Unlike("it returns values")
     parts = scan.parts()
     outside = {x for a in scan.atoms for x in a.operands if x.part is not a.part}
     if any(stands(x.node) is not None for x in (*outside, *scan.numbers_read) if x.is_input):
-        raise Unlike("what belongs to one parameter is read for others too")
+        return Unlike("what belongs to one parameter is read for others too")
     found = []
     updated = set()
     for part in parts:
@@ -123,15 +121,15 @@ def represented(
             continue
         owner = owners.pop()
         if owner is None or owners:
-            raise Unlike("parameters are updated together")
+            return Unlike("parameters are updated together")
         if _layout(part, dtypes) is None:
-            raise Unlike("a parameter is not updated element by element")
+            return Unlike("a parameter is not updated element by element")
         # A rate in a tensor is for all, though no other class reads it.
         found.append((owner, [x.node for x in own]))
         if any(x.bound and _full(x) for x in part.inputs):
             updated.add(owner)
     if len(updated) < count:
-        raise Unlike("some parameters are updated in another graph")
+        return Unlike("some parameters are updated in another graph")
     return found
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from collage_fx.runtime.errors import CollageError
 from collage_fx.runtime.expansion.eft import LOW_PRECISION as LOW_PRECISION
 from collage_fx.runtime.storage.registry import STORAGES, Choice, Unnamed, chosen
 
@@ -252,8 +251,11 @@ class Copies:
     """Which of the placeholders are read outside the member too."""
 
 
-class Unlike(CollageError):
-    """Members that `deduplicate` left out cannot be updated together with the one in the graph."""
+@dataclass(frozen=True)
+class Unlike:
+    """That one member of a class cannot stand for the others, which are not in the graph."""
+
+    reason: str
 
 
 @dataclass
@@ -285,6 +287,9 @@ class Program:
     reads: dict[int, str] = field(default_factory=dict)
     """Positions and names of states that the graph does not write, and of which it would need a
     low word."""
+    unlike: Unlike | None = None
+    """Why those in the graph cannot stand for the members left out, as `emit` finds; there is no
+    `result` then."""
     result: GraphModule | None = None
     """What Inductor compiles. Its inputs are those of the graph, those of the members left out, the
     residuals in the order of `residual_inputs`, and `seeds`."""

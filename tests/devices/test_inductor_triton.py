@@ -94,5 +94,5 @@ def test_a_step_of_many_parameters_is_two_kernels_and_no_kernel_of_inductor() ->
     with virtual_gpu():
         program = on_gpu(capture, case.settings)
     assert program.result is not None and [r.apart for r in program.rewritten] == [""]
-    direct = collage_fx.compilation.inductor.split(program.result)
+    direct = collage_fx.compilation.partition.split(program.result)
     assert direct is not None and direct.rest is None and len(direct.calls) == 2

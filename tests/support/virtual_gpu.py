@@ -32,6 +32,7 @@ from triton.compiler import ASTSource
 from triton.runtime.driver import driver
 
 from collage_fx.compilation.inductor import compile_rewritten
+from collage_fx.compilation.partition import split
 from collage_fx.passes.ir.program import Program, Settings, graph_of
 from collage_fx.passes.pipeline import run_passes
 
@@ -230,7 +231,7 @@ def inductor(program: Program) -> Emitted:
     gm = graph_of(program.result)
     fakes = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
     with fakes[0].fake_mode:
-        code, *_ = get_code(lambda: compile_rewritten(gm, fakes, {}))
+        code, *_ = get_code(lambda: compile_rewritten(gm, split(gm), fakes, {}))
     scope: dict[str, Any] = {}
     with mock.patch.object(AsyncCompile, "triton", keep), _without_cuda():
         exec(code, scope)
