@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from collage_fx.hooks.counted import Counted
+
 _READERS = (
     "numpy",
     "tolist",
@@ -51,23 +53,7 @@ class _Patch:
         self.names = names
         self.own: dict[str, Any] = {}
         """What the owner has there itself; None where a class only inherits it."""
-        self.users = 0
-        self.lock = threading.Lock()
-
-    @contextmanager
-    def used(self) -> Iterator[None]:
-        """Within, in all threads, have the attributes flush."""
-        with self.lock:
-            self.users += 1
-            if self.users == 1:
-                self._install()
-        try:
-            yield
-        finally:
-            with self.lock:
-                self.users -= 1
-                if not self.users:
-                    self._remove()
+        self.used = Counted(self._install, self._remove).used
 
     def _install(self) -> None:
         for name in self.names:

@@ -5,30 +5,28 @@ makes enough objects to set one off, and 300 several. Collections of young objec
 """
 
 import gc
-import threading
+
+from collage_fx.hooks.counted import Counted
 
 FIRST = 4
 """How many steps of an optimizer are taken so: those that make states and meet changed numbers."""
 _NEVER = 1 << 30
 
 
-class no_full_collection:
-    """Put off full collections. Counted, since several threads may step at once."""
+class _Thresholds:
+    before = gc.get_threshold()
+    """Those that were set when collections were put off."""
 
-    _lock = threading.Lock()
-    _users = 0
-    _before = gc.get_threshold()
 
-    def __enter__(self) -> None:
-        with self._lock:
-            if not no_full_collection._users:
-                no_full_collection._before = gc.get_threshold()
-                gc.set_threshold(*self._before[:2], _NEVER)
-            no_full_collection._users += 1
+def _put_off() -> None:
+    _Thresholds.before = gc.get_threshold()
+    gc.set_threshold(*_Thresholds.before[:2], _NEVER)
 
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            no_full_collection._users -= 1
-            ours = gc.get_threshold()[2] == _NEVER  # and not what a closure has set since
-            if not no_full_collection._users and ours:
-                gc.set_threshold(*no_full_collection._before)
+
+def _go_on() -> None:
+    if gc.get_threshold()[2] == _NEVER:  # and not what a closure has set since
+        gc.set_threshold(*_Thresholds.before)
+
+
+no_full_collection = Counted(_put_off, _go_on).used
+"""Put off full collections, within."""

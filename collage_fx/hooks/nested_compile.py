@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.compiler import set_stance
 
+from collage_fx.hooks.counted import Counted
+
 _current = threading.local()
 _inductor = torch._TorchCompileInductorWrapper.__call__
 
@@ -18,53 +20,33 @@ def _compile(self: Any, gm: Any, inputs: Any, **kwargs: Any) -> Any:
     return _inductor(self, gm, inputs, **kwargs) if session is None else session(gm, inputs)
 
 
-class _Forced:
-    """Dynamo is told to compile nothing, while a step of any thread is not to be compiled.
-
-    The stance is one for all threads: who comes first sets it, and who goes last sets it back.
-    """
-
-    lock = threading.Lock()
-    count = 0
-    stance: Any = None
-
-    @classmethod
-    def enter(cls) -> None:
-        with cls.lock:
-            cls.count += 1
-            if cls.count == 1:
-                cls.stance = set_stance("force_eager")
-
-    @classmethod
-    def leave(cls) -> None:
-        with cls.lock:
-            cls.count -= 1
-            if not cls.count:
-                cls.stance.__exit__(None, None, None)
+_stances: list[Any] = []
+"""What sets the stance back, as long as a step of any thread is not to be compiled."""
 
 
-@contextmanager
-def _forced(on: bool) -> Iterator[None]:
-    """Within, have nothing compiled, or have it again."""
-    first, last = (_Forced.enter, _Forced.leave) if on else (_Forced.leave, _Forced.enter)
-    first()
-    try:
-        yield
-    finally:
-        last()
+def _compile_nothing() -> None:
+    _stances.append(set_stance("force_eager"))
+
+
+def _compile_again() -> None:
+    _stances.pop().__exit__(None, None, None)
+
+
+# The stance is one for all threads.
+_FORCED = Counted(_compile_nothing, _compile_again)
 
 
 def stance_is_eager() -> bool:
     """Tell whether the user has asked for nothing to be compiled: set_stance("force_eager")."""
     stance = torch._dynamo.eval_frame._stance.stance
-    return stance == "force_eager" and not _Forced.count
+    return stance == "force_eager" and not _FORCED.users
 
 
 @contextmanager
 def step_of(session: Any, *, compiled: bool) -> Iterator[None]:
     """Within a step: compile with session, or nothing at all, what the step compiles itself."""
     torch._TorchCompileInductorWrapper.__call__ = _compile  # type: ignore[method-assign, assignment]
-    with _set(session, forced=not compiled), nullcontext() if compiled else _forced(True):
+    with _set(session, forced=not compiled), nullcontext() if compiled else _FORCED.used():
         yield
 
 
@@ -72,7 +54,7 @@ def step_of(session: Any, *, compiled: bool) -> Iterator[None]:
 def outside() -> Iterator[None]:
     """Within a closure that a step calls: compile as if there were no step."""
     forced = getattr(_current, "forced", False)
-    with _set(None, forced=False), _forced(False) if forced else nullcontext():
+    with _set(None, forced=False), _FORCED.lifted() if forced else nullcontext():
         yield
 
 

@@ -1,9 +1,10 @@
 """math.pow of a symbolic step count, which Dynamo would evaluate for each count."""
 
 import math
-import threading
 
 import torch
+
+from collage_fx.hooks.counted import Counted
 
 _pow = math.pow
 
@@ -15,22 +16,13 @@ def _traceable_pow(x: float, y: float, /) -> float:
     return 1.0 * x**y
 
 
-class symbolic_math:
-    """Let Dynamo trace math.pow of a symbolic step count, as it does the operator `**`.
+def _replace() -> None:
+    math.pow = _traceable_pow  # type: ignore[assignment]
 
-    Counted, since several threads may step at once.
-    """
 
-    _lock = threading.Lock()
-    _users = 0
+def _restore() -> None:
+    math.pow = _pow
 
-    def __enter__(self) -> None:
-        with self._lock:
-            symbolic_math._users += 1
-            math.pow = _traceable_pow  # type: ignore[assignment]
 
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            symbolic_math._users -= 1
-            if not symbolic_math._users:
-                math.pow = _pow
+symbolic_math = Counted(_replace, _restore).used
+"""Let Dynamo trace math.pow of a symbolic step count, within, as it does the operator `**`."""

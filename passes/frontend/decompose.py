@@ -1,7 +1,7 @@
 """What one operation is made of: single-tensor operations that round at most once.
 
 The functions build on whatever the builder they are given stands for: nodes of a graph
-(`canonicalize`) or real tensors (`rewrite.interpreter`).
+(`canonicalize`) or real tensors (`rewrite.symbolic_scalars`).
 """
 
 import functools
@@ -173,11 +173,8 @@ def _addcmul(
 def _addcdiv(
     b: Builder, out: Tensor, x: Operand, t1: Operand, t2: Operand, *extra: Any, value: Any = 1
 ) -> Any:
-    operands = x, t1, _divisor(b, out, t2)
     value = extra[0] if extra else value
-    if getattr(t1, "expanded", None):  # in fp16, value * t1 may be below its smallest number
-        return _add(b, out, x, b.call(aten.div.Tensor, *operands[1:], val=out), alpha=value)
-    return _add_scaled(b, out, aten.div.Tensor, operands, value)
+    return _add_scaled(b, out, aten.div.Tensor, (x, t1, _divisor(b, out, t2)), value)
 
 
 def _div(b: Builder, out: Tensor, x: Any, y: Any) -> Any:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from collage_fx.passes.frontend.canonicalize import FOREACH, single_overload
+from collage_fx.passes.frontend.decompose import DECOMPOSITIONS
 from collage_fx.passes.frontend.torch_internals import OpOverload
-from collage_fx.passes.rewrite.interpreter import supports
+from collage_fx.passes.rules import RULES
 
 aten = torch.ops.aten
 
@@ -82,7 +83,9 @@ def functional(op: OpOverload) -> Any:
     overload = op._overloadname
     wanted = [overload, overload.removesuffix("out").removesuffix("_"), "Tensor", "default"]
     known = [getattr(packet, o) for o in wanted if o in packet.overloads()]
-    return next((o for o in known if supports(o)), known[0] if known else None)
+    return next(
+        (o for o in known if o in RULES or o in DECOMPOSITIONS), known[0] if known else None
+    )
 
 
 def each(op: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:

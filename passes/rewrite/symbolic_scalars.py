@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import SymFloat, Tensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from collage_fx.passes.frontend.decompose import DECOMPOSITIONS
 from collage_fx.passes.frontend.torch_internals import suggest_memory_format
-from collage_fx.passes.ir.program import value_of
-from collage_fx.passes.rewrite.interpreter import Call, Operation, expansion_of
+from collage_fx.passes.ir.program import LOW_PRECISION, Value, value_of
 from collage_fx.passes.rewrite.op_schema import each, functional, is_foreach, written
 from collage_fx.runtime.expansion.eft import WIDER
 
@@ -81,8 +81,32 @@ def _single(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         wide = WIDER.get(out.dtype, out.dtype)
         operands = [x.to(wide) if isinstance(x, Tensor) else _tensor(x, out, wide) for x in args]
         return _OF_TENSORS[op](*operands).to(out.dtype)
-    operands = tree_map_only(Tensor, lambda x: expansion_of(x, None), (args, kwargs))
-    return value_of(Operation(out.dtype, "eft").run(Call(op, *operands), out))
+    operands, named = tree_map_only(Tensor, Value, (args, kwargs))
+    if op in DECOMPOSITIONS:
+        return value_of(DECOMPOSITIONS[op](_OnTensors(), out, *operands, **named))
+    return op(*args, **kwargs)
+
+
+class _OnTensors:
+    """What decompositions build with, where they are done on tensors: see `decompose.Builder`."""
+
+    def call(self, target: Any, *args: Any, val: Tensor, **kwargs: Any) -> Value:
+        """Do an operation."""
+        args, kwargs = tree_map(_of_value, (args, kwargs))
+        return Value(target(*args, **kwargs))
+
+    def computed_in(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which PyTorch computes."""
+        return WIDER[dtype] if dtype in LOW_PRECISION else dtype
+
+    def convert(self, x: Value, dtype: torch.dtype) -> Value:
+        """Return x in dtype."""
+        val = value_of(x)
+        return x if val.dtype == dtype else Value(val.to(dtype))
+
+
+def _of_value(x: Any) -> Any:
+    return value_of(x) if isinstance(x, Value) else x
 
 
 def _lerp(start: Tensor, end: Tensor, weight: Any) -> Tensor:

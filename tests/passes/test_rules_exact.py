@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 from floats import BF16, FP16, Format, last_place
-from rule_builder import partners, run_rule, whole
+from rule_builder import Call, Traced, partners, run_rule, whole
 from test_rules_structure import CASES as STRUCTURAL
 from torch import Tensor
 
 from collage_fx.passes.ir.program import Value
-from collage_fx.passes.rewrite.interpreter import Call, Traced
 from collage_fx.passes.rules import RULES
 
 aten = torch.ops.aten

@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 import torch
 from floats import BF16, FP16, Format
-from rule_builder import Checked, run_rule, whole
+from rule_builder import Call, Checked, run_rule, whole
 from torch import Tensor
 
 from collage_fx.passes.ir.program import Value
-from collage_fx.passes.rewrite.interpreter import Call
 from collage_fx.passes.rules import RULES
 from collage_fx.passes.rules.structural import STRUCTURE
 
@@ -114,7 +113,7 @@ def test_where_chooses_the_words_of_one_side(f: Format) -> None:
     sides = whole(hi, lo), Value(plain)
     for args, signs in ((sides, (hi, plain)), (sides[::-1], (plain, hi))):
         call = Call(aten.where.self, (Value(chosen), *args))
-        builder = Checked(f.dtype, "eft")
+        builder = Checked(f.dtype)
         at = 1 if args is sides else 2
         a, b = RULES[call.target](builder, call, sides[0].expanded, at)
         assert same(a.meta["val"], torch.where(chosen, *signs))

@@ -1,0 +1,36 @@
+"""What is on in the whole process as long as somebody needs it, in any thread."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+
+class Counted:
+    """A switch that who comes first turns on, and who goes last turns off."""
+
+    def __init__(self, on: Callable[[], None], off: Callable[[], None]) -> None:
+        self.on = on
+        self.off = off
+        self.users = 0
+        self.lock = threading.Lock()
+
+    @contextmanager
+    def used(self, by: int = 1) -> Iterator[None]:
+        """Within, it is on."""
+        self._count(by)
+        try:
+            yield
+        finally:
+            self._count(-by)
+
+    def lifted(self) -> AbstractContextManager[None]:
+        """Within, one of those that need it does not: it is off, unless there are others."""
+        return self.used(-1)
+
+    def _count(self, by: int) -> None:
+        with self.lock:
+            before, self.users = self.users, self.users + by
+            if not before:
+                self.on()
+            elif not self.users:
+                self.off()
