@@ -3,6 +3,9 @@
 They live here because every layer raises them and imports point from collage_fx to runtime.
 """
 
+import itertools
+from collections.abc import Collection
+
 
 class CollageError(Exception):
     """Base class of every error that collage_fx raises on purpose."""
@@ -46,3 +49,9 @@ class RuleError(CollageError, RuntimeError):
 
 class CollageWarning(UserWarning):
     """Something was not compensated, or a residual was lost: what, where and the remedy."""
+
+
+def listed(names: Collection[str], most: int = 4) -> str:
+    """Return names for a message, of many the first only and how many more there are."""
+    shown = ", ".join(itertools.islice(names, most))
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from collage_fx.runtime.expansion import components
-from collage_fx.runtime.storage import registry
+from collage_fx.runtime.storage import layouts, registry
 
 _LIBRARY = torch.library.Library("collage", "DEF")
 
@@ -27,7 +27,6 @@ THREE: dict[Any, Any] = {}
 def _define_arithmetic(n: int) -> None:
     """Define the operations on expansions of n components, as they are named for two."""
     names, digit = (("hi", "mid", "lo"), "3") if n == 3 else (("hi", "lo"), "")
-    decay = registry.decay3 if n == 3 else registry.decay
     x = ", ".join(f"Tensor {c}" for c in names)
     y = ", ".join(f"Tensor b_{c}" for c in names)
     numbers = ", ".join(f"float b_{c}" for c in names)
@@ -52,8 +51,9 @@ def _define_arithmetic(n: int) -> None:
     define("div.into", f"Tensor a, {x}", lambda *c: components.div(c[:1], c[1:]))
     define("sqrt", x, lambda *c: components.sqrt(c))
     define("neg", x, lambda *c: components.neg(c))
-    define("decay", f"{x}, Tensor gap", decay, "Tensor")
-    define("decay.constant", f"{x}, float gap", decay, "Tensor")
+    for overload, gap in (("", "Tensor gap"), (".constant", "float gap")):
+        operands = f"{x}, {gap}"
+        define(f"decay{overload}", operands, lambda *c: layouts.decay(c[:n], c[n]), "Tensor")
 
 
 for _n in (2, 3):

@@ -76,6 +76,11 @@ def _parts_of(optimizer: Optimizer) -> tuple[list[dict[str, Any]], Any]:
     return getattr(optimizer, "param_groups", []), getattr(optimizer, "state", {})
 
 
+def params_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of an optimizer; none of one that wraps another, as `_parts_of`."""
+    return [p for group in _parts_of(optimizer)[0] for p in group["params"]]
+
+
 def tensors_held(optimizer: Optimizer) -> Iterator[Owned]:
     """Yield the owned tensors, and those that the optimizer keeps elsewhere.
 
@@ -84,8 +89,7 @@ def tensors_held(optimizer: Optimizer) -> Iterator[Owned]:
     a checkpoint could name.
     """
     together = family(optimizer)
-    groups_of_all = (group for one in together for group in _parts_of(one)[0])
-    params = {id(p) for group in groups_of_all for p in group["params"]}
+    params = {id(p) for one in together for p in params_of(one)}
     for n, one in enumerate(together):
         for owned in owned_tensors(one):
             yield owned if one is optimizer else replace(owned, group=1000 * n + owned.group)
@@ -149,8 +153,8 @@ def stateless(optimizer: Optimizer) -> set[int]:
     """Return the ids of the parameters with a gradient that have no state of their size."""
     found = set()
     for one in family(optimizer):
-        groups, states = _parts_of(one)
-        for p in (p for group in groups for p in group["params"] if p.grad is not None):
+        _, states = _parts_of(one)
+        for p in (p for p in params_of(one) if p.grad is not None):
             if not any(t.shape == p.shape for _, t in tensors_in(states.get(p, {}))):
                 found.add(id(p))
     return found

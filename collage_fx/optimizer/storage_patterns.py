@@ -9,7 +9,7 @@ from collage_fx.config import CollageConfig
 from collage_fx.optimizer.discovery import FunctionStates
 from collage_fx.passes.analysis.plan import is_named
 from collage_fx.passes.ir.program import Program
-from collage_fx.runtime.errors import CollageWarning
+from collage_fx.runtime.errors import CollageWarning, listed
 from collage_fx.runtime.storage.registry import Choice, fits, kind_of
 
 _SHOWN = 8
@@ -79,8 +79,7 @@ class Patterns:
             hint = f" (did you mean {close[0]!r}?)" if close else ""
             names = [*self.kinds] if option == "storage" else []
             names += [name for name in self.names if name not in names]
-            more = f" and {len(names) - _SHOWN} more" if names[_SHOWN:] else ""
-            why = f"fits no state{hint}; there are {', '.join(names[:_SHOWN])}{more}"
+            why = f"fits no state{hint}; there are {listed(names, _SHOWN)}"
             if option == "storage" and pattern in self.late:
                 why = "decides for no state: patterns before it fit all that it fits; put it first"
             warn(f"{option}: the pattern {pattern!r} {why}")

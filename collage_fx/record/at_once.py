@@ -36,7 +36,7 @@ class AtOnce:
         if func in TURNS or torch.Tag.inplace_view in getattr(func, "tags", ()):
             return self._turn(func, args, kwargs)
         strided = filter(has_memory, tensors_in(args, kwargs))
-        if not any(self.words.known(t) or self.words.holds_state(t) for t in strided):
+        if not any(self.words.known(t) or self.words.states_in(t) for t in strided):
             result = func(*args, **kwargs)
             return self.born(func, result) if operation.kind == "now" else result
         return self._joined(func, operation, args, kwargs)
@@ -108,8 +108,8 @@ class AtOnce:
     def _communicate(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Let a collective operation have the tensors themselves, not knowing of low words."""
         if func.namespace != "c10d" and func._opname != "wait_tensor":  # it returns the result
-            for t in tensors_in(args, kwargs):
-                self.words.sent(t)
+            for t in filter(has_memory, tensors_in(args, kwargs)):
+                self.words.say_lost(t)  # what is made of it may replace a state
         result = func(*args, **kwargs)
         for t in tree_leaves(received(func, args, kwargs)):
             if isinstance(t, Tensor) and has_memory(t):

@@ -9,6 +9,7 @@ from collage_fx.optimizer.discovery import FunctionStates
 from collage_fx.optimizer.ownership import Owned
 from collage_fx.optimizer.served import RETURNED, Served, left_by_level, nothing_compensated
 from collage_fx.passes.ir.program import StatePlan
+from collage_fx.runtime.errors import listed
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import STORAGES, compensable_dtypes, refusal
 
@@ -75,9 +76,8 @@ class Service:
 
     def warn_unaccounted(self, names: list[str]) -> None:
         """Warn of states that something has written which nobody has seen."""
-        more = f" and {len(names) - 4} more" if names[4:] else ""
         self.session.warn_once(
-            f"{self.subject} wrote {', '.join(names[:4])}{more} in a way that neither a compiled "
+            f"{self.subject} wrote {listed(names)} in a way that neither a compiled "
             "graph nor PyTorch's dispatcher saw, so without compensation: with a kernel of its "
             "own; update it in place by PyTorch's operations. The steps are recorded whole from "
             "now on"

@@ -12,16 +12,7 @@ from collage_fx.runtime.expansion.eft import FP8, WIDER
 from collage_fx.runtime.expansion.stochastic import Seeds
 from collage_fx.runtime.residuals.memory import has_memory
 from collage_fx.runtime.residuals.store import STORE, Residual, clear_stale, next_draw
-from collage_fx.runtime.storage.registry import (
-    FINEST,
-    STORAGES,
-    Storage,
-    join_in,
-    split_into,
-)
-from collage_fx.runtime.storage.registry import (
-    layout_of as storage_of,
-)
+from collage_fx.runtime.storage.registry import FINEST, STORAGES, Storage, join_in, split_into
 from collage_fx.segments.memory import Input, Part, Piece, covers, part_of, storage_key
 from collage_fx.segments.trie import layout_of
 
@@ -165,10 +156,6 @@ class LowWords:
         states = (self.of_state(o) for o in self.states_in(t))
         return bool(self._lows(t)) or any(r is not None for r in states)
 
-    def holds_state(self, t: Tensor) -> bool:
-        """Tell whether a state is in the memory of t."""
-        return bool(self.states_in(t))
-
     def _lows(self, t: Tensor) -> tuple[Tensor, ...] | None:
         between = self.between.get(storage_key(t))
         if between is None or between.storage.expired() or between.dtype is not t.dtype:
@@ -180,10 +167,10 @@ class LowWords:
         t = given.data
         if 0 in t.stride() and not given.pieces:  # an expanded one, whose elements share memory
             dtype, words = self.wide[t.dtype], self._lows(t) or ()
-            return join_in(dtype, storage_of(t, words).name, t, *words) if words else t.to(dtype)
+            return join_in(dtype, self.finest[t.dtype], t, *words) if words else t.to(dtype)
         wide = torch.empty_strided(t.size(), t.stride(), dtype=self.wide[t.dtype], device=t.device)
         if lows := self._lows(t):
-            return wide.copy_(join_in(wide.dtype, storage_of(t, lows).name, t, *lows))
+            return wide.copy_(join_in(wide.dtype, self.finest[t.dtype], t, *lows))
         found = [piece for piece in given.pieces if piece.residual is not None]
         if not any(layout_of(piece.data) == layout_of(t) for piece in found):
             wide.copy_(t)
@@ -315,7 +302,7 @@ class LowWords:
         found = (o for o in self.states_in(t) if o.tensor is t)
         return next((self.of_state(o) for o in found), None)
 
-    def _say_lost(self, t: Tensor) -> list[Residual]:
+    def say_lost(self, t: Tensor) -> list[Residual]:
         """Say which states in t have something in their low words; return their residuals."""
         found = [(o.name, r) for o in self.states_in(t) if (r := self.of_state(o)) is not None]
         found = [(name, residual) for name, residual in found if residual.has_content()]
@@ -327,7 +314,7 @@ class LowWords:
         """Drop the low words of memory that something has written which knows none."""
         self.between.pop(storage_key(t), None)
         self.written.update({id(o.tensor): o for o in self.states_in(t)})
-        for residual in self._say_lost(t):
+        for residual in self.say_lost(t):
             residual.clear()
 
     def results(self, memory: Iterable[Tensor]) -> None:
@@ -340,11 +327,6 @@ class LowWords:
         would give it."""
         made = self.made.get(storage_key(t))
         return made is not None and not made.expired() and t.is_floating_point() and t.dim() > 0
-
-    def sent(self, t: Tensor) -> None:
-        """Say that what is made of t, and may replace a state, knows nothing of its low words."""
-        if has_memory(t):
-            self._say_lost(t)
 
     def dropped(self, t: Tensor) -> bool:
         """Tell whether t, which is no state, has something in its low words."""

@@ -30,9 +30,10 @@ from torch.optim import Optimizer
 
 from collage_fx.dynamo.backend import Backend
 from collage_fx.hooks.optimizer_hooks import is_seen_by_others
-from collage_fx.optimizer.ownership import family, tensors_held, tensors_in
+from collage_fx.optimizer.ownership import family, params_of, tensors_held, tensors_in
 from collage_fx.record.service import TRIED
 from collage_fx.record.steps import Steps
+from collage_fx.runtime.errors import listed
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import kept
 from collage_fx.step.optimizer_clone import clone_of
@@ -92,15 +93,15 @@ class StepCheck:
             self.supervisor.interpreted = interpreted
             self._note(
                 f"step {self.done} is not as in float64, nor is it without a compiler: what "
-                f"it does to {_listed(wrong)} depends on their dtype, or is not stable"
+                f"it does to {listed(wrong, 3)} depends on their dtype, or is not stable"
             )
             return result
         self.left = 0
         error, bound = max(wrong.values())
         self.supervisor.warn(
             f"verify: in step {self.done} of {self.supervisor.subject} the compiled graph that "
-            f"updates {_listed(wrong)} is {error:.2g} of its update off from the same step done by "
-            f"Python in float64, where {bound:.2g} is allowed. Nothing is lost: the step was "
+            f"updates {listed(wrong, 3)} is {error:.2g} of its update off from the same step done "
+            f"by Python in float64, where {bound:.2g} is allowed. Nothing is lost: the step was "
             "undone, and it is done operation by operation from now on"
         )
         return result
@@ -211,7 +212,7 @@ class Snapshot:
             states = getattr(one, "state", {}).values()
             for _, t in tensors_in([vars(one), dict(enumerate(states))]):
                 self._keep(t)
-            for p in (p for group in _groups(one) for p in group["params"]):
+            for p in params_of(one):
                 self._keep(p)
                 self.grads.append((p, p.grad))
                 if p.grad is not None:
@@ -257,12 +258,3 @@ class Snapshot:
         for tensor, storage, name, components, draws, provisional in self.residuals:
             residual = STORE.adopt(tensor, components, storage, name)
             residual.draws, residual.provisional = draws, provisional
-
-
-def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    return getattr(optimizer, "param_groups", [])
-
-
-def _listed(names: Any) -> str:
-    shown = list(names)
-    return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if shown[3:] else "")

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from collage_fx.optimizer import plain_steps
 from collage_fx.optimizer.copying import copy_residuals
-from collage_fx.optimizer.ownership import family, tensors_in
+from collage_fx.optimizer.ownership import family, params_of, tensors_in
 
 
 def clone_of(
@@ -24,7 +24,7 @@ def clone_of(
         residuals: whether the copy has those of the original too.
     """
     everyone = family(optimizer)
-    params = [p for one in everyone for p in _params(one)]
+    params = [p for one in everyone for p in params_of(one)]
     # Without the gradients, which may share memory that cannot be copied so, as those of FSDP2.
     memo: dict[int, Any] = {
         id(p): convert(p).detach().requires_grad_(p.requires_grad) for p in params if p.is_leaf
@@ -49,11 +49,7 @@ def clone_of(
 
 def with_some_gradient(optimizer: Optimizer) -> None:
     """Give parameters gradients of zeros if none has one: a step would do nothing."""
-    params = _params(optimizer)
+    params = params_of(optimizer)
     if all(p.grad is None for p in params):
         for p in (p for p in params if p.requires_grad):
             p.grad = torch.zeros_like(p)
-
-
-def _params(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in getattr(optimizer, "param_groups", []) for p in group["params"]]

@@ -201,8 +201,8 @@ class Runner(Protocol):
 
         Args:
             columns: for each input the tensors of all members, or one vector with an element for
-                each member.
-            sizes: the elements of each member.
+                each member. Tensors that are not 0-d lie densely in memory, on one device.
+            sizes: the elements of each member, at least one.
         """
 
 

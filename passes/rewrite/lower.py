@@ -16,7 +16,7 @@ from collage_fx.passes.frontend.torch_internals import select_decomp_table, unse
 from collage_fx.passes.ir.program import CASTS, CONVERT, LOW_PRECISION, Program, graph_of
 from collage_fx.runtime.expansion.eft import WIDER
 from collage_fx.runtime.ops import collage
-from collage_fx.runtime.storage.registry import LAST
+from collage_fx.runtime.storage.layouts import LAST
 
 aten = torch.ops.aten
 

@@ -102,17 +102,3 @@ def sqrt(hi: Tensor, lo: Tensor) -> Expansion:
 
 def _widened(x: Component, wide: torch.dtype) -> Any:
     return x.to(wide) if isinstance(x, Tensor) else x
-
-
-def neg(hi: Tensor, lo: Tensor) -> Expansion:
-    """Return the expansion of -(hi + lo); exact."""
-    return -hi, -lo
-
-
-def split_constant(c: float, dtype: torch.dtype) -> tuple[float, float]:
-    """Return (hi, lo), both representable in dtype, with hi + lo = c up to u^2 relative.
-
-    For instance 0.999 in bf16 is (1.0, -0.000999451): its high word alone would never decay.
-    """
-    hi = float(torch.tensor(c, dtype=torch.float64).to(dtype))
-    return hi, float(torch.tensor(c - hi, dtype=torch.float64).to(dtype))

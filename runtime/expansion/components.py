@@ -78,7 +78,10 @@ def neg(x: Sequence[Tensor]) -> Expansion:
 
 
 def split_constant(c: float, dtype: torch.dtype, count: int) -> tuple[float, ...]:
-    """Return count numbers of dtype, each what it can hold of what the ones before leave of c."""
+    """Return count numbers of dtype, each what it can hold of what the ones before leave of c.
+
+    For instance 0.999 in bf16 is (1.0, -0.000999451): its high word alone would never decay.
+    """
     return three_components.split_constant(c, dtype)[: _count([0.0] * count)]
 
 

@@ -86,12 +86,6 @@ def sqrt(x: Sequence[Tensor]) -> Triple:
     return _with_remainder(s, remainder / (twice + remainder / twice))
 
 
-def neg(x: Sequence[Tensor]) -> Triple:
-    """Return the expansion of -x; exact."""
-    hi, mid, lo = x
-    return -hi, -mid, -lo
-
-
 def split_constant(c: float, dtype: torch.dtype) -> tuple[float, float, float]:
     """Return (hi, mid, lo), each represented in dtype, with hi + mid + lo = c up to u^3 relative.
 

@@ -79,12 +79,7 @@ class Loop:
         return cls(address, tuple(order), tuple(widths), driver, str(library))
 
     def run(self, columns: Sequence[Column], sizes: Sequence[int]) -> None:
-        """Run the kernel over all members.
-
-        Args:
-            columns: for each input of the graph the tensors of all members, or a vector of them.
-            sizes: the elements of each member.
-        """
+        """Run the kernel over all members: see `Runner`."""
         starts = [addresses(column) for column in columns]
         table = itertools.chain.from_iterable(zip(*(starts[i] for i in self.order), strict=True))
         arrays = [array("q", numbers) for numbers in (table, sizes, self.widths)]

@@ -51,13 +51,8 @@ class Launch:
     def run(self, columns: Sequence[Column], sizes: Sequence[int]) -> None:
         """Update all members, in two launches at most: those aligned to 16 bytes, and the others.
 
-        Args:
-            columns: for each input the tensors of all members, or one vector with an element for
-                each. Tensors that are not 0-d lie densely in memory and are on one device.
-            sizes: the elements of each member, at least one.
-
-        Raises:
-            CollageError: a CUDA graph is being captured, and a 0-d tensor is on the CPU.
+        See `Runner`. Raises CollageError if a CUDA graph is being captured, and a 0-d tensor is on
+        the CPU.
         """
         full = [addresses(c) for c, scalar in zip(columns, self.scalar, strict=True) if not scalar]
         groups: dict[bool, list[int]] = {True: [], False: []}

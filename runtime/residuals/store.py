@@ -11,9 +11,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-from collage_fx.runtime.errors import CollageWarning, ResidualError
+from collage_fx.runtime.errors import CollageWarning, ResidualError, listed
 from collage_fx.runtime.expansion.eft import FP8, WIDER
-from collage_fx.runtime.storage.registry import STORAGES, check_compensable, layout_of, refusal
+from collage_fx.runtime.storage.registry import STORAGES, check_compensable, refusal
 
 _CHUNK = 1 << 22
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
@@ -155,9 +155,8 @@ def clear_stale(pairs: Iterable[tuple[Tensor, Residual]]) -> None:
 
 
 def _warn_of_cleared(names: list[str], why: str) -> None:
-    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if names[4:] else "")
     warnings.warn(
-        f"collage_fx: the residual of {shown} was cleared, because {why}. The step goes on "
+        f"collage_fx: the residual of {listed(names)} was cleared, because {why}. The step goes on "
         "from the stored value. To keep a residual, write the tensor before the first step or "
         "load weights and optimizer from one checkpoint.",
         CollageWarning,
@@ -252,7 +251,7 @@ class ResidualStore:
 
         Lows are in the storage that their dtypes say; zeros are made for this one.
         """
-        storage = storage if lows is None else layout_of(tensor, lows).name
+        storage = storage if lows is None else storage_of(tensor, lows, name)
         old: Residual | None = self._residuals.get(tensor)
         residual = self._residuals[tensor] = Residual(tensor, storage, name)
         residual.draws = old.draws if old is not None else 0

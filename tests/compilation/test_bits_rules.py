@@ -15,10 +15,9 @@ from collage_fx.runtime.expansion.arithmetic import (
     div,
     grow,
     mul,
-    split_constant,
     sqrt,
 )
-from collage_fx.runtime.storage.registry import join, join3, split, split3
+from collage_fx.runtime.storage.layouts import join, split, split3
 
 pytestmark = pytest.mark.kernels
 
@@ -26,7 +25,7 @@ Eager = Callable[[Tensor, Tensor, Tensor], Expansion]
 
 
 def constant(c: float) -> Eager:
-    return lambda p, lo, q: div(p, lo, *split_constant(c, p.dtype))
+    return lambda p, lo, q: div(p, lo, *components.split_constant(c, p.dtype, 2))
 
 
 def larger(p: Tensor, lo: Tensor, q: Tensor) -> Expansion:
@@ -86,11 +85,11 @@ def number(c: float) -> Callable[[Triple, Q], Triple]:
 
 def near_one(x: Triple, q: Q) -> Triple:
     """A factor close to one is added as a term of the wide dtype."""
-    return components.add(x, split3((0.999 - 1) * join3(*x).nan_to_num(0, 0, 0), q.dtype))
+    return components.add(x, split3((0.999 - 1) * join(*x).nan_to_num(0, 0, 0), q.dtype))
 
 
 def larger3(x: Triple, q: Q) -> Triple:
-    return split3(torch.maximum(join3(*components.add(x, (q,))), q.float()), q.dtype)
+    return split3(torch.maximum(join(*components.add(x, (q,))), q.float()), q.dtype)
 
 
 def chosen3(x: Triple, q: Q) -> Triple:

@@ -9,7 +9,8 @@ import torch
 from floats import BF16, FP16, FP32, Format, Pair, exact_sum, exponent, fraction, relative_error
 from torch import Generator, Tensor
 
-from collage_fx.runtime.expansion.arithmetic import add, grow, mul, neg, normalize, split_constant
+from collage_fx.runtime.expansion.arithmetic import add, grow, mul, normalize
+from collage_fx.runtime.expansion.components import neg, split_constant
 from collage_fx.runtime.expansion.eft import fast_two_sum, two_prod, two_sum
 
 CHUNK = 10**6
@@ -182,7 +183,7 @@ def test_add_at_its_known_worst_case(f: Format) -> None:
 @pytest.mark.parametrize("f", SHORT, ids=named)
 def test_neg_is_exact(f: Format) -> None:
     hi, lo = f.expansions(CHUNK, generator(0))
-    negative = neg(hi, lo)
+    negative = neg((hi, lo))
     assert torch.equal(negative[0].double(), -hi.double())
     assert torch.equal(negative[1].double(), -lo.double())
 
@@ -191,7 +192,7 @@ def test_neg_is_exact(f: Format) -> None:
 def test_mul_takes_numbers_for_tensors(f: Format) -> None:
     x = f.expansions(CHUNK, generator(0))
     for c in (0.9, 0.999, -3.0, 0.0):
-        hi, lo = split_constant(c, f.dtype)
+        hi, lo = split_constant(c, f.dtype, 2)
         with_numbers = mul(*x, hi, lo)
         with_tensors = mul(*x, *(torch.tensor(v).to(f.dtype) for v in (hi, lo)))
         for a, b in zip(with_numbers, with_tensors, strict=True):

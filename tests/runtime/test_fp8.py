@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from collage_fx.runtime.expansion.eft import FP8
-from collage_fx.runtime.storage.registry import LAST, STORAGES, join8, split8
+from collage_fx.runtime.storage.layouts import LAST, join8, split8
+from collage_fx.runtime.storage.registry import STORAGES
 
 E4M3, E5M2 = FP8
 SMALLEST = {E4M3: 2.0**-9, E5M2: 2.0**-16}

@@ -17,8 +17,8 @@ from floats import (
 )
 from torch import Generator, Tensor
 
-from collage_fx.runtime.expansion.arithmetic import split_constant
-from collage_fx.runtime.storage.registry import decay, join, split
+from collage_fx.runtime.expansion.components import split_constant
+from collage_fx.runtime.storage.layouts import decay, join, split
 
 COUNT = 10**6
 FORMATS = pytest.mark.parametrize("f", [BF16, FP16], ids=["bf16", "fp16"])
@@ -105,9 +105,9 @@ def test_decay_is_the_product_with_the_whole_expansion(f: Format) -> None:
         number = torch.tensor(gap)
         expected = (hi.double() + lo.double()) * number.double()
         normal = expected.abs() >= 2.0 ** (FP32.emin + 1)
-        error = (decay(hi, lo, gap).double() - expected).abs()[normal] / expected.abs()[normal]
+        error = (decay((hi, lo), gap).double() - expected).abs()[normal] / expected.abs()[normal]
         assert error.max() <= 2.0**-23, gap
-        assert torch.equal(decay(hi, lo, gap), decay(hi, lo, number))
+        assert torch.equal(decay((hi, lo), gap), decay((hi, lo), number))
 
 
 @FORMATS
@@ -116,7 +116,7 @@ def test_what_is_not_finite_has_no_low_word(f: Format, value: float) -> None:
     hi, lo = split(torch.tensor([value]), f.dtype)
     assert equal(hi, torch.tensor([value]))
     assert lo == 0
-    assert decay(hi, lo, -0.001) == 0
+    assert decay((hi, lo), -0.001) == 0
 
 
 @FORMATS
@@ -137,7 +137,7 @@ def test_split_of_what_overflows_is_infinite(f: Format) -> None:
     ],
 )
 def test_constants_in_bf16(c: float, hi: float, lo: float) -> None:
-    assert split_constant(c, BF16.dtype) == (hi, pytest.approx(lo, abs=1e-9))
+    assert split_constant(c, BF16.dtype, 2) == (hi, pytest.approx(lo, abs=1e-9))
 
 
 @FORMATS
@@ -147,7 +147,7 @@ def test_constants_keep_their_bound(f: Format) -> None:
     exponents = torch.randint(f.emin + f.p + 1, f.emax, (2000,), generator=g)
     worst = Fraction(0)
     for c in (fractions * torch.exp2(exponents.double())).tolist():
-        hi, lo = split_constant(c, f.dtype)
+        hi, lo = split_constant(c, f.dtype, 2)
         assert torch.tensor([hi, lo]).to(f.dtype).tolist() == [hi, lo]
         worst = max(worst, abs(Fraction(hi) + Fraction(lo) - Fraction(c)) / abs(Fraction(c)))
     assert worst <= Fraction(f.u) ** 2, float(worst / Fraction(f.u) ** 2)

@@ -7,13 +7,8 @@ from torch import Tensor
 
 from collage_fx.errors import StorageError
 from collage_fx.runtime.expansion.eft import FP8, WIDER
-from collage_fx.runtime.storage.registry import (
-    STORAGES,
-    Storage,
-    check_compensable,
-    join_remainder16,
-    split_remainder16,
-)
+from collage_fx.runtime.storage.layouts import join_remainder16, split_remainder16
+from collage_fx.runtime.storage.registry import STORAGES, Storage, check_compensable
 
 EVERY = [(s, d) for s in STORAGES.values() for d in s.residuals]
 E4M3, E5M2 = FP8

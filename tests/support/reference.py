@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from collage_fx.runtime.expansion.arithmetic import grow, mul, split_constant
-from collage_fx.runtime.storage.registry import decay, join
+from collage_fx.runtime.expansion.arithmetic import grow, mul
+from collage_fx.runtime.expansion.components import split_constant
+from collage_fx.runtime.storage.layouts import decay, join
 
 
 def rounded_sqrt(hi: Tensor, lo: Tensor) -> Tensor:
@@ -32,7 +33,7 @@ class AdamW:
     def step(self, g: Tensor) -> None:
         dtype, (beta1, beta2) = self.p.dtype, self.betas
         self.t = self.t + 1
-        weight_decay = decay(self.p, self.p_lo, (1 - self.lr * self.wd) - 1)
+        weight_decay = decay((self.p, self.p_lo), (1 - self.lr * self.wd) - 1)
         m, g32 = self.m.float(), g.float()
         self.m = (m + (g32 - m) * (1 - beta1)).to(dtype)
         self._second_moment(g32 * (1 - beta2) * g32, beta2)
@@ -42,10 +43,10 @@ class AdamW:
     def _second_moment(self, square: Tensor, beta2: float) -> None:
         dtype = self.v.dtype
         if 1 - beta2 <= 5 * torch.finfo(dtype).eps / 2:
-            term = decay(self.v, self.v_lo, beta2 - 1) + square
+            term = decay((self.v, self.v_lo), beta2 - 1) + square
             self.v, self.v_lo = grow(self.v, self.v_lo, term.to(dtype))
         else:
-            decayed = mul(self.v, self.v_lo, *split_constant(beta2, dtype))
+            decayed = mul(self.v, self.v_lo, *split_constant(beta2, dtype, 2))
             self.v, self.v_lo = grow(*decayed, square.to(dtype))
 
     def _denominator(self) -> Tensor:
