@@ -224,7 +224,6 @@ class AotInputs:
 
     def __init__(self, given: Inputs, narrowed: Narrow | None) -> None:
         self.given = given
-        self.narrow = narrowed
         self.locate: dict[int, Locate] = {}
         """Position of a carried state -> how to find its tensor from the arguments of a call."""
         self.members: Members | None = None
@@ -250,18 +249,18 @@ class AotInputs:
 
     def _source(self, placeholder: Node) -> Source | None:
         descriptor = placeholder.meta.get("desc")
-        return source_behind(descriptor, self.narrow.inputs if self.narrow else None)
+        return source_behind(descriptor, self.members.narrow.inputs if self.members else None)
 
     def copies(self, gm: GraphModule) -> list[Copies] | Unlike:
         """Return what the members of the graph stand for, and note how to find that."""
-        if self.narrow is None or self.members is None:
+        if self.members is None:
             return []
         placeholders = gm.graph.find_nodes(op="placeholder")
         place = {self._source(n): i for i, n in enumerate(placeholders)}
         self.members.written = []
         found = []
         seen = _seen_by_autograd()
-        for group in self.narrow.groups:
+        for group in self.members.narrow.groups:
             stayed, *others = [[self.given.source_of(n) for n in m] for m in group.inputs]
             if any(source not in place for source in stayed):
                 return Unlike("an input of a member overlaps others")
@@ -285,16 +284,17 @@ class AotInputs:
 
         Return why that cannot be told, if it cannot.
         """
-        if self.members is None or self.narrow is None:
+        if self.members is None:
             return None
+        narrow = self.members.narrow
         if program.result is None:
             return Unlike("nothing of it is compensated")
-        made = {k for group in self.narrow.groups for k in group.results[0]}
+        made = {k for group in narrow.groups for k in group.results[0]}
         outputs: Any = gm.graph.output_node().args[0]
-        place = {k: i for i, k in enumerate(self.narrow.results)}
+        place = {k: i for i, k in enumerate(narrow.results)}
         if len(outputs) != len(place) or any(place[k] not in program.member_results for k in made):
             return Unlike("a result of a member is not one that its operation makes")
-        for group in self.narrow.groups:
+        for group in narrow.groups:
             for m, positions in enumerate(group.results[1:]):
                 for k, first in zip(positions, group.results[0], strict=True):
                     self.members.made[k] = program.member_results[place[first]][m] - len(outputs)

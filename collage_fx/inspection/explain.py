@@ -23,7 +23,7 @@ from collage_fx.dynamo.options import split_options
 from collage_fx.inspection.values import value as full_value
 from collage_fx.optimizer.fused import as_its_kernel
 from collage_fx.optimizer.ownership import owned_tensors, tensors_of_callable
-from collage_fx.optimizer.served import Served, sort_key
+from collage_fx.optimizer.served import Served, sort_key, table
 from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS
 from collage_fx.passes.ir.program import LOW_PRECISION, Program, Rewritten, StatePlan
 from collage_fx.runtime.errors import CollageError
@@ -350,7 +350,4 @@ def _table(plan: list[StatePlan], engine: dict[str, str]) -> list[str]:
                 engine.get(state.name, "graph"),
             )
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+    return table(rows)

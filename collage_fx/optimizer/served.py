@@ -1,7 +1,7 @@
 """What served each carried state, and how often."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -142,8 +142,12 @@ class Report:
             steps += f", {s.unaccounted} unaccounted" if s.unaccounted else ""
             dtype = str(s.dtype).removeprefix("torch.")
             rows.append((s.name, dtype, s.engine, steps, f"{verdict}: {s.reason}"))
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        table = [
-            "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
-        ]
-        return "\n".join([f"collage_fx: {self.subject}", "", *table, *self.notes])
+        return "\n".join([f"collage_fx: {self.subject}", "", *table(rows), *self.notes])
+
+
+def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Return rows as lines, their columns below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]

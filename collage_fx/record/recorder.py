@@ -1,4 +1,4 @@
-"""A dispatch mode that notes the operations of a step in place of doing them."""
+"""What notes the operations of a step in place of doing them, and the dispatch mode for it."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -39,7 +39,7 @@ def _dispatches(kind: type) -> bool:
     return getattr(kind, "__torch_dispatch__", plain) is not plain
 
 
-class Recorder(TorchDispatchMode):
+class Recorder:
     """Notes operations, and has them done when somebody needs their results.
 
     Results are tensors that have memory and no data yet. A structure is a path in a trie: an
@@ -67,7 +67,6 @@ class Recorder(TorchDispatchMode):
             wake: looks for the states, in a step in which nobody has done so.
             at_once: whether nothing is noted, and every operation is done when it is called.
         """
-        super().__init__()
         self.wake = wake
         self.reads = contextlib.ExitStack()
         self.beside_dynamo = False
@@ -83,16 +82,6 @@ class Recorder(TorchDispatchMode):
         self.at_once = AtOnce(words, self.notes)
         self.noted = 0
         """How many operations were noted."""
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let Dynamo compile under this mode."""
-        return True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Go without a guard around each dispatch: see `_BesideDynamo`."""
-        return False
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -111,7 +100,7 @@ class Recorder(TorchDispatchMode):
             beside_dynamo: whether Dynamo compiles parts of it.
         """
         self.beside_dynamo = beside_dynamo
-        mode = _BesideDynamo(self) if beside_dynamo else self
+        mode = _BesideDynamo(self) if beside_dynamo else _Mode(self)
         with mode, contextlib.ExitStack() as self.reads:
             if not self.asleep:
                 self._watch_reads()
@@ -157,9 +146,8 @@ class Recorder(TorchDispatchMode):
 
     # Dispatch.
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Do or note an operation, and return what it makes."""
         kwargs = kwargs or {}
         if self.passes_by:
             return func(*args, **kwargs)
@@ -273,8 +261,8 @@ class Recorder(TorchDispatchMode):
         return None
 
 
-class _BesideDynamo(TorchDispatchMode):
-    """A recorder under which Dynamo is on: it must not trace what an operation is noted by."""
+class _Mode(TorchDispatchMode):
+    """A recorder where Dynamo is not asked, without a guard against it around each dispatch."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -285,10 +273,24 @@ class _BesideDynamo(TorchDispatchMode):
         """Let Dynamo compile under this mode."""
         return True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        return self.recorder.__torch_dispatch__(func, types, args, kwargs)
+        return self.recorder.dispatch(func, types, args, kwargs)
+
+
+class _BesideDynamo(_Mode):
+    """A recorder under which Dynamo is on: it must not trace what an operation is noted by."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return True
+
+    __torch_dispatch__ = _Mode.__torch_dispatch__  # what the base class puts the guard around
 
 
 def _is_number(result: Any) -> bool:

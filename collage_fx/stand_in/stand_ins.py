@@ -25,7 +25,10 @@ from collage_fx.stand_in.whole_graph import narrowed
 
 
 class StandIns:
-    """Which parameters stand for which, as long as nothing of all that changes."""
+    """Which parameters stand for which, as long as nothing of all that changes.
+
+    To the compiler they are what `StandsForOthers` says.
+    """
 
     def __init__(self, optimizer: Optimizer, classes: list[list[Tensor]], session: Session) -> None:
         """Note what the parameters are now.
@@ -53,9 +56,7 @@ class StandIns:
         self.name = step.__name__
         self.step = torch.compile(MethodType(step, self.few.optimizer), backend=session)
         self.done = False
-        """Whether the step has updated all parameters."""
         self.unlike: Unlike | None = None
-        """Why those of a graph do not stand for the others, once that has been found."""
 
     @classmethod
     def of(cls, optimizer: Optimizer, session: Session) -> "StandIns | None":
@@ -98,7 +99,7 @@ class StandIns:
         return bool(self.guards.check(*self.plain, *self.tensors, *_grads(self.plain)))
 
     def whole_graph(self, inputs: Inputs, settings: Settings) -> Narrow | Unlike:
-        """Return a graph of the few parameters as the narrow graph of all, or why it is not."""
+        """See `StandsForOthers`."""
         return narrowed(self.classes, settings, inputs)
 
 

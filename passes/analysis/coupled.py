@@ -4,10 +4,9 @@ A state that is overwritten keeps nothing of its own, but where it is overwritte
 computed from it (slow and fast weights, buffers that change places), the two of them accumulate.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
-from typing import Any
 
 import sympy
 import torch
@@ -150,16 +149,9 @@ def _form(part: Slice, walks: Sequence[Walk], i: int, j: int) -> Form:
 
 def _cycles(part: Slice, walks: Sequence[Walk], states: list[int]) -> list[list[int]]:
     """Return the sets of at least two states each of which is computed from each other."""
-    return _connected({i: [j for j in states if _form(part, walks, i, j).carries] for i in states})
-
-
-def _connected(sources: Mapping[Any, Iterable[Any]]) -> list[list[Any]]:
-    """Return, in order, the sets of states each of which is computed from each other one."""
-    edges = [(i, j) for i, found in sources.items() for j in found]
-    place = {state: n for n, state in enumerate(sources)}
-    components = strongly_connected_components((list(sources), edges))
-    cycles = [sorted(c, key=place.__getitem__) for c in components if len(c) > 1]
-    return sorted(cycles, key=lambda cycle: place[cycle[0]])
+    edges = [(i, j) for i in states for j in states if _form(part, walks, i, j).carries]
+    components = strongly_connected_components((states, edges))
+    return sorted(sorted(c) for c in components if len(c) > 1)
 
 
 def _factor(part: Slice, walks: Sequence[Walk], cycle: list[int]) -> Coefficient | None:
@@ -168,16 +160,12 @@ def _factor(part: Slice, walks: Sequence[Walk], cycle: list[int]) -> Coefficient
 
     For constants that is the spectral radius of |A|.
     """
-    return _factor_of([[_form(part, walks, i, j) for j in cycle] for i in cycle])
-
-
-def _factor_of(forms: list[list[Form]]) -> Coefficient | None:
     matrix: list[list[float]] = []
     moved = True
-    for forms_of_one in forms:
+    for i in cycle:
         row = []
-        for form in forms_of_one:
-            branches = form.alternatives
+        for j in cycle:
+            branches = _form(part, walks, i, j).alternatives
             if branches is None:
                 return sympy.Symbol("a")
             if not all(is_number(b.a) for b in branches):

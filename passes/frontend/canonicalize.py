@@ -25,32 +25,19 @@ from collage_fx.runtime.expansion.eft import WIDER
 
 aten = torch.ops.aten
 
-# _foreach_<name> -> the operation on one tensor; overloads that differ by the second operand's kind
-# all accept a Python number or a tensor there.
 FOREACH: dict[str, Any] = {
-    "_foreach_abs": aten.abs.default,
-    "_foreach_add": aten.add.Tensor,
-    "_foreach_addcdiv": aten.addcdiv.default,
-    "_foreach_addcmul": aten.addcmul.default,
-    "_foreach_clamp_max": aten.clamp_max.Tensor,
-    "_foreach_clamp_min": aten.clamp_min.Tensor,
-    "_foreach_copy": aten.copy.default,
-    "_foreach_div": aten.div.Tensor,
-    "_foreach_exp": aten.exp.default,
-    "_foreach_lerp": aten.lerp.Tensor,
-    "_foreach_log": aten.log.default,
-    "_foreach_maximum": aten.maximum.default,
-    "_foreach_minimum": aten.minimum.default,
-    "_foreach_mul": aten.mul.Tensor,
-    "_foreach_neg": aten.neg.default,
-    "_foreach_pow": aten.pow.Tensor_Tensor,
-    "_foreach_reciprocal": aten.reciprocal.default,
-    "_foreach_rsqrt": aten.rsqrt.default,
-    "_foreach_sign": aten.sign.default,
-    "_foreach_sqrt": aten.sqrt.default,
-    "_foreach_sub": aten.sub.Tensor,
-    "_foreach_tanh": aten.tanh.default,
+    f"_foreach_{name}": getattr(getattr(aten, name), overload)
+    for overload, names in {
+        "default": "abs addcdiv addcmul copy exp log maximum minimum neg reciprocal rsqrt sign sqrt"
+        " tanh",
+        "Tensor": "add clamp_max clamp_min div lerp mul sub",
+        "Tensor_Tensor": "pow",
+    }.items()
+    for name in names.split()
 }
+"""Operation on lists -> that on one tensor; overloads that differ by the kind of the second operand
+all accept a Python number or a tensor there."""
+
 # Where the operand is a Python number these overloads take it.
 _WITH_NUMBER: dict[Any, Any] = {
     aten.maximum.default: aten.clamp_min.default,

@@ -4,18 +4,10 @@ One place, for the day when a new version of torch moves it.
 """
 
 import torch
-from torch._inductor.decomposition import select_decomp_table
-from torch._ops import OpOverload
-from torch._prims_common import suggest_memory_format
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._inductor.decomposition import select_decomp_table as select_decomp_table
+from torch._ops import OpOverload as OpOverload
+from torch._prims_common import suggest_memory_format as suggest_memory_format
+from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
 
 set_grad_enabled = torch._C._set_grad_enabled
 """What Dynamo writes into its graphs for torch.no_grad() and torch.enable_grad()."""
-
-__all__ = [
-    "OpOverload",
-    "select_decomp_table",
-    "set_grad_enabled",
-    "suggest_memory_format",
-    "unset_fake_temporarily",
-]

@@ -131,10 +131,6 @@ class Builder(ABC):
         """Return a tensor operand rounded to the storage dtype, once."""
         return self.convert(self.plain(operand), self.dtype)
 
-    def narrowed(self, term: Term) -> Term:
-        """Return a result of this builder rounded to the storage dtype, once."""
-        return self.convert(term, self.dtype)
-
     def widened(self, operand: Any) -> Any:
         """Return a 16-bit tensor operand in the wide dtype; others, and numbers, as they are."""
         if is_value(operand) and isinstance(self.env[operand], tuple | Decayed):

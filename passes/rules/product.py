@@ -40,7 +40,7 @@ def times(b: Builder, x: Components, factor: Any) -> Expanded:
     if plain.meta["scalar"]:
         return _scaled(b, x, plain)
     if not plain.meta["dtype"].is_floating_point:  # a mask
-        plain = b.narrowed(plain)
+        plain = b.convert(plain, b.dtype)
     if plain.meta["dtype"] == b.dtype:
         return b.pair(collage.mul.float, *x, plain)
     return b.pair(collage.mul.default, *x, *b.split(plain))
