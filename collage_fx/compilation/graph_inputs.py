@@ -24,7 +24,6 @@ from collage_fx.optimizer.ownership import (
     Owned,
     is_buffer,
     owner_of,
-    placeholder_source,
     pretty,
     source_name,
 )
@@ -99,7 +98,7 @@ class Inputs:
         self.again = again
         placeholders = gm.graph.find_nodes(op="placeholder")
         self.place = {node: i for i, node in enumerate(placeholders)}
-        self.sources = [placeholder_source(node) for node in placeholders]
+        self.sources = [source_name(getattr(n, "_dynamo_source", None)) for n in placeholders]
 
     def release(self) -> None:
         """Let go of tensors and optimizers, which what is compiled must not keep alive."""

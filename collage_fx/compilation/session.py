@@ -38,6 +38,13 @@ class StandsForOthers(Protocol):
         """Return a graph of the few parameters as the narrow graph of all, or why it is not."""
 
 
+class Supervisor(Protocol):
+    """What watches the steps of an optimizer or function; `record.steps` has it."""
+
+    waited: bool
+    """Whether a graph was recorded in this step that will be compiled in the next."""
+
+
 @dataclass
 class Compiled:
     """One graph that the backend compiled, for `explain` and for reports."""
@@ -59,7 +66,7 @@ class Session:
     compiled: list[Compiled] = field(default_factory=list)
     keep: bool = False
     """Whether `compiled` is filled in; programs are large."""
-    supervisor: Callable[[], object | None] = lambda: None
+    supervisor: Callable[[], Supervisor | None] = lambda: None
     """A weak reference to what watches the steps, where `collage_fx.compile` made the step: it
     does what is not compiled. It holds the tensors, which Dynamo's cache must not keep alive."""
     stand_ins: StandsForOthers | None = None

@@ -11,7 +11,6 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from torch import Tensor
-from torch.fx import Node
 from torch.nn import Module
 from torch.optim import SGD, Optimizer
 
@@ -311,14 +310,9 @@ def is_buffer(source: str) -> bool:
 
 
 def source_name(source: Any) -> str:
-    """Return Dynamo's name of a source; empty for None."""
+    """Return Dynamo's name of where an input of a graph comes from; empty for None."""
     name = getattr(source, "name", "")
     return name() if callable(name) else str(name)
-
-
-def placeholder_source(placeholder: Node) -> str:
-    """Return Dynamo's name of where an input of its graph comes from; empty if it has none."""
-    return source_name(getattr(placeholder, "_dynamo_source", None))
 
 
 def pretty(source: str) -> str:

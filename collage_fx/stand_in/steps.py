@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from collage_fx.compilation.session import Session
 from collage_fx.hooks.optimizer_hooks import is_seen_by_others
+from collage_fx.passes.ir.program import Unlike
 from collage_fx.runtime.errors import CollageError
 from collage_fx.stand_in.stand_ins import StandIns
 from collage_fx.stand_in.torch_steps import make_states, serves, without_hooks
@@ -75,9 +76,7 @@ class StandInSteps:
                 self.failed += 1
                 self._plainly(optimizer)
                 return loss
-            reason = stand_ins.unlike.reason
-            self.session.notes.add(f"Dynamo traces every parameter: {reason}")
-            self.failed = ATTEMPTS
+            self._give_up(stand_ins.unlike)
         compiled()
         return loss
 
@@ -97,6 +96,13 @@ class StandInSteps:
         if not stand_ins.done:  # Dynamo has left out it, or parts of it
             with stand_ins.others.of(optimizer):
                 self._plainly(stand_ins.others.optimizer)
+
+    def _give_up(self, unlike: Unlike) -> None:
+        """Have all parameters traced from now on, in this step too, of which nothing is done."""
+        self.session.notes.add(f"Dynamo traces every parameter: {unlike.reason}")
+        self.failed = ATTEMPTS
+        if (supervisor := self.session.supervisor()) is not None:
+            supervisor.waited = False
 
     def _plainly(self, optimizer: Optimizer) -> None:
         """Do a step as Python does it, to be recorded."""

@@ -20,7 +20,7 @@ from collage_fx.passes.ir.program import (
     StateClass,
     StatePlan,
     compensable_in,
-    flat,
+    made,
     value_of,
 )
 from collage_fx.runtime.errors import StorageError
@@ -202,6 +202,24 @@ def _by_compensated(
             layout = flat(member), value_of(member.nodes[0]).device
             found.setdefault((which, storages, layout), new).members.append(member)
     return list(found.values())
+
+
+def flat(member: Slice) -> bool:
+    """Tell whether all tensors of a member lie in memory in one and the same dense order."""
+    full = [value_of(n) for n in member.inputs if value_of(n).dim()]
+    states = {member.inputs[at] for _, at, _ in member.states}
+    if any(not isinstance(s, int) for v in full for s in (*v.shape, *v.stride())):
+        return False
+    first = full[0] if full else None
+    return (
+        first is not None
+        and all(value_of(n).dim() for n in states)
+        and all(
+            v.shape == first.shape and v.stride() == first.stride()
+            for v in [*full, *map(value_of, made(member))]
+        )
+        and torch.ops.aten.is_non_overlapping_and_dense(first)
+    )
 
 
 def storage_of(carried: Carried, choice: Choice) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
+from collage_fx.passes.analysis.affine import LERP
 from collage_fx.passes.codegen.inductor_lowering import register_region
 from collage_fx.passes.codegen.multi_tensor_kernel import (
     MEMBERS,
@@ -102,8 +103,8 @@ class _Emitter:
         """Fill in `result` and `residual_inputs` of the program; or `unlike`, if that cannot be."""
         nodes = list(self.canonical.graph.nodes)
         placeholders = [n for n in nodes if n.op == "placeholder"]
-        mode = next((m for n in placeholders if (m := _fake_mode(n))), contextlib.nullcontext())
-        with mode:
+        modes = (getattr(n.meta.get("val"), "fake_mode", None) for n in placeholders)
+        with next(filter(None, modes), contextlib.nullcontext()):
             for node in placeholders:
                 self._copy(node)
             self.others.add_inputs(self.env)
@@ -139,7 +140,7 @@ class _Emitter:
             self.program.result = _LazyGraphModule(self.canonical, self.graph)
 
     def _copy(self, node: Node) -> None:
-        if node.target in (aten.lerp.Scalar, aten.lerp.Tensor):
+        if node.target in LERP:
             self.env[node] = self._polyfilled_lerp(node)
         else:
             self.env[node] = self.graph.node_copy(node, lambda n: self.env[n])
@@ -367,13 +368,9 @@ class _Part:
 
     def __init__(self, lowered: GraphModule, results: tuple[int, ...]) -> None:
         self.results = results
-        all_results: Any = lowered.graph.output_node().args[0]
         graph = Graph()
-        env: dict[Node, Node] = {}
-        for node in lowered.graph.nodes:
-            if node.op != "output":
-                env[node] = graph.node_copy(node, lambda n: env[n])
-        graph.output(tuple(env[all_results[i]] for i in results))
+        all_results: Any = graph.graph_copy(lowered.graph, {})
+        graph.output(tuple(all_results[i] for i in results))
         graph.eliminate_dead_code()
         placeholders = list(graph.find_nodes(op="placeholder"))
         self.inputs = [i for i, n in enumerate(placeholders) if n.users]
@@ -394,7 +391,3 @@ def _needs(rewritten: Rewritten) -> list[set[int]]:
             reach[node] = set().union(*(reach[a] for a in node.all_input_nodes))
     results: Any = lowered.graph.output_node().args[0]
     return [reach[n] for n in results]
-
-
-def _fake_mode(node: Node) -> Any:
-    return getattr(node.meta.get("val"), "fake_mode", None)

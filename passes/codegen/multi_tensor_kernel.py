@@ -22,6 +22,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._triton import has_triton
 
+from collage_fx.passes.analysis.plan import flat
 from collage_fx.passes.codegen import inductor_compile, kernel_cache
 from collage_fx.passes.codegen.inductor_lowering import register_region
 from collage_fx.passes.codegen.scalar_kernel import Scalars
@@ -32,7 +33,6 @@ from collage_fx.passes.ir.program import (
     Settings,
     Slice,
     base_of,
-    flat,
     graph_of,
     made,
     value_of,
@@ -249,15 +249,10 @@ def register_multi_tensor(rewritten: Rewritten, vectors: Sequence[int] = ()) -> 
 def _with_memory(lowered: GraphModule, dtypes: list[torch.dtype]) -> GraphModule:
     """Return a lowered graph with more inputs, unused: memory for what it makes."""
     graph = Graph()
-    env: dict[Node, Node] = {}
-    inputs = lowered.graph.find_nodes(op="placeholder")
-    for node in inputs:
-        env[node] = graph.node_copy(node)
+    env = {n: graph.node_copy(n) for n in lowered.graph.find_nodes(op="placeholder")}
     for k, dtype in enumerate(dtypes):
         graph.placeholder(f"out{k}").meta["dtype"] = dtype
-    for node in lowered.graph.nodes:
-        if node not in env:
-            env[node] = graph.node_copy(node, lambda n: env[n])
+    graph.output(graph.graph_copy(lowered.graph, env))
     return GraphModule(torch.nn.Module(), graph)
 
 

@@ -130,24 +130,6 @@ def made(part: Slice) -> list[Node]:
     ]
 
 
-def flat(member: Slice) -> bool:
-    """Tell whether all tensors of a member lie in memory in one and the same dense order."""
-    full = [value_of(n) for n in member.inputs if value_of(n).dim()]
-    states = {member.inputs[at] for _, at, _ in member.states}
-    if any(not isinstance(s, int) for v in full for s in (*v.shape, *v.stride())):
-        return False
-    first = full[0] if full else None
-    return (
-        first is not None
-        and all(value_of(n).dim() for n in states)
-        and all(
-            v.shape == first.shape and v.stride() == first.stride()
-            for v in [*full, *map(value_of, made(member))]
-        )
-        and torch.ops.aten.is_non_overlapping_and_dense(first)
-    )
-
-
 @dataclass
 class StateClass:
     """Slices that are isomorphic but for shapes and tensors, with what they share."""

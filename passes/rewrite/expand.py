@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from collage_fx.passes.analysis.affine import LERP
 from collage_fx.passes.ir.program import (
     CASTS,
     CONVERT,
@@ -255,7 +256,7 @@ class Eft(_Expander, Builder):
             self.dtype = self.settled(whole[0])[0].meta["dtype"]
         read = self.widened if whole else self.plain
         wide = WIDER.get(dtype, dtype) if dtype in LOW_PRECISION else dtype
-        if node.target in (aten.lerp.Scalar, aten.lerp.Tensor):
+        if node.target in LERP:
             start, end = (self.convert(read(a), wide) for a in node.args[:2])
             return self.convert(lerp(self, start, end, self.plain(node.args[2]), wide), dtype)
         args = [torch.fx.node.map_arg(a, read) for a in node.args]
@@ -323,11 +324,11 @@ class _Wide(_Expander):
                 return x
             return self.convert(x, self._wide(dtype))
         wide = self._wide(dtype)
-        if node.target in (aten.lerp.Scalar, aten.lerp.Tensor):
-            operands: Any = torch.fx.node.map_arg(node.args, lambda n: self.env[n])
-            return lerp(self, operands[0], operands[1], operands[2], wide)
-        args = torch.fx.node.map_arg(node.args, lambda n: self.env[n])
-        kwargs = torch.fx.node.map_arg(dict(node.kwargs), lambda n: self.env[n])
+        taken: Any = torch.fx.node.map_arg((node.args, dict(node.kwargs)), self.env.__getitem__)
+        args, kwargs = taken
+        if node.target in LERP:
+            start, end, weight = args
+            return lerp(self, start, end, weight, wide)
         return self.op(node.target, *args, dtype=wide, **kwargs)
 
     def _outputs(self, seed: Node | None) -> GraphModule:

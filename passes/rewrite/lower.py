@@ -103,11 +103,8 @@ def _inline(graph: Graph, target: Any, args: Any, kwargs: Any) -> Any:
     )
     # An integer operand becomes one of the default dtype beside a Python float.
     arithmetic = _arithmetic(target, form, given, facts, torch.get_default_dtype())
-    env: dict[Node, Any] = dict(zip(arithmetic.find_nodes(op="placeholder"), nodes, strict=True))
-    for node in arithmetic.nodes:
-        if node.op == "call_function":
-            env[node] = graph.node_copy(node, lambda n: env[n])
-    return map_arg(arithmetic.output_node().args[0], lambda n: env[n])
+    env = dict(zip(arithmetic.find_nodes(op="placeholder"), nodes, strict=True))
+    return graph.graph_copy(arithmetic, env)
 
 
 @dataclass(frozen=True)
