@@ -129,22 +129,22 @@ class Compilation:
     """The compilation of a graph, whole or narrow."""
 
     def __init__(
-        self, session: Session, given: Inputs, narrowed: Narrow | None, alone: bool = False
+        self, session: Session, inputs: Inputs, narrowed: Narrow | None, alone: bool = False
     ) -> None:
         """Compile a graph.
 
         Args:
             session: who asks for it.
-            given: the inputs of the whole graph.
+            inputs: those of the whole graph.
             narrowed: the narrow graph, if that is to be compiled.
             alone: whether to give up if anything but operations for classes is left of it. Inductor
                 has no part in it then, and what it does to be ready takes longer.
         """
         self.session = session
         self.alone = alone
-        self.gm = narrowed.gm if narrowed else given.gm
+        self.gm = narrowed.gm if narrowed else inputs.gm
         self.narrow = narrowed
-        self.inputs = AotInputs(given, narrowed)
+        self.inputs = AotInputs(inputs, narrowed)
         self.program: Program | None = None
         """What the passes made of the graph; None if they do not take it."""
         self.direct: Direct | None = None
@@ -170,7 +170,7 @@ class Compilation:
         refused = self.refused or any(s.refused and s.compensable for s in plan)
         return Code(function, self.side, states, reads, refused)
 
-    def _compiled(self, given: list[Any]) -> Callable[..., Any]:
+    def _compiled(self, example_inputs: list[Any]) -> Callable[..., Any]:
         """Return what AOTAutograd makes of the graph, by `inner`."""
         table = keep_symbols(select_decomp_table())
         # What AOTAutograd finds out is left there, by Dynamo's call as by our own.
@@ -181,7 +181,7 @@ class Compilation:
             if self.alone:
                 function = aot_module_simplified(
                     self.gm,
-                    given,
+                    example_inputs,
                     fw_compiler=self.inner,
                     inference_compiler=partial(self.inner, is_inference=True),
                     decompositions=table,
@@ -190,7 +190,7 @@ class Compilation:
             else:
                 function = compile_fx(
                     self.gm,
-                    given,
+                    example_inputs,
                     inner_compile=self.inner,
                     decompositions=table,
                     config_patches=self.session.inductor or None,
@@ -264,7 +264,7 @@ class Compilation:
         """Keep or drop the residuals that states were made with, now that there is a verdict."""
         for state in plan:
             find = self.inputs.locate.get(state.index)
-            tensor = find(tuple(self.inputs.given.args)) if find is not None else None
+            tensor = find(tuple(self.inputs.whole.args)) if find is not None else None
             residual = STORE.get(tensor) if tensor is not None else None
             if residual is not None and tensor is not None and residual.provisional:
                 residual.provisional = not (state.compensated or state.refused)

@@ -221,16 +221,16 @@ def source_behind(descriptor: Any, placeholders: Sequence[int] | None) -> int | 
 class AotInputs:
     """The inputs of a graph of AOTAutograd's, whole or narrow, as those of Dynamo's graph."""
 
-    def __init__(self, given: Inputs, narrowed: Narrow | None) -> None:
-        self.given = given
+    def __init__(self, whole: Inputs, narrowed: Narrow | None) -> None:
+        self.whole = whole
         self.locate: dict[int, Locate] = {}
         """Position of a carried state -> how to find its tensor from the arguments of a call."""
         self.members: Members | None = None
         if narrowed is not None:
-            outputs: Any = given.gm.graph.output_node().args[0]
+            outputs: Any = whole.gm.graph.output_node().args[0]
             self.members = Members(narrowed, len(outputs))
             for k, node in narrowed.returned.items():
-                self.members.returned[k] = given.locate(given.source_of(node))
+                self.members.returned[k] = whole.locate(whole.source_of(node))
 
     def describe(self, index: int, placeholder: Node) -> Carried:
         """Say which tensor a placeholder is."""
@@ -239,12 +239,12 @@ class AotInputs:
         if source is None:
             name = f"an input that overlaps others ({placeholder.name})"
             return Carried(index, name, "tensor", False, val)
-        self.locate[index] = self.given.locate(source)
-        return self.given.describe(index, source, val, placeholder.name)
+        self.locate[index] = self.whole.locate(source)
+        return self.whole.describe(index, source, val, placeholder.name)
 
     def label(self, placeholder: Node) -> str:
         """Return `lr` for a 0-d input that is the `lr` of a parameter group."""
-        return self.given.label(self._source(placeholder)) or placeholder.name
+        return self.whole.label(self._source(placeholder)) or placeholder.name
 
     def _source(self, placeholder: Node) -> Source | None:
         descriptor = placeholder.meta.get("desc")
@@ -260,7 +260,7 @@ class AotInputs:
         found = []
         seen = _seen_by_autograd()
         for group in self.members.narrow.groups:
-            stayed, *others = [[self.given.source_of(n) for n in m] for m in group.inputs]
+            stayed, *others = [[self.whole.source_of(n) for n in m] for m in group.inputs]
             if any(source not in place for source in stayed):
                 return Unlike("an input of a member overlaps others")
             copies = Copies([place[s] for s in stayed], [], group.shared)
@@ -270,10 +270,10 @@ class AotInputs:
                     index = len(placeholders) + len(self.members.locate)
                     if at in seen:
                         self.members.written.append(len(self.members.locate))
-                    self.locate[index] = self.given.locate(source)
+                    self.locate[index] = self.whole.locate(source)
                     self.members.locate.append(self.locate[index])
-                    val = self.given.value(node)
-                    row.append(self.given.describe(index, source, val, node.name))
+                    val = self.whole.value(node)
+                    row.append(self.whole.describe(index, source, val, node.name))
                 copies.others.append(row)
             found.append(copies)
         return found

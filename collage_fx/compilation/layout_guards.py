@@ -29,8 +29,8 @@ class Layouts:
 
     def __init__(self, places: list[int], args: tuple[Any, ...]) -> None:
         self.places = [i for i in places if is_plain(args[i])]
-        given = [args[i] for i in self.places]
-        self.guards = guards_of(given) if len({*map(id, given)}) == len(given) else None
+        tensors = [args[i] for i in self.places]
+        self.guards = guards_of(tensors) if len({*map(id, tensors)}) == len(tensors) else None
 
     def hold(self, args: tuple[Any, ...]) -> bool:
         """Tell whether the arguments of another call are like them."""

@@ -29,7 +29,10 @@ ATTEMPTS = 3
 
 
 class LeftToRecorder(CollageError):
-    """A step has to be recorded, of which nothing is done yet."""
+    """A step has to be recorded, of which nothing is done yet.
+
+    Raised by its graph and not returned: what Dynamo's code does after that must not be done.
+    """
 
 
 class StandInSteps:

@@ -138,15 +138,15 @@ def _layout(part: Part, dtypes: Collection[torch.dtype]) -> Hashable | None:
     if any(a.odd for a in part.atoms) or any(x.odd for x in part.inputs):
         return None
     operands = {x: None for a in part.atoms for x in a.operands if x.part is not part}
-    given = [x.value for x in (*part.inputs, *operands) if x.value is not None and x.value.dim()]
-    if not given or any(x.others and not _full(x) for x in part.inputs):
+    full = [x.value for x in (*part.inputs, *operands) if x.value is not None and x.value.dim()]
+    if not full or any(x.others and not _full(x) for x in part.inputs):
         return None
-    shape, stride = given[0].shape, given[0].stride()
+    shape, stride = full[0].shape, full[0].stride()
     if any(type(n) is not int or n == 0 for n in (*shape, *stride)):
         return None
-    if any(v.shape != shape or v.stride() != stride for v in given):
+    if any(v.shape != shape or v.stride() != stride for v in full):
         return None
-    if not torch.ops.aten.is_non_overlapping_and_dense(given[0]):
+    if not torch.ops.aten.is_non_overlapping_and_dense(full[0]):
         return None
     for atom in part.atoms:
         if atom.value is None or (_full(atom) and atom.value.shape != shape):

@@ -229,10 +229,10 @@ class Scan:
                 atom.part.atoms.append(atom)
                 taken = found.setdefault(atom.part, {})
                 taken.update((x, None) for x in atom.operands if x.is_input and x.part is atom.part)
-        given = {memory_of(x.value) for x in self.inputs}
+        inputs = {memory_of(x.value) for x in self.inputs}
         for k, result in enumerate(self.results):
             if result is not None and result.part is not None and k not in self.returned:
-                result.odd |= memory_of(result.value) in given  # a view
+                result.odd |= memory_of(result.value) in inputs  # a view
                 result.part.results.append(k)
         place = {a: i for i, a in enumerate(self.atoms)}
         for part, taken in found.items():

@@ -98,11 +98,11 @@ def _inline(graph: Graph, target: Any, args: Any, kwargs: Any) -> Any:
     operands, form = tree_flatten((args, dict(kwargs)))
     nodes = list(dict.fromkeys(x for x in operands if isinstance(x, Node)))
     facts = tuple((n.meta["dtype"], n.meta["scalar"]) for n in nodes)
-    given = tuple(
+    slots = tuple(
         nodes.index(x) if isinstance(x, Node) else _Constant(x, f"{type(x)}{x!r}") for x in operands
     )
     # An integer operand becomes one of the default dtype beside a Python float.
-    arithmetic = _arithmetic(target, form, given, facts, torch.get_default_dtype())
+    arithmetic = _arithmetic(target, form, slots, facts, torch.get_default_dtype())
     env = dict(zip(arithmetic.find_nodes(op="placeholder"), nodes, strict=True))
     return graph.graph_copy(arithmetic, env)
 
@@ -120,7 +120,7 @@ class _Constant:
 def _arithmetic(
     target: Any,
     form: TreeSpec,
-    given: tuple[Any, ...],
+    slots: tuple[Any, ...],
     facts: tuple[tuple[torch.dtype, bool], ...],
     default: torch.dtype,
 ) -> Graph:
@@ -129,13 +129,13 @@ def _arithmetic(
     Args:
         target: the operation.
         form: the nesting of its operands.
-        given: each of them: a constant, or the number of a tensor.
+        slots: each of them: a constant, or the number of a tensor.
         facts: of each tensor, its dtype and whether it is 0-d.
         default: PyTorch's default dtype while it is traced.
     """
 
     def call(*tensors: Any) -> Any:
-        operands = [g.value if isinstance(g, _Constant) else tensors[g] for g in given]
+        operands = [g.value if isinstance(g, _Constant) else tensors[g] for g in slots]
         args, kwargs = tree_unflatten(operands, form)
         return target(*args, **kwargs)
 

@@ -47,17 +47,17 @@ def received(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
 
     Who sends what all others receive writes nothing.
     """
-    given = by_name(op, args, kwargs)
+    named = by_name(op, args, kwargs)
     if op.namespace != "c10d":
-        return [given[name] for name in written(op)]
+        return [named[name] for name in written(op)]
     if op._opname in ("send", "barrier"):
         return []
     if op._opname == "broadcast_":
-        group = torch.distributed.ProcessGroup.unbox(given["process_group"])
-        if group.rank() == given["root_rank"]:
+        group = torch.distributed.ProcessGroup.unbox(named["process_group"])
+        if group.rank() == named["root_rank"]:
             return []
     return [
-        value for name, value in given.items() if name == "tensors" or name.startswith("output")
+        value for name, value in named.items() if name == "tensors" or name.startswith("output")
     ]
 
 
