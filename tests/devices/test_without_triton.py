@@ -1,13 +1,12 @@
 """Devices that Triton cannot be used for: no crash, and one warning."""
 
 import inspect
-import subprocess
-import sys
 from unittest import mock
 
 import pytest
 import torch
 from kernels import CASES, captured
+from processes import run_script
 from tensors import bf16, with_grads
 from torch import Tensor
 from torch._inductor.exc import TritonMissing
@@ -37,7 +36,7 @@ assert engines == {"graph"}, engines
 
 
 def test_a_cpu_needs_no_triton() -> None:
-    done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True)
+    done = run_script(WITHOUT_TRITON)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

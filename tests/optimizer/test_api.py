@@ -1,12 +1,11 @@
 """The public functions, as a user meets them: options, explain, warnings and errors."""
 
-import subprocess
-import sys
 import warnings
 from typing import Any
 
 import pytest
 import torch
+from processes import run_script
 from tensors import bf16, with_grads
 from torch import Tensor, nn
 
@@ -249,7 +248,8 @@ for _ in range(3):
 import collage_fx
 assert float(1 - collage_fx.value(p)[0]) > 2.9e-5, collage_fx.value(p)
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=300)
+    done = run_script(script)
+    assert done.returncode == 0, done.stderr
 
 
 def test_value_of_a_tensor_without_residual_is_converted() -> None:

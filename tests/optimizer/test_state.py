@@ -1,7 +1,5 @@
 """Residuals live as long as their tensors: over recompilations, checkpoints, foreign writes."""
 
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import run_script
 from torch import Tensor, nn
 
 import collage_fx
@@ -119,7 +118,8 @@ from test_state import everything, train
 train(model, step, 4, 8)
 torch.save(everything(model, optimizer), {str(tmp_path / "end.pt")!r})
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=300)
+    done = run_script(script)
+    assert done.returncode == 0, done.stderr
     assert same(torch.load(tmp_path / "end.pt", weights_only=True), expected)
 
 

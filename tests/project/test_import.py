@@ -2,12 +2,10 @@
 
 import ast
 import inspect
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import run_script
 
 import collage_fx
 
@@ -47,13 +45,7 @@ assert state()[:2] == [1, 0], "steps are watched twice"
 
 
 def run(script: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run_script(script)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

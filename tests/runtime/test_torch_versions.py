@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import run_script
 from tensors import bf16, with_grads
 
 import collage_fx
@@ -103,7 +104,7 @@ def test_the_backend_string_warns_too_and_an_import_does_not() -> None:
         "        torch.compile(torch.optim.SGD([p]).step, backend='collage')()\n"
         "print(sum('2.99.1 was never tested' in str(w.message) for w in caught))\n"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    found = run_script(code)
     assert found.stdout.split() == ["1"], found.stderr
 
 
