@@ -11,7 +11,7 @@ from interpreter import without_compiler
 from tensors import with_grads
 from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
 import collage_fx
 from collage_fx.errors import CollageWarning
@@ -114,7 +114,8 @@ def work(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("processes")
-    spawn(work, args=(str(folder),), nprocs=RANKS)
+    # Forked, since each would import and warm up all that this process has.
+    start_processes(work, args=(str(folder),), nprocs=RANKS, start_method="fork")
     return [torch.load(Path(folder) / str(rank)) for rank in range(RANKS)]
 
 
