@@ -56,8 +56,14 @@ class Verdict:
     """The largest error of plain 16-bit training, as a part of what is allowed."""
 
 
-def judge(program: Program, *, interpreted: bool = True) -> Verdict:
-    """Run a program by collage_fx, and say where it is further from float64 than it may be."""
+def judge(program: Program, *, interpreted: bool = True, few: bool = True) -> Verdict:
+    """Run a program by collage_fx, and say where it is further from float64 than it may be.
+
+    Args:
+        program: the program.
+        interpreted: whether its graphs are.
+        few: whether to run one model where it allows all that was found: others allow more.
+    """
     run = compensated(program, interpreted=interpreted)
     verdict = Verdict(program, run)
     if run.error is not None:
@@ -68,9 +74,21 @@ def judge(program: Program, *, interpreted: bool = True) -> Verdict:
             verdict.excuse = name
             return verdict
     exact, low = eager(program, torch.float64), eager(program, getattr(torch, program.dtype))
-    allowed = limits(program, run, exact)
+    if few:
+        compare(verdict, exact, low, limits(program, run, exact, few=True))
+    if not few or verdict.worst >= 1:
+        compare(verdict, exact, low, limits(program, run, exact))
     if any("none of them loses updates" in message for message in run.warned):
         verdict.failures += untrue(program, run, exact)
+    return verdict
+
+
+def compare(
+    verdict: Verdict, exact: dict[str, Tensor], low: dict[str, Tensor], allowed: dict[str, float]
+) -> None:
+    """Note in a verdict how far the values of its run are from the exact ones."""
+    program, run = verdict.program, verdict.run
+    verdict.failures, verdict.worst, verdict.lost = [], 0.0, 0.0
     for name, x in exact.items():
         ours, theirs = run.values[name], low[name]
         bad = ~ours.isfinite() & x.isfinite() & theirs.isfinite()
@@ -85,7 +103,6 @@ def judge(program: Program, *, interpreted: bool = True) -> Verdict:
                 )
             verdict.worst = max(verdict.worst, found / most)
             verdict.lost = max(verdict.lost, size(program, theirs - x) / most)
-    return verdict
 
 
 def untrue(program: Program, run: Run, exact: dict[str, Tensor]) -> list[str]:
@@ -111,8 +128,10 @@ def size(program: Program, x: Tensor) -> float:
     return float(x.norm())
 
 
-def limits(program: Program, run: Run, exact: dict[str, Tensor]) -> dict[str, float]:
-    """Return how large the error of each state may be.
+def limits(
+    program: Program, run: Run, exact: dict[str, Tensor], *, few: bool = False
+) -> dict[str, float]:
+    """Return how large the error of each state may be, by all models or by the first alone.
 
     A parameter may be off by what its residual does not hold, whether it has one or not. So may
     any other state without one, where the level leaves that to what is lost; but for a few units of
@@ -125,6 +144,7 @@ def limits(program: Program, run: Run, exact: dict[str, Tensor]) -> dict[str, fl
 
     # Of few elements a few models are lucky together.
     count = MODELS * (3 if any(x.numel() < FEW for x in exact.values()) else 1)
+    count = 1 if few else count
 
     def errors(bits: dict[str, int]) -> dict[str, float]:
         models = [modelled(program, run, bits, seed) for seed in range(count)]
