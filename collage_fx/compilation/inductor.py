@@ -8,6 +8,7 @@ from torch import Tensor
 from torch._inductor import config as inductor_config
 from torch._inductor.exc import InductorError
 from torch.fx import GraphModule, Node
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from collage_fx.compilation.partition import Direct
 from collage_fx.passes.codegen import inductor_compile
@@ -89,6 +90,6 @@ def compile_exactly(gm: GraphModule, inputs: list[Any], kwargs: dict[str, Any]) 
 
 def _copied(gm: GraphModule) -> GraphModule:
     """Return a copy of a graph over the same constants: under the fake mode they have no copies."""
-    copied = GraphModule(gm, copy.deepcopy(gm.graph))
+    copied = _LazyGraphModule(gm, copy.deepcopy(gm.graph))  # nobody reads its code
     copied.meta = dict(gm.meta)
     return copied

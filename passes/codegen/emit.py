@@ -377,7 +377,7 @@ class _Part:
         for node in placeholders:
             if not node.users:
                 graph.erase_node(node)
-        self.key = register_region(GraphModule(torch.nn.Module(), graph))
+        self.key = register_region(_LazyGraphModule(torch.nn.Module(), graph))
 
 
 def _needs(rewritten: Rewritten) -> list[set[int]]:
