@@ -12,7 +12,7 @@ import pytest
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 import torch
-from interpreter import without_compiler
+from interpreter import untimed_guards, without_compiler
 from torch import Tensor
 
 from collage_fx.dynamo import backend
@@ -38,7 +38,7 @@ def _fresh_compiler(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.manual_seed(0)
     gc.collect()
     gc.freeze()
-    with contextlib.nullcontext() if kernels else without_compiler():
+    with untimed_guards(), contextlib.nullcontext() if kernels else without_compiler():
         yield
     torch.compiler.reset()
 

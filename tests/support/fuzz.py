@@ -10,17 +10,16 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterator
-from unittest import mock
 
 import hypothesis
 import torch
 from generated import programs
 from hypothesis import HealthCheck, Phase
+from interpreter import untimed_guards
 from known import known
 from oracle import judge
 from programs import Program
 from runs import eager
-from torch._dynamo import guards
 
 WAYS = ("compile", "string", "function", "engine")
 RECORDED = ("record", "at once")
@@ -32,8 +31,7 @@ def few_objects() -> Iterator[None]:
 
     Otherwise what looks for optimizers among all objects takes as long as a compilation.
     """
-    # Dynamo times each guard, for a log.
-    with mock.patch.object(guards, "profile_guard_manager", lambda *_: 0.0, create=True):
+    with untimed_guards():
         try:
             yield
         finally:

@@ -18,9 +18,11 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._dynamo import guards
 from torch._inductor import config as inductor_config
 from torch.autograd import _unsafe_preserve_version_counter
 from torch.fx import Graph, GraphModule
@@ -59,6 +61,13 @@ def without_compiler() -> Iterator[list[GraphModule]]:
         inductor_compile.compile_functional = original
         for key, kernel in MULTI_TENSOR_KERNELS.items():
             kernel.runners = runners.get(key, {})
+
+
+@contextlib.contextmanager
+def untimed_guards() -> Iterator[None]:
+    """Let Dynamo time no guards, as it does with those of every frame, for a log."""
+    with mock.patch.object(guards, "profile_guard_manager", lambda *_: 0.0, create=True):
+        yield
 
 
 def _boxed(gm: GraphModule) -> Callable[[list[Any]], Any]:
