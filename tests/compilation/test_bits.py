@@ -47,8 +47,15 @@ def differences(dtype: torch.dtype, *, foreach: bool, beta2: float, steps: int =
 
 
 @pytest.mark.parametrize("beta2", [0.999, pytest.param(0.95, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("foreach", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "foreach"),
+    [
+        (torch.bfloat16, True),
+        (torch.bfloat16, False),
+        (torch.float16, True),
+        pytest.param(torch.float16, False, marks=pytest.mark.slow),
+    ],
+)
 def test_compiled_step_is_bit_identical_to_eager(
     dtype: torch.dtype, foreach: bool, beta2: float
 ) -> None:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from storage_runs import BITS, LR, MEMBERS, WAYS, compiled, lost, start, steps, trained
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch.optim import Optimizer
 import collage_fx
 
 
-@WAYS
+@pytest.mark.parametrize("way", MEMBERS)
 def test_precision_of_a_step_is_that_of_its_storage(way: str) -> None:
     exact, fp32 = trained(way, torch.float64), trained(way, torch.float32)
     found = {s: lost(trained(way, storage=s, level="all"), exact) for s in BITS}

@@ -130,7 +130,7 @@ def steps(of_class: Rewritten, source: str, count: int) -> list[int]:
     return found
 
 
-OFTEN = ("adamw-light", "adamw-plus", "adamw-remainder16", "adamw-mcf3", "sgd-light", "trust-light")
+OFTEN = ("adamw-plus", "adamw-remainder16", "adamw-mcf3", "sgd-light", "trust-light")
 STEPPED = {name: case for name, case in CASES.items() if name != "adam-e4m3fn"}
 """e5m2 takes the same way, and a longer one; in the interpreter both take their time."""
 COUNT = 3
@@ -216,7 +216,17 @@ INDUCTOR = {name: case for name, case in STEPPED.items() if name not in LONG}
 """The arithmetic of the others is checked in the kernels of their classes, above."""
 
 
-@pytest.mark.parametrize("case", INDUCTOR.values(), ids=INDUCTOR)
+PARTS = ("adamw-light", "trust-light")
+"""What they do others do too."""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=pytest.mark.slow if name in PARTS else ())
+        for name, case in INDUCTOR.items()
+    ],
+)
 def test_what_inductor_emits_takes_the_same_steps(case: Case) -> None:
     assert steps_of_inductor(case, COUNT) == [0] * COUNT
 
