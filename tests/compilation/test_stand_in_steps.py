@@ -24,7 +24,7 @@ OPTIMIZERS = {
     "Adam": lambda ps: Adam(ps, lr=1e-3, weight_decay=0.1, maximize=True),
     "AdamW": lambda ps: AdamW(ps, lr=1e-3),
     "AdamW, foreach": lambda ps: AdamW(ps, lr=1e-3, foreach=True),
-    "AdamW, two groups": lambda ps: AdamW([{"params": ps[:14]}, {"params": ps[14:], "lr": 0.1}]),
+    "AdamW, two groups": lambda ps: AdamW([{"params": ps[:10]}, {"params": ps[10:], "lr": 0.1}]),
     "AdamW, lr a tensor": lambda ps: AdamW(ps, lr=torch.tensor(1e-3)),
     "NAdam": lambda ps: NAdam(ps, lr=1e-3),
     "Adamax, foreach": lambda ps: Adamax(ps, lr=1e-3, foreach=True),

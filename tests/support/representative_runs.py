@@ -45,7 +45,7 @@ def run(
     with monkeypatch.context() as patch:
         if whole:
             patch.setattr(stand_in_steps, "serves", lambda *_: False)
-        optimizer = make(parameters(SHAPES * 4))
+        optimizer = make(parameters(SHAPES * 3))
         step = collage_fx.compile(optimizer, **options)
         for i in range(steps):
             give_gradients(optimizer, i)
