@@ -13,6 +13,7 @@ from kernels import (
     matching,
     moved,
     moved_in_tails,
+    parametrized,
     rounded,
     roundings,
     stack_bytes,
@@ -39,7 +40,7 @@ def emitted(case: Case) -> tuple[Rewritten, Kernel]:
     return of_class, max(kernels, key=lambda kernel: len(kernel.source))
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@parametrized(CASES)
 def test_one_kernel_reads_and_writes_each_tensor_once_and_rounds_every_result(case: Case) -> None:
     of_class, kernel = emitted(case)
     built = kernel.assembled()

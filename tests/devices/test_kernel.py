@@ -22,6 +22,7 @@ from kernels import (
     misaligned,
     moved,
     moved_in_tails,
+    parametrized,
     rewritten,
     rounded,
     roundings,
@@ -37,7 +38,7 @@ from collage_fx.runtime.kernels.triton_launch import CHUNK, Launch, _chunks
 MIXED = ((64, 64), (64,), (128, 65), (31, 2), (256,))
 
 
-@pytest.mark.parametrize("case", [*CASES.values(), LIBRARY], ids=[*CASES, "library"])
+@parametrized(CASES | {"library": LIBRARY})
 def test_on_an_nvidia_gpu_each_tensor_is_read_and_written_once_by_16_bytes(case: Case) -> None:
     kernel = kernel_of(rewritten(case))
     built = assembled(kernel.triton(), SM90)
@@ -56,7 +57,7 @@ def test_on_an_nvidia_gpu_each_tensor_is_read_and_written_once_by_16_bytes(case:
     assert matching(counts, others) <= 4 + len(kernel.dtypes) + sum(kernel.scalar)
 
 
-@pytest.mark.parametrize("case", [*CASES.values(), LIBRARY], ids=[*CASES, "library"])
+@parametrized(CASES | {"library": LIBRARY})
 def test_every_rounding_is_there_and_no_product_is_contracted(case: Case) -> None:
     of_class = rewritten(case)
     source = kernel_of(of_class).triton()

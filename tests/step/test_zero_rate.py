@@ -52,9 +52,17 @@ def trained(name: str, kwargs: Any, dtype: torch.dtype, as_tensor: bool, way: st
     return collage_fx.value(p)
 
 
-@pytest.mark.parametrize("as_tensor", [False, True], ids=["float", "tensor"])
+def named(name: str, kwargs: dict[str, Any], as_tensor: bool) -> Any:
+    """A case: most optimizers take a tensor as their rate in `make test-all` only."""
+    slow = as_tensor and name not in ("Adagrad", "Adam", "AdamW", "NAdam", "RMSprop", "SGD")
+    kind = "-".join([name, *kwargs, "tensor" if as_tensor else "float"])
+    marks = pytest.mark.slow if slow else ()
+    return pytest.param(name, kwargs, as_tensor, id=kind, marks=marks)
+
+
 @pytest.mark.parametrize(
-    ("name", "kwargs"), CASES, ids=[" ".join([n, *k]).replace(" ", "-") for n, k in CASES]
+    ("name", "kwargs", "as_tensor"),
+    [named(*case, as_tensor) for case in CASES for as_tensor in (False, True)],
 )
 def test_warmup_from_zero(name: str, kwargs: dict[str, Any], as_tensor: bool) -> None:
     if as_tensor and kwargs.get("foreach"):

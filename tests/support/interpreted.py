@@ -15,6 +15,7 @@ from kernels import (
     captured,
     kernel_of,
     misaligned,
+    parametrized,
     repaired_interpreter,
     rewritten,
     without_roundings,
@@ -216,17 +217,7 @@ INDUCTOR = {name: case for name, case in STEPPED.items() if name not in LONG}
 """The arithmetic of the others is checked in the kernels of their classes, above."""
 
 
-PARTS = ("adamw-light", "trust-light")
-"""What they do others do too."""
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, id=name, marks=pytest.mark.slow if name in PARTS else ())
-        for name, case in INDUCTOR.items()
-    ],
-)
+@parametrized(INDUCTOR)
 def test_what_inductor_emits_takes_the_same_steps(case: Case) -> None:
     assert steps_of_inductor(case, COUNT) == [0] * COUNT
 

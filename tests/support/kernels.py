@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 import triton
 import triton.language as tl
@@ -98,8 +99,17 @@ CASES = {
     "trust-light": Case(Trust, {}, "light", 14),
     "trust-in-fp32": Case(Trust, {"trend": torch.float32}, "light", 18),
 }
+PARTS = ("adamw-light", "trust-light")
+"""What they do others do too: they wait in `make test-all`."""
 LIBRARY = Case(Trust, {"squash": True}, "light", 14)
 """With a function that Triton takes from a library, which the interpreter cannot call."""
+
+
+def parametrized(cases: dict[str, Case]) -> pytest.MarkDecorator:
+    """Run a test for each case."""
+    marks = {name: pytest.mark.slow if name in PARTS else () for name in cases}
+    each = [pytest.param(case, id=name, marks=marks[name]) for name, case in cases.items()]
+    return pytest.mark.parametrize("case", each)
 
 
 def captured(case: Case, shapes: Sequence[tuple[int, ...]] = SHAPES) -> Captured:
