@@ -26,7 +26,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from collage_fx.hooks.step_substitution import SUBSTITUTED, can_substitute, substitute
+from collage_fx.hooks.step_substitution import can_substitute, substitute
 from collage_fx.optimizer.ownership import live_optimizers
 from collage_fx.runtime.errors import CollageWarning
 
@@ -56,8 +56,8 @@ def install(backend: Any, compile: Callable[..., Any]) -> None:
 
     Args:
         backend: what torch.compile gets.
-        compile: called with an optimizer whose step is compiled by itself, not in a function of the
-            user's, and with the options; returns what is to do the steps.
+        compile: called with an optimizer whose step is about to run, and the options; returns what
+            is to do its steps, or None.
     """
     _look_again()
     if _Watch.backend is not None:
@@ -144,14 +144,9 @@ def _is_for_backend() -> bool:
 @torch.compiler.disable  # so that the step, which is called next, is what it has become here
 def _compile_step(optimizer: Optimizer) -> None:
     """Have the steps of an optimizer done by what collage_fx.compile makes."""
-    if hasattr(optimizer, SUBSTITUTED) or not can_substitute(optimizer):
-        return
-    compiler = _running_compiler()
-    if compiler is None:
-        return
-    step = _Watch.compile(optimizer, **getattr(compiler, "kwargs", {}))
-    if step is not None:
-        substitute(optimizer, step)
+    compiler = _running_compiler() if can_substitute(optimizer) else None
+    if compiler is not None:
+        substitute(optimizer, _Watch.compile, getattr(compiler, "kwargs", {}))
 
 
 def _running_compiler() -> Any:

@@ -17,23 +17,40 @@ from torch.optim import Optimizer
 
 STEP = "_collage_step"
 """Where an optimizer has the function that does its steps; no checkpoint or copy has it."""
+_STEPS = "_collage_steps"
+"""Where it has those that were made for it, each with the options that it was made with."""
 SUBSTITUTED = "_collage_substituted"
 """Where it says whether that is to be called: not from within it."""
 _AROUND = Optimizer.profile_hook_step(lambda: None).__code__
 
 
-def substitute(optimizer: Optimizer, step: Callable[..., Any]) -> None:
-    """Have step called, with the arguments of the optimizer's own, where torch.compile runs that.
+def substitute(
+    optimizer: Optimizer, make: Callable[..., Callable[..., Any] | None], options: dict[str, Any]
+) -> None:
+    """Have a function called in place of an optimizer's step, where torch.compile runs that.
 
     The hooks of the optimizer are called as before. Called by itself, without torch.compile, its
     step is what it was.
+
+    Args:
+        optimizer: whose step it is.
+        make: called with the optimizer and the options, once for each; returns the function, which
+            takes the arguments of the step, or None if the step is to be what it was.
+        options: those of this call of torch.compile.
     """
+    steps, key = vars(optimizer).setdefault(_STEPS, {}), repr(options)
+    if key not in steps:
+        steps[key] = make(optimizer, **options)
+    if steps[key] is None:
+        return
+    setattr(optimizer, STEP, steps[key])
+    if hasattr(optimizer, SUBSTITUTED):
+        return
     around = _with_hooks(type(optimizer).step)
     assert around is not None and around.__closure__ is not None
     cell = around.__closure__[around.__code__.co_freevars.index("func")]
     if not hasattr(cell.cell_contents, SUBSTITUTED):
         cell.cell_contents = _substitutable(cell.cell_contents)
-    setattr(optimizer, STEP, step)
     setattr(optimizer, SUBSTITUTED, True)
 
 

@@ -170,6 +170,21 @@ def test_all_optimizers_of_a_class_are_served_past_the_recompile_limit() -> None
             assert float(1 - collage_fx.value(p)[0].detach()) == pytest.approx(2 * LR, rel=0.02)
 
 
+def test_each_way_of_compiling_has_its_options() -> None:
+    p = torch.ones(3).bfloat16().requires_grad_()
+    optimizer = Data([p])
+    steps = [
+        torch.compile(optimizer.step, backend="collage", options={"storage": storage})
+        for storage in ("mcf2", "remainder16")
+    ]
+    for step, dtype in zip(steps, (torch.bfloat16, torch.int16), strict=True):
+        for _ in range(3):
+            p.grad = torch.ones_like(p)
+            step()
+        assert collage_fx.residuals(p)[0].dtype is dtype
+    assert float(1 - collage_fx.value(p)[0].detach()) == pytest.approx(6 * LR, rel=0.02)
+
+
 def test_an_error_in_a_step_passes_through() -> None:
     _, optimizer = trained(Data, string, steps=2)
     step = string(optimizer)
