@@ -84,14 +84,14 @@ class Attribute(Optimizer):
             p.sub_(p.grad, alpha=1e-3 * self.k)
 
 
+@pytest.mark.filterwarnings("ignore:.*Attempted setattr")  # before 2.13
 def test_an_attribute_that_a_step_counts_in() -> None:
     p = nn.Parameter(torch.ones(4).bfloat16())
     optimizer = Attribute([p])
     step = collage_fx.compile(optimizer)
     p.grad = torch.ones(4).bfloat16()
-    with pytest.warns(CollageWarning, match=r"assigns self\.k|Attempted setattr"):
-        for _ in range(6):
-            step()
+    for _ in range(6):
+        step()
     assert optimizer.k == 6
     assert (collage_fx.value(p) - (1 - 21e-3)).abs().max() < 1e-4
     if installed() < (2, 13):
@@ -100,7 +100,7 @@ def test_an_attribute_that_a_step_counts_in() -> None:
     p = nn.Parameter(torch.ones(4).bfloat16())
     p.grad = torch.ones(4).bfloat16()
     with pytest.warns(CollageWarning, match=r"assigns self\.k.*collage_fx\.compile"):
-        torch.compile(Attribute([p]).step, backend="collage")()
+        torch.compile(Attribute([p]).step, backend="collage", fullgraph=True)()
 
 
 # Before 2.13 torch asks to trace again, and such a step is left to the engine.
