@@ -255,9 +255,12 @@ class Recorder:
             return self.notes.clear()
         segment, call = self.notes.take()
         self.words.results(call.memory)
-        self.words.settle()  # what was noted has counted up versions
+        given = zip(segment.inputs, call.inputs, strict=True)
+        written = [i.data for at, i in given if at in segment.written]
+        self.words.settle(written)  # what was noted has counted up versions
         with torch.no_grad():
             self.run(segment, call)
+        self.words.settle(written)
         return None
 
 

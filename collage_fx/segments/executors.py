@@ -334,7 +334,6 @@ class Executors:
         given = tuple(args)
         if code.drops_residual(given) or code.reads_residual(given):
             return False
-        self.words.settle()
         code.run(given)
         self.session.calls += 1
         for tensor, plan in code.written(given):

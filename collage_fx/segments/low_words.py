@@ -332,10 +332,19 @@ class LowWords:
         """Tell whether t, which is no state, has something in its low words."""
         return any(bool(lo.any()) for lo in self._lows(t) or ())
 
-    def settle(self) -> None:
-        """Record that the residuals belong to the present values, whatever versions were counted.
+    def settle(self, written: Iterable[Tensor] | None = None) -> None:
+        """Record that residuals belong to the present values, whatever versions were counted.
 
         Only when no operation is under way: autograd counts after the operation.
+
+        Args:
+            written: the tensors that may have another version by now; those of all states if None.
         """
-        for tensor, residual in self.checked.values():
-            residual.settle(tensor)
+        if written is None:
+            for tensor, residual in self.checked.values():
+                residual.settle(tensor)
+            return
+        for t in written:
+            for owned in self.states.get(storage_key(t), ()):  # views count versions together
+                if known := self.checked.get(id(owned.tensor)):
+                    known[1].settle(known[0])
