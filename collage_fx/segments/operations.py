@@ -68,6 +68,8 @@ def _classified(func: Any) -> Operation:
     solves = name.removeprefix("_").startswith(_SOLVES) and name != "linalg_vector_norm"
     tensors = all("Tensor" in str(r.type) for r in schema.returns)
     odd = any(t.name.startswith(_ODD) for t in func.tags)
+    # A tensor of numbers is read on the host.
+    odd |= any(a.name == "scalars" and str(a.type) == "Tensor" for a in arguments)
     if func.namespace != "aten" or solves or not tensors or odd:
         return Operation("now", places)
     numbers = frozenset(
