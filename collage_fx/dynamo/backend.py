@@ -181,6 +181,10 @@ class _Step:
         self.layouts: Layouts | None = None
         """Those of the first call."""
         supervisor = session.supervisor()
+        if (optimizer := session.optimizer()) is not None:
+            # Dynamo puts its parameters into the graph, and may keep that.
+            weakref.finalize(optimizer, gm._buffers.clear)
+            weakref.finalize(optimizer, gm._parameters.clear)
         if supervisor is not None:
             supervisor.sources[self] = gm
             if session.stand_ins is None and session.hands_on(gm):

@@ -26,7 +26,8 @@ from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from collage_fx.hooks.step_substitution import can_substitute, substitute
+from collage_fx.hooks.nested_compile import stance_is_eager
+from collage_fx.hooks.step_substitution import can_substitute, leave, substitute
 from collage_fx.optimizer.ownership import live_optimizers
 from collage_fx.runtime.errors import CollageWarning
 
@@ -126,9 +127,14 @@ def has_gradient(optimizer: Optimizer) -> bool:
 
 
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    # False, not None: within a compiled function, but Dynamo may only run what it has.
-    if _is_for_backend() if torch.compiler.is_compiling() else get_eval_frame_callback() is False:
-        _compile_step(optimizer)
+    if torch.compiler.is_compiling():
+        if _is_for_backend():
+            _compile_step(optimizer, traced=True)
+    # Within a compiled function, but Dynamo may only run what it has, or is to do nothing.
+    elif get_eval_frame_callback() is False or stance_is_eager():
+        _compile_step(optimizer, traced=False)
+    else:
+        leave(optimizer)
 
 
 # Dynamo calls functions with this mark while it traces, and puts their result into the graph.
@@ -142,11 +148,22 @@ def _is_for_backend() -> bool:
 
 
 @torch.compiler.disable  # so that the step, which is called next, is what it has become here
-def _compile_step(optimizer: Optimizer) -> None:
-    """Have the steps of an optimizer done by what collage_fx.compile makes."""
-    compiler = _running_compiler() if can_substitute(optimizer) else None
-    if compiler is not None:
+def _compile_step(optimizer: Optimizer, *, traced: bool) -> None:
+    """Have the steps of an optimizer done by what collage_fx.compile makes.
+
+    Args:
+        optimizer: whose step is about to run.
+        traced: whether it is known to be for our backend.
+    """
+    compiler = _running_compiler()
+    if compiler is not None and can_substitute(optimizer):
         substitute(optimizer, _Watch.compile, getattr(compiler, "kwargs", {}))
+    elif traced:
+        warn_once(
+            f"the step of {type(optimizer).__name__} runs without compensation, as something other "
+            "than torch.compile runs it; use collage_fx.compile",
+            optimizer,
+        )
 
 
 def _running_compiler() -> Any:

@@ -6,12 +6,11 @@ torch.compile was given as `optimizer.step`, and where an exception passes as th
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from types import CodeType, FunctionType
 from typing import Any
 
-import torch
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.compiler import disable
 from torch.optim import Optimizer
 
@@ -19,8 +18,8 @@ STEP = "_collage_step"
 """Where an optimizer has the function that does its steps; no checkpoint or copy has it."""
 _STEPS = "_collage_steps"
 """Where it has those that were made for it, each with the options that it was made with."""
-SUBSTITUTED = "_collage_substituted"
-"""Where it says whether that is to be called: not from within it."""
+_SUBSTITUTED = "_collage_substituted"
+"""Where it says, between its hooks and its step, that the function is to be called in this call."""
 _AROUND = Optimizer.profile_hook_step(lambda: None).__code__
 
 
@@ -44,14 +43,18 @@ def substitute(
     if steps[key] is None:
         return
     setattr(optimizer, STEP, steps[key])
-    if hasattr(optimizer, SUBSTITUTED):
-        return
+    setattr(optimizer, _SUBSTITUTED, True)
     around = _with_hooks(type(optimizer).step)
     assert around is not None and around.__closure__ is not None
     cell = around.__closure__[around.__code__.co_freevars.index("func")]
-    if not hasattr(cell.cell_contents, SUBSTITUTED):
+    if not hasattr(cell.cell_contents, _SUBSTITUTED):
         cell.cell_contents = _substitutable(cell.cell_contents)
-    setattr(optimizer, SUBSTITUTED, True)
+
+
+def leave(optimizer: Optimizer) -> None:
+    """Let a call that torch.compile does not run do what the optimizer's step always did."""
+    if vars(optimizer).get(_SUBSTITUTED):  # another hook has failed in the call before
+        setattr(optimizer, _SUBSTITUTED, False)
 
 
 def can_substitute(optimizer: Optimizer) -> bool:
@@ -64,8 +67,18 @@ def without_hooks(step: Any) -> Callable[..., Any]:
     around = _with_hooks(step)
     assert around is not None
     own: Callable[..., Any] = around.__wrapped__  # type: ignore[attr-defined]
+
+    def unhooked(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return own(self, *args, **kwargs)
+
+    # Dynamo keeps what it has compiled as long as there is the code that it is for.
+    code = unhooked.__code__.replace(co_name=f"{own.__name__}_{next(_COPIES)}")
+    copy = FunctionType(code, unhooked.__globals__, code.co_name, None, unhooked.__closure__)
     # Dynamo leaves some classes of PyTorch alone.
-    return own if around is step else disable(own)
+    return copy if around is step else disable(copy)
+
+
+_COPIES = itertools.count()
 
 
 def codes(function: Any) -> frozenset[CodeType]:
@@ -88,20 +101,15 @@ def _substitutable(own: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(own)
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if getattr(self, SUBSTITUTED, False) and (
-            torch.compiler.is_compiling() or get_eval_frame_callback() is not None
-        ):
+        if getattr(self, _SUBSTITUTED, False):
             return _run(self, args, kwargs)
         return own(self, *args, **kwargs)
 
-    setattr(step, SUBSTITUTED, True)
+    setattr(step, _SUBSTITUTED, True)
     return step
 
 
 @disable
 def _run(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    setattr(optimizer, SUBSTITUTED, False)
-    try:
-        return getattr(optimizer, STEP)(*args, **kwargs)
-    finally:
-        setattr(optimizer, SUBSTITUTED, True)
+    setattr(optimizer, _SUBSTITUTED, False)
+    return vars(optimizer)[STEP](*args, **kwargs)

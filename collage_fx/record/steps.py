@@ -242,6 +242,9 @@ class Steps:
             if _storage_key(given[source].data) in self.returned and given[to].pieces:
                 self._chained(given[to].pieces[0].owned.name)
         self.executors.run(segment, call)
+        for t in call.memory:  # a new state is known before it has been computed
+            for owned in self.words.states_in(t):
+                self.words.adopt(owned)
 
     # Graphs of Dynamo's.
 

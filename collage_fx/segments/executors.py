@@ -318,7 +318,7 @@ class Executors:
         return any(
             owned.owner != "state"
             for tensor, plan in code.written(args)
-            if plan.replaced and not plan.compensated
+            if plan.computed_anew and not plan.compensated
             for owned in self.words.states_in(tensor)
         )
 

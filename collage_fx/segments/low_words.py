@@ -254,9 +254,11 @@ class LowWords:
     def adopt(self, owned: Owned) -> None:
         """Make the low words of a value that the step has put in a state's place the state's."""
         tensor = owned.tensor
-        if self._lows(tensor):
-            wide = self.joined(Input(tensor.data, []))
+        lows = self._lows(tensor)
+        wide = self.joined(Input(tensor.data, [])) if lows else None
+        if lows is not None:  # else its low words would be looked for in two places
             del self.between[storage_key(tensor)]
+        if wide is not None:
             self._store_state(owned, wide)
 
     def parts(self, given: Input, *, written: bool) -> list[Part] | None:

@@ -74,7 +74,7 @@ def step_made_here(given: Any, mark: str) -> Any:
     while given is not None and not any(given is one for one in seen):
         if getattr(given, mark, None) is not None:
             return given
-        for step in (getattr(given, "step", None), getattr(given, STEP, None)):
+        for step in (getattr(given, "step", None), getattr(given, "__dict__", {}).get(STEP)):
             if getattr(step, mark, None) is not None:
                 return step
         seen.append(given)

@@ -11,6 +11,7 @@ from collage_fx.passes.analysis.affine import Form, cancels, is_number
 from collage_fx.passes.analysis.carried_path import walk
 from collage_fx.passes.analysis.criticality import critical
 from collage_fx.passes.ir.program import (
+    ANEW,
     Carried,
     Level,
     Program,
@@ -180,7 +181,7 @@ def _second(
     """
     for i, (other, _, new) in enumerate(model.states):
         if i != which and verdicts[i][0] and new in found[which].carried_path:
-            return False, f"computed anew from {other.name.partition(' of ')[0]}, which accumulates"
+            return False, f"{ANEW} {other.name.partition(' of ')[0]}, which accumulates"
     carried.refusal = "it is computed on the carried path of another state"
     return False, carried.refusal
 

@@ -144,6 +144,8 @@ class StateClass:
         return self.members[0]
 
 
+ANEW = "computed anew from"
+"""How the reason begins of a state that is the value of another, in a function that is no sum."""
 REPLACED = ("", "x' = B", "x' = B, chosen by x")
 """The recurrences of states whose new value has nothing to do with the old one."""
 
@@ -170,6 +172,11 @@ class StatePlan:
     def replaced(self) -> bool:
         """Whether the new value has nothing to do with the old one."""
         return self.recurrence in REPLACED
+
+    @property
+    def computed_anew(self) -> bool:
+        """Whether the new value is made of others, with or without the old one among them."""
+        return self.replaced or self.reason.startswith(ANEW)
 
 
 @dataclass(eq=False)

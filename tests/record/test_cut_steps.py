@@ -126,3 +126,30 @@ def read_between(p: Tensor, g: Tensor, state: Any) -> None:
 def test_wide_copy_that_outlives_a_segment_has_both_words() -> None:
     error, _ = errors(read_between, record=True)
     assert error < 0.01
+
+
+def made_before_a_read(p: Tensor, g: Tensor, state: Any) -> None:
+    if not state:
+        state["z"] = p.clone()
+    float(g.sum())  # ends a segment: the next one updates the new state
+    state["z"].sub_(g, alpha=LR)
+    p.copy_(state["z"])
+
+
+@pytest.mark.parametrize("record", ["auto", True])
+def test_state_that_one_segment_makes_and_the_next_updates(record: Any) -> None:
+    error, _ = errors(made_before_a_read, record=record)
+    assert error < 0.01
+
+
+def exponential(p: Tensor, g: Tensor, state: Any) -> None:
+    if not state:
+        state["l"] = p.log()
+    state["l"].sub_(g / p, alpha=LR)
+    p.copy_(state["l"].exp())
+
+
+@pytest.mark.parametrize("record", ["auto", True])
+def test_parameter_that_is_no_sum_of_a_state_that_reads_it(record: Any) -> None:
+    error, _ = errors(exponential, record=record)
+    assert error < 0.02
