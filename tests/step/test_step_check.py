@@ -262,7 +262,6 @@ def test_bad_options_are_refused() -> None:
             collage_fx.compile(torch.optim.SGD(params(1)), verify=wrong)
     with pytest.raises(OptionError, match="optimizers"):
         collage_fx.compile(lambda p: p.add_(1), verify=1)
+    function = torch.compile(lambda p: p.add_(1), backend="collage", options={"verify": 1})
     with pytest.raises(Exception, match="verify"):
-        torch.compile(lambda p: p.add_(1), backend="collage", options={"verify": 1})(
-            torch.ones(3).bfloat16()
-        )
+        function(torch.ones(3).bfloat16())
