@@ -58,6 +58,7 @@ def first_step(monkeypatch: pytest.MonkeyPatch, *, whole: bool) -> tuple[list[Te
     return [x.detach().clone() for x in [*params, *buffers]], bool(used)
 
 
+@pytest.mark.filterwarnings("ignore:.*runs without compensation")
 def test_what_members_make_is_the_result_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _ = first_step(monkeypatch, whole=True)
     found, used = first_step(monkeypatch, whole=False)
