@@ -6,12 +6,34 @@ from contextlib import contextmanager
 
 from torch._dynamo import config as dynamo_config
 
+from collage_fx.hooks.counted import Counted
+
 _LOGGER = logging.getLogger("torch._dynamo.convert_frame")
 
 
 def _first_words(error: BaseException) -> str:
     """Return the beginning of an error's message, on one line."""
     return " ".join(str(error).split()).partition(" Set TORCHDYNAMO_VERBOSE")[0][:240]
+
+
+class _Kept:
+    """What the user has set, while steps run: in torch 2.11 one setting for all threads.
+
+    Of two patches that overlap the one that ends last would leave what the other had set.
+    """
+
+    suppressed = False
+
+    @classmethod
+    def keep(cls) -> None:
+        cls.suppressed = bool(dynamo_config.suppress_errors)
+
+    @classmethod
+    def restore(cls) -> None:
+        dynamo_config.suppress_errors = cls.suppressed
+
+
+_KEPT = Counted(_Kept.keep, _Kept.restore)
 
 
 class Failures(logging.Filter):
@@ -34,7 +56,7 @@ class Failures(logging.Filter):
         self.suppressed = bool(dynamo_config.suppress_errors)
         _LOGGER.addFilter(self)
         try:
-            with dynamo_config.patch(suppress_errors=allowed):
+            with _KEPT.used(), dynamo_config.patch(suppress_errors=allowed):
                 yield
         finally:
             _LOGGER.removeFilter(self)
