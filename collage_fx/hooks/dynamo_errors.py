@@ -43,8 +43,6 @@ class Failures(logging.Filter):
         super().__init__()
         self.warn = warn
         self.count = 0
-        self.suppressed = bool(dynamo_config.suppress_errors)
-        """What the user has set."""
 
     @contextmanager
     def caught(self) -> Iterator[None]:
@@ -53,7 +51,6 @@ class Failures(logging.Filter):
         Nothing of that function has run by then. An error of the user's comes up again there.
         """
         allowed = not dynamo_config.fail_on_recompile_limit_hit  # which excludes the other
-        self.suppressed = bool(dynamo_config.suppress_errors)
         _LOGGER.addFilter(self)
         try:
             with _KEPT.used(), dynamo_config.patch(suppress_errors=allowed):
@@ -66,7 +63,7 @@ class Failures(logging.Filter):
         """Within a closure that a step calls, errors come up as the user has set it."""
         _LOGGER.removeFilter(self)
         try:
-            with dynamo_config.patch(suppress_errors=self.suppressed):
+            with dynamo_config.patch(suppress_errors=_Kept.suppressed):
                 yield
         finally:
             _LOGGER.addFilter(self)

@@ -62,8 +62,8 @@ def can_substitute(optimizer: Optimizer) -> bool:
     return _with_hooks(type(optimizer).step) is not None
 
 
-def without_hooks(step: Any) -> Callable[..., Any]:
-    """Return the step of a class, and the decorators that it was written with, without hooks."""
+def beneath_hooks(step: Any) -> Callable[..., Any]:
+    """Return the step of a class with the decorators that it was written with, without hooks."""
     around = _with_hooks(step)
     assert around is not None
     own: Callable[..., Any] = around.__wrapped__  # type: ignore[attr-defined]
@@ -71,11 +71,22 @@ def without_hooks(step: Any) -> Callable[..., Any]:
     def unhooked(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         return own(self, *args, **kwargs)
 
-    # Dynamo keeps what it has compiled as long as there is the code that it is for.
-    code = unhooked.__code__.replace(co_name=f"{own.__name__}_{next(_COPIES)}")
-    copy = FunctionType(code, unhooked.__globals__, code.co_name, None, unhooked.__closure__)
+    copy = with_own_code(unhooked, own.__name__)
     # Dynamo leaves some classes of PyTorch alone.
     return copy if around is step else disable(copy)
+
+
+def with_own_code(function: Any, name: str) -> FunctionType:
+    """Return a copy of a function, with code of its own that begins with a name.
+
+    Dynamo keeps what it has compiled and seen as long as there is the code that it is for: a size
+    that differs from what it has seen under the same name would become a symbol.
+    """
+    code = function.__code__.replace(co_name=f"{name}_{next(_COPIES)}")
+    defaults, closure = function.__defaults__, function.__closure__
+    copy = FunctionType(code, function.__globals__, code.co_name, defaults, closure)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 _COPIES = itertools.count()

@@ -84,13 +84,21 @@ class Recorder:
         """How many operations were noted."""
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Let operations pass, as within a compiled graph."""
-        before, self.passes_by = self.passes_by, True
+    def _set(self, name: str, value: bool) -> Iterator[None]:
+        before = getattr(self, name)
+        setattr(self, name, value)
         try:
             yield
         finally:
-            self.passes_by = before
+            setattr(self, name, before)
+
+    def paused(self) -> contextlib.AbstractContextManager[None]:
+        """Let operations pass, within, as in a compiled graph."""
+        return self._set("passes_by", True)
+
+    def in_graph(self) -> contextlib.AbstractContextManager[None]:
+        """Within, note operations of a graph of Dynamo's: nothing else can read their results."""
+        return self._set("beside_dynamo", False)
 
     @contextmanager
     def recording(self, *, beside_dynamo: bool) -> Iterator[None]:
@@ -117,15 +125,6 @@ class Recorder:
         """Have what is read in other ways than by operations flushed before."""
         watch = data_reads.flushed_by(self.flush_outside, beside_dynamo=self.beside_dynamo)
         self.reads.enter_context(watch)
-
-    @contextmanager
-    def in_graph(self) -> Iterator[None]:
-        """Note the operations of a graph of Dynamo's: nothing else can read their results."""
-        before, self.beside_dynamo = self.beside_dynamo, False
-        try:
-            yield
-        finally:
-            self.beside_dynamo = before
 
     def suspended(self, closure: Callable[[], Any], failures: Failures) -> Callable[[], Any]:
         """Return closure run as if this mode were not there: it computes gradients."""

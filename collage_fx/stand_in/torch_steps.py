@@ -1,6 +1,5 @@
 """The step functions of torch.optim: which treat all parameters alike, and copies of them."""
 
-import itertools
 from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any
@@ -9,6 +8,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer
 
 from collage_fx.compilation.session import Session
+from collage_fx.hooks.step_substitution import with_own_code
 from collage_fx.optimizer.fused import unscaled
 from collage_fx.optimizer.ownership import init_states
 
@@ -45,19 +45,9 @@ def without_hooks(optimizer: Optimizer) -> Callable[..., Any]:
 
 
 def copy_of_step(optimizer: Optimizer) -> FunctionType:
-    """Return the step of an optimizer's class, without hooks, as a function of its own.
-
-    Dynamo keeps what it has compiled and seen by the function: a size that differs from what it has
-    seen under the same name would become a symbol.
-    """
+    """Return the step of an optimizer's class, without hooks, as a function of its own."""
     step: Any = without_hooks(optimizer)
-    code = step.__code__.replace(co_name=f"{step.__name__}_{next(_COPIES)}")
-    copy = FunctionType(code, step.__globals__, code.co_name, step.__defaults__, step.__closure__)
-    copy.__kwdefaults__ = step.__kwdefaults__
-    return copy
-
-
-_COPIES = itertools.count()
+    return with_own_code(step, step.__name__)
 
 
 def make_states(optimizer: Optimizer) -> None:

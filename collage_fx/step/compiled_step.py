@@ -18,7 +18,7 @@ from collage_fx.errors import CollageError, OptionError
 from collage_fx.hooks import nested_compile
 from collage_fx.hooks.dynamo_limits import many_graphs
 from collage_fx.hooks.gc_pause import FIRST, no_full_collection
-from collage_fx.hooks.step_substitution import codes, without_hooks
+from collage_fx.hooks.step_substitution import beneath_hooks, codes
 from collage_fx.hooks.symbolic_math import symbolic_math
 from collage_fx.optimizer import plain_steps
 from collage_fx.optimizer.discovery import FunctionStates, OptimizerStates
@@ -44,7 +44,7 @@ def compile_optimizer(
     """
     # The class's own step: optimizer.step may be wrapped by a scheduler, or be ours already.
     own = unscaling(optimizer)
-    plain = types.MethodType(own if hooked else without_hooks(own), optimizer)
+    plain = types.MethodType(own if hooked else beneath_hooks(own), optimizer)
     reference = weakref.ref(optimizer)
     states = OptimizerStates(lambda: _alive(reference))
     subject = f"the step of {type(optimizer).__name__}"
@@ -131,6 +131,12 @@ def _supervised(
             return few.step(compiled, args, kwargs)
         return compiled(*args, **kwargs)
 
+    def apart(argument: Any) -> Any:
+        # A closure runs the model, eagerly or as the user compiled it: no part of the step.
+        if not is_closure(argument):
+            return argument
+        return disable(steps.recorder.suspended(argument, steps.failures))
+
     @disable  # where the whole training step is compiled
     def run(*args: Any, **kwargs: Any) -> Any:
         compiles = no_full_collection() if guard.calls < FIRST else nullcontext()
@@ -138,15 +144,13 @@ def _supervised(
             begins = calm and session.begins_untraced()
             by_dynamo = calm and not begins
             with (
-                steps.step(traced=by_dynamo, once=begins) as recorder,
+                steps.step(traced=by_dynamo, once=begins),
                 many_graphs(),
                 steps.failures.caught(),
                 symbolic_math(),
                 nested_compile.step_of(session, compiled=by_dynamo),
             ):
-                # A closure runs the model, eagerly or as the user compiled it: no part of the step.
-                apart = lambda a: disable(recorder.suspended(a, steps.failures))  # noqa: E731
-                args, kwargs = tree_map(lambda a: apart(a) if is_closure(a) else a, (args, kwargs))
+                args, kwargs = tree_map(apart, (args, kwargs))
                 result = (traced if by_dynamo else plain)(*args, **kwargs)
                 if few is None:
                     steps.see_results(result)
