@@ -6,28 +6,22 @@ and run over its members, each as one flat walk over its memory: on a CPU by a l
 Inductor's kernel, on a GPU by one launch of a Triton kernel of our own.
 """
 
-import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
-from torch._guards import TracingContext, detect_fake_mode, tracing
-from torch._inductor import config as inductor_config
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.compiler import config as compiler_config
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._triton import has_triton
 
 from collage_fx.passes.analysis.plan import flat
-from collage_fx.passes.codegen import inductor_compile, kernel_cache
+from collage_fx.passes.codegen import kernel_cache
+from collage_fx.passes.codegen.inductor_kernel import compile_by_inductor
 from collage_fx.passes.codegen.inductor_lowering import register_region
+from collage_fx.passes.codegen.printers.triton_kernel import print_kernel
 from collage_fx.passes.codegen.scalar_kernel import Scalars
-from collage_fx.passes.codegen.triton_kernel import print_kernel
-from collage_fx.passes.ir.cache_key import source_digest
 from collage_fx.passes.ir.program import (
     Rewritten,
     Settings,
@@ -38,13 +32,15 @@ from collage_fx.passes.ir.program import (
     value_of,
     writes_only,
 )
-from collage_fx.runtime.kernels.argument_table import Column, check_sizes, device_of, select
-from collage_fx.runtime.kernels.cpp_loop import loop_over
+from collage_fx.runtime.kernels.argument_table import (
+    Column,
+    Runner,
+    check_sizes,
+    device_of,
+    select,
+)
 from collage_fx.runtime.kernels.triton_launch import Launch
-from collage_fx.runtime.ops import collage
 
-_SAMPLE = 96
-"""A size to trace with; it stands for any."""
 MEMBERS = 8
 """Members from which on a class is updated together where the user leaves the choice."""
 MULTI_TENSOR_KERNELS: dict[str, "MultiTensorKernel"] = {}
@@ -77,7 +73,7 @@ class MultiTensorKernel:
     """For each of them, then for each vector that is made, the result that it gets."""
     vectors: list[int]
     """The inputs of which there is one vector for all members: given, or made here."""
-    runners: dict[str, "Runner"] = field(default_factory=dict)
+    runners: dict[str, Runner] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     """For each kind of device, what runs there and its source."""
 
@@ -98,7 +94,7 @@ class MultiTensorKernel:
         found = {i: written[k::wide] for k, i in enumerate(self.written)}
         return found | {i: read[k::narrow] for k, i in enumerate(self.read)}
 
-    def runner(self, device: torch.device) -> "Runner":
+    def runner(self, device: torch.device) -> Runner:
         """Return what updates members on a device."""
         if device.type not in self.runners:
             if device.type == "cpu":
@@ -115,43 +111,22 @@ class MultiTensorKernel:
             )
         return self.sources["cuda"]
 
-    def _kept_or_compiled(self) -> "Runner":
+    def _kept_or_compiled(self) -> Runner:
         """Return the compiled kernel for a CPU, from another process if there is one."""
         place = kernel_cache.path_of(self.text())
         found = kernel_cache.load(place)
         if found is not None:
             runner, self.sources["cpu"] = found
             return runner
-        compiled = self._compile()
-        kernel_cache.save(place, compiled, self.sources["cpu"])
-        return compiled
+        operands = (self.region, self.dtypes, self.scalar, self.stored, self.results)
+        runner, self.sources["cpu"] = compile_by_inductor(*operands)
+        kernel_cache.save(place, runner, self.sources["cpu"])
+        return runner
 
     def text(self) -> str:
         """Return what all that is compiled of it follows from."""
         order = (self.scalar, self.written, self.results, self.vectors)
         return repr((self.region, self.dtypes, *order))
-
-    def _compile(self) -> "Runner":
-        def step(*inputs: Tensor) -> tuple[()]:
-            results = collage.region.default(list(inputs), self.region)
-            for i, result in zip(self.stored, self.results, strict=True):
-                inputs[i].copy_(results[result])
-            return ()
-
-        with unset_fake_temporarily(), torch.no_grad():
-            samples = [
-                torch.zeros(() if scalar else (_SAMPLE,), dtype=dtype, device="cpu")
-                for dtype, scalar in zip(self.dtypes, self.scalar, strict=True)
-            ]
-            graph = make_fx(step, tracing_mode="symbolic")(*samples)
-            graph.shape_env = None  # what Inductor cannot have in the key of its cache
-            fakes = _with_size(graph, self.scalar.index(False))
-            # Without assertions on sizes no tensor needs to be flat: the kernel takes addresses.
-            with inductor_config.patch(size_asserts=False), _cacheable(fakes):
-                compiled: Any = inductor_compile.compile_functional(graph, fakes)
-            self.sources["cpu"] = getattr(compiled, "source_code", "")
-            function = getattr(compiled, "current_callable", None) or compiled
-            return loop_over(function, _SAMPLE, samples) or Each(function, self.scalar)
 
     def run(self, columns: list[Column], sizes: list[int]) -> None:
         """Update members; see `Runner.run`. Those without elements are left out."""
@@ -162,66 +137,6 @@ class MultiTensorKernel:
         if sizes:
             device = device_of(columns[self.scalar.index(False)])
             self.runner(device).run(columns, sizes)
-
-
-def _with_size(graph: GraphModule, first: int) -> list[Any]:
-    """Make the number of elements the first input of a graph; return what stands for its inputs.
-
-    Dynamo hands its graphs over like this. Left to find the number in the size of a tensor,
-    Inductor does so in any case before torch 2.14, later only where it asserts those sizes.
-
-    Args:
-        graph: a graph with symbolic sizes.
-        first: an input with so many elements.
-    """
-    inputs = graph.graph.find_nodes(op="placeholder")
-    with graph.graph.inserting_before(inputs[0]):
-        size = graph.graph.placeholder("size")
-    size.meta["val"] = value_of(inputs[first]).shape[0]
-    graph.recompile()
-    return [n.meta["val"] for n in (size, *inputs)]
-
-
-@contextlib.contextmanager
-def _cacheable(fakes: list[Any]) -> Iterator[None]:
-    """Give Inductor's cache of graphs what it needs to keep this one; our version in its key."""
-    tag = compiler_config.cache_key_tag + "collage_fx:" + source_digest()
-    with (
-        compiler_config.patch(cache_key_tag=tag),  # type: ignore[attr-defined]
-        tracing(TracingContext(detect_fake_mode(fakes))),
-    ):
-        yield
-
-
-class Runner(Protocol):
-    """What updates the members of a class."""
-
-    def run(self, columns: Sequence[Column], sizes: Sequence[int]) -> None:
-        """Update all members.
-
-        Args:
-            columns: for each input the tensors of all members, or one vector with an element for
-                each member. Tensors that are not 0-d lie densely in memory, on one device.
-            sizes: the elements of each member, at least one.
-        """
-
-
-@dataclass
-class Each:
-    """A compiled function, called for each member: where there is no loop over its kernel."""
-
-    function: Callable[[list[Any]], Any]
-    """It takes the number of elements and the tensors."""
-    scalar: list[bool]
-    """For each input whether it is one number for all elements; the others are taken flat."""
-
-    def run(self, columns: Sequence[Column], sizes: Sequence[int]) -> None:
-        """Update all members."""
-        for m, size in enumerate(sizes):
-            inputs = [column[m] for column in columns]
-            pairs = zip(inputs, self.scalar, strict=True)
-            flat = (x if one else x.as_strided((size,), (1,)) for x, one in pairs)
-            self.function([size, *flat])
 
 
 def register_multi_tensor(rewritten: Rewritten, vectors: Sequence[int] = ()) -> str:

@@ -1,7 +1,7 @@
 """One input of all members of a class: a column of the table that a kernel over them walks."""
 
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -10,6 +10,19 @@ from collage_fx.runtime.errors import CollageError
 
 Column: TypeAlias = Tensor | Sequence[Tensor]
 """A tensor for each member, or one vector with an element for each."""
+
+
+class Runner(Protocol):
+    """What updates the members of a class: a compiled kernel, and how it is called."""
+
+    def run(self, columns: Sequence[Column], sizes: Sequence[int]) -> None:
+        """Update all members.
+
+        Args:
+            columns: for each input the tensors of all members, or one vector with an element for
+                each member. Tensors that are not 0-d lie densely in memory, on one device.
+            sizes: the elements of each member, at least one.
+        """
 
 
 def addresses(column: Column) -> Sequence[int]:

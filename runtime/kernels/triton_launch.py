@@ -35,7 +35,7 @@ class Geometry(NamedTuple):
 
 @dataclass
 class Launch:
-    """A kernel that `passes/codegen/triton_kernel.py` printed, and how to call it."""
+    """A kernel that `passes/codegen/printers/triton_kernel.py` printed, and how to call it."""
 
     source: str
     scalar: Sequence[bool]

@@ -15,7 +15,7 @@ from torch._inductor.utils import fresh_cache
 
 import collage_fx
 from collage_fx import config, passes, runtime
-from collage_fx.passes.codegen import kernel_cache, multi_tensor_kernel
+from collage_fx.passes.codegen import inductor_kernel, kernel_cache, multi_tensor_kernel
 from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS
 from collage_fx.passes.ir import cache_key
 from collage_fx.runtime.kernels.cpp_loop import Loop
@@ -85,7 +85,7 @@ def test_other_passes_or_options_are_another_key(monkeypatch: pytest.MonkeyPatch
     # The same graph, for another reason: on_unsupported changes nothing here.
     assert compiled(on_unsupported="error")[0] == 0
     assert compiled(9)[1] > 0
-    for module in (config, multi_tensor_kernel, kernel_cache):
+    for module in (config, inductor_kernel, kernel_cache):
         monkeypatch.setattr(module, "source_digest", lambda: "passes of another version")
     assert compiled()[0] == 0
     hits, misses = compiled(9)

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import collage_fx
-from collage_fx.passes.codegen import multi_tensor_kernel
-from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS, Each
+from collage_fx.passes.codegen import inductor_kernel, kernel_cache
+from collage_fx.passes.codegen.inductor_kernel import Each
+from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS
 from collage_fx.runtime.kernels.cpp_loop import _CHUNK, Loop
 
 COUNT = 9
@@ -104,8 +105,8 @@ def test_members_of_any_size_are_equal_by_a_loop_and_by_calls(
     for kind in (Loop, Each):
         MULTI_TENSOR_KERNELS.clear()
         if kind is Each:
-            monkeypatch.setattr(multi_tensor_kernel, "loop_over", lambda *_: None)
-            monkeypatch.setattr(multi_tensor_kernel.kernel_cache, "load", lambda place: None)
+            monkeypatch.setattr(inductor_kernel, "loop_over", lambda *_: None)
+            monkeypatch.setattr(kernel_cache, "load", lambda place: None)
         generator = torch.Generator().manual_seed(1)
         shapes = [(n, 3 + n % 2) for n in range(1, 10)]
         params = [torch.randn(s, generator=generator).bfloat16() for s in shapes]

@@ -1,0 +1,1 @@
+"""A lowered slice as source text: one printer for each kind of device."""
