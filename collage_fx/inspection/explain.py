@@ -64,6 +64,8 @@ class Explanation:
     """For each class the source of the kernel that updates all members; empty if there is none."""
     apart: list[str] = field(default_factory=list)
     """For each class why each member has a kernel of its own; empty if they share one."""
+    by_inductor: list[str] = field(default_factory=list)
+    """For each class why its kernel on a CPU is Inductor's; empty if it is ours, or for a GPU."""
     joined: list[str] = field(default_factory=list)
     """Operations on carried paths that ran as join - op - split, for want of a rule."""
     notes: list[str] = field(default_factory=list)
@@ -124,7 +126,10 @@ class Explanation:
             *(
                 f"class {k}: {n} {'member' if n == 1 else 'members'}, "
                 + (f"a kernel for each: {why}" if why else "one kernel for all")
-                for k, (n, why) in enumerate(zip(self.members, self.apart, strict=True), 1)
+                + (f", by Inductor: {unprintable}" if unprintable else "")
+                for k, (n, why, unprintable) in enumerate(
+                    zip(self.members, self.apart, self.by_inductor, strict=True), 1
+                )
             ),
             f"residuals: {self.residual_bytes:,} bytes for "
             f"{sum(s.compensated for s in self.plan)} of {len(self.plan)} carried states",
@@ -303,6 +308,7 @@ def _explanation(
         members=[r.count for r in rewritten],
         kernels=[_kernel(r) for r in rewritten],
         apart=[r.apart for r in rewritten],
+        by_inductor=[_by_inductor(r) for r in rewritten],
         joined=[op for r in rewritten for op in r.joined],
         notes=notes,
         engine={one.name: one.engine for one in served},
@@ -314,6 +320,11 @@ def _explanation(
 
 def _written(choice: Choice) -> str:
     return choice if isinstance(choice, str) else ", ".join(f"{p}: {s}" for p, s in choice)
+
+
+def _by_inductor(rewritten: Rewritten) -> str:
+    kernel = MULTI_TENSOR_KERNELS.get(rewritten.multi_tensor)
+    return kernel.by_inductor if kernel else ""
 
 
 def _kernel(rewritten: Rewritten) -> str:

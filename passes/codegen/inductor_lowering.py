@@ -22,7 +22,7 @@ from torch._inductor.lowering import (
     register_lowering,
 )
 from torch._inductor.virtualized import ops
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from collage_fx.passes.ir.program import CONVERT
 from collage_fx.runtime import torch_versions
@@ -46,6 +46,11 @@ def register_region(lowered: GraphModule) -> str:
     key = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
     _REGIONS.setdefault(key, lowered)
     return key
+
+
+def region_graph(key: str) -> Graph:
+    """Return the lowered graph that a key stands for."""
+    return _REGIONS[key].graph
 
 
 def _run(inputs: list[Tensor], key: str) -> list[Tensor]:

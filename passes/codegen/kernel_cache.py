@@ -39,8 +39,8 @@ def path_of(content: str) -> Path | None:
     return Path(cache_dir(), "collage_fx", f"{name}.json")
 
 
-def load(place: Path | None) -> tuple[Loop, str] | None:
-    """Return a loop and the source of its kernel, None if there is none that is whole."""
+def load(place: Path | None) -> tuple[Loop, str, str] | None:
+    """Return a loop, its kernel's source and why that is Inductor's; None if it is not whole."""
     if place is None:
         return None
     try:
@@ -48,13 +48,13 @@ def load(place: Path | None) -> tuple[Loop, str] | None:
             return None
         found: dict[str, Any] = json.loads(place.read_text())
         loop = Loop.of(Path(cache_dir(), found["library"]), found["order"], found["widths"])
-        return loop, str(found["source"])
+        return loop, str(found["source"]), str(found["by_inductor"])
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         _LOGGER.debug("%s is of no use: %s", place, error)
         return None
 
 
-def save(place: Path | None, loop: Any, source: str) -> None:
+def save(place: Path | None, loop: Any, source: str, by_inductor: str) -> None:
     """Keep a loop, if that is what it is and its kernel is where Inductor keeps kernels."""
     library = Path(getattr(loop, "library", ""))
     if place is None or not isinstance(loop, Loop) or not library.is_relative_to(cache_dir()):
@@ -64,6 +64,7 @@ def save(place: Path | None, loop: Any, source: str) -> None:
         "order": loop.order,
         "widths": loop.widths,
         "source": source,
+        "by_inductor": by_inductor,
     }
     try:
         write_atomic(str(place), json.dumps(found), make_dirs=True)

@@ -2,8 +2,9 @@
 
 Inductor unrolls an optimizer step: it generates and compiles a kernel for each parameter, though
 they all do the same. A class is compiled once instead, for tensors of one dimension and any size,
-and run over its members, each as one flat walk over its memory: on a CPU by a loop in C++ around
-Inductor's kernel, on a GPU by one launch of a Triton kernel of our own.
+and run over its members, each as one flat walk over its memory: on a CPU by a loop in C++ around a
+kernel of ours, or of Inductor's for what that has no text for, on a GPU by one launch of a Triton
+kernel.
 """
 
 import hashlib
@@ -19,7 +20,8 @@ from torch.utils._triton import has_triton
 from collage_fx.passes.analysis.plan import flat
 from collage_fx.passes.codegen import kernel_cache
 from collage_fx.passes.codegen.inductor_kernel import compile_by_inductor
-from collage_fx.passes.codegen.inductor_lowering import register_region
+from collage_fx.passes.codegen.inductor_lowering import region_graph, register_region
+from collage_fx.passes.codegen.printers.cpp_kernel import Unprintable, print_cpp_kernel
 from collage_fx.passes.codegen.printers.triton_kernel import print_kernel
 from collage_fx.passes.codegen.scalar_kernel import Scalars
 from collage_fx.passes.ir.program import (
@@ -39,6 +41,7 @@ from collage_fx.runtime.kernels.argument_table import (
     device_of,
     select,
 )
+from collage_fx.runtime.kernels.cpp_loop import compile_loop
 from collage_fx.runtime.kernels.triton_launch import Launch
 
 MEMBERS = 8
@@ -76,6 +79,10 @@ class MultiTensorKernel:
     runners: dict[str, Runner] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     """For each kind of device, what runs there and its source."""
+    single: bool = False
+    """Whether each member has one element: the 0-d work of a class."""
+    by_inductor: str = ""
+    """Why the kernel for a CPU is Inductor's; empty if it is ours."""
 
     @property
     def read(self) -> list[int]:
@@ -115,17 +122,17 @@ class MultiTensorKernel:
         """Return the compiled kernel for a CPU, from another process if there is one."""
         place = kernel_cache.path_of(self.text())
         found = kernel_cache.load(place)
-        if found is not None:
-            runner, self.sources["cpu"] = found
-            return runner
-        operands = (self.region, self.dtypes, self.scalar, self.stored, self.results)
-        runner, self.sources["cpu"] = compile_by_inductor(*operands)
-        kernel_cache.save(place, runner, self.sources["cpu"])
+        if found is None:
+            runner, source, self.by_inductor = compile_for_cpu(self)
+            kernel_cache.save(place, runner, source, self.by_inductor)
+        else:
+            runner, source, self.by_inductor = found
+        self.sources["cpu"] = source
         return runner
 
     def text(self) -> str:
         """Return what all that is compiled of it follows from."""
-        order = (self.scalar, self.written, self.results, self.vectors)
+        order = (self.scalar, self.written, self.results, self.vectors, self.single)
         return repr((self.region, self.dtypes, *order))
 
     def run(self, columns: list[Column], sizes: list[int]) -> None:
@@ -137,6 +144,23 @@ class MultiTensorKernel:
         if sizes:
             device = device_of(columns[self.scalar.index(False)])
             self.runner(device).run(columns, sizes)
+
+
+def compile_for_cpu(kernel: MultiTensorKernel) -> tuple[Runner, str, str]:
+    """Return what runs a kernel on a CPU, its source, and why that is Inductor's if it is."""
+    try:
+        source, order = print_cpp_kernel(
+            region_graph(kernel.region),
+            kernel.scalar,
+            kernel.stored,
+            kernel.results,
+            single=kernel.single,
+        )
+    except Unprintable as why:
+        operands = (kernel.region, kernel.dtypes, kernel.scalar, kernel.stored, kernel.results)
+        return *compile_by_inductor(*operands), str(why)
+    widths = [0 if kernel.scalar[i] else kernel.dtypes[i].itemsize for i in order]
+    return compile_loop(source, order, widths), source, ""
 
 
 def register_multi_tensor(rewritten: Rewritten, vectors: Sequence[int] = ()) -> str:
@@ -178,7 +202,7 @@ def register_scalar_kernel(scalars: Scalars) -> str:
     results = [part.outputs.index(node) for node in [*(n for _, _, n in part.states), *new]]
     vectors = range(len(part.inputs), len(part.inputs) + len(new))
     scalar = [False] * (len(part.inputs) + len(new))
-    return _register(scalars.lowered, new, scalar, written, results, list(vectors))
+    return _register(scalars.lowered, new, scalar, written, results, list(vectors), single=True)
 
 
 def _register(
@@ -188,10 +212,14 @@ def _register(
     written: list[int],
     results: list[int],
     vectors: list[int],
+    *,
+    single: bool = False,
 ) -> str:
     lowered = _with_memory(lowered, [value_of(n).dtype for n in new])
     dtypes = [n.meta["dtype"] for n in lowered.graph.find_nodes(op="placeholder")]
-    kernel = MultiTensorKernel(register_region(lowered), dtypes, scalar, written, results, vectors)
+    kernel = MultiTensorKernel(
+        register_region(lowered), dtypes, scalar, written, results, vectors, single=single
+    )
     key = hashlib.sha256(kernel.text().encode()).hexdigest()[:16]
     MULTI_TENSOR_KERNELS.setdefault(key, kernel)
     return key

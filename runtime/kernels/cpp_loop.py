@@ -17,6 +17,16 @@ from collage_fx.runtime.kernels.argument_table import Column, addresses
 _CHUNK = 1 << 14
 """Elements that a thread takes at a time: a few cache lines past a tail cost nothing there."""
 
+FLAGS = (
+    "-ftree-loop-vectorize",  # which Inductor switches off: it writes its vectors itself
+    "-fno-math-errno",  # a root is one instruction
+    "-fno-trapping-math",
+    "-ffp-contract=off",  # a product that is contracted with a sum is not rounded before it
+    "-fsigned-zeros",
+    "-fwrapv",
+)
+"""What kernels of our own need beyond Inductor's options, to be fast and equal bit for bit."""
+
 _DRIVER = """
 #include <cstdint>
 #include <vector>
@@ -42,12 +52,12 @@ extern "C" void run(void* kernel, const int64_t* table, const int64_t* sizes, co
 
 @dataclass(frozen=True)
 class Loop:
-    """A kernel that Inductor compiled for flat tensors of any size, and how to call it."""
+    """A C++ kernel for flat tensors of any size, and how to call it."""
 
     kernel: int
     """Its address."""
     order: tuple[int, ...]
-    """For each pointer that it takes, the position among the inputs of the graph."""
+    """For each pointer that it takes, the position among the inputs of the slice."""
     widths: tuple[int, ...]
     """For each pointer, the bytes from one element to the next: 0 for a scalar."""
     driver: Any
@@ -64,18 +74,11 @@ class Loop:
             order: see `Loop`.
             widths: see `Loop`.
         """
-        source = _DRIVER.format(
-            pointers="void*, " * len(order),
-            arguments="".join(
-                f"reinterpret_cast<void*>(at[{k}] + start[t] * widths[{k}]), "
-                for k in range(len(order))
-            ),
-            arity=len(order),
-            chunk=_CHUNK,
-        )
-        address = ctypes.cast(ctypes.CDLL(str(library)).kernel, ctypes.c_void_p).value
+        opened = ctypes.CDLL(str(library))
+        address = ctypes.cast(opened.kernel, ctypes.c_void_p).value
         assert address is not None
-        driver = CppCodeCache.load(source)
+        # A kernel of our own has its loop in the same library.
+        driver = opened if hasattr(opened, "run") else CppCodeCache.load(_driver(len(order)))
         return cls(address, tuple(order), tuple(widths), driver, str(library))
 
     def run(self, columns: Sequence[Column], sizes: Sequence[int]) -> None:
@@ -86,6 +89,30 @@ class Loop:
         pointers = [ctypes.c_void_p(a.buffer_info()[0]) for a in arrays]
         counts = (ctypes.c_int64(n) for n in (len(sizes), torch.get_num_threads()))
         self.driver.run(ctypes.c_void_p(self.kernel), *pointers, *counts)
+
+
+def _driver(arity: int) -> str:
+    """Return the source of the loop over a kernel that takes so many pointers."""
+    return _DRIVER.format(
+        pointers="void*, " * arity,
+        arguments="".join(
+            f"reinterpret_cast<void*>(at[{k}] + start[t] * widths[{k}]), " for k in range(arity)
+        ),
+        arity=arity,
+        chunk=_CHUNK,
+    )
+
+
+def compile_loop(source: str, order: Sequence[int], widths: Sequence[int]) -> Loop:
+    """Compile a kernel of our own, with the loop around it, by way of PyTorch's cache of C++.
+
+    Args:
+        source: of a function `kernel` that takes the pointers and the number of elements.
+        order: see `Loop`.
+        widths: see `Loop`.
+    """
+    library = CppCodeCache.load(source + _driver(len(order)), extra_flags=FLAGS)
+    return Loop.of(library._name, order, widths)
 
 
 def loop_over(call: Any, size: int, samples: list[Tensor]) -> Loop | None:

@@ -17,6 +17,7 @@ import collage_fx
 from collage_fx import config, passes, runtime
 from collage_fx.passes.codegen import inductor_kernel, kernel_cache, multi_tensor_kernel
 from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS
+from collage_fx.passes.codegen.printers.cpp_kernel import Unprintable
 from collage_fx.passes.ir import cache_key
 from collage_fx.runtime.kernels.cpp_loop import Loop
 
@@ -49,12 +50,27 @@ def test_the_second_time_comes_from_the_cache() -> None:
     assert again == (first[1], 0)
 
 
-def test_one_kernel_for_many_is_loaded_without_asking_inductor() -> None:
-    first, again = compiled(9), compiled(9)
-    assert first[0] == 0 and first[1] > 0
-    assert again == (0, 0) and "cpp_fused" in _only_kernel().sources["cpu"]
+def unprintable(*_: Any, **__: Any) -> None:
+    raise Unprintable("for a test")
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_one_kernel_for_many_is_loaded_from_disk(
+    ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not ours:
+        monkeypatch.setattr(multi_tensor_kernel, "print_cpp_kernel", unprintable)
+    first = compiled(9)
+    source = _only_kernel().sources["cpu"]
+    assert first[0] == 0 and (first[1] == 0) is ours and ("cpp_fused" in source) is not ours
+    with monkeypatch.context() as patch:
+        patch.setattr(multi_tensor_kernel, "compile_for_cpu", None)  # cannot be called
+        assert compiled(9) == (0, 0)
+    kernel = _only_kernel()
+    assert kernel.sources["cpu"] == source
+    assert kernel.by_inductor == ("" if ours else "for a test")
     (kept_,) = Path(cache_dir(), "collage_fx").iterdir()
-    assert isinstance(_only_kernel().runners["cpu"], Loop)
+    assert isinstance(kernel.runners["cpu"], Loop)
     known = json.loads(kept_.read_text())
     for broken in ("", "[]", "{}", json.dumps(known | {"library": "gone.so"})):
         kept_.write_text(broken)
@@ -81,6 +97,7 @@ def _only_kernel() -> multi_tensor_kernel.MultiTensorKernel:
 
 
 def test_other_passes_or_options_are_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multi_tensor_kernel, "print_cpp_kernel", unprintable)
     compiled()
     # The same graph, for another reason: on_unsupported changes nothing here.
     assert compiled(on_unsupported="error")[0] == 0

@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import collage_fx
-from collage_fx.passes.codegen import inductor_kernel, kernel_cache
+from collage_fx.passes.codegen import inductor_kernel, kernel_cache, multi_tensor_kernel
 from collage_fx.passes.codegen.inductor_kernel import Each
 from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS
+from collage_fx.passes.codegen.printers.cpp_kernel import Unprintable
 from collage_fx.runtime.kernels.cpp_loop import _CHUNK, Loop
 
 COUNT = 9
@@ -97,16 +98,22 @@ def test_a_shared_step_is_equal_to_one_of_single_kernels(update: Callable[..., A
 
 
 @pytest.mark.kernels
-def test_members_of_any_size_are_equal_by_a_loop_and_by_calls(
+def test_members_of_any_size_are_equal_by_our_kernel_and_by_inductors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where there is no loop over a kernel, Inductor's function is called for each member."""
+    """In a loop over it or, where there is none, called for each member."""
+
+    def unprintable(*_: Any, **__: Any) -> None:
+        raise Unprintable("for a test")
+
     results = []
-    for kind in (Loop, Each):
+    for kind, source in ((Loop, "round_bf16"), (Loop, "cpp_fused"), (Each, "cpp_fused")):
         MULTI_TENSOR_KERNELS.clear()
+        monkeypatch.setattr(kernel_cache, "load", lambda place: None)
+        if source == "cpp_fused":
+            monkeypatch.setattr(multi_tensor_kernel, "print_cpp_kernel", unprintable)
         if kind is Each:
             monkeypatch.setattr(inductor_kernel, "loop_over", lambda *_: None)
-            monkeypatch.setattr(kernel_cache, "load", lambda place: None)
         generator = torch.Generator().manual_seed(1)
         shapes = [(n, 3 + n % 2) for n in range(1, 10)]
         params = [torch.randn(s, generator=generator).bfloat16() for s in shapes]
@@ -116,10 +123,11 @@ def test_members_of_any_size_are_equal_by_a_loop_and_by_calls(
         step = collage_fx.compile(optimizer, multi_tensor=True)
         for _ in range(3):
             step()
-        assert kind in {type(s.runners["cpu"]) for s in MULTI_TENSOR_KERNELS.values()}
+        kernels = MULTI_TENSOR_KERNELS.values()
+        assert kind in {type(k.runners["cpu"]) for k in kernels if source in k.sources["cpu"]}
         states = [t for p in params for t in (p, *optimizer.state[p].values())]
         results.append(torch.cat([collage_fx.value(t).flatten() for t in states]))
-    assert torch.equal(*results)
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
 def flat_gradient(params: list[Tensor], flat: Tensor) -> None:

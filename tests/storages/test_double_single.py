@@ -19,6 +19,7 @@ from collage_fx.passes.codegen.multi_tensor_kernel import (
     register_multi_tensor,
 )
 from collage_fx.passes.ir.program import graph_of
+from collage_fx.runtime.kernels import cpp_loop
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import chosen
 
@@ -64,12 +65,15 @@ class Kernel:
 
 
 @pytest.mark.kernels
-def test_the_kernel_is_the_eager_functions_bit_for_bit_and_contracts_nothing() -> None:
+def test_the_kernel_is_the_eager_functions_bit_for_bit_and_contracts_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     kernel = Kernel()
     assert kernel.differences() == 0
     assert "double" in kernel.source and "fma" not in kernel.source
-    contract = {"cpp.enable_floating_point_contract_flag": "fast", "force_disable_caches": True}
-    with inductor_config.patch(contract):
+    flags = [*cpp_loop.FLAGS, "-ffp-contract=fast"]
+    monkeypatch.setattr(cpp_loop, "FLAGS", flags)
+    with inductor_config.patch(force_disable_caches=True):
         assert kernel.differences() > 0  # the comparison can fail
 
 

@@ -1,8 +1,9 @@
 """Runs the graphs that the backend makes without a compiler: an interpreter in Inductor's place.
 
-`without_compiler` replaces the one call of Inductor's compiler (`codegen.inductor_compile`), and
-nothing else: Dynamo, AOTAutograd, all passes, the binding of residuals and the kernels over classes
-are as always, and what came out of them is run operation by operation by eager PyTorch.
+`without_compiler` replaces the one call of Inductor's compiler (`codegen.inductor_compile`) and
+that of kernels over classes (`multi_tensor_kernel.compile_for_cpu`), and nothing else: Dynamo,
+AOTAutograd, all passes and the binding of residuals are as always, and what came out of them is run
+operation by operation by eager PyTorch.
 
 What equality to expect, and what `test_interpreter.py` checks:
 
@@ -17,6 +18,7 @@ What equality to expect, and what `test_interpreter.py` checks:
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -28,9 +30,10 @@ from torch.autograd import _unsafe_preserve_version_counter
 from torch.fx import Graph, GraphModule
 from torch.utils._python_dispatch import _disable_current_modes
 
-from collage_fx.passes.codegen import inductor_compile
+from collage_fx.passes.codegen import inductor_compile, multi_tensor_kernel
 from collage_fx.passes.codegen.inductor_lowering import _REGIONS
-from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS
+from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS, MultiTensorKernel
+from collage_fx.runtime.kernels.argument_table import Column, Runner
 from collage_fx.runtime.ops import collage
 
 aten = torch.ops.aten
@@ -48,17 +51,24 @@ def without_compiler() -> Iterator[list[GraphModule]]:
         found.append(gm)
         return _boxed(gm)
 
+    def of_a_class(kernel: MultiTensorKernel) -> tuple[Runner, str, str]:
+        found.append(_REGIONS[kernel.region])
+        return _Interpreted(kernel), "", ""
+
     original = inductor_compile.compile_functional
     runners = {k: s.runners for k, s in MULTI_TENSOR_KERNELS.items()}
     for kernel in MULTI_TENSOR_KERNELS.values():
         kernel.runners = {}
     inductor_compile.compile_functional = interpreted
+    compile_for_cpu = multi_tensor_kernel.compile_for_cpu
+    multi_tensor_kernel.compile_for_cpu = of_a_class
     try:
         # With its caches on, kernels of classes are loaded from disk.
         with inductor_config.patch(fx_graph_cache=False):
             yield found
     finally:
         inductor_compile.compile_functional = original
+        multi_tensor_kernel.compile_for_cpu = compile_for_cpu
         for key, kernel in MULTI_TENSOR_KERNELS.items():
             kernel.runners = runners.get(key, {})
 
@@ -100,6 +110,24 @@ def _region(inputs: list[Tensor], key: str) -> list[Tensor]:
     if lowered not in READY:
         READY[lowered] = _exact(lowered)
     return list(READY[lowered](*inputs))
+
+
+@dataclass
+class _Interpreted:
+    """What updates the members of a class, one after the other."""
+
+    kernel: MultiTensorKernel
+
+    def run(self, columns: Sequence[Column], sizes: Sequence[int]) -> None:
+        kernel = self.kernel
+        with torch.no_grad(), _disable_current_modes():
+            for m, size in enumerate(sizes):
+                pairs = zip((column[m] for column in columns), kernel.scalar, strict=True)
+                inputs = [x if one else x.as_strided((size,), (1,)) for x, one in pairs]
+                with _unsafe_preserve_version_counter(tuple(inputs)):
+                    results = _region(inputs, kernel.region)
+                    for i, k in zip(kernel.stored, kernel.results, strict=True):
+                        inputs[i].copy_(results[k])
 
 
 LIKE_KERNELS: dict[Any, Callable[..., Any]] = {

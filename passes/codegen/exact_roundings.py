@@ -1,0 +1,154 @@
+"""Roundings that change nothing: those inside of error-free transformations that fp32 computes.
+
+`lower` rounds after each operation, as eager PyTorch does with bf16 and fp16. Where the operations
+are fp32's, some of their results are numbers of the 16-bit dtype already. Of all pairs of such
+numbers, infinite ones and NaN included (`tests/compilation/test_exact_roundings.py`, exhaustively):
+
+- 2Sum, s = RN(a + b): what is computed from this s without roundings is the error t. Where s - b
+  overflows the dtype, which takes the largest number for a, t has to become NaN.
+- Fast2Sum, s = RN(a + b), z = RN(s - a): b - z is a number of the dtype. The rounding of s - a is
+  none for |a| >= |b| only, and `arithmetic.normalize` may meet smaller ones: it stays.
+
+The error of a product needs its rounding below 2^-118 (bf16), so that stays too.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from collage_fx.passes.ir.program import CONVERT
+from collage_fx.runtime.ops import collage
+
+aten = torch.ops.aten
+DTYPES = (torch.bfloat16, torch.float16)
+"""Those for which this was tried."""
+OVERFLOW = {torch.bfloat16: (2 - 2.0**-8) * 2.0**127, torch.float16: 65520.0}
+"""dtype -> the smallest number that is rounded to infinity."""
+_CHOOSING = {
+    aten.where.self,
+    aten.where.ScalarOther,
+    aten.where.ScalarSelf,
+    aten.neg.default,
+    aten.abs.default,
+    aten.alias.default,
+    aten.clone.default,
+    aten.maximum.default,
+    aten.minimum.default,
+}
+"""Operations whose result is one of their operands, or its negation."""
+
+
+@dataclass
+class ExactRoundings:
+    """What need not be rounded in a lowered graph whose operations are done in fp32."""
+
+    values: dict[Node, torch.dtype] = field(default_factory=dict)
+    """fp32 node -> the 16-bit dtype of which its value is a number."""
+    exact: dict[Node, Node | None] = field(default_factory=dict)
+    """Rounding that returns its operand -> a node that makes it NaN where it overflows."""
+
+
+def exact_roundings(graph: Graph) -> ExactRoundings:
+    """Return the roundings of a lowered graph that change nothing.
+
+    Before::
+
+        t = round(round(a - ap) + round(b - bp)), ap = round(s - b), bp = round(s - ap)
+
+    After::
+
+        t = (a - ap) + (b - bp), ap = s - b, bp = s - ap
+    """
+    found = ExactRoundings()
+    for node in graph.nodes:
+        dtype = _dtype_of_value(node, found.values)
+        if dtype is None:
+            continue
+        found.values[node] = dtype
+        if _is_rounding(node):
+            found.exact |= _two_sum(node, found.values) or _fast_two_sum(node, found.values)
+    return found
+
+
+def _dtype_of_value(node: Node, values: dict[Node, torch.dtype]) -> torch.dtype | None:
+    """Return the 16-bit dtype of which the result of a node is a number; None if unknown."""
+    if _is_rounding(node):
+        return node.args[1]  # type: ignore[return-value]
+    if node.target is CONVERT and node.args[0].meta["dtype"] in DTYPES:  # type: ignore[union-attr]
+        return node.args[0].meta["dtype"]  # type: ignore[union-attr]
+    if node.target not in _CHOOSING:
+        return None
+    chosen = [a for a in node.args if not _is_condition(a)]
+    dtypes = {values.get(a) for a in chosen if isinstance(a, Node)}
+    if len(dtypes) != 1 or (dtype := dtypes.pop()) is None:
+        return None
+    numbers = (a for a in chosen if not isinstance(a, Node))
+    return dtype if all(_represents(dtype, float(a)) for a in numbers) else None  # type: ignore[arg-type]
+
+
+def _is_condition(operand: Any) -> bool:
+    return isinstance(operand, Node) and operand.meta["dtype"] == torch.bool
+
+
+def _represents(dtype: torch.dtype, number: float) -> bool:
+    return bool(torch.tensor(number, dtype=torch.float64).to(dtype).item() == number)
+
+
+def _is_rounding(node: Any) -> bool:
+    """Tell whether a node rounds an fp32 value to a dtype for which all this was tried."""
+    return (
+        isinstance(node, Node)
+        and node.target is collage.round.default
+        and node.args[1] in DTYPES
+        and node.meta["dtype"] == torch.float32
+    )
+
+
+def _rounded(node: Any, target: Any) -> tuple[Node, Node] | None:
+    """Return a and b of RN(a + b), or RN(a - b), if that is what a node is."""
+    if not _is_rounding(node):
+        return None
+    (operation,) = node.all_input_nodes
+    if operation.target is not target or operation.kwargs or len(operation.users) != 1:
+        return None
+    a, b = operation.args
+    return (a, b) if isinstance(a, Node) and isinstance(b, Node) else None
+
+
+def _two_sum(t: Node, values: dict[Node, torch.dtype]) -> dict[Node, Node | None]:
+    """Return the roundings of a 2Sum that ends in t; none if t is no such end."""
+    parts = _rounded(t, aten.add.Tensor)
+    differences = [_rounded(part, aten.sub.Tensor) for part in parts or ()]
+    if parts is None or None in differences:
+        return {}
+    (a, a_part), (b, b_part) = differences  # type: ignore[misc]
+    of_a_part, of_b_part = (_rounded(x, aten.sub.Tensor) for x in (a_part, b_part))
+    if of_a_part is None or of_b_part is None:
+        return {}
+    s = of_a_part[0]
+    inside = {a_part: 2, b_part: 1, parts[0]: 1, parts[1]: 1}
+    if (
+        of_a_part == (s, b)
+        and of_b_part == (s, a_part)
+        and _rounded(s, aten.add.Tensor) == (a, b)
+        and _of_one_dtype(values, a, b, s, *inside, t)
+        and all(len(node.users) == count for node, count in inside.items())
+    ):
+        return {**dict.fromkeys(inside), t: a_part}
+    return {}
+
+
+def _fast_two_sum(t: Node, values: dict[Node, torch.dtype]) -> dict[Node, Node | None]:
+    """Return the last rounding of a Fast2Sum, if t is that."""
+    b, z = _rounded(t, aten.sub.Tensor) or (None, None)
+    s, a = _rounded(z, aten.sub.Tensor) or (None, None)
+    fits = _rounded(s, aten.add.Tensor) == (a, b) != (None, None)
+    return {t: None} if fits and _of_one_dtype(values, a, b, s, z, t) else {}
+
+
+def _of_one_dtype(values: dict[Node, torch.dtype], *nodes: Node | None) -> bool:
+    """Tell whether all are numbers of one 16-bit dtype."""
+    dtypes = {values.get(node) for node in nodes if node is not None}
+    return len(dtypes) == 1 and None not in dtypes

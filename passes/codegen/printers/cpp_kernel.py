@@ -1,0 +1,359 @@
+"""A lowered slice as the source of a C++ kernel for CPUs: a plain loop that compilers vectorize.
+
+16-bit tensors are read as words and widened by shifts, and roundings are integer operations on the
+bits of an fp32 number, so that every compiler has them in vectors of any width. Inductor's own C++
+rounds element by element, through memory.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from collage_fx.passes.codegen.exact_roundings import OVERFLOW, exact_roundings
+from collage_fx.passes.ir.program import CONVERT
+from collage_fx.runtime.ops import collage
+
+aten = torch.ops.aten
+
+_TYPES = {
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.int8: "int8_t",
+    torch.int16: "int16_t",
+    torch.int32: "int32_t",
+    torch.int64: "int64_t",
+    torch.bool: "bool",
+    torch.bfloat16: "uint16_t",
+    torch.float16: "uint16_t",
+}
+_HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+_FLOATS = (torch.float32, torch.float64)
+
+HELPERS = """\
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+template <typename To, typename From> inline To bits(From x) {
+  To y;
+  static_assert(sizeof x == sizeof y);
+  std::memcpy(&y, &x, sizeof y);
+  return y;
+}
+
+// Without the bits of a NaN that a rounding could carry into an infinity or a zero.
+template <typename T> inline T plain_nan(T x) { return x == x ? x : T(NAN); }
+
+inline float widen_bf16(uint16_t x) { return bits<float>(uint32_t(x) << 16); }
+
+// Round to nearest even, of what is infinite or a NaN with zeros for its last 16 bits, or finite.
+inline float round_bf16(float x) {
+  const uint32_t u = bits<uint32_t>(x);
+  return bits<float>((u + 0x7fffu + ((u >> 16) & 1u)) & 0xffff0000u);
+}
+
+// Of what is a number of bf16.
+inline uint16_t narrow_bf16(float x) { return uint16_t(bits<uint32_t>(x) >> 16); }
+
+inline float widen_fp16(uint16_t x) {
+  const uint32_t sign = (x & 0x8000u) << 16, magnitude = (x & 0x7fffu) << 13;
+  const float finite = bits<float>(magnitude) * 0x1p112f;  // exact; also where it is subnormal
+  const uint32_t word = magnitude >= 0x0f800000u ? magnitude + 0x70000000u : bits<uint32_t>(finite);
+  return bits<float>(word | sign);
+}
+
+inline float round_fp16(float x) {
+  const uint32_t u = bits<uint32_t>(x), sign = u & 0x80000000u, magnitude = u ^ sign;
+  const float size = bits<float>(magnitude);
+  const float normal = bits<float>((magnitude + 0xfffu + ((magnitude >> 13) & 1u)) & ~0x1fffu);
+  const float subnormal = (size + 0.5f) - 0.5f;  // a multiple of 2^-24
+  float y = size < 0x1p-14f ? subnormal : normal;
+  y = size >= 65520.0f ? INFINITY : y;
+  return bits<float>(bits<uint32_t>(x == x ? y : NAN) | sign);
+}
+
+inline uint16_t narrow_fp16(float x) {
+  const uint32_t u = bits<uint32_t>(x), sign = u & 0x80000000u, magnitude = u ^ sign;
+  const float size = bits<float>(magnitude);
+  const uint32_t finite = size < 0x1p-14f ? uint32_t(int32_t(size * 0x1p24f))
+                                          : (magnitude >> 13) - (112u << 10);
+  const uint32_t other = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
+  return uint16_t((magnitude < 0x7f800000u ? finite : other) | (sign >> 16));
+}
+
+}  // namespace
+"""
+
+_KERNEL = """
+extern "C" void kernel({pointers}int64_t count) {{
+  {casts}
+  #pragma omp simd
+  for (int64_t i = 0; i < count; ++i) {{
+    {loads}
+    {body}
+    {stores}
+  }}
+}}
+"""
+
+
+class Unprintable(Exception):
+    """A slice has something for which there is no text; its words say what."""
+
+
+def print_cpp_kernel(
+    graph: Graph,
+    scalar: Sequence[bool],
+    stored: Sequence[int],
+    results: Sequence[int],
+    *,
+    single: bool = False,
+) -> tuple[str, list[int]]:
+    """Return the source of a C++ function `kernel` over one member, and the inputs that it takes.
+
+    It takes addresses, of those inputs in that order, and the number of elements. Raises
+    Unprintable.
+
+    Args:
+        graph: a lowered slice.
+        scalar: for each of its inputs whether it is 0-d.
+        stored: the inputs that are overwritten.
+        results: for each of them the position of its new value among the results.
+        single: whether members have one element each, so that no vectors of them are needed.
+    """
+    inputs = list(graph.find_nodes(op="placeholder"))
+    outputs: Any = graph.output_node().args[0]
+    if any(scalar[i] for i in stored):
+        raise Unprintable("a 0-d tensor is overwritten")
+    printer = _Printer(graph, single)
+    for i, node in enumerate(inputs):
+        printer.read(node, i, scalar=scalar[i])
+    for node in graph.nodes:
+        if node.op == "call_function":
+            printer.operation(node)
+    values = [printer.names[outputs[k]] for k in results]
+    read = [i for i, node in enumerate(inputs) if node.users]
+    order = sorted({*read, *stored})
+    casts = [f"auto* p{i} = static_cast<{_type(inputs[i])}*>(a{i});" for i in order]
+    loops = [f"const {_type(inputs[i])} x{i} = p{i}[i];" for i in read if not scalar[i]]
+    casts += [
+        f"const {_type(inputs[i])} x{i} = {_scalar(inputs[i], i)};" for i in read if scalar[i]
+    ]
+    source = HELPERS + _KERNEL.format(
+        pointers="".join(f"void* a{i}, " for i in order),
+        casts="\n  ".join(casts),
+        loads="\n    ".join(loops),
+        body="\n    ".join(printer.lines),
+        stores="\n    ".join(f"p{i}[i] = {v};" for i, v in zip(stored, values, strict=True)),
+    )
+    return source, order
+
+
+def _type(node: Node) -> str:
+    """Return the C++ type of a value; 16-bit floats are words."""
+    dtype = node.meta["dtype"]
+    if dtype not in _TYPES:
+        raise Unprintable(f"no C++ is written for {_dtype_name(dtype)}")
+    return _TYPES[dtype]
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _scalar(node: Node, i: int) -> str:
+    return f"plain_nan(*p{i})" if node.meta["dtype"] in _FLOATS else f"*p{i}"
+
+
+def _literal(number: Any, dtype: torch.dtype) -> str:
+    """Return a Python number as a C++ one of a dtype."""
+    if dtype is torch.bool:
+        return "true" if number else "false"
+    if dtype not in _FLOATS:
+        if isinstance(number, float):
+            raise Unprintable(f"the number {number} beside an integer tensor")
+        return f"{_TYPES[dtype]}({number})"
+    if not math.isfinite(number):
+        word = "NAN" if math.isnan(number) else "INFINITY" if number > 0 else "-INFINITY"
+        return f"{_TYPES[dtype]}({word})"
+    exact = torch.tensor(number, dtype=torch.float64).to(dtype).item()
+    if not math.isfinite(exact):
+        return _literal(exact, dtype)
+    return float(exact).hex() + ("f" if dtype is torch.float32 else "")
+
+
+class _Printer:
+    """Writes each operation as a line, and equal ones once."""
+
+    def __init__(self, graph: Graph, single: bool) -> None:
+        self.single = single
+        self.roundings = exact_roundings(graph)
+        self.names: dict[Node, str] = {}
+        self.lines: list[str] = []
+        self.written: dict[str, str] = {}
+        self.payload: set[Node] = set()
+        """fp32 and fp64 values whose NaN may have bits beyond bf16's."""
+
+    def read(self, node: Node, i: int, *, scalar: bool) -> None:
+        """Name an input."""
+        self.names[node] = f"x{i}"
+        if node.meta["dtype"] in _FLOATS and not scalar:
+            self.payload.add(node)
+
+    def operation(self, node: Node) -> None:
+        """Write the line of an operation, and name its result. Raises Unprintable."""
+        print_ = _OPERATIONS.get(node.target) or (_SINGLE.get(node.target) if self.single else None)
+        if print_ is None or node.kwargs:
+            raise Unprintable(f"no C++ is written for {node.target}")
+        text = print_(self, node)
+        if not text.isidentifier():
+            text = self._line(f"const {_type(node)}", text)
+        self.names[node] = text
+        if node.meta["dtype"] in _FLOATS and node.target is not collage.round.default:
+            made = node.target in (CONVERT, aten.view.dtype)
+            source = node.args[0].meta["dtype"] if made else None  # type: ignore[union-attr]
+            inherits = any(a in self.payload for a in node.all_input_nodes)
+            if inherits or source is torch.float16 or node.target is aten.view.dtype:
+                self.payload.add(node)
+
+    def _line(self, kind: str, text: str) -> str:
+        key = f"{kind} {text}"
+        if key not in self.written:
+            self.written[key] = f"t{len(self.written)}"
+            self.lines.append(f"{kind} {self.written[key]} = {text};")
+        return self.written[key]
+
+    def operand(self, value: Any, dtype: torch.dtype) -> str:
+        """Return an operand as a value of a dtype, to which it is promoted."""
+        if not isinstance(value, Node):
+            return _literal(value, dtype)
+        if value.meta["dtype"] in _HALVES or dtype in _HALVES:
+            raise Unprintable("arithmetic on 16-bit words")
+        same = value.meta["dtype"] == dtype
+        return self.names[value] if same else f"{_TYPES[dtype]}({self.names[value]})"
+
+    def round(self, node: Node) -> str:
+        """Return the text of collage::round."""
+        x, to = node.args
+        assert isinstance(x, Node) and isinstance(to, torch.dtype)
+        name, dtype = self.names[x], x.meta["dtype"]
+        if node in self.roundings.exact:
+            overflowing = self.roundings.exact[node]
+            if overflowing is None:
+                return name
+            limit = _literal(OVERFLOW[to], dtype)
+            return f"std::fabs({self.names[overflowing]}) < {limit} ? {name} : NAN"
+        if dtype is torch.float64 and to is torch.float32:
+            return f"double(float({name}))"
+        if dtype is not torch.float32 or to not in _HALVES:
+            raise Unprintable(f"no C++ rounds {_dtype_name(dtype)} to {_dtype_name(to)}")
+        return self._rounded(x, to)
+
+    def _rounded(self, x: Node, to: torch.dtype) -> str:
+        name = self.names[x]
+        if to is torch.bfloat16 and x in self.payload:
+            name = f"plain_nan({name})"
+        return f"round_{_HALVES[to]}({name})"
+
+    def convert(self, node: Node) -> str:
+        """Return the text of a conversion to another dtype."""
+        x, to = node.args
+        assert isinstance(x, Node) and isinstance(to, torch.dtype)
+        source = x.meta["dtype"]
+        if source in _HALVES:
+            wide = f"widen_{_HALVES[source]}({self.names[x]})"
+            return wide if to is torch.float32 else f"{_type(node)}({wide})"
+        if to not in _HALVES:
+            return f"{_type(node)}({self.names[x]})"
+        if source is not torch.float32:
+            raise Unprintable(f"no C++ converts {_dtype_name(source)} to {_dtype_name(to)}")
+        exact = self.roundings.values.get(x) is to
+        return f"narrow_{_HALVES[to]}({self.names[x] if exact else self._rounded(x, to)})"
+
+    def view(self, node: Node) -> str:
+        """Return the text of the same bits as a value of another dtype."""
+        x = node.args[0]
+        assert isinstance(x, Node)
+        return f"bits<{_type(node)}>({self.names[x]})"
+
+
+Print = Callable[[_Printer, Node], str]
+
+
+def _elementwise(template: str) -> Print:
+    """Return what prints an operation on operands that are promoted to the dtype of the result."""
+
+    def print_(printer: _Printer, node: Node) -> str:
+        dtype = node.meta["dtype"]
+        return template.format(*(printer.operand(a, dtype) for a in node.args))
+
+    return print_
+
+
+def _comparison(symbol: str) -> Print:
+    def print_(printer: _Printer, node: Node) -> str:
+        (dtype,) = {a.meta["dtype"] for a in node.all_input_nodes}
+        x, y = (printer.operand(a, dtype) for a in node.args)
+        return f"{x} {symbol} {y}"
+
+    return print_
+
+
+def _where(printer: _Printer, node: Node) -> str:
+    condition, *values = node.args
+    x, y = (printer.operand(v, node.meta["dtype"]) for v in values)
+    return f"{printer.operand(condition, torch.bool)} ? {x} : {y}"
+
+
+def _same(printer: _Printer, node: Node) -> str:
+    return printer.operand(node.args[0], node.meta["dtype"])
+
+
+_OPERATIONS: dict[Any, Print] = {
+    collage.round.default: _Printer.round,
+    CONVERT: _Printer.convert,
+    aten.view.dtype: _Printer.view,
+    aten.add.Tensor: _elementwise("{} + {}"),
+    aten.sub.Tensor: _elementwise("{} - {}"),
+    aten.mul.Tensor: _elementwise("{} * {}"),
+    aten.div.Tensor: _elementwise("{} / {}"),
+    aten.reciprocal.default: _elementwise("1 / {}"),
+    aten.neg.default: _elementwise("-{}"),
+    aten.abs.default: _elementwise("std::fabs({})"),
+    aten.sqrt.default: _elementwise("std::sqrt({})"),
+    aten.sign.default: _elementwise("({0} > 0) - ({0} < 0)"),
+    aten.maximum.default: _elementwise("{0} > {1} || {0} != {0} ? {0} : {1}"),
+    aten.minimum.default: _elementwise("{0} < {1} || {0} != {0} ? {0} : {1}"),
+    aten.clamp_min.default: _elementwise("{0} < {1} ? {1} : {0}"),
+    aten.clamp_max.default: _elementwise("{0} > {1} ? {1} : {0}"),
+    aten.alias.default: _same,
+    aten.clone.default: _same,
+    aten.where.self: _where,
+    aten.where.ScalarOther: _where,
+    aten.where.ScalarSelf: _where,
+    aten.where.Scalar: _where,
+}
+for _name, _symbol in (
+    ("lt", "<"),
+    ("le", "<="),
+    ("gt", ">"),
+    ("ge", ">="),
+    ("eq", "=="),
+    ("ne", "!="),
+):
+    for _overload in ("Scalar", "Tensor"):
+        _OPERATIONS[getattr(getattr(aten, _name), _overload)] = _comparison(_symbol)
+for _name, _symbol in (("and", "&"), ("or", "|"), ("xor", "^")):
+    for _overload in ("Scalar", "Tensor"):
+        _operation = getattr(getattr(aten, f"bitwise_{_name}"), _overload)
+        _OPERATIONS[_operation] = _elementwise("{} " + _symbol + " {}")
+for _name, _symbol in (("__lshift__", "<<"), ("__rshift__", ">>")):
+    _OPERATIONS[getattr(aten, _name).Scalar] = _elementwise("{} " + _symbol + " {}")
+
+_SINGLE: dict[Any, Print] = {aten.pow.Scalar: _elementwise("std::pow({}, {})")}
+"""Functions of the C library, which eager PyTorch takes of single numbers and not in vectors."""
