@@ -53,7 +53,7 @@ extern "C" void pairs(int64_t first, int64_t count, int64_t* differing) {{
 
 extern "C" void words(const float* x, uint16_t* y, float* z, int64_t count) {{
   for (int64_t i = 0; i < count; ++i) {{
-    z[i] = round_{half}(plain_nan(x[i]));
+    z[i] = {round}(x[i]);
     y[i] = narrow_{half}(z[i]);
   }}
 }}
@@ -67,7 +67,9 @@ extern "C" void widened(float* y) {{
 
 def compiled(dtype: torch.dtype) -> Any:
     text = _SOURCE.replace(HELPERS, "").format(
-        half=HALVES[dtype], overflow=float(OVERFLOW[dtype]).hex()
+        half=HALVES[dtype],
+        round="round_any_bf16" if dtype is torch.bfloat16 else "round_fp16",
+        overflow=float(OVERFLOW[dtype]).hex(),
     )
     return CppCodeCache.load(HELPERS + text, extra_flags=FLAGS)
 

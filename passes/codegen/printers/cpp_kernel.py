@@ -57,6 +57,12 @@ inline float round_bf16(float x) {
   return bits<float>((u + 0x7fffu + ((u >> 16) & 1u)) & 0xffff0000u);
 }
 
+// The same of any NaN too. By masks: a choice would be a branch that no vectors are made of.
+inline float round_any_bf16(float x) {
+  const uint32_t nan = -uint32_t(x != x);
+  return round_bf16(bits<float>((bits<uint32_t>(x) & ~nan) | (nan & 0x7fc00000u)));
+}
+
 // Of what is a number of bf16.
 inline uint16_t narrow_bf16(float x) { return uint16_t(bits<uint32_t>(x) >> 16); }
 
@@ -255,10 +261,8 @@ class _Printer:
         return self._rounded(x, to)
 
     def _rounded(self, x: Node, to: torch.dtype) -> str:
-        name = self.names[x]
-        if to is torch.bfloat16 and x in self.payload:
-            name = f"plain_nan({name})"
-        return f"round_{_HALVES[to]}({name})"
+        any_nan = to is torch.bfloat16 and x in self.payload
+        return f"round_{'any_' if any_nan else ''}{_HALVES[to]}({self.names[x]})"
 
     def convert(self, node: Node) -> str:
         """Return the text of a conversion to another dtype."""
