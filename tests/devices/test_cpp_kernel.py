@@ -9,14 +9,19 @@ from interpreter import _region
 from kernels import CASES, LIBRARY, Case, kernel_of, parametrized, rewritten
 from tensors import bf16, with_grads
 from torch import Tensor
+from torch.fx import Graph, Node
 
 import collage_fx
+from collage_fx.passes.codegen.exact_roundings import exact_roundings
 from collage_fx.passes.codegen.multi_tensor_kernel import MultiTensorKernel, compile_for_cpu
 from collage_fx.passes.codegen.printers import cpp_kernel
-from collage_fx.passes.ir.program import graph_of
-from collage_fx.runtime.kernels.cpp_loop import Loop
+from collage_fx.passes.codegen.printers.cpp_kernel import Unprintable, print_cpp_kernel
+from collage_fx.passes.ir.program import CONVERT, graph_of
+from collage_fx.runtime.kernels.cpp_loop import Loop, compile_loop
+from collage_fx.runtime.ops import collage
 from collage_fx.runtime.storage.registry import EXPANSIONS
 
+aten = torch.ops.aten
 pytestmark = pytest.mark.kernels
 
 INDUCTORS = ("adam-e4m3fn", "adam-e5m2-mcf3")
@@ -106,3 +111,65 @@ def test_explain_says_whose_kernel_it_is() -> None:
         texts.append(str(collage_fx.explain(optimizer)))
     assert "one kernel for all\n" in texts[0] and "by Inductor" not in texts[0]
     assert "one kernel for all, by Inductor: no C++ is written for aten.tanh.default" in texts[1]
+
+
+def graph_of_one(target: Any, dtypes: list[torch.dtype], *numbers: Any, to: torch.dtype) -> Graph:
+    """A lowered graph of one operation of tensors and numbers, which stores in its last input."""
+    graph = Graph()
+    inputs = []
+    for k, dtype in enumerate((*dtypes, to)):
+        inputs.append(graph.placeholder(f"in{k}"))
+        inputs[-1].meta["dtype"] = dtype
+    result = graph.call_function(target, (*inputs[:-1], *numbers))
+    result.meta["dtype"] = target(*(torch.ones(2).to(d) for d in dtypes), *numbers).dtype
+    graph.output((result,))
+    return graph
+
+
+BOOL, I32, I64, F32 = torch.bool, torch.int32, torch.int64, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("target", "dtypes", "numbers", "to"),
+    [
+        (aten.lt.Scalar, [BOOL], (2,), BOOL),
+        (aten.gt.Tensor, [I32, F32], (), BOOL),
+        (aten.abs.default, [I64], (), I64),
+        (aten.clamp_min.default, [F32], (float("nan"),), F32),
+        (aten.add.Tensor, [F32], (1.0,), torch.float64),
+        (aten.add.Tensor, [I32], (0.5,), I32),
+    ],
+)
+def test_what_c_means_otherwise_is_not_printed(
+    target: Any, dtypes: list[torch.dtype], numbers: tuple[Any, ...], to: torch.dtype
+) -> None:
+    graph = graph_of_one(target, dtypes, *numbers, to=to)
+    with pytest.raises(Unprintable):
+        print_cpp_kernel(graph, [False] * (len(dtypes) + 1), [len(dtypes)], [0])
+
+
+def test_the_nan_of_another_dtype_stays_one_where_no_rounding_is_done() -> None:
+    """An fp16 NaN of any bits goes through the last step of a Fast2Sum, and is rounded to bf16."""
+    graph = Graph()
+    a, b, memory = (graph.placeholder(name) for name in "abm")
+    a.meta["dtype"] = b.meta["dtype"] = torch.float16
+    memory.meta["dtype"] = torch.bfloat16
+
+    def append(target: Any, *args: Any, dtype: torch.dtype = F32) -> Node:
+        node = graph.call_function(target, args)
+        node.meta["dtype"] = dtype
+        return node
+
+    def rounded(target: Any, x: Node, y: Node) -> Node:
+        return append(collage.round.default, append(target, x, y), torch.float16)
+
+    x, y = (append(CONVERT, n, F32) for n in (a, b))
+    s = rounded(aten.add.Tensor, x, y)
+    t = rounded(aten.sub.Tensor, y, rounded(aten.sub.Tensor, s, x))
+    graph.output((append(CONVERT, t, torch.bfloat16, dtype=torch.bfloat16),))
+    assert len(exact_roundings(graph).exact) == 1
+    source, order = print_cpp_kernel(graph, [False] * 3, [2], [0])
+    word = torch.tensor([0x7FFF], dtype=torch.int16).view(torch.float16)
+    columns = [torch.ones(1, dtype=torch.float16), word, torch.zeros(1, dtype=torch.bfloat16)]
+    compile_loop(source, order, [2, 2, 2]).run([[c] for c in columns], [1])
+    assert columns[2].isnan()

@@ -142,6 +142,11 @@ def print_cpp_kernel(
     for node in graph.nodes:
         if node.op == "call_function":
             printer.operation(node)
+    if any(
+        outputs[k].meta["dtype"] != inputs[i].meta["dtype"]
+        for i, k in zip(stored, results, strict=True)
+    ):
+        raise Unprintable("a result is stored in memory of another dtype")
     values = [printer.names[outputs[k]] for k in results]
     read = [i for i, node in enumerate(inputs) if node.users]
     order = sorted({*read, *stored})
@@ -183,7 +188,7 @@ def _literal(number: Any, dtype: torch.dtype) -> str:
     if dtype not in _FLOATS:
         if isinstance(number, float):
             raise Unprintable(f"the number {number} beside an integer tensor")
-        return f"{_TYPES[dtype]}({number})"
+        return f"{_TYPES[dtype]}({int(number)})"
     if not math.isfinite(number):
         word = "NAN" if math.isnan(number) else "INFINITY" if number > 0 else "-INFINITY"
         return f"{_TYPES[dtype]}({word})"
@@ -220,12 +225,17 @@ class _Printer:
         if not text.isidentifier():
             text = self._line(f"const {_type(node)}", text)
         self.names[node] = text
-        if node.meta["dtype"] in _FLOATS and node.target is not collage.round.default:
-            made = node.target in (CONVERT, aten.view.dtype)
-            source = node.args[0].meta["dtype"] if made else None  # type: ignore[union-attr]
-            inherits = any(a in self.payload for a in node.all_input_nodes)
-            if inherits or source is torch.float16 or node.target is aten.view.dtype:
-                self.payload.add(node)
+        if node.meta["dtype"] in _FLOATS and self._may_have_payload(node):
+            self.payload.add(node)
+
+    def _may_have_payload(self, node: Node) -> bool:
+        if node.target is aten.view.dtype:
+            return True
+        if node.target is CONVERT and node.args[0].meta["dtype"] is torch.float16:  # type: ignore[union-attr]
+            return True
+        if node.target is collage.round.default and node.args[1] in _HALVES:
+            return node in self.roundings.exact and node.args[0] in self.payload
+        return any(a in self.payload for a in node.all_input_nodes)
 
     def _line(self, kind: str, text: str) -> str:
         key = f"{kind} {text}"
@@ -299,9 +309,25 @@ def _elementwise(template: str) -> Print:
     return print_
 
 
+def _of_floats(template: str) -> Print:
+    """Return what prints an operation that C++ has of floats only, with PyTorch's meaning."""
+
+    def print_(printer: _Printer, node: Node) -> str:
+        if node.meta["dtype"] not in _FLOATS:
+            raise Unprintable(f"no C++ is written for {node.target} of integers")
+        if any(isinstance(a, float) and math.isnan(a) for a in node.args):
+            raise Unprintable("no C++ is written for a bound that is NaN")
+        return _elementwise(template)(printer, node)
+
+    return print_
+
+
 def _comparison(symbol: str) -> Print:
     def print_(printer: _Printer, node: Node) -> str:
-        (dtype,) = {a.meta["dtype"] for a in node.all_input_nodes}
+        dtypes = {a.meta["dtype"] for a in node.all_input_nodes}
+        if len(dtypes) > 1 or torch.bool in dtypes:
+            raise Unprintable("no C++ is written for a comparison of several dtypes, or of truths")
+        (dtype,) = dtypes
         x, y = (printer.operand(a, dtype) for a in node.args)
         return f"{x} {symbol} {y}"
 
@@ -318,23 +344,36 @@ def _same(printer: _Printer, node: Node) -> str:
     return printer.operand(node.args[0], node.meta["dtype"])
 
 
+_POWERS = {2.0: "{0} * {0}", 3.0: "{0} * {0} * {0}", 0.5: "std::sqrt({0})"}
+"""Exponents that eager PyTorch has without the function of the C library."""
+
+
+def _power(printer: _Printer, node: Node) -> str:
+    base, exponent = node.args
+    dtype = node.meta["dtype"]
+    if exponent not in _POWERS or dtype not in _FLOATS:
+        raise Unprintable(f"no C++ is written for a power of {exponent}")
+    return _POWERS[exponent].format(printer.operand(base, dtype))  # type: ignore[index]
+
+
 _OPERATIONS: dict[Any, Print] = {
+    aten.pow.Tensor_Scalar: _power,
     collage.round.default: _Printer.round,
     CONVERT: _Printer.convert,
     aten.view.dtype: _Printer.view,
     aten.add.Tensor: _elementwise("{} + {}"),
     aten.sub.Tensor: _elementwise("{} - {}"),
     aten.mul.Tensor: _elementwise("{} * {}"),
-    aten.div.Tensor: _elementwise("{} / {}"),
-    aten.reciprocal.default: _elementwise("1 / {}"),
+    aten.div.Tensor: _of_floats("{} / {}"),
+    aten.reciprocal.default: _of_floats("1 / {}"),
     aten.neg.default: _elementwise("-{}"),
-    aten.abs.default: _elementwise("std::fabs({})"),
-    aten.sqrt.default: _elementwise("std::sqrt({})"),
+    aten.abs.default: _of_floats("std::fabs({})"),
+    aten.sqrt.default: _of_floats("std::sqrt({})"),
     aten.sign.default: _elementwise("({0} > 0) - ({0} < 0)"),
     aten.maximum.default: _elementwise("{0} > {1} || {0} != {0} ? {0} : {1}"),
     aten.minimum.default: _elementwise("{0} < {1} || {0} != {0} ? {0} : {1}"),
-    aten.clamp_min.default: _elementwise("{0} < {1} ? {1} : {0}"),
-    aten.clamp_max.default: _elementwise("{0} > {1} ? {1} : {0}"),
+    aten.clamp_min.default: _of_floats("{0} < {1} ? {1} : {0}"),
+    aten.clamp_max.default: _of_floats("{0} > {1} ? {1} : {0}"),
     aten.alias.default: _same,
     aten.clone.default: _same,
     aten.where.self: _where,
