@@ -12,6 +12,7 @@ numbers, infinite ones and NaN included (`tests/compilation/test_exact_roundings
 The error of a product needs its rounding below 2^-118 (bf16), so that stays too.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,25 +20,13 @@ import torch
 from torch.fx import Graph, Node
 
 from collage_fx.passes.ir.program import CONVERT
+from collage_fx.passes.rewrite.lower import EXACT, WHERE
 from collage_fx.runtime.ops import collage
 
 aten = torch.ops.aten
-DTYPES = (torch.bfloat16, torch.float16)
-"""Those for which this was tried."""
 OVERFLOW = {torch.bfloat16: (2 - 2.0**-8) * 2.0**127, torch.float16: 65520.0}
-"""dtype -> the smallest number that is rounded to infinity."""
-_CHOOSING = {
-    aten.where.self,
-    aten.where.ScalarOther,
-    aten.where.ScalarSelf,
-    aten.neg.default,
-    aten.abs.default,
-    aten.alias.default,
-    aten.clone.default,
-    aten.maximum.default,
-    aten.minimum.default,
-}
-"""Operations whose result is one of their operands, or its negation."""
+"""dtype for which all this was tried -> the smallest number that is rounded to infinity."""
+_CHOOSING = {*EXACT, *WHERE.values()}
 
 
 @dataclass
@@ -74,18 +63,22 @@ def exact_roundings(graph: Graph) -> ExactRoundings:
 
 def _dtype_of_value(node: Node, values: dict[Node, torch.dtype]) -> torch.dtype | None:
     """Return the 16-bit dtype of which the result of a node is a number; None if unknown."""
+    operands: Sequence[Any] = node.args
+    dtype: torch.dtype | None
     if _is_rounding(node):
-        return node.args[1]  # type: ignore[return-value]
-    if node.target is CONVERT and node.args[0].meta["dtype"] in DTYPES:  # type: ignore[union-attr]
-        return node.args[0].meta["dtype"]  # type: ignore[union-attr]
+        dtype = operands[1]
+        return dtype
+    if node.target is CONVERT:
+        dtype = operands[0].meta["dtype"]
+        return dtype if dtype in OVERFLOW else None
     if node.target not in _CHOOSING:
         return None
-    chosen = [a for a in node.args if not _is_condition(a)]
+    chosen = [a for a in operands if not _is_condition(a)]
     dtypes = {values.get(a) for a in chosen if isinstance(a, Node)}
     if len(dtypes) != 1 or (dtype := dtypes.pop()) is None:
         return None
     numbers = (a for a in chosen if not isinstance(a, Node))
-    return dtype if all(_represents(dtype, float(a)) for a in numbers) else None  # type: ignore[arg-type]
+    return dtype if all(_represents(dtype, float(a)) for a in numbers) else None
 
 
 def _is_condition(operand: Any) -> bool:
@@ -101,7 +94,7 @@ def _is_rounding(node: Any) -> bool:
     return (
         isinstance(node, Node)
         and node.target is collage.round.default
-        and node.args[1] in DTYPES
+        and node.args[1] in OVERFLOW
         and node.meta["dtype"] == torch.float32
     )
 
@@ -119,16 +112,14 @@ def _rounded(node: Any, target: Any) -> tuple[Node, Node] | None:
 
 def _two_sum(t: Node, values: dict[Node, torch.dtype]) -> dict[Node, Node | None]:
     """Return the roundings of a 2Sum that ends in t; none if t is no such end."""
-    parts = _rounded(t, aten.add.Tensor)
-    differences = [_rounded(part, aten.sub.Tensor) for part in parts or ()]
-    if parts is None or None in differences:
-        return {}
-    (a, a_part), (b, b_part) = differences  # type: ignore[misc]
+    of_a, of_b = _rounded(t, aten.add.Tensor) or (None, None)
+    a, a_part = _rounded(of_a, aten.sub.Tensor) or (None, None)
+    b, b_part = _rounded(of_b, aten.sub.Tensor) or (None, None)
     of_a_part, of_b_part = (_rounded(x, aten.sub.Tensor) for x in (a_part, b_part))
-    if of_a_part is None or of_b_part is None:
+    if not (of_a and of_b and a_part and b_part and of_a_part and of_b_part):
         return {}
     s = of_a_part[0]
-    inside = {a_part: 2, b_part: 1, parts[0]: 1, parts[1]: 1}
+    inside = {a_part: 2, b_part: 1, of_a: 1, of_b: 1}
     if (
         of_a_part == (s, b)
         and of_b_part == (s, a_part)

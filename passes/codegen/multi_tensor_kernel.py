@@ -22,7 +22,7 @@ from collage_fx.passes.codegen import kernel_cache
 from collage_fx.passes.codegen.inductor_kernel import compile_by_inductor
 from collage_fx.passes.codegen.inductor_lowering import region_graph, register_region
 from collage_fx.passes.codegen.printers.cpp_kernel import Unprintable, print_cpp_kernel
-from collage_fx.passes.codegen.printers.triton_kernel import print_kernel
+from collage_fx.passes.codegen.printers.triton_kernel import print_triton_kernel
 from collage_fx.passes.codegen.scalar_kernel import Scalars
 from collage_fx.passes.ir.program import (
     Rewritten,
@@ -113,7 +113,7 @@ class MultiTensorKernel:
     def triton(self) -> str:
         """Return the source of the Triton kernel."""
         if "cuda" not in self.sources:
-            self.sources["cuda"] = print_kernel(
+            self.sources["cuda"] = print_triton_kernel(
                 self.region, self.dtypes, self.scalar, self.stored, self.results
             )
         return self.sources["cuda"]

@@ -22,14 +22,14 @@ aten = torch.ops.aten
 
 _NUMBERS = {aten.full.default: 1, aten.scalar_tensor.default: 0}
 # By which of the two sides are numbers.
-_WHERE: dict[tuple[bool, ...], Any] = {
+WHERE: dict[tuple[bool, ...], Any] = {
     (False, False): aten.where.self,
     (False, True): aten.where.ScalarOther,
     (True, False): aten.where.ScalarSelf,
     (True, True): aten.where.Scalar,
 }
 # Results that are one of the operands, or its negation: nothing to round.
-_EXACT = {
+EXACT = {
     aten.neg.default,
     aten.abs.default,
     aten.where.self,
@@ -248,9 +248,9 @@ class _Rounding:
         target = node.target
         if target is aten.where.self:
             numbers = tuple(not isinstance(a, Node) for a in args[1:])
-            target = _WHERE[numbers]
+            target = WHERE[numbers]
         new = self._op(target, *args, dtype=wide, **kwargs)
-        if dtype in LOW_PRECISION and node.target not in _EXACT:
+        if dtype in LOW_PRECISION and node.target not in EXACT:
             return self._rounded(new, dtype)
         return new
 

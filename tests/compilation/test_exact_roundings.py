@@ -8,21 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+from floats import differing
 from kernels import CASES, rewritten
 from torch import Tensor
 from torch._inductor.codecache import CppCodeCache
 
 from collage_fx.passes.codegen.exact_roundings import OVERFLOW, exact_roundings
-from collage_fx.passes.codegen.printers.cpp_kernel import HELPERS
+from collage_fx.passes.codegen.printers.cpp_helpers import HELPERS
 from collage_fx.passes.ir.program import graph_of
 from collage_fx.runtime.expansion.eft import fast_two_sum, two_sum
 from collage_fx.runtime.kernels.cpp_loop import FLAGS
 from collage_fx.runtime.ops import collage
 
 HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-_SOURCE = (
-    HELPERS
-    + """
+_SOURCE = """
 static inline bool differ(float x, float y) {{
   return (bits<uint32_t>(x) != bits<uint32_t>(y)) & !((x != x) & (y != y));
 }}
@@ -62,11 +61,10 @@ extern "C" void widened(float* y) {{
   for (int32_t i = 0; i < 65536; ++i) y[i] = widen_{half}(uint16_t(i));
 }}
 """
-)
 
 
 def compiled(dtype: torch.dtype) -> Any:
-    text = _SOURCE.replace(HELPERS, "").format(
+    text = _SOURCE.format(
         half=HALVES[dtype],
         round="round_any_bf16" if dtype is torch.bfloat16 else "round_fp16",
         overflow=float(OVERFLOW[dtype]).hex(),
@@ -82,12 +80,6 @@ def every_word(dtype: torch.dtype) -> Tensor:
     return torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype)
 
 
-def same(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors have the same bits, or NaN both."""
-    integer = {2: torch.int16, 4: torch.int32}[x.dtype.itemsize]
-    return bool(((x.view(integer) == y.view(integer)) | (x.isnan() & y.isnan())).all())
-
-
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype", HALVES)
 def test_the_kernels_convert_and_round_as_pytorch_does(dtype: torch.dtype) -> None:
@@ -96,7 +88,7 @@ def test_the_kernels_convert_and_round_as_pytorch_does(dtype: torch.dtype) -> No
     words = every_word(dtype)
     wide = torch.empty(65536)
     library.widened(pointer(wide))
-    assert same(wide, words.float())
+    assert differing(wide, words.float()) == 0
     bits = words.float().view(torch.int32)
     step = 1 << 15 if dtype is torch.bfloat16 else 1 << 12  # half a unit in the last place
     near = [bits + k for k in (0, 1, -1, step, step - 1, step + 1)]
@@ -104,11 +96,11 @@ def test_the_kernels_convert_and_round_as_pytorch_does(dtype: torch.dtype) -> No
     x = torch.cat(near).view(torch.float32)
     rounded, narrow = torch.empty_like(x), torch.empty(x.shape, dtype=dtype)
     library.words(pointer(x), pointer(narrow), pointer(rounded), ctypes.c_int64(x.numel()))
-    assert same(narrow, x.to(dtype)) and same(rounded, x.to(dtype).float())
-    assert not same(x.to(dtype).float(), x)  # the control
+    assert differing(narrow, x.to(dtype)) == differing(rounded, x.to(dtype).float()) == 0
+    assert differing(x.to(dtype).float(), x) > 0  # the control
 
 
-def differing(dtype: torch.dtype, words: range) -> list[int]:
+def pairs_differing(dtype: torch.dtype, words: range) -> list[int]:
     found = torch.zeros(4, dtype=torch.int64)
     arguments = (ctypes.c_int64(words.start), ctypes.c_int64(len(words)), pointer(found))
     compiled(dtype).pairs(*arguments)
@@ -122,7 +114,7 @@ def test_roundings_within_transformations_change_nothing(dtype: torch.dtype) -> 
     largest = int(torch.tensor(torch.finfo(dtype).max, dtype=dtype).view(torch.int16))
     one = int(torch.tensor(1.0, dtype=dtype).view(torch.int16))
     ranges = [range(first, first + 8) for first in (0, one, largest - 4)]
-    counts = [differing(dtype, words) for words in ranges]
+    counts = [pairs_differing(dtype, words) for words in ranges]
     two, unrounded, fast, inner = (sum(column) for column in zip(*counts, strict=True))
     assert two == fast == 0
     assert unrounded > 0 and inner > 0  # the controls
@@ -133,7 +125,7 @@ def test_roundings_within_transformations_change_nothing(dtype: torch.dtype) -> 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_roundings_within_transformations_change_nothing_of_all_pairs(dtype: torch.dtype) -> None:
     """2^32 pairs, of which those of two signs are each other's negation: a >= 0 only."""
-    two, _, fast, _ = differing(dtype, range(1 << 15))
+    two, _, fast, _ = pairs_differing(dtype, range(1 << 15))
     assert two == fast == 0
 
 
@@ -142,7 +134,7 @@ def test_the_sequences_are_those_of_the_arithmetic() -> None:
     a, b = (torch.randn(4096).bfloat16() for _ in range(2))
     s = (a.float() + b.float()).bfloat16()
     t = ((a - (s - b)) + (b - (s - (s - b)))).bfloat16()
-    assert same(two_sum(a, b)[1], t) and same(fast_two_sum(a, b)[1], b - (s - a))
+    assert differing(two_sum(a, b)[1], t) == differing(fast_two_sum(a, b)[1], b - (s - a)) == 0
 
 
 def test_a_step_of_adamw_rounds_less_than_half_as_often() -> None:

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 from graphs import differing, random_inputs
-from interpreter import _region
-from kernels import CASES, LIBRARY, Case, kernel_of, parametrized, rewritten
+from interpreter import region
+from kernels import CASES, LIBRARY, Case, Trust, kernel_of, parametrized, rewritten
 from tensors import bf16, with_grads
 from torch import Tensor
 from torch.fx import Graph, Node
@@ -77,7 +77,7 @@ def test_a_printed_kernel_is_the_eager_functions_bit_for_bit(case: Case) -> None
         for d, s in zip(kernel.dtypes, shapes, strict=True)
     ]
     ours = run(kernel, wild)
-    assert differences(kernel, ours, _region(wild, kernel.region)) == 0
+    assert differences(kernel, ours, region(wild, kernel.region)) == 0
     assert any(x.isnan().any() for x in wild) and differences(kernel, wild, ours) != 0
 
 
@@ -104,7 +104,7 @@ def test_explain_says_whose_kernel_it_is() -> None:
     texts = []
     for squash in (False, True):
         params = with_grads([bf16(5) for _ in range(9)])
-        optimizer = LIBRARY.kind(params, squash=squash)  # type: ignore[call-arg]
+        optimizer = Trust(params, squash=squash)
         step = collage_fx.compile(optimizer)
         step()
         step()

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from graphs import differing
 from interpreter import without_compiler
 from tensors import bf16, with_grads
 
@@ -49,10 +50,6 @@ def trained(options: dict[str, Any], steps: int = 20) -> list[torch.Tensor]:
     return [word for t in states for word in (t.detach(), *collage_fx.residuals(t))]
 
 
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
-
-
 @pytest.mark.parametrize(
     "name", [n if n in EVERY_DAY else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
 )
@@ -65,8 +62,8 @@ def test_steps_by_printed_kernels_are_the_eager_ones(name: str) -> None:
     torch.compiler.reset()
     with without_compiler():
         eager = trained(CASES[name])
-    assert all(map(same, compiled, eager))
+    assert not any(map(differing, compiled, eager))
     torch.compiler.reset()
     with without_compiler():
         fewer = trained(CASES[name], steps=19)
-    assert not all(map(same, compiled, fewer))  # the comparison can fail
+    assert any(map(differing, compiled, fewer))  # the comparison can fail

@@ -18,7 +18,6 @@ What equality to expect, and what `test_interpreter.py` checks:
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -31,9 +30,10 @@ from torch.fx import Graph, GraphModule
 from torch.utils._python_dispatch import _disable_current_modes
 
 from collage_fx.passes.codegen import inductor_compile, multi_tensor_kernel
+from collage_fx.passes.codegen.inductor_kernel import Each
 from collage_fx.passes.codegen.inductor_lowering import _REGIONS
 from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS, MultiTensorKernel
-from collage_fx.runtime.kernels.argument_table import Column, Runner
+from collage_fx.runtime.kernels.argument_table import Runner
 from collage_fx.runtime.ops import collage
 
 aten = torch.ops.aten
@@ -53,7 +53,7 @@ def without_compiler() -> Iterator[list[GraphModule]]:
 
     def of_a_class(kernel: MultiTensorKernel) -> tuple[Runner, str, str]:
         found.append(_REGIONS[kernel.region])
-        return _Interpreted(kernel), "", ""
+        return Each(_member(kernel), kernel.scalar), "", ""
 
     original = inductor_compile.compile_functional
     runners = {k: s.runners for k, s in MULTI_TENSOR_KERNELS.items()}
@@ -105,34 +105,33 @@ READY: weakref.WeakKeyDictionary[GraphModule, GraphModule] = weakref.WeakKeyDict
 """Lowered graph -> the same, ready to be interpreted."""
 
 
-def _region(inputs: list[Tensor], key: str) -> list[Tensor]:
+def region(inputs: list[Tensor], key: str) -> list[Tensor]:
     lowered = _REGIONS[key]
     if lowered not in READY:
         READY[lowered] = _exact(lowered)
     return list(READY[lowered](*inputs))
 
 
-@dataclass
-class _Interpreted:
-    """What updates the members of a class, one after the other."""
+def _member(kernel: MultiTensorKernel) -> Callable[[list[Any]], None]:
+    """Return what updates one member of a class: see `Each`."""
 
-    kernel: MultiTensorKernel
+    def run(args: list[Any]) -> None:
+        inputs = args[1:]
+        with (
+            torch.no_grad(),
+            _disable_current_modes(),
+            _unsafe_preserve_version_counter(tuple(inputs)),
+        ):
+            results = region(inputs, kernel.region)
+            for i, k in zip(kernel.stored, kernel.results, strict=True):
+                inputs[i].copy_(results[k])
 
-    def run(self, columns: Sequence[Column], sizes: Sequence[int]) -> None:
-        kernel = self.kernel
-        with torch.no_grad(), _disable_current_modes():
-            for m, size in enumerate(sizes):
-                pairs = zip((column[m] for column in columns), kernel.scalar, strict=True)
-                inputs = [x if one else x.as_strided((size,), (1,)) for x, one in pairs]
-                with _unsafe_preserve_version_counter(tuple(inputs)):
-                    results = _region(inputs, kernel.region)
-                    for i, k in zip(kernel.stored, kernel.results, strict=True):
-                        inputs[i].copy_(results[k])
+    return run
 
 
 LIKE_KERNELS: dict[Any, Callable[..., Any]] = {
     aten.sqrt.default: _root,
-    collage.region.default: _region,
+    collage.region.default: region,
 }
 """Operations that eager PyTorch does otherwise than a kernel."""
 

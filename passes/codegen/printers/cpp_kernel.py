@@ -7,12 +7,13 @@ rounds element by element, through memory.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, Node
 
 from collage_fx.passes.codegen.exact_roundings import OVERFLOW, exact_roundings
+from collage_fx.passes.codegen.printers.cpp_helpers import HELPERS
 from collage_fx.passes.ir.program import CONVERT
 from collage_fx.runtime.ops import collage
 
@@ -31,69 +32,6 @@ _TYPES = {
 }
 _HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _FLOATS = (torch.float32, torch.float64)
-
-HELPERS = """\
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-
-namespace {
-
-template <typename To, typename From> inline To bits(From x) {
-  To y;
-  static_assert(sizeof x == sizeof y);
-  std::memcpy(&y, &x, sizeof y);
-  return y;
-}
-
-// Without the bits of a NaN that a rounding could carry into an infinity or a zero.
-template <typename T> inline T plain_nan(T x) { return x == x ? x : T(NAN); }
-
-inline float widen_bf16(uint16_t x) { return bits<float>(uint32_t(x) << 16); }
-
-// Round to nearest even, of what is infinite or a NaN with zeros for its last 16 bits, or finite.
-inline float round_bf16(float x) {
-  const uint32_t u = bits<uint32_t>(x);
-  return bits<float>((u + 0x7fffu + ((u >> 16) & 1u)) & 0xffff0000u);
-}
-
-// The same of any NaN too. By masks: a choice would be a branch that no vectors are made of.
-inline float round_any_bf16(float x) {
-  const uint32_t nan = -uint32_t(x != x);
-  return round_bf16(bits<float>((bits<uint32_t>(x) & ~nan) | (nan & 0x7fc00000u)));
-}
-
-// Of what is a number of bf16.
-inline uint16_t narrow_bf16(float x) { return uint16_t(bits<uint32_t>(x) >> 16); }
-
-inline float widen_fp16(uint16_t x) {
-  const uint32_t sign = (x & 0x8000u) << 16, magnitude = (x & 0x7fffu) << 13;
-  const float finite = bits<float>(magnitude) * 0x1p112f;  // exact; also where it is subnormal
-  const uint32_t word = magnitude >= 0x0f800000u ? magnitude + 0x70000000u : bits<uint32_t>(finite);
-  return bits<float>(word | sign);
-}
-
-inline float round_fp16(float x) {
-  const uint32_t u = bits<uint32_t>(x), sign = u & 0x80000000u, magnitude = u ^ sign;
-  const float size = bits<float>(magnitude);
-  const float normal = bits<float>((magnitude + 0xfffu + ((magnitude >> 13) & 1u)) & ~0x1fffu);
-  const float subnormal = (size + 0.5f) - 0.5f;  // a multiple of 2^-24
-  float y = size < 0x1p-14f ? subnormal : normal;
-  y = size >= 65520.0f ? INFINITY : y;
-  return bits<float>(bits<uint32_t>(x == x ? y : NAN) | sign);
-}
-
-inline uint16_t narrow_fp16(float x) {
-  const uint32_t u = bits<uint32_t>(x), sign = u & 0x80000000u, magnitude = u ^ sign;
-  const float size = bits<float>(magnitude);
-  const uint32_t finite = size < 0x1p-14f ? uint32_t(int32_t(size * 0x1p24f))
-                                          : (magnitude >> 13) - (112u << 10);
-  const uint32_t other = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
-  return uint16_t((magnitude < 0x7f800000u ? finite : other) | (sign >> 16));
-}
-
-}  // namespace
-"""
 
 _KERNEL = """
 extern "C" void kernel({pointers}int64_t count) {{
@@ -189,12 +127,10 @@ def _literal(number: Any, dtype: torch.dtype) -> str:
         if isinstance(number, float):
             raise Unprintable(f"the number {number} beside an integer tensor")
         return f"{_TYPES[dtype]}({int(number)})"
-    if not math.isfinite(number):
-        word = "NAN" if math.isnan(number) else "INFINITY" if number > 0 else "-INFINITY"
-        return f"{_TYPES[dtype]}({word})"
     exact = torch.tensor(number, dtype=torch.float64).to(dtype).item()
     if not math.isfinite(exact):
-        return _literal(exact, dtype)
+        word = "NAN" if math.isnan(exact) else "INFINITY" if exact > 0 else "-INFINITY"
+        return f"{_TYPES[dtype]}({word})"
     return float(exact).hex() + ("f" if dtype is torch.float32 else "")
 
 
@@ -231,7 +167,7 @@ class _Printer:
     def _may_have_payload(self, node: Node) -> bool:
         if node.target is aten.view.dtype:
             return True
-        if node.target is CONVERT and node.args[0].meta["dtype"] is torch.float16:  # type: ignore[union-attr]
+        if node.target is CONVERT and node.all_input_nodes[0].meta["dtype"] is torch.float16:
             return True
         if node.target is collage.round.default and node.args[1] in _HALVES:
             return node in self.roundings.exact and node.args[0] in self.payload
@@ -349,11 +285,11 @@ _POWERS = {2.0: "{0} * {0}", 3.0: "{0} * {0} * {0}", 0.5: "std::sqrt({0})"}
 
 
 def _power(printer: _Printer, node: Node) -> str:
-    base, exponent = node.args
+    base, exponent = cast(tuple[Node, float], node.args)
     dtype = node.meta["dtype"]
     if exponent not in _POWERS or dtype not in _FLOATS:
         raise Unprintable(f"no C++ is written for a power of {exponent}")
-    return _POWERS[exponent].format(printer.operand(base, dtype))  # type: ignore[index]
+    return _POWERS[exponent].format(printer.operand(base, dtype))
 
 
 _OPERATIONS: dict[Any, Print] = {

@@ -85,7 +85,7 @@ def multi_tensor(
 """
 
 
-def print_kernel(
+def print_triton_kernel(
     region: str,
     dtypes: Sequence[torch.dtype],
     scalar: Sequence[bool],
