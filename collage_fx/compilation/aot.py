@@ -168,7 +168,8 @@ class Compilation:
         states = [(locate[s.index], s) for s in plan if s.compensable and s.index in locate]
         reads = [(locate[i], name) for i, name in self.program.reads.items() if i in locate]
         refused = self.refused or any(s.refused and s.compensable for s in plan)
-        return Code(function, self.side, states, reads, refused)
+        direct, seeds = self.direct, self.program.seeds
+        return Code(function, self.side, states, reads, refused, direct, seeds)
 
     def _compiled(self, example_inputs: list[Any]) -> Callable[..., Any]:
         """Return what AOTAutograd makes of the graph, by `inner`."""

@@ -5,7 +5,7 @@ has ten thousand. A class needs nothing of it: its kernel is compiled once, for 
 members. Inductor gets what is left, which is often nothing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +64,8 @@ class Direct:
     results: list[int]
     """Operands and results are numbered: inputs of the graph, memory, constants, what `rest`
     makes."""
+    compiled: Callable[[list[Any]], Any] | None = None
+    """The boxed callable of `rest`, once that is compiled."""
 
     def bind(self, rest: Callable[[list[Any]], Any] | None) -> Callable[[list[Any]], Any]:
         """Return the boxed callable of the whole graph.
@@ -72,23 +74,44 @@ class Direct:
             rest: the boxed callable of `rest`.
         """
 
-        layouts = [(m.size(), m.stride(), m.dtype, m.device) for m in self.memory]
+        self.compiled = rest
 
         def run(args: list[Any]) -> Any:
-            values = list(args)
+            values = [*args, *self.allocate()]
             args.clear()
-            for size, stride, dtype, device in layouts:
-                values.append(torch.empty_strided(size, stride, dtype=dtype, device=device))
             for call in self.calls:
                 call.prepare(values)  # before anything is written
-            made = [] if rest is None else list(rest([values[i] for i in self.inputs]))
-            values += [*self.constants, *made]
+            values += [*self.constants, *self.make(values)]
             for call in self.calls:
                 call.run(values)
             return [values[i] for i in self.results]
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
+
+    def allocate(self) -> list[Tensor]:
+        """Return memory for what the kernels make."""
+        return [
+            torch.empty_strided(m.size(), m.stride(), dtype=m.dtype, device=m.device)
+            for m in self.memory
+        ]
+
+    @property
+    def made(self) -> int:
+        """How many values `rest` makes."""
+        return len(self.rest.graph.output_node().args[0]) if self.rest is not None else 0
+
+    @property
+    def writes(self) -> bool:
+        """Whether `rest` writes something."""
+        nodes = self.rest.graph.nodes if self.rest is not None else ()
+        return any(n.target is aten.copy_.default for n in nodes)
+
+    def make(self, values: Sequence[Any] | dict[int, Any]) -> list[Any]:
+        """Return what `rest` makes of the graph's inputs."""
+        if self.compiled is None:
+            return []
+        return list(self.compiled([values[i] for i in self.inputs]))
 
 
 def split(gm: GraphModule) -> Direct | None:

@@ -31,6 +31,10 @@ class StandsForOthers(Protocol):
     """That of the function which is traced for them."""
     done: bool
     """Whether the step has updated all parameters."""
+    code: Any
+    """The `side_inputs.Code` that has done so."""
+    sources: list[str]
+    """Where its arguments come from, if it holds for whatever numbers."""
     unlike: Unlike | None
     """Why those of a graph do not stand for the others, once that has been found."""
 

@@ -1,19 +1,21 @@
 """What a graph's kernels take beside what AOTAutograd hands on, and what they make."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from collage_fx.compilation.partition import Direct
 from collage_fx.compilation.residual_binding import Gathered, Locate, Residuals
 from collage_fx.passes.dedup.deduplicate import Narrow
 from collage_fx.passes.ir.program import StatePlan
 from collage_fx.runtime.errors import CollageError
 from collage_fx.runtime.expansion.stochastic import Seeds
-from collage_fx.runtime.residuals.store import STORE, next_draw
+from collage_fx.runtime.residuals.store import STORE, Residual, next_draw
 
 
 class Members:
@@ -51,6 +53,7 @@ class Members:
 class _Call:
     """What one call of a graph brings past AOTAutograd, to and fro."""
 
+    args: tuple[Any, ...]
     residuals: Gathered
     members: list[Any]
     """The inputs of the members that were left out."""
@@ -58,11 +61,23 @@ class _Call:
     """What the kernels made for them."""
 
 
+@dataclass
+class Observed:
+    """What one call of a graph gave to its kernels."""
+
+    args: tuple[Any, ...]
+    """The arguments of the call, as Dynamo orders them."""
+    residuals: Gathered
+    inputs: list[Any]
+    """All, in the order in which `Direct` numbers them, those for random bits left out."""
+
+
 class _Calls(threading.local):
     """The calls that are under way in a thread, the innermost last."""
 
     def __init__(self) -> None:
         self.running: list[_Call] = []
+        self.observed: list[Observed] | None = None
 
 
 class SideInputs:
@@ -77,12 +92,31 @@ class SideInputs:
         self.members = members
         self.seed = seed
         self.calls = _Calls()
+        self.seeds: Seeds | None = None
+
+    @contextmanager
+    def observed(self) -> Iterator[list[Observed]]:
+        """Within, the calls of this thread are noted in the list."""
+        self.calls.observed = found = []
+        try:
+            yield found
+        finally:
+            self.calls.observed = None
+
+    def draw(self, residuals: Sequence[Residual], devices: Sequence[torch.device]) -> list[Tensor]:
+        """Return a seed for each device, which is another in each call."""
+        if not devices:
+            return []
+        if self.seeds is None:  # now, and not under the fake mode of compiling
+            self.seeds = Seeds(self.seed, devices)
+        return self.seeds.draw(next_draw(residuals))
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Call what AOTAutograd made, with the arguments of the whole graph."""
         members = self.members
         gathered = self.residuals.gather(args)
-        call = _Call(gathered, [find(args) for find in members.locate] if members else [])
+        absent = [find(args) for find in members.locate] if members else []
+        call = _Call(args, gathered, absent)
         self.calls.running.append(call)
         try:
             result = members.run(function, args, call) if members else function(*args)
@@ -101,17 +135,15 @@ class SideInputs:
             inner: a boxed callable.
             devices: those on which it takes a seed.
         """
-        seeds: list[Seeds] = []
         count = len(self.members.narrow.results) if self.members is not None else None
 
         def run(args: list[Any]) -> Any:
             call = self.calls.running[-1]
             residuals = [residual for _, residual in call.residuals.current]
             full = [*args, *call.members, *(c for r in residuals for c in r.components)]
-            if devices:
-                if not seeds:  # now, and not under the fake mode of compiling
-                    seeds.append(Seeds(self.seed, devices))
-                full += seeds[0].draw(next_draw(residuals))
+            if self.calls.observed is not None:
+                self.calls.observed.append(Observed(call.args, call.residuals, list(full)))
+            full += self.draw(residuals, devices)
             args.clear()
             results = inner(full)
             if count is None:
@@ -136,6 +168,10 @@ class Code:
     their names."""
     refused: bool
     """Whether a state that needs a residual cannot have one in this graph."""
+    direct: Direct | None = None
+    """Its kernels, where they are called without Inductor."""
+    seeded: Sequence[torch.device] = ()
+    """The devices on which it takes a seed."""
 
     def run(self, args: tuple[Any, ...]) -> Any:
         """Run the graph with its residuals."""

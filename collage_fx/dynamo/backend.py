@@ -264,7 +264,8 @@ class _Step:
             result = self.code.run(args)
             outputs(result)
         if stand_ins is not None:
-            stand_ins.done = True
+            stand_ins.done, stand_ins.code = True, self.code
+            stand_ins.sources = [] if self.symbols.guarded else self.symbols.sources
         return result
 
     def _compile_again(self, gm: GraphModule, args: tuple[Any, ...]) -> None:

@@ -15,6 +15,8 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule
 
+from collage_fx.optimizer.ownership import source_name
+
 
 class Symbols:
     """Those of one graph."""
@@ -25,11 +27,22 @@ class Symbols:
             i: memo for i, x in enumerate(self.examples) if (memo := _item_of(x)) is not None
         }
         """For 0-d tensors, as Dynamo hands in floats that change, the symbol of their value."""
+        self.sources = [
+            source_name(getattr(n, "_dynamo_source", None))
+            for n in gm.graph.find_nodes(op="placeholder")
+        ]
+        """Where each argument comes from, by Dynamo's name of it."""
         modes = [x.fake_mode for x in self.examples if isinstance(x, FakeTensor)]
         # Dynamo's own, not the one that it begins for a backend: that has not seen these tensors.
         self.fake_mode: Any = next(iter(modes), None)
         self.assumed: list[sympy.Expr] = []
         """What compiling it again has assumed of the symbols, beyond Dynamo's guards."""
+
+    @property
+    def guarded(self) -> bool:
+        """Whether the graph holds for some values of its symbols only, as far as is known here."""
+        env = getattr(self.fake_mode, "shape_env", None)
+        return bool(self.assumed or (env is not None and env.guards))
 
     @contextmanager
     def compiling_again(self, args: Sequence[Any]) -> Iterator[Sequence[Any]]:

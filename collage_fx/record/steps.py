@@ -80,6 +80,10 @@ class Steps:
         """State -> its version at the beginning of the step."""
         self.places: set[Any] = set()
         """The places that had a state then."""
+        self.counted: list[tuple[Served, StatePlan]] = []
+        """What the graphs of the last step wrote, if all of it was theirs."""
+        self.repeats = 0
+        """How often that has been done again since."""
         self.known: tuple[int, list[int]] = (-1, [])
         """The generation of the store, and the memory of all tensors, when states were looked for;
         the tensors, and which of them are states: it must not keep them alive."""
@@ -141,6 +145,18 @@ class Steps:
             self.active = False
             self._end(failed=failed)
 
+    def repeated(self) -> None:
+        """Note a step that did what the last one did, by the same graphs to the same states."""
+        self.steps += 1
+        self.repeats += 1
+
+    def count_repeats(self) -> None:
+        """Note them in the record of the states."""
+        for served, _ in self.counted if self.repeats else ():
+            served.graph += self.repeats
+            served.judged += self.repeats
+        self.repeats = 0
+
     def see_results(self, results: Any) -> None:
         """Say so if a function returns new values of its states, and writes none."""
         self.recorder.flush_outside()
@@ -152,6 +168,7 @@ class Steps:
 
     def _begin(self) -> None:
         """Take up the states as they are now, or at the first operation outside of graphs."""
+        self.count_repeats()
         self.steps += 1
         if self.steps == 1:
             self._go_on()
@@ -354,9 +371,12 @@ class Steps:
         return unaccounted
 
     def _count(self, by_graph: dict[int, tuple[Tensor, StatePlan]]) -> None:
+        self.counted = []
         for key, (tensor, plan) in by_graph.items():
             served = self.of_tensor.get(key) or self.of_memory.get(_memory(tensor))
-            self.service.count_graph(served or self.service.unknown(tensor, plan), plan)
+            served = served or self.service.unknown(tensor, plan)
+            self.counted.append((served, plan))
+            self.service.count_graph(served, plan)
 
     def _settle(self) -> list[str]:
         """Note what was written; return the names of what nobody accounts for."""

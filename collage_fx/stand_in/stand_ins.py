@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from collage_fx.compilation.graph_inputs import Inputs
 from collage_fx.compilation.layout_guards import guards_of, is_plain
 from collage_fx.compilation.session import Session
+from collage_fx.compilation.side_inputs import Code
 from collage_fx.passes.codegen.multi_tensor_kernel import least_members
 from collage_fx.passes.dedup.deduplicate import Narrow
 from collage_fx.passes.ir.program import Settings, Unlike
@@ -56,6 +57,8 @@ class StandIns:
         self.name = step.__name__
         self.step = torch.compile(MethodType(step, self.few.optimizer), backend=session)
         self.done = False
+        self.code: Code | None = None
+        self.sources: list[str] = []
         self.unlike: Unlike | None = None
 
     @classmethod

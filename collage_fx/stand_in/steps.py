@@ -10,7 +10,9 @@ what they were is checked here, before each step, as its guards would.
 """
 
 import inspect
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,9 +20,12 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from collage_fx.compilation.session import Session
+from collage_fx.compilation.side_inputs import Observed
 from collage_fx.hooks.optimizer_hooks import is_seen_by_others
 from collage_fx.passes.ir.program import Unlike
+from collage_fx.record.steps import Steps
 from collage_fx.runtime.errors import CollageError
+from collage_fx.stand_in.repeated_step import RepeatedStep, Unrepeatable
 from collage_fx.stand_in.stand_ins import StandIns
 from collage_fx.stand_in.torch_steps import make_states, serves, without_hooks
 
@@ -44,12 +49,66 @@ class StandInSteps:
         self.known: list[StandIns] = []
         """The latest last."""
         self.failed = 0 if serves(optimizer(), session) else ATTEMPTS
+        self.last: RepeatedStep | None = None
+        """The last step, to be done again."""
+        self.observed: tuple[StandIns, Observed] | None = None
+        """What the graph of the last step was given, if that was looked at."""
+        self.wait = 0
+        """Steps until it is worth while to look at one again."""
+        self.waited = 0
+        """What that was, since one was repeated: it doubles, for steps that are never the same."""
         self.signature: Any = inspect.signature(type(optimizer()).step) if self.tries else None
 
     @property
     def tries(self) -> bool:
         """Whether steps are to be tried in this way."""
         return self.failed < ATTEMPTS
+
+    def repeat(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, bool, Any]:
+        """Do the step again as the last was done, if that can be.
+
+        Args:
+            args: its arguments, at most a closure.
+            kwargs: the same by name.
+
+        Returns:
+            Whether it is done, whether the closure was called, which is not to be done again, and
+            what that returned.
+        """
+        if self.last is None or len(args) + len(kwargs) > 1 or kwargs.keys() - {"closure"}:
+            return False, False, None
+        optimizer = self.optimizer()
+        closure = args[0] if args else kwargs.get("closure")
+        called, loss = closure is not None and not is_seen_by_others(optimizer), None
+        if called:
+            with torch.enable_grad():
+                loss = closure()
+        if (called or closure is None) and self.last is not None and self.last.run(optimizer):
+            self.waited = 0
+            return True, called, loss
+        self.last = None
+        return False, called, loss
+
+    def prepare_repeat(self, steps: Steps) -> None:
+        """Take up the step that was just done, if it may be done again in the same way.
+
+        Args:
+            steps: the record of the steps.
+        """
+        observed, self.observed = self.observed, None
+        if observed is None or not steps.quiet or self.last is not None:
+            return
+        self.waited = self.wait = 2 * self.waited + 1
+        try:
+            self.last = RepeatedStep(self.optimizer(), *observed, steps)
+        except Unrepeatable:
+            self.wait = _NEVER
+        except Exception as error:
+            self.wait = _NEVER
+            self.session.notes.add(
+                f"each step is looked at in Python: {type(error).__name__} was raised in compiling "
+                "what would do so"
+            )
 
     def step(
         self, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -90,11 +149,16 @@ class StandInSteps:
         """
         stand_ins.done = False
         self.session.stand_ins = stand_ins
+        side = stand_ins.code.side if stand_ins.code is not None else None
+        looks = side.observed() if side is not None and not self.wait else nullcontext([])
+        self.wait -= self.wait > 0
         try:
-            with stand_ins.few.of(optimizer), torch.no_grad():
+            with looks as found, stand_ins.few.of(optimizer), torch.no_grad():
                 stand_ins.step()
         finally:
             self.session.stand_ins = None
+        if stand_ins.done and len(found) == 1:
+            self.observed = stand_ins, found[0]
         self.failed = 0 if stand_ins.done else self.failed + 1
         if not stand_ins.done:  # Dynamo has left out it, or parts of it
             with stand_ins.others.of(optimizer):
@@ -124,5 +188,6 @@ class StandInSteps:
         return new
 
 
+_NEVER = sys.maxsize
 _KEPT = 4
 """Sets of stand-ins that are remembered, as where gradients are missing by turns."""

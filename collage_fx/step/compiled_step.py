@@ -52,6 +52,7 @@ def compile_optimizer(
     few = StandInSteps(lambda: _alive(reference), session)
     run = _supervised(plain, session, supervisor, few)
     check = StepCheck(supervisor, session, session.config.verify)
+    repeat, prepare_repeat = disable(few.repeat), disable(few.prepare_repeat)
 
     def run_fused(*args: Any, **kwargs: Any) -> Any:
         session.notes.add(note_of(session.config))
@@ -60,6 +61,11 @@ def compile_optimizer(
 
     @functools.wraps(type(optimizer).step)
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        repeated, called, loss = repeat(args, kwargs)
+        if repeated:
+            self._opt_called = True  # type: ignore[attr-defined]
+            return loss
+        args, kwargs = ((), {}) if called else (args, kwargs)
         if not supervisor.steps:
             plain_steps.called(family(self))
         optimizer = _alive(reference)
@@ -68,8 +74,10 @@ def compile_optimizer(
             result = check.step(optimizer, done, args, kwargs)
         else:
             result = done(*args, **kwargs)
+        if not check.wanted:
+            prepare_repeat(supervisor)
         self._opt_called = True  # type: ignore[attr-defined]  # what schedulers look at
-        return result
+        return loss if called else result
 
     step._collage = session  # type: ignore[attr-defined]
     step._report = functools.partial(_report, supervisor, session)  # type: ignore[attr-defined]
@@ -207,6 +215,7 @@ def report_of(step: Any) -> Report:
 
 
 def _report(supervisor: Steps, session: Backend) -> Report:
+    supervisor.count_repeats()
     written = (s for s in supervisor.service.served.values() if s.steps and not s.is_gradient)
     return Report(
         supervisor.subject,

@@ -86,7 +86,16 @@ class Loop:
         """Run the kernel over all members: see `Runner`."""
         starts = [addresses(column) for column in columns]
         table = itertools.chain.from_iterable(zip(*(starts[i] for i in self.order), strict=True))
-        arrays = [array("q", numbers) for numbers in (table, sizes, self.widths)]
+        self.launch(array("q", table), array("q", sizes))
+
+    def launch(self, table: "array[int]", sizes: "array[int]") -> None:
+        """Run the kernel over members.
+
+        Args:
+            table: for each member the addresses of its inputs, in the order of `order`.
+            sizes: the elements of each member.
+        """
+        arrays = (table, sizes, array("q", self.widths))
         pointers = [ctypes.c_void_p(a.buffer_info()[0]) for a in arrays]
         counts = (ctypes.c_int64(n) for n in (len(sizes), torch.get_num_threads()))
         self.driver.run(ctypes.c_void_p(self.kernel), *pointers, *counts)

@@ -1,6 +1,7 @@
 """The residual store: which tensor has which residual, and whether it still belongs to it."""
 
 import warnings
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -56,6 +57,8 @@ class Residual:
     """
 
     __slots__ = (
+        "_slot",
+        "_versions",
         "address",
         "components",
         "draws",
@@ -63,7 +66,6 @@ class Residual:
         "name",
         "provisional",
         "storage",
-        "version",
     )
 
     def __init__(self, tensor: Tensor, storage: str, name: str) -> None:
@@ -75,11 +77,22 @@ class Residual:
         self.expected_checksum: int | None = None
         self.provisional = False
         """Whether the tensor was made with it, and nobody knows yet if its updates need one."""
+        self._versions, self._slot = array("q", [-1]), 0
         self.settle(tensor)
+
+    @property
+    def version(self) -> int:
+        """The version counter of the tensor when the residual was last settled."""
+        return self._versions[self._slot]
+
+    def keep_version(self, versions: "array[int]", slot: int) -> None:
+        """Have the version kept there, by whoever settles many residuals at once."""
+        versions[slot] = self.version
+        self._versions, self._slot = versions, slot
 
     def settle(self, tensor: Tensor) -> None:
         """Record that the residual belongs to the present value of tensor."""
-        self.version = version(tensor)
+        self._versions[self._slot] = version(tensor)
         self.address = tensor.data_ptr()
 
     def clear(self) -> None:
@@ -182,7 +195,7 @@ class ResidualStore:
         """For tensors that are made anew at each call, as `p.data` is: storage and layout."""
         self._coarser: set[tuple[str, str]] = set()
         self.generation = 0
-        """How often a tensor was given a residual."""
+        """How often a tensor was given a residual, or other components."""
 
     def get(self, tensor: Tensor) -> Residual | None:
         """Return the residual of tensor, or of another one that is the same piece of memory."""
@@ -307,6 +320,7 @@ class ResidualStore:
         if residual is None or residual.storage != storage or not residual.fits(tensor):
             residual = self.adopt(tensor, None, storage, name)
         residual.load(tensor, components, expected)
+        self.generation += 1
         if draws is not None:
             residual.draws = draws
 

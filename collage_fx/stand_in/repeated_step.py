@@ -1,0 +1,246 @@
+"""Steps that are done again as the last one was: the same kernels over the same tensors.
+
+A step of three hundred parameters looks at some thousands of tensors in Python: by guards, for
+residuals that do not belong to their tensors any more, for the addresses that kernels are given.
+Where nothing has changed since the last step, compiled code sees that in a fraction of the time,
+and the kernels are called from here. What the compiled code does not see, such as another global
+state, is asked for beside it. Whatever has changed, the step is done as any other.
+"""
+
+import itertools
+import math
+import re
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C._dynamo.guards import GlobalStateGuard
+from torch.optim import Optimizer
+
+from collage_fx.compilation.layout_guards import is_plain
+from collage_fx.compilation.partition import Direct, KernelCall
+from collage_fx.compilation.side_inputs import Code, Observed
+from collage_fx.hooks.nested_compile import stance_is_eager
+from collage_fx.hooks.optimizer_hooks import is_seen_by_others
+from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS
+from collage_fx.record.steps import Steps
+from collage_fx.runtime.kernels.cpp_loop import Loop
+from collage_fx.runtime.kernels.tensor_snapshot import ANYTHING, NUMBER, Contents, TensorSnapshot
+from collage_fx.runtime.residuals.store import STORE
+from collage_fx.stand_in.stand_ins import StandIns
+
+
+class Unrepeatable(Exception):
+    """A step that is not done again without Python; the reason."""
+
+
+_FLOAT = re.compile(r"L\['self'\]\.param_groups\[(\d+)\]\['(\w+)'\]")
+"""Dynamo's name for a number of a parameter group."""
+
+
+@dataclass
+class _Launch:
+    """One call of a kernel over all members of a class."""
+
+    loop: Loop
+    sizes: "array[int]"
+    source: "array[int]"
+    """For each entry of the table, which address it begins with."""
+    offset: "array[int]"
+    """The bytes from there on."""
+    table: "array[int]"
+
+
+class RepeatedStep:
+    """One step of an optimizer, to be done again as long as nothing has changed."""
+
+    def __init__(
+        self, optimizer: Optimizer, stand_ins: StandIns, observed: Observed, steps: Steps
+    ) -> None:
+        """Take up what the last step has done.
+
+        Args:
+            optimizer: whose step it was.
+            stand_ins: by which it was done, as all of the step.
+            observed: what its graph was given.
+            steps: keeps the record.
+
+        Raises Unrepeatable, or whatever compiling the comparison raises.
+        """
+        code = stand_ins.code
+        assert code is not None
+        self.steps, self.code = steps, code
+        self.generation, self.globals = STORE.generation, GlobalStateGuard()
+        self.residuals = [residual for _, residual in observed.residuals.current]
+        self.direct = direct = _direct(code, observed)
+        numbers = _numbers(optimizer, stand_ins, observed)
+        self.numbers = list(numbers.values())
+        """The group and the key of each float that the graph takes."""
+        memory = direct.allocate()
+        contents = _contents(optimizer, stand_ins, observed, memory, self.numbers)
+        known = [*contents.guarded, *contents.others]
+        grads = [p.grad for p in contents.params]
+        self.first = len(known) + len(grads)
+        """The place of the first address that each step has to be given."""
+        place = {id(t): i for i, t in reversed(list(enumerate([*known, *grads])))}
+        place |= {number: self.first + k for k, number in enumerate(numbers)}
+        if any(id(t) not in place for t in observed.inputs):
+            raise Unrepeatable("it takes other tensors than parameters, gradients and states")
+        count = [len(code.seeded), len(direct.constants), direct.made]
+        later = iter(range(self.first + len(numbers), self.first + len(numbers) + sum(count)))
+        seeds, constants, made = (list(itertools.islice(later, n)) for n in count)
+        places = [place[id(t)] for t in observed.inputs] + seeds
+        places += [place[id(m)] for m in memory] + constants + made
+        self.snapshot = TensorSnapshot(contents, len(numbers) + sum(count))
+        for slot, residual in enumerate(self.residuals):
+            residual.keep_version(self.snapshot.versions, slot)
+        tensors = [*observed.inputs, *(None for _ in seeds), *memory]
+        self.launches = [_launch(call, places, tensors) for call in direct.calls]
+        low = {id(t) for t in contents.others}
+        written = (tensors[i] for call in direct.calls for i in call.operands[0])
+        self.written = [t for t in written if id(t) not in low]
+        order = list(numbers)
+        self.given = {i: order.index(id(observed.inputs[i])) for i in direct.inputs}
+        """Input of what Inductor has compiled -> which of the numbers it is."""
+
+    def run(self, optimizer: Optimizer) -> bool:
+        """Do the step; return False, with nothing done, if something has changed."""
+        snapshot, groups = self.snapshot, optimizer.param_groups
+        if not self._allowed(optimizer) or not snapshot.unchanged(vars(optimizer)):
+            return False
+        found = [groups[g][key] for g, key in self.numbers]
+        if not all(map(math.isfinite, found)):
+            return False
+        numbers = [torch.tensor(x, dtype=torch.float64, device="cpu") for x in found]
+        side, direct = self.code.side, self.direct
+        seeds = side.draw(self.residuals, self.code.seeded) if side is not None else []
+        made = direct.make({i: numbers[k] for i, k in self.given.items()})
+        first = self.first
+        for t in (*numbers, *seeds):
+            snapshot.addresses[first] = t.data_ptr()
+            first += 1
+        for at, t in enumerate(made, first + len(direct.constants)):
+            snapshot.addresses[at] = t.data_ptr()
+        for one in self.launches:
+            snapshot.gather(one.source, one.offset, one.table)
+            one.loop.launch(one.table, one.sizes)
+        torch.autograd.graph.increment_version(self.written)
+        snapshot.settle()
+        self.steps.repeated()
+        return True
+
+    def _allowed(self, optimizer: Optimizer) -> bool:
+        """Tell whether all that is no part of the optimizer is as it was."""
+        return bool(
+            self.generation == STORE.generation
+            and self.steps.traces
+            and self.globals.check()
+            and not _len_torch_dispatch_stack()
+            and not _len_torch_function_stack()
+            and not stance_is_eager()
+            and not is_seen_by_others(optimizer)
+        )
+
+
+def _direct(code: Code, observed: Observed) -> Direct:
+    """Return the kernels of a graph that does nothing else."""
+    direct = code.direct
+    if direct is None or direct.results or direct.writes:
+        raise Unrepeatable("its graph does more than to call kernels")
+    replaced, current = observed.residuals.replaced, observed.residuals.current
+    if replaced or any(r.expected_checksum is not None for _, r in current):
+        raise Unrepeatable("residuals are dropped, or have to be looked at")
+    return direct
+
+
+def _numbers(
+    optimizer: Optimizer, stand_ins: StandIns, observed: Observed
+) -> dict[int, tuple[int, str]]:
+    """Return, by the ids of the tensors that Dynamo made of them, where floats come from."""
+    found = {}
+    for t, source in zip(observed.args, stand_ins.sources, strict=False):
+        if (place := _FLOAT.fullmatch(source)) is not None:
+            group, key = int(place[1]), place[2]
+            if type(optimizer.param_groups[group].get(key)) is float:
+                found[id(t)] = group, key
+    taken = {id(t) for t in observed.inputs}
+    return {number: place for number, place in found.items() if number in taken}
+
+
+def _contents(
+    optimizer: Optimizer,
+    stand_ins: StandIns,
+    observed: Observed,
+    memory: list[Tensor],
+    numbers: Sequence[tuple[int, str]],
+) -> Contents:
+    """Return what has to be as it was."""
+    groups, state = optimizer.param_groups, optimizer.state
+    params = [p for group in groups for p in group["params"]]
+    # What is assigned as its step refers to it: an optimizer that nobody needs is to go at once.
+    attributes = {k: ANYTHING if k == "step" else v for k, v in vars(optimizer).items()}
+    containers: list[tuple[Any, Sequence[Any]]] = [
+        (groups, list(groups)),
+        (state, list(_items(state))),
+        *(
+            (group, list(_items({k: NUMBER if (g, k) in numbers else v for k, v in group.items()})))
+            for g, group in enumerate(groups)
+        ),
+        *((group["params"], list(group["params"])) for group in groups),
+        *((one, list(_items(one))) for one in state.values()),
+    ]
+    held = [*state.values(), *groups]
+    others = [v for one in held for v in one.values() if isinstance(v, Tensor)]
+    guarded = list({id(t): t for t in (*params, *others)}.values())
+    if len(stand_ins.plain) != len(stand_ins.params) or not all(map(is_plain, guarded)):
+        raise Unrepeatable("there are tensors of classes with code of their own")
+    if any(t.is_inference() for t in guarded):
+        raise Unrepeatable("there are inference tensors, which count no versions")
+    if any(isinstance(v, Tensor) for v in vars(optimizer).values()):
+        raise Unrepeatable("it has what torch.amp.GradScaler leaves there")
+    low = [c for _, r in observed.residuals.current for c in r.components]
+    return Contents(
+        attributes=list(_items(attributes)),
+        containers=containers,
+        guarded=guarded,
+        others=[*low, *memory],
+        written=[t for t, _ in observed.residuals.current],
+        params=stand_ins.params,
+        without=stand_ins.without,
+    )
+
+
+def _items(one: dict[Any, Any]) -> Iterator[Any]:
+    for pair in one.items():
+        yield from pair
+
+
+def _launch(call: KernelCall, places: list[int], tensors: list[Any]) -> _Launch:
+    """Return a call of a kernel with a table to be filled from addresses.
+
+    Args:
+        call: its operands are numbered.
+        places: for each number, which address it is.
+        tensors: for each number what was there, None for a seed.
+    """
+    kernel = MULTI_TENSOR_KERNELS[call.key]
+    written, read, vectors = call.operands
+    columns: dict[int, Any] = {**kernel.columns(written, read)}
+    own = columns[[*kernel.written, *kernel.read][0]]
+    sizes = array("q", (tensors[i].numel() for i in own))
+    loop = kernel.runner(call.device)
+    if not isinstance(loop, Loop) or not all(sizes):
+        raise Unrepeatable("its kernels are not compiled for a CPU, or have nothing to do")
+    entries: dict[int, list[tuple[int, int]]] = {
+        i: [(places[number], 0) for number in column] for i, column in columns.items()
+    }
+    for i, number in zip(kernel.vectors, vectors, strict=True):
+        width = kernel.dtypes[i].itemsize
+        entries[i] = [(places[number], m * width) for m in range(len(sizes))]
+    rows = [entries[i][m] for m in range(len(sizes)) for i in loop.order]
+    source, offset = (array("q", column) for column in zip(*rows, strict=True))
+    return _Launch(loop, sizes, source, offset, array("q", bytes(8 * len(rows))))

@@ -1,0 +1,259 @@
+"""Whether tensors, and the containers they are in, are what they were: one call of compiled C.
+
+What is compared in Python costs some microseconds for each tensor, which of many small ones is more
+than their arithmetic. Compiled code of Python's own C interface, and of nothing of PyTorch's, which
+would take the C++ compiler a quarter of a minute, asks each tensor in some ten nanoseconds.
+"""
+
+import ctypes
+import functools
+import types
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._dynamo import guards
+from torch._inductor.codecache import CppCodeCache
+
+_SOURCE = r"""
+#include <Python.h>
+#include <cstdint>
+#include <vector>
+
+struct Snapshot {
+  PyObject *attributes, *containers, *number, *anything;
+  PyObject *tensors, *written, *params, *without;
+  PyObject *guards, *version, *grad;
+  void* (*address)(PyObject*);
+  int64_t guarded, *addresses, *versions;
+};
+
+static PyObject* get(PyObject* attribute, PyObject* of) {
+  return reinterpret_cast<PyGetSetDescrObject*>(attribute)->d_getset->get(
+      of, reinterpret_cast<PyGetSetDescrObject*>(attribute)->d_getset->closure);
+}
+
+static int64_t version_of(const Snapshot* s, PyObject* tensor) {
+  PyObject* number = get(s->version, tensor);
+  if (!number) {
+    PyErr_Clear();
+    return -1;
+  }
+  const int64_t found = PyLong_AsLongLong(number);
+  Py_DECREF(number);
+  return found;
+}
+
+static bool same(const Snapshot* s, PyObject* found, PyObject* expected) {
+  if (found == expected || expected == s->anything) return true;
+  if (expected == s->number) return PyFloat_CheckExact(found);
+  return PyFloat_CheckExact(found) && PyFloat_CheckExact(expected) &&
+         PyFloat_AS_DOUBLE(found) == PyFloat_AS_DOUBLE(expected);
+}
+
+static bool same_dict(const Snapshot* s, PyObject* dict, PyObject* items) {
+  const Py_ssize_t size = PyTuple_GET_SIZE(items);
+  if (PyDict_GET_SIZE(dict) * 2 != size) return false;
+  PyObject *key, *value;
+  Py_ssize_t at = 0, k = 0;
+  while (PyDict_Next(dict, &at, &key, &value)) {
+    if (k + 1 >= size || key != PyTuple_GET_ITEM(items, k)) return false;
+    if (!same(s, value, PyTuple_GET_ITEM(items, k + 1))) return false;
+    k += 2;
+  }
+  return k == size;
+}
+
+static bool same_list(PyObject* list, PyObject* items) {
+  const Py_ssize_t size = PyTuple_GET_SIZE(items);
+  if (PyList_GET_SIZE(list) != size) return false;
+  for (Py_ssize_t k = 0; k < size; ++k)
+    if (PyList_GET_ITEM(list, k) != PyTuple_GET_ITEM(items, k)) return false;
+  return true;
+}
+
+static bool same_containers(const Snapshot* s) {
+  const Py_ssize_t size = PyTuple_GET_SIZE(s->containers);
+  for (Py_ssize_t k = 0; k < size; k += 2) {
+    PyObject* one = PyTuple_GET_ITEM(s->containers, k);
+    PyObject* items = PyTuple_GET_ITEM(s->containers, k + 1);
+    if (PyDict_Check(one) ? !same_dict(s, one, items) : !same_list(one, items)) return false;
+  }
+  return true;
+}
+
+static bool same_tensors(const Snapshot* s) {
+  const Py_ssize_t size = PyTuple_GET_SIZE(s->tensors);
+  for (Py_ssize_t k = 0; k < size; ++k) {
+    void* found = s->address(PyTuple_GET_ITEM(s->tensors, k));
+    if (reinterpret_cast<int64_t>(found) != s->addresses[k]) return false;
+  }
+  const Py_ssize_t written = PyTuple_GET_SIZE(s->written);
+  for (Py_ssize_t k = 0; k < written; ++k)
+    if (version_of(s, PyTuple_GET_ITEM(s->written, k)) != s->versions[k]) return false;
+  return true;
+}
+
+static bool no_gradients(const Snapshot* s) {
+  const Py_ssize_t size = PyTuple_GET_SIZE(s->without);
+  for (Py_ssize_t k = 0; k < size; ++k) {
+    PyObject* found = get(s->grad, PyTuple_GET_ITEM(s->without, k));
+    if (!found) return false;
+    Py_DECREF(found);
+    if (found != Py_None) return false;
+  }
+  return true;
+}
+
+static int same_gradients(const Snapshot* s, std::vector<PyObject*>& grads) {
+  const Py_ssize_t size = PyTuple_GET_SIZE(s->params), before = PyTuple_GET_SIZE(s->tensors);
+  for (Py_ssize_t k = 0; k < size; ++k) {
+    PyObject* found = get(s->grad, PyTuple_GET_ITEM(s->params, k));
+    if (!found) return -1;
+    grads.push_back(found);
+    if (found == Py_None) return 0;
+    s->addresses[before + k] = reinterpret_cast<int64_t>(s->address(found));
+  }
+  std::vector<PyObject*> all;
+  all.reserve(s->guarded + size);
+  for (int64_t k = 0; k < s->guarded; ++k) all.push_back(PyTuple_GET_ITEM(s->tensors, k));
+  all.insert(all.end(), grads.begin(), grads.end());
+  PyObject* answer = PyObject_Vectorcall(s->guards, all.data(), all.size(), nullptr);
+  if (!answer) return -1;
+  const int alike = PyObject_IsTrue(answer);
+  Py_DECREF(answer);
+  return alike;
+}
+
+extern "C" int unchanged(const Snapshot* s, PyObject* attributes) {
+  const bool alike = same_dict(s, attributes, s->attributes) && same_containers(s) &&
+                     same_tensors(s) && no_gradients(s);
+  if (!alike) return PyErr_Occurred() ? -1 : 0;
+  std::vector<PyObject*> grads;
+  const int answer = same_gradients(s, grads);
+  for (PyObject* one : grads) Py_DECREF(one);
+  return answer;
+}
+
+extern "C" void gather(const int64_t* addresses, const int64_t* source, const int64_t* offset,
+                       int64_t size, int64_t* table) {
+  for (int64_t k = 0; k < size; ++k) table[k] = addresses[source[k]] + offset[k];
+}
+
+extern "C" void settle(const Snapshot* s) {
+  const Py_ssize_t written = PyTuple_GET_SIZE(s->written);
+  for (Py_ssize_t k = 0; k < written; ++k)
+    s->versions[k] = version_of(s, PyTuple_GET_ITEM(s->written, k));
+}
+"""
+_ATTRIBUTE = types.GetSetDescriptorType
+NUMBER, ANYTHING = object(), object()
+"""Stand for whatever float, or whatever there is, as the value of a key."""
+
+
+class _Fields(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.py_object) for name in ("attributes", "containers", "number", "anything")),
+        *((name, ctypes.py_object) for name in ("tensors", "written", "params", "without")),
+        *((name, ctypes.py_object) for name in ("guards", "version", "grad")),
+        ("address", ctypes.c_void_p),
+        ("guarded", ctypes.c_int64),
+        ("addresses", ctypes.c_void_p),
+        ("versions", ctypes.c_void_p),
+    ]
+
+
+@functools.cache
+def _library() -> Any:
+    """Return the compiled functions, which hold the lock of the interpreter while they run."""
+    library = ctypes.PyDLL(CppCodeCache.load(_SOURCE)._name)
+    library.unchanged.restype = ctypes.c_int
+    library.settle.restype = library.gather.restype = None
+    return library
+
+
+@dataclass
+class Contents:
+    """What a snapshot compares."""
+
+    attributes: Sequence[Any]
+    """The items of a dict that is handed to each comparison, since it is not to be kept alive."""
+    containers: Sequence[tuple[Any, Sequence[Any]]]
+    """Lists and dicts, each with its items: of a dict key, value, key, value. Floats are compared
+    by value, all else by identity, and `NUMBER` and `ANYTHING` stand for others."""
+    guarded: Sequence[Tensor]
+    """Tensors of which all is compared: the object, its address, class, dtype, device, sizes and
+    strides."""
+    others: Sequence[Tensor]
+    """Tensors of which the object and its address are compared."""
+    written: Sequence[Tensor]
+    """Those of them whose version counter is compared with the last that was noted."""
+    params: Sequence[Tensor]
+    """Tensors whose gradients are there and are like the present ones, wherever they lie."""
+    without: Sequence[Tensor]
+    """Tensors that have no gradient."""
+
+
+class TensorSnapshot:
+    """What tensors and containers are now. It keeps them alive, but for the gradients."""
+
+    def __init__(self, contents: Contents, more: int = 0) -> None:
+        """Take it, all versions as they are.
+
+        Args:
+            contents: what is compared.
+            more: how many addresses of other tensors the caller will put at the end of `addresses`.
+
+        Raises RuntimeError and what compiling raises if this PyTorch, or this machine, cannot.
+        """
+        base = vars(torch._C.TensorBase)
+        version, grad = base["_version"], base["grad"]
+        if not isinstance(version, _ATTRIBUTE) or not isinstance(grad, _ATTRIBUTE):
+            raise RuntimeError("attributes of tensors are not what they are compiled for")
+        self.tensors = (*contents.guarded, *contents.others)
+        self.params = tuple(contents.params)
+        self.written = tuple(contents.written)
+        grads = [p.grad for p in self.params]
+        present = [t.data_ptr() for t in (*self.tensors, *grads)]
+        self.addresses = array("q", [*present, *(0 for _ in range(more))])
+        """Those of the guarded tensors, the others, the gradients in the last call, and more."""
+        self.versions = array("q", (t._version for t in self.written))
+        like = [*contents.guarded, *grads]
+        alike = guards.TensorGuards(*like, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        items = ((one, tuple(found)) for one, found in contents.containers)
+        self._kept = _Fields(
+            tuple(contents.attributes),
+            tuple(part for pair in items for part in pair),
+            NUMBER,
+            ANYTHING,
+            self.tensors,
+            self.written,
+            self.params,
+            tuple(contents.without),
+            alike.check,
+            version,
+            grad,
+            guards._torchinductor_pyobject_tensor_data_ptr,
+            len(contents.guarded),
+            self.addresses.buffer_info()[0],
+            self.versions.buffer_info()[0],
+        )
+        self._at = ctypes.byref(self._kept)
+        self._library = _library()
+
+    def unchanged(self, attributes: dict[str, Any]) -> bool:
+        """Tell whether all is as it was; then `addresses` has those of the gradients too."""
+        return bool(self._library.unchanged(self._at, ctypes.py_object(attributes)))
+
+    def gather(self, source: "array[int]", offset: "array[int]", table: "array[int]") -> None:
+        """Fill a table: each entry is the address at `source`, and so many bytes on."""
+        pointers = [ctypes.c_void_p(a.buffer_info()[0]) for a in (self.addresses, source, offset)]
+        end = ctypes.c_int64(len(table)), ctypes.c_void_p(table.buffer_info()[0])
+        self._library.gather(*pointers, *end)
+
+    def settle(self) -> None:
+        """Note the versions as they are now."""
+        self._library.settle(self._at)
