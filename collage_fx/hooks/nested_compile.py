@@ -6,6 +6,8 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C._dynamo.guards import GlobalStateGuard
 from torch.compiler import set_stance
 
 from collage_fx.hooks.counted import Counted
@@ -34,6 +36,18 @@ def _compile_again() -> None:
 
 # The stance is one for all threads.
 _FORCED = Counted(_compile_nothing, _compile_again)
+
+
+class GlobalState:
+    """What PyTorch's operations depend on beside their operands, as Dynamo guards it."""
+
+    def __init__(self) -> None:
+        self.guard = GlobalStateGuard()
+
+    def same(self) -> bool:
+        """Tell whether it is as it was, and operations are neither watched nor replaced."""
+        modes = _len_torch_dispatch_stack() or _len_torch_function_stack()
+        return bool(self.guard.check()) and not modes and not stance_is_eager()
 
 
 def stance_is_eager() -> bool:

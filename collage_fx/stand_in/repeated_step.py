@@ -17,14 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
-from torch._C._dynamo.guards import GlobalStateGuard
 from torch.optim import Optimizer
 
 from collage_fx.compilation.layout_guards import is_plain
 from collage_fx.compilation.partition import Direct, KernelCall
 from collage_fx.compilation.side_inputs import Code, Observed
-from collage_fx.hooks.nested_compile import stance_is_eager
+from collage_fx.hooks.nested_compile import GlobalState
 from collage_fx.hooks.optimizer_hooks import is_seen_by_others
 from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS
 from collage_fx.record.steps import Steps
@@ -74,7 +72,7 @@ class RepeatedStep:
         code = stand_ins.code
         assert code is not None
         self.steps, self.code = steps, code
-        self.generation, self.globals = STORE.generation, GlobalStateGuard()
+        self.generation, self.globals = STORE.generation, GlobalState()
         self.residuals = [residual for _, residual in observed.residuals.current]
         self.direct = direct = _direct(code, observed)
         numbers = _numbers(optimizer, stand_ins, observed)
@@ -138,10 +136,7 @@ class RepeatedStep:
         return bool(
             self.generation == STORE.generation
             and self.steps.traces
-            and self.globals.check()
-            and not _len_torch_dispatch_stack()
-            and not _len_torch_function_stack()
-            and not stance_is_eager()
+            and self.globals.same()
             and not is_seen_by_others(optimizer)
         )
 

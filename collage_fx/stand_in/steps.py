@@ -53,7 +53,7 @@ class StandInSteps:
         """The last step, to be done again."""
         self.observed: tuple[StandIns, Observed] | None = None
         """What the graph of the last step was given, if that was looked at."""
-        self.wait = 0
+        self.wait = _NEVER if "repeat" in session.config.without else 0
         """Steps until it is worth while to look at one again."""
         self.waited = 0
         """What that was, since one was repeated: it doubles, for steps that are never the same."""

@@ -58,18 +58,21 @@ def scalars_of(
     for cone in cones:
         for node in cone:
             seen[node] = seen.get(node, 0) + 1
+    device = next(value_of(n).device for n in rewritten.members[0].inputs if value_of(n).dim())
+    # What comes of numbers of the host alone, such as a learning rate that changes, is made there.
     own = [
-        [n for n in _depending(cone, alone(member)) if seen[n] == 1]
-        for cone, member in zip(cones, rewritten.members, strict=True)
+        [n for n in _depending(cone, alone(m)) if seen[n] == 1 and value_of(n).device == device]
+        for cone, m in zip(cones, rewritten.members, strict=True)
     ]
     if not all(own):
         return None
     parts = [make_slice(nodes, states, stored) for nodes in own]
     feeds = [_feeds(m, part) for m, part in zip(rewritten.members, parts, strict=True)]
     alike = all(p.key == parts[0].key for p in parts) and all(f == feeds[0] for f in feeds)
-    devices = {value_of(n).device for part in parts for n in part.inputs + part.outputs}
+    # A launch brings such numbers along.
+    given = {value_of(n).device for part in parts for n in part.inputs}
     closed = all(map(_closed, parts, rewritten.members))
-    if not (alike and closed and len(devices) == 1):
+    if not (alike and closed and given <= {device, torch.device("cpu")}):
         return None
     lowered = _lower(parts[0])
     return Scalars(parts, feeds[0], lowered) if lowered is not None else None

@@ -24,7 +24,7 @@ CASTS = frozenset({CONVERT, torch.ops.aten._to_copy.default})
 """The operations whose result is the value of their operand in another dtype."""
 SAME_VALUE = CASTS | {torch.ops.aten.clone.default}
 """Those, and copies: what a value depends on is the same before and after."""
-OPTIONAL = ("denominator", "deduplicate", "escape")
+OPTIONAL = ("denominator", "deduplicate", "escape", "repeat")
 """The passes that may be left out, for debugging; the first two run before AOTAutograd.
 
 The others each make what the next one reads.

@@ -1,12 +1,15 @@
 """What Inductor emits for a GPU where each member of a class has a kernel of its own."""
 
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from graphs import capture_optimizer
 from kernels import (
     CASES,
     PER_THREAD,
+    SHAPES,
     Case,
     captured,
     instructions,
@@ -89,11 +92,28 @@ def test_the_check_on_roundings_can_fail() -> None:
     assert rounded(counts) < PER_THREAD * roundings(of_class)
 
 
-def test_a_step_of_many_parameters_is_two_kernels_and_no_kernel_of_inductor() -> None:
-    case = CASES["adamw-plus"]
-    capture = captured(case)
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("rate", ["constant", "tensor", "scheduled"])
+def test_a_step_of_many_parameters_is_two_kernels_and_no_kernel_of_inductor(
+    rate: str, foreach: bool
+) -> None:
+    """With a rate on the host, Inductor has what comes of it alone: 0-d, on the host, once."""
+    if rate == "tensor" and foreach:
+        pytest.skip("torch.optim wants capturable=True then, for which there must be a GPU")
+    options: dict[str, Any] = {"lr": torch.tensor(1e-3)} if rate == "tensor" else {}
+    capture = capture_optimizer(
+        torch.optim.AdamW,
+        shapes=SHAPES,
+        scheduled=rate == "scheduled",
+        foreach=foreach,
+        **options,
+    )
     with virtual_gpu():
-        program = on_gpu(capture, case.settings)
+        program = on_gpu(capture, CASES["adamw-plus"].settings, rate_on_host=rate != "constant")
     assert program.result is not None and [r.apart for r in program.rewritten] == [""]
     direct = collage_fx.compilation.partition.split(program.result)
-    assert direct is not None and direct.rest is None and len(direct.calls) == 2
+    assert direct is not None and len(direct.calls) == 2
+    rest = direct.rest.graph.nodes if direct.rest is not None else ()
+    made = [n.meta["val"] for n in rest if n.op == "call_function"]
+    assert bool(made) == (rate != "constant")
+    assert all(not v.dim() and v.device.type == "cpu" for v in made)

@@ -122,8 +122,16 @@ def _owner(tensor: Tensor) -> Owner:
     return "param" if tensor.requires_grad and tensor.is_leaf else "tensor"
 
 
-def capture(step: Callable[..., Any], *args: Any) -> Captured:
-    """Return the graph that `step(*args)` compiles to; it must be one graph."""
+def capture(
+    step: Callable[..., Any], *args: Any, between: Callable[[], Any] | None = None
+) -> Captured:
+    """Return the graph that `step(*args)` compiles to; it must be one graph.
+
+    Args:
+        step: what is called.
+        args: with which arguments.
+        between: what is done before a second call, whose graph is returned then.
+    """
     captured: list[Captured] = []
 
     def keep(dynamo: GraphModule, functional: GraphModule) -> Callable[[list[Any]], list[None]]:
@@ -148,9 +156,13 @@ def capture(step: Callable[..., Any], *args: Any) -> Captured:
 
     torch.compiler.reset()
     with torch.no_grad():
-        torch.compile(step, backend=backend)(*args)
-    assert len(captured) == 1, f"{len(captured)} graphs"
-    return captured[0]
+        compiled = torch.compile(step, backend=backend)
+        compiled(*args)
+        if between is not None:
+            between()
+            compiled(*args)
+    assert len(captured) == 1 + (between is not None), f"{len(captured)} graphs"
+    return captured[-1]
 
 
 @functools.cache
@@ -159,9 +171,13 @@ def capture_optimizer(
     *,
     shapes: Sequence[tuple[int, ...]] = ((4, 3),),
     dtype: torch.dtype = BF16,
+    scheduled: bool = False,
     **options: Any,
 ) -> Captured:
-    """Return the graph of an optimizer's second step, where all of its states exist."""
+    """Return the graph of an optimizer's second step, where all of its states exist.
+
+    If it is scheduled, that of a step whose learning rate, a float, is another than before.
+    """
     generator = torch.Generator().manual_seed(0)
     params = [
         torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes
@@ -170,7 +186,9 @@ def capture_optimizer(
         p.grad = torch.randn(p.shape, generator=generator).to(dtype)
     optimizer = kind(params, **options)
     optimizer.step()
-    return capture(optimizer.step)
+    (group,) = optimizer.param_groups
+    between = (lambda: group.update(lr=group["lr"] / 2)) if scheduled else None
+    return capture(optimizer.step, between=between)
 
 
 def text(module: GraphModule | None) -> str:

@@ -33,7 +33,7 @@ from triton.runtime.driver import driver
 
 from collage_fx.compilation.inductor import compile_rewritten
 from collage_fx.compilation.partition import split
-from collage_fx.passes.ir.program import Program, Settings, graph_of
+from collage_fx.passes.ir.program import Program, Settings, graph_of, mutations
 from collage_fx.passes.pipeline import run_passes
 
 _PROPERTIES = types.SimpleNamespace(
@@ -125,18 +125,34 @@ def virtual_gpu() -> Iterator[None]:
         _forget()
 
 
-def on_gpu(captured: Captured, settings: Settings) -> Program:
-    """Run the passes on the graph of a step as it would be on a GPU."""
+def on_gpu(captured: Captured, settings: Settings, *, rate_on_host: bool = False) -> Program:
+    """Run the passes on the graph of a step as it would be on a GPU.
+
+    Args:
+        captured: the step.
+        settings: of the passes.
+        rate_on_host: whether 0-d tensors that it does not write are on the CPU, where Dynamo has
+            floats that change.
+    """
     graph = copy.deepcopy(captured.functional)
     for node in graph.graph.nodes:
-        if "device" in node.kwargs:
+        # PyTorch makes constants beside a float that changes where that is.
+        val = node.meta.get("val")
+        constant = rate_on_host and getattr(val, "dtype", None) == torch.float64
+        if "device" in node.kwargs and not constant:
             node.kwargs = {**node.kwargs, "device": torch.device("cuda", 0)}
     graph.recompile()
-    metas = [node.meta for node in captured.functional.graph.find_nodes(op="placeholder")]
+    placeholders = list(captured.functional.graph.find_nodes(op="placeholder"))
+    metas = [node.meta for node in placeholders]
+    written = mutations(captured.functional.graph)
+    far = [rate_on_host and not n.meta["val"].dim() and n not in written for n in placeholders]
+    assert any(far) == rate_on_host
     with FakeTensorMode():
         inputs = [
-            torch.empty_strided(v.size(), v.stride(), dtype=v.dtype, device="cuda:0")
-            for v in (meta["val"] for meta in metas)
+            torch.empty_strided(
+                v.size(), v.stride(), dtype=v.dtype, device="cpu" if host else "cuda:0"
+            )
+            for v, host in zip((meta["val"] for meta in metas), far, strict=True)
         ]
         moved = make_fx(graph)(*inputs)
     for node, meta in zip(moved.graph.find_nodes(op="placeholder"), metas, strict=True):

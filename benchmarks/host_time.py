@@ -1,0 +1,135 @@
+"""Where the time of an AdamW step over many small tensors goes, on a CPU.
+
+For each number of tensors of 64 elements: the median and the 95th percentile of a step in
+milliseconds, one thread, steps of all ways taking turns, and the parts of a repeated step in
+microseconds: what is not the kernels' is the host's. "python" looks at each tensor in Python in
+each step, as all steps did before. "compiled" is torch.compile's plain bf16, for --plain tensors at
+most: it compiles a minute or more. Written to benchmarks/results/host_time.json.
+"""
+
+import argparse
+import contextlib
+import json
+import logging
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from steps import conditions, parameters
+from torch.autograd import graph
+from torch.optim import AdamW, Optimizer
+
+import collage_fx
+from collage_fx.runtime.kernels.cpp_loop import Loop
+from collage_fx.runtime.kernels.tensor_snapshot import TensorSnapshot
+
+PARTS = {
+    "comparison": (TensorSnapshot, "unchanged"),
+    "tables of addresses": (TensorSnapshot, "gather"),
+    "kernels": (Loop, "launch"),
+    "version counters": (graph, "increment_version"),
+    "noting versions": (TensorSnapshot, "settle"),
+}
+Step = Callable[[], Any]
+
+
+def ways(count: int, plain: int) -> dict[str, Step]:
+    """Return what takes a step in each way, over parameters of its own."""
+
+    def made(**options: Any) -> Optimizer:
+        return AdamW(parameters([(64,)] * count), lr=1e-3, **options)
+
+    found: dict[str, Step] = {}
+    scheduled = made()
+    step = collage_fx.compile(scheduled)
+    taken = iter(range(1, 1 << 30))
+
+    def with_schedule() -> None:
+        scheduled.param_groups[0]["lr"] = 1e-3 / next(taken)
+        step()
+
+    found["repeated"] = collage_fx.compile(made())
+    found["repeated, another rate each step"] = with_schedule
+    found["python"] = collage_fx.compile(made(), without=("repeat",))
+    found["plain bf16, fused"] = made(fused=True).step
+    if count <= plain:
+        found["plain bf16, compiled"] = torch.compile(made().step)
+    return found
+
+
+@contextlib.contextmanager
+def timed() -> Iterator[dict[str, float]]:
+    """Within, yield the seconds spent in each part."""
+    spent = dict.fromkeys(PARTS, 0.0)
+
+    def wrapped(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return function(*args)
+            finally:
+                spent[name] += time.perf_counter() - start
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for name, (owner, attribute) in PARTS.items():
+            function = wrapped(name, getattr(owner, attribute))
+            stack.enter_context(patch.object(owner, attribute, function))
+        yield spent
+
+
+def measured(count: int, rounds: int, plain: int) -> dict[str, Any]:
+    """Return the figures for a number of tensors."""
+    steps = ways(count, plain)
+    for name, step in steps.items():
+        print(f"{count} tensors: {name}", flush=True)
+        for _ in range(8):
+            step()
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            start = time.perf_counter()
+            step()
+            times[name].append(1e3 * (time.perf_counter() - start))
+    found: dict[str, Any] = {}
+    for name, all_times in times.items():
+        late = sorted(all_times)
+        found[name] = {
+            "median, ms": round(statistics.median(late), 3),
+            "95th, ms": round(late[int(0.95 * (len(late) - 1))], 3),
+        }
+    with timed() as spent:
+        for _ in range(rounds):
+            steps["repeated"]()
+    found["parts of a repeated step, us"] = {
+        k: round(1e6 * s / rounds, 1) for k, s in spent.items()
+    }
+    return found
+
+
+def main() -> None:
+    """Measure, print and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tensors", nargs="+", type=int, default=[300, 1000])
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--plain", type=int, default=300)
+    parser.add_argument("--out", default=str(Path(__file__).parent / "results/host_time.json"))
+    given = parser.parse_args()
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {**conditions()}
+    for count in given.tensors:
+        results[f"{count} of 64 elements"] = found = measured(count, given.rounds, given.plain)
+        print(json.dumps(found, indent=1), flush=True)
+    Path(given.out).write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
