@@ -99,7 +99,8 @@ class Direct:
     @property
     def made(self) -> int:
         """How many values `rest` makes."""
-        return len(self.rest.graph.output_node().args[0]) if self.rest is not None else 0
+        results: Any = self.rest.graph.output_node().args[0] if self.rest is not None else ()
+        return len(results)
 
     @property
     def writes(self) -> bool:

@@ -97,7 +97,8 @@ class SideInputs:
     @contextmanager
     def observed(self) -> Iterator[list[Observed]]:
         """Within, the calls of this thread are noted in the list."""
-        self.calls.observed = found = []
+        found: list[Observed] = []
+        self.calls.observed = found
         try:
             yield found
         finally:

@@ -12,7 +12,7 @@ what they were is checked here, before each step, as its guards would.
 import inspect
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -79,8 +79,9 @@ class StandInSteps:
             return False, False, None
         optimizer = self.optimizer()
         closure = args[0] if args else kwargs.get("closure")
-        called, loss = closure is not None and not is_seen_by_others(optimizer), None
-        if called:
+        called, loss = False, None
+        if closure is not None and not is_seen_by_others(optimizer):
+            called = True
             with torch.enable_grad():
                 loss = closure()
         if (called or closure is None) and self.last is not None and self.last.run(optimizer):
@@ -150,7 +151,9 @@ class StandInSteps:
         stand_ins.done = False
         self.session.stand_ins = stand_ins
         side = stand_ins.code.side if stand_ins.code is not None else None
-        looks = side.observed() if side is not None and not self.wait else nullcontext([])
+        looks: AbstractContextManager[list[Observed]] = nullcontext([])
+        if side is not None and not self.wait:
+            looks = side.observed()
         self.wait -= self.wait > 0
         try:
             with looks as found, stand_ins.few.of(optimizer), torch.no_grad():

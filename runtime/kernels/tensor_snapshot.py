@@ -216,7 +216,7 @@ class TensorSnapshot:
         self.tensors = (*contents.guarded, *contents.others)
         self.params = tuple(contents.params)
         self.written = tuple(contents.written)
-        grads = [p.grad for p in self.params]
+        grads = [p.grad for p in self.params if p.grad is not None]
         present = [t.data_ptr() for t in (*self.tensors, *grads)]
         self.addresses = array("q", [*present, *(0 for _ in range(more))])
         """Those of the guarded tensors, the others, the gradients in the last call, and more."""
@@ -236,7 +236,7 @@ class TensorSnapshot:
             alike.check,
             version,
             grad,
-            guards._torchinductor_pyobject_tensor_data_ptr,
+            guards._torchinductor_pyobject_tensor_data_ptr,  # type: ignore[attr-defined]
             len(contents.guarded),
             self.addresses.buffer_info()[0],
             self.versions.buffer_info()[0],
