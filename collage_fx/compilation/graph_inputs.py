@@ -98,7 +98,7 @@ class Inputs:
         self.again = again
         placeholders = gm.graph.find_nodes(op="placeholder")
         self.place = {node: i for i, node in enumerate(placeholders)}
-        self.sources = [source_name(getattr(n, "_dynamo_source", None)) for n in placeholders]
+        self.sources = sources_of(gm)
 
     def release(self) -> None:
         """Let go of tensors and optimizers, which what is compiled must not keep alive."""
@@ -197,6 +197,12 @@ class Inputs:
         # An attribute of the optimizer being compiled, though not in its state.
         own = self.of_optimizer and not (owner == "buffer" or name.endswith(".grad"))
         return Carried(index, name, owner, False, val, owned=own)
+
+
+def sources_of(gm: GraphModule) -> list[str]:
+    """Return where each argument of a graph of Dynamo's comes from, by Dynamo's name of it."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    return [source_name(getattr(n, "_dynamo_source", None)) for n in placeholders]
 
 
 def source_behind(descriptor: Any, placeholders: Sequence[int] | None) -> int | str | Part | None:

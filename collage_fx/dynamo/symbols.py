@@ -15,7 +15,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule
 
-from collage_fx.optimizer.ownership import source_name
+from collage_fx.compilation.graph_inputs import sources_of
 
 
 class Symbols:
@@ -27,10 +27,7 @@ class Symbols:
             i: memo for i, x in enumerate(self.examples) if (memo := _item_of(x)) is not None
         }
         """For 0-d tensors, as Dynamo hands in floats that change, the symbol of their value."""
-        self.sources = [
-            source_name(getattr(n, "_dynamo_source", None))
-            for n in gm.graph.find_nodes(op="placeholder")
-        ]
+        self.sources = sources_of(gm)
         """Where each argument comes from, by Dynamo's name of it."""
         modes = [x.fake_mode for x in self.examples if isinstance(x, FakeTensor)]
         # Dynamo's own, not the one that it begins for a backend: that has not seen these tensors.

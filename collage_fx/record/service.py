@@ -33,6 +33,10 @@ class Service:
         self.subject = subject
         self.served: dict[Any, Served] = {}
         """Place of a state -> what became of it."""
+        self.written: list[Served] = []
+        """What the graphs of the last step wrote."""
+        self.repeats = 0
+        """How often that has been done again since."""
 
     def of(self, owned: Owned) -> Served:
         """Return the record of a state."""
@@ -57,6 +61,13 @@ class Service:
         served.recurrence = plan.recurrence
         if plan.refused:
             self.session.warn_once(f"not compensated: {plan.reason}")
+
+    def count_repeats(self) -> None:
+        """Note the steps that did what the last one did."""
+        for served in self.written if self.repeats else ():
+            served.graph += self.repeats
+            served.judged += self.repeats
+        self.repeats = 0
 
     def note(self, owned: Owned, plan: StatePlan | None) -> None:
         """Note that a segment has written a state: by the passes, with this verdict, or joined."""

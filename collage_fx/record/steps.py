@@ -80,10 +80,6 @@ class Steps:
         """State -> its version at the beginning of the step."""
         self.places: set[Any] = set()
         """The places that had a state then."""
-        self.counted: list[tuple[Served, StatePlan]] = []
-        """What the graphs of the last step wrote, if all of it was theirs."""
-        self.repeats = 0
-        """How often that has been done again since."""
         self.known: tuple[int, list[int]] = (-1, [])
         """The generation of the store, and the memory of all tensors, when states were looked for;
         the tensors, and which of them are states: it must not keep them alive."""
@@ -148,14 +144,7 @@ class Steps:
     def repeated(self) -> None:
         """Note a step that did what the last one did, by the same graphs to the same states."""
         self.steps += 1
-        self.repeats += 1
-
-    def count_repeats(self) -> None:
-        """Note them in the record of the states."""
-        for served, _ in self.counted if self.repeats else ():
-            served.graph += self.repeats
-            served.judged += self.repeats
-        self.repeats = 0
+        self.service.repeats += 1
 
     def see_results(self, results: Any) -> None:
         """Say so if a function returns new values of its states, and writes none."""
@@ -168,7 +157,7 @@ class Steps:
 
     def _begin(self) -> None:
         """Take up the states as they are now, or at the first operation outside of graphs."""
-        self.count_repeats()
+        self.service.count_repeats()
         self.steps += 1
         if self.steps == 1:
             self._go_on()
@@ -371,11 +360,11 @@ class Steps:
         return unaccounted
 
     def _count(self, by_graph: dict[int, tuple[Tensor, StatePlan]]) -> None:
-        self.counted = []
+        self.service.written = []
         for key, (tensor, plan) in by_graph.items():
             served = self.of_tensor.get(key) or self.of_memory.get(_memory(tensor))
             served = served or self.service.unknown(tensor, plan)
-            self.counted.append((served, plan))
+            self.service.written.append(served)
             self.service.count_graph(served, plan)
 
     def _settle(self) -> list[str]:

@@ -7,7 +7,6 @@ and the kernels are called from here. What the compiled code does not see, such 
 state, is asked for beside it. Whatever has changed, the step is done as any other.
 """
 
-import itertools
 import math
 import re
 from array import array
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from collage_fx.compilation.layout_guards import is_plain
+from collage_fx.compilation.layout_guards import guards_of, is_plain
 from collage_fx.compilation.partition import Direct, KernelCall
 from collage_fx.compilation.side_inputs import Code, Observed
 from collage_fx.hooks.nested_compile import GlobalState
@@ -88,12 +87,11 @@ class RepeatedStep:
         place |= {number: self.first + k for k, number in enumerate(numbers)}
         if any(id(t) not in place for t in observed.inputs):
             raise Unrepeatable("it takes other tensors than parameters, gradients and states")
-        count = [len(code.seeded), len(direct.constants), direct.made]
-        later = iter(range(self.first + len(numbers), self.first + len(numbers) + sum(count)))
-        seeds, constants, made = (list(itertools.islice(later, n)) for n in count)
-        places = [place[id(t)] for t in observed.inputs] + seeds
-        places += [place[id(m)] for m in memory] + constants + made
-        self.snapshot = TensorSnapshot(contents, len(numbers) + sum(count))
+        seeds = range(self.first + len(numbers), self.first + len(numbers) + len(code.seeded))
+        made = range(seeds.stop, seeds.stop + direct.made)
+        places = [*(place[id(t)] for t in observed.inputs), *seeds]
+        places += [*(place[id(m)] for m in memory), *made]
+        self.snapshot = TensorSnapshot(contents, made.stop - self.first)
         for slot, residual in enumerate(self.residuals):
             residual.keep_version(self.snapshot.versions, slot)
         tensors = [*observed.inputs, *(None for _ in seeds), *memory]
@@ -117,11 +115,7 @@ class RepeatedStep:
         side, direct = self.code.side, self.direct
         seeds = side.draw(self.residuals, self.code.seeded) if side is not None else []
         made = direct.make({i: numbers[k] for i, k in self.given.items()})
-        first = self.first
-        for t in (*numbers, *seeds):
-            snapshot.addresses[first] = t.data_ptr()
-            first += 1
-        for at, t in enumerate(made, first + len(direct.constants)):
+        for at, t in enumerate((*numbers, *seeds, *made), self.first):
             snapshot.addresses[at] = t.data_ptr()
         for one in self.launches:
             snapshot.gather(one.source, one.offset, one.table)
@@ -206,6 +200,7 @@ def _contents(
         written=[t for t, _ in observed.residuals.current],
         params=stand_ins.params,
         without=stand_ins.without,
+        alike=guards_of([*guarded, *(p.grad for p in stand_ins.params)]).check,
     )
 
 

@@ -72,8 +72,8 @@ class StandInSteps:
             kwargs: the same by name.
 
         Returns:
-            Whether it is done, whether the closure was called, which is not to be done again, and
-            what that returned.
+            Whether it is done, whether what is left is to be done without the closure, which was
+            called, and what that returned.
         """
         if self.last is None or len(args) + len(kwargs) > 1 or kwargs.keys() - {"closure"}:
             return False, False, None
@@ -86,18 +86,20 @@ class StandInSteps:
                 loss = closure()
         if (called or closure is None) and self.last is not None and self.last.run(optimizer):
             self.waited = 0
-            return True, called, loss
+            return True, False, loss
         self.last = None
         return False, called, loss
 
-    def prepare_repeat(self, steps: Steps) -> None:
+    def prepare_repeat(self, steps: Steps, *, wanted: bool) -> None:
         """Take up the step that was just done, if it may be done again in the same way.
 
         Args:
             steps: the record of the steps.
+            wanted: whether the next step may be a repeated one.
         """
+        # Whatever comes of it, the gradients are let go of.
         observed, self.observed = self.observed, None
-        if observed is None or not steps.quiet or self.last is not None:
+        if observed is None or not wanted or not steps.quiet or self.last is not None:
             return
         self.waited = self.wait = 2 * self.waited + 1
         try:

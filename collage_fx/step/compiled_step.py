@@ -59,25 +59,27 @@ def compile_optimizer(
         with traceable(_alive(reference)) as wanted:
             return run(*args, **kwargs) if wanted else None
 
-    @functools.wraps(type(optimizer).step)
-    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        repeated, called, loss = repeat(args, kwargs)
-        if repeated:
-            self._opt_called = True  # type: ignore[attr-defined]
-            return loss
-        args, kwargs = ((), {}) if called else (args, kwargs)
-        if not supervisor.steps:
-            plain_steps.called(family(self))
+    def in_full(*args: Any, **kwargs: Any) -> Any:
         optimizer = _alive(reference)
         done = run_fused if is_fused(optimizer) else run
         if check.wanted:
             result = check.step(optimizer, done, args, kwargs)
         else:
             result = done(*args, **kwargs)
-        if not check.wanted:
-            prepare_repeat(supervisor)
+        prepare_repeat(supervisor, wanted=not check.wanted)
+        return result
+
+    @functools.wraps(type(optimizer).step)
+    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if not supervisor.steps:
+            plain_steps.called(family(self))
+        repeated, called, result = repeat(args, kwargs)
+        if called:
+            in_full()
+        elif not repeated:
+            result = in_full(*args, **kwargs)
         self._opt_called = True  # type: ignore[attr-defined]  # what schedulers look at
-        return loss if called else result
+        return result
 
     step._collage = session  # type: ignore[attr-defined]
     step._report = functools.partial(_report, supervisor, session)  # type: ignore[attr-defined]
@@ -215,7 +217,7 @@ def report_of(step: Any) -> Report:
 
 
 def _report(supervisor: Steps, session: Backend) -> Report:
-    supervisor.count_repeats()
+    supervisor.service.count_repeats()
     written = (s for s in supervisor.service.served.values() if s.steps and not s.is_gradient)
     return Report(
         supervisor.subject,

@@ -25,9 +25,10 @@ CASTS = frozenset({CONVERT, torch.ops.aten._to_copy.default})
 SAME_VALUE = CASTS | {torch.ops.aten.clone.default}
 """Those, and copies: what a value depends on is the same before and after."""
 OPTIONAL = ("denominator", "deduplicate", "escape", "repeat")
-"""The passes that may be left out, for debugging; the first two run before AOTAutograd.
+"""What may be left out, for debugging: two passes before AOTAutograd, one after it, and `repeat`,
+which does a step again without looking at each tensor in Python.
 
-The others each make what the next one reads.
+The other passes each make what the next one reads.
 """
 
 

@@ -9,7 +9,7 @@ import ctypes
 import functools
 import types
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -185,8 +185,7 @@ class Contents:
     """Lists and dicts, each with its items: of a dict key, value, key, value. Floats are compared
     by value, all else by identity, and `NUMBER` and `ANYTHING` stand for others."""
     guarded: Sequence[Tensor]
-    """Tensors of which all is compared: the object, its address, class, dtype, device, sizes and
-    strides."""
+    """Tensors of which all is compared: the object, its address, and what `alike` does."""
     others: Sequence[Tensor]
     """Tensors of which the object and its address are compared."""
     written: Sequence[Tensor]
@@ -195,6 +194,9 @@ class Contents:
     """Tensors whose gradients are there and are like the present ones, wherever they lie."""
     without: Sequence[Tensor]
     """Tensors that have no gradient."""
+    alike: Callable[..., bool]
+    """Tells whether its arguments, the guarded tensors and the gradients, are what they were in
+    class, dtype, device, sizes and strides."""
 
 
 class TensorSnapshot:
@@ -221,8 +223,6 @@ class TensorSnapshot:
         self.addresses = array("q", [*present, *(0 for _ in range(more))])
         """Those of the guarded tensors, the others, the gradients in the last call, and more."""
         self.versions = array("q", (t._version for t in self.written))
-        like = [*contents.guarded, *grads]
-        alike = guards.TensorGuards(*like, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         items = ((one, tuple(found)) for one, found in contents.containers)
         self._kept = _Fields(
             tuple(contents.attributes),
@@ -233,7 +233,7 @@ class TensorSnapshot:
             self.written,
             self.params,
             tuple(contents.without),
-            alike.check,
+            contents.alike,
             version,
             grad,
             guards._torchinductor_pyobject_tensor_data_ptr,  # type: ignore[attr-defined]
