@@ -8,7 +8,7 @@ from torch import Tensor
 from collage_fx.hooks import optimizer_hooks
 from collage_fx.optimizer.ownership import owners_of
 from collage_fx.runtime.residuals.dtensor import shard_of, sharded_like
-from collage_fx.runtime.residuals.store import STORE, Residual, checksum, storage_of
+from collage_fx.runtime.residuals.store import STORE, Residual, storage_of
 
 
 def residuals(tensor: Tensor) -> tuple[Tensor, ...]:
@@ -67,10 +67,10 @@ def _present(tensor: Tensor) -> Residual | None:
     """Return the residual of tensor if it belongs to its present value."""
     tensor = shard_of(tensor)
     residual = STORE.get(tensor)
-    if residual is None or residual.expected_checksum is None:
+    if residual is None or residual.expected is None:
         return residual if residual is not None and residual.belongs(tensor) else None
     # It stays what it is: the values that it was saved with may be loaded after it.
-    return residual if int(checksum(tensor)) == residual.expected_checksum else None
+    return residual if residual.expected(tensor, *residual.components) else None
 
 
 def _name_of(tensor: Tensor) -> str:

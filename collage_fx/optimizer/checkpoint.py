@@ -1,14 +1,18 @@
 """Residuals in an optimizer's ordinary state_dict() and load_state_dict().
 
-They travel as one more entry of each parameter group, `collage_fx`. Optimizers carry unknown group
-entries along untouched and uncast, so that a checkpoint loads before the first step as well, when
-nothing of this package has seen the optimizer yet, and loads into plain PyTorch.
+They are further states of their parameters there, see `saved_residuals`, and one more entry of each
+parameter group, `collage_fx`, says which format that is and what else a resumed run needs to know.
+Optimizers carry both along untouched, so that a checkpoint loads before the first step as well,
+when nothing of this package has seen the optimizer yet, and loads into plain PyTorch.
 """
 
-import copy
+import dataclasses
+import itertools
+import json
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,14 +21,39 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-from collage_fx.optimizer.copying import RECORDED, carry_over
-from collage_fx.optimizer.ownership import PARAM, owned_tensors, tensors_in
+from collage_fx.optimizer.copying import carry_over
+from collage_fx.optimizer.history import History, history_of, set_history
+from collage_fx.optimizer.ownership import PARAM, owned_tensors, params_of, tensors_in
+from collage_fx.optimizer.saved_residuals import (
+    SavedResidual,
+    entries_of,
+    is_entry,
+    read_entries,
+    without_entries,
+)
 from collage_fx.runtime.errors import CheckpointError, CollageWarning, ResidualError
 from collage_fx.runtime.residuals.dtensor import shard_of
-from collage_fx.runtime.residuals.store import STORE, check_components, checksum, clear_stale
+from collage_fx.runtime.residuals.store import STORE, check_components, clear_stale
 
 ENTRY = "collage_fx"
-FORMAT = 1
+FORMAT = 2
+_NEEDS = "0.1"
+"""The first version of collage_fx that reads this format."""
+
+
+@dataclass
+class _Loaded:
+    """What a state dict says of residuals."""
+
+    residuals: dict[tuple[int, str], SavedResidual] = field(default_factory=dict)
+    """(position of the parameter among all, key of the tensor) -> its residual."""
+    history: History = field(default_factory=History)
+    uncast: dict[tuple[int, Any], Tensor] = field(default_factory=dict)
+    """(the same position, key of a state) -> it, where PyTorch casts it to another dtype."""
+
+
+_LOADING = WeakIdKeyDictionary()
+"""Optimizer -> what is loaded while its load_state_dict() runs."""
 
 _ATTACHED = WeakIdKeyDictionary()
 """The optimizers whose checkpoints hold residuals, as a set; classes may define __eq__."""
@@ -33,7 +62,7 @@ _ATTACHED = WeakIdKeyDictionary()
 def attach(optimizer: Optimizer) -> None:
     """Make state_dict() of the optimizer hold its residuals and load_state_dict() restore them.
 
-    Residuals that a checkpoint left in the parameter groups before are taken over. Copies of the
+    Residuals that a checkpoint has left among the states before are taken over. Copies of the
     optimizer are like it in this. Idempotent.
     """
     if optimizer in _ATTACHED or not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
@@ -42,21 +71,22 @@ def attach(optimizer: Optimizer) -> None:
     carry_over(optimizer)
     if _save not in optimizer._optimizer_state_dict_post_hooks.values():  # as in a copy
         optimizer.register_state_dict_post_hook(_save)
-        optimizer.register_load_state_dict_pre_hook(_check)
+        optimizer.register_load_state_dict_pre_hook(_before_load)
         optimizer.register_load_state_dict_post_hook(_load)
-    if any(group.get(ENTRY) for group in optimizer.param_groups):
-        _adopt(optimizer)
+    _adopt(optimizer)
 
 
 def take_up(optimizers: Iterable[Optimizer]) -> None:
-    """Give residuals that checkpoints left in parameter groups to the tensors, before any step.
+    """Give residuals that checkpoints left among the states to the tensors, before any step.
 
-    They stay in the groups until `attach`: Dynamo may have looked at these already.
+    They stay there until `attach`: Dynamo may have looked at these already.
     """
     for optimizer in optimizers:
-        if any(group.get(ENTRY) for group in getattr(optimizer, "param_groups", ())):
-            with torch.no_grad(), _disable_current_modes():
-                _give(optimizer)
+        if optimizer not in _ATTACHED and "param_groups" in vars(optimizer):
+            loaded = _take_from_states(optimizer)
+            if loaded is not None:
+                with torch.no_grad(), _disable_current_modes():
+                    _give(optimizer, loaded)
 
 
 def attach_around(optimizer: Optimizer) -> None:
@@ -79,43 +109,90 @@ def _save_nothing(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 def _save(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Add the residuals: {parameter index: {state key: storage, components, checksum}}."""
-    entries: list[dict[str, Any]] = []
-    sums: list[Tensor] = []
-    residuals: dict[int, dict[int, dict[str, Any]]] = {
-        g: {} for g in range(len(optimizer.param_groups))
-    }
+    """Add the residuals to the states of their parameters, and the entry to each group."""
     found = [(o, r) for o in owned_tensors(optimizer) if (r := STORE.get(o.tensor)) is not None]
     clear_stale((owned.tensor, residual) for owned, residual in found)
-    for owned, residual in found:
-        entries.append({"storage": residual.storage, "components": list(residual.components)})
-        if residual.draws:
-            entries[-1]["draws"] = residual.draws
-        sums.append(checksum(owned.tensor).cpu())
-        residuals[owned.group].setdefault(owned.param, {})[owned.key] = entries[-1]
-    for entry, total in zip(entries, torch.stack(sums).tolist() if sums else [], strict=True):
-        entry["checksum"] = total
-    for g, packed in enumerate(state_dict["param_groups"]):
-        packed[ENTRY] = {"format": FORMAT, "residuals": residuals[g]}
-        if optimizer in RECORDED:
-            packed[ENTRY]["recorded"] = copy.deepcopy(RECORDED[optimizer])
-
-
-def _check(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Raise CheckpointError before anything is loaded if the residuals do not fit."""
-    params = [shard_of(p) for group in optimizer.param_groups for p in group["params"]]
-    for group in state_dict["param_groups"]:
-        payload = group.get(ENTRY)
-        if not payload:
+    params, ids = params_of(optimizer), _ids(state_dict)
+    state_dict["state"] = states = dict(state_dict["state"])
+    unsaved: list[str] = []
+    for index, held in itertools.groupby(found, lambda pair: pair[0].param):
+        state = states.get(ids[index], {})
+        if not isinstance(state, dict):
+            unsaved += [owned.name for owned, _ in held]
             continue
-        if payload["format"] != FORMAT:
-            raise CheckpointError(
-                f"the checkpoint's residuals have format {payload['format']}; "
-                f"this collage_fx reads format {FORMAT}: update it"
-            )
-        for index, by_key in payload["residuals"].items():
-            for key, entry in by_key.items():
-                _check_entry(index, key, entry, params, state_dict["state"])
+        param = params[index]
+        tensors = {PARAM: param, **dict(tensors_in(optimizer.state.get(param, {})))}
+        states[ids[index]] = state = without_entries(state)  # what was there is the optimizer's own
+        for owned, residual in held:
+            state.update(entries_of(owned.key, tensors[owned.key], residual, param))
+    payload = {"format": FORMAT, "needs": _NEEDS, **dataclasses.asdict(history_of(optimizer))}
+    for packed in state_dict["param_groups"]:
+        packed[ENTRY] = json.dumps(payload)
+    if unsaved:
+        warnings.warn(
+            f"collage_fx: state_dict() holds no residual of {', '.join(unsaved)}: the states of "
+            "these parameters are no dicts",
+            CollageWarning,
+            stacklevel=3,
+        )
+
+
+def _ids(state_dict: dict[str, Any]) -> list[Any]:
+    """Return what the parameters are called in a state dict, in the order of the optimizer's."""
+    return [name for group in state_dict["param_groups"] for name in group["params"]]
+
+
+def _read(
+    states: dict[int, Any], groups: list[dict[str, Any]], params: list[Tensor]
+) -> _Loaded | None:
+    """Return what states and groups of a checkpoint say of residuals; None if nothing.
+
+    Args:
+        states: by position of their parameters.
+        groups: the parameter groups.
+        params: the parameters.
+
+    Raises CheckpointError for another format, and for residuals that do not fit.
+    """
+    payloads = [payload for group in groups if (payload := group.get(ENTRY))]
+    loaded = _Loaded()
+    for index, state in states.items():
+        for key, residual in read_entries(state).items():
+            loaded.residuals[index, key] = residual
+    if not payloads and not loaded.residuals:
+        return None
+    for payload in payloads:
+        about = _payload(payload)
+        loaded.history = History(about.get("recorded"), about.get("rates", {}))
+        for index, by_key in about.get("residuals", {}).items():
+            loaded.residuals.update({(index, k): _of_format_1(e) for k, e in by_key.items()})
+    for (index, key), residual in loaded.residuals.items():
+        _check_fit(index, key, residual, params, states, groups)
+    return loaded
+
+
+def _payload(payload: Any) -> dict[str, Any]:
+    """Return the entry of a group read; raises CheckpointError for what is of no known format."""
+    try:
+        about = json.loads(payload) if isinstance(payload, str) else dict(payload)
+        known, needs = about["format"] in (1, FORMAT), about.get("needs", "a newer version")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(
+            f"the checkpoint's entry {ENTRY!r} of a parameter group cannot be read: {payload!r:.80}"
+        ) from error
+    if not known:
+        raise CheckpointError(
+            f"the checkpoint's residuals have format {about['format']}; this collage_fx reads "
+            f"formats 1 and {FORMAT}. collage_fx {needs} reads it: update"
+        )
+    return about
+
+
+def _of_format_1(entry: dict[str, Any]) -> SavedResidual:
+    components = dict(enumerate(entry["components"]))
+    return SavedResidual(
+        entry["storage"], components, total=entry["checksum"], draws=entry.get("draws", 0)
+    )
 
 
 @contextmanager
@@ -127,26 +204,79 @@ def _fitting() -> Iterator[None]:
         raise CheckpointError(f"the checkpoint does not fit this optimizer: {error}") from error
 
 
-def _check_entry(
-    index: int, key: str, entry: dict[str, Any], params: list[Tensor], states: dict[int, Any]
+def _check_fit(
+    index: int,
+    key: str,
+    residual: SavedResidual,
+    params: list[Tensor],
+    states: dict[int, Any],
+    groups: list[dict[str, Any]],
 ) -> None:
-    name = f"parameter {index}" if key == PARAM else f"{key} of parameter {index}"
+    param = _name(index, groups)
+    name = param if key == PARAM else f"{key} of {param}"
     owner = params[index] if key == PARAM and index < len(params) else None
     for path, tensor in tensors_in(states.get(index, {})):
-        owner = shard_of(tensor) if path == key else owner
-    if owner is None:
+        owner = tensor if path == key else owner
+    if owner is None or index >= len(params):
         raise CheckpointError(f"the checkpoint has a residual for {name}, which does not exist")
+    shard = shard_of(owner)
     with _fitting():
-        check_components(owner, entry["components"], entry["storage"], name)
+        parts = residual.parts(shard.dtype, params[index].dtype)
+        check_components(shard, parts, residual.storage, name)
+
+
+def _name(index: int, groups: list[dict[str, Any]]) -> str:
+    """Return what to call a parameter: the name that it has there, if it has one."""
+    names: list[Any] = []
+    for group in groups:
+        names += group.get("param_names", group["params"])
+    known = index < len(names) and isinstance(names[index], str)
+    return f"parameter {names[index] if known else index}"
+
+
+def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+    """Take what is ours out of a state dict that is to be loaded.
+
+    Raises CheckpointError before anything is loaded if the residuals do not fit.
+    """
+    _LOADING.pop(optimizer, None)
+    ids, params = _ids(state_dict), params_of(optimizer)
+    position = {name: index for index, name in enumerate(ids)}
+    states = {position[k]: v for k, v in state_dict["state"].items() if k in position}
+    loaded = _read(states, state_dict["param_groups"], params)
+    if loaded is None:
+        return None
+    _LOADING[optimizer] = loaded
+    loaded.uncast.update(_cast_by_torch(states, params))
+    stripped = {}
+    for name, state in state_dict["state"].items():
+        own = without_entries(state) if isinstance(state, dict) else state
+        if own is state or own or not state:  # else there was no state but for our entries
+            stripped[name] = own
+    groups = [{k: v for k, v in g.items() if k != ENTRY} for g in state_dict["param_groups"]]
+    return {**state_dict, "state": stripped, "param_groups": groups}
+
+
+def _cast_by_torch(states: dict[int, Any], params: list[Tensor]) -> dict[tuple[int, Any], Tensor]:
+    """Return the states that load_state_dict() casts to the dtype of their parameter."""
+    return {
+        (index, key): value
+        for index, state in states.items()
+        if isinstance(state, dict) and index < len(params)
+        for key, value in state.items()
+        if isinstance(value, Tensor) and value.is_floating_point()
+        if value.dtype != params[index].dtype and key != "step" and not is_entry(key)
+    }
 
 
 def _load(optimizer: Optimizer) -> None:
-    """Take over what load_state_dict() left in the parameter groups; warn once if nothing."""
-    if any(ENTRY in group for group in optimizer.param_groups):
-        _adopt(optimizer)
-        for group in optimizer.param_groups:
-            group.pop(ENTRY, None)
+    """Give tensors the residuals that load_state_dict() came with; warn once if with none."""
+    loaded = _LOADING.pop(optimizer, None)
+    if loaded is not None:
+        _put_back(optimizer, loaded)
+        _give(optimizer, loaded)
         return
+    set_history(optimizer, History())
     for owned in owned_tensors(optimizer):
         residual = STORE.get(owned.tensor)
         if residual is not None:
@@ -159,35 +289,55 @@ def _load(optimizer: Optimizer) -> None:
     )
 
 
+def _put_back(optimizer: Optimizer, loaded: _Loaded) -> None:
+    """Give states the dtypes that they were saved in, which load_state_dict() has changed."""
+    params = params_of(optimizer)
+    for (index, key), saved in loaded.uncast.items():
+        state = optimizer.state[params[index]]
+        if isinstance(now := state.get(key), Tensor) and now.dtype != saved.dtype:
+            state[key] = saved.to(device=now.device, copy=True)
+
+
+def _take_from_states(optimizer: Optimizer) -> _Loaded | None:
+    """Return what load_state_dict() has left among states and groups before anyone knew better."""
+    params = params_of(optimizer)
+    known = getattr(optimizer, "state", {})
+    states = {i: known[p] for i, p in enumerate(params) if p in known}
+    with torch.no_grad(), _disable_current_modes():
+        return _read(states, optimizer.param_groups, params)
+
+
 def _adopt(optimizer: Optimizer) -> None:
-    _give(optimizer)
+    loaded = _take_from_states(optimizer)
+    if loaded is None:
+        return
+    _give(optimizer, loaded)
+    for param in params_of(optimizer):
+        state = optimizer.state.get(param)
+        for key in [k for k in state if is_entry(k)] if isinstance(state, dict) else ():
+            del state[key]
+            if not state:  # as before the first step, which makes states where there are none
+                del optimizer.state[param]
     for group in optimizer.param_groups:
-        # Emptied in place rather than removed: compiled graphs may guard on the group's keys.
-        group.get(ENTRY, {}).clear()
+        if ENTRY in group:
+            group[ENTRY] = ""  # not removed: compiled graphs may guard on the group's keys
 
 
-def _give(optimizer: Optimizer) -> None:
-    for group in optimizer.param_groups:
-        if (recorded := group.get(ENTRY, {}).get("recorded")) is not None:
-            RECORDED[optimizer] = recorded
-    entries = {
-        (index, key): entry
-        for group in optimizer.param_groups
-        for index, by_key in group.get(ENTRY, {}).get("residuals", {}).items()
-        for key, entry in by_key.items()
-    }
+def _give(optimizer: Optimizer, loaded: _Loaded) -> None:
+    set_history(optimizer, loaded.history)
+    params = params_of(optimizer)
     for owned in owned_tensors(optimizer):
-        entry = entries.get((owned.param, owned.key))
+        saved = loaded.residuals.get((owned.param, owned.key))
         residual = STORE.get(owned.tensor)
-        if entry is not None:
+        if saved is not None:
             with _fitting():
                 STORE.load(
                     owned.tensor,
-                    entry["components"],
-                    storage=entry["storage"],
+                    saved.parts(owned.tensor.dtype, params[owned.param].dtype),
+                    storage=saved.storage,
                     name=owned.name,
-                    expected=entry["checksum"],
-                    draws=entry.get("draws", 0),
+                    expected=saved.expected(params[owned.param].dtype),
+                    draws=saved.draws,
                 )
         elif residual is not None:
             residual.begin_anew(owned.tensor)

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
+from collage_fx.optimizer.history import History, history_of, set_history
 from collage_fx.optimizer.ownership import tensors_in
 from collage_fx.optimizer.plain_steps import watch_copy
 from collage_fx.runtime.residuals.dtensor import shard_of
@@ -21,9 +21,6 @@ _HOOKS = (
     "_optimizer_load_state_dict_post_hooks",
 )
 _STATE = "__getstate__"
-RECORDED = WeakIdKeyDictionary()
-"""Optimizer whose steps are recorded whole -> which numbers of its last step change, see
-`Executors.changing`: after a checkpoint, and in a copy, it goes on so, with the same bits."""
 
 
 def carry_over(optimizer: Optimizer) -> None:
@@ -66,7 +63,7 @@ class _Carrier:
     def __reduce__(self) -> Any:
         optimizer: Any = self.optimizer()
         entries = [(t, *_content(r)) for t, r in _residuals(optimizer)]
-        return _restore, (optimizer, entries, RECORDED.get(optimizer))
+        return _restore, (optimizer, entries, copy.deepcopy(history_of(optimizer)))
 
 
 def copy_residuals(optimizer: Any, memo: dict[int, Any]) -> None:
@@ -78,23 +75,22 @@ def copy_residuals(optimizer: Any, memo: dict[int, Any]) -> None:
     """
     found = _residuals(optimizer)
     entries = [(copy.deepcopy(t, memo), *_content(residual)) for t, residual in found]
-    _restore(memo[id(optimizer)], entries, RECORDED.get(optimizer))
+    _restore(memo[id(optimizer)], entries, copy.deepcopy(history_of(optimizer)))
 
 
-def _restore(optimizer: Optimizer, entries: Iterable[Any], recorded: Any = None) -> None:
+def _restore(optimizer: Optimizer, entries: Iterable[Any], history: History) -> None:
     """Give the tensors of a copy, which is still being made, their residuals."""
     for tensor, name, storage, components, draws, expected in entries:
         STORE.load(
             shard_of(tensor), components, storage=storage, name=name, expected=expected, draws=draws
         )
     carry_over(optimizer)
-    if recorded is not None:
-        RECORDED[optimizer] = copy.deepcopy(recorded)
+    set_history(optimizer, history)
 
 
 def _content(residual: Residual) -> tuple[Any, ...]:
     found = residual.name, residual.storage, list(residual.components)
-    return *found, residual.draws, residual.expected_checksum
+    return *found, residual.draws, residual.expected
 
 
 def _residuals(optimizer: Optimizer) -> Iterator[tuple[Tensor, Residual]]:
@@ -106,7 +102,7 @@ def _residuals(optimizer: Optimizer) -> Iterator[tuple[Tensor, Residual]]:
                 residual = STORE.get(shard)
                 if residual is None:
                     continue
-                if residual.expected_checksum is not None or residual.belongs(shard):
+                if residual.expected is not None or residual.belongs(shard):
                     yield tensor, residual
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import SGD, Optimizer
 
+from collage_fx.optimizer.saved_residuals import is_entry
 from collage_fx.passes.ir.program import Owner
 from collage_fx.runtime.residuals.dtensor import shard_of
 from collage_fx.runtime.residuals.memory import has_memory, overlapping
@@ -270,7 +271,8 @@ def _leaves(tree: Any, path: str = "", within: tuple[int, ...] = ()) -> Iterator
             yield from _leaves(known, path, (*within, id(tree)))
     elif isinstance(tree, dict):
         for key, value in tree.items():
-            yield from _leaves(value, f"{path}.{key}" if path else str(key), within)
+            if not is_entry(key):  # what a checkpoint has put among the states
+                yield from _leaves(value, f"{path}.{key}" if path else str(key), within)
     elif isinstance(tree, list | tuple | deque):
         for i, value in enumerate(tree):
             yield from _leaves(value, f"{path}.{i}" if path else str(i), within)

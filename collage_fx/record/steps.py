@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves
 from collage_fx.compilation.session import Session
 from collage_fx.hooks import nested_compile
 from collage_fx.hooks.dynamo_errors import Failures
-from collage_fx.optimizer.copying import RECORDED
 from collage_fx.optimizer.discovery import FunctionStates, OptimizerStates, StateStorage
+from collage_fx.optimizer.history import history_of
 from collage_fx.optimizer.ownership import Owned
 from collage_fx.optimizer.served import RETURNED, Served, not_given
 from collage_fx.passes.ir.program import REPLACED, StatePlan
@@ -110,7 +110,7 @@ class Steps:
         """Ask Dynamo no more: record the whole of each step."""
         self.untraced = True
         if isinstance(self.discovery, OptimizerStates):
-            RECORDED[self.discovery.optimizer()] = self.executors.changing
+            history_of(self.discovery.optimizer()).recorded = self.executors.changing
 
     def record_rest(self, where: str) -> None:
         """Record the rest of this step, and all of the next: a graph ends that others go on from.
@@ -174,7 +174,7 @@ class Steps:
         """Record steps as before a checkpoint, or as the optimizer that this one is a copy of."""
         if not isinstance(self.discovery, OptimizerStates):
             return
-        before = RECORDED.get(self.discovery.optimizer())
+        before = history_of(self.discovery.optimizer()).recorded
         if before is not None:
             self.executors.changed_before = before
         if before is not None or self.untraced:

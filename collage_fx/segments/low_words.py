@@ -210,7 +210,7 @@ class LowWords:
             return
         hi, *lows = self._split(STORAGES[residual.storage], x, tensor.dtype, residual)
         data.copy_(hi)
-        residual.expected_checksum = None
+        residual.expected = None
         for component, lo in zip(residual.components, lows, strict=True):
             component.copy_(lo)
 

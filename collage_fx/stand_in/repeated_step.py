@@ -141,7 +141,7 @@ def _direct(code: Code, observed: Observed) -> Direct:
     if direct is None or direct.results or direct.writes:
         raise Unrepeatable("its graph does more than to call kernels")
     replaced, current = observed.residuals.replaced, observed.residuals.current
-    if replaced or any(r.expected_checksum is not None for _, r in current):
+    if replaced or any(r.expected is not None for _, r in current):
         raise Unrepeatable("residuals are dropped, or have to be looked at")
     return direct
 

@@ -37,12 +37,32 @@ def sharded_like(shard: Tensor, tensor: Tensor) -> Tensor:
     if not is_sharded(tensor):
         return shard
     like: Any = tensor
-    whole: Tensor = type(like).from_local(
-        shard,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
+    return _whole(shard, like, like.placements, like.shape, like.stride())
+
+
+def has_whole_rows(tensor: Tensor) -> bool:
+    """Tell whether this process has nothing or all of each row of a tensor."""
+    placements: Any = getattr(tensor, "placements", ()) if is_sharded(tensor) else ()
+    return all(getattr(p, "dim", 0) == 0 for p in placements)
+
+
+def rows_like(rows: Tensor, tensor: Tensor) -> Tensor:
+    """Return one number for each row of a shard as the DTensor of those of the whole tensor.
+
+    Args:
+        rows: of this process's shard of tensor; the same in all processes that have parts of a row.
+        tensor: what tells mesh and placements; if it is no DTensor, rows are returned as they are.
+    """
+    if not is_sharded(tensor):
+        return rows
+    like: Any = tensor
+    copies: Any = sys.modules["torch.distributed.tensor"].Replicate()
+    placements = [p if getattr(p, "dim", 0) == 0 else copies for p in like.placements]
+    shape = like.shape[:1]
+    return _whole(rows, like, placements, shape, (1,) * len(shape))
+
+
+def _whole(shard: Tensor, like: Any, placements: Any, shape: Any, stride: Any) -> Tensor:
+    placed = {"run_check": False, "shape": shape, "stride": stride}
+    whole: Tensor = type(like).from_local(shard, like.device_mesh, placements, **placed)
     return whole

@@ -2,7 +2,7 @@
 
 import warnings
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,23 +16,8 @@ from collage_fx.runtime.errors import CollageWarning, ResidualError, listed
 from collage_fx.runtime.expansion.eft import FP8, WIDER
 from collage_fx.runtime.storage.registry import STORAGES, check_compensable, refusal
 
-_CHUNK = 1 << 22
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-"""Bytes -> a dtype."""
-
-
-def checksum(tensor: Tensor) -> Tensor:
-    """Return an int64 0-d tensor that depends on the bits and the place of each element of tensor.
-
-    It tells whether a residual from a checkpoint belongs to the values it is loaded beside.
-    """
-    words = tensor.detach().reshape(-1).view(_INTEGERS[tensor.itemsize])
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for start in range(0, words.numel(), _CHUNK):
-        chunk = words[start : start + _CHUNK].to(torch.int64)
-        place = torch.arange(start, start + chunk.numel(), device=tensor.device)
-        total += (chunk * (2 * place + 1)).sum()
-    return total
+Expected = Callable[..., bool]
+"""(tensor, *components) -> whether they are as they were saved together."""
 
 
 def version(tensor: Tensor) -> int:
@@ -62,7 +47,7 @@ class Residual:
         "address",
         "components",
         "draws",
-        "expected_checksum",
+        "expected",
         "name",
         "provisional",
         "storage",
@@ -74,7 +59,8 @@ class Residual:
         self.components = zeros(tensor, storage)
         self.draws = 0
         """How often the last component was rounded by chance; each time takes another seed."""
-        self.expected_checksum: int | None = None
+        self.expected: Expected | None = None
+        """What is to hold of both at the next step, if the residual is from a checkpoint."""
         self.provisional = False
         """Whether the tensor was made with it, and nobody knows yet if its updates need one."""
         self._versions, self._slot = array("q", [-1]), 0
@@ -97,7 +83,7 @@ class Residual:
 
     def clear(self) -> None:
         """Set every component to zero."""
-        self.expected_checksum = None
+        self.expected = None
         for component in self.components:
             component.zero_()
 
@@ -135,10 +121,10 @@ class Residual:
         A residual without content belongs to any value, and is settled on the present one.
         """
         why = ""
-        if self.expected_checksum is not None:
-            if int(checksum(tensor)) != self.expected_checksum:
-                why = "its values are not those that its residual was saved with"
-            self.expected_checksum = None
+        if self.expected is not None:
+            if not self.expected(tensor, *self.components):
+                why = "it and its residual are not as they were saved together"
+            self.expected = None
         elif not self.belongs(tensor):
             if self.has_content():
                 why = "it was written from outside the compiled step"
@@ -147,11 +133,11 @@ class Residual:
         self.settle(tensor)
         return why
 
-    def load(self, tensor: Tensor, components: Sequence[Tensor], expected: int | None) -> None:
-        """Take over components; with a checksum they are checked at the next step, not now."""
+    def load(self, tensor: Tensor, components: Sequence[Tensor], expected: Expected | None) -> None:
+        """Take over components; what the tensor is to fulfil is checked at the next step."""
         for mine, theirs in zip(self.components, components, strict=True):
             mine.copy_(theirs)
-        self.expected_checksum = expected
+        self.expected = expected
         self.settle(tensor)
 
 
@@ -308,7 +294,7 @@ class ResidualStore:
         *,
         storage: str = "mcf2",
         name: str = "a tensor",
-        expected: int | None = None,
+        expected: Expected | None = None,
         draws: int | None = None,
     ) -> None:
         """Give tensor these residual components, copied; and a count of draws, if that is known.

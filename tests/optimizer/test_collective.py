@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from interpreter import without_compiler
+from saved import saved_residuals
 from tensors import with_grads
 from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -91,8 +92,7 @@ def run(kind: str) -> dict[str, Any]:
     if kind == "assigned":
         found["report"] = str(collage_fx.report(optimizer))
         found["explained"] = str(collage_fx.explain(optimizer))
-        inner = optimizer.optim.state_dict()["param_groups"][0]["collage_fx"]["residuals"]
-        found["saved"] = len(inner)
+        found["saved"] = len(saved_residuals(optimizer.optim.state_dict()))
         optimizer.consolidate_state_dict(to=0)
         if dist.get_rank() == 0:
             with warnings.catch_warnings(record=True) as caught:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from saved import drop_saved_residuals
 from storage_runs import compiled
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -108,7 +109,7 @@ def test_a_resumed_run_is_the_same_and_another_shard_is_refused(mesh: DeviceMesh
         file.seek(0)
         state = torch.load(file, weights_only=False)
         if forget:
-            state["param_groups"][0]["collage_fx"]["residuals"] = {}
+            drop_saved_residuals(state)
         params = [p.detach().clone().requires_grad_() for p in halfway]
         resumed, again = make("AdamW", params, "shared")
         resumed.load_state_dict(state)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from saved import saved_residuals
 from tensors import bf16, with_grads
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -155,7 +156,7 @@ def test_the_step_of_an_optimizer_stands_for_the_optimizer() -> None:
     step = collage_fx.compile(optimizer.step)
     step()
     assert collage_fx.report(step).states[0].name == "param_groups[0].params[0]"
-    assert optimizer.state_dict()["param_groups"][0]["collage_fx"]["residuals"]
+    assert saved_residuals(optimizer.state_dict())
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
     with pytest.raises(SubjectError, match=r"a scheduler.*pass the optimizer"):
         collage_fx.compile(optimizer.step)

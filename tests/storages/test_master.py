@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from saved import saved_residuals
 from torch import Tensor, nn
 
 import collage_fx
@@ -137,8 +138,8 @@ def test_a_checkpoint_goes_from_one_storage_to_another_without_a_step() -> None:
     optimizer.load_state_dict(saved)
     collage_fx.convert_residuals(optimizer, "remainder16")
     assert all(torch.equal(v, exact[n]) for n, v in values(other).items())
-    entry = optimizer.state_dict()["param_groups"][0]["collage_fx"]["residuals"][0]["<param>"]
-    assert entry["storage"] == "remainder16" and entry["components"][0].dtype == torch.int16
+    entry = saved_residuals(optimizer.state_dict())[0]["<param>"]
+    assert entry.storage == "remainder16"
     collage_fx.convert_residuals(optimizer, "ulp8")
     assert all(torch.equal(v, exact[n]) for n, v in values(other).items())
 
@@ -221,12 +222,11 @@ def test_a_step_goes_on_in_the_storage_of_the_master_weights(
         assert [r.dtype for r in collage_fx.residuals(p)] == before
         off = collage_fx.value(p) - (weight.double() - 1e-5)
         assert float(off.abs().max()) < 12 * bits
+    name = storage or "remainder16"
     if way != "string":
-        name = storage or "remainder16"
         assert {s.storage for s in collage_fx.explain(step).plan} == {name}
-    saved = optimizer.state_dict()["param_groups"][0]["collage_fx"]["residuals"]
-    assert len(saved) == count
-    assert all(type(one["<param>"]["storage"]) is str for one in saved.values())
+    saved = saved_residuals(optimizer.state_dict())
+    assert len(saved) == count and all(one["<param>"].storage == name for one in saved.values())
     # The control: a storage that is named is the one that states are converted to.
     params, weights = near_one(count)
     optimizer = torch.optim.SGD(params, lr=1e-6)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from saved import drop_saved_residuals
 from storage_runs import MEMBERS, WAYS, compiled, start, steps
 from torch import Tensor
 
@@ -129,10 +130,8 @@ def test_a_resumed_run_draws_what_it_would_have_drawn(way: str) -> None:
         optimizer, step = make(params)
         checkpoint.seek(0)
         state = torch.load(checkpoint, weights_only=True)
-        for group in state["param_groups"]:
-            for by_key in group["collage_fx"]["residuals"].values():
-                for entry in by_key.values():
-                    entry.update(draws=0 if forget else entry["draws"])
+        if forget:
+            drop_saved_residuals(state, ".draws")
         optimizer.load_state_dict(state)
         steps(optimizer, step, 4, 8)
         return [collage_fx.value(p).detach() for p in params]

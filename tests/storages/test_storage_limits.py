@@ -112,20 +112,27 @@ def test_a_checkpoint_of_another_dtype_is_refused(first: str) -> None:
 
 
 @pytest.mark.parametrize("first", ["load", "compile"])
-def test_a_checkpoint_with_words_of_another_dtype_is_refused(first: str) -> None:
-    """int16 words that a tool has cast, as optimizers cast their states."""
+@pytest.mark.parametrize("as_bits", [False, True])
+def test_a_checkpoint_with_words_that_were_cast_is_refused(first: str, as_bits: bool) -> None:
+    """By a tool: to another dtype, or to that in which their bits travel."""
     params = start(1, torch.bfloat16)
     optimizer = torch.optim.SGD(params, lr=1e-4)
     steps(optimizer, collage_fx.compile(optimizer, storage="remainder16"), 0, 2)
     saved = copy.deepcopy(optimizer.state_dict())
-    entry = saved["param_groups"][0]["collage_fx"]["residuals"][0][PARAM]
-    entry["components"] = [c.bfloat16() for c in entry["components"]]
-    optimizer = torch.optim.SGD(start(1, torch.bfloat16), lr=1e-4)
+    entry = f"collage_fx.{PARAM}.remainder16.0"
+    words = saved["state"][0][entry].view(torch.int16) | 1
+    saved["state"][0][entry] = words.bfloat16() if as_bits else words.float() / 1024
+    params = [p.detach().clone().requires_grad_() for p in params]
+    optimizer = torch.optim.SGD(params, lr=1e-4)
     if first == "compile":
         collage_fx.compile(optimizer, storage="remainder16")
-    with pytest.raises(CheckpointError, match=r"residual is torch\.bfloat16"):
-        optimizer.load_state_dict(saved)
-        collage_fx.compile(optimizer, storage="remainder16")
+    if not as_bits and first == "compile":
+        with pytest.raises(CheckpointError, match=r"residual is torch\.float32"):
+            optimizer.load_state_dict(saved)
+        return
+    optimizer.load_state_dict(saved)
+    with pytest.warns(CollageWarning, match="not as they were saved"):
+        steps(optimizer, collage_fx.compile(optimizer, storage="remainder16"), 2, 3)
 
 
 def test_residuals_that_were_saved_apart_come_back_in_their_storage() -> None:

@@ -1,0 +1,32 @@
+"""What the steps of an optimizer have shown so far, on which its later graphs depend."""
+
+from dataclasses import dataclass, field
+
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+
+@dataclass
+class History:
+    """It goes with the optimizer into checkpoints and copies, for these to go on with its bits."""
+
+    recorded: list[list[int]] | None = None
+    """Of one whose steps are recorded whole, which numbers of its last step change, see
+    `Executors.changing`."""
+    rates: dict[str, float | None] = field(default_factory=dict)
+    """Dynamo's name of a float in a parameter group -> the value that is a constant in the graphs
+    so far, None once it has changed and is an input."""
+
+
+_HISTORIES = WeakIdKeyDictionary()
+
+
+def history_of(optimizer: Optimizer) -> History:
+    """Return that of an optimizer; one of nothing, if it has taken no step."""
+    found: History = _HISTORIES.setdefault(optimizer, History())
+    return found
+
+
+def set_history(optimizer: Optimizer, history: History) -> None:
+    """Have an optimizer go on from there."""
+    _HISTORIES[optimizer] = history

@@ -1,0 +1,160 @@
+"""How residuals stand in a state dict: as further states of the parameter, all of them tensors.
+
+Of `exp_avg` in storage `remainder16` there are, in the state of its parameter,
+
+    collage_fx.exp_avg.remainder16.0      the residual, of the shape of exp_avg (one each component)
+    collage_fx.exp_avg.remainder16.rows   checksums of the rows of both, int8
+    collage_fx.exp_avg.remainder16.draws  how often it was rounded by chance, if ever
+
+Where exp_avg is a DTensor the first two are, so that torch.distributed.checkpoint saves, loads and
+reshards them as it does exp_avg. PyTorch casts states to the dtype of their parameter where nothing
+of this package keeps it from that: so integers travel as bits of that dtype where it is as wide,
+and otherwise are so small that it holds them exactly.
+"""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from collage_fx.errors import CheckpointError
+from collage_fx.runtime.residuals.checksum import (
+    UNKNOWN,
+    row_checksums,
+    rows_match,
+    total_matches,
+)
+from collage_fx.runtime.residuals.dtensor import (
+    has_whole_rows,
+    rows_like,
+    shard_of,
+    sharded_like,
+)
+from collage_fx.runtime.residuals.store import Expected, Residual
+from collage_fx.runtime.storage.registry import STORAGES
+
+PREFIX = "collage_fx."
+"""What the keys of our entries in the state of a parameter begin with."""
+_ROWS, _DRAWS = "rows", "draws"
+
+
+@dataclass
+class SavedResidual:
+    """The residual of one tensor, as a state dict has it."""
+
+    storage: str
+    components: dict[int, Tensor] = field(default_factory=dict)
+    """Number -> this process's shard as it was saved: integers perhaps as another dtype."""
+    rows: Tensor | None = None
+    total: int | None = None
+    """The checksum of the whole, in checkpoints of format 1."""
+    draws: int = 0
+
+    def expected(self, param: torch.dtype) -> Expected | None:
+        """Return what holds of the tensor and its residual, whose parameter has this dtype."""
+        if self.rows is not None:
+            return functools.partial(rows_match, _from_bits(self.rows, torch.int8, param))
+        return None if self.total is None else functools.partial(total_matches, self.total)
+
+    def parts(self, dtype: torch.dtype, param: torch.dtype) -> list[Tensor]:
+        """Return the components.
+
+        Args:
+            dtype: of the tensor that they are the residual of.
+            param: that of its parameter.
+        """
+        known = STORAGES.get(self.storage)
+        dtypes = known.residuals.get(dtype, ()) if known is not None else ()
+        found = [self.components[n] for n in sorted(self.components)]
+        if len(found) != len(dtypes):
+            return found  # which is refused
+        return [_from_bits(c, d, param) for c, d in zip(found, dtypes, strict=True)]
+
+
+def entries_of(key: str, tensor: Tensor, residual: Residual, param: Tensor) -> dict[str, Tensor]:
+    """Return what stands for the residual of a tensor in the state of its parameter.
+
+    Args:
+        key: of the tensor in that state, or ownership.PARAM.
+        tensor: the whole of it, where it is sharded.
+        residual: of this process's shard of tensor.
+        param: the parameter.
+    """
+    name = f"{PREFIX}{key}.{residual.storage}"
+    shard, dtype = shard_of(tensor), param.dtype
+    found = {
+        f"{name}.{n}": sharded_like(_as_bits(component, dtype), tensor)
+        for n, component in enumerate(residual.components)
+    }
+    if has_whole_rows(tensor):
+        rows = row_checksums(shard, *residual.components)
+    else:
+        rows = torch.full(shard.shape[:1], UNKNOWN, dtype=torch.int8, device=shard.device)
+    found[f"{name}.{_ROWS}"] = rows_like(_as_bits(rows, dtype), tensor)
+    if residual.draws:
+        draws = torch.tensor([residual.draws], dtype=torch.int64, device=shard.device)
+        found[f"{name}.{_DRAWS}"] = draws.view(dtype)
+    return found
+
+
+def without_entries(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the state of a parameter as it is without our entries."""
+    return {k: v for k, v in state.items() if not is_entry(k)}
+
+
+def is_entry(key: object) -> bool:
+    """Tell whether this is the key of one of our entries."""
+    return isinstance(key, str) and key.startswith(PREFIX)
+
+
+def read_entries(state: Any) -> dict[str, SavedResidual]:
+    """Return the residuals in the state of a parameter: key of the tensor -> its residual.
+
+    Raises CheckpointError for entries that say something else than those above.
+    """
+    found: dict[str, SavedResidual] = {}
+    for name, value in state.items() if isinstance(state, Mapping) else ():
+        if is_entry(name):
+            try:
+                _read_entry(name, value, found)
+            except (ValueError, RuntimeError, AttributeError) as error:
+                raise CheckpointError(
+                    f"the checkpoint's entry {name!r} cannot be read: {value!r:.80}"
+                ) from error
+    return found
+
+
+def _read_entry(name: str, value: Any, found: dict[str, SavedResidual]) -> None:
+    key, storage, part = name.removeprefix(PREFIX).rsplit(".", 2)
+    residual = found.setdefault(key, SavedResidual(storage))
+    if residual.storage != storage:
+        raise ValueError(f"another residual is there in {residual.storage}")
+    if part == _ROWS:
+        residual.rows = shard_of(value)
+    elif part == _DRAWS:
+        residual.draws = int(shard_of(value).view(torch.int64))
+    else:
+        residual.components[int(part)] = shard_of(value)
+
+
+def _as_bits(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return integers as the same bits in a floating dtype, if that is as wide; else tensor."""
+    as_wide = tensor.itemsize == dtype.itemsize and dtype.is_floating_point
+    return tensor.view(dtype) if as_wide and not tensor.is_floating_point() else tensor
+
+
+def _from_bits(tensor: Tensor, dtype: torch.dtype, param: torch.dtype) -> Tensor:
+    """Return what was in dtype before `_as_bits`, and perhaps was cast; tensor if that lost some.
+
+    Args:
+        param: the dtype that `_as_bits` was given.
+    """
+    if tensor.dtype == dtype:
+        return tensor
+    if tensor.dtype == param and tensor.itemsize == dtype.itemsize and not dtype.is_floating_point:
+        return tensor.view(dtype)
+    found = tensor.to(dtype)
+    return found if torch.equal(found.to(tensor.dtype), tensor) else tensor
