@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import (
 )
 
 from collage_fx.hooks import data_reads, nested_compile
-from collage_fx.hooks.dynamo_errors import Failures
+from collage_fx.hooks.dynamo_settings import Failures
 from collage_fx.record.at_once import AtOnce, tensors_in
 from collage_fx.record.notes import CannotNote, Notes
 from collage_fx.runtime.residuals.memory import has_memory

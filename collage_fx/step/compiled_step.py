@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from collage_fx.dynamo.backend import Backend
 from collage_fx.errors import CollageError, OptionError
 from collage_fx.hooks import nested_compile
-from collage_fx.hooks.dynamo_limits import many_graphs
+from collage_fx.hooks.dynamo_settings import many_graphs
 from collage_fx.hooks.gc_pause import FIRST, no_full_collection
 from collage_fx.hooks.step_substitution import beneath_hooks, codes
-from collage_fx.hooks.symbolic_math import symbolic_math
+from collage_fx.hooks.symbolic_numbers import symbolic_math
 from collage_fx.optimizer import plain_steps
 from collage_fx.optimizer.discovery import FunctionStates, OptimizerStates
 from collage_fx.optimizer.fused import is_fused, note_of, traceable, unscaling

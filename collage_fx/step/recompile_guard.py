@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from collage_fx.dynamo.backend import Backend
-from collage_fx.hooks.dynamo_limits import graphs_compiled
+from collage_fx.hooks.dynamo_settings import graphs_compiled
 from collage_fx.record.steps import Steps
 
 ROW = 5

@@ -4,7 +4,7 @@ import threading
 
 from torch._dynamo import config
 
-from collage_fx.hooks.dynamo_errors import Failures
+from collage_fx.hooks.dynamo_settings import Failures
 
 
 def test_steps_that_overlap_in_two_threads_leave_the_setting_as_it_was() -> None:

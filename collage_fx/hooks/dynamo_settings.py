@@ -1,14 +1,36 @@
-"""What becomes of a part of a step that torch.compile fails on: it is recorded and interpreted."""
+"""What of Dynamo's own is set while a step runs: how many graphs it may keep, and its errors.
+
+A part of a step that torch.compile fails on is recorded and interpreted.
+"""
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from torch._dynamo import config as dynamo_config
+from torch._dynamo.utils import counters
 
 from collage_fx.hooks.counted import Counted
 
 _LOGGER = logging.getLogger("torch._dynamo.convert_frame")
+
+
+RECOMPILE_LIMIT = 256
+"""How many graphs Dynamo may keep for the step of one class of optimizers.
+
+All of them share one function, whose graphs Dynamo counts together: its default limit of 8 is soon
+reached.
+"""
+
+
+def many_graphs() -> AbstractContextManager[None]:
+    """Return a context within which Dynamo keeps as many graphs of a function."""
+    return dynamo_config.patch(recompile_limit=RECOMPILE_LIMIT)
+
+
+def graphs_compiled() -> int:
+    """Return how many graphs Dynamo has made in this process."""
+    return int(counters["stats"]["unique_graphs"])
 
 
 def _first_words(error: BaseException) -> str:
