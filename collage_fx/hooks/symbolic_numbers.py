@@ -1,12 +1,39 @@
-"""math.pow of a symbolic step count, which Dynamo would evaluate for each count."""
+"""Which Python numbers are inputs of a step's graphs, and which constants."""
 
+import dataclasses
 import math
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch._dynamo.pgo import auto_dynamic
+from torch._dynamo.variables import builder as dynamo_builder
+from torch.optim import Optimizer
 
 from collage_fx.hooks.counted import Counted
+from collage_fx.optimizer.history import history_of
 
 _pow = math.pow
+_process_automatic_dynamic = dynamo_builder.process_automatic_dynamic
+_OF_OPTIMIZER = "L['self']."
+"""What Dynamo's names of the numbers of an optimizer begin with, in the code of its step."""
+_SCHEDULED = (
+    ("initial_lr", re.compile(r"\['lr'\]$")),
+    ("max_momentum", re.compile(r"(\['momentum'\]|\['betas'\]\[0\])$")),
+)
+"""A key that torch.optim.lr_scheduler puts into parameter groups, and the numbers that it changes
+then."""
+
+
+class _Traced(threading.local):
+    optimizer: Optimizer | None = None
+    """Whose step runs in this thread."""
+
+
+_TRACED = _Traced()
 
 
 def _traceable_pow(x: float, y: float, /) -> float:
@@ -16,13 +43,54 @@ def _traceable_pow(x: float, y: float, /) -> float:
     return 1.0 * x**y
 
 
+def _decide(tx: Any, name: str, entry: Any, **kwargs: Any) -> Any:
+    """Make a number of an optimizer an input of the graph if it has changed before, or will.
+
+    Dynamo's own memory is of all optimizers of a class in this process, and of none before. What
+    a resumed run compiles would not be what the unbroken one has.
+    """
+    optimizer, value = _TRACED.optimizer, entry.scalar
+    if optimizer is None or type(value) not in (int, float) or not name.startswith(_OF_OPTIMIZER):
+        return _process_automatic_dynamic(tx, name, entry, **kwargs)
+    numbers = history_of(optimizer).numbers
+    place = f"{tx.f_code.co_qualname}: {name}"
+    first = None if _scheduled(optimizer, name) else value
+    if numbers.setdefault(place, first) != value:
+        numbers[place] = None
+        return dataclasses.replace(entry, scalar=auto_dynamic)
+    return entry
+
+
+def _scheduled(optimizer: Optimizer, name: str) -> bool:
+    groups = optimizer.param_groups
+    return any(
+        number.search(name) and any(key in group for group in groups) for key, number in _SCHEDULED
+    )
+
+
 def _replace() -> None:
     math.pow = _traceable_pow  # type: ignore[assignment]
+    dynamo_builder.process_automatic_dynamic = _decide
 
 
 def _restore() -> None:
     math.pow = _pow
+    dynamo_builder.process_automatic_dynamic = _process_automatic_dynamic
 
 
-symbolic_math = Counted(_replace, _restore).used
-"""Let Dynamo trace math.pow of a symbolic step count, within, as it does the operator `**`."""
+_REPLACED = Counted(_replace, _restore).used
+
+
+@contextmanager
+def symbolic_numbers(optimizer: Optimizer | None) -> Iterator[None]:
+    """Let Dynamo keep symbolic, within, the numbers that change from step to step.
+
+    Those are a step count that math.pow is given, as where the operator `**` is, and what changes
+    of the optimizer whose step runs, if it is one's: rates, mostly.
+    """
+    before, _TRACED.optimizer = _TRACED.optimizer, optimizer
+    try:
+        with _REPLACED():
+            yield
+    finally:
+        _TRACED.optimizer = before

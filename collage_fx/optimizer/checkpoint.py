@@ -163,7 +163,7 @@ def _read(
         return None
     for payload in payloads:
         about = _payload(payload)
-        loaded.history = History(about.get("recorded"), about.get("rates", {}))
+        loaded.history = History(about.get("recorded"), about.get("numbers", {}))
         for index, by_key in about.get("residuals", {}).items():
             loaded.residuals.update({(index, k): _of_format_1(e) for k, e in by_key.items()})
     for (index, key), residual in loaded.residuals.items():

@@ -13,8 +13,8 @@ class History:
     recorded: list[list[int]] | None = None
     """Of one whose steps are recorded whole, which numbers of its last step change, see
     `Executors.changing`."""
-    rates: dict[str, float | None] = field(default_factory=dict)
-    """Dynamo's name of a float in a parameter group -> the value that is a constant in the graphs
+    numbers: dict[str, float | None] = field(default_factory=dict)
+    """Dynamo's name of a number, such as a rate -> the value that is a constant in the graphs
     so far, None once it has changed and is an input."""
 
 

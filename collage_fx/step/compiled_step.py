@@ -15,11 +15,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from collage_fx.dynamo.backend import Backend
 from collage_fx.errors import CollageError, OptionError
-from collage_fx.hooks import nested_compile
+from collage_fx.hooks import flattened_states, nested_compile
 from collage_fx.hooks.dynamo_settings import many_graphs
 from collage_fx.hooks.gc_pause import FIRST, no_full_collection
 from collage_fx.hooks.step_substitution import beneath_hooks, codes
-from collage_fx.hooks.symbolic_numbers import symbolic_math
+from collage_fx.hooks.symbolic_numbers import symbolic_numbers
 from collage_fx.optimizer import plain_steps
 from collage_fx.optimizer.discovery import FunctionStates, OptimizerStates
 from collage_fx.optimizer.fused import is_fused, note_of, traceable, unscaling
@@ -73,6 +73,7 @@ def compile_optimizer(
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if not supervisor.steps:
             plain_steps.called(family(self))
+            flattened_states.keep_residuals()
         repeated, called, result = repeat(args, kwargs)
         if called:
             in_full()
@@ -157,7 +158,7 @@ def _supervised(
                 steps.step(traced=by_dynamo, once=begins),
                 many_graphs(),
                 steps.failures.caught(),
-                symbolic_math(),
+                symbolic_numbers(session.optimizer()),
                 nested_compile.step_of(session, compiled=by_dynamo),
             ):
                 args, kwargs = tree_map(apart, (args, kwargs))
