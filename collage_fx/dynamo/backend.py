@@ -21,6 +21,7 @@ from collage_fx.dynamo.options import split_options
 from collage_fx.dynamo.symbols import Symbols
 from collage_fx.hooks import optimizer_hooks
 from collage_fx.hooks.optimizer_hooks import traced_code, traced_function
+from collage_fx.optimizer.history import history_of
 from collage_fx.optimizer.ownership import makes_states, rates, stateless
 from collage_fx.optimizer.storage_patterns import Patterns
 from collage_fx.passes.frontend.denominator import one_denominator
@@ -42,8 +43,6 @@ class Backend(Session):
     """The ids of the parameters whose first states a recorded step made."""
     whole: frozenset[CodeType] = frozenset()
     """The code of the optimizer's step and of its decorators: a graph of any of it is all of it."""
-    began_with: list[dict[str, Any]] | None = None
-    """The rates of a first step that Dynamo has not seen, until it has seen another."""
 
     def begins(self, gm: GraphModule) -> bool:
         """Tell whether a graph makes states for parameters that had none before this step.
@@ -66,11 +65,9 @@ class Backend(Session):
         It would trace all of it for a graph that is not to be compiled.
         """
         optimizer = self.optimizer()
-        if self.graphs:
-            self.began_with = None
         if optimizer is None or self.begun or self.graphs or not makes_states(optimizer):
             return False
-        self.began_with = rates(optimizer)
+        history_of(optimizer).began = rates(optimizer)
         return self._begin(optimizer)
 
     def _begin(self, optimizer: Optimizer) -> bool:
@@ -79,14 +76,6 @@ class Backend(Session):
         if new:
             self.notes.add("the first step was recorded: its new states have both words")
         return bool(new)
-
-    def settled(self) -> bool:
-        """Tell whether no rate has changed since a first step that Dynamo has not seen.
-
-        One that has is a constant in the first graph, and an input of the next.
-        """
-        optimizer, before = self.optimizer(), self.began_with
-        return optimizer is None or before is None or before == rates(optimizer)
 
     def hands_on(self, gm: GraphModule) -> bool:
         """Tell whether a graph makes values for other parts of the step, out of high words only.
@@ -174,7 +163,7 @@ class _Step:
         self.stand_ins: Callable[[], StandsForOthers | None] = _of_whole_step(session.stand_ins, gm)
         """That of the parameters which those in the graph stand for; None if for none."""
         part = session.stand_ins is not None and self.stand_ins() is None
-        self.waits = 1 if part else 2 if session.begins(gm) or not session.settled() else 0
+        self.waits = 1 if part else 2 if session.begins(gm) else 0
         """The call with which it becomes worth while to compile the graph."""
         self.static = static_inputs(gm)
         self.symbols = Symbols(gm)

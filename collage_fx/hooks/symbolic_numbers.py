@@ -14,12 +14,15 @@ from torch._dynamo.variables import builder as dynamo_builder
 from torch.optim import Optimizer
 
 from collage_fx.hooks.counted import Counted
-from collage_fx.optimizer.history import history_of
+from collage_fx.optimizer.history import History, history_of
 
 _pow = math.pow
 _process_automatic_dynamic = dynamo_builder.process_automatic_dynamic
 _OF_OPTIMIZER = "L['self']."
 """What Dynamo's names of the numbers of an optimizer begin with, in the code of its step."""
+_OF_GROUP = re.compile(
+    r"L\['self'\]\.param_groups\[(?P<group>\d+)\]\['(?P<key>\w+)'\](\[(?P<index>\d+)\])?"
+)
 _SCHEDULED = (
     ("initial_lr", re.compile(r"\['lr'\]$")),
     ("max_momentum", re.compile(r"(\['momentum'\]|\['betas'\]\[0\])$")),
@@ -52,11 +55,11 @@ def _decide(tx: Any, name: str, entry: Any, **kwargs: Any) -> Any:
     optimizer, value = _TRACED.optimizer, entry.scalar
     if optimizer is None or type(value) not in (int, float) or not name.startswith(_OF_OPTIMIZER):
         return _process_automatic_dynamic(tx, name, entry, **kwargs)
-    numbers = history_of(optimizer).numbers
+    history = history_of(optimizer)
     place = f"{tx.f_code.co_qualname}: {name}"
-    first = None if _scheduled(optimizer, name) else value
-    if numbers.setdefault(place, first) != value:
-        numbers[place] = None
+    first = None if _scheduled(optimizer, name) else _began_with(history, name, value)
+    if history.numbers.setdefault(place, first) != value:
+        history.numbers[place] = None
         return dataclasses.replace(entry, scalar=auto_dynamic)
     return entry
 
@@ -66,6 +69,16 @@ def _scheduled(optimizer: Optimizer, name: str) -> bool:
     return any(
         number.search(name) and any(key in group for group in groups) for key, number in _SCHEDULED
     )
+
+
+def _began_with(history: History, name: str, value: float) -> Any:
+    """Return what a number was in a first step that was not traced; value if there was none."""
+    at = _OF_GROUP.fullmatch(name)
+    if history.began is None or at is None or int(at["group"]) >= len(history.began):
+        return value
+    found = history.began[int(at["group"])].get(at["key"], value)
+    index = at["index"]
+    return found[int(index)] if index and isinstance(found, list | tuple) else found
 
 
 def _replace() -> None:

@@ -121,10 +121,9 @@ def _save(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
             unsaved += [owned.name for owned, _ in held]
             continue
         param = params[index]
-        tensors = {PARAM: param, **dict(tensors_in(optimizer.state.get(param, {})))}
         states[ids[index]] = state = without_entries(state)  # what was there is the optimizer's own
         for owned, residual in held:
-            state.update(entries_of(owned.key, tensors[owned.key], residual, param))
+            state.update(entries_of(owned.key, owned.whole, residual, param.dtype))
     payload = {"format": FORMAT, "needs": _NEEDS, **dataclasses.asdict(history_of(optimizer))}
     for packed in state_dict["param_groups"]:
         packed[ENTRY] = json.dumps(payload)
@@ -163,7 +162,8 @@ def _read(
         return None
     for payload in payloads:
         about = _payload(payload)
-        loaded.history = History(about.get("recorded"), about.get("numbers", {}))
+        known = {f.name for f in dataclasses.fields(History)} & about.keys()
+        loaded.history = History(**{name: about[name] for name in known})
         for index, by_key in about.get("residuals", {}).items():
             loaded.residuals.update({(index, k): _of_format_1(e) for k, e in by_key.items()})
     for (index, key), residual in loaded.residuals.items():
@@ -330,14 +330,13 @@ def _give(optimizer: Optimizer, loaded: _Loaded) -> None:
         saved = loaded.residuals.get((owned.param, owned.key))
         residual = STORE.get(owned.tensor)
         if saved is not None:
+            dtype = params[owned.param].dtype
+            parts, expected = (
+                saved.parts(owned.tensor.dtype, dtype),
+                saved.expected(owned.whole, dtype),
+            )
+            known = {"storage": saved.storage, "name": owned.name, "draws": saved.draws}
             with _fitting():
-                STORE.load(
-                    owned.tensor,
-                    saved.parts(owned.tensor.dtype, params[owned.param].dtype),
-                    storage=saved.storage,
-                    name=owned.name,
-                    expected=saved.expected(params[owned.param].dtype),
-                    draws=saved.draws,
-                )
+                STORE.load(owned.tensor, parts, expected=expected, **known)
         elif residual is not None:
             residual.begin_anew(owned.tensor)

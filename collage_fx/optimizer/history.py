@@ -1,6 +1,7 @@
 """What the steps of an optimizer have shown so far, on which its later graphs depend."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
@@ -13,6 +14,8 @@ class History:
     recorded: list[list[int]] | None = None
     """Of one whose steps are recorded whole, which numbers of its last step change, see
     `Executors.changing`."""
+    began: list[dict[str, Any]] | None = None
+    """The numbers of the parameter groups in a first step of which Dynamo has seen nothing."""
     numbers: dict[str, float | None] = field(default_factory=dict)
     """Dynamo's name of a number, such as a rate -> the value that is a constant in the graphs
     so far, None once it has changed and is an input."""

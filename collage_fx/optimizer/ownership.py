@@ -39,6 +39,13 @@ class Owned:
     """PARAM, or the path of a state such as `exp_avg` or `history.0`."""
     name: str
     of_optimizer: bool = True
+    sharded: Tensor | None = None
+    """What tensor is this process's shard of: a DTensor, or tensor itself."""
+
+    @property
+    def whole(self) -> Tensor:
+        """The tensor; of one that is sharded the whole."""
+        return self.tensor if self.sharded is None else self.sharded
 
     @property
     def place(self) -> tuple[int, int, str]:
@@ -65,9 +72,10 @@ def owned_tensors(optimizer: Optimizer) -> Iterator[Owned]:
     for g, group in enumerate(groups):
         for p, param in enumerate(group["params"]):
             name = f"param_groups[{g}].params[{p}]"
-            yield Owned(shard_of(param), g, index, PARAM, name)
+            yield Owned(shard_of(param), g, index, PARAM, name, sharded=param)
             for key, tensor in tensors_in(states.get(param, {})):
-                yield Owned(shard_of(tensor), g, index, key, f"{key} of {name}")
+                at = f"{key} of {name}"
+                yield Owned(shard_of(tensor), g, index, key, at, sharded=tensor)
             index += 1
 
 

@@ -53,10 +53,17 @@ class SavedResidual:
     """The checksum of the whole, in checkpoints of format 1."""
     draws: int = 0
 
-    def expected(self, param: torch.dtype) -> Expected | None:
-        """Return what holds of the tensor and its residual, whose parameter has this dtype."""
+    def expected(self, tensor: Tensor, param: torch.dtype) -> Expected | None:
+        """Return what holds of the tensor and the residual, if they are as they were saved.
+
+        Args:
+            tensor: which gets the residual; the whole of it, where it is sharded.
+            param: the dtype of its parameter.
+        """
         if self.rows is not None:
-            return functools.partial(rows_match, _from_bits(self.rows, torch.int8, param))
+            known = has_whole_rows(tensor)
+            rows = _from_bits(self.rows, torch.int8, param) if known else _unknown_rows(tensor)
+            return functools.partial(rows_match, rows)
         return None if self.total is None else functools.partial(total_matches, self.total)
 
     def parts(self, dtype: torch.dtype, param: torch.dtype) -> list[Tensor]:
@@ -74,29 +81,29 @@ class SavedResidual:
         return [_from_bits(c, d, param) for c, d in zip(found, dtypes, strict=True)]
 
 
-def entries_of(key: str, tensor: Tensor, residual: Residual, param: Tensor) -> dict[str, Tensor]:
+def entries_of(
+    key: str, tensor: Tensor, residual: Residual, param: torch.dtype
+) -> dict[str, Tensor]:
     """Return what stands for the residual of a tensor in the state of its parameter.
 
     Args:
         key: of the tensor in that state, or ownership.PARAM.
         tensor: the whole of it, where it is sharded.
         residual: of this process's shard of tensor.
-        param: the parameter.
+        param: the dtype of the parameter.
     """
     name = f"{PREFIX}{key}.{residual.storage}"
-    shard, dtype = shard_of(tensor), param.dtype
+    shard = shard_of(tensor)
     found = {
-        f"{name}.{n}": sharded_like(_as_bits(component, dtype), tensor)
+        f"{name}.{n}": sharded_like(_as_bits(component, param), tensor)
         for n, component in enumerate(residual.components)
     }
-    if has_whole_rows(tensor):
-        rows = row_checksums(shard, *residual.components)
-    else:
-        rows = torch.full(shard.shape[:1], UNKNOWN, dtype=torch.int8, device=shard.device)
-    found[f"{name}.{_ROWS}"] = rows_like(_as_bits(rows, dtype), tensor)
+    known = has_whole_rows(tensor)
+    rows = row_checksums(shard, *residual.components) if known else _unknown_rows(tensor)
+    found[f"{name}.{_ROWS}"] = rows_like(_as_bits(rows, param), tensor)
     if residual.draws:
         draws = torch.tensor([residual.draws], dtype=torch.int64, device=shard.device)
-        found[f"{name}.{_DRAWS}"] = draws.view(dtype)
+        found[f"{name}.{_DRAWS}"] = draws.view(param)
     return found
 
 
@@ -138,6 +145,12 @@ def _read_entry(name: str, value: Any, found: dict[str, SavedResidual]) -> None:
         residual.draws = int(shard_of(value).view(torch.int64))
     else:
         residual.components[int(part)] = shard_of(value)
+
+
+def _unknown_rows(tensor: Tensor) -> Tensor:
+    """Return what stands for checksums where this process has but a part of each row."""
+    shard = shard_of(tensor)
+    return torch.full(shard.shape[:1], UNKNOWN, dtype=torch.int8, device=shard.device)
 
 
 def _as_bits(tensor: Tensor, dtype: torch.dtype) -> Tensor:
