@@ -43,17 +43,22 @@ class GlobalState:
 
     def __init__(self) -> None:
         self.guard = GlobalStateGuard()
+        self.stance = _stance()
 
     def same(self) -> bool:
         """Tell whether it is as it was, and operations are neither watched nor replaced."""
         modes = _len_torch_dispatch_stack() or _len_torch_function_stack()
-        return bool(self.guard.check()) and not modes and not stance_is_eager()
+        return bool(self.guard.check()) and not modes and self.stance == _stance()
 
 
 def stance_is_eager() -> bool:
     """Tell whether the user has asked for nothing to be compiled: set_stance("force_eager")."""
-    stance = torch._dynamo.eval_frame._stance.stance
-    return stance == "force_eager" and not _FORCED.users
+    return _stance().stance == "force_eager" and not _FORCED.users
+
+
+def _stance() -> Any:
+    """Return what torch.compiler.set_stance has set."""
+    return torch._dynamo.eval_frame._stance
 
 
 @contextmanager

@@ -99,14 +99,16 @@ class RepeatedStep:
         low = {id(t) for t in contents.others}
         written = (tensors[i] for call in direct.calls for i in call.operands[0])
         self.written = [t for t in written if id(t) not in low]
-        order = list(numbers)
-        self.given = {i: order.index(id(observed.inputs[i])) for i in direct.inputs}
+        order = {number: k for k, number in enumerate(numbers)}
+        if any(id(observed.inputs[i]) not in order for i in direct.inputs):
+            raise Unrepeatable("what Inductor has compiled takes a tensor, such as a rate")
+        self.given = {i: order[id(observed.inputs[i])] for i in direct.inputs}
         """Input of what Inductor has compiled -> which of the numbers it is."""
 
     def run(self, optimizer: Optimizer) -> bool:
         """Do the step; return False, with nothing done, if something has changed."""
         snapshot, groups = self.snapshot, optimizer.param_groups
-        if not self._allowed(optimizer) or not snapshot.unchanged(vars(optimizer)):
+        if not self._allowed(optimizer) or not (grads := snapshot.unchanged(vars(optimizer))):
             return False
         found = [groups[g][key] for g, key in self.numbers]
         if not all(map(math.isfinite, found)):
@@ -120,6 +122,7 @@ class RepeatedStep:
         for one in self.launches:
             snapshot.gather(one.source, one.offset, one.table)
             one.loop.launch(one.table, one.sizes)
+        del grads  # which the kernels have read by their addresses
         torch.autograd.graph.increment_version(self.written)
         snapshot.settle()
         self.steps.repeated()
@@ -170,8 +173,9 @@ def _contents(
     """Return what has to be as it was."""
     groups, state = optimizer.param_groups, optimizer.state
     params = [p for group in groups for p in group["params"]]
-    # What is assigned as its step refers to it: an optimizer that nobody needs is to go at once.
-    attributes = {k: ANYTHING if k == "step" else v for k, v in vars(optimizer).items()}
+    # What refers to the optimizer is not to be kept: one that nobody needs is to go at once.
+    attributes = {k: v if _is_constant(v) else ANYTHING for k, v in vars(optimizer).items()}
+    attributes |= {"param_groups": groups, "state": state}
     containers: list[tuple[Any, Sequence[Any]]] = [
         (groups, list(groups)),
         (state, list(_items(state))),
@@ -182,7 +186,9 @@ def _contents(
         *((group["params"], list(group["params"])) for group in groups),
         *((one, list(_items(one))) for one in state.values()),
     ]
-    held = [*state.values(), *groups]
+    held = [*state.values(), *({k: v for k, v in g.items() if k != "params"} for g in groups)]
+    if not all(_is_constant(v) or isinstance(v, Tensor) for one in held for v in one.values()):
+        raise Unrepeatable("a group or a state has what can be changed in place")
     others = [v for one in held for v in one.values() if isinstance(v, Tensor)]
     guarded = list({id(t): t for t in (*params, *others)}.values())
     if len(stand_ins.plain) != len(stand_ins.params) or not all(map(is_plain, guarded)):
@@ -202,6 +208,13 @@ def _contents(
         without=stand_ins.without,
         alike=guards_of([*guarded, *(p.grad for p in stand_ins.params)]).check,
     )
+
+
+def _is_constant(value: Any) -> bool:
+    """Tell whether a value is what it is for as long as it is the same object."""
+    if type(value) is tuple:
+        return all(map(_is_constant, value))
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _items(one: dict[Any, Any]) -> Iterator[Any]:

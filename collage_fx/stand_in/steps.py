@@ -75,7 +75,9 @@ class StandInSteps:
             Whether it is done, whether what is left is to be done without the closure, which was
             called, and what that returned.
         """
-        if self.last is None or len(args) + len(kwargs) > 1 or kwargs.keys() - {"closure"}:
+        if len(args) + len(kwargs) > 1 or kwargs.keys() - {"closure"}:
+            self.last = None
+        if self.last is None:
             return False, False, None
         optimizer = self.optimizer()
         closure = args[0] if args else kwargs.get("closure")

@@ -85,12 +85,19 @@ static bool same_containers(const Snapshot* s) {
   return true;
 }
 
+// -1 for a tensor without memory of its own, of which PyTorch throws an exception of C++.
+static int64_t address_of(const Snapshot* s, PyObject* tensor) {
+  try {
+    return reinterpret_cast<int64_t>(s->address(tensor));
+  } catch (...) {
+    return -1;
+  }
+}
+
 static bool same_tensors(const Snapshot* s) {
   const Py_ssize_t size = PyTuple_GET_SIZE(s->tensors);
-  for (Py_ssize_t k = 0; k < size; ++k) {
-    void* found = s->address(PyTuple_GET_ITEM(s->tensors, k));
-    if (reinterpret_cast<int64_t>(found) != s->addresses[k]) return false;
-  }
+  for (Py_ssize_t k = 0; k < size; ++k)
+    if (address_of(s, PyTuple_GET_ITEM(s->tensors, k)) != s->addresses[k]) return false;
   const Py_ssize_t written = PyTuple_GET_SIZE(s->written);
   for (Py_ssize_t k = 0; k < written; ++k)
     if (version_of(s, PyTuple_GET_ITEM(s->written, k)) != s->versions[k]) return false;
@@ -115,7 +122,6 @@ static int same_gradients(const Snapshot* s, std::vector<PyObject*>& grads) {
     if (!found) return -1;
     grads.push_back(found);
     if (found == Py_None) return 0;
-    s->addresses[before + k] = reinterpret_cast<int64_t>(s->address(found));
   }
   std::vector<PyObject*> all;
   all.reserve(s->guarded + size);
@@ -125,16 +131,21 @@ static int same_gradients(const Snapshot* s, std::vector<PyObject*>& grads) {
   if (!answer) return -1;
   const int alike = PyObject_IsTrue(answer);
   Py_DECREF(answer);
+  for (Py_ssize_t k = 0; alike > 0 && k < size; ++k)
+    if ((s->addresses[before + k] = address_of(s, grads[k])) == -1) return 0;
   return alike;
 }
 
-extern "C" int unchanged(const Snapshot* s, PyObject* attributes) {
+extern "C" int unchanged(const Snapshot* s, PyObject* attributes, PyObject* kept) {
   const bool alike = same_dict(s, attributes, s->attributes) && same_containers(s) &&
                      same_tensors(s) && no_gradients(s);
   if (!alike) return PyErr_Occurred() ? -1 : 0;
   std::vector<PyObject*> grads;
-  const int answer = same_gradients(s, grads);
-  for (PyObject* one : grads) Py_DECREF(one);
+  int answer = same_gradients(s, grads);
+  for (PyObject* one : grads) {
+    if (answer > 0 && PyList_Append(kept, one) < 0) answer = -1;
+    Py_DECREF(one);
+  }
   return answer;
 }
 
@@ -244,9 +255,15 @@ class TensorSnapshot:
         self._at = ctypes.byref(self._kept)
         self._library = _library()
 
-    def unchanged(self, attributes: dict[str, Any]) -> bool:
-        """Tell whether all is as it was; then `addresses` has those of the gradients too."""
-        return bool(self._library.unchanged(self._at, ctypes.py_object(attributes)))
+    def unchanged(self, attributes: dict[str, Any]) -> list[Tensor]:
+        """Return the gradients, whose addresses `addresses` has then, if all is as it was.
+
+        They are to be kept until nothing uses the addresses any more: another thread, or a hook,
+        may take them from their parameters. An empty list if something has changed.
+        """
+        grads: list[Tensor] = []
+        found = ctypes.py_object(attributes), ctypes.py_object(grads)
+        return grads if self._library.unchanged(self._at, *found) else []
 
     def gather(self, source: "array[int]", offset: "array[int]", table: "array[int]") -> None:
         """Fill a table: each entry is the address at `source`, and so many bytes on."""

@@ -72,8 +72,12 @@ class Residual:
         return self._versions[self._slot]
 
     def keep_version(self, versions: "array[int]", slot: int) -> None:
-        """Have the version kept there, by whoever settles many residuals at once."""
+        """Have the version kept there, by whoever settles many residuals at once.
+
+        Who did so before, and will not see later versions, finds one there that no tensor has.
+        """
         versions[slot] = self.version
+        self._versions[self._slot] = -2
         self._versions, self._slot = versions, slot
 
     def settle(self, tensor: Tensor) -> None:

@@ -1,25 +1,22 @@
 """Steps that are done again as the last was, beside the same steps done as any other."""
 
-import contextlib
 import gc
-import warnings
+import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from repeated_steps import compare, give_gradients, made, params, params_of, trained
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import collage_fx
-from collage_fx.record.steps import Steps
 from collage_fx.runtime.kernels.tensor_snapshot import TensorSnapshot
-from collage_fx.stand_in.repeated_step import RepeatedStep
 
 pytestmark = pytest.mark.kernels
-SIZES = [(3,), (5, 2), (16,), (4, 4), (33,), (7,), (2, 3), (64,), (9,)]
 
 
 class Passing(TorchDispatchMode):
@@ -27,88 +24,6 @@ class Passing(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
-
-
-def params(seed: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.nn.Parameter(torch.randn(n, generator=generator).bfloat16()) for n in SIZES]
-
-
-def made(kind: Any, storage: str, by_chance: bool = False, **options: Any) -> Optimizer:
-    optimizer: Optimizer = kind(params(0), **options)
-    optimizer.step = collage_fx.compile(  # type: ignore[method-assign]
-        optimizer, storage=storage, stochastic_rounding=by_chance
-    )
-    return optimizer
-
-
-def params_of(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def give_gradients(optimizer: Optimizer, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for p in params_of(optimizer):
-        p.grad = torch.randn(p.shape, generator=generator).bfloat16()
-
-
-def values(optimizer: Optimizer) -> list[Tensor]:
-    """All bits that a step may change."""
-    found = []
-    for p in params_of(optimizer):
-        for t in (p, *optimizer.state[p].values()):
-            if isinstance(t, Tensor):
-                found += [t, *collage_fx.residuals(t)]
-    return [t.detach().clone() for t in found]
-
-
-@contextlib.contextmanager
-def counted(monkeypatch: pytest.MonkeyPatch, *, allowed: bool) -> Iterator[list[int]]:
-    """Within, steps may be repeated or not; yields one list with an item for each that was."""
-    repeats: list[int] = []
-    own = Steps.repeated
-    with monkeypatch.context() as patch:
-        patch.setattr(Steps, "repeated", lambda steps: (repeats.append(steps.steps), own(steps)))
-        if not allowed:
-            patch.setattr(RepeatedStep, "run", lambda *_: False)
-        yield repeats
-
-
-def trained(
-    optimizer: Optimizer, steps: int, change: Callable[[Optimizer, int], Any] = lambda *_: None
-) -> list[str]:
-    """Take steps; return what was warned of."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for i in range(steps):
-            give_gradients(optimizer, i)
-            with change(optimizer, i) or contextlib.nullcontext():
-                optimizer.step()
-    return [str(w.message) for w in caught if w.category is collage_fx.CollageWarning]
-
-
-def compare(
-    monkeypatch: pytest.MonkeyPatch,
-    make: Callable[[], Optimizer],
-    steps: int,
-    change: Callable[[Optimizer, int], Any] = lambda *_: None,
-) -> list[int]:
-    """Assert that steps which may be repeated do what others do; return which were repeated."""
-    results = []
-    for allowed in (True, False):
-        torch.compiler.reset()  # it remembers which numbers have changed
-        with counted(monkeypatch, allowed=allowed) as repeats:
-            optimizer = make()
-            said = trained(optimizer, steps, change)
-        versions = [p._version for p in params_of(optimizer)]
-        report = str(collage_fx.report(optimizer.step))
-        results.append((values(optimizer), versions, said, report, repeats))
-    (bits, *same, repeats), (other_bits, *other_same, none) = results
-    assert len(bits) == len(other_bits)
-    assert all(torch.equal(a, b) for a, b in zip(bits, other_bits, strict=True))
-    assert same == other_same
-    assert not none
-    return repeats
 
 
 CASES = [
@@ -206,6 +121,11 @@ def hook(optimizer: Optimizer) -> None:
     optimizer.register_step_post_hook(lambda one, *_: write(one))
 
 
+def call_wrongly(optimizer: Optimizer) -> None:
+    with pytest.raises(TypeError):
+        optimizer.step(None, None)  # type: ignore[call-arg]
+
+
 CHANGES: dict[str, Callable[[Optimizer], Any]] = {
     "written": write,
     "data": give_data,
@@ -222,7 +142,9 @@ CHANGES: dict[str, Callable[[Optimizer], Any]] = {
     "hook": hook,
     "mode": lambda o: Passing(),
     "stance": lambda o: torch.compiler.set_stance("force_eager"),
+    "another backend": lambda o: torch.compiler.set_stance("default", force_backend="eager"),
     "gradients off": lambda o: torch.no_grad(),
+    "wrong call": call_wrongly,
 }
 
 
@@ -243,9 +165,8 @@ def test_control(monkeypatch: pytest.MonkeyPatch) -> None:
     """If nothing were compared, a residual would be added to a value that it does not belong to."""
     own = TensorSnapshot.unchanged
 
-    def blind(self: TensorSnapshot, attributes: dict[str, Any]) -> bool:
-        own(self, attributes)
-        return True
+    def blind(self: TensorSnapshot, attributes: dict[str, Any]) -> list[Tensor]:
+        return own(self, attributes) or [torch.zeros(())]
 
     monkeypatch.setattr(TensorSnapshot, "unchanged", blind)
     with pytest.raises(AssertionError):
@@ -257,9 +178,12 @@ def test_control(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
 
-def test_is_let_go_of() -> None:
+@pytest.mark.parametrize("refers", [False, True])
+def test_is_let_go_of(refers: bool) -> None:
     """What repeats a step keeps no optimizer alive that nobody else needs."""
     optimizer = made(AdamW, "mcf2", lr=1e-3)
+    if refers:  # as where a framework patches a method
+        vars(optimizer)["zero_grad"] = types.MethodType(AdamW.zero_grad, optimizer)
     trained(optimizer, 6)
     gone = [weakref.ref(optimizer), *map(weakref.ref, params_of(optimizer))]
     del optimizer
