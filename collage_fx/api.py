@@ -11,7 +11,8 @@ from collage_fx.dynamo import backend
 from collage_fx.dynamo.backend import Backend
 from collage_fx.dynamo.options import split_options
 from collage_fx.hooks import flattened_states, optimizer_hooks
-from collage_fx.optimizer import checkpoint, plain_steps
+from collage_fx.optimizer import plain_steps
+from collage_fx.optimizer.checkpoints import state_dicts
 from collage_fx.optimizer.fused import as_its_kernel
 from collage_fx.optimizer.ownership import family
 from collage_fx.optimizer.served import Report
@@ -74,7 +75,7 @@ def _begin(optimizer: Optimizer, config: CollageConfig, options: dict[str, Any])
     """Have checkpoints of an optimizer hold residuals; return the configuration for its step."""
     flattened_states.keep_residuals()
     for one in family(optimizer):
-        checkpoint.attach(one)
+        state_dicts.attach(one)
     return as_its_kernel(config, options, optimizer)
 
 

@@ -26,7 +26,7 @@ from collage_fx.compilation.uncompensated import (
     written_outside,
 )
 from collage_fx.hooks.gc_pause import no_full_collection
-from collage_fx.optimizer import checkpoint
+from collage_fx.optimizer.checkpoints import state_dicts
 from collage_fx.optimizer.ownership import owners_of
 from collage_fx.passes.codegen import inductor_compile
 from collage_fx.passes.codegen.multi_tensor_kernel import least_members
@@ -51,7 +51,7 @@ def compile_graph(
         args: those of the call for which the graph is compiled anew; () at first.
     """
     optimizers = session.optimizers()
-    checkpoint.take_up(optimizers)
+    state_dicts.take_up(optimizers)
     owners = owners_of(optimizers)
     inputs = Inputs(
         gm,

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_fx.compilation.session import Session
-from collage_fx.optimizer import checkpoint
+from collage_fx.optimizer.checkpoints import state_dicts
 from collage_fx.optimizer.ownership import Owned, owners_of
 from collage_fx.passes.ir.program import Carried, StatePlan
 from collage_fx.runtime.residuals.store import STORE, Residual, clear_stale
@@ -112,7 +112,7 @@ class Residuals:
             elif STORE.get(tensor) is None:
                 ownerless[c.name] = tensor
         for owner, _ in found:
-            checkpoint.attach(owner)
+            state_dicts.attach(owner)
         if ownerless and not self.session.named:
             self.session.warn_once(
                 f"{', '.join(ownerless)} belong to no torch.optim.Optimizer, so no state_dict() "

@@ -21,7 +21,7 @@ from collage_fx.dynamo.options import split_options
 from collage_fx.dynamo.symbols import Symbols
 from collage_fx.hooks import optimizer_hooks
 from collage_fx.hooks.optimizer_hooks import traced_code, traced_function
-from collage_fx.optimizer.history import history_of
+from collage_fx.optimizer.checkpoints.history import history_of
 from collage_fx.optimizer.ownership import makes_states, rates, stateless
 from collage_fx.optimizer.storage_patterns import Patterns
 from collage_fx.passes.frontend.denominator import one_denominator

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from collage_fx.optimizer.checkpoint import ENTRY
-from collage_fx.optimizer.saved_residuals import PREFIX
+from collage_fx.optimizer.checkpoints.saved_residuals import PREFIX
+from collage_fx.optimizer.checkpoints.state_dicts import ENTRY
 
 _MODULE = "torch.distributed.checkpoint.state_dict"
 _FUNCTION = "_unflatten_optim_state_dict"

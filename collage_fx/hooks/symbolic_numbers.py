@@ -14,14 +14,12 @@ from torch._dynamo.variables import builder as dynamo_builder
 from torch.optim import Optimizer
 
 from collage_fx.hooks.counted import Counted
-from collage_fx.optimizer.history import History, history_of
+from collage_fx.optimizer.checkpoints.history import History, history_of
 
 _pow = math.pow
 _process_automatic_dynamic = dynamo_builder.process_automatic_dynamic
-_OF_OPTIMIZER = "L['self']."
-"""What Dynamo's names of the numbers of an optimizer begin with, in the code of its step."""
 _OF_GROUP = re.compile(
-    r"L\['self'\]\.param_groups\[(?P<group>\d+)\]\['(?P<key>\w+)'\](\[(?P<index>\d+)\])?"
+    r"L\['\w+'\](\[0\])?\.param_groups\[(?P<group>\d+)\]\['(?P<key>\w+)'\](\[(?P<index>\d+)\])?"
 )
 _SCHEDULED = (
     ("initial_lr", re.compile(r"\['lr'\]$")),
@@ -47,13 +45,13 @@ def _traceable_pow(x: float, y: float, /) -> float:
 
 
 def _decide(tx: Any, name: str, entry: Any, **kwargs: Any) -> Any:
-    """Make a number of an optimizer an input of the graph if it has changed before, or will.
+    """Make a number in the step of an optimizer an input of the graph if it has changed, or will.
 
     Dynamo's own memory is of all optimizers of a class in this process, and of none before. What
     a resumed run compiles would not be what the unbroken one has.
     """
     optimizer, value = _TRACED.optimizer, entry.scalar
-    if optimizer is None or type(value) not in (int, float) or not name.startswith(_OF_OPTIMIZER):
+    if optimizer is None or type(value) not in (int, float):
         return _process_automatic_dynamic(tx, name, entry, **kwargs)
     history = history_of(optimizer)
     place = f"{tx.f_code.co_qualname}: {name}"

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from collage_fx.config import CollageConfig
-from collage_fx.optimizer import checkpoint
+from collage_fx.optimizer.checkpoints import state_dicts
 from collage_fx.optimizer.ownership import Owned, owned_tensors
 from collage_fx.optimizer.storage_patterns import Patterns, warn_now
 from collage_fx.passes.ir.program import LOW_PRECISION
@@ -81,7 +81,7 @@ def master_state_dict(
     if dtype not in (torch.float32, torch.float64):
         raise OptionError(f"dtype={dtype} is not torch.float32 or torch.float64")
     if optimizer is not None:
-        checkpoint.attach(optimizer)
+        state_dicts.attach(optimizer)
     result = {}
     for name, tensor in _tensors(model).items():
         shard = shard_of(tensor)
@@ -108,7 +108,7 @@ def convert_residuals(optimizer: Optimizer, storage: str | Mapping[str, str]) ->
         OptionError: a storage that does not exist.
     """
     choice = CollageConfig(storage=storage).storage  # type: ignore[arg-type]
-    checkpoint.attach(optimizer)
+    state_dicts.attach(optimizer)
     held = [o for o in owned_tensors(optimizer) if STORE.get(o.tensor) is not None]
     patterns = Patterns(choice)
     for owned in owned_tensors(optimizer):

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import SGD, Optimizer
 
-from collage_fx.optimizer.saved_residuals import is_entry
+from collage_fx.optimizer.checkpoints.saved_residuals import is_entry
 from collage_fx.passes.ir.program import Owner
 from collage_fx.runtime.residuals.dtensor import shard_of
 from collage_fx.runtime.residuals.memory import has_memory, overlapping

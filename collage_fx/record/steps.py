@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves
 from collage_fx.compilation.session import Session
 from collage_fx.hooks import nested_compile
 from collage_fx.hooks.dynamo_settings import Failures
+from collage_fx.optimizer.checkpoints.history import history_of
 from collage_fx.optimizer.discovery import FunctionStates, OptimizerStates, StateStorage
-from collage_fx.optimizer.history import history_of
 from collage_fx.optimizer.ownership import Owned
 from collage_fx.optimizer.served import RETURNED, Served, not_given
 from collage_fx.passes.ir.program import REPLACED, StatePlan

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from collage_fx.optimizer import checkpoint, plain_steps
+from collage_fx.optimizer import plain_steps
+from collage_fx.optimizer.checkpoints import state_dicts
 from collage_fx.optimizer.ownership import family
 from collage_fx.optimizer.served import Report
 
@@ -34,7 +35,7 @@ def compile_held(optimizer: Optimizer, held: list[Optimizer], steps: list[Step])
         held: the optimizers whose step it calls.
         steps: the compiled steps of these.
     """
-    checkpoint.attach_around(optimizer)
+    state_dicts.attach_around(optimizer)
 
     @functools.wraps(type(optimizer).step)
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_fx.optimizer import plain_steps
-from collage_fx.optimizer.copying import copy_residuals
+from collage_fx.optimizer.checkpoints.copying import copy_residuals
 from collage_fx.optimizer.ownership import family, params_of, tensors_in
 
 

@@ -158,7 +158,7 @@ def _factor(part: Slice, walks: Sequence[Walk], cycle: list[int]) -> Coefficient
     """Return by what the cycle multiplies its states in a step, on the whole; None if it only
     moves them.
 
-    For constants that is the spectral radius of |A|.
+    That is the spectral radius of |A|, from above where A has rates in it that may change.
     """
     matrix: list[list[float]] = []
     moved = True
@@ -168,9 +168,11 @@ def _factor(part: Slice, walks: Sequence[Walk], cycle: list[int]) -> Coefficient
             branches = _form(part, walks, i, j).alternatives
             if branches is None:
                 return sympy.Symbol("a")
-            if not all(is_number(b.a) for b in branches):
-                return next(b.a for b in branches if not is_number(b.a))
-            row.append(max(abs(float(b.a)) for b in branches))
+            unknown = [b.a for b in branches if bound(b.a) == inf]
+            if unknown:
+                return unknown[0]
+            row.append(max(bound(b.a) for b in branches))
+            moved &= all(is_number(b.a) for b in branches)
             moved &= row[-1] in (0, 1) and not (row[-1] and _adds(branches))
         moved &= sum(row) == 1
         matrix.append(row)

@@ -125,7 +125,12 @@ def alone(kind: str) -> list[Tensor]:
     optimizer: Any = torch.optim.AdamW(own, lr=LR)
     if kind in ("shared", "in turn"):
         optimizer = torch.optim.SGD(own, lr=LR)
-    assert not train(collage_fx.compile(optimizer, level="plus", **options(kind)), own)
+    step = collage_fx.compile(optimizer, level="plus", **options(kind))
+    if kind == "assigned":  # with a scheduler, by which a rate is an input of the graph
+        optimizer.step = step
+        torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+        step = optimizer.step
+    assert not train(step, own)
     return own
 
 

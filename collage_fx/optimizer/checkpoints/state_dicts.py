@@ -21,16 +21,16 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-from collage_fx.optimizer.copying import carry_over
-from collage_fx.optimizer.history import History, history_of, set_history
-from collage_fx.optimizer.ownership import PARAM, owned_tensors, params_of, tensors_in
-from collage_fx.optimizer.saved_residuals import (
+from collage_fx.optimizer.checkpoints.copying import carry_over
+from collage_fx.optimizer.checkpoints.history import History, history_of, set_history
+from collage_fx.optimizer.checkpoints.saved_residuals import (
     SavedResidual,
     entries_of,
     is_entry,
     read_entries,
     without_entries,
 )
+from collage_fx.optimizer.ownership import PARAM, owned_tensors, params_of, tensors_in
 from collage_fx.runtime.errors import CheckpointError, CollageWarning, ResidualError
 from collage_fx.runtime.residuals.dtensor import shard_of
 from collage_fx.runtime.residuals.store import STORE, check_components, clear_stale

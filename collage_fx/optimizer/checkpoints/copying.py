@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from collage_fx.optimizer.history import History, history_of, set_history
+from collage_fx.optimizer.checkpoints.history import History, history_of, set_history
 from collage_fx.optimizer.ownership import tensors_in
 from collage_fx.optimizer.plain_steps import watch_copy
 from collage_fx.runtime.residuals.dtensor import shard_of
