@@ -48,6 +48,7 @@ class Residual:
         "components",
         "draws",
         "expected",
+        "lent",
         "name",
         "provisional",
         "storage",
@@ -61,6 +62,8 @@ class Residual:
         """How often the last component was rounded by chance; each time takes another seed."""
         self.expected: Expected | None = None
         """What is to hold of both at the next step, if the residual is from a checkpoint."""
+        self.lent: tuple[int, ...] = ()
+        """The versions of the components when a state dict was given them, until the next step."""
         self.provisional = False
         """Whether the tensor was made with it, and nobody knows yet if its updates need one."""
         self._versions, self._slot = array("q", [-1]), 0
@@ -84,6 +87,11 @@ class Residual:
         """Record that the residual belongs to the present value of tensor."""
         self._versions[self._slot] = version(tensor)
         self.address = tensor.data_ptr()
+        self.lent = ()
+
+    def lend(self) -> None:
+        """Note that a state dict has the components: who is given it may write them, as DCP."""
+        self.lent = tuple(map(version, self.components))
 
     def clear(self) -> None:
         """Set every component to zero."""
@@ -117,7 +125,8 @@ class Residual:
 
     def belongs(self, tensor: Tensor) -> bool:
         """Tell whether tensor is as it was when the residual was last settled."""
-        return self.version == version(tensor) and self.address == tensor.data_ptr()
+        same = self.version == version(tensor) and self.address == tensor.data_ptr()
+        return same and self.lent in ((), tuple(map(version, self.components)))
 
     def stale(self, tensor: Tensor) -> str:
         """Say why the residual does not belong to the present value of tensor; empty if it does.
@@ -129,6 +138,8 @@ class Residual:
             if not self.expected(tensor, *self.components):
                 why = "it and its residual are not as they were saved together"
             self.expected = None
+        elif self.lent and self.lent != tuple(map(version, self.components)):
+            why = "it was written from outside, as by a checkpoint that was not loaded to its end"
         elif not self.belongs(tensor):
             if self.has_content():
                 why = "it was written from outside the compiled step"
@@ -186,6 +197,12 @@ class ResidualStore:
         self._coarser: set[tuple[str, str]] = set()
         self.generation = 0
         """How often a tensor was given a residual, or other components."""
+
+    def lend(self, residuals: Iterable[Residual]) -> None:
+        """Have the next step see whether who was given residuals has written them."""
+        for residual in residuals:
+            residual.lend()
+        self.generation += 1
 
     def get(self, tensor: Tensor) -> Residual | None:
         """Return the residual of tensor, or of another one that is the same piece of memory."""

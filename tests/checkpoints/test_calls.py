@@ -12,61 +12,32 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import checkpoints
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from checkpoints import Run, compiled, train, words
 from interpreter import without_compiler
 from saved import as_format_1
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
     set_state_dict,
 )
-from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import ConstantLR
 
-import collage_fx
 from collage_fx.errors import CollageWarning
 
 PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
-STORAGES = {"param": "remainder16", "exp_avg": "mcf2", "exp_avg_sq": "ulp8"}
-Run = tuple[nn.Module, Optimizer]
 Way = Callable[[Run, Path], Run]
 
 
 def plain(seed: int) -> Run:
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(6, 9), nn.LayerNorm(9)).bfloat16()
-    optimizer = AdamW(model.parameters(), lr=1e-3)
-    ConstantLR(optimizer, factor=1.0)  # one graph: the rate is an input from the first step on
-    return model, optimizer
-
-
-def compiled(run: Run) -> Run:
-    _, optimizer = run
-    optimizer.step = collage_fx.compile(optimizer, storage=STORAGES, level="all")  # type: ignore[method-assign]
+    run = checkpoints.plain(seed)
+    ConstantLR(run[1], factor=1.0)  # one graph: the rate is an input from the first step on
     return run
-
-
-def train(run: Run, first: int, last: int) -> None:
-    model, optimizer = run
-    for k in range(first, last):
-        generator = torch.Generator().manual_seed(k)
-        for p in model.parameters():
-            p.grad = torch.randn(p.shape, generator=generator).bfloat16()
-        optimizer.step()
-
-
-def words(run: Run) -> list[Tensor]:
-    model, optimizer = run
-    return [
-        word.detach().clone()
-        for p in model.parameters()
-        for t in (p, *optimizer.state[p].values())
-        for word in (t, *collage_fx.residuals(t))
-    ]
 
 
 def by_state_dict(run: Run, _: Path) -> Run:

@@ -137,6 +137,8 @@ def read_entries(state: Any) -> dict[str, SavedResidual]:
 def _read_entry(name: str, value: Any, found: dict[str, SavedResidual]) -> None:
     key, storage, part = name.removeprefix(PREFIX).rsplit(".", 2)
     residual = found.setdefault(key, SavedResidual(storage))
+    if not isinstance(value, Tensor):
+        raise ValueError("it is no tensor")
     if residual.storage != storage:
         raise ValueError(f"another residual is there in {residual.storage}")
     if part == _ROWS:

@@ -112,6 +112,7 @@ def _save(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """Add the residuals to the states of their parameters, and the entry to each group."""
     found = [(o, r) for o in owned_tensors(optimizer) if (r := STORE.get(o.tensor)) is not None]
     clear_stale((owned.tensor, residual) for owned, residual in found)
+    STORE.lend(residual for _, residual in found)
     params, ids = params_of(optimizer), _ids(state_dict)
     state_dict["state"] = states = dict(state_dict["state"])
     unsaved: list[str] = []
