@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 from torch._dynamo.pgo import auto_dynamic
-from torch._dynamo.variables import builder as dynamo_builder
+from torch._dynamo.variables import builder
 from torch.optim import Optimizer
 
 from collage_fx.hooks.counted import Counted
 from collage_fx.optimizer.checkpoints.history import History, history_of
 
+_BUILDER: Any = builder
 _pow = math.pow
-_process_automatic_dynamic = dynamo_builder.process_automatic_dynamic
+_process_automatic_dynamic = _BUILDER.process_automatic_dynamic
 _OF_GROUP = re.compile(
     r"L\['\w+'\](\[0\])?\.param_groups\[(?P<group>\d+)\]\['(?P<key>\w+)'\](\[(?P<index>\d+)\])?"
 )
@@ -81,12 +82,12 @@ def _began_with(history: History, name: str, value: float) -> Any:
 
 def _replace() -> None:
     math.pow = _traceable_pow  # type: ignore[assignment]
-    dynamo_builder.process_automatic_dynamic = _decide
+    _BUILDER.process_automatic_dynamic = _decide
 
 
 def _restore() -> None:
     math.pow = _pow
-    dynamo_builder.process_automatic_dynamic = _process_automatic_dynamic
+    _BUILDER.process_automatic_dynamic = _process_automatic_dynamic
 
 
 _REPLACED = Counted(_replace, _restore).used

@@ -3,10 +3,8 @@
 import torch
 from torch import Tensor
 
-_CHUNK = 1 << 22
-"""How many elements are widened to int64 at once."""
-_ROWS = 1 << 12
-"""How many rows are added up at once."""
+_CHUNK = 1 << 19
+"""How many elements are widened at once: as many as a cache holds."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 """Bytes -> a dtype."""
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -24,20 +22,23 @@ def row_checksums(tensor: Tensor, *residuals: Tensor) -> Tensor:
     shape = tensor.shape[:1]
     sums = torch.zeros(shape.numel(), dtype=torch.int64, device=tensor.device)
     for words in (tensor, *residuals) if tensor.numel() else ():
-        sums *= _ODD
         matrix = words.detach().reshape(len(sums), -1).view(_INTEGERS[words.itemsize])
-        for some, rows in zip(sums.split(_ROWS), matrix.split(_ROWS), strict=True):
-            _add_up(some, rows)
+        sums = sums * _ODD + _weighted_sums(matrix)
     return (sums * _ODD >> 56).clamp_(min=UNKNOWN + 1).to(torch.int8).reshape(shape)
 
 
-def _add_up(sums: Tensor, words: Tensor) -> None:
-    """Add to each of some int64 sums its row of words, each word by its place."""
-    columns = max(_CHUNK // len(sums), 1)
-    for start in range(0, words.shape[1], columns):
-        part = words[:, start : start + columns].to(torch.int64)
-        place = torch.arange(start, start + part.shape[1], device=words.device)
-        sums += (part * (2 * place + 1)).sum(dim=1)
+def _weighted_sums(words: Tensor) -> Tensor:
+    """Return for each row the sum of its words, each by an odd number of its own, modulo 2^32."""
+    height, width = words.shape
+    weights = torch.arange(1, 2 * width, 2, dtype=torch.int32, device=words.device)
+    columns = min(width, _CHUNK)
+    sums = torch.zeros(height, dtype=torch.int32, device=words.device)
+    for start in range(0, width, columns):
+        part, by = words[:, start : start + columns], weights[start : start + columns]
+        rows = _CHUNK // columns
+        for some, found in zip(part.split(rows), sums.split(rows), strict=True):
+            found += (some.to(torch.int32) * by).sum(dim=1, dtype=torch.int32)
+    return sums
 
 
 def rows_match(rows: Tensor, tensor: Tensor, *residuals: Tensor) -> bool:
@@ -50,6 +51,9 @@ def rows_match(rows: Tensor, tensor: Tensor, *residuals: Tensor) -> bool:
 def total_matches(total: int, tensor: Tensor, *residuals: Tensor) -> bool:
     """Tell whether this is the one checksum that checkpoints of format 1 have of a tensor."""
     words = tensor.detach().reshape(-1).view(_INTEGERS[tensor.itemsize])
-    found = torch.zeros(1, dtype=torch.int64, device=tensor.device)
-    _add_up(found, words[None])
+    found = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, words.numel(), _CHUNK):
+        part = words[start : start + _CHUNK].to(torch.int64)
+        place = torch.arange(start, start + part.numel(), device=words.device)
+        found += (part * (2 * place + 1)).sum()
     return int(found) == total

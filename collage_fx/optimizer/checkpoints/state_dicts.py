@@ -313,8 +313,7 @@ def _adopt(optimizer: Optimizer) -> None:
     if loaded is None:
         return
     _give(optimizer, loaded)
-    for param in params_of(optimizer):
-        state = optimizer.state.get(param)
+    for param, state in list(optimizer.state.items()):
         for key in [k for k in state if is_entry(k)] if isinstance(state, dict) else ():
             del state[key]
             if not state:  # as before the first step, which makes states where there are none
@@ -336,7 +335,7 @@ def _give(optimizer: Optimizer, loaded: _Loaded) -> None:
                 saved.parts(owned.tensor.dtype, dtype),
                 saved.expected(owned.whole, dtype),
             )
-            known = {"storage": saved.storage, "name": owned.name, "draws": saved.draws}
+            known: Any = {"storage": saved.storage, "name": owned.name, "draws": saved.draws}
             with _fitting():
                 STORE.load(owned.tensor, parts, expected=expected, **known)
         elif residual is not None:
