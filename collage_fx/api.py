@@ -10,7 +10,7 @@ from collage_fx.config import CollageConfig
 from collage_fx.dynamo import backend
 from collage_fx.dynamo.backend import Backend
 from collage_fx.dynamo.options import split_options
-from collage_fx.hooks import flattened_states, optimizer_hooks
+from collage_fx.hooks import distributed_state_dicts, optimizer_hooks
 from collage_fx.optimizer import plain_steps
 from collage_fx.optimizer.checkpoints import state_dicts
 from collage_fx.optimizer.fused import as_its_kernel
@@ -73,7 +73,7 @@ def compile(
 
 def _begin(optimizer: Optimizer, config: CollageConfig, options: dict[str, Any]) -> CollageConfig:
     """Have checkpoints of an optimizer hold residuals; return the configuration for its step."""
-    flattened_states.keep_residuals()
+    distributed_state_dicts.know_residuals()
     for one in family(optimizer):
         state_dicts.attach(one)
     return as_its_kernel(config, options, optimizer)

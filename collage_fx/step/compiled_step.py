@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from collage_fx.dynamo.backend import Backend
 from collage_fx.errors import CollageError, OptionError
-from collage_fx.hooks import flattened_states, nested_compile
+from collage_fx.hooks import distributed_state_dicts, nested_compile
 from collage_fx.hooks.dynamo_settings import many_graphs
 from collage_fx.hooks.gc_pause import FIRST, no_full_collection
 from collage_fx.hooks.step_substitution import beneath_hooks, codes
@@ -73,7 +73,7 @@ def compile_optimizer(
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if not supervisor.steps:
             plain_steps.called(family(self))
-            flattened_states.keep_residuals()
+            distributed_state_dicts.know_residuals()
         repeated, called, result = repeat(args, kwargs)
         if called:
             in_full()

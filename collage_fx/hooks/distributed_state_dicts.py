@@ -1,0 +1,99 @@
+"""get_state_dict() and set_state_dict() of torch.distributed.checkpoint, which know no residuals.
+
+They look a flattened state dict up for the keys that the optimizer has in its states and groups,
+and residuals are never among these. And for an optimizer without states, such as SGD without
+momentum, they take a step with a rate of zero whenever they are called, also between the two where
+a checkpoint has been written into the tensors already.
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from collage_fx.optimizer.checkpoints.saved_residuals import PREFIX
+from collage_fx.optimizer.checkpoints.state_dicts import ENTRY
+from collage_fx.optimizer.ownership import owned_tensors
+from collage_fx.runtime.residuals.store import STORE, Residual
+
+_MODULE = "torch.distributed.checkpoint.state_dict"
+
+
+def know_residuals() -> None:
+    """Have them load residuals, and count residuals as states. Idempotent.
+
+    To be called where an optimizer is given to this package and where it takes its first step: the
+    module is not imported for it, which would take a second.
+    """
+    module = sys.modules.get(_MODULE)
+    for name, function in _FUNCTIONS.items():
+        plain = getattr(module, name, None)
+        if plain is not None and not hasattr(plain, "_collage"):
+            ours = functools.partial(function, plain)
+            ours._collage = True  # type: ignore[attr-defined]
+            setattr(module, name, ours)
+
+
+def _unflatten(plain: Any, optim: Optimizer, state_dict: dict[str, Any], info: Any) -> Any:
+    found = plain(optim, state_dict, info)
+    states = found["state"]
+    for key, value in state_dict.items():
+        owner, ours, rest = key.partition(f".{PREFIX}")
+        if ours and (name := owner.removeprefix("state.")) in states:
+            states[name][PREFIX + rest] = value
+    for group in found["param_groups"]:
+        entry = f"param_groups.{group['params'][0]}.{ENTRY}"
+        if entry in state_dict:
+            group[ENTRY] = state_dict[entry]
+    return found
+
+
+def _init(plain: Any, optim: Optimizer) -> None:
+    """Make states and residuals, if there are none, by steps that change nothing else.
+
+    A first step may be recorded, and makes a residual for each new state. Which of these remain only
+    the next step tells: without it the keys were not those of the checkpoint that is to be loaded.
+    """
+    if any(True for _ in _residuals(optim)):
+        return
+    plain(optim)
+    for _ in range(_STEPS):
+        if not any(residual.provisional for residual in _residuals(optim)):
+            return
+        _take_zero_step(optim)
+
+
+_STEPS = 3
+"""After as many each state has a verdict."""
+
+
+def _residuals(optim: Optimizer) -> Iterator[Residual]:
+    found = (STORE.get(owned.tensor) for owned in owned_tensors(optim))
+    return (residual for residual in found if residual is not None)
+
+
+def _take_zero_step(optim: Optimizer) -> None:
+    """Take a step with gradients and rates of zero, as the first was, and give the rates back."""
+    before = [group.get("lr") for group in optim.param_groups]
+    for group, lr in zip(optim.param_groups, before, strict=True):
+        if lr is not None:
+            group["lr"] = torch.zeros_like(lr) if isinstance(lr, Tensor) else 0.0
+        for p in group["params"]:
+            p.grad = torch.zeros_like(p) if p.requires_grad else None
+    try:
+        optim.step()
+    finally:
+        optim.zero_grad(set_to_none=True)
+        for group, lr in zip(optim.param_groups, before, strict=True):
+            if lr is not None:
+                group["lr"] = lr
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "_unflatten_optim_state_dict": _unflatten,
+    "_init_optim_state": _init,
+}
