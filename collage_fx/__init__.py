@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collage_fx.api import compile, report
+    from collage_fx.api import compile, compile_, report
     from collage_fx.config import CollageConfig
     from collage_fx.errors import CollageError, CollageWarning
     from collage_fx.inspection.explain import Explanation, explain
@@ -32,6 +32,7 @@ __all__ = [
     "CollageWarning",
     "Explanation",
     "compile",
+    "compile_",
     "convert_residuals",
     "draws",
     "explain",
@@ -44,7 +45,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "api": ("compile", "report"),
+    "api": ("compile", "compile_", "report"),
     "config": ("CollageConfig",),
     "errors": ("CollageError", "CollageWarning"),
     "inspection.explain": ("Explanation", "explain"),

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.optim import Optimizer
 
@@ -10,6 +10,7 @@ from collage_fx.config import CollageConfig
 from collage_fx.dynamo import backend
 from collage_fx.dynamo.backend import Backend
 from collage_fx.dynamo.options import split_options
+from collage_fx.errors import SubjectError
 from collage_fx.hooks import distributed_state_dicts, optimizer_hooks
 from collage_fx.optimizer import plain_steps
 from collage_fx.optimizer.checkpoints import state_dicts
@@ -18,7 +19,9 @@ from collage_fx.optimizer.ownership import family
 from collage_fx.optimizer.served import Report
 from collage_fx.step.compiled_step import compile_function, compile_optimizer, in_place, report_of
 from collage_fx.step.distributed_wrappers import compile_held, held_by
-from collage_fx.step.subject import subject_of
+from collage_fx.step.subject import innermost, subject_of
+
+OptimizerT = TypeVar("OptimizerT")
 
 
 def compile(
@@ -69,6 +72,30 @@ def compile(
     function = compile_function(plain, session)
     function._collage = (plain, options)  # type: ignore[attr-defined]
     return function
+
+
+def compile_(optimizer: OptimizerT, *, mode: str | None = None, **options: Any) -> OptimizerT:
+    """Compile the step of an optimizer with compensation, in place: assign what `compile` returns.
+
+    Args:
+        optimizer: a torch.optim.Optimizer, or a wrapper that has one as its `optimizer`, such as
+            accelerate's AcceleratedOptimizer, whose step is compiled then. Schedulers may have been
+            made for it already.
+        mode: as of `compile`.
+        **options: as of `compile`.
+
+    Returns:
+        The optimizer that was given.
+
+    Raises:
+        OptionError: an option or value that does not exist.
+        SubjectError: anything that is no optimizer.
+    """
+    inner = innermost(optimizer)
+    if not isinstance(inner, Optimizer):
+        raise SubjectError(f"compile_ takes an optimizer, got {type(optimizer).__name__}")
+    inner.step = compile(inner, mode=mode, **options)  # type: ignore[method-assign]
+    return optimizer
 
 
 def _begin(optimizer: Optimizer, config: CollageConfig, options: dict[str, Any]) -> CollageConfig:

@@ -55,8 +55,8 @@ def _unflatten(plain: Any, optim: Optimizer, state_dict: dict[str, Any], info: A
 def _init(plain: Any, optim: Optimizer) -> None:
     """Make states and residuals, if there are none, by steps that change nothing else.
 
-    A first step may be recorded, and makes a residual for each new state. Which of these remain only
-    the next step tells: without it the keys were not those of the checkpoint that is to be loaded.
+    A first step may be recorded, and makes a residual for each new state. Which of these remain
+    only the next step tells: without it the keys were not those of the checkpoint to be loaded.
     """
     if any(True for _ in _residuals(optim)):
         return

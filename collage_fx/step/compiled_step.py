@@ -83,6 +83,8 @@ def compile_optimizer(
         return result
 
     step._collage = session  # type: ignore[attr-defined]
+    # It does what schedulers put a function of theirs around a step for, before they are made too.
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     step._report = functools.partial(_report, supervisor, session)  # type: ignore[attr-defined]
     return types.MethodType(step, optimizer)
 

@@ -53,6 +53,7 @@ def compile_held(optimizer: Optimizer, held: list[Optimizer], steps: list[Step])
         return Report(subject, states, sorted(notes))
 
     step._collage = steps[0]._collage  # type: ignore[attr-defined]
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     step._report = report  # type: ignore[attr-defined]
     return types.MethodType(step, optimizer)
 

@@ -1,0 +1,48 @@
+"""The examples, run as a reader would run them."""
+
+from pathlib import Path
+
+import pytest
+from processes import run_script
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SHORT = ["hf_trainer.py", "fsdp_dcp.py"]
+"""Those that docs/recipes.md shows."""
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_they_fit_on_a_page_and_are_shown(name: str) -> None:
+    text = (EXAMPLES / name).read_text()
+    assert len(text.splitlines()) <= 60
+    assert f"examples/{name}" in (EXAMPLES.parent / "docs" / "recipes.md").read_text()
+
+
+@pytest.mark.slow
+def test_a_trainer_resumes_with_the_same_bits() -> None:
+    pytest.importorskip("transformers")
+    path = str(EXAMPLES / "hf_trainer.py")
+    done = run_script(f"import runpy; runpy.run_path({path!r}, run_name='__main__')")
+    assert done.returncode == 0, done.stderr
+    assert "the resumed run has the same bits" in done.stdout
+    assert "56 of 84 states compensated" in done.stdout  # parameters and second moments
+
+
+@pytest.mark.slow
+def test_sharded_training_goes_on_on_fewer_processes(tmp_path: Path) -> None:
+    path, runs = str(EXAMPLES / "fsdp_dcp.py"), []
+    for ranks in (2, 1):
+        arguments = ["torchrun", "--nproc-per-node", str(ranks), path, str(tmp_path)]
+        script = f"""
+import sys
+from torch.distributed.run import main
+sys.argv = {arguments!r}
+main()
+"""
+        done = run_script(script)
+        assert done.returncode == 0, done.stderr
+        runs.append(done.stdout)
+        if ranks == 2:
+            for file in sorted((tmp_path / "12").glob(".*")):
+                file.unlink()  # the last checkpoint, as if it had been killed in writing it
+    assert "from step 0 to 12" in runs[0] and "from step 8 to 12" in runs[1]
+    assert runs[0].partition("loss")[2] == runs[1].partition("loss")[2]
