@@ -19,7 +19,7 @@ from collage_fx.optimizer.ownership import family
 from collage_fx.optimizer.served import Report
 from collage_fx.step.compiled_step import compile_function, compile_optimizer, in_place, report_of
 from collage_fx.step.distributed_wrappers import compile_held, held_by
-from collage_fx.step.subject import innermost, subject_of
+from collage_fx.step.subject import innermost, refuse_mastered, subject_of
 
 OptimizerT = TypeVar("OptimizerT")
 
@@ -91,6 +91,7 @@ def compile_(optimizer: OptimizerT, *, mode: str | None = None, **options: Any) 
         OptionError: an option or value that does not exist.
         SubjectError: anything that is no optimizer.
     """
+    refuse_mastered(optimizer)
     inner = innermost(optimizer)
     if not isinstance(inner, Optimizer):
         raise SubjectError(f"compile_ takes an optimizer, got {type(optimizer).__name__}")

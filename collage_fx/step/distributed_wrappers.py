@@ -35,7 +35,7 @@ def compile_held(optimizer: Optimizer, held: list[Optimizer], steps: list[Step])
         held: the optimizers whose step it calls.
         steps: the compiled steps of these.
     """
-    state_dicts.attach_around(optimizer)
+    state_dicts.attach_around(optimizer, held)
 
     @functools.wraps(type(optimizer).step)
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:

@@ -17,6 +17,23 @@ _REMEDY = (
 )
 
 
+_MASTERED = {"deepspeed": "DeepSpeed"}
+"""Packages whose wrappers step on fp32 copies of the weights, and what to call them."""
+
+
+def refuse_mastered(given: Any) -> None:
+    """Raise SubjectError for a wrapper that keeps fp32 master weights, or has such a one in it."""
+    while given is not None and not isinstance(given, Optimizer):
+        package = type(given).__module__.partition(".")[0]
+        if package in _MASTERED:
+            raise SubjectError(
+                f"{type(given).__name__} of {_MASTERED[package]} keeps fp32 copies of the weights "
+                "and steps on these: nothing is lost there that could be compensated. Train "
+                f"without {_MASTERED[package]}, with FSDP2 say, to do without the copies"
+            )
+        given = inner_of(given)
+
+
 def subject_of(given: Any) -> Optimizer | Callable[..., Any]:
     """Return the optimizer or the function that is meant.
 
@@ -28,6 +45,7 @@ def subject_of(given: Any) -> Optimizer | Callable[..., Any]:
     """
     if isinstance(given, Optimizer):
         return given
+    refuse_mastered(given)
     function = without_arguments(given)
     owner = getattr(function, "__self__", None)
     name = getattr(function, "__name__", "")

@@ -1,5 +1,7 @@
 """Steps that communicate, in two processes: what each sends and receives, and what it keeps."""
 
+import contextlib
+import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from interpreter import without_compiler
-from saved import saved_residuals
+from saved import drop_saved_residuals, saved_residuals
 from tensors import with_grads
 from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -86,20 +88,51 @@ def run(kind: str) -> dict[str, Any]:
         optimizer.step = step
         scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
         step = lambda: (optimizer.step(), scheduler.step())  # noqa: E731
-    found: dict[str, Any] = {"warnings": train(step, own), "high": [p.detach() for p in own]}
+    found: dict[str, Any] = {
+        "warnings": train(step, own),
+        "high": [p.detach().clone() for p in own],
+    }
     found["values"] = [collage_fx.value(p) for p in own]
     found["residuals"] = [len(collage_fx.residuals(p)) for p in own]
     if kind == "assigned":
         found["report"] = str(collage_fx.report(optimizer))
         found["explained"] = str(collage_fx.explain(optimizer))
         found["saved"] = len(saved_residuals(optimizer.optim.state_dict()))
-        optimizer.consolidate_state_dict(to=0)
-        if dist.get_rank() == 0:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                optimizer.state_dict()
-            found["said"] = [str(w.message) for w in caught]
+        found["resumed"] = resumed(optimizer, own)
     return found
+
+
+def resumed(optimizer: Any, own: list[Tensor]) -> tuple[Any, ...]:
+    """The values of a run that goes on, of two that go on from its gathered states, the second
+    without residuals, and how many of these there were."""
+    optimizer.consolidate_state_dict(to=0)
+    saved = [copy.deepcopy(optimizer.state_dict()) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(saved, src=0)
+    weights = [p.detach().clone() for p in own]
+    train(optimizer.step, own)
+    states: dict[str, Any] = saved[0]  # type: ignore[assignment]
+    results = []
+    for forget in (False, True):
+        copies = [w.clone().requires_grad_() for w in weights]
+        other: Any = ZeroRedundancyOptimizer(copies, optimizer_class=torch.optim.AdamW, lr=LR)
+        other.step = collage_fx.compile(other, level="plus", **options("assigned"))
+        torch.optim.lr_scheduler.ConstantLR(other, 1.0)
+        given = copy.deepcopy(states)
+        if forget:
+            drop_saved_residuals(given)
+        said = pytest.warns(CollageWarning, match="holds no residuals")
+        with said if forget else contextlib.nullcontext():
+            other.load_state_dict(given)
+        train(other.step, copies)
+        results.append(whole(copies, other))
+    residuals = sum(len(one) for one in saved_residuals(states).values())
+    return whole(own, optimizer), *results, residuals
+
+
+def whole(own: list[Tensor], optimizer: Any) -> list[Tensor]:
+    """The whole values of the parameters that this process updates."""
+    mine = {id(p) for group in optimizer.optim.param_groups for p in group["params"]}
+    return [collage_fx.value(p).detach() for p in own if id(p) in mine]
 
 
 def work(rank: int, folder: str) -> None:
@@ -160,7 +193,15 @@ def test_the_optimizer_within_is_the_one_that_is_reported_and_saved(
     assert "AdamW in ZeroRedundancyOptimizer" in first["report"]
     assert "exp_avg_sq of param_groups[0].params[1]" in first["report"]
     assert "collage_fx: AdamW, level=plus" in first["explained"] and first["saved"] == 2
-    assert any("optim.state_dict()" in message for message in first["said"])
+
+
+def test_the_gathered_states_have_all_residuals(found: list[dict[str, Any]]) -> None:
+    """A run that goes on from them has the whole values of the one that did not stop."""
+    for one in found:
+        went_on, again, forgot, residuals = one["assigned"]["resumed"]
+        assert residuals == 2 * len(params())  # of each parameter and its second moment
+        assert all(map(torch.equal, went_on, again))
+        assert not all(map(torch.equal, went_on, forgot))
 
 
 def test_states_that_come_from_elsewhere_lose_their_residuals_not_in_silence(

@@ -53,6 +53,18 @@ def test_a_scheduler_that_comes_first_is_warned_of_without() -> None:
         scheduler.step()
 
 
+def test_an_optimizer_of_deepspeed_is_refused_by_name() -> None:
+    class ZeroOptimizer(Wrapper):
+        __module__ = "deepspeed.runtime.zero.stage_1_and_2"
+
+    within = ZeroOptimizer(SGD([bf16(2)]))
+    for given in (within, Wrapper(within)):
+        with pytest.raises(SubjectError, match="ZeroOptimizer of DeepSpeed keeps fp32 copies"):
+            collage_fx.compile_(given)
+        with pytest.raises(SubjectError, match="DeepSpeed"):
+            collage_fx.compile(given)  # type: ignore[arg-type]
+
+
 def test_what_is_no_optimizer_is_refused() -> None:
     for given in (torch.nn.Linear(2, 2), lambda: None, 3):
         with pytest.raises(SubjectError, match="takes an optimizer"):

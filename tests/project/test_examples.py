@@ -1,12 +1,13 @@
 """The examples, run as a reader would run them."""
 
+import re
 from pathlib import Path
 
 import pytest
 from processes import run_script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SHORT = ["hf_trainer.py", "fsdp_dcp.py"]
+SHORT = ["hf_trainer.py", "fsdp_dcp.py", "lightning_module.py", "lora_export.py"]
 """Those that docs/recipes.md shows."""
 
 
@@ -25,6 +26,25 @@ def test_a_trainer_resumes_with_the_same_bits() -> None:
     assert done.returncode == 0, done.stderr
     assert "the resumed run has the same bits" in done.stdout
     assert "56 of 84 states compensated" in done.stdout  # parameters and second moments
+
+
+@pytest.mark.slow
+def test_lightning_resumes_with_the_same_bits() -> None:
+    pytest.importorskip("lightning", reason="lightning is not installed")
+    path = str(EXAMPLES / "lightning_module.py")
+    done = run_script(f"import runpy; runpy.run_path({path!r}, run_name='__main__')")
+    assert done.returncode == 0, done.stderr
+    assert "the resumed run has the same bits" in done.stdout
+
+
+@pytest.mark.slow
+def test_adapters_move_that_plain_bf16_leaves_where_they_are() -> None:
+    pytest.importorskip("peft", reason="peft is not installed")
+    path = str(EXAMPLES / "lora_export.py")
+    done = run_script(f"import runpy; runpy.run_path({path!r}, run_name='__main__')")
+    assert done.returncode == 0, done.stderr
+    ours, plain = (float(n) for n in re.findall(r"moved by (\d+\.\d) rates", done.stdout))
+    assert ours > 25 and plain < 2  # of 30 steps
 
 
 @pytest.mark.slow

@@ -7,10 +7,11 @@ when nothing of this package has seen the optimizer yet, and loads into plain Py
 """
 
 import dataclasses
+import functools
 import itertools
 import json
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,6 +49,8 @@ class _Loaded:
     residuals: dict[tuple[int, str], SavedResidual] = field(default_factory=dict)
     """(position of the parameter among all, key of the tensor) -> its residual."""
     history: History = field(default_factory=History)
+    lost: bool = False
+    """Whether there were residuals when it was saved, of which none has come here."""
     uncast: dict[tuple[int, Any], Tensor] = field(default_factory=dict)
     """(the same position, key of a state) -> it, where PyTorch casts it to another dtype."""
 
@@ -89,23 +92,33 @@ def take_up(optimizers: Iterable[Optimizer]) -> None:
                     _give(optimizer, loaded)
 
 
-def attach_around(optimizer: Optimizer) -> None:
-    """Make an optimizer that gathers the states of others say that it gathers no residuals."""
+def attach_around(optimizer: Optimizer, held: list[Optimizer]) -> None:
+    """Make checkpoints of an optimizer that gathers the states of others hold residuals too.
+
+    The states that ZeroRedundancyOptimizer.consolidate_state_dict() collects have theirs; here is
+    added what is in the groups, and given to the optimizers within what was loaded into them.
+    """
     if optimizer not in _ATTACHED:
         _ATTACHED[optimizer] = True
-        optimizer.register_state_dict_post_hook(_save_nothing)
-        optimizer.register_load_state_dict_post_hook(_load)
+        optimizer.register_state_dict_post_hook(functools.partial(_save_of_held, held))
+        optimizer.register_load_state_dict_post_hook(functools.partial(_load_into_held, held))
 
 
-def _save_nothing(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    name = type(optimizer).__name__
-    warnings.warn(
-        f"collage_fx: state_dict() of {name} holds no residuals; that of the optimizer within it "
-        "does (optimizer.optim.state_dict()), in each process those of its parameters: save and "
-        "load it there",
-        CollageWarning,
-        stacklevel=3,
-    )
+def _save_of_held(held: list[Optimizer], optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    holds = any(STORE.get(owned.tensor) for one in held for owned in owned_tensors(one))
+    for packed in state_dict["param_groups"]:
+        packed[ENTRY] = _about(held[0], holds=holds)
+
+
+def _load_into_held(held: list[Optimizer], optimizer: Optimizer) -> None:
+    payloads = [group.pop(ENTRY) for group in optimizer.param_groups if ENTRY in group]
+    for state in optimizer.state.values():
+        for key in [k for k in state or () if is_entry(k)]:  # copies that nobody needs
+            del state[key]
+    for one in held:
+        if not payloads:
+            _begin_anew(one)
+        _adopt(one, payloads)
 
 
 def _save(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -125,9 +138,8 @@ def _save(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         states[ids[index]] = state = without_entries(state)  # what was there is the optimizer's own
         for owned, residual in held:
             state.update(entries_of(owned.key, owned.whole, residual, param.dtype))
-    payload = {"format": FORMAT, "needs": _NEEDS, **dataclasses.asdict(history_of(optimizer))}
     for packed in state_dict["param_groups"]:
-        packed[ENTRY] = json.dumps(payload)
+        packed[ENTRY] = _about(optimizer, holds=bool(found))
     if unsaved:
         warnings.warn(
             f"collage_fx: state_dict() holds no residual of {', '.join(unsaved)}: the states of "
@@ -137,13 +149,27 @@ def _save(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         )
 
 
+def _about(optimizer: Optimizer, *, holds: bool) -> str:
+    """Return the entry of each parameter group.
+
+    Args:
+        optimizer: which is saved.
+        holds: whether it has residuals.
+    """
+    history = dataclasses.asdict(history_of(optimizer))
+    return json.dumps({"format": FORMAT, "needs": _NEEDS, "holds": holds, **history})
+
+
 def _ids(state_dict: dict[str, Any]) -> list[Any]:
     """Return what the parameters are called in a state dict, in the order of the optimizer's."""
     return [name for group in state_dict["param_groups"] for name in group["params"]]
 
 
 def _read(
-    states: dict[int, Any], groups: list[dict[str, Any]], params: list[Tensor]
+    states: dict[int, Any],
+    groups: list[dict[str, Any]],
+    params: list[Tensor],
+    others: Sequence[Any] = (),
 ) -> _Loaded | None:
     """Return what states and groups of a checkpoint say of residuals; None if nothing.
 
@@ -151,10 +177,11 @@ def _read(
         states: by position of their parameters.
         groups: the parameter groups.
         params: the parameters.
+        others: entries of other groups.
 
     Raises CheckpointError for another format, and for residuals that do not fit.
     """
-    payloads = [payload for group in groups if (payload := group.get(ENTRY))]
+    payloads = [*others, *(payload for group in groups if (payload := group.get(ENTRY)))]
     loaded = _Loaded()
     for index, state in states.items():
         for key, residual in read_entries(state).items():
@@ -163,10 +190,12 @@ def _read(
         return None
     for payload in payloads:
         about = _payload(payload)
+        loaded.lost |= about.get("holds", False)
         known = {f.name for f in dataclasses.fields(History)} & about.keys()
         loaded.history = History(**{name: about[name] for name in known})
         for index, by_key in about.get("residuals", {}).items():
             loaded.residuals.update({(index, k): _of_format_1(e) for k, e in by_key.items()})
+    loaded.lost &= not loaded.residuals
     for (index, key), residual in loaded.residuals.items():
         _check_fit(index, key, residual, params, states, groups)
     return loaded
@@ -277,6 +306,11 @@ def _load(optimizer: Optimizer) -> None:
         _put_back(optimizer, loaded)
         _give(optimizer, loaded)
         return
+    _begin_anew(optimizer)
+
+
+def _begin_anew(optimizer: Optimizer) -> None:
+    """Take what was loaded as it stands, with a warning: nothing of ours was in it."""
     set_history(optimizer, History())
     for owned in owned_tensors(optimizer):
         residual = STORE.get(owned.tensor)
@@ -286,7 +320,7 @@ def _load(optimizer: Optimizer) -> None:
         f"collage_fx: the checkpoint that {type(optimizer).__name__} loaded holds no residuals; "
         "they start at zero, as if its weights and states had just been rounded to their dtype.",
         CollageWarning,
-        stacklevel=3,
+        stacklevel=4,
     )
 
 
@@ -299,17 +333,22 @@ def _put_back(optimizer: Optimizer, loaded: _Loaded) -> None:
             state[key] = saved.to(device=now.device, copy=True)
 
 
-def _take_from_states(optimizer: Optimizer) -> _Loaded | None:
-    """Return what load_state_dict() has left among states and groups before anyone knew better."""
+def _take_from_states(optimizer: Optimizer, payloads: Sequence[Any] = ()) -> _Loaded | None:
+    """Return what load_state_dict() has left among states and groups before anyone knew better.
+
+    Args:
+        optimizer: whose states they are.
+        payloads: entries that stood in other groups than the optimizer's own.
+    """
     params = params_of(optimizer)
     known = getattr(optimizer, "state", {})
     states = {i: known[p] for i, p in enumerate(params) if p in known}
     with torch.no_grad(), _disable_current_modes():
-        return _read(states, optimizer.param_groups, params)
+        return _read(states, optimizer.param_groups, params, payloads)
 
 
-def _adopt(optimizer: Optimizer) -> None:
-    loaded = _take_from_states(optimizer)
+def _adopt(optimizer: Optimizer, payloads: Sequence[Any] = ()) -> None:
+    loaded = _take_from_states(optimizer, payloads)
     if loaded is None:
         return
     _give(optimizer, loaded)
@@ -324,6 +363,8 @@ def _adopt(optimizer: Optimizer) -> None:
 
 
 def _give(optimizer: Optimizer, loaded: _Loaded) -> None:
+    if loaded.lost:
+        _begin_anew(optimizer)
     set_history(optimizer, loaded.history)
     params = params_of(optimizer)
     for owned in owned_tensors(optimizer):
