@@ -84,29 +84,36 @@ DAMAGES: dict[str, tuple[Callable[[States], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("first", ["load", "compile"])
-@pytest.mark.parametrize("name", DAMAGES)
-def test_it_is_refused_by_name(name: str, first: str, run: Run) -> None:
+def damaged(name: str, run: Run) -> tuple[States, str]:
     damage, message = DAMAGES[name]
     states = copy.deepcopy(run[1].state_dict())
     damage(states)
-    other = plain(1)
-    if first == "load":
-        if name == "dtype":
-            pytest.skip("PyTorch casts it back: the checksums find it, see test_storage_limits")
-        other[1].load_state_dict(states)
+    return states, message
+
+
+def test_it_is_refused_by_name(run: Run) -> None:
+    """All of them by one run, which goes on after each: it is compiled once."""
+    other = compiled(plain(1))
+    train(other, 0, 2)
+    for name in DAMAGES:
+        states, message = damaged(name, run)
+        before = words(other)
         with pytest.raises(CheckpointError, match=message):
-            compiled(other)
-        return
-    compiled(other)
-    train(other, 0, 1)
-    before = words(other)
+            other[1].load_state_dict(states)
+        assert all(map(torch.equal, words(other), before)), name
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", CollageWarning)
+            train(other, 2, 3)
+
+
+# PyTorch casts a dtype back: the checksums find it then, see test_storage_limits.
+@pytest.mark.parametrize("name", [name for name in DAMAGES if name != "dtype"])
+def test_it_is_refused_when_the_optimizer_is_compiled_after_it(name: str, run: Run) -> None:
+    states, message = damaged(name, run)
+    late = plain(1)
+    late[1].load_state_dict(states)
     with pytest.raises(CheckpointError, match=message):
-        other[1].load_state_dict(states)
-    assert all(map(torch.equal, words(other), before))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", CollageWarning)
-        train(other, 1, 2)  # and the run goes on
+        compiled(late)
 
 
 def test_edited_words_are_found_by_the_next_step(run: Run) -> None:
