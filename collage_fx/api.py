@@ -14,6 +14,7 @@ from collage_fx.errors import SubjectError
 from collage_fx.hooks import distributed_state_dicts, optimizer_hooks
 from collage_fx.optimizer import plain_steps
 from collage_fx.optimizer.checkpoints import state_dicts
+from collage_fx.optimizer.checkpoints.history import share_history
 from collage_fx.optimizer.fused import as_its_kernel
 from collage_fx.optimizer.ownership import family
 from collage_fx.optimizer.served import Report
@@ -104,6 +105,7 @@ def _begin(optimizer: Optimizer, config: CollageConfig, options: dict[str, Any])
     distributed_state_dicts.know_residuals()
     for one in family(optimizer):
         state_dicts.attach(one)
+        share_history(optimizer, one)
     return as_its_kernel(config, options, optimizer)
 
 

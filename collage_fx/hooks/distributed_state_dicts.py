@@ -9,15 +9,18 @@ a checkpoint has been written into the tensors already.
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from collage_fx.optimizer.checkpoints.history import history_of
+from collage_fx.optimizer.checkpoints.reading import ENTRY
 from collage_fx.optimizer.checkpoints.saved_residuals import PREFIX
-from collage_fx.optimizer.checkpoints.state_dicts import ENTRY
 from collage_fx.optimizer.ownership import owned_tensors
+from collage_fx.runtime.residuals.dtensor import shard_of
 from collage_fx.runtime.residuals.store import STORE, Residual
 
 _MODULE = "torch.distributed.checkpoint.state_dict"
@@ -40,11 +43,11 @@ def know_residuals() -> None:
 
 def _unflatten(plain: Any, optim: Optimizer, state_dict: dict[str, Any], info: Any) -> Any:
     found = plain(optim, state_dict, info)
-    states = found["state"]
-    for key, value in state_dict.items():
-        owner, ours, rest = key.partition(f".{PREFIX}")
-        if ours and (name := owner.removeprefix("state.")) in states:
-            states[name][PREFIX + rest] = value
+    entries = [key for key in state_dict if f".{PREFIX}" in key]
+    for name, state in found["state"].items():
+        start = f"state.{name}."
+        ours = (key for key in entries if key.startswith(start + PREFIX))
+        state.update((key.removeprefix(start), state_dict[key]) for key in ours)
     for group in found["param_groups"]:
         entry = f"param_groups.{group['params'][0]}.{ENTRY}"
         if entry in state_dict:
@@ -58,13 +61,16 @@ def _init(plain: Any, optim: Optimizer) -> None:
     A first step may be recorded, and makes a residual for each new state. Which of these remain
     only the next step tells: without it the keys were not those of the checkpoint to be loaded.
     """
-    if any(True for _ in _residuals(optim)):
-        return
+    if not optim.state and history_of(optim).numbers and any(True for _ in _residuals(optim)):
+        return  # it has taken steps, and has no states but for residuals
     plain(optim)
-    for _ in range(_STEPS):
-        if not any(residual.provisional for residual in _residuals(optim)):
-            return
-        _take_zero_step(optim)
+    if not any(residual.provisional for residual in _residuals(optim)):
+        return
+    with _counts_kept(optim):
+        for _ in range(_STEPS):
+            _take_zero_step(optim)
+            if not any(residual.provisional for residual in _residuals(optim)):
+                return
 
 
 _STEPS = 3
@@ -74,6 +80,25 @@ _STEPS = 3
 def _residuals(optim: Optimizer) -> Iterator[Residual]:
     found = (STORE.get(owned.tensor) for owned in owned_tensors(optim))
     return (residual for residual in found if residual is not None)
+
+
+@contextmanager
+def _counts_kept(optim: Optimizer) -> Iterator[None]:
+    """Give back, after steps that change no values, the counts of steps among the states."""
+    before = {
+        (param, key): value.clone() if isinstance(value, Tensor) and not value.dim() else value
+        for param, state in optim.state.items()
+        if isinstance(state, dict)
+        for key, value in state.items()
+        if not isinstance(value, Tensor) or (not value.dim() and STORE.get(shard_of(value)) is None)
+    }
+    yield
+    for (param, key), value in before.items():
+        now = optim.state[param].get(key)
+        if isinstance(now, Tensor) and isinstance(value, Tensor):
+            now.copy_(value)
+        elif isinstance(value, int | float):
+            optim.state[param][key] = value
 
 
 def _take_zero_step(optim: Optimizer) -> None:

@@ -31,5 +31,10 @@ def history_of(optimizer: Optimizer) -> History:
 
 
 def set_history(optimizer: Optimizer, history: History) -> None:
-    """Have an optimizer go on from there."""
-    _HISTORIES[optimizer] = history
+    """Have an optimizer, and those that share its history, go on from there."""
+    vars(history_of(optimizer)).update(vars(history))
+
+
+def share_history(optimizer: Optimizer, inner: Optimizer) -> None:
+    """Give an optimizer that another wraps the history of that one, whose steps they are."""
+    _HISTORIES[inner] = history_of(optimizer)

@@ -141,12 +141,17 @@ def _read_entry(name: str, value: Any, found: dict[str, SavedResidual]) -> None:
         raise ValueError("it is no tensor")
     if residual.storage != storage:
         raise ValueError(f"another residual is there in {residual.storage}")
+    shard = shard_of(value)
+    if shard.layout != torch.strided or shard.is_meta:
+        raise ValueError("it has no data of its own")
     if part == _ROWS:
-        residual.rows = shard_of(value)
+        residual.rows = shard
     elif part == _DRAWS:
-        residual.draws = int(shard_of(value).view(torch.int64))
+        residual.draws = int(shard.view(torch.int64))
     else:
-        residual.components[int(part)] = shard_of(value)
+        residual.components[int(part)] = shard
+    if residual.draws < 0 or (residual.components and min(residual.components) < 0):
+        raise ValueError("it is less than 0")
 
 
 def _unknown_rows(tensor: Tensor) -> Tensor:

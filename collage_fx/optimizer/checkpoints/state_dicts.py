@@ -6,14 +6,12 @@ Optimizers carry both along untouched, so that a checkpoint loads before the fir
 when nothing of this package has seen the optimizer yet, and loads into plain PyTorch.
 """
 
-import dataclasses
 import functools
+import inspect
 import itertools
-import json
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,38 +21,26 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 from collage_fx.optimizer.checkpoints.copying import carry_over
-from collage_fx.optimizer.checkpoints.history import History, history_of, set_history
+from collage_fx.optimizer.checkpoints.history import History, set_history
+from collage_fx.optimizer.checkpoints.reading import (
+    ENTRY,
+    Loaded,
+    entry_of_group,
+    fitting,
+    read_residuals,
+)
 from collage_fx.optimizer.checkpoints.saved_residuals import (
-    SavedResidual,
     entries_of,
     is_entry,
-    read_entries,
     without_entries,
 )
-from collage_fx.optimizer.ownership import PARAM, owned_tensors, params_of, tensors_in
-from collage_fx.runtime.errors import CheckpointError, CollageWarning, ResidualError
-from collage_fx.runtime.residuals.dtensor import shard_of
-from collage_fx.runtime.residuals.store import STORE, check_components, clear_stale
+from collage_fx.optimizer.ownership import owned_tensors, params_of, tensors_held
+from collage_fx.runtime.errors import CollageWarning, listed
+from collage_fx.runtime.residuals.memory import has_memory
+from collage_fx.runtime.residuals.store import STORE, clear_stale
 
-ENTRY = "collage_fx"
-FORMAT = 2
-_NEEDS = "0.1"
-"""The first version of collage_fx that reads this format."""
-
-
-@dataclass
-class _Loaded:
-    """What a state dict says of residuals."""
-
-    residuals: dict[tuple[int, str], SavedResidual] = field(default_factory=dict)
-    """(position of the parameter among all, key of the tensor) -> its residual."""
-    history: History = field(default_factory=History)
-    lost: bool = False
-    """Whether there were residuals when it was saved, of which none has come here."""
-    uncast: dict[tuple[int, Any], Tensor] = field(default_factory=dict)
-    """(the same position, key of a state) -> it, where PyTorch casts it to another dtype."""
-
-
+_SAID = WeakIdKeyDictionary()
+"""The optimizers of which was said what no checkpoint of theirs holds, as a set."""
 _LOADING = WeakIdKeyDictionary()
 """Optimizer -> what is loaded while its load_state_dict() runs."""
 
@@ -77,6 +63,12 @@ def attach(optimizer: Optimizer) -> None:
         optimizer.register_load_state_dict_pre_hook(_before_load)
         optimizer.register_load_state_dict_post_hook(_load)
     _adopt(optimizer)
+    if _replaces_state_dict(optimizer):
+        _warn(
+            f"state_dict() of {type(optimizer).__name__} is one of its own, which does not call "
+            "that of torch.optim.Optimizer: checkpoints hold no residuals, and a resumed run "
+            "begins with what is stored"
+        )
 
 
 def take_up(optimizers: Iterable[Optimizer]) -> None:
@@ -107,7 +99,7 @@ def attach_around(optimizer: Optimizer, held: list[Optimizer]) -> None:
 def _save_of_held(held: list[Optimizer], optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     holds = any(STORE.get(owned.tensor) for one in held for owned in owned_tensors(one))
     for packed in state_dict["param_groups"]:
-        packed[ENTRY] = _about(held[0], holds=holds)
+        packed[ENTRY] = entry_of_group(held[0], holds=holds)
 
 
 def _load_into_held(held: list[Optimizer], optimizer: Optimizer) -> None:
@@ -139,129 +131,41 @@ def _save(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         for owned, residual in held:
             state.update(entries_of(owned.key, owned.whole, residual, param.dtype))
     for packed in state_dict["param_groups"]:
-        packed[ENTRY] = _about(optimizer, holds=bool(found))
-    if unsaved:
-        warnings.warn(
-            f"collage_fx: state_dict() holds no residual of {', '.join(unsaved)}: the states of "
-            "these parameters are no dicts",
-            CollageWarning,
-            stacklevel=3,
-        )
+        packed[ENTRY] = entry_of_group(optimizer, holds=bool(found))
+    _warn_of_unsaved(optimizer, unsaved)
 
 
-def _about(optimizer: Optimizer, *, holds: bool) -> str:
-    """Return the entry of each parameter group.
+def _warn_of_unsaved(optimizer: Optimizer, names: list[str]) -> None:
+    """Warn, once, of residuals that no state dict of an optimizer can hold.
 
     Args:
         optimizer: which is saved.
-        holds: whether it has residuals.
+        names: of states that are in no dict of their parameter.
     """
-    history = dataclasses.asdict(history_of(optimizer))
-    return json.dumps({"format": FORMAT, "needs": _NEEDS, "holds": holds, **history})
+    if optimizer not in _SAID:
+        kept = (o for o in tensors_held(optimizer) if o.param < 0 and has_memory(o.tensor))
+        residuals = ((o.name, STORE.get(o.tensor)) for o in kept)
+        names = names + [name for name, r in residuals if r is not None and r.has_content()]
+        if names:
+            _SAID[optimizer] = True
+            _warn(
+                f"state_dict() holds no residual of {listed(names)}, which the optimizer keeps "
+                "elsewhere than in a dict of states of a parameter: a resumed run begins with what "
+                "is stored of it"
+            )
+
+
+def _replaces_state_dict(optimizer: Optimizer) -> bool:
+    """Tell whether state_dict() of a class does not call that of torch.optim.Optimizer."""
+    code: Any = getattr(inspect.unwrap(type(optimizer).state_dict), "__code__", None)
+    if type(optimizer).state_dict is Optimizer.state_dict or code is None:
+        return False
+    return "__class__" not in code.co_freevars and "state_dict" not in code.co_names
 
 
 def _ids(state_dict: dict[str, Any]) -> list[Any]:
     """Return what the parameters are called in a state dict, in the order of the optimizer's."""
     return [name for group in state_dict["param_groups"] for name in group["params"]]
-
-
-def _read(
-    states: dict[int, Any],
-    groups: list[dict[str, Any]],
-    params: list[Tensor],
-    others: Sequence[Any] = (),
-) -> _Loaded | None:
-    """Return what states and groups of a checkpoint say of residuals; None if nothing.
-
-    Args:
-        states: by position of their parameters.
-        groups: the parameter groups.
-        params: the parameters.
-        others: entries of other groups.
-
-    Raises CheckpointError for another format, and for residuals that do not fit.
-    """
-    payloads = [*others, *(payload for group in groups if (payload := group.get(ENTRY)))]
-    loaded = _Loaded()
-    for index, state in states.items():
-        for key, residual in read_entries(state).items():
-            loaded.residuals[index, key] = residual
-    if not payloads and not loaded.residuals:
-        return None
-    for payload in payloads:
-        about = _payload(payload)
-        loaded.lost |= about.get("holds", False)
-        known = {f.name for f in dataclasses.fields(History)} & about.keys()
-        loaded.history = History(**{name: about[name] for name in known})
-        for index, by_key in about.get("residuals", {}).items():
-            loaded.residuals.update({(index, k): _of_format_1(e) for k, e in by_key.items()})
-    loaded.lost &= not loaded.residuals
-    for (index, key), residual in loaded.residuals.items():
-        _check_fit(index, key, residual, params, states, groups)
-    return loaded
-
-
-def _payload(payload: Any) -> dict[str, Any]:
-    """Return the entry of a group read; raises CheckpointError for what is of no known format."""
-    try:
-        about = json.loads(payload) if isinstance(payload, str) else dict(payload)
-        known, needs = about["format"] in (1, FORMAT), about.get("needs", "a newer version")
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(
-            f"the checkpoint's entry {ENTRY!r} of a parameter group cannot be read: {payload!r:.80}"
-        ) from error
-    if not known:
-        raise CheckpointError(
-            f"the checkpoint's residuals have format {about['format']}; this collage_fx reads "
-            f"formats 1 and {FORMAT}. collage_fx {needs} reads it: update"
-        )
-    return about
-
-
-def _of_format_1(entry: dict[str, Any]) -> SavedResidual:
-    components = dict(enumerate(entry["components"]))
-    return SavedResidual(
-        entry["storage"], components, total=entry["checksum"], draws=entry.get("draws", 0)
-    )
-
-
-@contextmanager
-def _fitting() -> Iterator[None]:
-    """Raise CheckpointError for residuals that do not fit."""
-    try:
-        yield
-    except ResidualError as error:
-        raise CheckpointError(f"the checkpoint does not fit this optimizer: {error}") from error
-
-
-def _check_fit(
-    index: int,
-    key: str,
-    residual: SavedResidual,
-    params: list[Tensor],
-    states: dict[int, Any],
-    groups: list[dict[str, Any]],
-) -> None:
-    param = _name(index, groups)
-    name = param if key == PARAM else f"{key} of {param}"
-    owner = params[index] if key == PARAM and index < len(params) else None
-    for path, tensor in tensors_in(states.get(index, {})):
-        owner = tensor if path == key else owner
-    if owner is None or index >= len(params):
-        raise CheckpointError(f"the checkpoint has a residual for {name}, which does not exist")
-    shard = shard_of(owner)
-    with _fitting():
-        parts = residual.parts(shard.dtype, params[index].dtype)
-        check_components(shard, parts, residual.storage, name)
-
-
-def _name(index: int, groups: list[dict[str, Any]]) -> str:
-    """Return what to call a parameter: the name that it has there, if it has one."""
-    names: list[Any] = []
-    for group in groups:
-        names += group.get("param_names", group["params"])
-    known = index < len(names) and isinstance(names[index], str)
-    return f"parameter {names[index] if known else index}"
 
 
 def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
@@ -273,11 +177,11 @@ def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     ids, params = _ids(state_dict), params_of(optimizer)
     position = {name: index for index, name in enumerate(ids)}
     states = {position[k]: v for k, v in state_dict["state"].items() if k in position}
-    loaded = _read(states, state_dict["param_groups"], params)
+    loaded = read_residuals(states, state_dict["param_groups"], params)
     if loaded is None:
         return None
     _LOADING[optimizer] = loaded
-    loaded.uncast.update(_cast_by_torch(states, params))
+    loaded.states.update(states)
     stripped = {}
     for name, state in state_dict["state"].items():
         own = without_entries(state) if isinstance(state, dict) else state
@@ -285,18 +189,6 @@ def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
             stripped[name] = own
     groups = [{k: v for k, v in g.items() if k != ENTRY} for g in state_dict["param_groups"]]
     return {**state_dict, "state": stripped, "param_groups": groups}
-
-
-def _cast_by_torch(states: dict[int, Any], params: list[Tensor]) -> dict[tuple[int, Any], Tensor]:
-    """Return the states that load_state_dict() casts to the dtype of their parameter."""
-    return {
-        (index, key): value
-        for index, state in states.items()
-        if isinstance(state, dict) and index < len(params)
-        for key, value in state.items()
-        if isinstance(value, Tensor) and value.is_floating_point()
-        if value.dtype != params[index].dtype and key != "step" and not is_entry(key)
-    }
 
 
 def _load(optimizer: Optimizer) -> None:
@@ -324,16 +216,31 @@ def _begin_anew(optimizer: Optimizer) -> None:
     )
 
 
-def _put_back(optimizer: Optimizer, loaded: _Loaded) -> None:
+def _put_back(optimizer: Optimizer, loaded: Loaded) -> None:
     """Give states the dtypes that they were saved in, which load_state_dict() has changed."""
     params = params_of(optimizer)
-    for (index, key), saved in loaded.uncast.items():
-        state = optimizer.state[params[index]]
-        if isinstance(now := state.get(key), Tensor) and now.dtype != saved.dtype:
-            state[key] = saved.to(device=now.device, copy=True)
+    for index, saved in loaded.states.items():
+        if index < len(params) and params[index] in optimizer.state:
+            optimizer.state[params[index]] = _uncast(saved, optimizer.state[params[index]])
 
 
-def _take_from_states(optimizer: Optimizer, payloads: Sequence[Any] = ()) -> _Loaded | None:
+def _uncast(saved: Any, now: Any, key: Any = None) -> Any:
+    """Return what was loaded with the values of what was saved where their dtypes differ."""
+    if isinstance(now, Tensor) and isinstance(saved, Tensor):
+        if key == "step" or now.dtype == saved.dtype:  # of that PyTorch takes care itself
+            return now
+        return saved.to(device=now.device, copy=True)
+    if isinstance(now, dict) and isinstance(saved, dict):
+        now.update((k, _uncast(saved[k], v, k)) for k, v in list(now.items()) if k in saved)
+    elif isinstance(now, list | deque) and len(now) == len(saved):
+        for i, v in enumerate(now):
+            now[i] = _uncast(saved[i], v)
+    elif type(now) is tuple and len(now) == len(saved):
+        return tuple(map(_uncast, saved, now))
+    return now
+
+
+def _take_from_states(optimizer: Optimizer, payloads: Sequence[Any] = ()) -> Loaded | None:
     """Return what load_state_dict() has left among states and groups before anyone knew better.
 
     Args:
@@ -344,7 +251,7 @@ def _take_from_states(optimizer: Optimizer, payloads: Sequence[Any] = ()) -> _Lo
     known = getattr(optimizer, "state", {})
     states = {i: known[p] for i, p in enumerate(params) if p in known}
     with torch.no_grad(), _disable_current_modes():
-        return _read(states, optimizer.param_groups, params, payloads)
+        return read_residuals(states, optimizer.param_groups, params, payloads)
 
 
 def _adopt(optimizer: Optimizer, payloads: Sequence[Any] = ()) -> None:
@@ -352,6 +259,7 @@ def _adopt(optimizer: Optimizer, payloads: Sequence[Any] = ()) -> None:
     if loaded is None:
         return
     _give(optimizer, loaded)
+    _warn_of_cast(optimizer, loaded)
     for param, state in list(optimizer.state.items()):
         for key in [k for k in state if is_entry(k)] if isinstance(state, dict) else ():
             del state[key]
@@ -362,11 +270,29 @@ def _adopt(optimizer: Optimizer, payloads: Sequence[Any] = ()) -> None:
             group[ENTRY] = ""  # not removed: compiled graphs may guard on the group's keys
 
 
-def _give(optimizer: Optimizer, loaded: _Loaded) -> None:
+def _warn_of_cast(optimizer: Optimizer, loaded: Loaded) -> None:
+    """Warn of states that PyTorch has cast, as nobody was there to keep it from that."""
+    states = [state for state in optimizer.state.values() if isinstance(state, dict)]
+    now = {key: {str(s[key].dtype) for s in states if key in s} for key in loaded.dtypes}
+    cast = [key for key, dtype in loaded.dtypes.items() if now[key] - {f"torch.{dtype}"}]
+    if cast:
+        _warn(
+            f"load_state_dict() of PyTorch has cast {listed(cast)}, which was saved as "
+            f"{', '.join(sorted({loaded.dtypes[key] for key in cast}))}, to the dtype of the "
+            "parameters, before collage_fx has seen the optimizer. To keep it, compile the "
+            "optimizer before it loads"
+        )
+
+
+def _warn(message: str) -> None:
+    warnings.warn(f"collage_fx: {message}", CollageWarning, stacklevel=5)
+
+
+def _give(optimizer: Optimizer, loaded: Loaded) -> None:
     if loaded.lost:
         _begin_anew(optimizer)
     set_history(optimizer, loaded.history)
-    params = params_of(optimizer)
+    params, missing = params_of(optimizer), []
     for owned in owned_tensors(optimizer):
         saved = loaded.residuals.get((owned.param, owned.key))
         residual = STORE.get(owned.tensor)
@@ -377,7 +303,14 @@ def _give(optimizer: Optimizer, loaded: _Loaded) -> None:
                 saved.expected(owned.whole, dtype),
             )
             known: Any = {"storage": saved.storage, "name": owned.name, "draws": saved.draws}
-            with _fitting():
+            with fitting():
                 STORE.load(owned.tensor, parts, expected=expected, **known)
         elif residual is not None:
+            if not loaded.lost and residual.has_content():
+                missing.append(owned.name)
             residual.begin_anew(owned.tensor)
+    if missing:
+        _warn(
+            f"the checkpoint has residuals, and none of {listed(missing)}: these begin at zero, as "
+            "if the values had just been rounded to their dtype"
+        )
