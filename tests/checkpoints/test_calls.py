@@ -190,7 +190,13 @@ def unbroken(group: None) -> Iterator[tuple[Run, list[Tensor], list[Tensor]]]:
         yield compiled(halfway), at, words(run)
 
 
-@pytest.mark.parametrize("name", WAYS)
+MORE = ("... and `cpu_offload=True`", "... of flattened states", "`pickle`", "`dcp.async_save`")
+"""Ways for `make test-all`, each much like another."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in MORE else []) for n in WAYS]
+)
 def test_what_comes_back(
     name: str, unbroken: tuple[Run, list[Tensor], list[Tensor]], tmp_path: Path
 ) -> None:

@@ -33,7 +33,7 @@ STAGES = {
 """Layout -> the mesh of processes. Of seven and of two rows four processes have uneven and empty
 shards."""
 PATHS = {
-    "quick": ["one", "fsdp 4", "one"],
+    "quick": ["fsdp 4", "one"],
     "all": ["fsdp 2", "one", "fsdp 2", "fsdp 4", "hsdp", "fsdp of tp", "tp", "fsdp 4", "one"],
 }
 CASES = [("quick", "AdamW")]

@@ -21,9 +21,9 @@ def by_hand(optimizer: Optimizer) -> Any:
 SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
     "by hand": by_hand,
     "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 1e-2, total_steps=12),
-    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda k: min(1.0, (k + 1) / 5)),
 }
 MORE: dict[str, Callable[[Optimizer], Any]] = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda k: min(1.0, (k + 1) / 5)),
     "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda k: 0.9),
     "StepLR": lambda o: lr_scheduler.StepLR(o, 3, 0.5),
     "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 5], 0.5),

@@ -24,8 +24,7 @@ class Wrapper:
         self.optimizer.step()
 
 
-@pytest.mark.parametrize("scheduled", ["before", "after"])
-@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize(("scheduled", "wrapped"), [("before", True), ("after", False)])
 def test_a_scheduler_may_be_there_or_come(scheduled: str, wrapped: bool) -> None:
     optimizer = SGD(with_grads([bf16(8)]), lr=1e-3)
     before = [StepLR(optimizer, 2)] if scheduled == "before" else []
