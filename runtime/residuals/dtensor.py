@@ -43,7 +43,7 @@ def sharded_like(shard: Tensor, tensor: Tensor) -> Tensor:
 def has_whole_rows(tensor: Tensor) -> bool:
     """Tell whether this process has nothing or all of each row of a tensor."""
     placements: Any = getattr(tensor, "placements", ()) if is_sharded(tensor) else ()
-    return all(getattr(p, "dim", 0) == 0 for p in placements)
+    return all(map(_keeps_rows, placements))
 
 
 def rows_like(rows: Tensor, tensor: Tensor) -> Tensor:
@@ -57,9 +57,14 @@ def rows_like(rows: Tensor, tensor: Tensor) -> Tensor:
         return rows
     like: Any = tensor
     copies: Any = sys.modules["torch.distributed.tensor"].Replicate()
-    placements = [p if getattr(p, "dim", 0) == 0 else copies for p in like.placements]
+    placements = [p if _keeps_rows(p) else copies for p in like.placements]
     shape = like.shape[:1]
     return _whole(rows, like, placements, shape, (1,) * len(shape))
+
+
+def _keeps_rows(placement: Any) -> bool:
+    """Tell whether a placement leaves rows whole: it copies, or cuts between them."""
+    return bool(getattr(placement, "dim", 0) == 0)
 
 
 def _whole(shard: Tensor, like: Any, placements: Any, shape: Any, stride: Any) -> Tensor:

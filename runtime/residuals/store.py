@@ -126,7 +126,11 @@ class Residual:
     def belongs(self, tensor: Tensor) -> bool:
         """Tell whether tensor is as it was when the residual was last settled."""
         same = self.version == version(tensor) and self.address == tensor.data_ptr()
-        return same and self.lent in ((), tuple(map(version, self.components)))
+        return same and not self._written_by_borrower()
+
+    def _written_by_borrower(self) -> bool:
+        """Tell whether who was lent the components has written them."""
+        return bool(self.lent) and self.lent != tuple(map(version, self.components))
 
     def stale(self, tensor: Tensor) -> str:
         """Say why the residual does not belong to the present value of tensor; empty if it does.
@@ -138,7 +142,7 @@ class Residual:
             if not self.expected(tensor, *self.components):
                 why = "it and its residual are not as they were saved together"
             self.expected = None
-        elif self.lent and self.lent != tuple(map(version, self.components)):
+        elif self._written_by_borrower():
             why = "it was written from outside, as by a checkpoint that was not loaded to its end"
         elif not self.belongs(tensor):
             if self.has_content():

@@ -1,6 +1,5 @@
 """A run that is killed again and again goes on from its last whole checkpoint."""
 
-import datetime
 import random
 import time
 import warnings
@@ -11,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from interpreter import without_compiler
-from sharded_runs import Run
+from sharded_runs import Run, join_group
 from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import start_processes
 
@@ -28,14 +27,7 @@ def whole(folder: Path) -> list[int]:
 
 
 def work(rank: int, folder: str, ranks: int, store: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=ranks,
-        timeout=datetime.timedelta(seconds=100),
-    )
+    join_group(rank, ranks, store)
     mesh, path = init_device_mesh("cpu", (ranks,)), Path(folder)
     with without_compiler(), warnings.catch_warnings():
         warnings.simplefilter("error", CollageWarning)

@@ -4,7 +4,6 @@ Four processes with gloo. In each stage some of them lay a model out anew, load 
 before has saved, take steps and save. Whole values are those of one process that never stops.
 """
 
-import datetime
 import warnings
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from interpreter import without_compiler
-from sharded_runs import Run
+from sharded_runs import Run, join_group
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.spawn import start_processes
@@ -48,14 +47,7 @@ def mesh_of(layout: str) -> DeviceMesh:
 
 
 def work(rank: int, folder: str, kind: str, path: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=RANKS,
-        timeout=datetime.timedelta(seconds=100),
-    )
+    join_group(rank, RANKS, f"{folder}/store")
     found: list[list[Tensor]] = []
     with without_compiler(), warnings.catch_warnings():
         warnings.simplefilter("error", CollageWarning)

@@ -18,32 +18,34 @@ def test_they_fit_on_a_page_and_are_shown(name: str) -> None:
     assert f"examples/{name}" in (EXAMPLES.parent / "docs" / "recipes.md").read_text()
 
 
+def output(name: str) -> str:
+    """What an example prints, which ends without an error."""
+    path = str(EXAMPLES / name)
+    done = run_script(f"import runpy; runpy.run_path({path!r}, run_name='__main__')")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.mark.slow
 def test_a_trainer_resumes_with_the_same_bits() -> None:
     pytest.importorskip("transformers")
-    path = str(EXAMPLES / "hf_trainer.py")
-    done = run_script(f"import runpy; runpy.run_path({path!r}, run_name='__main__')")
-    assert done.returncode == 0, done.stderr
-    assert "the resumed run has the same bits" in done.stdout
-    assert "56 of 84 states compensated" in done.stdout  # parameters and second moments
+    printed = output("hf_trainer.py")
+    assert "the resumed run has the same bits" in printed
+    assert "56 of 84 states compensated" in printed  # parameters and second moments
 
 
 @pytest.mark.slow
 def test_lightning_resumes_with_the_same_bits() -> None:
     pytest.importorskip("lightning", reason="lightning is not installed")
-    path = str(EXAMPLES / "lightning_module.py")
-    done = run_script(f"import runpy; runpy.run_path({path!r}, run_name='__main__')")
-    assert done.returncode == 0, done.stderr
-    assert "the resumed run has the same bits" in done.stdout
+    printed = output("lightning_module.py")
+    assert "the resumed run has the same bits" in printed
 
 
 @pytest.mark.slow
 def test_adapters_move_that_plain_bf16_leaves_where_they_are() -> None:
     pytest.importorskip("peft", reason="peft is not installed")
-    path = str(EXAMPLES / "lora_export.py")
-    done = run_script(f"import runpy; runpy.run_path({path!r}, run_name='__main__')")
-    assert done.returncode == 0, done.stderr
-    ours, plain = (float(n) for n in re.findall(r"moved by (\d+\.\d) rates", done.stdout))
+    printed = output("lora_export.py")
+    ours, plain = (float(n) for n in re.findall(r"moved by (\d+\.\d) rates", printed))
     assert ours > 25 and plain < 2  # of 30 steps
 
 

@@ -1,10 +1,12 @@
 """A model that is laid out over processes, its optimizer, and their checkpoints."""
 
+import datetime
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -28,6 +30,18 @@ KINDS: dict[str, Any] = {
     "SGD": (torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9}, {"storage": "remainder16"}),
     "plain SGD": (torch.optim.SGD, {"lr": 1e-3}, {"storage": "ulp8"}),
 }
+
+
+def join_group(rank: int, ranks: int, store: str) -> None:
+    """Be one of some processes, of one thread, that meet by a file."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=ranks,
+        timeout=datetime.timedelta(seconds=100),
+    )
 
 
 class Run:

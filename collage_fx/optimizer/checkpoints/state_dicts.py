@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 from collage_fx.optimizer.checkpoints.copying import carry_over
-from collage_fx.optimizer.checkpoints.history import History, set_history
+from collage_fx.optimizer.checkpoints.history import set_history
 from collage_fx.optimizer.checkpoints.reading import (
     ENTRY,
     Loaded,
@@ -104,13 +104,9 @@ def _save_of_held(held: list[Optimizer], optimizer: Optimizer, state_dict: dict[
 
 def _load_into_held(held: list[Optimizer], optimizer: Optimizer) -> None:
     payloads = [group.pop(ENTRY) for group in optimizer.param_groups if ENTRY in group]
-    for state in optimizer.state.values():
-        for key in [k for k in state or () if is_entry(k)]:  # copies that nobody needs
-            del state[key]
+    _drop_entries(optimizer)  # copies of what the optimizers within have
     for one in held:
-        if not payloads:
-            _begin_anew(one)
-        _adopt(one, payloads)
+        _adopt(one, payloads, Loaded(lost=True))
 
 
 def _save(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -193,27 +189,9 @@ def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
 
 def _load(optimizer: Optimizer) -> None:
     """Give tensors the residuals that load_state_dict() came with; warn once if with none."""
-    loaded = _LOADING.pop(optimizer, None)
-    if loaded is not None:
-        _put_back(optimizer, loaded)
-        _give(optimizer, loaded)
-        return
-    _begin_anew(optimizer)
-
-
-def _begin_anew(optimizer: Optimizer) -> None:
-    """Take what was loaded as it stands, with a warning: nothing of ours was in it."""
-    set_history(optimizer, History())
-    for owned in owned_tensors(optimizer):
-        residual = STORE.get(owned.tensor)
-        if residual is not None:
-            residual.begin_anew(owned.tensor)
-    warnings.warn(
-        f"collage_fx: the checkpoint that {type(optimizer).__name__} loaded holds no residuals; "
-        "they start at zero, as if its weights and states had just been rounded to their dtype.",
-        CollageWarning,
-        stacklevel=4,
-    )
+    loaded = _LOADING.pop(optimizer, None) or Loaded(lost=True)
+    _put_back(optimizer, loaded)
+    _give(optimizer, loaded)
 
 
 def _put_back(optimizer: Optimizer, loaded: Loaded) -> None:
@@ -254,20 +232,28 @@ def _take_from_states(optimizer: Optimizer, payloads: Sequence[Any] = ()) -> Loa
         return read_residuals(states, optimizer.param_groups, params, payloads)
 
 
-def _adopt(optimizer: Optimizer, payloads: Sequence[Any] = ()) -> None:
-    loaded = _take_from_states(optimizer, payloads)
+def _adopt(
+    optimizer: Optimizer, payloads: Sequence[Any] = (), otherwise: Loaded | None = None
+) -> None:
+    """Take over what load_state_dict() has left among the states, and `otherwise` if nothing."""
+    loaded = _take_from_states(optimizer, payloads) or otherwise
     if loaded is None:
         return
     _give(optimizer, loaded)
     _warn_of_cast(optimizer, loaded)
+    _drop_entries(optimizer)
+    for group in optimizer.param_groups:
+        if ENTRY in group:
+            group[ENTRY] = ""  # not removed: compiled graphs may guard on the group's keys
+
+
+def _drop_entries(optimizer: Optimizer) -> None:
+    """Remove our entries from the states."""
     for param, state in list(optimizer.state.items()):
         for key in [k for k in state if is_entry(k)] if isinstance(state, dict) else ():
             del state[key]
             if not state:  # as before the first step, which makes states where there are none
                 del optimizer.state[param]
-    for group in optimizer.param_groups:
-        if ENTRY in group:
-            group[ENTRY] = ""  # not removed: compiled graphs may guard on the group's keys
 
 
 def _warn_of_cast(optimizer: Optimizer, loaded: Loaded) -> None:
@@ -289,8 +275,12 @@ def _warn(message: str) -> None:
 
 
 def _give(optimizer: Optimizer, loaded: Loaded) -> None:
+    """Give tensors their residuals; those that have none there begin anew."""
     if loaded.lost:
-        _begin_anew(optimizer)
+        _warn(
+            f"the checkpoint that {type(optimizer).__name__} loaded holds no residuals; they start "
+            "at zero, as if its weights and states had just been rounded to their dtype."
+        )
     set_history(optimizer, loaded.history)
     params, missing = params_of(optimizer), []
     for owned in owned_tensors(optimizer):
@@ -298,10 +288,8 @@ def _give(optimizer: Optimizer, loaded: Loaded) -> None:
         residual = STORE.get(owned.tensor)
         if saved is not None:
             dtype = params[owned.param].dtype
-            parts, expected = (
-                saved.parts(owned.tensor.dtype, dtype),
-                saved.expected(owned.whole, dtype),
-            )
+            parts = saved.parts(owned.tensor.dtype, dtype)
+            expected = saved.expected(owned.whole, dtype)
             known: Any = {"storage": saved.storage, "name": owned.name, "draws": saved.draws}
             with fitting():
                 STORE.load(owned.tensor, parts, expected=expected, **known)
