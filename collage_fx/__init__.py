@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from collage_fx.api import compile, compile_, report
     from collage_fx.config import CollageConfig
     from collage_fx.errors import CollageError, CollageWarning
-    from collage_fx.inspection.explain import Explanation, explain
+    from collage_fx.inspection.explain import explain
+    from collage_fx.inspection.explanation import Explanation
     from collage_fx.inspection.values import draws, load_residuals, residuals, value
     from collage_fx.optimizer.master_weights import (
         convert_residuals,
@@ -48,7 +49,8 @@ _HOMES = {
     "api": ("compile", "compile_", "report"),
     "config": ("CollageConfig",),
     "errors": ("CollageError", "CollageWarning"),
-    "inspection.explain": ("Explanation", "explain"),
+    "inspection.explain": ("explain",),
+    "inspection.explanation": ("Explanation",),
     "inspection.values": ("draws", "load_residuals", "residuals", "value"),
     "optimizer.master_weights": ("convert_residuals", "load_master_weights", "master_state_dict"),
 }

@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from torch.nn import Module
 from torch.optim import Optimizer
 
 from collage_fx.config import CollageConfig
@@ -17,8 +18,15 @@ from collage_fx.optimizer.checkpoints import state_dicts
 from collage_fx.optimizer.checkpoints.history import share_history
 from collage_fx.optimizer.fused import as_its_kernel
 from collage_fx.optimizer.ownership import family
+from collage_fx.optimizer.parameter_names import names_of
 from collage_fx.optimizer.served import Report
-from collage_fx.step.compiled_step import compile_function, compile_optimizer, in_place, report_of
+from collage_fx.step.compiled_step import (
+    compile_function,
+    compile_optimizer,
+    in_place,
+    optimizer_of,
+    report_of,
+)
 from collage_fx.step.distributed_wrappers import compile_held, held_by
 from collage_fx.step.subject import innermost, refuse_mastered, subject_of
 
@@ -135,14 +143,25 @@ def __getattr__(name: str) -> Any:
     return backend.collage
 
 
-def report(step_or_optimizer: Callable[..., Any] | Optimizer) -> Report:
+def report(
+    step_or_optimizer: Callable[..., Any] | Optimizer,
+    *,
+    model: Module | None = None,
+    verbose: bool = False,
+) -> Report:
     """Say what served each carried state of a step, how often, and with what verdict.
 
     Args:
         step_or_optimizer: what `collage_fx.compile` returned, an optimizer whose `step` it is, or
             one that wraps such an optimizer and has it as its `optimizer`.
+        model: the module whose names the parameters have, as of `explain`.
+        verbose: whether its text has a row for each state, though others say the same.
 
     Raises:
         CollageError: it was not made by `collage_fx.compile`.
+        SubjectError: a `model` that has not the parameters of the optimizer.
     """
-    return report_of(step_or_optimizer)
+    found = report_of(step_or_optimizer)
+    found.verbose = verbose
+    subject = optimizer_of(step_or_optimizer)
+    return found if subject is None else found.named(names_of(subject, model))

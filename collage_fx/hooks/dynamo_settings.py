@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from torch._dynamo import config as dynamo_config
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import counters, graph_break_reasons
 
 from collage_fx.hooks.counted import Counted
 
@@ -31,6 +31,15 @@ def many_graphs() -> AbstractContextManager[None]:
 def graphs_compiled() -> int:
     """Return how many graphs Dynamo has made in this process."""
     return int(counters["stats"]["unique_graphs"])
+
+
+def graph_breaks(since: int) -> list[str]:
+    """Return why and where Dynamo has ended graphs in this process, from the given one on."""
+    return [
+        f"{reason.reason.splitlines()[0]}, at {frame.filename}:{frame.lineno}: {frame.line}"
+        for reason in graph_break_reasons[since:]
+        for frame in reason.user_stack[-1:]
+    ]
 
 
 def _first_words(error: BaseException) -> str:

@@ -5,14 +5,13 @@ import inspect
 import types
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
@@ -20,140 +19,30 @@ from collage_fx.compilation.session import Compiled
 from collage_fx.config import CollageConfig
 from collage_fx.dynamo.backend import Backend
 from collage_fx.dynamo.options import split_options
+from collage_fx.inspection.explanation import Explanation
 from collage_fx.inspection.values import value as full_value
 from collage_fx.optimizer.fused import as_its_kernel
 from collage_fx.optimizer.ownership import owned_tensors, tensors_of_callable
-from collage_fx.optimizer.served import Served, sort_key, table
+from collage_fx.optimizer.parameter_names import names_of, renamed
+from collage_fx.optimizer.served import Served
+from collage_fx.optimizer.state_table import sort_key
 from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS
-from collage_fx.passes.ir.program import LOW_PRECISION, Program, Rewritten, StatePlan
+from collage_fx.passes.ir.program import Program, Rewritten, StatePlan
 from collage_fx.runtime.errors import CollageError
 from collage_fx.runtime.residuals.store import STORE
-from collage_fx.runtime.storage.registry import FINEST, STORAGES, Choice, chosen, kept
+from collage_fx.runtime.storage.registry import FINEST, chosen
 from collage_fx.step.compiled_step import compile_function, compile_optimizer, report_of
 from collage_fx.step.distributed_wrappers import held_by
 from collage_fx.step.optimizer_clone import clone_of, with_some_gradient
 from collage_fx.step.subject import innermost, name_of, step_made_here, subject_of
 
 
-@dataclass
-class Explanation:
-    """What collage_fx does to a step; str() of it is the report."""
-
-    subject: str
-    config: CollageConfig
-    plan: list[StatePlan]
-    """The verdict on each carried state."""
-    before: list[GraphModule]
-    """The functional graphs as they came from Dynamo and AOTAutograd, which of the members of a
-    class that one kernel updates had one."""
-    expanded: list[GraphModule]
-    """For each class of slices its graph of collage:: operations; run eagerly, the reference."""
-    lowered: list[GraphModule]
-    """For each class its graph of fp32 operations and collage::round."""
-    after: list[GraphModule]
-    """The graphs that Inductor compiled."""
-    output_code: list[str]
-    """Inductor's output code of each graph."""
-    snapshots: list[dict[str, str]] = field(default_factory=list)
-    """For each graph what each pass left, as text; `unchanged` of a pass that did nothing."""
-    seconds: list[dict[str, float]] = field(default_factory=list)
-    """For each graph the time that each pass took."""
-    members: list[int] = field(default_factory=list)
-    """How many slices each class has."""
-    kernels: list[str] = field(default_factory=list)
-    """For each class the source of the kernel that updates all members; empty if there is none."""
-    apart: list[str] = field(default_factory=list)
-    """For each class why each member has a kernel of its own; empty if they share one."""
-    by_inductor: list[str] = field(default_factory=list)
-    """For each class why its kernel on a CPU is Inductor's; empty if it is ours, or for a GPU."""
-    joined: list[str] = field(default_factory=list)
-    """Operations on carried paths that ran as join - op - split, for want of a rule."""
-    notes: list[str] = field(default_factory=list)
-    """The warnings that compiling the step gives."""
-    engine: dict[str, str] = field(default_factory=dict)
-    """Name of a state -> what serves it: `graph`, `joined` or both."""
-    alike: str = ""
-    """What the counts of operations leave out."""
-    updates: dict[str, float] = field(default_factory=dict)
-    """Name of a parameter -> the median of its update relative to it, with the learning rate and
-    the gradients of now, as it was stored: 0 if the storage loses most of it."""
-
-    @property
-    def residual_bytes(self) -> int:
-        """Bytes of all residuals together."""
-        return sum(state.residual_bytes for state in self.plan)
-
-    @property
-    def refused(self) -> list[StatePlan]:
-        """The states that should be compensated and cannot be."""
-        return [state for state in self.plan if state.refused]
-
-    def _too_small(self) -> list[str]:
-        """Say which updates are too small for the storage they are kept in, and what keeps more."""
-        small: dict[tuple[torch.dtype, str], list[str]] = {}
-        for state in self.plan:
-            update = self.updates.get(state.name)
-            held = state.dtype, state.storage
-            by_chance = self.config.rounds_by_chance(state.storage)
-            if by_chance or not state.compensated or update is None:
-                continue
-            if update < kept(*held):
-                small.setdefault(held, []).append(state.name)
-        lines = []
-        for (dtype, storage), names in small.items():
-            least = kept(dtype, storage)
-            fitting = (s.name for s in STORAGES.values() if dtype in s.residuals)
-            finer = [repr(s) for s in fitting if kept(dtype, s) < least]
-            more = f" and of {len(names) - 1} more" if names[1:] else ""
-            would = f"{' or '.join(finer)} keeps more" if finer else "no storage keeps more"
-            if STORAGES[storage].split_by_chance is not None:
-                would += ", and stochastic_rounding=True keeps them on average"
-            lines.append(
-                f"storage {storage!r} keeps changes of {least:.1e} of a value and more: at the "
-                f"learning rate of now half the updates of {names[0]}{more} are smaller; {would}"
-            )
-        return lines
-
-    def __str__(self) -> str:
-        lines = [
-            f"collage_fx: {self.subject}, level={self.config.level}, arithmetic="
-            f"{'wide' if self.config.wide else 'eft'}, storage={_written(self.config.storage)}",
-            "",
-            *_table(self.plan, self.engine),
-            "",
-            f"operations before: {_count(self.before)}{self.alike}",
-            f"operations after:  {_count(self.lowered)}",
-            *(
-                f"class {k}: {n} {'member' if n == 1 else 'members'}, "
-                + (f"a kernel for each: {why}" if why else "one kernel for all")
-                + (f", by Inductor: {unprintable}" if unprintable else "")
-                for k, (n, why, unprintable) in enumerate(
-                    zip(self.members, self.apart, self.by_inductor, strict=True), 1
-                )
-            ),
-            f"residuals: {self.residual_bytes:,} bytes for "
-            f"{sum(s.compensated for s in self.plan)} of {len(self.plan)} carried states",
-        ]
-        for state in self.refused:
-            lines.append(f"refused: {state.name}: {state.reason}")
-        by_chance = [s for s in self.plan if self.config.rounds_by_chance(s.storage)]
-        if by_chance:
-            lines.append(
-                f"rounded by chance, with seed {self.config.seed}: the residuals of "
-                f"{len(by_chance)} states; what is smaller than their storage keeps, and not than "
-                "fp32 does, is kept on average"
-            )
-        lines += self._too_small()
-        if self.joined:
-            lines.append(
-                f"joined in fp32, for want of a rule: {', '.join(sorted(set(self.joined)))}"
-            )
-        lines += [f"warning: {note}" for note in self.notes]
-        return "\n".join(lines)
-
-
 def explain(
-    optimizer_or_function: Optimizer | Callable[..., Any], *args: Any, **options: Any
+    optimizer_or_function: Optimizer | Callable[..., Any],
+    *args: Any,
+    model: Module | None = None,
+    verbose: bool = False,
+    **options: Any,
 ) -> Explanation:
     """Say what collage_fx would do to a step, without changing anything.
 
@@ -161,6 +50,9 @@ def explain(
         optimizer_or_function: an optimizer, or what wraps one and has it as its `optimizer`; a step
             made by `collage_fx.compile`; or a function.
         *args: for a function, the arguments of one call; they are copied.
+        model: the module whose names the parameters have. Else they have those that the optimizer
+            was given with them, or those in the smallest module that has all of them.
+        verbose: whether the report has a row for each state, though others say the same.
         **options: as for `collage_fx.compile`; by default those the step was compiled with.
 
     Returns:
@@ -170,10 +62,11 @@ def explain(
 
     Raises:
         OptionError: an option or value that does not exist.
-        SubjectError: a model, or anything else that is neither an optimizer nor a function.
+        SubjectError: a model, or anything else that is neither an optimizer nor a function; a
+            `model` that has not the parameters of the optimizer.
         CollageError: the step cannot be run.
     """
-    subject, step, known = _prepare(optimizer_or_function, args)
+    subject, step, known, names = _prepare(optimizer_or_function, args, model)
     options = {**known, **options}
     config, inductor = split_options(options)
     owner = getattr(step, "__self__", None)
@@ -197,10 +90,23 @@ def explain(
         except Exception as error:
             raise CollageError(f"the step of {subject} cannot be explained: {error}") from error
     notes = [str(w.message) for w in caught if str(w.message).startswith("collage_fx")]
-    served = report_of(supervised).states
-    explanation = _explanation(subject, config, session.compiled, served, notes)
+    report = report_of(supervised)
+    explanation = _explanation(subject, config, session.compiled, report.states, notes)
     explanation.updates = updates
+    explanation.remarks = [note for note in report.notes if note not in session.warned]
+    explanation.verbose = verbose
+    _rename(explanation, names)
     return explanation
+
+
+def _rename(explanation: Explanation, names: dict[str, str]) -> None:
+    """Give the states the names of the model."""
+    plan, engine = explanation.plan, explanation.engine
+    explanation.plan = [replace(state, name=renamed(state.name, names)) for state in plan]
+    explanation.engine = {renamed(name, names): how for name, how in engine.items()}
+    explanation.updates = {renamed(n, names): size for n, size in explanation.updates.items()}
+    explanation.notes = [renamed(note, names) for note in explanation.notes]
+    explanation.remarks = [renamed(remark, names) for remark in explanation.remarks]
 
 
 def _parameters(owner: Any) -> list[tuple[str, Tensor]]:
@@ -235,9 +141,9 @@ def _closure(step: Callable[..., Any]) -> tuple[Any, ...]:
 
 
 def _prepare(
-    subject: Optimizer | Callable[..., Any], args: tuple[Any, ...]
-) -> tuple[str, Callable[..., Any], dict[str, Any]]:
-    """Return a name, a step on copies and the options it was compiled with."""
+    subject: Optimizer | Callable[..., Any], args: tuple[Any, ...], model: Module | None
+) -> tuple[str, Callable[..., Any], dict[str, Any], dict[str, str]]:
+    """Return a name, a step on copies, the options it was compiled with, and parameters' names."""
     options: dict[str, Any] = {}
     session = getattr(step_made_here(subject, "_collage"), "_collage", None)
     if isinstance(session, Backend):
@@ -251,9 +157,10 @@ def _prepare(
         subject = next(iter(held_by(subject)), subject)
         twin = clone_of(subject, torch.clone, residuals=True)
         with_some_gradient(twin)
-        return type(subject).__name__, types.MethodType(type(twin).step, twin), options
+        step = types.MethodType(type(twin).step, twin)
+        return type(subject).__name__, step, options, names_of(subject, model)
     owned = any(True for _ in tensors_of_callable(subject))  # which a copy of it has too
-    return name_of(subject), copy.deepcopy(subject) if owned else subject, options
+    return name_of(subject), copy.deepcopy(subject) if owned else subject, options, {}
 
 
 def _copied(args: tuple[Any, ...]) -> Any:
@@ -318,10 +225,6 @@ def _explanation(
     )
 
 
-def _written(choice: Choice) -> str:
-    return choice if isinstance(choice, str) else ", ".join(f"{p}: {s}" for p, s in choice)
-
-
 def _by_inductor(rewritten: Rewritten) -> str:
     kernel = MULTI_TENSOR_KERNELS.get(rewritten.multi_tensor)
     return kernel.by_inductor if kernel else ""
@@ -330,35 +233,3 @@ def _by_inductor(rewritten: Rewritten) -> str:
 def _kernel(rewritten: Rewritten) -> str:
     sources = MULTI_TENSOR_KERNELS[rewritten.multi_tensor].sources if rewritten.multi_tensor else {}
     return sources.get(rewritten.members[0].states[0][0].val.device.type, "")
-
-
-def _count(modules: list[GraphModule]) -> str:
-    counts = Counter(
-        str(node.target).removeprefix("aten.").partition(".")[0]
-        for module in modules
-        for node in module.graph.nodes
-        if node.op == "call_function" and "getitem" not in str(node.target)
-    )
-    return ", ".join(f"{n} {name}" for name, n in counts.most_common()) or "none"
-
-
-def _table(plan: list[StatePlan], engine: dict[str, str]) -> list[str]:
-    rows = [("state", "dtype", "recurrence", "verdict", "storage", "keeps", "bytes", "engine")]
-    for state in plan:
-        low = state.dtype in LOW_PRECISION or state.compensated
-        verdict = (
-            "compensated" if state.compensated else "plain" if low or not state.refused else ""
-        )
-        rows.append(
-            (
-                state.name,
-                str(state.dtype).removeprefix("torch."),
-                state.recurrence or "-",
-                f"{verdict or 'refused'}: {state.reason}",
-                state.storage or "-",
-                f"{kept(state.dtype, state.storage):.1e}" if low else "-",
-                f"{state.residual_bytes:,}",
-                engine.get(state.name, "graph"),
-            )
-        )
-    return table(rows)

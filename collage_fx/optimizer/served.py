@@ -1,12 +1,14 @@
 """What served each carried state, and how often."""
 
-import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 
+from collage_fx.optimizer.parameter_names import renamed
+from collage_fx.optimizer.state_table import grouped, shortened, table, terminal_width, wrapped
 from collage_fx.passes.analysis.plan import LEFT_BY_LEVEL, NO_PARAMETER, NO_STATE
 from collage_fx.passes.ir.program import StatePlan
 from collage_fx.runtime.storage.registry import STORAGES
@@ -49,6 +51,11 @@ class Served:
     def steps(self) -> int:
         """Steps in which it was written."""
         return self.graph + self.joined + self.unaccounted
+
+    @property
+    def verdict(self) -> str:
+        """`compensated` or `plain`."""
+        return "compensated" if self.compensated else "plain"
 
     @property
     def is_gradient(self) -> bool:
@@ -117,13 +124,6 @@ def left_by_level(reasons: dict[str, str], *, unknown: bool = False) -> str:
     )
 
 
-def sort_key(name: str) -> list[tuple[bool, int, str]]:
-    """Return what states are ordered by: the parameter, by number, and their own name."""
-    own, _, param = name.rpartition(" of ")
-    words = [*re.split(r"(\d+)", param), own]
-    return [(word.isdigit(), int(word) if word.isdigit() else 0, word) for word in words]
-
-
 @dataclass
 class Report:
     """What `collage_fx.compile` did for a step so far; str() of it is a table."""
@@ -134,20 +134,28 @@ class Report:
     notes: list[str] = field(default_factory=list)
     """The warnings given."""
 
+    verbose: bool = False
+    """Whether its text has a row for each state, though others say the same."""
+
+    def named(self, names: dict[str, str]) -> "Report":
+        """Return the same with other names of parameters."""
+        states = [replace(state, name=renamed(state.name, names)) for state in self.states]
+        return replace(self, states=states, notes=[renamed(note, names) for note in self.notes])
+
     def __str__(self) -> str:
+        width = terminal_width()
+        told = ("dtype", "engine", "graph", "joined", "unaccounted", "verdict", "reason")
+        says = attrgetter(*told, *(("name",) if self.verbose else ()))
+        groups = grouped(self.states, attrgetter("name"), says)
+        shown, more = shortened(groups, verbose=self.verbose)
         rows = [("state", "dtype", "served by", "steps", "verdict")]
-        for s in self.states:
-            verdict = "compensated" if s.compensated else "plain"
+        for group in shown:
+            s = group.states[0]
             steps = f"{s.graph} graph, {s.joined} joined"
             steps += f", {s.unaccounted} unaccounted" if s.unaccounted else ""
             dtype = str(s.dtype).removeprefix("torch.")
-            rows.append((s.name, dtype, s.engine, steps, f"{verdict}: {s.reason}"))
-        return "\n".join([f"collage_fx: {self.subject}", "", *table(rows), *self.notes])
-
-
-def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Return rows as lines, their columns below each other."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+            rows.append((group.label, dtype, s.engine, steps, f"{s.verdict}: {s.reason}"))
+        notes = (line for note in self.notes for line in wrapped(note, width))
+        return "\n".join(
+            [f"collage_fx: {self.subject}", "", *table(rows, width, wraps=(0, 3, 4)), *more, *notes]
+        )

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from collage_fx.compilation.session import Session
 from collage_fx.hooks import nested_compile
-from collage_fx.hooks.dynamo_settings import Failures
+from collage_fx.hooks.dynamo_settings import Failures, graph_breaks
 from collage_fx.optimizer.checkpoints.history import history_of
 from collage_fx.optimizer.discovery import FunctionStates, OptimizerStates, StateStorage
 from collage_fx.optimizer.ownership import Owned
@@ -93,6 +93,8 @@ class Steps:
             config.seed,
             self._lost,
         )
+        self.breaks_before = len(graph_breaks(0))
+        """How many graph breaks Dynamo had met in this process when the steps began."""
         self.executors = Executors(session, self.words, self.failures.note, self._unseen)
         self.switches = type(discovery) is not FunctionStates
         """Whether steps of which a part is recorded are recorded whole: a function may compute
@@ -398,7 +400,8 @@ class Steps:
         self.quiet = bool(self.by_graph) and not outside and lasting
         if outside and self.steps >= TRIED and self.switches and not (self.waited or self.forced):
             self.record_whole()
-            self.session.notes.add(_SWITCH)
+            breaks = graph_breaks(self.breaks_before)
+            self.session.notes.add(_SWITCH + (f": {breaks[0]}" if breaks else ""))
         self.words.forget()
         return unaccounted
 

@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from math import copysign, isfinite, isnan
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
@@ -27,17 +26,20 @@ from collage_fx.segments.memory import storage_key
 from collage_fx.segments.segment import Call, Segment, run_joined
 from collage_fx.segments.segment_graph import (
     Numbers,
+    SeenNumbers,
     float_guard,
     graph_of_segment,
     joined_graph,
     number_tensor,
     propagate,
+    same_number,
     with_fakes,
 )
-from collage_fx.segments.trie import layout_of
+from collage_fx.segments.trie import layout_of, on_one_line
 
 SEEN = 2
 """The run in which a structure is compiled: what runs once is not worth it."""
+_PASSED_ON = "16-bit values go on from it to other parts of the step, which would be rounded"
 MOST = 64
 """How often segments of one step are compiled at most; others are interpreted."""
 
@@ -73,7 +75,7 @@ class _Compiled:
         """Tell whether it is right for a call."""
         before = self.numbers
         same = self.structure == given.structure and all(
-            _same(a, floats[k]) and (k in before.changing or _same(a, b))
+            same_number(a, floats[k]) and (k in before.changing or same_number(a, b))
             for k, a, b in zip(before.same, floats, before.floats, strict=True)
         )
         return same and self.holds(*(floats[i] for i in before.changing))
@@ -84,33 +86,16 @@ class _Way:
     """What is known of one way of doing a segment."""
 
     compiled: list[_Compiled] = field(default_factory=list)
-    refused: bool = False
-    """Whether it cannot be done so."""
+    refused: str = ""
+    """Why it cannot be done so."""
 
 
 @dataclass
-class _History:
+class _History(SeenNumbers):
     """What is known of the runs of a segment."""
 
-    runs: int = 0
-    floats: list[float] = field(default_factory=list)
-    changing: set[int] = field(default_factory=set)
-    same: list[int] = field(default_factory=list)
-    """For each float the first that it was always equal to: a rate that many parameters have."""
     rewritten: _Way = field(default_factory=_Way)
     joined: _Way = field(default_factory=_Way)
-
-    def see(self, floats: list[float]) -> None:
-        """Count a run; note which floats have changed since the one before."""
-        for i, (new, old) in enumerate(zip(floats, self.floats, strict=False)):
-            if not _same(new, old) and isfinite(new) and isfinite(old):
-                self.changing.add(i)
-        first: dict[Any, int] = {}
-        before = self.same or [0] * len(floats)
-        keys = [(k, x, copysign(1, x)) for k, x in zip(before, floats, strict=True)]
-        self.same = [first.setdefault(key, i) for i, key in enumerate(keys)]
-        self.floats = floats
-        self.runs += 1
 
 
 class Executors:
@@ -152,6 +137,8 @@ class Executors:
         """How many times a segment was compiled."""
         self.runs: Counter[str] = Counter()
         """Way -> how many segments were done so."""
+        self.left: dict[Segment, str] = {}
+        """Segments of the last step that the passes could not compile -> why."""
         self.wanted: set[Any] = set()
         """The places of the states that keep a low word whatever their own verdict is."""
         self.written: set[Any] = set()
@@ -169,6 +156,7 @@ class Executors:
                 unbroken, whose segments are compiled by now.
         """
         self.plans.clear()
+        self.left.clear()
         self.changing.clear()
         self.interpreted_only = interpreted_only
         if at_once:
@@ -183,19 +171,44 @@ class Executors:
             if given.parameter is not None and at in segment.written and not given.pieces:
                 self.unseen(given.parameter)
         history = self._history(segment, call.floats)
-        # AOTAutograd's callables count versions, which inference tensors do not have.
-        compiles = not (self.interpreted_only or segment.opaque or is_inference_mode_enabled())
-        if history.runs >= self.seen and compiles:
+        obstacle = self._obstacle(segment)
+        if obstacle:
+            self.left[segment] = obstacle
+        elif history.runs >= self.seen:
             ways = (
                 ("rewritten", history.rewritten, self._for_passes, self._rewrite),
                 ("joined", history.joined, self._for_joining, self._join),
             )
             for name, way, find, compile_ in ways:
-                if not way.refused and self._done(way, find, compile_, segment, history, call):
+                why = way.refused or self._done(way, find, compile_, segment, history, call)
+                if not why:
                     self.runs[name] += 1
                     return
+                self.left.setdefault(segment, why)
         self.runs["interpreted"] += 1
         run_joined(segment, call, self.words)
+
+    def _obstacle(self, segment: Segment) -> str:
+        """Return why a segment is not to be compiled at all; empty if it is."""
+        if self.interpreted_only:
+            return "what the step does differs too often from step to step"
+        if segment.opaque:
+            return "an operation in it cannot stand in a graph"
+        # AOTAutograd's callables count versions, which inference tensors do not have.
+        return "the step runs in inference mode" if is_inference_mode_enabled() else ""
+
+    def outside_graphs(self) -> list[str]:
+        """Say of the last step which parts the passes could not compile, and why."""
+        found: dict[str, list[Segment]] = {}
+        for segment, why in self.left.items():
+            found.setdefault(why, []).append(segment)
+        return [
+            f"{len(parts)} of {len(self.changing)} parts of the step run on whole values, outside "
+            f"the graphs of the passes: {why}. The first begins at "
+            f"{on_one_line(parts[0].lines[0].where)}. A step that reads "
+            "no data of its tensors (.item(), bool(), printing) is one part"
+            for why, parts in found.items()
+        ]
 
     def _history(self, segment: Segment, floats: list[float]) -> _History:
         history, at = self.histories.setdefault(segment, _History()), len(self.changing)
@@ -209,43 +222,43 @@ class Executors:
     def _done(
         self,
         way: _Way,
-        find: Callable[[Segment, Call], _Given | None],
-        compile_: Callable[[Segment, _Given, Numbers], _Made | None],
+        find: Callable[[Segment, Call], _Given | str],
+        compile_: Callable[[Segment, _Given, Numbers], _Made | str],
         segment: Segment,
         history: _History,
         call: Call,
-    ) -> bool:
-        """Do a segment in one way, if it can be; compile it for this call if that is needed."""
+    ) -> str:
+        """Do a segment in one way, compiled for the call if need be; return why not if it fails."""
         given = find(segment, call)
-        if given is None:
-            return False
+        if isinstance(given, str):
+            return given
         compiled = next((c for c in way.compiled if c.fits(given, call.floats)), None)
         if compiled is None:
             if self.count >= MOST:
-                return False
+                return f"{MOST} parts of the step have been compiled, and no more are"
             self.count += 1
             compiled = self._compile(compile_, segment, history, given, call)
-            if compiled is None:
-                way.refused = True
-                return False
+            if isinstance(compiled, str):
+                way.refused = compiled
+                return compiled
             way.compiled.insert(0, compiled)
         numbers = [number_tensor(call.floats[i]) for i in compiled.numbers.changing]
         done = compiled.run([*given.args, *numbers, *given.lows])
         if not done:  # it is compiled anew for what there is by now
             way.compiled.remove(compiled)
-        return done
+        return "" if done else "a state has got a residual since it was compiled"
 
     def _compile(
         self,
-        compile_: Callable[[Segment, _Given, Numbers], _Made | None],
+        compile_: Callable[[Segment, _Given, Numbers], _Made | str],
         segment: Segment,
         history: _History,
         given: _Given,
         call: Call,
-    ) -> _Compiled | None:
+    ) -> _Compiled | str:
         same = list(history.same)
         changing = sorted({same[i] for i in history.changing})
-        made = None
+        made: _Made | str = ""
         for inputs in (changing, []):
             numbers = Numbers(call.floats, inputs, same)
             try:
@@ -258,20 +271,22 @@ class Executors:
                 continue
             except Exception as error:  # whatever the compiler raises: there is another way
                 self.note(error)
-                return None
-        return None if made is None else _Compiled(*made, numbers, given.structure)
+                return f"compiling it failed: {type(error).__name__}"
+        return made if isinstance(made, str) else _Compiled(*made, numbers, given.structure)
 
     # Rewritten by the passes.
 
-    def _for_passes(self, segment: Segment, call: Call) -> _Given | None:
-        """Return the arguments of a graph; None if it would see high words only.
+    def _for_passes(self, segment: Segment, call: Call) -> _Given | str:
+        """Return the arguments of a graph, or why not: it would see high words only.
 
         That is so where a value has low words that is no state, where a state is a part of a
         larger piece of memory or has moved, and where results outlive the segment: those of a
         dtype that is compensated, and all that may hold more of a state than its high word.
         """
-        if segment.undoes_rounding or any(t.dtype in self.words.wide for t in call.memory):
-            return None
+        if segment.undoes_rounding:
+            return "it rounds to 16 bits by itself"
+        if any(t.dtype in self.words.wide for t in call.memory):
+            return _PASSED_ON
         made = any(t.dim() and t.is_floating_point() for t in call.memory)
         args = []
         for at, given in zip(segment.inputs, call.inputs, strict=True):
@@ -279,14 +294,14 @@ class Executors:
             if given.pieces:
                 piece = given.pieces[0]
                 if len(given.pieces) > 1 or piece.moved or layout_of(piece.data) != layout_of(t):
-                    return None
+                    return "it takes a part of a state, or several states, as one tensor"
                 if made and STORE.get(piece.owned.tensor) is not None:
-                    return None
+                    return _PASSED_ON
                 t = piece.owned.tensor
             elif self.words.known(t) or (
                 t.dtype in self.words.wide and at in segment.written and not self._name(t)
             ):
-                return None
+                return _PASSED_ON
             args.append(t)
         return _Given([*args, *call.memory])
 
@@ -295,7 +310,7 @@ class Executors:
         state = next(iter(self.words.states_in(t)), None)
         return state.name if state is not None else self.words.gradients().get(storage_key(t), "")
 
-    def _rewrite(self, segment: Segment, given: _Given, numbers: Numbers) -> _Made | None:
+    def _rewrite(self, segment: Segment, given: _Given, numbers: Numbers) -> _Made | str:
         gm = graph_of_segment(segment, numbers)
         args = (*given.args, *map(number_tensor, numbers.given))
         mode, fakes = with_fakes(gm, given.args, numbers.given)
@@ -306,8 +321,10 @@ class Executors:
             code = compile_graph(self.session, gm, fakes, args)
         for state, _ in code.reads:
             self._want(state(args))
-        if code.refused or code.reads_residual(args) or self.computes_anew(code, args):
-            return None
+        if code.refused or code.reads_residual(args):
+            return _PASSED_ON
+        if self.computes_anew(code, args):
+            return "it computes a parameter anew instead of adding to it"
         return partial(self._run_code, code), float_guard(mode, fakes)
 
     def computes_anew(self, code: Code, args: tuple[Any, ...]) -> bool:
@@ -346,22 +363,22 @@ class Executors:
 
     # On whole values, by Inductor.
 
-    def _for_joining(self, segment: Segment, call: Call) -> _Given | None:
-        """Return the arguments with their low words; None where these are not to be compiled.
+    def _for_joining(self, segment: Segment, call: Call) -> _Given | str:
+        """Return the arguments with their low words, or why these are not to be compiled.
 
         That is so for fp8, whose rounding has a way of its own, for rounding by chance, and where a
         state has moved.
         """
         if self.session.config.stochastic_rounding:
-            return None
+            return "it is rounded by chance"
         found = []
         tensors = [*(given.data for given in call.inputs), *call.memory]
         if any(t.dtype in self.words.wide and t.dtype not in ROUNDED for t in tensors):
-            return None
+            return "of its dtypes one is not rounded by the compiler"
         for at, given in zip(segment.inputs, call.inputs, strict=True):
             parts = self.words.parts(given, written=at in segment.written)
             if parts is None:
-                return None
+                return "a state has moved in memory"
             found.append(parts)
         wide = self.words.wide
         found += [[self.words.part_of_result(t)] if t.dtype in wide else [] for t in call.memory]
@@ -380,7 +397,3 @@ class Executors:
             return True
 
         return run, float_guard(mode, fakes)
-
-
-def _same(a: float, b: float) -> bool:
-    return (a == b and copysign(1, a) == copysign(1, b)) or (isnan(a) and isnan(b))

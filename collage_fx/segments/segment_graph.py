@@ -2,7 +2,8 @@
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import copysign, isfinite, isnan
 from typing import Any
 
 import sympy
@@ -36,6 +37,34 @@ class Numbers:
     def given(self) -> list[float]:
         """The values of those that are inputs."""
         return [self.floats[i] for i in self.changing]
+
+
+@dataclass
+class SeenNumbers:
+    """The floats of the runs of a segment: which change, and which are always equal."""
+
+    runs: int = 0
+    floats: list[float] = field(default_factory=list)
+    changing: set[int] = field(default_factory=set)
+    same: list[int] = field(default_factory=list)
+    """For each float the first that it was always equal to: a rate that many parameters have."""
+
+    def see(self, floats: list[float]) -> None:
+        """Count a run; note which floats have changed since the one before."""
+        for i, (new, old) in enumerate(zip(floats, self.floats, strict=False)):
+            if not same_number(new, old) and isfinite(new) and isfinite(old):
+                self.changing.add(i)
+        first: dict[Any, int] = {}
+        before = self.same or [0] * len(floats)
+        keys = [(k, x, copysign(1, x)) for k, x in zip(before, floats, strict=True)]
+        self.same = [first.setdefault(key, i) for i, key in enumerate(keys)]
+        self.floats = floats
+        self.runs += 1
+
+
+def same_number(a: float, b: float) -> bool:
+    """Tell whether two floats are the same, signs of zero and NaN included."""
+    return (a == b and copysign(1, a) == copysign(1, b)) or (isnan(a) and isnan(b))
 
 
 def graph_of_segment(segment: Segment, numbers: Numbers) -> GraphModule:

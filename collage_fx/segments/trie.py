@@ -1,5 +1,6 @@
 """Structures of recorded steps: paths in a trie, so that nothing is inferred or hashed twice."""
 
+import re
 import sys
 import traceback
 from collections.abc import Iterator
@@ -90,6 +91,12 @@ def line_of_code() -> str:
             return "".join(traceback.format_list([at]))
         frame = frame.f_back
     return ""
+
+
+def on_one_line(where: str) -> str:
+    """Return what `line_of_code` has returned as `file:line: code`."""
+    place, _, code = where.strip().partition("\n")
+    return re.sub(r'^File "(.*)", line (\d+), in .*$', r"\1:\2", place) + f": {code.strip()}"
 
 
 def layout_of(t: Tensor) -> Layout:

@@ -24,7 +24,8 @@ from collage_fx.optimizer import plain_steps
 from collage_fx.optimizer.discovery import FunctionStates, OptimizerStates
 from collage_fx.optimizer.fused import is_fused, note_of, traceable, unscaling
 from collage_fx.optimizer.ownership import Owned, argument_tensors, family, tensors_of_callable
-from collage_fx.optimizer.served import Report, sort_key
+from collage_fx.optimizer.served import Report
+from collage_fx.optimizer.state_table import sort_key
 from collage_fx.record.steps import Steps
 from collage_fx.stand_in.steps import StandInSteps
 from collage_fx.step.first_steps import StepCheck
@@ -219,11 +220,17 @@ def report_of(step: Any) -> Report:
     return made._report()
 
 
+def optimizer_of(step: Any) -> Optimizer | None:
+    """Return the optimizer whose step it is, if `report_of` has a report of it; None if none."""
+    session = getattr(step_made_here(step, "_collage"), "_collage", None)
+    return session.optimizer() if isinstance(session, Backend) else None
+
+
 def _report(supervisor: Steps, session: Backend) -> Report:
     supervisor.service.count_repeats()
     written = (s for s in supervisor.service.served.values() if s.steps and not s.is_gradient)
     return Report(
         supervisor.subject,
         sorted(written, key=lambda s: sort_key(s.name)),
-        sorted(session.warned | session.notes),
+        [*sorted(session.warned | session.notes), *supervisor.executors.outside_graphs()],
     )

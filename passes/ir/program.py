@@ -170,6 +170,13 @@ class StatePlan:
     """Whether it may be compensated, by its dtype and the storage that was asked for."""
 
     @property
+    def verdict(self) -> str:
+        """`compensated`, `plain`, or `refused`: what should be compensated and cannot be."""
+        if self.compensated:
+            return "compensated"
+        return "refused" if self.refused and self.dtype not in LOW_PRECISION else "plain"
+
+    @property
     def replaced(self) -> bool:
         """Whether the new value has nothing to do with the old one."""
         return self.recurrence in REPLACED

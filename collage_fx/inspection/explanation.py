@@ -1,0 +1,249 @@
+"""What `explain` returns: the verdicts, the graphs before and after, and the report of them."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from collage_fx.config import CollageConfig
+from collage_fx.optimizer.state_table import (
+    grouped,
+    shortened,
+    split_name,
+    table,
+    terminal_width,
+    wrapped,
+)
+from collage_fx.passes.ir.program import LOW_PRECISION, StatePlan
+from collage_fx.runtime.storage.registry import STORAGES, Choice, kept
+
+
+@dataclass
+class Explanation:
+    """What collage_fx does to a step: str() of it is a report, to_dict() the same for machines."""
+
+    subject: str
+    config: CollageConfig
+    plan: list[StatePlan]
+    """The verdict on each carried state."""
+    before: list[GraphModule]
+    """The functional graphs as they came from Dynamo and AOTAutograd, which of the members of a
+    class that one kernel updates had one."""
+    expanded: list[GraphModule]
+    """For each class of slices its graph of collage:: operations; run eagerly, the reference."""
+    lowered: list[GraphModule]
+    """For each class its graph of fp32 operations and collage::round."""
+    after: list[GraphModule]
+    """The graphs that Inductor compiled."""
+    output_code: list[str]
+    """Inductor's output code of each graph."""
+    snapshots: list[dict[str, str]] = field(default_factory=list)
+    """For each graph what each pass left, as text; `unchanged` of a pass that did nothing."""
+    seconds: list[dict[str, float]] = field(default_factory=list)
+    """For each graph the time that each pass took."""
+    members: list[int] = field(default_factory=list)
+    """How many slices each class has."""
+    kernels: list[str] = field(default_factory=list)
+    """For each class the source of the kernel that updates all members; empty if there is none."""
+    apart: list[str] = field(default_factory=list)
+    """For each class why each member has a kernel of its own; empty if they share one."""
+    by_inductor: list[str] = field(default_factory=list)
+    """For each class why its kernel on a CPU is Inductor's; empty if it is ours, or for a GPU."""
+    joined: list[str] = field(default_factory=list)
+    """Operations on carried paths that ran as join - op - split, for want of a rule."""
+    notes: list[str] = field(default_factory=list)
+    """The warnings that compiling the step gives."""
+    remarks: list[str] = field(default_factory=list)
+    """Why a part of the step is not in compiled graphs, and what else is of note."""
+    engine: dict[str, str] = field(default_factory=dict)
+    """Name of a state -> what serves it: `graph`, `joined` or both."""
+    verbose: bool = False
+    """Whether the report has a row for each state, though others say the same."""
+    alike: str = ""
+    """What the counts of operations leave out."""
+    updates: dict[str, float] = field(default_factory=dict)
+    """Name of a parameter -> the median of its update relative to it, with the learning rate and
+    the gradients of now, as it was stored: 0 if the storage loses most of it."""
+
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes of all residuals together."""
+        return sum(state.residual_bytes for state in self.plan)
+
+    @property
+    def refused(self) -> list[StatePlan]:
+        """The states that should be compensated and cannot be."""
+        return [state for state in self.plan if state.refused]
+
+    def _too_small(self) -> list[str]:
+        """Say which updates are too small for the storage they are kept in, and what keeps more."""
+        small: dict[tuple[torch.dtype, str], list[str]] = {}
+        for state in self.plan:
+            update = self.updates.get(state.name)
+            held = state.dtype, state.storage
+            by_chance = self.config.rounds_by_chance(state.storage)
+            if by_chance or not state.compensated or update is None:
+                continue
+            if update < kept(*held):
+                small.setdefault(held, []).append(state.name)
+        lines = []
+        for (dtype, storage), names in small.items():
+            least = kept(dtype, storage)
+            fitting = (s.name for s in STORAGES.values() if dtype in s.residuals)
+            finer = [repr(s) for s in fitting if kept(dtype, s) < least]
+            more = f" and of {len(names) - 1} more" if names[1:] else ""
+            would = f"{' or '.join(finer)} keeps more" if finer else "no storage keeps more"
+            if STORAGES[storage].split_by_chance is not None:
+                would += ", and stochastic_rounding=True keeps them on average"
+            lines.append(
+                f"storage {storage!r} keeps changes of {least:.1e} of a value and more: at the "
+                f"learning rate of now half the updates of {names[0]}{more} are smaller; {would}"
+            )
+        return lines
+
+    def keeps(self, state: StatePlan) -> float | None:
+        """Return the least relative change of a state that its storage keeps; None if 32 bits."""
+        low = state.dtype in LOW_PRECISION or state.compensated
+        return kept(state.dtype, state.storage) if low else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all but the graphs as values that JSON can hold, a row for each state."""
+        return {
+            "subject": self.subject,
+            "config": {k: v for k, v in vars(self.config).items() if _is_json(v)},
+            "states": [self._row(state) for state in self.plan],
+            "classes": [
+                {"members": n, "one_kernel": not why, "why_not": why, "by_inductor": inductor}
+                for n, why, inductor in self._classes()
+            ],
+            "operations_before": dict(_count(self.before)),
+            "operations_after": dict(_count(self.lowered)),
+            "residual_bytes": self.residual_bytes,
+            "joined_operations": sorted(set(self.joined)),
+            "too_small": self._too_small(),
+            "remarks": self.remarks,
+            "warnings": self.notes,
+        }
+
+    def _row(self, state: StatePlan) -> dict[str, Any]:
+        kind, param = split_name(state.name)
+        return {
+            "name": state.name,
+            "kind": kind,
+            "parameter": param,
+            "dtype": str(state.dtype).removeprefix("torch."),
+            "shape": list(state.shape),
+            "recurrence": state.recurrence,
+            "verdict": state.verdict,
+            "reason": state.reason,
+            "storage": state.storage,
+            "keeps": self.keeps(state),
+            "residual_bytes": state.residual_bytes,
+            "served_by": self.engine.get(state.name, "graph"),
+        }
+
+    def _classes(self) -> Iterator[tuple[int, str, str]]:
+        return zip(self.members, self.apart, self.by_inductor, strict=True)
+
+    def __str__(self) -> str:
+        width = terminal_width()
+        head = (
+            f"collage_fx: {self.subject}, level={self.config.level}, arithmetic="
+            f"{'wide' if self.config.wide else 'eft'}, storage={_written(self.config.storage)}"
+        )
+        lines = [*wrapped(head, width), "", *self._table(width), ""]
+        for line in self._below():
+            lines += wrapped(line, width)
+        return "\n".join(lines)
+
+    def _table(self, width: int) -> list[str]:
+        """Return the states, those of one kind of which all is the same as one row."""
+        states = [(state, self._row(state)) for state in self.plan]
+        told = ("dtype", "recurrence", "verdict", "reason", "storage", "keeps", "served_by")
+
+        def says(state: tuple[StatePlan, dict[str, Any]]) -> tuple[Any, ...]:
+            return tuple(state[1][k] for k in (*told, *(("name",) if self.verbose else ())))
+
+        groups = grouped(states, lambda state: state[0].name, says)
+        shown, more = shortened(groups, verbose=self.verbose)
+        rows = [("state", "dtype", "recurrence", "verdict", "storage", "keeps", "bytes", "in")]
+        for group in shown:
+            row = group.states[0][1]
+            stored = sum(state.residual_bytes for state, _ in group.states)
+            rows.append(
+                (
+                    group.label,
+                    row["dtype"],
+                    row["recurrence"] or "-",
+                    f"{row['verdict']}: {row['reason']}",
+                    row["storage"] or "-",
+                    "-" if row["keeps"] is None else f"{row['keeps']:.1e}",
+                    f"{stored:,}",
+                    row["served_by"],
+                )
+            )
+        return [*table(rows, width, wraps=(0, 2, 3, 7)), *more]
+
+    def _below(self) -> Iterator[str]:
+        """Yield what stands below the table, a sentence each."""
+        yield f"operations before: {_listed(_count(self.before))}{self.alike}"
+        yield f"operations after:  {_listed(_count(self.lowered))}"
+        yield from self._about_kernels()
+        yield (
+            f"residuals: {self.residual_bytes:,} bytes for "
+            f"{sum(s.compensated for s in self.plan)} of {len(self.plan)} carried states"
+        )
+        for group in grouped(self.refused, lambda s: s.name, lambda s: s.reason):
+            yield f"refused: {group.label}: {group.states[0].reason}"
+        by_chance = [s for s in self.plan if self.config.rounds_by_chance(s.storage)]
+        if by_chance:
+            yield (
+                f"rounded by chance, with seed {self.config.seed}: the residuals of "
+                f"{len(by_chance)} states; what is smaller than their storage keeps, and not than "
+                "fp32 does, is kept on average"
+            )
+        yield from self._too_small()
+        if self.joined:
+            yield f"joined in fp32, for want of a rule: {', '.join(sorted(set(self.joined)))}"
+        yield from self.remarks
+        for note in self.notes:
+            yield f"warning: {note}"
+
+    def _about_kernels(self) -> Iterator[str]:
+        """Say of each class of isomorphic updates what kernel runs; equal classes share a line."""
+        numbers: dict[tuple[int, str, str], list[int]] = {}
+        for k, one in enumerate(self._classes(), 1):
+            numbers.setdefault(one, []).append(k)
+        for (n, why, unprintable), ks in numbers.items():
+            many = f"classes {ks[0]} to {ks[-1]}" if ks[-1] - ks[0] == len(ks) - 1 else ""
+            many = many or f"classes {', '.join(map(str, ks))}"
+            yield (
+                (f"{many}, each: " if ks[1:] else f"class {ks[0]}: ")
+                + f"{n} {'member' if n == 1 else 'members'}, "
+                + (f"a kernel for each: {why}" if why else "one kernel for all")
+                + (f", by Inductor: {unprintable}" if unprintable else "")
+            )
+
+
+def _is_json(value: Any) -> bool:
+    return isinstance(value, str | bool | int | float | tuple | None)
+
+
+def _written(choice: Choice) -> str:
+    return choice if isinstance(choice, str) else ", ".join(f"{p}: {s}" for p, s in choice)
+
+
+def _count(modules: list[GraphModule]) -> Counter[str]:
+    return Counter(
+        str(node.target).removeprefix("aten.").partition(".")[0]
+        for module in modules
+        for node in module.graph.nodes
+        if node.op == "call_function" and "getitem" not in str(node.target)
+    )
+
+
+def _listed(counts: Counter[str]) -> str:
+    return ", ".join(f"{n} {name}" for name, n in counts.most_common()) or "none"

@@ -1,0 +1,90 @@
+"""The names of an optimizer's parameters: those that its model gives them, where that is known."""
+
+import gc
+import re
+from collections.abc import Mapping
+
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.nn import Module, ModuleDict, ModuleList, ParameterDict, ParameterList
+from torch.optim import Optimizer
+
+from collage_fx.errors import SubjectError
+from collage_fx.optimizer.ownership import owned_tensors
+
+_BY_POSITION = re.compile(r"(?:\w+\.)*param_groups\[\d+\]\.params\[\d+\]")
+_WRAPPERS = re.compile(r"\b(?:_orig_mod|module|_fsdp_wrapped_module)\.")
+"""What torch.compile and the wrappers of torch.distributed put into the names of a module."""
+
+_NO_MODELS = (GraphModule, ModuleList, ModuleDict, ParameterList, ParameterDict)
+"""Modules that are parts of a model, or that Dynamo has made of one."""
+
+
+def names_of(optimizer: Optimizer, model: Module | None = None) -> dict[str, str]:
+    """Return position of each parameter, as `param_groups[0].params[3]` -> its name in the model.
+
+    They are, in this order, those of `model`; those that the optimizer was given, as
+    `AdamW(model.named_parameters())` does; those of the smallest module in the process that has all
+    its parameters. Without any of them the parameters keep their positions.
+
+    Raises:
+        SubjectError: `model` is not a module, or has not all parameters of the optimizer.
+    """
+    positions = {o.name: o for o in owned_tensors(optimizer) if o.owner == "param"}
+    params = {name: owned.whole for name, owned in positions.items()}
+    if model is not None:
+        return _in_model(params, model, type(optimizer).__name__)
+    given = _given(optimizer)
+    if not given:
+        found = _smallest_owner({id(p) for p in params.values()})
+        given = _by_identity(found) if found is not None else {}
+    return {place: given[id(p)] for place, p in params.items() if id(p) in given}
+
+
+def renamed(text: str, names: Mapping[str, str]) -> str:
+    """Return a text in which positions of parameters are replaced by their names."""
+    return _BY_POSITION.sub(lambda found: names.get(found[0], found[0]), text) if names else text
+
+
+def _in_model(params: dict[str, Tensor], model: Module, optimizer: str) -> dict[str, str]:
+    if not isinstance(model, Module):
+        raise SubjectError(f"model= takes a torch.nn.Module, got {type(model).__name__}")
+    known = _by_identity(model)
+    missing = [place for place, p in params.items() if id(p) not in known]
+    if missing:
+        raise SubjectError(
+            f"{type(model).__name__} does not have {missing[0]} of {optimizer}"
+            + (f", nor {len(missing) - 1} more of its parameters" if missing[1:] else "")
+            + ": give the model that the optimizer was made for"
+        )
+    return {place: known[id(p)] for place, p in params.items()}
+
+
+def _by_identity(model: Module) -> dict[int, str]:
+    return {id(p): _WRAPPERS.sub("", name) for name, p in model.named_parameters()}
+
+
+def _given(optimizer: Optimizer) -> dict[int, str]:
+    """Return the names that came with the parameters of an optimizer."""
+    found = {}
+    for group in optimizer.param_groups:
+        for p, name in zip(group["params"], group.get("param_names", ()), strict=False):
+            found[id(p)] = _WRAPPERS.sub("", str(name))
+    return found
+
+
+def _smallest_owner(params: set[int]) -> Module | None:
+    """Return the module with the fewest parameters, and parts, of those that have all of these."""
+    best, least = None, (0, 0)
+    for one in gc.get_objects() if params else ():
+        # Not isinstance, which asks proxies and lazy modules for their class and may load them.
+        kind = type(one)
+        if not issubclass(kind, Module) or issubclass(kind, _NO_MODELS):
+            continue
+        if "_parameters" not in vars(one):  # before its __init__
+            continue
+        own = {id(p) for p in one.parameters()}
+        size = len(own), sum(1 for _ in one.modules())
+        if params <= own and (best is None or size < least):
+            best, least = one, size
+    return best

@@ -1,0 +1,121 @@
+"""The text of explain and report: rows that say the same, names of the model, widths, machines."""
+
+import json
+
+import pytest
+import torch
+from support.interpreter import without_compiler
+from support.tensors import bf16, with_grads
+
+import collage_fx
+from collage_fx.errors import SubjectError
+from collage_fx.optimizer.state_table import ROWS, table
+
+
+def _layers(n: int) -> torch.nn.Module:
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, n, enable_nested_tensor=False).bfloat16()
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 0.01)
+    return model
+
+
+def _lines(found: object) -> list[str]:
+    return str(found).splitlines()
+
+
+def test_twelve_layers_fit_a_screen() -> None:
+    model = _layers(12)
+    optimizer = torch.optim.AdamW(model.parameters())
+    found = collage_fx.explain(optimizer)
+    lines = _lines(found)
+    assert len(lines) <= 40 and max(map(len, lines)) <= 120
+    assert any(line.startswith("144 x exp_avg_sq") and "mcf2" in line for line in lines)
+    assert found.plan[0].name == "layers.0.self_attn.in_proj_weight"
+    found.verbose = True
+    rows = [line for line in _lines(found) if "layers.11.norm2.bias" in line]
+    assert len(rows) == 4, "the parameter, its two moments and its step"
+
+
+def test_groups_differ_where_they_say_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    params = with_grads([bf16(4), bf16(4), bf16(4)])
+    groups = [{"params": params[:2]}, {"params": params[2:], "weight_decay": 0.0}]
+    found = collage_fx.explain(torch.optim.SGD(groups, 0.01, momentum=0.9, weight_decay=0.1))
+    lines = _lines(found)
+    assert any(line.startswith("2 x parameter, ") for line in lines)
+    assert any(line.startswith("param_groups[1]") for line in lines)
+    assert sum(line.startswith("2 x ") for line in lines) == 2, "the momenta differ too"
+    assert max(map(len, lines)) <= 80
+
+
+def test_for_machines_there_is_a_row_for_each_state() -> None:
+    params = with_grads([bf16(4), bf16(4)])
+    found = collage_fx.explain(torch.optim.AdamW(params))
+    told = json.loads(json.dumps(found.to_dict()))
+    states = {state["name"]: state for state in told["states"]}
+    assert len(states) == len(found.plan) == 8
+    second = states["exp_avg_sq of param_groups[0].params[1]"]
+    assert second["kind"] == "exp_avg_sq" and second["verdict"] == "compensated"
+    assert second["residual_bytes"] == 8 and second["shape"] == [4]
+    assert told["classes"] and told["residual_bytes"] == found.residual_bytes
+
+
+@pytest.mark.parametrize("how", ["model", "given", "found", "wrapped"])
+def test_names_are_those_of_the_model(how: str) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)).bfloat16()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    wrapped = torch.nn.ModuleDict({"module": model}) if how == "wrapped" else model
+    named = model.named_parameters() if how == "given" else model.parameters()
+    step = collage_fx.compile(torch.optim.SGD(named, 0.1))
+    step()
+    options = {} if how in ("given", "found") else {"model": wrapped}
+    names = {state.name for state in collage_fx.explain(step, **options).plan}
+    assert names == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    assert {s.name for s in collage_fx.report(step, **options).states} == names
+
+
+def test_a_model_of_other_parameters_is_refused() -> None:
+    model, other = torch.nn.Linear(4, 4).bfloat16(), torch.nn.Linear(4, 4).bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(SubjectError, match=r"Linear does not have param_groups\[0\].params\[0\]"):
+        collage_fx.explain(optimizer, model=other)
+    with pytest.raises(SubjectError, match=r"takes a torch\.nn\.Module, got str"):
+        collage_fx.explain(optimizer, model="model")
+
+
+class Halting(torch.optim.Optimizer):
+    """Reads the norm of each gradient, which Dynamo cannot trace."""
+
+    def __init__(self, params: list[torch.Tensor]) -> None:
+        super().__init__(params, {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            if (n := p.grad.norm().item()) > 0:
+                p.add_(p.grad / n, alpha=-1e-3)
+
+
+def test_what_is_not_in_graphs_is_said_with_the_place() -> None:
+    with without_compiler():
+        step = collage_fx.compile(Halting(with_grads([bf16(4), bf16(4)])))
+        for _ in range(4):
+            step()
+    text = " ".join(str(collage_fx.report(step)).split())
+    assert "parts of the step run on whole values, outside the graphs of the passes" in text
+    assert "Tensor.item()" in text and "test_report_text.py:" in text
+    assert "reads no data of its tensors" in text
+
+
+def test_wide_tables_wrap_and_long_ones_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [("name", "text"), ("a" * 50, "word " * 40)]
+    assert max(map(len, table(rows, 80, wraps=(0, 1)))) <= 80
+    assert max(map(len, table(rows))) > 200, "the control: unwrapped"
+    params = with_grads([bf16(2) for _ in range(ROWS + 6)])
+    groups = [{"params": [p], "weight_decay": 0.01 * k} for k, p in enumerate(params)]
+    found = collage_fx.explain(torch.optim.SGD(groups, 0.01))
+    assert "... and 6 rows more, which verbose=True shows" in _lines(found)
+    found.verbose = True
+    assert sum("param_groups" in line for line in _lines(found)) == ROWS + 6
