@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collage_fx.config import CollageConfig
     from collage_fx.errors import CollageError, CollageWarning
     from collage_fx.inspection.explain import Explanation, explain
+    from collage_fx.inspection.gradients import GradientRecorder, record_gradients
     from collage_fx.inspection.values import draws, load_residuals, residuals, value
     from collage_fx.optimizer.master_weights import (
         convert_residuals,
@@ -31,6 +32,7 @@ __all__ = [
     "CollageError",
     "CollageWarning",
     "Explanation",
+    "GradientRecorder",
     "compile",
     "compile_",
     "convert_residuals",
@@ -39,6 +41,7 @@ __all__ = [
     "load_master_weights",
     "load_residuals",
     "master_state_dict",
+    "record_gradients",
     "report",
     "residuals",
     "value",
@@ -49,6 +52,7 @@ _HOMES = {
     "config": ("CollageConfig",),
     "errors": ("CollageError", "CollageWarning"),
     "inspection.explain": ("Explanation", "explain"),
+    "inspection.gradients": ("GradientRecorder", "record_gradients"),
     "inspection.values": ("draws", "load_residuals", "residuals", "value"),
     "optimizer.master_weights": ("convert_residuals", "load_master_weights", "master_state_dict"),
 }

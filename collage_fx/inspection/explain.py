@@ -2,12 +2,14 @@
 
 import copy
 import inspect
+import os
 import types
 import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,13 +22,16 @@ from collage_fx.compilation.session import Compiled
 from collage_fx.config import CollageConfig
 from collage_fx.dynamo.backend import Backend
 from collage_fx.dynamo.options import split_options
+from collage_fx.inspection.gradients import GradientRecorder
+from collage_fx.inspection.replay import Replay
+from collage_fx.inspection.replay import replay as replay_steps
 from collage_fx.inspection.values import value as full_value
 from collage_fx.optimizer.fused import as_its_kernel
-from collage_fx.optimizer.ownership import owned_tensors, tensors_of_callable
+from collage_fx.optimizer.ownership import bytes_by_kind, owned_tensors, tensors_of_callable
 from collage_fx.optimizer.served import Served, sort_key, table
 from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS
 from collage_fx.passes.ir.program import LOW_PRECISION, Program, Rewritten, StatePlan
-from collage_fx.runtime.errors import CollageError
+from collage_fx.runtime.errors import CollageError, OptionError
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import FINEST, STORAGES, Choice, chosen, kept
 from collage_fx.step.compiled_step import compile_function, compile_optimizer, report_of
@@ -77,6 +82,24 @@ class Explanation:
     updates: dict[str, float] = field(default_factory=dict)
     """Name of a parameter -> the median of its update relative to it, with the learning rate and
     the gradients of now, as it was stored: 0 if the storage loses most of it."""
+    compiled: list[Compiled] = field(default_factory=list)
+    """The graphs on their way through the passes."""
+    memory: dict[str, int] = field(default_factory=dict)
+    """Bytes of the optimizer's tensors by kind: parameters, gradients, and each kind of state."""
+    replayed: Replay | None = None
+    """The error of plain and compensated steps on the same gradients, if that was asked for."""
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write all of it to one HTML file that needs no network; return where.
+
+        A file that is there already is replaced at once, or, if writing fails, left as it is.
+
+        Raises:
+            PageError: the file cannot be written.
+        """
+        from collage_fx.inspection.page.page import save  # with Jinja, which importing takes time
+
+        return save(self, path)
 
     @property
     def residual_bytes(self) -> int:
@@ -153,7 +176,10 @@ class Explanation:
 
 
 def explain(
-    optimizer_or_function: Optimizer | Callable[..., Any], *args: Any, **options: Any
+    optimizer_or_function: Optimizer | Callable[..., Any],
+    *args: Any,
+    replay: GradientRecorder | int = 0,
+    **options: Any,
 ) -> Explanation:
     """Say what collage_fx would do to a step, without changing anything.
 
@@ -161,6 +187,10 @@ def explain(
         optimizer_or_function: an optimizer, or what wraps one and has it as its `optimizer`; a step
             made by `collage_fx.compile`; or a function.
         *args: for a function, the arguments of one call; they are copied.
+        replay: to measure errors, for the page that `save` writes: what `record_gradients`
+            returned, or in how many steps to take the gradients of now. Three copies of the
+            optimizer, of which one is in float64, are given them: 16 bytes for each element of
+            parameters and states.
         **options: as for `collage_fx.compile`; by default those the step was compiled with.
 
     Returns:
@@ -189,17 +219,21 @@ def explain(
     with STORE.unheard(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
+            replayed = replay_steps(owner, config, inductor, replay) if replay else None
             # Twice: some optimizers make their states in the first step and carry them later.
             supervised(*_copied(args))
             before = {name: full_value(p) for name, p in _parameters(owner)}
             supervised(*_copied(args))
             updates = _updates(owner, before)
+        except OptionError:
+            raise
         except Exception as error:
             raise CollageError(f"the step of {subject} cannot be explained: {error}") from error
     notes = [str(w.message) for w in caught if str(w.message).startswith("collage_fx")]
     served = report_of(supervised).states
     explanation = _explanation(subject, config, session.compiled, served, notes)
-    explanation.updates = updates
+    explanation.updates, explanation.replayed = updates, replayed
+    explanation.memory = bytes_by_kind(owner) if isinstance(owner, Optimizer) else {}
     return explanation
 
 
@@ -315,6 +349,7 @@ def _explanation(
         alike=" (of members that are alike, those of one)"
         if any(p.copies for p in programs)
         else "",
+        compiled=latest,
     )
 
 
