@@ -77,7 +77,9 @@ class GradientRecorder:
     def _note(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # Where a step is being traced, what it notes would be no gradients but parts of the graph.
         if not torch.compiler.is_compiling() and optimizer is self._optimizer():
-            found = [None if p.grad is None else p.grad.detach().clone() for p in params_of(optimizer)]
+            found = [
+                None if p.grad is None else p.grad.detach().clone() for p in params_of(optimizer)
+            ]
             if any(g is not None for g in found):
                 self._steps.append(found)
 

@@ -92,7 +92,9 @@ def _steps(optimizer: Optimizer, asked: GradientRecorder | int) -> tuple[list[Gr
     params = params_of(optimizer)
     if not isinstance(asked, GradientRecorder):
         if asked < 0:
-            raise OptionError(f"replay={asked}: a number of steps, or what record_gradients returned")
+            raise OptionError(
+                f"replay={asked}: a number of steps, or what record_gradients returned"
+            )
         now = [None if p.grad is None else p.grad.detach().clone() for p in params]
         return [now] * asked, f"the gradients of now, {asked} times"
     if not len(asked):

@@ -29,7 +29,7 @@ class ClassView:
     @property
     def title(self) -> str:
         """How many members, of which states."""
-        names = [n for n in short_names(self.rewritten) if n]
+        names = sorted(filter(None, short_names(self.rewritten)), key=lambda n: n != "param")
         count = self.rewritten.count
         return f"{count} {'member' if count == 1 else 'members'}: {', '.join(names)}"
 
@@ -154,7 +154,7 @@ class _Stems:
         kept: set[str] = set()
         for node in origins.expanded.nodes:
             origin = origins.of(node)
-            if node in self.expanded.ids and origin in self.before.ids:
+            if node in self.expanded.made and origin in self.before.ids:
                 self._add(self.expanded.ids[node], self.before.ids[origin])
                 kept.add(self.before.ids[origin])
         # What is put together with what takes it, as lerp is: it goes where that goes.

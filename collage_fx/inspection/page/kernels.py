@@ -143,7 +143,7 @@ def _linked(
             begins = number
         stored = _STORED.match(text)
         place = int(stored[1] or stored[2]) if stored else -1
-        pieces = _pieces(text, ids) if begins > 1 else [text]
+        pieces = _pieces(text, ids if begins > 1 else {})
         lines.append(Line(number, pieces, states.get(place, "a result") if stored else ""))
     used = {ids[name]: nodes for name, nodes in values.items()}
     return Kernel(language, lines, begins, used)

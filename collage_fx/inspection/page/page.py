@@ -87,7 +87,13 @@ def in_bytes(count: int) -> str:
         if size < 1024 or unit == "GiB":
             break
         size /= 1024
-    return f"{count:,} bytes" if unit == "bytes" else f"{size:.3g} {unit}" if size < 1000 else f"{size:.0f} {unit}"
+    return (
+        f"{count:,} bytes"
+        if unit == "bytes"
+        else f"{size:.3g} {unit}"
+        if size < 1000
+        else f"{size:.0f} {unit}"
+    )
 
 
 def _content(explanation: "Explanation") -> dict[str, Any]:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from collage_fx.inspection.page.states import Row, States
 from collage_fx.inspection.replay import Replay
 
-WIDTH, HEIGHT = 300, 170
-LEFT, RIGHT, TOP, BOTTOM = 44, 76, 10, 24
+WIDTH, HEIGHT = 320, 170
+LEFT, RIGHT, TOP, BOTTOM = 44, 92, 10, 24
 """Margins around the lines: labels stand there."""
 
 
@@ -86,7 +86,9 @@ def _panel(kind: str, count: int, errors: list[tuple[float, float]], scale: _Sca
     low, high = TOP + 8, HEIGHT - BOTTOM - 14
     ys = [min(max(y, low), high) for y in ys]
     curves = [
-        Curve(name, [(x, scale.y(e[i])) for x, e in zip(xs, errors, strict=True)], _word(last[i]), y)
+        Curve(
+            name, [(x, scale.y(e[i])) for x, e in zip(xs, errors, strict=True)], _word(last[i]), y
+        )
         for i, (name, y) in enumerate(zip(("plain", "compensated"), ys, strict=True))
     ]
     ratio = last[0] / last[1] if last[1] else math.inf

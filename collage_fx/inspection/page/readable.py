@@ -7,7 +7,6 @@ from itertools import count, groupby
 from typing import Any, TypeAlias
 
 from torch.fx import Node
-from torch.fx.node import map_arg
 
 from collage_fx.inspection.page.operations import (
     ATOM,
@@ -58,6 +57,8 @@ class Column:
     """The number of each value; of one that is merely passed on, that of the value it is."""
     names: dict[Node, str]
     """The name of each value that has one."""
+    made: set[Node]
+    """The values that are not merely passed on."""
 
 
 @dataclass
@@ -104,7 +105,8 @@ class _Writer:
         ids = self._ids()
         lines = [(self.text.source(n), self._statement(n, names, ids)) for n in roots]
         groups = [Group(s, [one for _, one in g]) for s, g in groupby(lines, lambda x: x[0])]
-        return Column(groups, ids, names)
+        parts = (p for ps in self.parts.values() for p in ps)
+        return Column(groups, ids, names, {*self.text.inputs, *self.forms, *parts})
 
     def _resolve(self, node: Node) -> Node:
         """Return the value that a node passes on, itself if it makes one."""
@@ -126,7 +128,8 @@ class _Writer:
                 continue
             self.forms[node] = form_of(node, self.text.pick)
             self.operands[node] = []
-            map_arg(self.forms[node].operands, lambda n, to=node: self._use(n, to))
+            for operand in _nodes_in(self.forms[node].operands):
+                self._use(operand, node)
         self.results: dict[Node, str] = {}
         for node, name in self.text.results.items():
             self.results.setdefault(self._resolve(node), name)
@@ -242,10 +245,11 @@ class _Writer:
         self, operand: Any, needs: int, names: dict[Node, str], ids: dict[Node, str]
     ) -> list[Piece]:
         if isinstance(operand, list | tuple):
-            inner = [
-                [", "] * bool(i) + self._operand(o, 0, names, ids) for i, o in enumerate(operand)
-            ]
-            return ["[", *(p for one in inner for p in one), "]"]
+            pieces: list[Piece] = []
+            for i, o in enumerate(operand):
+                pieces += [", "] if i else []
+                pieces += self._operand(o, 0, names, ids)
+            return ["[", *pieces, "]"]
         if not isinstance(operand, Node):
             text = number(operand)
             return [f"({text})" if text.startswith("-") and needs > SIGN else text]
@@ -256,3 +260,12 @@ class _Writer:
         span = Span(ids[value], self._expression(value, names, ids))
         loose = self.forms[value].binding < min(needs, ATOM)
         return ["(", span, ")"] if loose else [span]
+
+
+def _nodes_in(operands: Iterable[Any]) -> Iterator[Node]:
+    """Yield the nodes among operands, those in lists too."""
+    for operand in operands:
+        if isinstance(operand, Node):
+            yield operand
+        elif isinstance(operand, list | tuple):
+            yield from _nodes_in(operand)

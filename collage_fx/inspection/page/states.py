@@ -97,7 +97,8 @@ def states_of(explanation: "Explanation", classes: list[Rewritten]) -> States:
         layer = owner or (first if place.is_param else "")
         kind = first if owner or not place.is_param else "param"
         engine = explanation.engine.get(state.name, explanation.engine.get(place.name, "graph"))
-        row = Row(place.number, kind, *_facts(state), engine)
+        dtype, recurrence, verdict, reason, storage, keeps = _facts(state)
+        row = Row(place.number, kind, dtype, recurrence, verdict, reason, storage, keeps, engine)
         key = tuple(v for v in vars(row).values() if not isinstance(v, list))
         row = rows.setdefault(key, row)
         row.names.append(place.name)
@@ -109,10 +110,10 @@ def states_of(explanation: "Explanation", classes: list[Rewritten]) -> States:
 
 
 def _shape(shape: Iterable[int]) -> str:
-    return " × ".join(str(s) for s in shape) or "0-d"
+    return " x ".join(str(s) for s in shape) or "0-d"
 
 
-def _facts(state: StatePlan) -> tuple[str, ...]:
+def _facts(state: StatePlan) -> tuple[str, str, str, str, str, str]:
     """Return dtype, recurrence, verdict, reason, storage and what it keeps, in words."""
     low = state.dtype in LOW_PRECISION or state.compensated
     verdict = "compensated" if state.compensated else "refused" if state.refused else "plain"
