@@ -219,7 +219,7 @@ def explain(
     with STORE.unheard(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            replayed = replay_steps(owner, config, inductor, replay) if replay else None
+            replayed = replay_steps(owner, config, inductor, replay)
             # Twice: some optimizers make their states in the first step and carry them later.
             supervised(*_copied(args))
             before = {name: full_value(p) for name, p in _parameters(owner)}

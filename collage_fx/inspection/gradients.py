@@ -28,11 +28,17 @@ class GradientRecorder:
     def __init__(self, optimizer: Optimizer, last: int) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._steps: deque[Gradients] = deque(maxlen=last)
-        self._active = True
+        self._active = False
         self._hook: Any = None
+
+    def attach(self) -> None:
+        """Look at each step from now on."""
+        optimizer = self._optimizer()
+        assert optimizer is not None, "whoever attaches it has the optimizer"
+        self._active = True
         compiled = vars(optimizer).get("step")
         if step_made_here(compiled, "_collage") is None:
-            self._hook = optimizer.register_step_pre_hook(self._note)
+            self._hook = optimizer.register_step_pre_hook(self._before)
         else:  # which would trace a hook
             optimizer.step = self._around(compiled)  # type: ignore[method-assign]
 
@@ -58,7 +64,7 @@ class GradientRecorder:
         def noted(*args: Any, **kwargs: Any) -> Any:
             optimizer = self._optimizer()
             if self._active and optimizer is not None:
-                self._note(optimizer, args, kwargs)
+                self.note()
             return step(*args, **kwargs)
 
         noted._recorder = self  # type: ignore[attr-defined]
@@ -74,14 +80,18 @@ class GradientRecorder:
         """A copy of the optimizer has the hook too; its steps are not what is recorded."""
         return self
 
-    def _note(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # Where a step is being traced, what it notes would be no gradients but parts of the graph.
         if not torch.compiler.is_compiling() and optimizer is self._optimizer():
-            found = [
-                None if p.grad is None else p.grad.detach().clone() for p in params_of(optimizer)
-            ]
-            if any(g is not None for g in found):
-                self._steps.append(found)
+            self.note()
+
+    def note(self) -> None:
+        """Copy the gradients of now, if there are any."""
+        optimizer = self._optimizer()
+        params = params_of(optimizer) if optimizer is not None else []
+        found = [None if p.grad is None else p.grad.detach().clone() for p in params]
+        if any(g is not None for g in found):
+            self._steps.append(found)
 
 
 def record_gradients(optimizer: Optimizer, last: int = 8) -> GradientRecorder:
@@ -101,4 +111,6 @@ def record_gradients(optimizer: Optimizer, last: int = 8) -> GradientRecorder:
         raise SubjectError(f"record_gradients takes an optimizer, got {type(optimizer).__name__}")
     if last < 1:
         raise OptionError(f"last={last}: at least one step has to be kept")
-    return GradientRecorder(inner, last)
+    recorder = GradientRecorder(inner, last)
+    recorder.attach()
+    return recorder

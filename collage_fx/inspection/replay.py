@@ -60,7 +60,7 @@ class Replay:
 
 def replay(
     optimizer: Any, config: CollageConfig, inductor: dict[str, Any], asked: GradientRecorder | int
-) -> Replay:
+) -> Replay | None:
     """Give the same gradients to a plain, a compensated and a float64 copy of an optimizer.
 
     All three begin where the optimizer is now, at its learning rate of now.
@@ -69,12 +69,14 @@ def replay(
         optimizer: it stays as it is.
         config: of the compensated copy.
         inductor: settings of torch._inductor.config for it.
-        asked: recorded gradients; or how often to take those of now.
+        asked: recorded gradients; or how often to take those of now, 0 for no replay.
 
     Raises:
         OptionError: nothing was recorded, or a negative number.
         SubjectError: no optimizer, or one that the gradients do not fit.
     """
+    if asked == 0:
+        return None
     if not isinstance(optimizer, Optimizer):
         raise SubjectError("replay= is for optimizers: a function has no gradients of its own")
     steps, source = _steps(optimizer, asked)
