@@ -108,7 +108,7 @@ def _steps(optimizer: Optimizer, asked: GradientRecorder | int) -> tuple[list[Gr
     )
     if not fits:
         raise SubjectError("replay=: the gradients were recorded of another optimizer")
-    return asked.steps, f"those of the last {len(asked)} recorded steps"
+    return asked.steps, f"the gradients of the last {len(asked)} recorded steps"
 
 
 def _run(

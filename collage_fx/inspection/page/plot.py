@@ -80,9 +80,9 @@ def _panel(kind: str, count: int, errors: list[tuple[float, float]], scale: _Sca
     xs = [round(LEFT + inner * i / max(len(errors) - 1, 1), 1) for i in range(len(errors))]
     last = errors[-1]
     ys = [scale.y(e) for e in last]
-    if abs(ys[0] - ys[1]) < 26:  # two lines of text each
+    if abs(ys[0] - ys[1]) < 30:  # two lines of text each
         middle, up = (ys[0] + ys[1]) / 2, 1 if ys[0] <= ys[1] else -1
-        ys = [middle - 13 * up, middle + 13 * up]
+        ys = [middle - 15 * up, middle + 15 * up]
     low, high = TOP + 8, HEIGHT - BOTTOM - 14
     ys = [min(max(y, low), high) for y in ys]
     curves = [
