@@ -37,8 +37,8 @@ class ClassView:
     def columns(self) -> list[tuple[str, str, Column]]:
         """The graphs with a title and what is to be said of them."""
         return [
-            ("Before", "as it came from Dynamo and AOTAutograd, one member", self.before),
-            ("Expanded", "on high and low words; run eagerly, the reference", self.expanded),
+            ("Before", "as it was traced, of one member", self.before),
+            ("Expanded", "on high and low words: the reference", self.expanded),
             ("Lowered", "fp32, with every rounding written out", self.lowered),
         ]
 
