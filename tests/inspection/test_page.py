@@ -167,9 +167,9 @@ def test_no_network_is_needed(adamw: Any) -> None:
 
 
 def test_saved(adamw: Any, tmp_path: Path) -> None:
-    explanation, text = adamw
+    explanation, _ = adamw
     place = explanation.save(tmp_path / "step.html")
-    assert place.read_text() == text
+    assert place.read_text(encoding="utf-8") == pages.page(explanation)
     explanation.save(str(place))
     assert os.listdir(tmp_path) == ["step.html"]
 

@@ -63,6 +63,8 @@ def kernels_of(rewritten: Rewritten, program: Program, code: str, prefix: str) -
         return [_by_inductor(rewritten, program, code, prefix + "i")] if code else []
     found = []
     for device, source in {**kernel.sources, **_for_gpu(kernel)}.items():
+        if not source:  # what interprets graphs has none
+            continue
         on_cpu = device == "cpu"
         ours = on_cpu and not kernel.by_inductor
         names = _cpp_names(kernel) if ours else {} if on_cpu else _triton_names(kernel, source)
