@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collage_fx.errors import CollageError, CollageWarning
     from collage_fx.inspection.explain import explain
     from collage_fx.inspection.explanation import Explanation
+    from collage_fx.inspection.gradients import GradientRecorder, record_gradients
     from collage_fx.inspection.values import draws, load_residuals, residuals, value
     from collage_fx.optimizer.master_weights import (
         convert_residuals,
@@ -51,6 +52,7 @@ _HOMES = {
     "errors": ("CollageError", "CollageWarning"),
     "inspection.explain": ("explain",),
     "inspection.explanation": ("Explanation",),
+    "inspection.gradients": ("GradientRecorder", "record_gradients"),
     "inspection.values": ("draws", "load_residuals", "residuals", "value"),
     "optimizer.master_weights": ("convert_residuals", "load_master_weights", "master_state_dict"),
 }

@@ -47,6 +47,14 @@ class RuleError(CollageError, RuntimeError):
     """The rule of an operation on a carried path failed: a defect of that rule."""
 
 
+class PageError(CollageError, OSError):
+    """The page of an explanation cannot be written where it was asked for."""
+
+
+class ScriptError(CollageError, RuntimeError):
+    """There is nothing to explain in a script or file, or it cannot be run."""
+
+
 class CollageWarning(UserWarning):
     """Something was not compensated, or a residual was lost: what, where and the remedy."""
 

@@ -20,15 +20,17 @@ from collage_fx.config import CollageConfig
 from collage_fx.dynamo.backend import Backend
 from collage_fx.dynamo.options import split_options
 from collage_fx.inspection.explanation import Explanation
+from collage_fx.inspection.gradients import GradientRecorder
+from collage_fx.inspection.replay import replay as replay_steps
 from collage_fx.inspection.values import value as full_value
 from collage_fx.optimizer.fused import as_its_kernel
-from collage_fx.optimizer.ownership import owned_tensors, tensors_of_callable
+from collage_fx.optimizer.ownership import bytes_by_kind, owned_tensors, tensors_of_callable
 from collage_fx.optimizer.parameter_names import names_of, renamed
 from collage_fx.optimizer.served import Served
 from collage_fx.optimizer.state_table import sort_key
 from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS
 from collage_fx.passes.ir.program import Program, Rewritten, StatePlan
-from collage_fx.runtime.errors import CollageError
+from collage_fx.runtime.errors import CollageError, OptionError
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import FINEST, chosen
 from collage_fx.step.compiled_step import compile_function, compile_optimizer, report_of
@@ -42,6 +44,7 @@ def explain(
     *args: Any,
     model: Module | None = None,
     verbose: bool = False,
+    replay: GradientRecorder | int = 0,
     **options: Any,
 ) -> Explanation:
     """Say what collage_fx would do to a step, without changing anything.
@@ -53,6 +56,10 @@ def explain(
         model: the module whose names the parameters have. Else they have those that the optimizer
             was given with them, or those in the smallest module that has all of them.
         verbose: whether the report has a row for each state, though others say the same.
+        replay: to measure errors, for the page that `save` writes: what `record_gradients`
+            returned, or in how many steps to take the gradients of now. Three copies of the
+            optimizer, of which one is in float64, are given them: 16 bytes for each element of
+            parameters and states.
         **options: as for `collage_fx.compile`; by default those the step was compiled with.
 
     Returns:
@@ -82,17 +89,21 @@ def explain(
     with STORE.unheard(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
+            replayed = replay_steps(owner, config, inductor, replay)
             # Twice: some optimizers make their states in the first step and carry them later.
             supervised(*_copied(args))
             before = {name: full_value(p) for name, p in _parameters(owner)}
             supervised(*_copied(args))
             updates = _updates(owner, before)
+        except OptionError:
+            raise
         except Exception as error:
             raise CollageError(f"the step of {subject} cannot be explained: {error}") from error
     notes = [str(w.message) for w in caught if str(w.message).startswith("collage_fx")]
     report = report_of(supervised)
     explanation = _explanation(subject, config, session.compiled, report.states, notes)
-    explanation.updates = updates
+    explanation.updates, explanation.replayed = updates, replayed
+    explanation.memory = bytes_by_kind(owner) if isinstance(owner, Optimizer) else {}
     explanation.remarks = [note for note in report.notes if note not in session.warned]
     explanation.verbose = verbose
     _rename(explanation, names)
@@ -222,6 +233,7 @@ def _explanation(
         alike=" (of members that are alike, those of one)"
         if any(p.copies for p in programs)
         else "",
+        compiled=latest,
     )
 
 

@@ -1,14 +1,18 @@
 """What `explain` returns: the verdicts, the graphs before and after, and the report of them."""
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
+from collage_fx.compilation.session import Compiled
 from collage_fx.config import CollageConfig
+from collage_fx.inspection.replay import Replay
 from collage_fx.optimizer.state_table import (
     grouped,
     shortened,
@@ -67,6 +71,25 @@ class Explanation:
     updates: dict[str, float] = field(default_factory=dict)
     """Name of a parameter -> the median of its update relative to it, with the learning rate and
     the gradients of now, as it was stored: 0 if the storage loses most of it."""
+
+    compiled: list[Compiled] = field(default_factory=list)
+    """The graphs on their way through the passes."""
+    memory: dict[str, int] = field(default_factory=dict)
+    """Bytes of the optimizer's tensors by kind: parameters, gradients, and each kind of state."""
+    replayed: Replay | None = None
+    """The error of plain and compensated steps on the same gradients, if that was asked for."""
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write all of it to one HTML file that needs no network; return where.
+
+        A file that is there already is replaced at once, or, if writing fails, left as it is.
+
+        Raises:
+            PageError: the file cannot be written.
+        """
+        from collage_fx.inspection.page.page import save  # with Jinja, which importing takes time
+
+        return save(self, path)
 
     @property
     def residual_bytes(self) -> int:
@@ -185,7 +208,7 @@ class Explanation:
                     row["served_by"],
                 )
             )
-        return [*table(rows, width, wraps=(0, 2, 3, 7)), *more]
+        return [*table(rows, width, wraps=(2, 3, 7) if self.verbose else (0, 2, 3, 7)), *more]
 
     def _below(self) -> Iterator[str]:
         """Yield what stands below the table, a sentence each."""

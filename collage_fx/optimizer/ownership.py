@@ -89,6 +89,17 @@ def params_of(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in _parts_of(optimizer)[0] for p in group["params"]]
 
 
+def bytes_by_kind(optimizer: Optimizer) -> dict[str, int]:
+    """Return the bytes of parameters, of gradients, and of each kind of state."""
+    found: dict[str, int] = {}
+    for owned in owned_tensors(optimizer):
+        kind = "parameters" if owned.key == PARAM else owned.key
+        found[kind] = found.get(kind, 0) + owned.tensor.nbytes
+    gradients = [p.grad for p in params_of(optimizer) if p.grad is not None]
+    found["gradients"] = sum(shard_of(g).nbytes for g in gradients)
+    return found
+
+
 def tensors_held(optimizer: Optimizer) -> Iterator[Owned]:
     """Yield the owned tensors, and those that the optimizer keeps elsewhere.
 

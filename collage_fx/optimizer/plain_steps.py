@@ -26,6 +26,11 @@ def watch(optimizers: list[Optimizer]) -> None:
             getattr(optimizer, _HOOKS)[_KEY] = _compiled_in_vain
 
 
+def was_called(optimizer: Optimizer) -> bool:
+    """Tell whether a step that was compiled for an optimizer has been called."""
+    return optimizer in _CALLED
+
+
 def watch_copy(hooks: Any) -> Any:
     """Add to the hooks of a copy, whose original has residuals, one that warns; return them."""
     hooks[_KEY] = _not_compiled

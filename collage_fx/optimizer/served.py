@@ -157,5 +157,11 @@ class Report:
             rows.append((group.label, dtype, s.engine, steps, f"{s.verdict}: {s.reason}"))
         notes = (line for note in self.notes for line in wrapped(note, width))
         return "\n".join(
-            [f"collage_fx: {self.subject}", "", *table(rows, width, wraps=(0, 3, 4)), *more, *notes]
+            [
+                f"collage_fx: {self.subject}",
+                "",
+                *table(rows, width, wraps=(3, 4) if self.verbose else (0, 3, 4)),
+                *more,
+                *notes,
+            ]
         )

@@ -87,12 +87,12 @@ def table(
         rows: the cells; the first row is the head.
         width: how wide a line may be; as wide as it needs to be if not given.
         wraps: the columns that are wrapped to reach that, the widest first. They do not become
-            narrower than 16.
+            narrower than 10.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     while width is not None and sum(widths) + 2 * len(widths) - 2 > width:
         widest = max(wraps, key=lambda i: widths[i])
-        if widths[widest] <= 16:
+        if widths[widest] <= 10:
             break
         widths[widest] -= 1
     lines = []

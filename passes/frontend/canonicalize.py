@@ -21,6 +21,7 @@ from collage_fx.passes.ir.program import (
     is_tensor,
     value_of,
 )
+from collage_fx.passes.ir.provenance import ORIGIN, note_origin
 from collage_fx.runtime.expansion.eft import WIDER
 
 aten = torch.ops.aten
@@ -142,7 +143,8 @@ def _one_value_for_each_storage(program: Program, graph: Graph) -> None:
         if state in storage and first.setdefault(new, storage[state]) != storage[state]:
             with graph.inserting_before(write):
                 own = graph.call_function(aten.clone.default, (new,))
-            own.meta = {k: v for k, v in new.meta.items() if k in ("val", "stack_trace")}
+            kept = ("val", "stack_trace", ORIGIN)
+            own.meta = {k: v for k, v in new.meta.items() if k in kept}
             write.args = (state, own)
 
 
@@ -213,9 +215,10 @@ class _Builder:
             written, taken = (self.env[a] for a in node.args[:2])  # type: ignore[index]
             moved = self.call(aten.clone.default, taken, val=value_of(taken))
             self.env[node] = self.graph.call_function(node.target, (written, moved))
-            self.env[node].meta = dict(node.meta)
+            self.env[node].meta = {**node.meta, ORIGIN: node.name}
         else:
             new = self.graph.node_copy(node, lambda n: self.env[n])
+            new.meta[ORIGIN] = node.name
             self.env[node] = new
 
     def _is_laid_out_alike(self, clone: Node) -> bool:
@@ -266,8 +269,7 @@ class _Builder:
         """Append a node that has the value val and the provenance of the node being translated."""
         node = self.graph.call_function(target, args, kwargs)
         node.meta["val"] = val
-        if self.origin is not None and "stack_trace" in self.origin.meta:
-            node.meta["stack_trace"] = self.origin.meta["stack_trace"]
+        note_origin(node, self.origin)
         return node
 
     def computed_in(self, dtype: torch.dtype) -> torch.dtype:

@@ -20,6 +20,7 @@ from collage_fx.passes.ir.program import (
     mutations,
     value_of,
 )
+from collage_fx.passes.ir.provenance import note_origin
 from collage_fx.passes.rules import RULES
 from collage_fx.passes.rules.builder import Builder, Call, Components, Decayed, Expanded
 from collage_fx.passes.rules.join_split import join_op_split
@@ -126,8 +127,7 @@ class _Expander:
         node = self.graph.call_function(target, args, kwargs)
         node.meta["dtype"] = dtype
         node.meta["scalar"] = all(n.meta["scalar"] for n in node.all_input_nodes)
-        if self.origin is not None and "stack_trace" in self.origin.meta:
-            node.meta["stack_trace"] = self.origin.meta["stack_trace"]
+        note_origin(node, self.origin)
         return node
 
     def several(self, target: Any, *args: Any, dtypes: tuple[torch.dtype, ...]) -> Components:
@@ -147,6 +147,7 @@ class _Expander:
             new = self.graph.placeholder(_unique(names.get(at, f"in{at}"), taken))
             new.meta["dtype"] = value_of(node).dtype
             new.meta["scalar"] = value_of(node).dim() == 0
+            note_origin(new, node)
             self.env[node] = new
         residuals = []
         for i in self.rewritten.compensated:
@@ -156,6 +157,7 @@ class _Expander:
             for dtype in self.rewritten.residuals(i):
                 lows.append(self.graph.placeholder(_unique(f"{self.env[old].target}_lo", taken)))
                 lows[-1].meta.update(dtype=dtype, scalar=self.env[old].meta["scalar"])
+                note_origin(lows[-1], old)
             residuals.append((old, lows))
         return residuals
 
@@ -205,7 +207,10 @@ class Eft(_Expander, Builder):
             self.env[node] = (
                 self._on_path(node, before[node]) if node in before else self._plain_op(node)
             )
-        outputs = [self.plain(n) for n in self.part.outputs]
+        outputs = []
+        for node in self.part.outputs:
+            self.origin = node
+            outputs.append(self.plain(node))
         return self.finish(outputs + [lo for n in self.new_values() for lo in self.settled(n)[1:]])
 
     def components(self, target: Any, *args: Any, dtype: torch.dtype) -> Components:
@@ -301,7 +306,7 @@ class _Wide(_Expander):
         residuals = dict(self.placeholders())
         storages = dict(zip(residuals, self.rewritten.storages, strict=True))
         for node in self.part.inputs:
-            new = self.env[node]
+            self.origin, new = node, self.env[node]
             dtype = new.meta["dtype"]
             if node in residuals:
                 join = JOIN[storages[node]]
@@ -334,6 +339,7 @@ class _Wide(_Expander):
     def _outputs(self, seed: Node | None) -> GraphModule:
         whole = {}
         for i, new in zip(self.rewritten.compensated, self.new_values(), strict=True):
+            self.origin = new
             dtype = value_of(new).dtype
             dtypes = (dtype, *self.rewritten.residuals(i))
             storage = self.rewritten.storage_of(i)
@@ -341,10 +347,11 @@ class _Wide(_Expander):
             by_chance = SPLIT_BY_CHANCE.get(storage) if seed is not None else None
             args = (value, dtype, *((seed,) if by_chance else ()))
             whole[new] = self.several(by_chance or SPLIT[storage], *args, dtypes=dtypes)
-        outputs = [
-            whole[n][0] if n in whole else self.convert(self.env[n], value_of(n).dtype)
-            for n in self.part.outputs
-        ]
+        outputs = []
+        for n in self.part.outputs:
+            self.origin = n
+            plain = None if n in whole else self.convert(self.env[n], value_of(n).dtype)
+            outputs.append(plain or whole[n][0])
         return self.finish(outputs + [lo for n in self.new_values() for lo in whole[n][1:]])
 
 

@@ -13,7 +13,14 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from collage_fx.passes.frontend.torch_internals import select_decomp_table, unset_fake_temporarily
-from collage_fx.passes.ir.program import CASTS, CONVERT, LOW_PRECISION, Program, graph_of
+from collage_fx.passes.ir.program import (
+    CASTS,
+    CONVERT,
+    LOW_PRECISION,
+    Program,
+    graph_of,
+)
+from collage_fx.passes.ir.provenance import ORIGIN, note_origin
 from collage_fx.runtime.expansion.eft import WIDER
 from collage_fx.runtime.ops import collage
 from collage_fx.runtime.storage.layouts import LAST
@@ -80,6 +87,7 @@ def _trace(expanded: GraphModule) -> Graph:
     for node in expanded.graph.find_nodes(op="placeholder"):  # a seed may stand further down
         env[node] = graph.placeholder(node.name)
         env[node].meta.update(dtype=node.meta["dtype"], scalar=node.meta["scalar"])
+        note_origin(env[node], node)
     for node in expanded.graph.nodes:
         if node.op == "placeholder":
             continue
@@ -90,6 +98,10 @@ def _trace(expanded: GraphModule) -> Graph:
         else:
             args, kwargs = map_arg((node.args, node.kwargs), lambda n: env[n])
             env[node] = _inline(graph, node.target, args, kwargs)
+            for new in reversed(graph.nodes):
+                if ORIGIN in new.meta:
+                    break
+                note_origin(new, node)
     return graph
 
 
@@ -155,13 +167,16 @@ class _Rounding:
         self.traced = traced
         self.graph = Graph()
         self.env: dict[Node, Any] = {}
+        self.origin: str | None = None
+        """What stems from which node of the expanded graph is being translated."""
 
     def run(self) -> GraphModule:
         """Return the lowered graph."""
         for node in self.traced.nodes:
+            self.origin = node.meta.get(ORIGIN)
             if node.op == "placeholder":
                 new = self.graph.placeholder(str(node.target))
-                new.meta["dtype"] = _dtype(node)
+                new.meta.update(dtype=_dtype(node), **self._provenance())
                 self.env[node] = new
                 if _dtype(node) in LOW_PRECISION:
                     self.env[node] = (new, None)
@@ -179,8 +194,11 @@ class _Rounding:
 
     def _op(self, target: Any, *args: Any, dtype: torch.dtype, **kwargs: Any) -> Node:
         node = self.graph.call_function(target, args, kwargs)
-        node.meta["dtype"] = dtype
+        node.meta.update(dtype=dtype, **self._provenance())
         return node
+
+    def _provenance(self) -> dict[str, str]:
+        return {ORIGIN: self.origin} if self.origin else {}
 
     def _carrier(self, operand: Node) -> Any:
         """Return what stands for operand; 16-bit inputs are widened at their first use."""
@@ -189,11 +207,12 @@ class _Rounding:
             placeholder = value[0]
             wide = WIDER[placeholder.meta["dtype"]]
             value = self.env[operand] = self._op(CONVERT, placeholder, wide, dtype=wide)
+            value.meta |= {k: v for k, v in placeholder.meta.items() if k == ORIGIN}
         return value
 
     def _narrow(self, operand: Node) -> Any:
         """Return operand in its own dtype, for an output; exact, since it was rounded before."""
-        value = self.env[operand]
+        value, self.origin = self.env[operand], operand.meta.get(ORIGIN)
         if isinstance(value, tuple):
             return value[0]
         dtype = _dtype(operand)

@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[2]
 LAYERS = ("collage_fx", "passes", "runtime")
 """The folders with the code, from the top to the bottom."""
 ORDER = [
-    *("api", "inspection", "step", "dynamo*", "stand_in", "record*", "segments*", "compilation*"),
+    *("__main__", "api"),
+    *("inspection", "step", "dynamo*", "stand_in", "record*", "segments*", "compilation*"),
     "hooks*",
     *("optimizer", "config", "errors"),
     *("passes.pipeline", "passes.codegen*", "passes.dedup", "passes.rewrite", "passes.analysis"),

@@ -74,12 +74,7 @@ def print_cpp_kernel(
     outputs: Any = graph.output_node().args[0]
     if any(scalar[i] for i in stored):
         raise Unprintable("a 0-d tensor is overwritten")
-    printer = _Printer(graph, single)
-    for i, node in enumerate(inputs):
-        printer.read(node, i, scalar=scalar[i])
-    for node in graph.nodes:
-        if node.op == "call_function":
-            printer.operation(node)
+    printer = _printed(graph, scalar, single)
     if any(
         outputs[k].meta["dtype"] != inputs[i].meta["dtype"]
         for i, k in zip(stored, results, strict=True)
@@ -101,6 +96,24 @@ def print_cpp_kernel(
         stores="\n    ".join(f"p{i}[i] = {v};" for i, v in zip(stored, values, strict=True)),
     )
     return source, order
+
+
+def names_in_cpp(graph: Graph, scalar: Sequence[bool], *, single: bool = False) -> dict[Node, str]:
+    """Return what each value of a graph is called in the text of `print_cpp_kernel`.
+
+    Raises Unprintable; the arguments are as there.
+    """
+    return _printed(graph, scalar, single).names
+
+
+def _printed(graph: Graph, scalar: Sequence[bool], single: bool) -> "_Printer":
+    printer = _Printer(graph, single)
+    for i, node in enumerate(graph.find_nodes(op="placeholder")):
+        printer.read(node, i, scalar=scalar[i])
+    for node in graph.nodes:
+        if node.op == "call_function":
+            printer.operation(node)
+    return printer
 
 
 def _type(node: Node) -> str:

@@ -1,0 +1,116 @@
+"""`record_gradients`: the gradients of the last steps, to replay them."""
+
+import functools
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from collage_fx.errors import OptionError, SubjectError
+from collage_fx.optimizer.ownership import params_of
+from collage_fx.step.subject import innermost, step_made_here
+
+Gradients = list[Tensor | None]
+"""One for each parameter, in the order of the groups."""
+
+
+class GradientRecorder:
+    """Keeps copies of the gradients that the last steps of an optimizer got.
+
+    Use it as a context manager, or call `remove` when enough has been recorded; what was recorded
+    stays. It takes the memory of the gradients `last` times.
+    """
+
+    def __init__(self, optimizer: Optimizer, last: int) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._steps: deque[Gradients] = deque(maxlen=last)
+        self._active = False
+        self._hook: Any = None
+
+    def attach(self) -> None:
+        """Look at each step from now on."""
+        optimizer = self._optimizer()
+        assert optimizer is not None, "whoever attaches it has the optimizer"
+        self._active = True
+        compiled = vars(optimizer).get("step")
+        if step_made_here(compiled, "_collage") is None:
+            self._hook = optimizer.register_step_pre_hook(self._before)
+        else:  # which would trace a hook
+            optimizer.step = self._around(compiled)  # type: ignore[method-assign]
+
+    @property
+    def steps(self) -> list[Gradients]:
+        """What was recorded, the oldest first."""
+        return list(self._steps)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def remove(self) -> None:
+        """Record no more."""
+        self._active = False
+        optimizer = self._optimizer()
+        if self._hook is not None:
+            self._hook.remove()
+        elif optimizer is not None and getattr(optimizer.step, "_recorder", None) is self:
+            optimizer.step = optimizer.step.__wrapped__  # type: ignore[method-assign,attr-defined]
+
+    def _around(self, step: Any) -> Callable[..., Any]:
+        @functools.wraps(step)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            optimizer = self._optimizer()
+            if self._active and optimizer is not None:
+                self.note()
+            return step(*args, **kwargs)
+
+        noted._recorder = self  # type: ignore[attr-defined]
+        return noted
+
+    def __enter__(self) -> "GradientRecorder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def __deepcopy__(self, memo: Any) -> "GradientRecorder":
+        """A copy of the optimizer has the hook too; its steps are not what is recorded."""
+        return self
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        # Where a step is being traced, what it notes would be no gradients but parts of the graph.
+        if not torch.compiler.is_compiling() and optimizer is self._optimizer():
+            self.note()
+
+    def note(self) -> None:
+        """Copy the gradients of now, if there are any."""
+        optimizer = self._optimizer()
+        params = params_of(optimizer) if optimizer is not None else []
+        found = [None if p.grad is None else p.grad.detach().clone() for p in params]
+        if any(g is not None for g in found):
+            self._steps.append(found)
+
+
+def record_gradients(optimizer: Optimizer, last: int = 8) -> GradientRecorder:
+    """Keep copies of the gradients of the last steps, for `explain(optimizer, replay=...)`.
+
+    Args:
+        optimizer: whose steps are looked at, where `optimizer.step` is called; or what wraps one
+            and has it as its `optimizer`. Compile its step first.
+        last: of how many steps; each takes the memory of the gradients once.
+
+    Raises:
+        OptionError: `last` is less than 1.
+        SubjectError: anything that is no optimizer.
+    """
+    inner = innermost(optimizer)
+    if not isinstance(inner, Optimizer):
+        raise SubjectError(f"record_gradients takes an optimizer, got {type(optimizer).__name__}")
+    if last < 1:
+        raise OptionError(f"last={last}: at least one step has to be kept")
+    recorder = GradientRecorder(inner, last)
+    recorder.attach()
+    return recorder

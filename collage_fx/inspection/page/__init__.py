@@ -1,0 +1,1 @@
+"""`Explanation.save`: what a step was made into as one HTML file that needs no network."""
