@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from torch._dynamo import config as dynamo_config
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import counters, get_metrics_context
 
 from collage_fx.hooks.counted import Counted
 
@@ -31,6 +31,13 @@ def many_graphs() -> AbstractContextManager[None]:
 def graphs_compiled() -> int:
     """Return how many graphs Dynamo has made in this process."""
     return int(counters["stats"]["unique_graphs"])
+
+
+def recompile_reason() -> str:
+    """Return why Dynamo traces a function again, as it does now; empty if it does so at first."""
+    # Beside its metrics it says so to its own log only, TORCH_LOGS=recompiles.
+    found = getattr(get_metrics_context(), "_metrics", {}).get("recompile_reason")
+    return " ".join(str(found).split()).partition(" User stack trace:")[0] if found else ""
 
 
 def _first_words(error: BaseException) -> str:

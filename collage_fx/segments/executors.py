@@ -1,5 +1,6 @@
 """Which way a segment is done: compiled by the passes, or on whole values as it stands."""
 
+import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from collage_fx.compilation.side_inputs import Code
 from collage_fx.errors import CollageError
 from collage_fx.hooks.gc_pause import no_full_collection
 from collage_fx.passes.ir.program import StatePlan
+from collage_fx.runtime import logs
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.segments.joined_compiler import ROUNDED, compile_joined
 from collage_fx.segments.low_words import LowWords
@@ -224,6 +226,8 @@ class Executors:
             if self.count >= MOST:
                 return False
             self.count += 1
+            if logs.LOG.isEnabledFor(logging.INFO):
+                logs.LOG.info("%s", _why(way, segment, given, call.floats))
             compiled = self._compile(compile_, segment, history, given, call)
             if compiled is None:
                 way.refused = True
@@ -380,6 +384,22 @@ class Executors:
             return True
 
         return run, float_guard(mode, fakes)
+
+
+def _why(way: _Way, segment: Segment, given: _Given, floats: list[float]) -> str:
+    """Return why a segment is compiled for a call."""
+    what = f"a recorded segment of {len(segment.lines)} operations is compiled"
+    if not way.compiled:
+        return what
+    last = way.compiled[0]
+    if last.structure != given.structure:
+        return f"{what} again, as the low words of its states are others"
+    changed = [
+        f"{old} -> {new}"
+        for i, (old, new) in enumerate(zip(last.numbers.floats, floats, strict=True))
+        if not _same(old, new) and last.numbers.same[i] not in last.numbers.changing
+    ]
+    return f"{what} again, as numbers in it have changed: {', '.join(changed) or 'a guard fails'}"
 
 
 def _same(a: float, b: float) -> bool:
