@@ -13,12 +13,13 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import distributed
 
+T = TypeVar("T")
 DELAY = 3.0
 """Seconds of work before the first line."""
 EVERY = 5.0
@@ -141,6 +142,14 @@ def doing(phase: str | None) -> Iterator[None]:
         yield
     finally:
         current.enter(before)
+
+
+def over(items: Sequence[T], kind: str, what: str) -> Iterator[T]:
+    """Yield items, and say which is being done once all together take long."""
+    with work(lambda: what, kind):
+        for number, item in enumerate(items, 1):
+            with doing(f"{kind} {number} of {len(items)}"):
+                yield item
 
 
 def expect(kind: str) -> None:
