@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
+from torch._logging._internal import trace_log
 
+from collage_fx.runtime import logs
 from collage_fx.runtime.torch_versions import installed
 
 ROOT = Path(__file__).parents[2]
@@ -176,3 +179,24 @@ def test_the_module_is_a_name_without_the_entry_point(folder: Path) -> None:
     off = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     assert fresh(script, folder, TORCH_LOGS="collage_fx", **off).stdout.split() == ["20"]
     assert fresh(script, folder, TORCH_LOGS="collage", **off).returncode, "document that it works"
+
+
+def test_nothing_is_written_down_that_nobody_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_log, "handlers", [])
+    logs.register()
+    made: list[str] = []
+    logs.show(logs.GRAPHS, "source", lambda: made.append("text") or "")  # type: ignore[func-returns-value]
+    assert not made
+    logger = logs._LOGGERS[logs.GRAPHS]
+    monkeypatch.setattr(logger, "isEnabledFor", lambda level: True)
+    logs.show(logs.GRAPHS, "source", lambda: made.append("text") or "")  # type: ignore[func-returns-value]
+    assert made
+
+
+def test_a_torch_without_such_names_is_imported_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logs, "_LOGGERS", {})
+    monkeypatch.delattr(torch._logging._internal, "register_artifact")
+    logs.register()
+    assert not logs._LOGGERS
