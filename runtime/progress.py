@@ -172,6 +172,8 @@ def apart(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
+        if _RUNNING.work is None:  # as in all steps but the first
+            return function(*args, **kwargs)
         with doing(None):
             return function(*args, **kwargs)
 
