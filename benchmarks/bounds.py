@@ -22,6 +22,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
 from floats import BF16, FP16
 from operations import CHUNK, OPERATIONS, seen
 
+from collage_fx.runtime import progress
+
 RESULTS = Path(__file__).parent / "results"
 FORMATS = {"bf16": BF16, "fp16": FP16}
 
@@ -30,7 +32,8 @@ def measured(name: str, samples: int) -> list[dict[str, Any]]:
     """Return a row for each operation."""
     f = FORMATS[name]
     start = time.process_time()
-    found = seen(f, range(max(1, samples // CHUNK)), OPERATIONS)
+    chunks = progress.over(range(max(1, samples // CHUNK)), "chunk", name)
+    found = seen(f, chunks, OPERATIONS)
     print(f"{name}: {time.process_time() - start:.0f} s of one core")
     return [
         {

@@ -37,6 +37,8 @@ def main() -> None:
     """Measure, print and write the table."""
     from steps import OPTIMIZERS, conditions
 
+    from collage_fx.runtime import progress
+
     parser = argparse.ArgumentParser(description="compile time beside stock Inductor")
     parser.add_argument("--tensors", type=int, nargs="+", default=SIZES)
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
@@ -53,7 +55,10 @@ def main() -> None:
             for way in ("collage", "stock"):
                 if way == "collage" or count <= args.stock_up_to:
                     with tempfile.TemporaryDirectory() as cache:
-                        cold, *warm = (apart(way, name, count, cache) for _ in range(1 + WARM))
+                        processes = progress.over(
+                            range(1 + WARM), "process", f"{name}, {count} tensors, {way}"
+                        )
+                        cold, *warm = (apart(way, name, count, cache) for _ in processes)
                         row[way] = {"cold": cold, "warm": sorted(warm, key=both)[WARM // 2]}
             place = row["optimizer"], row["tensors"]
             rows = [r for r in rows if (r["optimizer"], r["tensors"]) != place] + [row]
@@ -119,7 +124,8 @@ def measure(way: str, name: str, count: int) -> dict[str, float]:
     StandInSteps._stand_ins = timed(StandInSteps._stand_ins, own)  # type: ignore[method-assign]
     aot.run_passes = timed(aot.run_passes, passes)
     aot.Compilation.inner = timed(aot.Compilation.inner, own)  # type: ignore[method-assign]
-    MultiTensorKernel._compile = timed(MultiTensorKernel._compile, own)  # type: ignore[method-assign]
+    made_for = timed(MultiTensorKernel._made_for, own)
+    MultiTensorKernel._made_for = made_for  # type: ignore[method-assign]
     optimizer = OPTIMIZERS[name](parameters([MIXED[i % len(MIXED)] for i in range(count)]))
     if way == "stock":
         inner = timed(compile_fx_inner, own)

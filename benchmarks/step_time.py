@@ -29,6 +29,7 @@ from steps import Shapes, conditions, parameters
 from ways import PEERS, WAYS, Step, absent
 
 import collage_fx
+from collage_fx.runtime import progress
 
 
 def gpt(layers: int, width: int, vocabulary: int = 50304) -> Shapes:
@@ -71,7 +72,7 @@ def first_steps(shapes: Shapes, device: str, names: list[str], count: int) -> di
     """Return for each way the median time of a first step in seconds, the ways taking turns."""
     found: dict[str, list[float]] = {name: [] for name in names}
     context, threads = multiprocessing.get_context("spawn"), torch.get_num_threads()
-    for _ in range(count):
+    for _ in progress.over(range(count), "round", "first steps, in processes of their own"):
         for name in names:
             with tempfile.TemporaryDirectory() as cache:
                 os.environ |= {"TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": cache}
@@ -104,7 +105,8 @@ def measure(
     for name, step in steppers.items():
         seconds(step, 3, device)
         print(f"  {name} compiled", flush=True)
-    for _ in range(rounds):
+    for turn in range(rounds):
+        print(f"  round {turn + 1} of {rounds}", flush=True)
         for name, step in steppers.items():
             times[name] += seconds(step, steps, device)
     copied = 4 * count * 4 / statistics.median(times["copy"])

@@ -15,6 +15,7 @@ from collage_fx.passes.ir.snapshot import UNCHANGED, snapshot
 from collage_fx.passes.ir.verify import verify
 from collage_fx.passes.rewrite.expand import expand
 from collage_fx.passes.rewrite.lower import lower
+from collage_fx.runtime import progress
 
 PASSES: tuple[Callable[[Program], None], ...] = (
     capture,
@@ -48,7 +49,8 @@ def run_passes(program: Program, *, snapshots: bool = False) -> Program:
         name = run.__name__
         if name not in program.settings.without:
             start = time.perf_counter()
-            run(program)
+            with progress.doing(f"pass {name}"):
+                run(program)
             if program.unlike is not None:
                 break
             verify(program, name)

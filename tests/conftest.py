@@ -10,6 +10,8 @@ import pytest
 
 # Without it Inductor compiles, and loads, programs for all vectors that a CPU has in every process.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+# What reports are printed for.
+os.environ["COLUMNS"] = "120"
 # Every test collects garbage when it begins; Dynamo would after each frame.
 os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 

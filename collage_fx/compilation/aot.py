@@ -1,5 +1,7 @@
 """One graph of Dynamo's on its way to a callable that binds residuals."""
 
+import logging
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -29,11 +31,13 @@ from collage_fx.hooks.gc_pause import no_full_collection
 from collage_fx.optimizer.checkpoints import state_dicts
 from collage_fx.optimizer.ownership import owners_of
 from collage_fx.passes.codegen import inductor_compile
-from collage_fx.passes.codegen.multi_tensor_kernel import least_members
+from collage_fx.passes.codegen.multi_tensor_kernel import least_members, show_code
 from collage_fx.passes.dedup.deduplicate import Narrow, narrow
+from collage_fx.passes.ir.listing import show_program, summary
 from collage_fx.passes.ir.program import Program, StatePlan, Unlike, graph_of
 from collage_fx.passes.pipeline import run_passes
 from collage_fx.passes.rewrite.symbolic_scalars import keep_symbols
+from collage_fx.runtime import logs, progress
 from collage_fx.runtime.errors import CollageError
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import compensable_dtypes
@@ -61,16 +65,21 @@ def compile_graph(
         again=bool(args),
     )
     try:
-        if session.stand_ins is not None:
-            return _compile_for_others(session, session.stand_ins, inputs, example_inputs)
-        code = _compile_narrow(session, inputs, example_inputs)
-        if code is not None:
-            return code
-        whole = Compilation(session, inputs, None).run(example_inputs)
-        assert isinstance(whole, Code)
-        return whole
+        with progress.work(lambda: f"compiling {session.subject}", "AOTAutograd"):
+            return _compiled_code(session, inputs, example_inputs)
     finally:
         inputs.release()
+
+
+def _compiled_code(session: Session, inputs: Inputs, example_inputs: Sequence[Any]) -> Code:
+    if session.stand_ins is not None:
+        return _compile_for_others(session, session.stand_ins, inputs, example_inputs)
+    code = _compile_narrow(session, inputs, example_inputs)
+    if code is not None:
+        return code
+    whole = Compilation(session, inputs, None).run(example_inputs)
+    assert isinstance(whole, Code)
+    return whole
 
 
 def _compile_for_others(
@@ -158,8 +167,10 @@ class Compilation:
 
     def run(self, example_inputs: Sequence[Any]) -> Code | Unlike:
         """Compile the graph; or say why a narrow one cannot be that of all."""
+        start = time.perf_counter()
         chosen = self.narrow.inputs if self.narrow else range(len(example_inputs))
         function = self._compiled([example_inputs[i] for i in chosen])
+        self._log(time.perf_counter() - start)
         if self.unlike is not None:
             return self.unlike
         if self.program is None:
@@ -170,6 +181,13 @@ class Compilation:
         refused = self.refused or any(s.refused and s.compensable for s in plan)
         direct, seeds = self.direct, self.program.seeds
         return Code(function, self.side, states, reads, refused, direct, seeds)
+
+    def _log(self, seconds: float) -> None:
+        """Log, in one line, what was compiled or why it was not."""
+        if not logs.LOG.isEnabledFor(logging.INFO):
+            return
+        what = self.unlike or self.program
+        logs.LOG.info("%s: %s; %.2f s", self.session.subject, summary(what), seconds)
 
     def _compiled(self, example_inputs: list[Any]) -> Callable[..., Any]:
         """Return what AOTAutograd makes of the graph, by `inner`."""
@@ -226,11 +244,13 @@ class Compilation:
         warn_of_states(self.session, program)
         warn_of_results(self.session, gm, program.plan)
         side = self.side = self._side_inputs(program)
+        show_program(program)
         if program.result is None:
             inner = inductor_compile.compile_functional(gm, example_inputs, **kwargs)
             compiled.source_code = getattr(inner, "source_code", "")
             return inner
         inner, compiled.source_code = self._by_inductor(program, example_inputs, kwargs)
+        show_code(program, compiled.source_code)
         return side.bind(inner, program.seeds)
 
     def _rewritten(self, gm: GraphModule, cudagraphs: bool | None) -> Program | Unlike:

@@ -17,6 +17,7 @@ from collage_fx.optimizer.storage_patterns import Patterns
 from collage_fx.passes.codegen.multi_tensor_kernel import unreachable
 from collage_fx.passes.dedup.deduplicate import Narrow
 from collage_fx.passes.ir.program import Program, Settings, Unlike
+from collage_fx.runtime import logs
 from collage_fx.runtime.errors import CollageWarning
 from collage_fx.runtime.torch_versions import warn_if_untested
 
@@ -90,6 +91,15 @@ class Session:
     def __post_init__(self) -> None:
         self.patterns = Patterns.of(self.config)
         warn_if_untested()
+        logs.register()
+
+    @property
+    def subject(self) -> str:
+        """What is compiled now, in words."""
+        optimizer = self.optimizer() or optimizer_hooks.traced_optimizer()
+        if optimizer is not None:
+            return f"the step of {type(optimizer).__name__}"
+        return optimizer_hooks.traced_function() or "a function"
 
     @property
     def deduplicates(self) -> bool:

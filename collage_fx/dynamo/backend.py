@@ -1,5 +1,6 @@
 """The Dynamo backend: from a Dynamo graph to a callable that binds residuals."""
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
@@ -20,12 +21,14 @@ from collage_fx.compilation.side_inputs import Code
 from collage_fx.dynamo.options import split_options
 from collage_fx.dynamo.symbols import Symbols
 from collage_fx.hooks import optimizer_hooks
+from collage_fx.hooks.dynamo_settings import recompile_reason
 from collage_fx.hooks.optimizer_hooks import traced_code, traced_function
 from collage_fx.optimizer.checkpoints.history import history_of
 from collage_fx.optimizer.ownership import makes_states, rates, stateless
 from collage_fx.optimizer.storage_patterns import Patterns
 from collage_fx.passes.frontend.denominator import one_denominator
 from collage_fx.record.steps import Steps
+from collage_fx.runtime import logs, progress
 from collage_fx.runtime.errors import CollageError, OptionError
 from collage_fx.runtime.residuals.memory import has_memory
 from collage_fx.runtime.residuals.store import STORE
@@ -110,6 +113,8 @@ class Backend(Session):
         """Compile one Dynamo graph; the callable that a Dynamo backend returns."""
         optimizer_hooks.count_graph(supervised=self.supervisor() is not None)
         self.graphs += 1
+        if logs.LOG.isEnabledFor(logging.INFO) and (reason := recompile_reason()):
+            logs.LOG.info("%s: traced again, as %s", self.subject, reason)
         for optimizer, names in optimizer_hooks.forgotten_attributes():
             self._refuse_forgetting(optimizer, names)
         if "denominator" not in self.config.without:
@@ -197,8 +202,9 @@ class _Step:
                 supervisor.failures.note(error)
             return Code(gm, None, [], [], refused=True)
 
-    def _again(self, gm: GraphModule, args: tuple[Any, ...]) -> Code:
+    def _again(self, gm: GraphModule, args: tuple[Any, ...], why: str) -> Code:
         """Compile the graph for the tensors of a call, its symbols being what they were."""
+        logs.LOG.info("%s: compiled %s", self.session.subject, why)
         with self.symbols.compiling_again(args) as inputs:
             try:
                 return self._compile(gm, inputs, args)
@@ -208,6 +214,7 @@ class _Step:
                 supervisor.failures.note(error)
                 return Code(gm, None, [], [], refused=True)
 
+    @progress.apart
     def __call__(self, *args: Any) -> Any:
         """Run the graph, or record what it does if it cannot be compensated.
 
@@ -265,11 +272,11 @@ class _Step:
         if self.waits:
             self.waits -= 1
             if not self.waits:
-                self.code = self._again(gm, args)
+                self.code = self._again(gm, args, "now that it has run before")
         if STORE.generation != self.checked and self.code.drops_residual(args):
             # Another graph, or a segment, has since given a residual to a state that this
             # graph writes.
-            self.code = self._again(gm, args)
+            self.code = self._again(gm, args, "again, as a state that it writes has a residual now")
             self.code.refused |= bool(self.code.drops_residual(args))
         if STORE.generation != self.checked:
             self.code.refused |= bool(self.code.reads_residual(args))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from torch._dynamo import config as dynamo_config
-from torch._dynamo.utils import counters, graph_break_reasons
+from torch._dynamo.utils import counters, get_metrics_context, graph_break_reasons
 
 from collage_fx.hooks.counted import Counted
 
@@ -40,6 +40,13 @@ def graph_breaks(since: int) -> list[str]:
         for reason in graph_break_reasons[since:]
         for frame in reason.user_stack[-1:]
     ]
+
+
+def recompile_reason() -> str:
+    """Return why Dynamo traces a function again, as it does now; empty if it does so at first."""
+    # Beside its metrics it says so to its own log only, TORCH_LOGS=recompiles.
+    found = getattr(get_metrics_context(), "_metrics", {}).get("recompile_reason")
+    return " ".join(str(found).split()).partition(" User stack trace:")[0] if found else ""
 
 
 def _first_words(error: BaseException) -> str:

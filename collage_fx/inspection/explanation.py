@@ -21,7 +21,7 @@ from collage_fx.optimizer.state_table import (
     terminal_width,
     wrapped,
 )
-from collage_fx.passes.ir.program import LOW_PRECISION, StatePlan
+from collage_fx.passes.ir.program import StatePlan
 from collage_fx.runtime.storage.registry import STORAGES, Choice, kept
 
 
@@ -127,11 +127,6 @@ class Explanation:
             )
         return lines
 
-    def keeps(self, state: StatePlan) -> float | None:
-        """Return the least relative change of a state that its storage keeps; None if 32 bits."""
-        low = state.dtype in LOW_PRECISION or state.compensated
-        return kept(state.dtype, state.storage) if low else None
-
     def to_dict(self) -> dict[str, Any]:
         """Return all but the graphs as values that JSON can hold, a row for each state."""
         return {
@@ -163,7 +158,7 @@ class Explanation:
             "verdict": state.verdict,
             "reason": state.reason,
             "storage": state.storage,
-            "keeps": self.keeps(state),
+            "keeps": state.keeps,
             "residual_bytes": state.residual_bytes,
             "served_by": self.engine.get(state.name, "graph"),
         }
@@ -208,7 +203,9 @@ class Explanation:
                     row["served_by"],
                 )
             )
-        return [*table(rows, width, wraps=(2, 3, 7) if self.verbose else (0, 2, 3, 7)), *more]
+        # Names can be searched for only if they stand on one line.
+        floors = {0: 200 if self.verbose else 16, 2: 14, 3: 12, 7: 5}
+        return [*table(rows, width, wraps=floors), *more]
 
     def _below(self) -> Iterator[str]:
         """Yield what stands below the table, a sentence each."""

@@ -160,7 +160,7 @@ class Report:
             [
                 f"collage_fx: {self.subject}",
                 "",
-                *table(rows, width, wraps=(3, 4) if self.verbose else (0, 3, 4)),
+                *table(rows, width, wraps={0: 200 if self.verbose else 18, 3: 8, 4: 20}),
                 *more,
                 *notes,
             ]

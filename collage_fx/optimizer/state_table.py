@@ -3,15 +3,16 @@
 import re
 import shutil
 import textwrap
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Generic, TypeVar
 
 PARAMETER = "parameter"
 """The kind of a state that is a parameter itself."""
 ROWS = 24
 """How many rows a table has that is not asked for every state."""
-NARROWEST, WIDEST = 80, 120
+NARROWEST, WIDEST = 90, 120
 """Columns of a terminal that a table fits into; of one that is wider, it uses no more."""
 T = TypeVar("T")
 
@@ -79,20 +80,23 @@ def terminal_width() -> int:
 
 
 def table(
-    rows: Sequence[tuple[str, ...]], width: int | None = None, *, wraps: Sequence[int] = ()
+    rows: Sequence[tuple[str, ...]],
+    width: int | None = None,
+    *,
+    wraps: Mapping[int, int] = MappingProxyType({}),
 ) -> list[str]:
     """Return rows as lines, their columns below each other, two blanks apart.
 
     Args:
         rows: the cells; the first row is the head.
         width: how wide a line may be; as wide as it needs to be if not given.
-        wraps: the columns that are wrapped to reach that, the widest first. They do not become
-            narrower than 10.
+        wraps: the columns that are wrapped to reach that, the widest first, each with how narrow
+            it may become.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     while width is not None and sum(widths) + 2 * len(widths) - 2 > width:
-        widest = max(wraps, key=lambda i: widths[i])
-        if widths[widest] <= 10:
+        widest = max(wraps, key=lambda i: widths[i] - wraps[i], default=None)
+        if widest is None or widths[widest] <= wraps[widest]:
             break
         widths[widest] -= 1
     lines = []

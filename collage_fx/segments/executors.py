@@ -1,5 +1,6 @@
 """Which way a segment is done: compiled by the passes, or on whole values as it stands."""
 
+import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from collage_fx.compilation.side_inputs import Code
 from collage_fx.errors import CollageError
 from collage_fx.hooks.gc_pause import no_full_collection
 from collage_fx.passes.ir.program import StatePlan
+from collage_fx.runtime import logs
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.segments.joined_compiler import ROUNDED, compile_joined
 from collage_fx.segments.low_words import LowWords
@@ -33,6 +35,7 @@ from collage_fx.segments.segment_graph import (
     number_tensor,
     propagate,
     same_number,
+    why_compiled,
     with_fakes,
 )
 from collage_fx.segments.trie import layout_of, on_one_line
@@ -237,10 +240,16 @@ class Executors:
             if self.count >= MOST:
                 return f"{MOST} parts of the step have been compiled, and no more are"
             self.count += 1
-            compiled = self._compile(compile_, segment, history, given, call)
-            if isinstance(compiled, str):
-                way.refused = compiled
-                return compiled
+            if logs.LOG.isEnabledFor(logging.INFO):
+                last = way.compiled[0] if way.compiled else None
+                alike = last is not None and last.structure == given.structure
+                before = last.numbers if last else None
+                logs.LOG.info("%s", why_compiled(segment, before, call.floats, alike=alike))
+            made = self._compile(compile_, segment, history, given, call)
+            if isinstance(made, str):
+                way.refused = made
+                return made
+            compiled = made
             way.compiled.insert(0, compiled)
         numbers = [number_tensor(call.floats[i]) for i in compiled.numbers.changing]
         done = compiled.run([*given.args, *numbers, *given.lows])

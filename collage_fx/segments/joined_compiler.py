@@ -13,8 +13,10 @@ from torch.fx import GraphModule
 
 from collage_fx.compilation.inductor import compile_exactly
 from collage_fx.compilation.session import Session
+from collage_fx.passes.ir.listing import text_of
 from collage_fx.passes.ir.program import CONVERT
 from collage_fx.passes.rewrite.symbolic_scalars import keep_symbols
+from collage_fx.runtime import logs, progress
 from collage_fx.runtime.ops import collage
 
 ROUNDED = (torch.bfloat16, torch.float16)
@@ -36,9 +38,17 @@ def compile_joined(
     def inner(functional: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         kwargs.pop("get_decomp_fn", None)
         _keep_roundings(functional)
-        return compile_exactly(functional, list(inputs), kwargs)
+        logs.show(logs.GRAPHS, "on whole values", lambda: text_of(functional))
+        made = compile_exactly(functional, list(inputs), kwargs)
+        if code := getattr(made, "source_code", ""):
+            logs.show(logs.CODE, "output code", lambda: code)
+        return made
 
-    with functorch_config.patch(enable_autograd_cache=False), tracing(TracingContext(mode)):
+    with (
+        progress.work(lambda: "compiling a recorded segment", "AOTAutograd"),
+        functorch_config.patch(enable_autograd_cache=False),
+        tracing(TracingContext(mode)),
+    ):
         compiled: Any = compile_fx(
             gm,
             list(fakes),

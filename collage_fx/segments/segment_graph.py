@@ -62,6 +62,30 @@ class SeenNumbers:
         self.runs += 1
 
 
+def why_compiled(
+    segment: Segment, before: Numbers | None, floats: list[float], *, alike: bool
+) -> str:
+    """Return why a segment is compiled for a call, for the log.
+
+    Args:
+        segment: what is compiled.
+        before: the numbers for which it was compiled last; None for the first time.
+        floats: the numbers of the call.
+        alike: whether the states had low words in the same way then.
+    """
+    what = f"a recorded segment of {len(segment.lines)} operations is compiled"
+    if before is None:
+        return what
+    if not alike:
+        return f"{what} again, as the low words of its states are others"
+    changed = [
+        f"{old} -> {new}"
+        for i, (old, new) in enumerate(zip(before.floats, floats, strict=True))
+        if not same_number(old, new) and before.same[i] not in before.changing
+    ]
+    return f"{what} again, as numbers in it have changed: {', '.join(changed) or 'a guard fails'}"
+
+
 def same_number(a: float, b: float) -> bool:
     """Tell whether two floats are the same, signs of zero and NaN included."""
     return (a == b and copysign(1, a) == copysign(1, b)) or (isnan(a) and isnan(b))

@@ -27,10 +27,13 @@ from collage_fx.optimizer.ownership import Owned, argument_tensors, family, tens
 from collage_fx.optimizer.served import Report
 from collage_fx.optimizer.state_table import sort_key
 from collage_fx.record.steps import Steps
+from collage_fx.runtime import progress
 from collage_fx.stand_in.steps import StandInSteps
 from collage_fx.step.first_steps import StepCheck
 from collage_fx.step.recompile_guard import RecompileGuard
 from collage_fx.step.subject import name_of, step_made_here
+
+TRACING = "Dynamo traces"
 
 
 def compile_optimizer(
@@ -149,15 +152,22 @@ def _supervised(
         # A closure runs the model, eagerly or as the user compiled it: no part of the step.
         if not is_closure(argument):
             return argument
-        return disable(steps.recorder.suspended(argument, steps.failures))
+        return disable(steps.recorder.suspended(progress.apart(argument), steps.failures))
+
+    def what() -> str:
+        optimizer = session.optimizer()
+        count = sum(len(g["params"]) for g in optimizer.param_groups) if optimizer else 0
+        return f"compiling {steps.subject}" + (f" ({count} parameters)" if count else "")
 
     @disable  # where the whole training step is compiled
     def run(*args: Any, **kwargs: Any) -> Any:
-        compiles = no_full_collection() if guard.calls < FIRST else nullcontext()
+        early = guard.calls < FIRST
+        compiles = no_full_collection() if early else nullcontext()
         with compiles, guard.watch() as calm:
             begins = calm and session.begins_untraced()
             by_dynamo = calm and not begins
             with (
+                progress.work(what, TRACING if by_dynamo else None) if early else nullcontext(),
                 steps.step(traced=by_dynamo, once=begins),
                 many_graphs(),
                 steps.failures.caught(),

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+from collage_fx.runtime import progress
+
 
 def compile_functional(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
     """Return the boxed callable that Inductor makes of a functional graph.
@@ -19,4 +21,5 @@ def compile_functional(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) ->
     """
     from torch._inductor.compile_fx import compile_fx_inner
 
-    return compile_fx_inner(gm, inputs, **kwargs)
+    with progress.doing(progress.counted("Inductor's graph")):
+        return compile_fx_inner(gm, inputs, **kwargs)

@@ -7,10 +7,12 @@ kernel of ours, or of Inductor's for what that has no text for, on a GPU by one 
 kernel.
 """
 
+import functools
 import hashlib
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +27,7 @@ from collage_fx.passes.codegen.printers.cpp_kernel import Unprintable, print_cpp
 from collage_fx.passes.codegen.printers.triton_kernel import print_triton_kernel
 from collage_fx.passes.codegen.scalar_kernel import Scalars
 from collage_fx.passes.ir.program import (
+    Program,
     Rewritten,
     Settings,
     Slice,
@@ -34,6 +37,7 @@ from collage_fx.passes.ir.program import (
     value_of,
     writes_only,
 )
+from collage_fx.runtime import logs, progress
 from collage_fx.runtime.kernels.argument_table import (
     Column,
     Runner,
@@ -61,7 +65,7 @@ _LIBRARY.define(
 )
 
 
-@dataclass
+@dataclass(eq=False)
 class MultiTensorKernel:
     """What one step does to one member, compiled for a kind of device when it first runs there."""
 
@@ -83,6 +87,13 @@ class MultiTensorKernel:
     """Whether each member has one element: the 0-d work of a class."""
     by_inductor: str = ""
     """Why the kernel for a CPU is Inductor's; empty if it is ours."""
+    made_in: Any = field(default_factory=logs.compilation)
+    """Dynamo's number of the compilation that has made it: it is compiled later."""
+
+    @functools.cached_property
+    def key(self) -> str:
+        """The name of it, by what is compiled of it."""
+        return hashlib.sha256(self.text().encode()).hexdigest()[:16]
 
     @property
     def read(self) -> list[int]:
@@ -104,11 +115,26 @@ class MultiTensorKernel:
     def runner(self, device: torch.device) -> Runner:
         """Return what updates members on a device."""
         if device.type not in self.runners:
-            if device.type == "cpu":
-                self.runners["cpu"] = self._kept_or_compiled()
-            else:
-                self.runners[device.type] = Launch(self.triton(), self.scalar)
+            with progress.work(lambda: "compiling", progress.counted("kernel")):
+                self.runners[device.type] = self._made_for(device)
         return self.runners[device.type]
+
+    def _made_for(self, device: torch.device) -> Runner:
+        start = time.perf_counter()
+        runner: Runner
+        if device.type == "cpu":
+            runner, how = self._kept_or_compiled()
+        else:
+            runner, how = Launch(self.triton(), self.scalar), "printed for Triton"
+        took = time.perf_counter() - start
+        logs.LOG.info("kernel %s for %s: %s, %.2f s", self.key, device.type, how, took)
+        self.show()
+        return runner
+
+    def show(self) -> None:
+        """Log what has been generated of it."""
+        for source in self.sources.values():
+            logs.show(logs.CODE, f"kernel {self.key}", functools.partial(str, source), self.made_in)
 
     def triton(self) -> str:
         """Return the source of the Triton kernel."""
@@ -118,17 +144,19 @@ class MultiTensorKernel:
             )
         return self.sources["cuda"]
 
-    def _kept_or_compiled(self) -> Runner:
-        """Return the compiled kernel for a CPU, from another process if there is one."""
+    def _kept_or_compiled(self) -> tuple[Runner, str]:
+        """Return the compiled kernel for a CPU, from another process if there is one, and which."""
         place = kernel_cache.path_of(self.text())
         found = kernel_cache.load(place)
         if found is None:
             runner, source, self.by_inductor = compile_for_cpu(self)
             kernel_cache.save(place, runner, source, self.by_inductor)
+            how = f"compiled by Inductor: {self.by_inductor}" if self.by_inductor else "compiled"
         else:
             runner, source, self.by_inductor = found
+            how = "from the cache on disk"
         self.sources["cpu"] = source
-        return runner
+        return runner, how
 
     def text(self) -> str:
         """Return what all that is compiled of it follows from."""
@@ -144,6 +172,19 @@ class MultiTensorKernel:
         if sizes:
             device = device_of(columns[self.scalar.index(False)])
             self.runner(device).run(columns, sizes)
+
+
+def show_code(program: Program, source_code: str) -> None:
+    """Log the code of a graph: Inductor's, and the kernels that an earlier graph has compiled.
+
+    The others are logged when they are compiled, at the first call.
+    """
+    if source_code:
+        logs.show(logs.CODE, "output code", lambda: source_code)
+    known = (MULTI_TENSOR_KERNELS.get(r.multi_tensor) for r in program.rewritten)
+    for kernel in dict.fromkeys(known):
+        if kernel is not None:
+            kernel.show()
 
 
 def compile_for_cpu(kernel: MultiTensorKernel) -> tuple[Runner, str, str]:
@@ -220,9 +261,10 @@ def _register(
     kernel = MultiTensorKernel(
         register_region(lowered), dtypes, scalar, written, results, vectors, single=single
     )
-    key = hashlib.sha256(kernel.text().encode()).hexdigest()[:16]
-    MULTI_TENSOR_KERNELS.setdefault(key, kernel)
-    return key
+    if kernel.key not in MULTI_TENSOR_KERNELS:
+        MULTI_TENSOR_KERNELS[kernel.key] = kernel
+        progress.expect("kernel")
+    return kernel.key
 
 
 def obstacle(rewritten: Rewritten) -> str:

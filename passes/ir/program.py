@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from collage_fx.runtime.expansion.eft import LOW_PRECISION as LOW_PRECISION
-from collage_fx.runtime.storage.registry import STORAGES, Choice, Unnamed, chosen
+from collage_fx.runtime.storage.registry import STORAGES, Choice, Unnamed, chosen, kept
 
 Level = Literal["light", "plus", "auto", "all"]
 Arithmetic = Literal["eft", "wide"]
@@ -175,6 +175,12 @@ class StatePlan:
         if self.compensated:
             return "compensated"
         return "refused" if self.refused and self.dtype not in LOW_PRECISION else "plain"
+
+    @property
+    def keeps(self) -> float | None:
+        """The least change, relative to a value, that its storage keeps; None for wide dtypes."""
+        low = self.dtype in LOW_PRECISION or self.compensated
+        return kept(self.dtype, self.storage) if low else None
 
     @property
     def replaced(self) -> bool:

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from collage_fx.inspection.page.operations import dtype_name
-from collage_fx.passes.ir.program import LOW_PRECISION, Rewritten, StatePlan
-from collage_fx.runtime.storage.registry import kept
+from collage_fx.passes.ir.program import Rewritten, StatePlan
 
 if TYPE_CHECKING:
     from collage_fx.inspection.explanation import Explanation
@@ -115,11 +114,9 @@ def _shape(shape: Iterable[int]) -> str:
 
 def _facts(state: StatePlan) -> tuple[str, str, str, str, str, str]:
     """Return dtype, recurrence, verdict, reason, storage and what it keeps, in words."""
-    low = state.dtype in LOW_PRECISION or state.compensated
-    verdict = "compensated" if state.compensated else "refused" if state.refused else "plain"
-    keeps = f"{kept(state.dtype, state.storage):.1e}" if low else ""
+    keeps = "" if state.keeps is None else f"{state.keeps:.1e}"
     dtype = dtype_name(state.dtype)
-    return dtype, state.recurrence, verdict, state.reason, state.storage, keeps
+    return dtype, state.recurrence, state.verdict, state.reason, state.storage, keeps
 
 
 class _Places:
