@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collage_fx.inspection.explain import explain
     from collage_fx.inspection.explanation import Explanation
     from collage_fx.inspection.gradients import GradientRecorder, record_gradients
+    from collage_fx.inspection.monitor import Monitor, monitor
     from collage_fx.inspection.values import draws, load_residuals, residuals, value
     from collage_fx.optimizer.master_weights import (
         convert_residuals,
@@ -34,6 +35,7 @@ __all__ = [
     "CollageWarning",
     "Explanation",
     "GradientRecorder",
+    "Monitor",
     "compile",
     "compile_",
     "convert_residuals",
@@ -42,6 +44,7 @@ __all__ = [
     "load_master_weights",
     "load_residuals",
     "master_state_dict",
+    "monitor",
     "record_gradients",
     "report",
     "residuals",
@@ -55,6 +58,7 @@ _HOMES = {
     "inspection.explain": ("explain",),
     "inspection.explanation": ("Explanation",),
     "inspection.gradients": ("GradientRecorder", "record_gradients"),
+    "inspection.monitor": ("Monitor", "monitor"),
     "inspection.values": ("draws", "load_residuals", "residuals", "value"),
     "optimizer.master_weights": ("convert_residuals", "load_master_weights", "master_state_dict"),
 }

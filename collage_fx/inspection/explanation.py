@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 from collage_fx.compilation.session import Compiled
 from collage_fx.config import CollageConfig
 from collage_fx.inspection.replay import Replay
+from collage_fx.optimizer.served import too_small
 from collage_fx.optimizer.state_table import (
     grouped,
     shortened,
@@ -22,7 +23,7 @@ from collage_fx.optimizer.state_table import (
     wrapped,
 )
 from collage_fx.passes.ir.program import StatePlan
-from collage_fx.runtime.storage.registry import STORAGES, Choice, kept
+from collage_fx.runtime.storage.registry import Choice, kept
 
 
 @dataclass
@@ -112,20 +113,7 @@ class Explanation:
                 continue
             if update < kept(*held):
                 small.setdefault(held, []).append(state.name)
-        lines = []
-        for (dtype, storage), names in small.items():
-            least = kept(dtype, storage)
-            fitting = (s.name for s in STORAGES.values() if dtype in s.residuals)
-            finer = [repr(s) for s in fitting if kept(dtype, s) < least]
-            more = f" and of {len(names) - 1} more" if names[1:] else ""
-            would = f"{' or '.join(finer)} keeps more" if finer else "no storage keeps more"
-            if STORAGES[storage].split_by_chance is not None:
-                would += ", and stochastic_rounding=True keeps them on average"
-            lines.append(
-                f"storage {storage!r} keeps changes of {least:.1e} of a value and more: at the "
-                f"learning rate of now half the updates of {names[0]}{more} are smaller; {would}"
-            )
-        return lines
+        return [too_small(*held, names) for held, names in small.items()]
 
     def to_dict(self) -> dict[str, Any]:
         """Return all but the graphs as values that JSON can hold, a row for each state."""

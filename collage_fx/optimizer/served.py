@@ -1,6 +1,6 @@
 """What served each carried state, and how often."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
@@ -11,7 +11,7 @@ from collage_fx.optimizer.parameter_names import renamed
 from collage_fx.optimizer.state_table import grouped, shortened, table, terminal_width, wrapped
 from collage_fx.passes.analysis.plan import LEFT_BY_LEVEL, NO_PARAMETER, NO_STATE
 from collage_fx.passes.ir.program import StatePlan
-from collage_fx.runtime.storage.registry import STORAGES
+from collage_fx.runtime.storage.registry import STORAGES, kept
 
 
 @dataclass
@@ -74,6 +74,27 @@ RETURNED = (
     "collage_fx.compile(step, carries=('p', 'm')), or write them in place"
 )
 """What to say of a function that is not seen to carry its states."""
+
+
+def too_small(dtype: torch.dtype, storage: str, names: Sequence[str]) -> str:
+    """Return what to say of parameters of which a storage loses half the updates.
+
+    Args:
+        dtype: theirs.
+        storage: which keeps too little.
+        names: theirs.
+    """
+    least = kept(dtype, storage)
+    fitting = (s.name for s in STORAGES.values() if dtype in s.residuals)
+    finer = [repr(s) for s in fitting if kept(dtype, s) < least]
+    more = f" and of {len(names) - 1} more" if names[1:] else ""
+    would = f"{' or '.join(finer)} keeps more" if finer else "no storage keeps more"
+    if STORAGES[storage].split_by_chance is not None:
+        would += ", and stochastic_rounding=True keeps them on average"
+    return (
+        f"storage {storage!r} keeps changes of {least:.1e} of a value and more: at the "
+        f"learning rate of now half the updates of {names[0]}{more} are smaller; {would}"
+    )
 
 
 def not_given(subject: str, tensor: Tensor, how: str) -> str:

@@ -31,6 +31,7 @@ from collage_fx.runtime import progress
 from collage_fx.stand_in.steps import StandInSteps
 from collage_fx.step.first_steps import StepCheck
 from collage_fx.step.recompile_guard import RecompileGuard
+from collage_fx.step.small_updates import SmallUpdates
 from collage_fx.step.subject import name_of, step_made_here
 
 TRACING = "Dynamo traces"
@@ -73,8 +74,7 @@ def compile_optimizer(
         prepare_repeat(supervisor, wanted=not check.wanted)
         return result
 
-    @functools.wraps(type(optimizer).step)
-    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def take(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if not supervisor.steps:
             plain_steps.called(family(self))
             distributed_state_dicts.know_residuals()
@@ -85,6 +85,17 @@ def compile_optimizer(
             result = in_full(*args, **kwargs)
         self._opt_called = True  # type: ignore[attr-defined]  # what schedulers look at
         return result
+
+    small = SmallUpdates(session)
+
+    @functools.wraps(type(optimizer).step)
+    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        run = (
+            functools.partial(small.step, take, self)
+            if small.wanted
+            else functools.partial(take, self)
+        )
+        return session.watch(self, run, args, kwargs) if session.watch else run(*args, **kwargs)
 
     step._collage = session  # type: ignore[attr-defined]
     # It does what schedulers put a function of theirs around a step for, before they are made too.
@@ -232,8 +243,14 @@ def report_of(step: Any) -> Report:
 
 def optimizer_of(step: Any) -> Optimizer | None:
     """Return the optimizer whose step it is, if `report_of` has a report of it; None if none."""
+    session = session_of(step)
+    return session.optimizer() if session is not None else None
+
+
+def session_of(step: Any) -> Backend | None:
+    """Return what has compiled a step of an optimizer; None if it was not made here."""
     session = getattr(step_made_here(step, "_collage"), "_collage", None)
-    return session.optimizer() if isinstance(session, Backend) else None
+    return session if isinstance(session, Backend) else None
 
 
 def _report(supervisor: Steps, session: Backend) -> Report:

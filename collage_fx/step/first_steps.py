@@ -69,7 +69,7 @@ class StepCheck:
             kwargs: the same by name.
         """
         self.done += 1
-        exact = self._exact(optimizer, args, kwargs)
+        exact = exact_step(optimizer, args, kwargs)
         if isinstance(exact, str):
             self._note(exact)
             return run(*args, **kwargs)
@@ -105,30 +105,6 @@ class StepCheck:
             "undone, and it is done operation by operation from now on"
         )
         return result
-
-    def _exact(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Values | str:
-        """Return what the step makes of a copy in float64, or why that is not to be known."""
-        if args or kwargs:
-            return "steps with arguments, such as a closure, are not checked"
-        if is_seen_by_others(optimizer):
-            return "steps with hooks are not checked, which would run twice"
-        chance = random.getstate()
-        numpys: Any = numpy.random.get_state() if numpy else None
-        with torch.random.fork_rng(), set_stance("force_eager"):
-            state = torch.get_rng_state()
-            try:
-                twin = clone_of(optimizer, _in_float64, residuals=False)
-                types.MethodType(type(twin).step, twin)()
-            except Exception as error:  # whatever code of the user's raises that wants 16 bits
-                return f"steps cannot be done in float64: {error}"
-            drawn = random.getstate() != chance
-            random.setstate(chance)
-            if numpy:
-                drawn |= repr(numpy.random.get_state()) != repr(numpys)
-                numpy.random.set_state(numpys)
-            if drawn or not torch.equal(state, torch.get_rng_state()):
-                return "steps that draw random numbers are not checked"
-        return values_of(twin)
 
     def _note(self, text: str) -> None:
         """Have a report say why no more steps are checked."""
@@ -177,6 +153,34 @@ class StepCheck:
         """
         wide = self.session.config.wide or tensor.dtype.itemsize > 2
         return 2.0**-6 if wide else min(0.25, 16 * torch.finfo(tensor.dtype).eps)
+
+
+def exact_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Values | str:
+    """Return what the step makes of a copy in float64, or why that is not to be known.
+
+    The copy begins with the values that the states have with their residuals.
+    """
+    if args or kwargs:
+        return "steps with arguments, such as a closure, are not compared"
+    if is_seen_by_others(optimizer):
+        return "steps with hooks are not compared, which would run twice"
+    chance = random.getstate()
+    numpys: Any = numpy.random.get_state() if numpy else None
+    with torch.random.fork_rng(), set_stance("force_eager"):
+        state = torch.get_rng_state()
+        try:
+            twin = clone_of(optimizer, _in_float64, residuals=False)
+            types.MethodType(type(twin).step, twin)()
+        except Exception as error:  # whatever code of the user's raises that wants 16 bits
+            return f"steps cannot be done in float64: {error}"
+        drawn = random.getstate() != chance
+        random.setstate(chance)
+        if numpy:
+            drawn |= repr(numpy.random.get_state()) != repr(numpys)
+            numpy.random.set_state(numpys)
+        if drawn or not torch.equal(state, torch.get_rng_state()):
+            return "steps that draw random numbers are not compared"
+    return values_of(twin)
 
 
 def values_of(optimizer: Optimizer) -> Values:

@@ -1,0 +1,187 @@
+"""Telemetry of an optimizer's updates: what 16 bits lose, and what their residuals keep.
+
+Every n-th step is also done by a copy of the optimizer in float64, and each update as it was stored
+is held against the exact one.
+"""
+
+import functools
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from collage_fx.errors import CollageWarning, OptionError, SubjectError
+from collage_fx.inspection.update_stats import Measurement, UpdateStats, sums
+from collage_fx.optimizer.ownership import Owned, owned_tensors
+from collage_fx.optimizer.parameter_names import names_of, renamed
+from collage_fx.passes.ir.program import LOW_PRECISION
+from collage_fx.runtime.residuals.store import STORE
+from collage_fx.step.compiled_step import session_of
+from collage_fx.step.first_steps import exact_step
+from collage_fx.step.subject import innermost
+
+KEPT = 1000
+"""How many measurements a monitor keeps."""
+
+
+class Monitor:
+    """Measures every n-th step of an optimizer; `monitor` makes it."""
+
+    def __init__(self, optimizer: Optimizer, every: int, to: Any, model: Module | None) -> None:
+        self.every = every
+        self.steps = 0
+        """The steps that it has seen."""
+        self.history: list[Measurement] = []
+        """The last measurements, the newest last."""
+        self.problem = ""
+        """Why steps cannot be measured."""
+        self._write = _writer(to)
+        self._optimizer = weakref.ref(optimizer)
+        self._names = names_of(optimizer, model)
+        self._session = session_of(optimizer)
+
+    @property
+    def latest(self) -> dict[str, Any]:
+        """The last measurement, as `Measurement.to_dict` gives it; empty before the first."""
+        return self.history[-1].to_dict() if self.history else {}
+
+    def attach(self) -> None:
+        """Look at the steps from now on."""
+        optimizer = self._optimizer()
+        assert optimizer is not None, "whoever attaches it has the optimizer"
+        if self._session is not None:
+            self._session.watch = self.measured
+            return
+        step = optimizer.step
+
+        @functools.wraps(step)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            one = self._optimizer()
+            assert one is not None, "its step is called"
+            return self.measured(one, step, args, kwargs)
+
+        watched._monitor = self  # type: ignore[attr-defined]
+        optimizer.step = watched  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        """Look at no more steps; what was measured stays."""
+        optimizer = self._optimizer()
+        if self._session is not None:
+            if self._session.watch == self.measured:
+                self._session.watch = None
+        elif optimizer is not None and getattr(optimizer.step, "_monitor", None) is self:
+            optimizer.step = optimizer.step.__wrapped__  # type: ignore[method-assign,attr-defined]
+
+    def __enter__(self) -> "Monitor":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def __deepcopy__(self, memo: Any) -> "Monitor":
+        """Return itself: a copy of the optimizer is not looked at."""
+        return self
+
+    def measured(
+        self, optimizer: Optimizer, run: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Do a step, and measure it if it is due."""
+        self.steps += 1
+        if self.steps % self.every or self.problem:
+            return run(*args, **kwargs)
+        exact = exact_step(optimizer, args, kwargs)
+        if isinstance(exact, str):
+            self.problem = exact
+            message = f"collage_fx: the monitor cannot measure the updates: {exact}"
+            warnings.warn(message, CollageWarning, stacklevel=3)
+            return run(*args, **kwargs)
+        before = {o.name: (o.tensor.clone(), _whole(o.tensor)) for o in _states(optimizer)}
+        result = run(*args, **kwargs)
+        self._note(optimizer, before, exact)
+        return result
+
+    def _note(self, optimizer: Optimizer, before: dict[str, Any], exact: dict[str, Any]) -> None:
+        """Compare the states after a step with what they should be."""
+        found = {
+            o.name: sums(*before[o.name], o.tensor, _whole(o.tensor), exact[o.name])
+            for o in _states(optimizer)
+            if o.name in before and o.name in exact
+        }
+        if not found:
+            return
+        rows = torch.stack([one.cpu() for one in found.values()]).tolist()
+        names = (renamed(name, self._names) for name in found)
+        states = {name: UpdateStats(*row) for name, row in zip(names, rows, strict=True)}
+        self.history = [*self.history[1 - KEPT :], Measurement(self.steps, states)]
+        self._write(self.history[-1])
+
+
+def monitor(
+    optimizer: Optimizer, every: int = 100, *, to: Any = None, model: Module | None = None
+) -> Monitor:
+    """Measure what every n-th step of an optimizer loses, compensated or plain.
+
+    Args:
+        optimizer: one whose step `collage_fx.compile` has made, or any other, to see what it loses
+            without.
+        every: in which steps. In those a copy of the optimizer takes the step in float64, which
+            takes 8 bytes for each element of parameters, gradients and states for that time, and
+            as much again for the states.
+        to: what is given each measurement: a function of a dict of scalars and the step; a
+            `SummaryWriter` of TensorBoard; a run of Weights & Biases.
+        model: the module whose names the parameters have, as of `explain`.
+
+    Returns:
+        A Monitor: `latest` has the last measurement, by kind of state, layer and state; `history`
+        all of them; `remove()` ends it. Of sharded parameters each process measures its shard. The
+        first step, which makes the states, is of parameters only. Steps with closures or hooks, and
+        those that draw random numbers, are not measured; a warning says so.
+
+    Raises:
+        OptionError: `every` is not a positive integer, or `to` is none of these.
+        SubjectError: no optimizer; a `model` that has not its parameters.
+    """
+    inner = innermost(optimizer)
+    if not isinstance(inner, Optimizer):
+        raise SubjectError(f"monitor takes an optimizer, got {type(optimizer).__name__}")
+    if not isinstance(every, int) or every < 1:
+        raise OptionError(f"every={every!r}: a number of steps, 1 or more")
+    made = Monitor(inner, every, to, model)
+    made.attach()
+    return made
+
+
+def _writer(to: Any) -> Callable[[Measurement], None]:
+    """Return what hands a measurement over."""
+    if to is None:
+        return lambda found: None
+    if hasattr(to, "add_scalar"):  # TensorBoard
+
+        def write(found: Measurement) -> None:
+            for name, x in found.scalars().items():
+                to.add_scalar(name, x, found.step)
+
+        return write
+    if hasattr(to, "log") and not callable(to):  # Weights & Biases
+        return lambda found: to.log({**found.scalars(), "collage/step": found.step})
+    if callable(to):
+        return lambda found: to(found.scalars(), found.step)
+    raise OptionError(
+        f"to={type(to).__name__}: a function of scalars and step, a SummaryWriter or a wandb run"
+    )
+
+
+def _states(optimizer: Optimizer) -> list[Owned]:
+    """Return the 16-bit states and parameters."""
+    return [o for o in owned_tensors(optimizer) if o.tensor.dtype in LOW_PRECISION]
+
+
+def _whole(t: Tensor) -> Tensor:
+    """Return the value of a tensor with its residual, in float64."""
+    residual = STORE.get(t)
+    return t.detach().double() if residual is None else residual.whole(t)

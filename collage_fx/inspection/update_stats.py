@@ -1,0 +1,146 @@
+"""Statistics of what storing an update in 16 bits loses, of one state or of several together.
+
+Source of the lost share and the Effective Descent Quality (EDQ): Collage, arXiv 2405.03637.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from collage_fx.optimizer.state_table import PARAMETER, split_name
+
+
+@dataclass
+class UpdateStats:
+    """Sums over the updates of one state, or of several; the properties are what they say."""
+
+    count: float = 0.0
+    """Elements whose exact update is not zero."""
+    lost_plain_count: float = 0.0
+    lost_count: float = 0.0
+    exact_square: float = 0.0
+    dot_plain: float = 0.0
+    dot: float = 0.0
+    ulps_log2: float = 0.0
+    residual_square: float = 0.0
+    infinities: float = 0.0
+    """Elements that are infinite or NaN after the step."""
+
+    def __add__(self, other: "UpdateStats") -> "UpdateStats":
+        """Return the statistics of both together."""
+        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        return UpdateStats(*(a + b for a, b in pairs))
+
+    @property
+    def lost_plain(self) -> float:
+        """Share of the updates that 16 bits without a residual would have lost whole."""
+        return self.lost_plain_count / self.count if self.count else 0.0
+
+    @property
+    def lost(self) -> float:
+        """Share of the updates that were lost whole as they are stored."""
+        return self.lost_count / self.count if self.count else 0.0
+
+    @property
+    def edq_plain(self) -> float:
+        """EDQ without a residual, relative to the length of the exact update."""
+        return self.dot_plain / self.exact_square if self.exact_square else 0.0
+
+    @property
+    def edq(self) -> float:
+        """EDQ as stored, <d, d_hat> / ||d||^2 of the exact update d: 1 if nothing is lost."""
+        return self.dot / self.exact_square if self.exact_square else 0.0
+
+    @property
+    def ulps(self) -> float:
+        """Geometric mean of the exact updates, in units of the last place of the high word."""
+        return 2.0 ** (self.ulps_log2 / self.count) if self.count else 0.0
+
+    @property
+    def residual_norm(self) -> float:
+        """Norm of what the residuals hold."""
+        return math.sqrt(self.residual_square)
+
+    def to_dict(self) -> dict[str, float]:
+        """Return what is reported, by name."""
+        names = ("lost_plain", "lost", "edq_plain", "edq", "ulps", "residual_norm", "infinities")
+        return {name: float(getattr(self, name)) for name in names}
+
+
+def sums(high: Tensor, whole: Tensor, now: Tensor, after: Tensor, exact: Tensor) -> Tensor:
+    """Return the fields of UpdateStats of one state, as a vector in float64.
+
+    Args:
+        high: the state before the step, in its dtype.
+        whole: its value with the residual then, float64.
+        now: the state after the step, in its dtype.
+        after: its value with the residual then, float64.
+        exact: what that should be, float64.
+    """
+    update = exact - whole
+    meant = (update != 0) & update.isfinite() & after.isfinite()
+    size = torch.where(meant, update, 0.0)
+    plain = (high.double() + size).to(high.dtype)
+    stored = torch.where(meant, after - whole, 0.0)
+    rounded = torch.where(meant, plain.double() - high.double(), 0.0)
+    limits = torch.finfo(high.dtype)
+    # The exponent of x is that of the place of its first bit; below the normal ones it is fixed.
+    first = torch.frexp(high.double().abs().clamp(min=limits.smallest_normal))[1] - 1
+    ulp = torch.ldexp(torch.full_like(size, limits.eps), first)
+    residual = torch.where(after.isfinite(), after - now.double(), 0.0)
+    parts = (
+        meant.sum(),
+        (meant & (plain == high)).sum(),
+        (meant & (after == whole)).sum(),
+        size.square().sum(),
+        (size * rounded).sum(),
+        (size * stored).sum(),
+        torch.where(meant, size.abs() / ulp, 1.0).log2().sum(),
+        residual.square().sum(),
+        (~now.isfinite()).sum(),
+    )
+    return torch.stack([part.double() for part in parts])
+
+
+@dataclass
+class Measurement:
+    """What one step did to each state."""
+
+    step: int
+    """Which step of those that the monitor has seen, from 1."""
+    states: dict[str, UpdateStats]
+    """By name, such as `exp_avg_sq of layers.0.weight`."""
+
+    def kinds(self) -> dict[str, UpdateStats]:
+        """Return the statistics of all states of a kind together: `parameter`, `exp_avg`."""
+        return self._together(lambda kind, param: kind)
+
+    def layers(self) -> dict[str, UpdateStats]:
+        """Return those of the parameters of each layer together: of `h.0.weight` that is `h.0`."""
+        return self._together(
+            lambda kind, param: (param.rpartition(".")[0] or param) if kind == PARAMETER else None
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it as JSON can hold it."""
+        parts = {"kinds": self.kinds(), "layers": self.layers(), "states": self.states}
+        shown = {k: {n: s.to_dict() for n, s in part.items()} for k, part in parts.items()}
+        return {"step": self.step, **shown}
+
+    def scalars(self) -> dict[str, float]:
+        """Return scalars for a log by kind and layer, as `collage/parameter/lost`."""
+        parts = {**self.kinds(), **{f"layer/{n}": s for n, s in self.layers().items()}}
+        named = ((n, s.to_dict()) for n, s in parts.items())
+        return {f"collage/{n}/{key}": x for n, found in named for key, x in found.items()}
+
+    def _together(self, key: Callable[[str, str], str | None]) -> dict[str, UpdateStats]:
+        found: dict[str, UpdateStats] = {}
+        for name, stats in self.states.items():
+            kind, param = split_name(name)
+            if (into := key(kind, param or name)) is not None:
+                found[into] = found.get(into, UpdateStats()) + stats
+        return found
