@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collage_fx.api import compile, compile_, report
     from collage_fx.config import CollageConfig
     from collage_fx.errors import CollageError, CollageWarning
+    from collage_fx.inspection.callbacks import lightning_callback, trainer_callback
     from collage_fx.inspection.explain import explain
     from collage_fx.inspection.explanation import Explanation
     from collage_fx.inspection.gradients import GradientRecorder, record_gradients
@@ -41,6 +42,7 @@ __all__ = [
     "convert_residuals",
     "draws",
     "explain",
+    "lightning_callback",
     "load_master_weights",
     "load_residuals",
     "master_state_dict",
@@ -48,6 +50,7 @@ __all__ = [
     "record_gradients",
     "report",
     "residuals",
+    "trainer_callback",
     "value",
 ]
 
@@ -55,6 +58,7 @@ _HOMES = {
     "api": ("compile", "compile_", "report"),
     "config": ("CollageConfig",),
     "errors": ("CollageError", "CollageWarning"),
+    "inspection.callbacks": ("lightning_callback", "trainer_callback"),
     "inspection.explain": ("explain",),
     "inspection.explanation": ("Explanation",),
     "inspection.gradients": ("GradientRecorder", "record_gradients"),

@@ -94,7 +94,13 @@ class Monitor:
         self.steps += 1
         if self.steps % self.every or self.problem:
             return run(*args, **kwargs)
-        exact = exact_step(optimizer, args, kwargs)
+        closure = args[0] if args else kwargs.get("closure")
+        if len(args) + len(kwargs) == 1 and callable(closure):
+            known = _Evaluated(closure)  # the gradients are those of the step from here on
+            exact = exact_step(optimizer, (), {}, known.loss_alone)
+            args, kwargs = (known,), {}
+        else:
+            exact = exact_step(optimizer, args, kwargs)
         if isinstance(exact, str):
             self.problem = exact
             message = f"collage_fx: the monitor cannot measure the updates: {exact}"
@@ -121,6 +127,27 @@ class Monitor:
         self._write(self.history[-1])
 
 
+class _Evaluated:
+    """A closure that has been called: the first to ask is given what it returned then."""
+
+    def __init__(self, closure: Callable[[], Any]) -> None:
+        self.closure = closure
+        with torch.enable_grad():
+            self.losses = [closure()]
+        self.asked = False
+
+    def __call__(self) -> Any:
+        """Return the loss, of a new evaluation if this is not the first call."""
+        return self.losses.pop() if self.losses else self.closure()
+
+    def loss_alone(self) -> Any:
+        """Return the loss to a copy of the optimizer, once: it cannot evaluate the model anew."""
+        if self.asked:
+            raise RuntimeError("the step evaluates its closure more than once")
+        self.asked = True
+        return self.losses[0]
+
+
 def monitor(
     optimizer: Optimizer, every: int = 100, *, to: Any = None, model: Module | None = None
 ) -> Monitor:
@@ -139,8 +166,8 @@ def monitor(
     Returns:
         A Monitor: `latest` has the last measurement, by kind of state, layer and state; `history`
         all of them; `remove()` ends it. Of sharded parameters each process measures its shard. The
-        first step, which makes the states, is of parameters only. Steps with closures or hooks, and
-        those that draw random numbers, are not measured; a warning says so.
+        first step, which makes the states, is of parameters only. Steps that evaluate a closure more
+        than once, draw random numbers or have hooks are not measured; a warning says so.
 
     Raises:
         OptionError: `every` is not a positive integer, or `to` is none of these.

@@ -155,10 +155,18 @@ class StepCheck:
         return 2.0**-6 if wide else min(0.25, 16 * torch.finfo(tensor.dtype).eps)
 
 
-def exact_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Values | str:
+def exact_step(
+    optimizer: Optimizer, args: Any, kwargs: Any, loss: Callable[[], Any] | None = None
+) -> Values | str:
     """Return what the step makes of a copy in float64, or why that is not to be known.
 
     The copy begins with the values that the states have with their residuals.
+
+    Args:
+        optimizer: whose step it is.
+        args: the arguments of the step; with any it is not known.
+        kwargs: the same by name.
+        loss: the closure that the step is given, if it may be called twice.
     """
     if args or kwargs:
         return "steps with arguments, such as a closure, are not compared"
@@ -170,7 +178,7 @@ def exact_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Values | str:
         state = torch.get_rng_state()
         try:
             twin = clone_of(optimizer, _in_float64, residuals=False)
-            types.MethodType(type(twin).step, twin)()
+            types.MethodType(type(twin).step, twin)(*(() if loss is None else (loss,)))
         except Exception as error:  # whatever code of the user's raises that wants 16 bits
             return f"steps cannot be done in float64: {error}"
         drawn = random.getstate() != chance
