@@ -165,9 +165,10 @@ def monitor(
 
     Returns:
         A Monitor: `latest` has the last measurement, by kind of state, layer and state; `history`
-        all of them; `remove()` ends it. Of sharded parameters each process measures its shard. The
-        first step, which makes the states, is of parameters only. Steps that evaluate a closure more
-        than once, draw random numbers or have hooks are not measured; a warning says so.
+        all of them; `remove()` ends it. Of sharded parameters each process measures its shard. In
+        the first step, which makes the states, it measures parameters only. Steps that evaluate a
+        closure more than once, draw random numbers or have hooks are not measured; a warning says
+        so.
 
     Raises:
         OptionError: `every` is not a positive integer, or `to` is none of these.

@@ -176,6 +176,7 @@ class Report:
             steps += f", {s.unaccounted} unaccounted" if s.unaccounted else ""
             dtype = str(s.dtype).removeprefix("torch.")
             rows.append((group.label, dtype, s.engine, steps, f"{s.verdict}: {s.reason}"))
+        more = more if self.states else ["no step has been taken yet"]
         notes = (line for note in self.notes for line in wrapped(note, width))
         return "\n".join(
             [

@@ -168,7 +168,7 @@ def exact_step(
         kwargs: the same by name.
         loss: the closure that the step is given, if it may be called twice.
     """
-    if args or kwargs:
+    if any(a is not None for a in (*args, *kwargs.values())):  # accelerate gives closure=None
         return "steps with arguments, such as a closure, are not compared"
     if is_seen_by_others(optimizer):
         return "steps with hooks are not compared, which would run twice"

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from collage_fx.compilation.session import Session
 from collage_fx.optimizer.ownership import Owned, owned_tensors
+from collage_fx.optimizer.parameter_names import names_of, renamed
 from collage_fx.optimizer.served import too_small
 from collage_fx.runtime.residuals.dtensor import shard_of
 from collage_fx.runtime.residuals.store import STORE
@@ -50,8 +51,9 @@ class SmallUpdates:
             held = p.dtype, self._storage(p)
             if moved.numel() and float(moved.median()) < kept(*held):
                 small.setdefault(held, []).append(name)
+        known = names_of(optimizer) if small else {}
         for (dtype, storage), names in small.items():
-            self.session.warn_once(too_small(dtype, storage, names))
+            self.session.warn_once(renamed(too_small(dtype, storage, names), known))
         return result
 
     def _storage(self, p: Tensor) -> str:

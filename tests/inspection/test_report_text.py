@@ -98,6 +98,11 @@ class Halting(torch.optim.Optimizer):
                 p.add_(p.grad / n, alpha=-1e-3)
 
 
+def test_a_report_before_the_first_step_says_so() -> None:
+    step = collage_fx.compile(torch.optim.SGD(with_grads([bf16(4)]), 0.1))
+    assert _lines(collage_fx.report(step))[-1] == "no step has been taken yet"
+
+
 def test_what_is_not_in_graphs_is_said_with_the_place() -> None:
     with without_compiler():
         step = collage_fx.compile(Halting(with_grads([bf16(4), bf16(4)])))
