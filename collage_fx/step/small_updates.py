@@ -75,7 +75,7 @@ class SmallUpdates:
         ]
         found.sort(key=lambda one: one.tensor.numel())
         few = [one for one in found if one.tensor.numel() <= ELEMENTS]
-        return few[-PARAMETERS:] or found[:1]
+        return few[: -PARAMETERS - 1 : -1] or found[:1]
 
 
 def _whole(p: Tensor) -> Tensor:
