@@ -86,8 +86,6 @@ class Session:
     """The warnings, each with the function it was about, where there are several."""
     notes: set[str] = field(default_factory=set)
     """What a report says beside the warnings."""
-    watch: Callable[..., Any] | None = None
-    """Does a step in place of its caller, to look at the states before and after it: a monitor."""
     patterns: Patterns = field(init=False)
 
     def __post_init__(self) -> None:

@@ -19,7 +19,7 @@ def trainer_callback(every: int = 100, *, to: Any = None) -> Any:
     """
     from transformers import TrainerCallback
 
-    class MonitorCallback(TrainerCallback):  # type: ignore[misc]
+    class MonitorCallback(TrainerCallback):
         monitor: Monitor | None = None
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -28,10 +28,10 @@ def trainer_callback(every: int = 100, *, to: Any = None) -> Any:
                 self.monitor = monitor(kwargs["optimizer"], every, to=to, model=kwargs["model"])
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            history = self.monitor.history if self.monitor else []
-            if history and history[-1].step == self.monitor.steps:
-                step = state.global_step
-                state.log_history.append({**history[-1].scalars(), "step": step})
+            found = self.monitor
+            if found is not None and found.history and found.history[-1].step == found.steps:
+                row = {**found.history[-1].scalars(), "step": state.global_step}
+                state.log_history.append(row)
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if self.monitor is not None:
@@ -53,7 +53,7 @@ def lightning_callback(every: int = 100, *, to: Any = None) -> Any:
     """
     from lightning.pytorch import Callback
 
-    class MonitorCallback(Callback):  # type: ignore[misc]
+    class MonitorCallback(Callback):
         def __init__(self) -> None:
             self.monitors: list[Monitor] = []
 

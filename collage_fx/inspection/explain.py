@@ -32,7 +32,7 @@ from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS
 from collage_fx.passes.ir.program import Program, Rewritten, StatePlan
 from collage_fx.runtime.errors import CollageError, OptionError
 from collage_fx.runtime.residuals.store import STORE
-from collage_fx.runtime.storage.registry import FINEST, chosen
+from collage_fx.runtime.storage.registry import FINEST, STORAGES, chosen
 from collage_fx.step.compiled_step import compile_function, compile_optimizer, report_of
 from collage_fx.step.distributed_wrappers import held_by
 from collage_fx.step.optimizer_clone import clone_of, with_some_gradient
@@ -106,6 +106,7 @@ def explain(
     explanation.memory = bytes_by_kind(owner) if isinstance(owner, Optimizer) else {}
     explanation.remarks = [note for note in report.notes if note not in session.warned]
     explanation.verbose = verbose
+    explanation.plan = _sized(explanation.plan, owner)
     _rename(explanation, names)
     return explanation
 
@@ -118,6 +119,23 @@ def _rename(explanation: Explanation, names: dict[str, str]) -> None:
     explanation.updates = {renamed(n, names): size for n, size in explanation.updates.items()}
     explanation.notes = [renamed(note, names) for note in explanation.notes]
     explanation.remarks = [renamed(remark, names) for remark in explanation.remarks]
+
+
+def _sized(plan: list[StatePlan], owner: Any) -> list[StatePlan]:
+    """Return states with the sizes that they have, which may be symbols in a graph."""
+    owned = owned_tensors(owner) if isinstance(owner, Optimizer) else ()
+    tensors = {o.name: o.tensor for o in owned}
+    known = [(state, tensors.get(state.name)) for state in plan]
+    return [
+        state
+        if t is None
+        else replace(
+            state,
+            shape=tuple(t.shape),
+            residual_bytes=STORAGES[state.storage].residual_bytes(t) if state.compensated else 0,
+        )
+        for state, t in known
+    ]
 
 
 def _parameters(owner: Any) -> list[tuple[str, Tensor]]:

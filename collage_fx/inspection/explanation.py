@@ -119,7 +119,9 @@ class Explanation:
         """Return all but the graphs as values that JSON can hold, a row for each state."""
         return {
             "subject": self.subject,
-            "config": {k: v for k, v in vars(self.config).items() if _is_json(v)},
+            "config": {
+                k: list(v) if isinstance(v, tuple) else v for k, v in vars(self.config).items()
+            },
             "states": [self._row(state) for state in self.plan],
             "classes": [
                 {"members": n, "one_kernel": not why, "why_not": why, "by_inductor": inductor}
@@ -234,10 +236,6 @@ class Explanation:
                 + (f"a kernel for each: {why}" if why else "one kernel for all")
                 + (f", by Inductor: {unprintable}" if unprintable else "")
             )
-
-
-def _is_json(value: Any) -> bool:
-    return isinstance(value, str | bool | int | float | tuple | None)
 
 
 def _written(choice: Choice) -> str:

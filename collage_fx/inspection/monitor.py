@@ -5,10 +5,11 @@ is held against the exact one.
 """
 
 import functools
+import types
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,14 +20,17 @@ from collage_fx.errors import CollageWarning, OptionError, SubjectError
 from collage_fx.inspection.update_stats import Measurement, UpdateStats, sums
 from collage_fx.optimizer.ownership import Owned, owned_tensors
 from collage_fx.optimizer.parameter_names import names_of, renamed
+from collage_fx.optimizer.state_table import PARAMETER, split_name
 from collage_fx.passes.ir.program import LOW_PRECISION
 from collage_fx.runtime.residuals.store import STORE
-from collage_fx.step.compiled_step import session_of
 from collage_fx.step.first_steps import exact_step
-from collage_fx.step.subject import innermost
+from collage_fx.step.subject import innermost, step_made_here
+from collage_fx.step.watches import add_watch, remove_watch
 
 KEPT = 1000
-"""How many measurements a monitor keeps."""
+"""How many measurements a monitor keeps, if they are of no more states than that."""
+Pairs: TypeAlias = dict[str, tuple[Tensor, Tensor]]
+"""State -> its high word, and its value with the residual."""
 
 
 class Monitor:
@@ -39,11 +43,16 @@ class Monitor:
         self.history: list[Measurement] = []
         """The last measurements, the newest last."""
         self.problem = ""
-        """Why steps cannot be measured."""
+        """Why the last step that was due could not be measured."""
         self._write = _writer(to)
         self._optimizer = weakref.ref(optimizer)
         self._names = names_of(optimizer, model)
-        self._session = session_of(optimizer)
+        self._said: set[str] = set()
+        self._plain: Any = None
+        """The method that was put in the place of a plain step."""
+        self._replaced: Any = None
+        """What was there before."""
+        self._active = self._within = False
 
     @property
     def latest(self) -> dict[str, Any]:
@@ -51,31 +60,33 @@ class Monitor:
         return self.history[-1].to_dict() if self.history else {}
 
     def attach(self) -> None:
-        """Look at the steps from now on."""
+        """Look at the steps from now on, those that are compiled and plain ones."""
         optimizer = self._optimizer()
         assert optimizer is not None, "whoever attaches it has the optimizer"
-        if self._session is not None:
-            self._session.watch = self.measured
+        self._active = True
+        add_watch(optimizer, self.measured)
+        if step_made_here(optimizer, "_collage") is not None:
             return
         step = optimizer.step
 
+        @torch.compiler.disable
         @functools.wraps(step)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            one = self._optimizer()
-            assert one is not None, "its step is called"
-            return self.measured(one, step, args, kwargs)
+        def watched(self_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            return self.measured(self_, step, args, kwargs)
 
-        watched._monitor = self  # type: ignore[attr-defined]
-        optimizer.step = watched  # type: ignore[method-assign]
+        self._plain, self._replaced = types.MethodType(watched, optimizer), step
+        optimizer.step = self._plain  # type: ignore[method-assign]
 
     def remove(self) -> None:
         """Look at no more steps; what was measured stays."""
+        self._active = False
         optimizer = self._optimizer()
-        if self._session is not None:
-            if self._session.watch == self.measured:
-                self._session.watch = None
-        elif optimizer is not None and getattr(optimizer.step, "_monitor", None) is self:
-            optimizer.step = optimizer.step.__wrapped__  # type: ignore[method-assign,attr-defined]
+        if optimizer is None:
+            return
+        remove_watch(optimizer, self.measured)
+        # A scheduler or another monitor may have put something around it, which stays.
+        if self._plain is not None and vars(optimizer).get("step") == self._plain:
+            optimizer.step = self._replaced  # type: ignore[method-assign]
 
     def __enter__(self) -> "Monitor":
         return self
@@ -87,43 +98,64 @@ class Monitor:
         """Return itself: a copy of the optimizer is not looked at."""
         return self
 
+    @torch.compiler.disable
     def measured(
         self, optimizer: Optimizer, run: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """Do a step, and measure it if it is due."""
-        self.steps += 1
-        if self.steps % self.every or self.problem:
+        if self._within or not self._active:  # a compiled step within a plain one, say
             return run(*args, **kwargs)
+        self._within = True
+        try:
+            self.steps += 1
+            if self.steps % self.every:
+                return run(*args, **kwargs)
+            return self._measured(optimizer, run, args, kwargs)
+        finally:
+            self._within = False
+
+    def _measured(
+        self, optimizer: Optimizer, run: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
         closure = args[0] if args else kwargs.get("closure")
+        loss = None
         if len(args) + len(kwargs) == 1 and callable(closure):
             known = _Evaluated(closure)  # the gradients are those of the step from here on
-            exact = exact_step(optimizer, (), {}, known.loss_alone)
-            args, kwargs = (known,), {}
-        else:
-            exact = exact_step(optimizer, args, kwargs)
-        if isinstance(exact, str):
-            self.problem = exact
-            message = f"collage_fx: the monitor cannot measure the updates: {exact}"
-            warnings.warn(message, CollageWarning, stacklevel=3)
-            return run(*args, **kwargs)
-        before = {o.name: (o.tensor.clone(), _whole(o.tensor)) for o in _states(optimizer)}
+            args, kwargs, loss = (known,), {}, known.loss_alone
+        before: Pairs = {}
+        exact = exact_step(optimizer, () if loss else args, kwargs, loss)
+        if not isinstance(exact, str):
+            before = {o.name: (o.tensor.clone(), _whole(o.tensor)) for o in _states(optimizer)}
+            if not before:
+                exact = "none of its states is in 16 bits"
         result = run(*args, **kwargs)
-        self._note(optimizer, before, exact)
+        self.problem = exact if isinstance(exact, str) else ""
+        if not isinstance(exact, str):
+            try:
+                self._note(optimizer, before, exact)
+            except Exception as error:  # of a logger, say: no reason to end a training
+                self.problem = f"{type(error).__name__}: {error}"
+        if self.problem and self.problem not in self._said:
+            self._said.add(self.problem)
+            message = f"collage_fx: the monitor cannot measure the updates: {self.problem}"
+            warnings.warn(message, CollageWarning, stacklevel=4)
         return result
 
-    def _note(self, optimizer: Optimizer, before: dict[str, Any], exact: dict[str, Any]) -> None:
+    def _note(self, optimizer: Optimizer, before: Pairs, exact: dict[str, Tensor]) -> None:
         """Compare the states after a step with what they should be."""
         found = {
             o.name: sums(*before[o.name], o.tensor, _whole(o.tensor), exact[o.name])
             for o in _states(optimizer)
             if o.name in before and o.name in exact
         }
-        if not found:
-            return
         rows = torch.stack([one.cpu() for one in found.values()]).tolist()
+        params = [name for name in found if split_name(name)[0] == PARAMETER]
+        if self._names and not self._names.keys() >= set(params):
+            self._names = names_of(optimizer)  # parameters were added
         names = (renamed(name, self._names) for name in found)
         states = {name: UpdateStats(*row) for name, row in zip(names, rows, strict=True)}
-        self.history = [*self.history[1 - KEPT :], Measurement(self.steps, states)]
+        most = max(10, min(KEPT, KEPT * KEPT // len(states)))
+        self.history = [*self.history[1 - most :], Measurement(self.steps, states)]
         self._write(self.history[-1])
 
 
@@ -177,7 +209,7 @@ def monitor(
     inner = innermost(optimizer)
     if not isinstance(inner, Optimizer):
         raise SubjectError(f"monitor takes an optimizer, got {type(optimizer).__name__}")
-    if not isinstance(every, int) or every < 1:
+    if type(every) is not int or every < 1:
         raise OptionError(f"every={every!r}: a number of steps, 1 or more")
     made = Monitor(inner, every, to, model)
     made.attach()

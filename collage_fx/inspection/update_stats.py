@@ -14,7 +14,7 @@ from torch import Tensor
 from collage_fx.optimizer.state_table import PARAMETER, split_name
 
 
-@dataclass
+@dataclass(slots=True)
 class UpdateStats:
     """Sums over the updates of one state, or of several; the properties are what they say."""
 
@@ -101,7 +101,7 @@ def sums(high: Tensor, whole: Tensor, now: Tensor, after: Tensor, exact: Tensor)
         (size * stored).sum(),
         torch.where(meant, size.abs() / ulp, 1.0).log2().sum(),
         residual.square().sum(),
-        (~now.isfinite()).sum(),
+        (~now.double().isfinite()).sum(),
     )
     return torch.stack([part.double() for part in parts])
 

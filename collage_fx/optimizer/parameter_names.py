@@ -61,7 +61,11 @@ def _in_model(params: dict[str, Tensor], model: Module, optimizer: str) -> dict[
 
 
 def _by_identity(model: Module) -> dict[int, str]:
-    return {id(p): _WRAPPERS.sub("", name) for name, p in model.named_parameters()}
+    named = [(id(p), name) for name, p in model.named_parameters()]
+    short = [_WRAPPERS.sub("", name) for _, name in named]
+    if len(set(short)) < len(named):  # a module of the user's is called `module`
+        return dict(named)
+    return dict(zip((key for key, _ in named), short, strict=True))
 
 
 def _given(optimizer: Optimizer) -> dict[int, str]:
@@ -83,8 +87,11 @@ def _smallest_owner(params: set[int]) -> Module | None:
             continue
         if "_parameters" not in vars(one):  # before its __init__
             continue
-        own = {id(p) for p in one.parameters()}
-        size = len(own), sum(1 for _ in one.modules())
+        try:
+            own = {id(p) for p in one.parameters()}
+            size = len(own), sum(1 for _ in one.modules())
+        except Exception:  # a module of somebody else's that does not let itself be looked at
+            continue
         if params <= own and (best is None or size < least):
             best, least = one, size
     return best

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -162,6 +163,14 @@ class Report:
         """Return the same with other names of parameters."""
         states = [replace(state, name=renamed(state.name, names)) for state in self.states]
         return replace(self, states=states, notes=[renamed(note, names) for note in self.notes])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as values that JSON can hold, a row for each state."""
+        rows = [{**vars(s), "served_by": s.engine, "verdict": s.verdict} for s in self.states]
+        for row in rows:
+            row["dtype"] = str(row["dtype"]).removeprefix("torch.")
+            row["shape"] = list(row["shape"])
+        return {"subject": self.subject, "states": rows, "notes": list(self.notes)}
 
     def __str__(self) -> str:
         width = terminal_width()

@@ -33,6 +33,7 @@ from collage_fx.step.first_steps import StepCheck
 from collage_fx.step.recompile_guard import RecompileGuard
 from collage_fx.step.small_updates import SmallUpdates
 from collage_fx.step.subject import name_of, step_made_here
+from collage_fx.step.watches import watched
 
 TRACING = "Dynamo traces"
 
@@ -75,9 +76,6 @@ def compile_optimizer(
         return result
 
     def take(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if not supervisor.steps:
-            plain_steps.called(family(self))
-            distributed_state_dicts.know_residuals()
         repeated, called, result = repeat(args, kwargs)
         if called:
             in_full()
@@ -90,12 +88,11 @@ def compile_optimizer(
 
     @functools.wraps(type(optimizer).step)
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        run = (
-            functools.partial(small.step, take, self)
-            if small.wanted
-            else functools.partial(take, self)
-        )
-        return session.watch(self, run, args, kwargs) if session.watch else run(*args, **kwargs)
+        if not supervisor.steps:
+            plain_steps.called(family(self))
+            distributed_state_dicts.know_residuals()
+        do: Callable[..., Any] = functools.partial(small.step, take) if small.wanted else take
+        return watched(self, functools.partial(do, self))(*args, **kwargs)
 
     step._collage = session  # type: ignore[attr-defined]
     # It does what schedulers put a function of theirs around a step for, before they are made too.

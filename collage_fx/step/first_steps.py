@@ -34,6 +34,7 @@ from collage_fx.optimizer.ownership import family, params_of, tensors_held, tens
 from collage_fx.record.service import TRIED
 from collage_fx.record.steps import Steps
 from collage_fx.runtime.errors import listed
+from collage_fx.runtime.residuals.dtensor import shard_of, sharded_like
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import kept
 from collage_fx.step.optimizer_clone import clone_of
@@ -205,9 +206,10 @@ def _in_float64(tensor: Tensor) -> Tensor:
     """Return the value of a tensor with its residual, in memory of its own."""
     if not tensor.is_floating_point():
         return tensor.clone()
-    residual = STORE.get(tensor)
-    if residual is not None and residual.fits(tensor):
-        return residual.whole(tensor)
+    shard = shard_of(tensor)
+    residual = STORE.get(shard)
+    if residual is not None and residual.fits(shard):
+        return sharded_like(residual.whole(shard), tensor)
     return tensor.detach().to(torch.float64, copy=True)
 
 

@@ -12,11 +12,15 @@ from collage_fx.optimizer.ownership import Owned, owned_tensors
 from collage_fx.optimizer.parameter_names import names_of, renamed
 from collage_fx.optimizer.served import too_small
 from collage_fx.runtime.residuals.dtensor import shard_of
-from collage_fx.runtime.residuals.store import STORE
+from collage_fx.runtime.residuals.store import STORE, version
 from collage_fx.runtime.storage.registry import FINEST, kept
 
 AFTER = 100
-"""The step that is looked at: rates have warmed up, or begun to."""
+"""The step from which on it looks: rates have warmed up, or begun to."""
+LOOKS = 2
+"""How many steps in turn must lose them: a schedule may pass zero in one."""
+TRIES = 20
+"""How many steps are looked at at most: those that a gradient scaler skips say nothing."""
 PARAMETERS = 16
 """How many parameters are looked at."""
 ELEMENTS = 1 << 22
@@ -24,7 +28,7 @@ ELEMENTS = 1 << 22
 
 
 class SmallUpdates:
-    """Looks at some parameters in one step, and warns if half their updates are lost.
+    """Looks at some parameters in a few steps, and warns if half their updates are lost.
 
     Fine-tuning at rates of 1e-6 with 17 bits does nothing, and nothing else would say so.
     """
@@ -32,29 +36,48 @@ class SmallUpdates:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.steps = 0
+        self.looks = 0
+        """In how many steps there was something to see."""
+        self.small: set[str] = set()
+        """The parameters of which all of these lost half the updates."""
 
     @property
     def wanted(self) -> bool:
-        """Whether the step is still to come."""
-        return self.steps < AFTER
+        """Whether there are steps to come that it looks at."""
+        return self.steps < AFTER + TRIES and self.looks < LOOKS
 
     def step(self, run: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Do a step of the optimizer, and look at it if it is the one."""
+        """Do a step of the optimizer, and look at it if it is one of those."""
         self.steps += 1
         if self.steps < AFTER:
             return run(optimizer, *args, **kwargs)
-        before = [(o.name, o.tensor, _whole(o.tensor), _moving(o)) for o in self._chosen(optimizer)]
+        chosen = self._chosen(optimizer)
+        before = [(o, version(o.tensor), _whole(o.tensor)) for o in chosen]
         result = run(optimizer, *args, **kwargs)
-        small: dict[tuple[torch.dtype, str], list[str]] = {}
-        for name, p, old, moving in before:
-            moved = ((_whole(p) - old) / old).abs()[moving & (old != 0)]
-            held = p.dtype, self._storage(p)
-            if moved.numel() and float(moved.median()) < kept(*held):
-                small.setdefault(held, []).append(name)
-        known = names_of(optimizer) if small else {}
-        for (dtype, storage), names in small.items():
-            self.session.warn_once(renamed(too_small(dtype, storage, names), known))
+        if any(version(o.tensor) != number for o, number, _ in before):
+            small = {o.name: o for o, _, old in before if self._lost(o, old)}
+            self.small = self.small & set(small) if self.looks else set(small)
+            self.looks += 1
+            if self.looks == LOOKS and self.small:
+                self._warn(optimizer, [o for name, o in small.items() if name in self.small])
         return result
+
+    def _lost(self, owned: Owned, old: Tensor) -> bool:
+        """Tell whether a step has lost half the updates of a parameter."""
+        gradient, p = owned.whole.grad, owned.tensor
+        if gradient is None or gradient.layout != torch.strided:
+            return False
+        moving = (shard_of(gradient) != 0) & (old != 0)
+        moved = ((_whole(p) - old) / old).abs()[moving]
+        return bool(moved.numel()) and float(moved.median()) < kept(p.dtype, self._storage(p))
+
+    def _warn(self, optimizer: Optimizer, small: list[Owned]) -> None:
+        alike: dict[tuple[torch.dtype, str], list[str]] = {}
+        for owned in small:
+            held = owned.tensor.dtype, self._storage(owned.tensor)
+            alike.setdefault(held, []).append(owned.name)
+        for held, of_these in alike.items():
+            self.session.warn_once(renamed(too_small(*held, of_these), names_of(optimizer)))
 
     def _storage(self, p: Tensor) -> str:
         residual = STORE.get(p)
@@ -70,8 +93,6 @@ class SmallUpdates:
             and o.tensor.dtype in FINEST
             and self._storage(o.tensor)
             and not self.session.config.rounds_by_chance(self._storage(o.tensor))
-            and o.whole.grad is not None
-            and o.whole.grad.layout == torch.strided
         ]
         found.sort(key=lambda one: one.tensor.numel())
         few = [one for one in found if one.tensor.numel() <= ELEMENTS]
@@ -82,10 +103,3 @@ def _whole(p: Tensor) -> Tensor:
     """Return the value of a parameter with its residual, in float64."""
     residual = STORE.get(p)
     return p.detach().double() if residual is None else residual.whole(p).double()
-
-
-def _moving(owned: Owned) -> Tensor:
-    """Return which elements have a gradient."""
-    gradient = owned.whole.grad
-    assert gradient is not None, "chosen for having one"
-    return shard_of(gradient) != 0

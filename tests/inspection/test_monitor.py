@@ -111,6 +111,26 @@ def test_it_changes_nothing_and_is_removed() -> None:
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
+@pytest.mark.parametrize("compiled", ["before", "between", "after"])
+def test_several_monitors_and_the_compiler_in_any_order(compiled: str) -> None:
+    model, found = _model(), []
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    with without_compiler():
+        for k, when in enumerate(("before", "between", "after")):
+            if when == compiled:
+                collage_fx.compile_(optimizer)
+            if k < 2:
+                found.append(collage_fx.monitor(optimizer, every=1 + k))
+        _train(model, optimizer, 4)
+        assert [[one.step for one in m.history] for m in found] == [[1, 2, 3, 4], [2, 4]]
+        assert all(m.latest["kinds"]["parameter"]["lost"] < 0.01 for m in found), "compensated"
+        found[0].remove()
+        _train(model, optimizer, 1)
+        found[1].remove()
+        _train(model, optimizer, 1)
+    assert [m.steps for m in found] == [4, 5]
+
+
 def test_infinities_are_counted_and_do_not_spread() -> None:
     p = torch.ones(4).bfloat16().requires_grad_()
     optimizer = torch.optim.SGD([p], lr=1.0)
@@ -151,8 +171,9 @@ def test_closures_are_evaluated_once(often: int) -> None:
 
 def test_bad_input() -> None:
     optimizer = torch.optim.SGD(_model().parameters(), lr=0.1)
-    with pytest.raises(OptionError, match="every=0"):
-        collage_fx.monitor(optimizer, every=0)
+    for every in (0, True, 1.5):
+        with pytest.raises(OptionError, match=f"every={every}"):
+            collage_fx.monitor(optimizer, every=every)
     with pytest.raises(OptionError, match="to=int"):
         collage_fx.monitor(optimizer, to=3)
     with pytest.raises(SubjectError, match="takes an optimizer, got Sequential"):

@@ -1,6 +1,7 @@
 """The text of explain and report: rows that say the same, names of the model, widths, machines."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from support.tensors import bf16, with_grads
 
 import collage_fx
 from collage_fx.errors import SubjectError
+from collage_fx.optimizer.parameter_names import names_of
 from collage_fx.optimizer.state_table import ROWS, table
 
 
@@ -53,6 +55,7 @@ def test_for_machines_there_is_a_row_for_each_state() -> None:
     params = with_grads([bf16(4), bf16(4)])
     found = collage_fx.explain(torch.optim.AdamW(params))
     told = json.loads(json.dumps(found.to_dict()))
+    assert told == found.to_dict(), "nothing that JSON changes"
     states = {state["name"]: state for state in told["states"]}
     assert len(states) == len(found.plan) == 8
     second = states["exp_avg_sq of param_groups[0].params[1]"]
@@ -73,7 +76,34 @@ def test_names_are_those_of_the_model(how: str) -> None:
     options = {} if how in ("given", "found") else {"model": wrapped}
     names = {state.name for state in collage_fx.explain(step, **options).plan}
     assert names == {"0.weight", "0.bias", "1.weight", "1.bias"}
-    assert {s.name for s in collage_fx.report(step, **options).states} == names
+    report = collage_fx.report(step, **options)
+    assert {s["name"] for s in json.loads(json.dumps(report.to_dict()))["states"]} == names
+
+
+def test_names_that_clash_stay_whole_and_strange_modules_are_left_alone() -> None:
+    class Clashing(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = torch.nn.Linear(4, 4)
+            self.weight = torch.nn.Parameter(torch.ones(4, 4))
+
+    class Strange(torch.nn.Module):
+        def parameters(self, recurse: bool = True) -> Any:
+            raise RuntimeError("not to be looked at")
+
+    model, strange = Clashing().bfloat16(), Strange()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    names = set(names_of(optimizer).values())
+    assert names == {"weight", "module.weight", "module.bias"} and strange is not None
+
+
+def test_sizes_that_are_symbols_in_a_graph_are_numbers() -> None:
+    for size in (8, 6, 10):
+        p = torch.nn.Parameter(torch.ones(size, size).bfloat16())
+        p.grad = torch.ones_like(p)
+        found = collage_fx.explain(torch.optim.AdamW([p]))
+        assert found.plan[0].shape == (size, size)
+        assert f"{2 * size * size:,}" in str(found)
 
 
 def test_a_model_of_other_parameters_is_refused() -> None:

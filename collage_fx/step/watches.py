@@ -1,0 +1,34 @@
+"""What looks at the steps of an optimizer, whoever compiles them: monitors."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+WATCHES = WeakIdKeyDictionary()
+"""Optimizer -> what is given it, a function that does its step, and the arguments of that."""
+
+
+def add_watch(optimizer: Optimizer, watch: Callable[..., Any]) -> None:
+    """Have the compiled steps of an optimizer done by way of `watch`, from now on."""
+    WATCHES[optimizer] = [*WATCHES.get(optimizer, ()), watch]
+
+
+def remove_watch(optimizer: Optimizer, watch: Callable[..., Any]) -> None:
+    """Take it away again, if it is there."""
+    WATCHES[optimizer] = [one for one in WATCHES.get(optimizer, ()) if one != watch]
+
+
+def watched(optimizer: Optimizer, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that does a step by way of all that looks at it."""
+    for watch in WATCHES.get(optimizer, ()) if len(WATCHES) else ():
+        run = functools.partial(_by_way_of, watch, optimizer, run)
+    return run
+
+
+def _by_way_of(
+    watch: Callable[..., Any], optimizer: Optimizer, run: Any, *args: Any, **kwargs: Any
+) -> Any:
+    return watch(optimizer, run, args, kwargs)
