@@ -48,10 +48,9 @@ class Monitor:
         self._optimizer = weakref.ref(optimizer)
         self._names = names_of(optimizer, model)
         self._said: set[str] = set()
-        self._plain: Any = None
-        """The method that was put in the place of a plain step."""
-        self._replaced: Any = None
-        """What was there before."""
+        # Weakly, as the optimizer: `WATCHES` would keep that alive.
+        self._plain: Callable[[], Any] = lambda: None
+        """What was put in the place of a plain step."""
         self._active = self._within = False
 
     @property
@@ -74,8 +73,9 @@ class Monitor:
         def watched(self_: Optimizer, *args: Any, **kwargs: Any) -> Any:
             return self.measured(self_, step, args, kwargs)
 
-        self._plain, self._replaced = types.MethodType(watched, optimizer), step
-        optimizer.step = self._plain  # type: ignore[method-assign]
+        watched._replaced = step
+        self._plain = weakref.ref(watched)
+        optimizer.step = types.MethodType(watched, optimizer)  # type: ignore[method-assign]
 
     def remove(self) -> None:
         """Look at no more steps; what was measured stays."""
@@ -85,8 +85,9 @@ class Monitor:
             return
         remove_watch(optimizer, self.measured)
         # A scheduler or another monitor may have put something around it, which stays.
-        if self._plain is not None and vars(optimizer).get("step") == self._plain:
-            optimizer.step = self._replaced  # type: ignore[method-assign]
+        ours: Any = self._plain()
+        if ours is not None and getattr(vars(optimizer).get("step"), "__func__", None) is ours:
+            optimizer.step = vars(ours)["_replaced"]  # type: ignore[method-assign]
 
     def __enter__(self) -> "Monitor":
         return self

@@ -1,5 +1,7 @@
 """monitor beside schedulers, other monitors, compiled code and failing loggers."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -49,6 +51,18 @@ def test_two_on_a_plain_optimizer_are_removed_in_any_order() -> None:
     second.remove()
     _train(model, optimizer, 1)
     assert first.steps == second.steps == 2
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_optimizer_goes_while_its_monitor_is_kept(compiled: bool) -> None:
+    optimizer: Any = torch.optim.SGD(_model().parameters(), lr=1e-3)
+    if compiled:
+        collage_fx.compile_(optimizer)
+    found, gone = collage_fx.monitor(optimizer, every=1), weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert gone() is None
+    found.remove()
 
 
 def test_a_step_within_compiled_code_is_measured() -> None:
