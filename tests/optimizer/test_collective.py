@@ -191,7 +191,7 @@ def test_the_optimizer_within_is_the_one_that_is_reported_and_saved(
 ) -> None:
     first = found[0]["assigned"]
     assert "AdamW in ZeroRedundancyOptimizer" in first["report"]
-    assert "exp_avg_sq of param_groups[0].params[1]" in first["report"]
+    assert "exp_avg_sq" in first["report"]
     assert "collage_fx: AdamW, level=plus" in first["explained"] and first["saved"] == 2
 
 
