@@ -1,7 +1,6 @@
 """`explain`: what is compensated, what not and why, and the graphs before and after."""
 
 import copy
-import inspect
 import types
 import warnings
 import weakref
@@ -21,6 +20,7 @@ from collage_fx.dynamo.backend import Backend
 from collage_fx.dynamo.options import split_options
 from collage_fx.inspection.explanation import Explanation
 from collage_fx.inspection.gradients import GradientRecorder
+from collage_fx.inspection.replay import closure_for
 from collage_fx.inspection.replay import replay as replay_steps
 from collage_fx.inspection.values import value as full_value
 from collage_fx.optimizer.fused import as_its_kernel
@@ -83,7 +83,7 @@ def explain(
     if isinstance(owner, Optimizer):
         session.optimizer = weakref.ref(owner)
         supervised = compile_optimizer(owner, session)
-        args = _closure(step)
+        args = closure_for(step)
     else:
         supervised = compile_function(step, session)
     with STORE.unheard(), warnings.catch_warnings(record=True) as caught:
@@ -160,13 +160,6 @@ def _updates(owner: Any, before: dict[str, Tensor]) -> dict[str, float]:
             if moved.numel():
                 found[name] = float(moved.median())
     return found
-
-
-def _closure(step: Callable[..., Any]) -> tuple[Any, ...]:
-    """Return a closure for a step that needs one; the gradients stay as they are."""
-    closure = inspect.signature(step).parameters.get("closure")
-    needed = closure is not None and closure.default is inspect.Parameter.empty
-    return (lambda: torch.zeros(()),) if needed else ()
 
 
 def _prepare(

@@ -1,6 +1,5 @@
 """`record_gradients`: the gradients of the last steps, to replay them."""
 
-import functools
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from torch.optim import Optimizer
 from collage_fx.errors import OptionError, SubjectError
 from collage_fx.optimizer.ownership import params_of
 from collage_fx.step.subject import innermost, step_made_here
+from collage_fx.step.watches import add_watch, remove_watch
 
 Gradients = list[Tensor | None]
 """One for each parameter, in the order of the groups."""
@@ -28,19 +28,16 @@ class GradientRecorder:
     def __init__(self, optimizer: Optimizer, last: int) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._steps: deque[Gradients] = deque(maxlen=last)
-        self._active = False
         self._hook: Any = None
 
     def attach(self) -> None:
         """Look at each step from now on."""
         optimizer = self._optimizer()
         assert optimizer is not None, "whoever attaches it has the optimizer"
-        self._active = True
-        compiled = vars(optimizer).get("step")
-        if step_made_here(compiled, "_collage") is None:
+        if step_made_here(optimizer, "_collage") is None:
             self._hook = optimizer.register_step_pre_hook(self._before)
         else:  # which would trace a hook
-            optimizer.step = self._around(compiled)  # type: ignore[method-assign]
+            add_watch(optimizer, self._watch)
 
     @property
     def steps(self) -> list[Gradients]:
@@ -52,23 +49,15 @@ class GradientRecorder:
 
     def remove(self) -> None:
         """Record no more."""
-        self._active = False
         optimizer = self._optimizer()
         if self._hook is not None:
             self._hook.remove()
-        elif optimizer is not None and getattr(optimizer.step, "_recorder", None) is self:
-            optimizer.step = optimizer.step.__wrapped__  # type: ignore[method-assign,attr-defined]
+        elif optimizer is not None:
+            remove_watch(optimizer, self._watch)
 
-    def _around(self, step: Any) -> Callable[..., Any]:
-        @functools.wraps(step)
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            optimizer = self._optimizer()
-            if self._active and optimizer is not None:
-                self.note()
-            return step(*args, **kwargs)
-
-        noted._recorder = self  # type: ignore[attr-defined]
-        return noted
+    def _watch(self, optimizer: Optimizer, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self.note()
+        return run(*args, **kwargs)
 
     def __enter__(self) -> "GradientRecorder":
         return self

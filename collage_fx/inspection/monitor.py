@@ -22,8 +22,7 @@ from collage_fx.optimizer.ownership import Owned, owned_tensors
 from collage_fx.optimizer.parameter_names import names_of, renamed
 from collage_fx.optimizer.state_table import PARAMETER, split_name
 from collage_fx.passes.ir.program import LOW_PRECISION
-from collage_fx.runtime.residuals.store import STORE
-from collage_fx.step.first_steps import exact_step
+from collage_fx.step.first_steps import exact_step, in_float64
 from collage_fx.step.subject import innermost, step_made_here
 from collage_fx.step.watches import add_watch, remove_watch
 
@@ -126,7 +125,7 @@ class Monitor:
         before: Pairs = {}
         exact = exact_step(optimizer, () if loss else args, kwargs, loss)
         if not isinstance(exact, str):
-            before = {o.name: (o.tensor.clone(), _whole(o.tensor)) for o in _states(optimizer)}
+            before = {o.name: (o.tensor.clone(), in_float64(o.tensor)) for o in _states(optimizer)}
             if not before:
                 exact = "none of its states is in 16 bits"
         result = run(*args, **kwargs)
@@ -145,7 +144,7 @@ class Monitor:
     def _note(self, optimizer: Optimizer, before: Pairs, exact: dict[str, Tensor]) -> None:
         """Compare the states after a step with what they should be."""
         found = {
-            o.name: sums(*before[o.name], o.tensor, _whole(o.tensor), exact[o.name])
+            o.name: sums(*before[o.name], o.tensor, in_float64(o.tensor), exact[o.name])
             for o in _states(optimizer)
             if o.name in before and o.name in exact
         }
@@ -240,9 +239,3 @@ def _writer(to: Any) -> Callable[[Measurement], None]:
 def _states(optimizer: Optimizer) -> list[Owned]:
     """Return the 16-bit states and parameters."""
     return [o for o in owned_tensors(optimizer) if o.tensor.dtype in LOW_PRECISION]
-
-
-def _whole(t: Tensor) -> Tensor:
-    """Return the value of a tensor with its residual, in float64."""
-    residual = STORE.get(t)
-    return t.detach().double() if residual is None else residual.whole(t)

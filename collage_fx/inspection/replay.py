@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.compiler import set_stance
 from torch.optim import Optimizer
 
@@ -20,6 +19,7 @@ from collage_fx.inspection.gradients import GradientRecorder, Gradients
 from collage_fx.inspection.values import value
 from collage_fx.optimizer.ownership import owned_tensors, params_of
 from collage_fx.step.compiled_step import compile_optimizer
+from collage_fx.step.first_steps import in_float64
 from collage_fx.step.optimizer_clone import clone_of
 
 
@@ -119,7 +119,7 @@ def _run(
     result: Replay,
 ) -> None:
     plain = clone_of(optimizer, torch.clone, residuals=False)
-    exact = clone_of(optimizer, _in_float64, residuals=False)
+    exact = clone_of(optimizer, in_float64, residuals=False)
     better = clone_of(optimizer, torch.clone, residuals=True)
     session = Backend(config, inductor, named=True)
     session.optimizer = weakref.ref(better)
@@ -128,10 +128,10 @@ def _run(
         for twin, step in ((plain, _own(plain)), (better, compiled), (exact, _own(exact))):
             _give(twin, gradients)
             if twin is better:
-                step(*_closure(step))
+                step(*closure_for(step))
             else:
                 with set_stance("force_eager"):
-                    step(*_closure(step))
+                    step(*closure_for(step))
         _note(plain, better, exact, result)
 
 
@@ -139,14 +139,11 @@ def _own(optimizer: Optimizer) -> Callable[..., Any]:
     return types.MethodType(type(optimizer).step, optimizer)
 
 
-def _closure(step: Callable[..., Any]) -> tuple[Any, ...]:
+def closure_for(step: Callable[..., Any]) -> tuple[Any, ...]:
+    """Return a closure for a step that needs one; the gradients stay as they are."""
     closure = inspect.signature(step).parameters.get("closure")
     needed = closure is not None and closure.default is inspect.Parameter.empty
     return (lambda: torch.zeros(()),) if needed else ()
-
-
-def _in_float64(tensor: Tensor) -> Tensor:
-    return value(tensor).clone() if tensor.is_floating_point() else tensor.clone()
 
 
 def _give(optimizer: Optimizer, gradients: Gradients) -> None:

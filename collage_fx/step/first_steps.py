@@ -178,7 +178,7 @@ def exact_step(
     with torch.random.fork_rng(), set_stance("force_eager"):
         state = torch.get_rng_state()
         try:
-            twin = clone_of(optimizer, _in_float64, residuals=False)
+            twin = clone_of(optimizer, in_float64, residuals=False)
             types.MethodType(type(twin).step, twin)(*(() if loss is None else (loss,)))
         except Exception as error:  # whatever code of the user's raises that wants 16 bits
             return f"steps cannot be done in float64: {error}"
@@ -198,11 +198,11 @@ def values_of(optimizer: Optimizer) -> Values:
     for owned in tensors_held(optimizer):
         tensor = owned.tensor
         if tensor.is_floating_point() and tensor.layout is torch.strided:
-            found[owned.name] = _in_float64(tensor)
+            found[owned.name] = in_float64(tensor)
     return found
 
 
-def _in_float64(tensor: Tensor) -> Tensor:
+def in_float64(tensor: Tensor) -> Tensor:
     """Return the value of a tensor with its residual, in memory of its own."""
     if not tensor.is_floating_point():
         return tensor.clone()

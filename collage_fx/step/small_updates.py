@@ -14,6 +14,7 @@ from collage_fx.optimizer.served import too_small
 from collage_fx.runtime.residuals.dtensor import shard_of
 from collage_fx.runtime.residuals.store import STORE, version
 from collage_fx.runtime.storage.registry import FINEST, kept
+from collage_fx.step.first_steps import in_float64
 
 AFTER = 100
 """The step from which on it looks: rates have warmed up, or begun to."""
@@ -52,7 +53,7 @@ class SmallUpdates:
         if self.steps < AFTER:
             return run(optimizer, *args, **kwargs)
         chosen = self._chosen(optimizer)
-        before = [(o, version(o.tensor), _whole(o.tensor)) for o in chosen]
+        before = [(o, version(o.tensor), in_float64(o.tensor)) for o in chosen]
         result = run(optimizer, *args, **kwargs)
         if any(version(o.tensor) != number for o, number, _ in before):
             small = {o.name: o for o, _, old in before if self._lost(o, old)}
@@ -68,7 +69,7 @@ class SmallUpdates:
         if gradient is None or gradient.layout != torch.strided:
             return False
         moving = (shard_of(gradient) != 0) & (old != 0)
-        moved = ((_whole(p) - old) / old).abs()[moving]
+        moved = ((in_float64(p) - old) / old).abs()[moving]
         return bool(moved.numel()) and float(moved.median()) < kept(p.dtype, self._storage(p))
 
     def _warn(self, optimizer: Optimizer, small: list[Owned]) -> None:
@@ -97,9 +98,3 @@ class SmallUpdates:
         found.sort(key=lambda one: one.tensor.numel())
         few = [one for one in found if one.tensor.numel() <= ELEMENTS]
         return few[: -PARAMETERS - 1 : -1] or found[:1]
-
-
-def _whole(p: Tensor) -> Tensor:
-    """Return the value of a parameter with its residual, in float64."""
-    residual = STORE.get(p)
-    return p.detach().double() if residual is None else residual.whole(p).double()

@@ -8,25 +8,12 @@ from typing import Any
 import pytest
 import torch
 from support.interpreter import without_compiler
+from support.small_training import model_in_bf16, train
 from torch import Tensor
 
 import collage_fx
 from collage_fx.errors import CollageWarning, OptionError, SubjectError
 from collage_fx.runtime.metrics import edq, lost_update_share
-
-
-def _model(seed: int = 0) -> torch.nn.Module:
-    torch.manual_seed(seed)
-    layers = [torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 16)]
-    return torch.nn.Sequential(*layers).bfloat16()
-
-
-def _train(model: torch.nn.Module, optimizer: Any, steps: int, seed: int = 1) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.randn(8, 16, generator=generator).bfloat16()).float().square().mean().backward()
-        optimizer.step()
 
 
 def _wholes(model: torch.nn.Module, optimizer: Any) -> dict[str, Tensor]:
@@ -58,13 +45,13 @@ def _in_float64(model: torch.nn.Module, optimizer: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("storage", ["plain", "mcf2", "remainder16"])
 def test_numbers_are_those_of_a_float64_recomputation(storage: str) -> None:
-    model = _model()
+    model = model_in_bf16()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4)
     with without_compiler():
         if storage != "plain":
             optimizer.step = collage_fx.compile(optimizer, storage=storage)
         found = collage_fx.monitor(optimizer, every=4, model=model)
-        _train(model, optimizer, 3)
+        train(model, optimizer, 3)
         model(torch.ones(2, 16).bfloat16()).float().square().mean().backward()
         before, exact = _wholes(model, optimizer), _in_float64(model, optimizer)
         high = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -94,12 +81,12 @@ def test_numbers_are_those_of_a_float64_recomputation(storage: str) -> None:
 def test_it_changes_nothing_and_is_removed() -> None:
     ends = []
     for watched in (False, True):
-        model = _model()
+        model = model_in_bf16()
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4)
         with without_compiler():
             optimizer.step = collage_fx.compile(optimizer)
             found = collage_fx.monitor(optimizer, every=2) if watched else None
-            _train(model, optimizer, 5)
+            train(model, optimizer, 5)
         if found is not None:
             assert [one.step for one in found.history] == [2, 4]
             found.remove()
@@ -113,7 +100,7 @@ def test_it_changes_nothing_and_is_removed() -> None:
 
 @pytest.mark.parametrize("compiled", ["before", "between", "after"])
 def test_several_monitors_and_the_compiler_in_any_order(compiled: str) -> None:
-    model, found = _model(), []
+    model, found = model_in_bf16(), []
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4)
     with without_compiler():
         for k, when in enumerate(("before", "between", "after")):
@@ -121,13 +108,13 @@ def test_several_monitors_and_the_compiler_in_any_order(compiled: str) -> None:
                 collage_fx.compile_(optimizer)
             if k < 2:
                 found.append(collage_fx.monitor(optimizer, every=1 + k))
-        _train(model, optimizer, 4)
+        train(model, optimizer, 4)
         assert [[one.step for one in m.history] for m in found] == [[1, 2, 3, 4], [2, 4]]
         assert all(m.latest["kinds"]["parameter"]["lost"] < 0.01 for m in found), "compensated"
         found[0].remove()
-        _train(model, optimizer, 1)
+        train(model, optimizer, 1)
         found[1].remove()
-        _train(model, optimizer, 1)
+        train(model, optimizer, 1)
     assert [m.steps for m in found] == [4, 5]
 
 
@@ -149,7 +136,7 @@ def test_closures_are_evaluated_once(often: int) -> None:
                 closure()
             return super().step(closure)
 
-    model, calls = _model(), []
+    model, calls = model_in_bf16(), []
     optimizer = Evaluating(model.parameters(), lr=1e-3)
 
     def closure() -> Tensor:
@@ -170,16 +157,16 @@ def test_closures_are_evaluated_once(often: int) -> None:
 
 
 def test_bad_input() -> None:
-    optimizer = torch.optim.SGD(_model().parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model_in_bf16().parameters(), lr=0.1)
     for every in (0, True, 1.5):
         with pytest.raises(OptionError, match=f"every={every}"):
             collage_fx.monitor(optimizer, every=every)
     with pytest.raises(OptionError, match="to=int"):
         collage_fx.monitor(optimizer, to=3)
     with pytest.raises(SubjectError, match="takes an optimizer, got Sequential"):
-        collage_fx.monitor(_model())  # type: ignore[arg-type]
+        collage_fx.monitor(model_in_bf16())  # type: ignore[arg-type]
     with pytest.raises(SubjectError, match="Sequential does not have"):
-        collage_fx.monitor(optimizer, model=_model(1))
+        collage_fx.monitor(optimizer, model=model_in_bf16(1))
     assert "step" not in vars(optimizer), "nothing of the optimizer changed"
 
 
@@ -187,13 +174,13 @@ def test_tensorboard_and_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     board = pytest.importorskip("torch.utils.tensorboard", reason="tensorboard is not installed")
     wandb = pytest.importorskip("wandb", reason="wandb is not installed")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    model = _model()
+    model = model_in_bf16()
     run = wandb.init(mode="offline", dir=str(tmp_path), project="collage")
     writer = board.SummaryWriter(str(tmp_path / "board"))
     for to in (writer, run):
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         collage_fx.monitor(optimizer, every=1, to=to)
-        _train(model, optimizer, 2)
+        train(model, optimizer, 2)
     writer.close()
     name = "collage/parameter/lost"
     assert run.summary[name] > 0.1
@@ -212,15 +199,15 @@ def test_tensorboard_and_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_updates_too_small_for_the_storage_are_warned_of_once(
     rate: float, storage: str, warned: bool
 ) -> None:
-    model = _model()
+    model = model_in_bf16()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
     with without_compiler(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         optimizer.step = collage_fx.compile(optimizer, storage=storage)
-        _train(model, optimizer, 99)
+        train(model, optimizer, 99)
         said = [str(w.message) for w in caught if "keeps changes of" in str(w.message)]
         assert not said, "not before the rate has warmed up"
-        _train(model, optimizer, 3)
+        train(model, optimizer, 3)
     said = [str(w.message) for w in caught if "keeps changes of" in str(w.message)]
     assert len(said) == warned
     assert not warned or "'mcf3' or 'remainder16' keeps more" in said[0]

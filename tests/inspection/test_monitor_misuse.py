@@ -7,55 +7,42 @@ from typing import Any
 import pytest
 import torch
 from processes import run_script
+from support.small_training import model_in_bf16, train
 
 import collage_fx
 from collage_fx.errors import CollageWarning
 
 
-def _model(seed: int = 0) -> torch.nn.Module:
-    torch.manual_seed(seed)
-    layers = [torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 16)]
-    return torch.nn.Sequential(*layers).bfloat16()
-
-
-def _train(model: torch.nn.Module, optimizer: Any, steps: int, seed: int = 1) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.randn(8, 16, generator=generator).bfloat16()).float().square().mean().backward()
-        optimizer.step()
-
-
 def test_schedulers_and_others_may_come_before_and_after() -> None:
     for order in ("before", "after"):
-        model = _model()
+        model = model_in_bf16()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         found: Any = None
         if order == "before":
             found = collage_fx.monitor(optimizer, every=1)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
         found = found or collage_fx.monitor(optimizer, every=1)
-        _train(model, optimizer, 2)
+        train(model, optimizer, 2)
         schedule.step()
         found.remove()
-        _train(model, optimizer, 1)
+        train(model, optimizer, 1)
         assert found.steps == len(found.history) == 2
 
 
 def test_two_on_a_plain_optimizer_are_removed_in_any_order() -> None:
-    model = _model()
+    model = model_in_bf16()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     first, second = (collage_fx.monitor(optimizer, every=1) for _ in range(2))
-    _train(model, optimizer, 2)
+    train(model, optimizer, 2)
     first.remove()
     second.remove()
-    _train(model, optimizer, 1)
+    train(model, optimizer, 1)
     assert first.steps == second.steps == 2
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_optimizer_goes_while_its_monitor_is_kept(compiled: bool) -> None:
-    optimizer: Any = torch.optim.SGD(_model().parameters(), lr=1e-3)
+    optimizer: Any = torch.optim.SGD(model_in_bf16().parameters(), lr=1e-3)
     if compiled:
         collage_fx.compile_(optimizer)
     found, gone = collage_fx.monitor(optimizer, every=1), weakref.ref(optimizer)
@@ -66,10 +53,10 @@ def test_the_optimizer_goes_while_its_monitor_is_kept(compiled: bool) -> None:
 
 
 def test_a_step_within_compiled_code_is_measured() -> None:
-    model = _model()
+    model = model_in_bf16()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     found = collage_fx.monitor(optimizer, every=1)
-    _train(model, optimizer, 1)
+    train(model, optimizer, 1)
     torch.compile(optimizer.step, backend="eager")()
     assert len(found.history) == 2
 
@@ -94,17 +81,17 @@ def test_a_logger_that_fails_ends_no_training_and_fp8_is_measured() -> None:
         if step == 2:
             raise OSError("the disk is full")
 
-    model = _model()
+    model = model_in_bf16()
     optimizer = Momentum8(model.parameters())
     found = collage_fx.monitor(optimizer, every=1, to=to)
     with pytest.warns(CollageWarning, match="OSError: the disk is full"):
-        _train(model, optimizer, 3)
+        train(model, optimizer, 3)
     assert [one.step for one in found.history] == [1, 2, 3] and not found.problem
     assert "m of 0.weight" in found.latest["states"]
 
 
 def test_wide_states_are_said_to_be_left_out() -> None:
-    model = _model().float()
+    model = model_in_bf16().float()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = collage_fx.monitor(optimizer, every=1)
     for p in model.parameters():
