@@ -1,5 +1,6 @@
 """What one user of the backend, an optimizer or a function, has asked for and got."""
 
+import enum
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,13 +26,24 @@ if TYPE_CHECKING:
     from collage_fx.compilation.graph_inputs import Inputs
 
 
+class Outcome(enum.Enum):
+    """What became of a step of which Dynamo sees some of the parameters."""
+
+    PARTS = enum.auto()
+    """No graph of all of it has run: what Dynamo has seen is done, for those parameters only."""
+    DONE = enum.auto()
+    """All parameters are updated."""
+    TO_RECORD = enum.auto()
+    """Nothing is done: the step has to be recorded."""
+
+
 class StandsForOthers(Protocol):
     """Parameters of which a graph is made in place of all; `stand_in.stand_ins` has them."""
 
     name: str
     """That of the function which is traced for them."""
-    done: bool
-    """Whether the step has updated all parameters."""
+    outcome: Outcome
+    """What became of the last step."""
     code: Any
     """The `side_inputs.Code` that has done so."""
     sources: list[str]

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from collage_fx.compilation.aot import compile_graph
 from collage_fx.compilation.layout_guards import Layouts, static_inputs
-from collage_fx.compilation.session import Session, StandsForOthers
+from collage_fx.compilation.session import Outcome, Session, StandsForOthers
 from collage_fx.compilation.side_inputs import Code
 from collage_fx.dynamo.options import split_options
 from collage_fx.dynamo.symbols import Symbols
@@ -34,7 +34,6 @@ from collage_fx.runtime.residuals.memory import has_memory
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import compensable_dtypes
 from collage_fx.segments.memory import storage_key
-from collage_fx.stand_in.steps import LeftToRecorder
 
 
 @dataclass
@@ -171,6 +170,8 @@ class _Step:
         self.waits = 1 if part else 2 if session.begins(gm) else 0
         """The call with which it becomes worth while to compile the graph."""
         self.static = static_inputs(gm)
+        self.returns = bool(gm.graph.output_node().all_input_nodes)
+        """Whether it has results: Dynamo's code goes on with them, and puts them into states."""
         self.symbols = Symbols(gm)
         self.layouts: Layouts | None = None
         """Those of the first call."""
@@ -218,8 +219,9 @@ class _Step:
     def __call__(self, *args: Any) -> Any:
         """Run the graph, or record what it does if it cannot be compensated.
 
-        Raises the CollageError that compiling it raised, before anything is written; and
-        LeftToRecorder, if parameters in it stand for others, in place of recording it.
+        Where parameters in it stand for others, do nothing in place of recording it, and say so in
+        their `outcome`. Raises the CollageError that compiling it raised, before anything is
+        written.
         """
         self.session.calls += 1
         supervisor = self.session.supervisor()
@@ -252,15 +254,17 @@ class _Step:
         fits = self.layouts.hold(args) and self.symbols.hold(args)
         if self.code.refused or supervisor.expands(args, writes=bool(self.code.states)) or not fits:
             supervisor.waited |= bool(self.waits) or stand_ins is not None
-            if stand_ins is not None:
-                raise LeftToRecorder
+            if stand_ins is not None and not self.returns:
+                # What Dynamo's code does after a graph without results is nothing to a state.
+                stand_ins.outcome = Outcome.TO_RECORD
+                return ()
             return supervisor.recorded(self, args)
         self.checked = STORE.generation
         with supervisor.graph(self.code.written(args), args) as outputs:
             result = self.code.run(args)
             outputs(result)
         if stand_ins is not None:
-            stand_ins.done, stand_ins.code = True, self.code
+            stand_ins.outcome, stand_ins.code = Outcome.DONE, self.code
             stand_ins.sources = [] if self.symbols.guarded else self.symbols.sources
         return result
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from collage_fx.compilation.graph_inputs import Inputs
 from collage_fx.compilation.layout_guards import guards_of, is_plain
-from collage_fx.compilation.session import Session
+from collage_fx.compilation.session import Outcome, Session
 from collage_fx.compilation.side_inputs import Code
 from collage_fx.passes.codegen.multi_tensor_kernel import least_members
 from collage_fx.passes.dedup.deduplicate import Narrow
@@ -56,7 +56,7 @@ class StandIns:
         step = copy_of_step(optimizer)
         self.name = step.__name__
         self.step = torch.compile(MethodType(step, self.few.optimizer), backend=session)
-        self.done = False
+        self.outcome = Outcome.PARTS
         self.code: Code | None = None
         self.sources: list[str] = []
         self.unlike: Unlike | None = None

@@ -19,25 +19,17 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
-from collage_fx.compilation.session import Session
+from collage_fx.compilation.session import Outcome, Session
 from collage_fx.compilation.side_inputs import Observed
 from collage_fx.hooks.optimizer_hooks import is_seen_by_others
 from collage_fx.passes.ir.program import Unlike
 from collage_fx.record.steps import Steps
-from collage_fx.runtime.errors import CollageError
 from collage_fx.stand_in.repeated_step import RepeatedStep, Unrepeatable
 from collage_fx.stand_in.stand_ins import StandIns
 from collage_fx.stand_in.torch_steps import make_states, serves, without_hooks
 
 ATTEMPTS = 3
 """Steps in a row that may come to nothing, until all parameters are traced."""
-
-
-class LeftToRecorder(CollageError):
-    """A step has to be recorded, of which nothing is done yet.
-
-    Raised by its graph and not returned: what Dynamo's code does after that must not be done.
-    """
 
 
 class StandInSteps:
@@ -132,27 +124,25 @@ class StandInSteps:
                 loss = closure()
         optimizer = self.optimizer()
         stand_ins = self._stand_ins(optimizer) if not is_seen_by_others(optimizer) else None
-        try:
-            if stand_ins is not None:
-                self._with(stand_ins, optimizer)
-                return loss
+        if stand_ins is None:
             self.failed += 1
-        except LeftToRecorder:  # and nothing has been done
-            assert stand_ins is not None
-            if stand_ins.unlike is None:  # all of it, so that all parameters are treated alike
-                self.failed += 1
-                self._plainly(optimizer)
-                return loss
+            compiled()
+            return loss
+        outcome = self._with(stand_ins, optimizer)
+        self.failed = 0 if outcome is Outcome.DONE else self.failed + 1
+        if outcome is Outcome.PARTS:
+            with stand_ins.others.of(optimizer):
+                self._plainly(stand_ins.others.optimizer)
+        elif outcome is Outcome.TO_RECORD and stand_ins.unlike is not None:
             self._give_up(stand_ins.unlike)
-        compiled()
+            compiled()
+        elif outcome is Outcome.TO_RECORD:  # all of it, so that all parameters are treated alike
+            self._plainly(optimizer)
         return loss
 
-    def _with(self, stand_ins: StandIns, optimizer: Optimizer) -> None:
-        """Do a step with these stand-ins.
-
-        Raises LeftToRecorder, with nothing done, if that cannot be.
-        """
-        stand_ins.done = False
+    def _with(self, stand_ins: StandIns, optimizer: Optimizer) -> Outcome:
+        """Do a step with these stand-ins, if that can be; return what became of it."""
+        stand_ins.outcome = Outcome.PARTS
         self.session.stand_ins = stand_ins
         side = stand_ins.code.side if stand_ins.code is not None else None
         looks: AbstractContextManager[list[Observed]] = nullcontext([])
@@ -164,12 +154,9 @@ class StandInSteps:
                 stand_ins.step()
         finally:
             self.session.stand_ins = None
-        if stand_ins.done and len(found) == 1:
+        if stand_ins.outcome is Outcome.DONE and len(found) == 1:
             self.observed = stand_ins, found[0]
-        self.failed = 0 if stand_ins.done else self.failed + 1
-        if not stand_ins.done:  # Dynamo has left out it, or parts of it
-            with stand_ins.others.of(optimizer):
-                self._plainly(stand_ins.others.optimizer)
+        return stand_ins.outcome
 
     def _give_up(self, unlike: Unlike) -> None:
         """Have all parameters traced from now on, in this step too, of which nothing is done."""

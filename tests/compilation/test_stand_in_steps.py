@@ -1,6 +1,8 @@
 """Steps of which Dynamo sees one parameter of each class: equal to those of which it sees all."""
 
 import itertools
+import operator
+from itertools import compress
 from typing import Any
 
 import pytest
@@ -139,6 +141,28 @@ def test_parameters_that_change(change: Change, monkeypatch: pytest.MonkeyPatch)
     found = run(make, monkeypatch, whole=False, change=change)
     expected = run(make, monkeypatch, whole=True, change=change)
     assert all(map(torch.equal, found[:-1], expected[:-1]))
+
+
+def late(optimizer: Optimizer, i: int) -> None:
+    """Give parameters of all shapes their first gradients in the third step."""
+    for p in optimizer.param_groups[0]["params"][10:] if i < 2 else ():
+        p.grad = None
+
+
+def test_states_that_a_later_step_makes(monkeypatch: pytest.MonkeyPatch, traced: list[int]) -> None:
+    """Dynamo's code puts the results of such a graph into them: the graph is done, and recorded.
+
+    Versions may differ: where all parameters of a call have momentum, PyTorch counts in another
+    way.
+    """
+    make = OPTIMIZERS["SGD, momentum"]
+    found = run(make, monkeypatch, whole=False, change=late)
+    few, traced[:] = traced[:2], []
+    expected = run(make, monkeypatch, whole=True, change=late)
+    values = [x.is_floating_point() for x in expected[:-1]]
+    assert all(map(torch.equal, compress(found, values), compress(expected, values)))
+    assert found[-1] == expected[-1]
+    assert all(map(operator.lt, few, traced))
 
 
 def in_one_memory(params: list[Tensor]) -> Optimizer:
