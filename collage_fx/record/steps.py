@@ -1,7 +1,6 @@
 """The steps of one optimizer or function: which states there are, and what serves them."""
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,18 +14,18 @@ from collage_fx.hooks.dynamo_settings import Failures, graph_breaks
 from collage_fx.optimizer.checkpoints.history import history_of
 from collage_fx.optimizer.discovery import FunctionStates, OptimizerStates, StateStorage
 from collage_fx.optimizer.ownership import Owned
-from collage_fx.optimizer.served import RETURNED, Served, not_given
+from collage_fx.optimizer.served import RETURNED, not_given
 from collage_fx.passes.ir.program import REPLACED, StatePlan
+from collage_fx.record.accounts import Accounts, memory_key
+from collage_fx.record.known_states import KnownStates
 from collage_fx.record.recorder import Recorder
 from collage_fx.record.service import TRIED, Service
 from collage_fx.runtime.residuals.memory import has_memory
-from collage_fx.runtime.residuals.store import STORE, version
+from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import compensable_dtypes
 from collage_fx.segments.executors import Executors
 from collage_fx.segments.low_words import LowWords
-from collage_fx.segments.memory import storage_key
 from collage_fx.segments.segment import Call, Segment
-from collage_fx.segments.trie import Layout, layout_of
 
 
 class Steps:
@@ -53,7 +52,9 @@ class Steps:
         self.warn = session.warn_once
         self.failures = Failures(self.warn)
         self.storages = StateStorage(config, self.warn)
+        self.states = KnownStates(discovery, self.storages, self.warn)
         self.service = Service(session, discovery, subject)
+        self.accounts = Accounts(self.service)
         self.steps = 0
         self.untraced = config.record is True
         """Whether the steps are recorded whole, and Dynamo is not asked."""
@@ -68,23 +69,8 @@ class Steps:
         """Whether a graph was recorded in this step that will be compiled in the next."""
         self.forced = False
         """Whether the user wants nothing compiled in this step."""
-        self.by_graph: dict[int, tuple[Tensor, StatePlan]] = {}
-        """What Dynamo's graphs have written in this step, with its verdict."""
         self.returned: set[int] = set()
         """The memory that Dynamo's graphs have returned."""
-        self.of_tensor: dict[int, Served] = {}
-        """State of the last step that was not asleep -> what became of it."""
-        self.of_memory: dict[Any, Served] = {}
-        """The same by its memory: a graph may write p.detach() in the place of p."""
-        self.versions: dict[int, int] = {}
-        """State -> its version at the beginning of the step."""
-        self.places: set[Any] = set()
-        """The places that had a state then."""
-        self.known: tuple[int, list[int]] = (-1, [])
-        """The generation of the store, and the memory of all tensors, when states were looked for;
-        the tensors, and which of them are states: it must not keep them alive."""
-        self.seen: list[weakref.ref[Tensor]] = []
-        self.picked: list[int] = []
         self.words = LowWords(
             compensable_dtypes(config.storage),
             not config.wide,
@@ -152,7 +138,7 @@ class Steps:
         """Say so if a function returns new values of its states, and writes none."""
         self.recorder.flush_outside()
         found = [t for t in tree_leaves(results) if isinstance(t, Tensor) and has_memory(t)]
-        if not self.words.written and any(t.dim() and self.words.dropped(t) for t in found):
+        if not self.words.writes and any(t.dim() and self.words.dropped(t) for t in found):
             self.warn(RETURNED)
 
     # The beginning.
@@ -163,12 +149,12 @@ class Steps:
         self.steps += 1
         if self.steps == 1:
             self._go_on()
-        self.by_graph.clear()
+        self.accounts.by_graph.clear()
         self.returned.clear()
         self.forced = nested_compile.stance_is_eager()
         if self.quiet and self.traces and not self.discovery.changed():
             self.recorder.asleep = True
-            self.versions = {id(t): version(t) for t in self._kept()}
+            self.accounts.begin_again(self.states.alive())
         else:
             self._find_states()
 
@@ -182,16 +168,10 @@ class Steps:
         if before is not None or self.untraced:
             self.record_whole()
 
-    def _kept(self) -> Iterator[Tensor]:
-        """Yield the states of the step before, those that are still there."""
-        found = (self.seen[i]() for i in self.picked)
-        return (t for t in found if t is not None)
-
     def _find_states(self) -> None:
         self.recorder.asleep = False
-        present = self._states()
-        self.versions = {id(o.tensor): version(o.tensor) for o in present}
-        self.places = {o.place for o in present}
+        present = self.states.find()
+        self.accounts.begin(present)
         at_once = self.session.keep or (self.steps == 1 and _resumed(present))
         # What is recorded beside graphs of Dynamo's is soon recorded with them, or over.
         beside = self.traces and self.steps <= TRIED
@@ -200,21 +180,6 @@ class Steps:
         only = self.interpreted or self.forced or soon_over or self.recorder.all_at_once
         self.words.begin(present)
         self.executors.begin(interpreted_only=only, at_once=at_once)
-
-    def _states(self) -> list[Owned]:
-        """Return the states that may be compensated: those of before, if all are the same."""
-        found = list(self.discovery.all())
-        places = [_storage_key(o.tensor) for o in found]
-        same = (STORE.generation, places) == self.known and all(
-            seen() is o.tensor for seen, o in zip(self.seen, found, strict=True)
-        )
-        if not same:
-            self.seen = [weakref.ref(o.tensor) for o in found]
-            at = {id(o.tensor): i for i, o in reversed(list(enumerate(found)))}
-            picked = self.discovery.find(self.storages.is_compensable, self.warn)
-            self.picked = [at[id(o.tensor)] for o in picked]
-            self.known = STORE.generation, places
-        return [found[i] for i in self.picked]
 
     def _storage_for(self, owned: Owned) -> str:
         served = self.service.served.get(owned.place)
@@ -239,7 +204,7 @@ class Steps:
     def _run(self, segment: Segment, call: Call) -> None:
         """Do a segment; see whether it stores in a state what a graph of Dynamo's has computed."""
         if self.discovery.changed():
-            for owned in self._states():
+            for owned in self.states.find():
                 self.words.take_up(owned)
             call.inputs = [
                 i if i.pieces or i.parameter is not None else self.words.input(i.data)
@@ -247,7 +212,7 @@ class Steps:
             ]
         for to, source in segment.copies if self.returned else ():
             given = dict(zip(segment.inputs, call.inputs, strict=True))
-            if _storage_key(given[source].data) in self.returned and given[to].pieces:
+            if memory_key(given[source].data) in self.returned and given[to].pieces:
                 self._chained(given[to].pieces[0].owned.name)
         self.executors.run(segment, call)
         for t in call.memory:  # a new state is known before it has been computed
@@ -292,14 +257,14 @@ class Steps:
                 yield self._results
         finally:
             for tensor, plan in written:
-                self.by_graph[id(tensor)] = tensor, plan
+                self.accounts.by_graph[id(tensor)] = tensor, plan
                 if not self.recorder.asleep:
                     self.words.wrote(tensor)
 
     def _results(self, results: Any) -> None:
         """Note what a graph returned: states that are put in the place of others, maybe."""
         tensors = (t for t in tree_leaves(results) if isinstance(t, Tensor))
-        self.returned.update(_storage_key(t) for t in tensors if t.dtype in self.words.wide)
+        self.returned.update(memory_key(t) for t in tensors if t.dtype in self.words.wide)
 
     def _look_for_chain(
         self, written: list[tuple[Tensor, StatePlan]], args: tuple[Any, ...]
@@ -309,9 +274,9 @@ class Steps:
         Of that only the high word is known. Where it comes from is not: a parameter that is
         replaced as a whole in a later graph is taken for such a state.
         """
-        if not (self.by_graph or self.returned):
+        if not (self.accounts.by_graph or self.returned):
             return
-        handed = any(isinstance(a, Tensor) and _storage_key(a) in self.returned for a in args)
+        handed = any(isinstance(a, Tensor) and memory_key(a) in self.returned for a in args)
         for tensor, plan in written:
             if plan.replaced and (handed or tensor.requires_grad):
                 self._chained(plan.name)
@@ -331,9 +296,9 @@ class Steps:
 
     def _end(self, *, failed: bool) -> None:
         """Take up the states that the step has made or replaced, and note what served each."""
-        unaccounted = self._count_graphs() if self.recorder.asleep else self._settle()
+        unaccounted = self._account_asleep() if self.recorder.asleep else self._account()
         self.recorder.asleep = False
-        self.by_graph.clear()
+        self.accounts.by_graph.clear()
         if failed:  # what was counted as written need not have been
             return
         if unaccounted:
@@ -342,62 +307,38 @@ class Steps:
             self.service.warn_unaccounted(unaccounted)
         if self.steps == 1:
             self.service.say_what_level_leaves()
-        if self.steps == TRIED or not self.picked:
+        if self.steps == TRIED or not self.states:
             self.service.say_what_is_not_compensated()
         if type(self.discovery) is FunctionStates:
             self.quiet = False  # the next call may be given others
 
-    def _count_graphs(self) -> list[str]:
-        """Count what graphs have written in a step like the last; return what they have not."""
-        unaccounted = []
-        for tensor in self._kept():
-            key = id(tensor)
-            served = self.of_tensor.get(key)
-            if served is None or key in self.by_graph:
-                continue
-            if version(tensor) != self.versions[key]:
-                served.unaccounted += 1
-                unaccounted.append(served.name)
-        self._count(self.by_graph)
+    def _account_asleep(self) -> list[str]:
+        """Count what graphs have written in a step like the last; name what others have."""
+        accounts = self.accounts
+        rest = [t for t in self.states.alive() if id(t) not in accounts.by_graph]
+        unaccounted = accounts.unaccounted(rest)
+        accounts.count_graphs()
         return unaccounted
 
-    def _count(self, by_graph: dict[int, tuple[Tensor, StatePlan]]) -> None:
-        self.service.written = []
-        for key, (tensor, plan) in by_graph.items():
-            served = self.of_tensor.get(key) or self.of_memory.get(_memory(tensor))
-            served = served or self.service.unknown(tensor, plan)
-            self.service.written.append(served)
-            self.service.count_graph(served, plan)
-
-    def _settle(self) -> list[str]:
+    def _account(self) -> list[str]:
         """Note what was written; return the names of what nobody accounts for."""
-        present = self._states()
-        replaced = [o for o in present if id(o.tensor) not in self.versions]
+        accounts, present = self.accounts, self.states.find()
+        replaced = accounts.take_up(present)
         for owned in replaced:
-            taken = _storage_key(owned.tensor) in self.returned and owned.place in self.places
+            taken = memory_key(owned.tensor) in self.returned and owned.place in accounts.places
             if taken and owned.tensor.dim():  # else a norm, say, that somebody looks at
                 self._chained(owned.name)
         for owned in present:
             self.words.adopt(owned)
         self.words.settle()
-        self.of_memory = {_memory(o.tensor): self.service.of(o) for o in present}
-        self.of_tensor = {id(o.tensor): self.service.of(o) for o in present}
-        by_graph = {_memory(tensor) for tensor, _ in self.by_graph.values()}
-        unaccounted, outside = [], False
-        for owned in present:
-            tensor, key = owned.tensor, id(owned.tensor)
-            if _memory(tensor) in by_graph:
-                continue
-            if key in self.words.written:
-                outside = True
-                self.service.note(owned, self.executors.plans.get(key))
-            elif version(tensor) != self.versions.get(key, version(tensor)):
-                served = self.service.of(owned)
-                served.unaccounted += 1
-                unaccounted.append(owned.name)
-        self._count(self.by_graph)
+        rest = accounts.not_by_graphs(present)
+        outside = {id(o.tensor): o for o in rest if self.words.has_written(o.tensor)}
+        for key, owned in outside.items():
+            self.service.note(owned, self.executors.plans.get(key))
+        unaccounted = accounts.unaccounted(o.tensor for o in rest if id(o.tensor) not in outside)
+        accounts.count_graphs()
         lasting = not any(o.tensor.dim() for o in replaced)
-        self.quiet = bool(self.by_graph) and not outside and lasting
+        self.quiet = bool(accounts.by_graph) and not outside and lasting
         if outside and self.steps >= TRIED and self.switches and not (self.waited or self.forced):
             self.record_whole()
             breaks = graph_breaks(self.breaks_before)
@@ -420,11 +361,3 @@ def _resumed(states: list[Owned]) -> bool:
     """Tell whether states have residuals from other steps, as of a checkpoint or a copy."""
     residuals = (STORE.get(owned.tensor) for owned in states)
     return any(r is not None and not r.provisional for r in residuals)
-
-
-def _memory(tensor: Tensor) -> tuple[int, Layout]:
-    return _storage_key(tensor), layout_of(tensor)
-
-
-def _storage_key(tensor: Tensor) -> int:
-    return storage_key(tensor) if has_memory(tensor) else 0

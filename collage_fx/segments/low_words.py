@@ -1,7 +1,7 @@
 """The low words that a recorded step knows: of states, and of values between two segments."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,18 +13,18 @@ from collage_fx.runtime.expansion.stochastic import Seeds
 from collage_fx.runtime.residuals.memory import has_memory
 from collage_fx.runtime.residuals.store import STORE, Residual, clear_stale, next_draw
 from collage_fx.runtime.storage.registry import FINEST, STORAGES, Storage, join_in, split_into
-from collage_fx.segments.memory import Input, Part, Piece, covers, part_of, storage_key
+from collage_fx.segments.memory import (
+    Between,
+    Input,
+    KnownMemory,
+    KnownState,
+    Part,
+    Piece,
+    covers,
+    part_of,
+    storage_key,
+)
 from collage_fx.segments.trie import layout_of
-
-
-@dataclass(eq=False)
-class _Between:
-    """The low words of a tensor that a segment has made, for the segments that follow it."""
-
-    storage: StorageWeakRef
-    dtype: torch.dtype
-    lows: tuple[Tensor, ...] = ()
-    """Each as long as the storage, from its first element on, so that they have views like it."""
 
 
 class LowWords:
@@ -64,47 +64,68 @@ class LowWords:
         self.by_chance = by_chance
         self.seed = seed
         self.lost = lost
-        self.states: dict[int, list[Owned]] = {}
-        """Storage -> the states in it."""
-        self.between: dict[int, _Between] = {}
-        self.made: dict[int, StorageWeakRef] = {}
-        """The memory that segments have made in this step, of whatever dtype."""
-        self.checked: dict[int, tuple[Tensor, Residual]] = {}
-        """Tensor -> itself and its residual, which was seen to belong to it in this step."""
-        self.written: dict[int, Owned] = {}
-        """The states that were written in this step."""
+        self.memory: defaultdict[int, KnownMemory] = defaultdict(KnownMemory)
+        """Storage -> what is known of it."""
+        self.of_tensor: dict[int, KnownState] = {}
+        """Tensor -> what is known of it."""
+        self.writes = False
+        """Whether a state was written in this step."""
 
     def begin(self, states: Iterable[Owned]) -> None:
         """Begin a step with these states; clear residuals that do not belong to their values."""
         self.forget()
+        fitting = []
         for owned in states:
             tensor = owned.tensor
-            self.states.setdefault(storage_key(tensor), []).append(owned)
+            self.memory[storage_key(tensor)].states.append(owned)
             residual = STORE.get(tensor)
             if residual is not None and residual.fits(tensor):
-                self.checked[id(tensor)] = tensor, residual
-        clear_stale(self.checked.values())
+                self.of_tensor[id(tensor)] = KnownState(tensor, residual)
+                fitting.append((tensor, residual))
+        clear_stale(fitting)
 
     def take_up(self, owned: Owned) -> None:
         """Know a state that the step has made, if it is not known yet."""
-        states = self.states.setdefault(storage_key(owned.tensor), [])
+        states = self.memory[storage_key(owned.tensor)].states
         if all(known.tensor is not owned.tensor for known in states):
             states.append(owned)
             self.adopt(owned)
 
     def forget(self) -> None:
         """Drop what is known of a step."""
-        self.states.clear()
-        self.between.clear()
-        self.made.clear()
-        self.checked.clear()
-        self.written.clear()
+        self.memory.clear()
+        self.of_tensor.clear()
+        self.writes = False
+
+    def _state(self, tensor: Tensor) -> KnownState:
+        """Return the record of the tensor of a state."""
+        known = self.of_tensor.get(id(tensor))
+        if known is None:
+            known = self.of_tensor[id(tensor)] = KnownState(tensor)
+        return known
+
+    def _is_written(self, owned: Owned) -> None:
+        self._state(owned.tensor).written = self.writes = True
+
+    def has_written(self, tensor: Tensor) -> bool:
+        """Tell whether the step has written a state, as far as it was recorded."""
+        known = self.of_tensor.get(id(tensor))
+        return known is not None and known.written
+
+    def _states_of(self, t: Tensor) -> list[Owned]:
+        """Return the states that were found in the storage of t."""
+        known = self.memory.get(storage_key(t))
+        return known.states if known is not None else []
+
+    def _between_in(self, t: Tensor) -> Between | None:
+        known = self.memory.get(storage_key(t))
+        return known.between if known is not None else None
 
     def input(self, t: Tensor) -> Input:
         """Return what a segment needs to know of memory that it did not make."""
         data = t.data
-        found = self.states.get(storage_key(t))
-        if found is None or t.dtype not in self.wide:
+        found = self._states_of(t)
+        if not found or t.dtype not in self.wide:
             return Input(data, [], t if t.requires_grad else None)
         if len(found) == 1 and found[0].tensor is t:
             return Input(data, [Piece(found[0], data, self.of_state(found[0]))])
@@ -114,8 +135,8 @@ class LowWords:
     def gradients(self) -> dict[int, str]:
         """Return storage -> name, of the gradients of parameters."""
         found = {}
-        for states in self.states.values():
-            for owned in states:
+        for memory in self.memory.values():
+            for owned in memory.states:
                 grad = owned.tensor.grad if owned.tensor.is_leaf else None
                 if grad is not None and has_memory(grad):
                     found[storage_key(grad)] = f"{owned.name}.grad"
@@ -124,7 +145,7 @@ class LowWords:
     def _near(self, t: Tensor) -> list[Owned]:
         """Return the states that are in the storage of t by now, of its dtype."""
         key = storage_key(t)
-        found = self.states.get(key, ()) if t.dtype in self.wide else ()
+        found = self._states_of(t) if t.dtype in self.wide else ()
         return [o for o in found if o.tensor.dtype is t.dtype and storage_key(o.tensor) == key]
 
     def states_in(self, t: Tensor) -> list[Owned]:
@@ -144,9 +165,9 @@ class LowWords:
         residual = STORE.get(tensor)
         if residual is not None and not residual.fits(tensor):
             return None  # it goes when the state is written
-        if residual is not None and id(tensor) not in self.checked:
+        if residual is not None and (known := self._state(tensor)).residual is None:
             clear_stale([(tensor, residual)])
-            self.checked[id(tensor)] = tensor, residual
+            known.residual = residual
         return residual
 
     def known(self, t: Tensor) -> bool:
@@ -157,7 +178,7 @@ class LowWords:
         return bool(self._lows(t)) or any(r is not None for r in states)
 
     def _lows(self, t: Tensor) -> tuple[Tensor, ...] | None:
-        between = self.between.get(storage_key(t))
+        between = self._between_in(t)
         if between is None or between.storage.expired() or between.dtype is not t.dtype:
             return None
         return tuple(lo.as_strided(t.size(), t.stride(), t.storage_offset()) for lo in between.lows)
@@ -189,7 +210,7 @@ class LowWords:
     def store(self, given: Input, wide: Tensor) -> None:
         """Write a wide value over memory, and what does not fit in there into low words."""
         t = given.data
-        if not given.pieces and storage_key(t) in self.between:
+        if not given.pieces and self._between_in(t) is not None:
             return self.keep(t, wide)
         if not any(layout_of(piece.data) == layout_of(t) for piece in given.pieces):
             t.copy_(wide)
@@ -202,7 +223,7 @@ class LowWords:
         return None
 
     def _store_state(self, owned: Owned, x: Tensor) -> None:
-        self.written[id(owned.tensor)] = owned
+        self._is_written(owned)
         tensor, residual = owned.tensor, self.ensure(owned)
         data = tensor.data
         if residual is None:
@@ -222,7 +243,7 @@ class LowWords:
         before = STORE.get(tensor)
         residual = STORE.ensure(tensor, name, owned.name, before)
         residual.provisional |= before is None
-        self.checked[id(tensor)] = tensor, residual
+        self._state(tensor).residual = residual
         return residual
 
     def _split(
@@ -241,11 +262,12 @@ class LowWords:
         for all_of_it, lo in zip(known.lows, lows, strict=True):
             all_of_it.as_strided(t.size(), t.stride(), t.storage_offset()).copy_(lo)
 
-    def _between(self, t: Tensor, dtypes: Sequence[torch.dtype]) -> _Between:
+    def _between(self, t: Tensor, dtypes: Sequence[torch.dtype]) -> Between:
         """Return the record of the memory of t, with low words of these dtypes."""
-        storage, known = t.untyped_storage(), self.between.get(storage_key(t))
+        storage, known = t.untyped_storage(), self._between_in(t)
         if known is None or known.storage.expired() or known.dtype is not t.dtype:
-            known = self.between[storage_key(t)] = _Between(StorageWeakRef(storage), t.dtype)
+            known = Between(StorageWeakRef(storage), t.dtype)
+            self.memory[storage_key(t)].between = known
         if len(known.lows) < len(dtypes):
             count = storage.nbytes() // t.itemsize
             known.lows = tuple(torch.zeros(count, dtype=d, device=t.device) for d in dtypes)
@@ -257,7 +279,7 @@ class LowWords:
         lows = self._lows(tensor)
         wide = self.joined(Input(tensor.data, [])) if lows else None
         if lows is not None:  # else its low words would be looked for in two places
-            del self.between[storage_key(tensor)]
+            self.memory[storage_key(tensor)].between = None
         if wide is not None:
             self._store_state(owned, wide)
 
@@ -267,7 +289,7 @@ class LowWords:
         None if a state in it has moved.
         """
         t = given.data
-        if written and storage_key(t) in self.between and not given.pieces:
+        if written and not given.pieces and self._between_in(t) is not None:
             self.born(t, STORAGES[self.finest[t.dtype]])
         if lows := self._lows(t):
             return [Part(layout_of(t), layout_of(t), self.finest[t.dtype], lows)]
@@ -276,7 +298,7 @@ class LowWords:
             if piece.moved:
                 return None
             if written:
-                self.written[id(piece.owned.tensor)] = piece.owned
+                self._is_written(piece.owned)
                 piece.residual = self.ensure(piece.owned)
             if (r := piece.residual) is not None:
                 found.append(Part(layout_of(t), layout_of(piece.data), r.storage, r.components))
@@ -294,9 +316,9 @@ class LowWords:
         """Note that a compiled graph has written a state, and its residual; return what it is."""
         found = self.states_in(tensor)
         for owned in found:
-            self.written[id(owned.tensor)] = owned
+            self._is_written(owned)
         if (residual := STORE.get(tensor)) is not None:
-            self.checked[id(tensor)] = tensor, residual
+            self._state(tensor).residual = residual
         return found
 
     def exact(self, t: Tensor) -> Residual | None:
@@ -314,20 +336,23 @@ class LowWords:
 
     def overwritten(self, t: Tensor) -> None:
         """Drop the low words of memory that something has written which knows none."""
-        self.between.pop(storage_key(t), None)
-        self.written.update({id(o.tensor): o for o in self.states_in(t)})
+        if self._between_in(t) is not None:
+            self.memory[storage_key(t)].between = None
+        for owned in self.states_in(t):
+            self._is_written(owned)
         for residual in self.say_lost(t):
             residual.clear()
 
     def results(self, memory: Iterable[Tensor]) -> None:
         """Note what a segment makes."""
         for t in memory:
-            self.made[storage_key(t)] = StorageWeakRef(t.untyped_storage())
+            self.memory[storage_key(t)].made = StorageWeakRef(t.untyped_storage())
 
     def is_result(self, t: Tensor) -> bool:
         """Tell whether a segment has made t, from whole values: it may have more bits than a graph
         would give it."""
-        made = self.made.get(storage_key(t))
+        known = self.memory.get(storage_key(t))
+        made = known.made if known is not None else None
         return made is not None and not made.expired() and t.is_floating_point() and t.dim() > 0
 
     def dropped(self, t: Tensor) -> bool:
@@ -343,10 +368,10 @@ class LowWords:
             written: the tensors that may have another version by now; those of all states if None.
         """
         if written is None:
-            for tensor, residual in self.checked.values():
-                residual.settle(tensor)
+            for known in self.of_tensor.values():
+                known.settle()
             return
         for t in written:
-            for owned in self.states.get(storage_key(t), ()):  # views count versions together
-                if known := self.checked.get(id(owned.tensor)):
-                    known[1].settle(known[0])
+            for owned in self._states_of(t):  # views count versions together
+                if (found := self.of_tensor.get(id(owned.tensor))) is not None:
+                    found.settle()

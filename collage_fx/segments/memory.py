@@ -1,9 +1,11 @@
 """Pieces of memory: the states in them, the parts that have low words, and where these lie."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from collage_fx.optimizer.ownership import Owned
 from collage_fx.runtime.residuals.store import Residual
@@ -62,6 +64,44 @@ class Part:
     def structure(self) -> tuple[Any, ...]:
         """What a graph depends on."""
         return self.view, self.storage
+
+
+@dataclass(eq=False)
+class Between:
+    """The low words of a tensor that a segment has made, for the segments that follow it."""
+
+    storage: StorageWeakRef
+    dtype: torch.dtype
+    lows: tuple[Tensor, ...] = ()
+    """Each as long as the storage, from its first element on, so that they have views like it."""
+
+
+@dataclass(eq=False)
+class KnownMemory:
+    """A storage, as a step knows it."""
+
+    states: list[Owned] = field(default_factory=list)
+    """Those in it."""
+    between: Between | None = None
+    """What it holds that is no state, with low words."""
+    made: StorageWeakRef | None = None
+    """Itself, if a segment has made it in this step; of whatever dtype."""
+
+
+@dataclass(eq=False)
+class KnownState:
+    """The tensor of a state, as a step knows it."""
+
+    tensor: Tensor
+    residual: Residual | None = None
+    """Its residual, if that was seen to belong to it in this step."""
+    written: bool = False
+    """Whether the step has written it."""
+
+    def settle(self) -> None:
+        """Record that the residual belongs to the present value."""
+        if self.residual is not None:
+            self.residual.settle(self.tensor)
 
 
 def storage_key(t: Tensor) -> int:

@@ -1,0 +1,70 @@
+"""Which states the steps have: looked for anew only where something has changed."""
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from collage_fx.optimizer.discovery import FunctionStates, StateStorage
+from collage_fx.optimizer.ownership import Owned
+from collage_fx.record.accounts import memory_key
+from collage_fx.runtime.residuals.store import STORE
+
+
+@dataclass
+class _Found:
+    """What there was when states were looked for; it must not keep a tensor alive."""
+
+    generation: int = -1
+    """That of the store."""
+    memory: list[int] = field(default_factory=list)
+    """The storage of each tensor."""
+    tensors: list[weakref.ref[Tensor]] = field(default_factory=list)
+    states: list[int] = field(default_factory=list)
+    """Which of the tensors may be compensated."""
+
+
+class KnownStates:
+    """The states of an optimizer or function that may be compensated."""
+
+    def __init__(
+        self, discovery: FunctionStates, storages: StateStorage, warn: Callable[[str], None]
+    ) -> None:
+        """Begin without any.
+
+        Args:
+            discovery: finds them.
+            storages: tells which of them may be compensated.
+            warn: told what is to be said of them.
+        """
+        self.discovery = discovery
+        self.storages = storages
+        self.warn = warn
+        self.last = _Found()
+
+    def find(self) -> list[Owned]:
+        """Return the states that there are now: those of before, if all tensors are the same."""
+        found = list(self.discovery.all())
+        memory = [memory_key(o.tensor) for o in found]
+        last = self.last
+        same = (STORE.generation, memory) == (last.generation, last.memory) and all(
+            tensor() is o.tensor for tensor, o in zip(last.tensors, found, strict=True)
+        )
+        if not same:
+            at = {id(o.tensor): i for i, o in reversed(list(enumerate(found)))}
+            states = self.discovery.find(self.storages.is_compensable, self.warn)
+            tensors = [weakref.ref(o.tensor) for o in found]
+            places = [at[id(o.tensor)] for o in states]
+            # Looking for them may have dropped residuals.
+            self.last = _Found(STORE.generation, memory, tensors, places)
+        return [found[i] for i in self.last.states]
+
+    def __len__(self) -> int:
+        """Return how many were found last."""
+        return len(self.last.states)
+
+    def alive(self) -> Iterator[Tensor]:
+        """Yield those that were found last, and are still there."""
+        found = (self.last.tensors[i]() for i in self.last.states)
+        return (t for t in found if t is not None)
