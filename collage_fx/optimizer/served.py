@@ -11,7 +11,7 @@ from torch import Tensor
 from collage_fx.optimizer.parameter_names import renamed
 from collage_fx.optimizer.state_table import grouped, shortened, table, terminal_width, wrapped
 from collage_fx.passes.analysis.plan import LEFT_BY_LEVEL, NO_PARAMETER, NO_STATE
-from collage_fx.passes.ir.program import StatePlan
+from collage_fx.passes.ir.program import StatePlan, verdict_of
 from collage_fx.runtime.storage.registry import STORAGES, kept
 
 
@@ -25,6 +25,8 @@ class Served:
     recurrence: str = ""
     compensated: bool = False
     reason: str = ""
+    refused: bool = False
+    """Whether it should be compensated and cannot be."""
     graph: int = 0
     """Steps in which a compiled graph wrote it."""
     joined: int = 0
@@ -46,6 +48,7 @@ class Served:
             reason=self.reason,
             storage=storage if self.compensated else "",
             residual_bytes=STORAGES[storage].residual_bytes(sample) if self.compensated else 0,
+            refused=self.refused,
         )
 
     @property
@@ -55,8 +58,8 @@ class Served:
 
     @property
     def verdict(self) -> str:
-        """`compensated` or `plain`."""
-        return "compensated" if self.compensated else "plain"
+        """`compensated`, `plain` or `refused`, as of a `StatePlan`."""
+        return verdict_of(compensated=self.compensated, refused=self.refused)
 
     @property
     def is_gradient(self) -> bool:

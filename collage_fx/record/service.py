@@ -58,7 +58,7 @@ class Service:
         if served.reason is plan.reason and served.compensated is plan.compensated:
             return  # as mostly, and this is done for each state in each step
         served.compensated, served.reason = plan.compensated, plan.reason
-        served.recurrence = plan.recurrence
+        served.recurrence, served.refused = plan.recurrence, plan.refused
         if plan.refused:
             self.session.warn_once(f"not compensated: {plan.reason}")
 

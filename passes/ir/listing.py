@@ -49,10 +49,9 @@ def _names(states: list[StatePlan]) -> str:
 
 
 def _verdict(state: StatePlan) -> str:
-    verdict = "refused" if state.refused else "compensated" if state.compensated else "plain"
     storage = f", storage {state.storage}" if state.storage else ""
     dtype = str(state.dtype).removeprefix("torch.")
-    return f"{dtype}, {state.recurrence or '-'}, {verdict}: {state.reason}{storage}"
+    return f"{dtype}, {state.recurrence or '-'}, {state.verdict}: {state.reason}{storage}"
 
 
 def _of_classes(program: Program) -> Iterator[str]:

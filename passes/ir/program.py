@@ -151,6 +151,11 @@ REPLACED = ("", "x' = B", "x' = B, chosen by x")
 """The recurrences of states whose new value has nothing to do with the old one."""
 
 
+def verdict_of(*, compensated: bool, refused: bool) -> str:
+    """Return the word for a verdict, wherever one is shown."""
+    return "compensated" if compensated else "refused" if refused else "plain"
+
+
 @dataclass
 class StatePlan:
     """The verdict on one carried state."""
@@ -172,9 +177,7 @@ class StatePlan:
     @property
     def verdict(self) -> str:
         """`compensated`, `plain`, or `refused`: what should be compensated and cannot be."""
-        if self.compensated:
-            return "compensated"
-        return "refused" if self.refused and self.dtype not in LOW_PRECISION else "plain"
+        return verdict_of(compensated=self.compensated, refused=self.refused)
 
     @property
     def keeps(self) -> float | None:

@@ -170,15 +170,19 @@ def test_search_and_layers(page: Page) -> None:
     def rows() -> list[str]:
         return [e.text for e in page.all("tr[data-row] th") if e.is_displayed()]
 
-    assert rows() == ["param", "exp_avg", "exp_avg_sq", "step"]
+    assert rows() == ["parameter", "exp_avg", "exp_avg_sq", "step"]
     page.one("#search").send_keys("params[13] compensated")
     until(lambda: page.one("#found").text == "2 states found")
-    assert rows() == ["param", "exp_avg_sq"]
+    assert rows() == ["parameter", "exp_avg_sq"]
     names = [e.text for e in page.all(".members li")]
     assert names == ["param_groups[0].params[13] 4 x 4"] * 2
     page.one("#by-layer").click()
     assert page.one("#layers th").text == "param_groups[0].params[13]"
-    assert [e.text for e in page.all("#layers .verdict")][:3] == ["param", "exp_avg", "exp_avg_sq"]
+    assert [e.text for e in page.all("#layers .verdict")][:3] == [
+        "parameter",
+        "exp_avg",
+        "exp_avg_sq",
+    ]
     page.one("#search").clear()
     page.one("#search").send_keys(" ")
     until(lambda: len(page.all("#layers tr")) == 20)

@@ -31,7 +31,7 @@ def test_every_state_is_on_it(adamw: Any) -> None:
     for state in explanation.plan:
         first, _, owner = state.name.partition(" of ")
         verdict = "compensated" if state.compensated else "refused" if state.refused else "plain"
-        kind = first if owner else "param"
+        kind = first if owner else "parameter"
         expected.add((kind, owner or first, verdict, state.reason))
     assert found == expected
     assert all(

@@ -22,6 +22,11 @@ from graphs import (
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
+from collage_fx.config import CollageConfig
+from collage_fx.inspection.explanation import Explanation
+from collage_fx.inspection.page.states import states_of
+from collage_fx.optimizer.served import Served
+from collage_fx.passes.ir import listing
 from collage_fx.passes.ir.program import Arithmetic, Level
 from collage_fx.passes.pipeline import PASSES
 
@@ -205,6 +210,23 @@ def test_overlapping_states_are_refused() -> None:
     program = capture(step, base[:4], base[2:6]).program("all")
     (state,) = program.plan
     assert program.result is None and state.refused and "overlaps" in state.reason
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.complex64], ids=str)
+def test_a_refused_state_is_called_so_wherever_its_verdict_is_shown(dtype: torch.dtype) -> None:
+    """In the logs, in what `explain` prints, on the page and in reports."""
+
+    def step(p: Tensor, q: Tensor) -> None:
+        p.add_(q)
+
+    base = torch.ones(8, dtype=dtype)
+    program = capture(step, base[:4], base[2:6]).program("all")
+    (state,) = program.plan
+    explanation = Explanation("step", CollageConfig(), [state], [], [], [], [], [])
+    served = Served(state.name, state.dtype, reason=state.reason, refused=state.refused)
+    assert state.verdict == served.verdict == explanation.to_dict()["states"][0]["verdict"]
+    assert state.verdict == "refused" and f"refused: {state.reason}" in listing.verdicts(program)
+    assert states_of(explanation, []).rows[0].verdict == "refused"
 
 
 def test_complex_states_are_refused_by_name() -> None:

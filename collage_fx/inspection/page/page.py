@@ -3,6 +3,7 @@
 import contextlib
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
@@ -157,12 +158,8 @@ def _kernel(rewritten: Rewritten) -> str:
 
 
 def _counts(explanation: "Explanation") -> dict[str, int]:
-    plan = explanation.plan
-    return {
-        "compensated": sum(s.compensated for s in plan),
-        "plain": sum(not s.compensated and not s.refused for s in plan),
-        "refused": sum(s.refused for s in plan),
-    }
+    found = Counter(state.verdict for state in explanation.plan)
+    return {word: found[word] for word in ("compensated", "plain", "refused")}
 
 
 def _panels(

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from collage_fx.inspection.page.operations import dtype_name
+from collage_fx.optimizer.state_table import PARAMETER
 from collage_fx.passes.ir.program import Rewritten, StatePlan
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def states_of(explanation: "Explanation", classes: list[Rewritten]) -> States:
         place = places.of(state)
         first, _, owner = state.name.partition(" of ")
         layer = owner or (first if place.is_param else "")
-        kind = first if owner or not place.is_param else "param"
+        kind = first if owner or not place.is_param else PARAMETER
         engine = explanation.engine.get(state.name, explanation.engine.get(place.name, "graph"))
         dtype, recurrence, verdict, reason, storage, keeps = _facts(state)
         row = Row(place.number, kind, dtype, recurrence, verdict, reason, storage, keeps, engine)
