@@ -1,6 +1,6 @@
 """What an optimizer's updates lose, by layer, over a training run; and what measuring that costs.
 
-The transformer of examples/train_bytes.py is trained in bf16 by a compensated AdamW, with a cosine
+The transformer of examples/byte_model.py is trained in bf16 by a compensated AdamW, with a cosine
 from the peak rate. A monitor measures every n-th step: of each layer the share of updates that
 plain bf16 would have lost whole, and the share that was lost as they are stored. Steps without a
 measurement and steps with one alternate in the same run, so that the difference of their medians is
@@ -22,6 +22,7 @@ import collage_fx
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
+import byte_model  # noqa: E402
 import train_bytes  # noqa: E402
 
 PARTS = ("forward and backward", "optimizer step", "measured step")
@@ -32,19 +33,19 @@ OFTEN = 100
 def train(args: argparse.Namespace) -> dict[str, Any]:
     """Train, and return the shares by layer and the seconds of each part of a step."""
     torch.manual_seed(0)
-    size = train_bytes.Size(batch=args.batch)
-    model = train_bytes.ByteModel(size).bfloat16()
+    size = byte_model.Size(batch=args.batch)
+    model = byte_model.ByteModel(size).bfloat16()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     collage_fx.compile_(optimizer, storage=args.storage)
     found = collage_fx.monitor(optimizer, every=args.every, model=model)
-    data = train_bytes.batches(train_bytes.read_text()[0], 1, "cpu", size)
+    data = byte_model.batches(byte_model.read_text()[0], 1, "cpu", size)
     seconds: dict[str, list[float]] = {part: [] for part in PARTS}
     for step in range(args.steps):
         for group in optimizer.param_groups:
             group["lr"] = train_bytes.learning_rate(step, args.steps, args.lr)
         start = time.perf_counter()
         optimizer.zero_grad()
-        loss = train_bytes.loss_of(model, *next(data))
+        loss = byte_model.loss_of(model, *next(data))
         loss.backward()
         middle = time.perf_counter()
         optimizer.step()
@@ -98,7 +99,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--every", type=int, default=10)
-    parser.add_argument("--batch", type=int, default=train_bytes.BATCH)
+    parser.add_argument("--batch", type=int, default=byte_model.BATCH)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--storage", default="mcf2")
     parser.add_argument("--plot", type=Path)

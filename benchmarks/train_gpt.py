@@ -1,6 +1,6 @@
 """Training a GPT in bf16: tokens per second and memory, by how the optimizer keeps its states.
 
-The model and its text are those of examples/train_bytes.py, at another size: on a CPU a small one
+The model and its text are those of examples/byte_model.py, at another size: on a CPU a small one
 over bytes, on a GPU 1.5 billion parameters over pairs of bytes (65536 tokens), which is close to
 GPT-3's 1.3B; `--preset` and the options after it choose. On a GPU the model is compiled. The ways
 are those of ways.py, each in a process of its own with the same weights and batches. For each:
@@ -35,7 +35,8 @@ from torch import Tensor
 from ways import WAYS
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from train_bytes import ByteModel, Size, batches, loss_of, read_text, synchronize
+from byte_model import ByteModel, Size, batches, loss_of, read_text
+from train_bytes import synchronize
 
 PRESETS = {
     "small": Size(layers=6, width=512, heads=8, context=64, batch=8),

@@ -15,7 +15,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS, run_multi_tensor
-from collage_fx.passes.ir.program import base_of, value_of
+from collage_fx.passes.ir.graph_memory import base_of
+from collage_fx.passes.ir.program import value_of
 from collage_fx.runtime.kernels.argument_table import check_sizes
 from collage_fx.runtime.ops import collage
 

@@ -11,6 +11,7 @@ from collage_fx.passes.analysis.carried_path import walk
 from collage_fx.passes.analysis.high_words import entering
 from collage_fx.passes.analysis.plan import verdict
 from collage_fx.passes.analysis.recurrence import recurrence_of
+from collage_fx.passes.ir.graph_memory import mutations
 from collage_fx.passes.ir.program import (
     LOW_PRECISION,
     Carried,
@@ -19,7 +20,6 @@ from collage_fx.passes.ir.program import (
     compensable_in,
     graph_of,
     is_tensor,
-    mutations,
     value_of,
 )
 from collage_fx.passes.rules.structural import STRUCTURE

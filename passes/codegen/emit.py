@@ -26,6 +26,7 @@ from collage_fx.passes.codegen.replicas import Other, Others
 from collage_fx.passes.codegen.scalar_kernel import Scalars, scalars_of
 from collage_fx.passes.frontend.decompose import like
 from collage_fx.passes.frontend.slice import inverse
+from collage_fx.passes.ir.graph_memory import mutations
 from collage_fx.passes.ir.program import (
     Carried,
     Program,
@@ -33,7 +34,6 @@ from collage_fx.passes.ir.program import (
     Slice,
     graph_of,
     made,
-    mutations,
     value_of,
 )
 from collage_fx.runtime.ops import collage

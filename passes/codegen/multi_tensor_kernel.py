@@ -26,16 +26,15 @@ from collage_fx.passes.codegen.inductor_lowering import region_graph, register_r
 from collage_fx.passes.codegen.printers.cpp_kernel import Unprintable, print_cpp_kernel
 from collage_fx.passes.codegen.printers.triton_kernel import print_triton_kernel
 from collage_fx.passes.codegen.scalar_kernel import Scalars
+from collage_fx.passes.ir.graph_memory import base_of, writes_only
 from collage_fx.passes.ir.program import (
     Program,
     Rewritten,
     Settings,
     Slice,
-    base_of,
     graph_of,
     made,
     value_of,
-    writes_only,
 )
 from collage_fx.runtime import logs, progress
 from collage_fx.runtime.kernels.argument_table import (

@@ -12,6 +12,7 @@ from torch._inductor.lowering import lowerings
 from torch.fx import Graph, GraphModule, Node
 
 from collage_fx.passes.frontend.slice import elementwise, make_slice
+from collage_fx.passes.ir.graph_memory import writes_only
 from collage_fx.passes.ir.program import (
     LOW_PRECISION,
     Carried,
@@ -20,7 +21,6 @@ from collage_fx.passes.ir.program import (
     is_tensor,
     made,
     value_of,
-    writes_only,
 )
 
 

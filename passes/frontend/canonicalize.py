@@ -12,11 +12,11 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from collage_fx.passes.frontend.decompose import DECOMPOSITIONS, like
 from collage_fx.passes.frontend.torch_internals import OpOverload
+from collage_fx.passes.ir.graph_memory import base_of
 from collage_fx.passes.ir.program import (
     CONVERT,
     LOW_PRECISION,
     Program,
-    base_of,
     compensable_in,
     is_tensor,
     value_of,

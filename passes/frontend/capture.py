@@ -4,14 +4,8 @@ import torch
 from torch._functorch._aot_autograd.descriptors import SyntheticBaseAOTInput, ViewBaseAOTInput
 from torch.fx import Node
 
-from collage_fx.passes.ir.program import (
-    LOW_PRECISION,
-    Carried,
-    Program,
-    is_tensor,
-    mutations,
-    value_of,
-)
+from collage_fx.passes.ir.graph_memory import mutations
+from collage_fx.passes.ir.program import LOW_PRECISION, Carried, Program, is_tensor, value_of
 from collage_fx.runtime.expansion.eft import FP8
 
 aten = torch.ops.aten

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from collage_fx.passes.ir.graph_memory import mutations
 from collage_fx.passes.ir.program import (
     LOW_PRECISION,
     SAME_VALUE,
@@ -15,7 +16,6 @@ from collage_fx.passes.ir.program import (
     compensable_in,
     graph_of,
     is_tensor,
-    mutations,
     value_of,
 )
 

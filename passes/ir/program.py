@@ -1,7 +1,6 @@
 """What flows through the passes: one optimizer-step graph and what has been found out about it."""
 
 import functools
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -9,7 +8,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import sympy
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from collage_fx.runtime.expansion.eft import LOW_PRECISION as LOW_PRECISION
 from collage_fx.runtime.storage.registry import STORAGES, Choice, Unnamed, chosen, kept
@@ -336,45 +335,6 @@ def graph_of(module: GraphModule | None) -> GraphModule:
     if module is None:
         raise AssertionError("a pass ran before the one that makes its input")
     return module
-
-
-def mutations(graph: Graph) -> dict[Any, Any]:
-    """Return placeholder -> new value, for each trailing aten.copy_ onto a placeholder."""
-    return {
-        node.args[0]: node.args[1]
-        for node in graph.nodes
-        if node.target is torch.ops.aten.copy_.default and node.args[0].op == "placeholder"
-    }
-
-
-def writes_only(node: Node) -> bool:
-    """Tell whether node writes a state, and nothing but the graph's caller sees what it returns."""
-    return node.target is torch.ops.aten.copy_.default and all(u.op == "output" for u in node.users)
-
-
-def base_of(node: Node, *, items: bool = True) -> Node:
-    """Return what node is a view of, itself if it has memory of its own.
-
-    Args:
-        node: the node of a tensor.
-        items: whether an item of a list counts as a view of the list.
-    """
-    while node.op == "call_function" and _is_view(node.target):
-        if node.target is operator.getitem and not items:
-            break
-        node = node.all_input_nodes[0]
-    return node
-
-
-@functools.cache
-def _is_view(target: Any) -> bool:
-    if not hasattr(target, "_schema"):
-        return target is operator.getitem
-    if target is torch.ops.aten._unsafe_view.default:
-        return True
-    return any(
-        r.alias_info is not None and not r.alias_info.is_write for r in target._schema.returns
-    )
 
 
 class Value:

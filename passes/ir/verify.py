@@ -3,14 +3,8 @@
 import torch
 from torch.fx import Node
 
-from collage_fx.passes.ir.program import (
-    CONVERT,
-    LOW_PRECISION,
-    Program,
-    Rewritten,
-    graph_of,
-    mutations,
-)
+from collage_fx.passes.ir.graph_memory import mutations
+from collage_fx.passes.ir.program import CONVERT, LOW_PRECISION, Program, Rewritten, graph_of
 from collage_fx.runtime.errors import LegalityError
 from collage_fx.runtime.ops import collage
 

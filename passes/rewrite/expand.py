@@ -8,6 +8,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from collage_fx.passes.analysis.affine import LERP
+from collage_fx.passes.ir.graph_memory import mutations
 from collage_fx.passes.ir.program import (
     CASTS,
     CONVERT,
@@ -17,7 +18,6 @@ from collage_fx.passes.ir.program import (
     Settings,
     graph_of,
     is_tensor,
-    mutations,
     value_of,
 )
 from collage_fx.passes.ir.provenance import note_origin

@@ -33,7 +33,8 @@ from triton.runtime.driver import driver
 
 from collage_fx.compilation.inductor import compile_rewritten
 from collage_fx.compilation.partition import split
-from collage_fx.passes.ir.program import Program, Settings, graph_of, mutations
+from collage_fx.passes.ir.graph_memory import mutations
+from collage_fx.passes.ir.program import Program, Settings, graph_of
 from collage_fx.passes.pipeline import run_passes
 
 _PROPERTIES = types.SimpleNamespace(

@@ -1,0 +1,47 @@
+"""Memory in a graph: which states it writes, and which values are views of others."""
+
+import functools
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+
+def mutations(graph: Graph) -> dict[Any, Any]:
+    """Return placeholder -> new value, for each trailing aten.copy_ onto a placeholder."""
+    return {
+        node.args[0]: node.args[1]
+        for node in graph.nodes
+        if node.target is torch.ops.aten.copy_.default and node.args[0].op == "placeholder"
+    }
+
+
+def writes_only(node: Node) -> bool:
+    """Tell whether node writes a state, and nothing but the graph's caller sees what it returns."""
+    return node.target is torch.ops.aten.copy_.default and all(u.op == "output" for u in node.users)
+
+
+def base_of(node: Node, *, items: bool = True) -> Node:
+    """Return what node is a view of, itself if it has memory of its own.
+
+    Args:
+        node: the node of a tensor.
+        items: whether an item of a list counts as a view of the list.
+    """
+    while node.op == "call_function" and _is_view(node.target):
+        if node.target is operator.getitem and not items:
+            break
+        node = node.all_input_nodes[0]
+    return node
+
+
+@functools.cache
+def _is_view(target: Any) -> bool:
+    if not hasattr(target, "_schema"):
+        return target is operator.getitem
+    if target is torch.ops.aten._unsafe_view.default:
+        return True
+    return any(
+        r.alias_info is not None and not r.alias_info.is_write for r in target._schema.returns
+    )
