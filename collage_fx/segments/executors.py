@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, is_inference_mode_enabled
@@ -22,16 +22,17 @@ from collage_fx.hooks.gc_pause import no_full_collection
 from collage_fx.passes.ir.program import StatePlan
 from collage_fx.runtime import logs
 from collage_fx.runtime.residuals.store import STORE
-from collage_fx.segments.joined_compiler import ROUNDED, compile_joined
+from collage_fx.segments.joined_compiler import Joining
 from collage_fx.segments.low_words import LowWords
 from collage_fx.segments.memory import storage_key
 from collage_fx.segments.segment import Call, Segment, run_joined
 from collage_fx.segments.segment_graph import (
+    Given,
+    Made,
     Numbers,
     SeenNumbers,
     float_guard,
     graph_of_segment,
-    joined_graph,
     number_tensor,
     propagate,
     same_number,
@@ -48,22 +49,6 @@ MOST = 64
 
 
 @dataclass
-class _Given:
-    """The tensors of a call, as one way of doing it takes them."""
-
-    args: list[Tensor]
-    lows: list[Tensor] = field(default_factory=list)
-    """Behind the numbers that are inputs."""
-    structure: Any = None
-    """What else of them the compiled code depends on."""
-    parts: Any = ()
-
-
-_Made: TypeAlias = tuple[Callable[[list[Any]], bool], Callable[..., bool]]
-"""What runs compiled code, and what tells for which numbers it is right."""
-
-
-@dataclass
 class _Compiled:
     """A segment compiled for some floats."""
 
@@ -74,7 +59,7 @@ class _Compiled:
     numbers: Numbers
     structure: Any
 
-    def fits(self, given: _Given, floats: list[float]) -> bool:
+    def fits(self, given: Given, floats: list[float]) -> bool:
         """Tell whether it is right for a call."""
         before = self.numbers
         same = self.structure == given.structure and all(
@@ -126,6 +111,7 @@ class Executors:
         """
         self.session = session
         self.words = words
+        self.joining = Joining(session, words)
         self.note = note
         self.unseen = unseen
         self.seen = SEEN if session.config.on_unsupported == "join" else 1
@@ -180,7 +166,7 @@ class Executors:
         elif history.runs >= self.seen:
             ways = (
                 ("rewritten", history.rewritten, self._for_passes, self._rewrite),
-                ("joined", history.joined, self._for_joining, self._join),
+                ("joined", history.joined, self.joining.given, self.joining.compile),
             )
             for name, way, find, compile_ in ways:
                 why = way.refused or self._done(way, find, compile_, segment, history, call)
@@ -225,8 +211,8 @@ class Executors:
     def _done(
         self,
         way: _Way,
-        find: Callable[[Segment, Call], _Given | str],
-        compile_: Callable[[Segment, _Given, Numbers], _Made | str],
+        find: Callable[[Segment, Call], Given | str],
+        compile_: Callable[[Segment, Given, Numbers], Made | str],
         segment: Segment,
         history: _History,
         call: Call,
@@ -259,15 +245,15 @@ class Executors:
 
     def _compile(
         self,
-        compile_: Callable[[Segment, _Given, Numbers], _Made | str],
+        compile_: Callable[[Segment, Given, Numbers], Made | str],
         segment: Segment,
         history: _History,
-        given: _Given,
+        given: Given,
         call: Call,
     ) -> _Compiled | str:
         same = list(history.same)
         changing = sorted({same[i] for i in history.changing})
-        made: _Made | str = ""
+        made: Made | str = ""
         for inputs in (changing, []):
             numbers = Numbers(call.floats, inputs, same)
             try:
@@ -285,7 +271,7 @@ class Executors:
 
     # Rewritten by the passes.
 
-    def _for_passes(self, segment: Segment, call: Call) -> _Given | str:
+    def _for_passes(self, segment: Segment, call: Call) -> Given | str:
         """Return the arguments of a graph, or why not: it would see high words only.
 
         That is so where a value has low words that is no state, where a state is a part of a
@@ -312,14 +298,14 @@ class Executors:
             ):
                 return _PASSED_ON
             args.append(t)
-        return _Given([*args, *call.memory])
+        return Given([*args, *call.memory])
 
     def _name(self, t: Tensor) -> str:
         """Return the name of a state, or of the gradient of one; empty for other memory."""
         state = next(iter(self.words.states_in(t)), None)
         return state.name if state is not None else self.words.gradients().get(storage_key(t), "")
 
-    def _rewrite(self, segment: Segment, given: _Given, numbers: Numbers) -> _Made | str:
+    def _rewrite(self, segment: Segment, given: Given, numbers: Numbers) -> Made | str:
         gm = graph_of_segment(segment, numbers)
         args = (*given.args, *map(number_tensor, numbers.given))
         mode, fakes = with_fakes(gm, given.args, numbers.given)
@@ -369,40 +355,3 @@ class Executors:
                 if owned.place in self.wanted:
                     self.words.ensure(owned)
         return True
-
-    # On whole values, by Inductor.
-
-    def _for_joining(self, segment: Segment, call: Call) -> _Given | str:
-        """Return the arguments with their low words, or why these are not to be compiled.
-
-        That is so for fp8, whose rounding has a way of its own, for rounding by chance, and where a
-        state has moved.
-        """
-        if self.session.config.stochastic_rounding:
-            return "it is rounded by chance"
-        found = []
-        tensors = [*(given.data for given in call.inputs), *call.memory]
-        if any(t.dtype in self.words.wide and t.dtype not in ROUNDED for t in tensors):
-            return "of its dtypes one is not rounded by the compiler"
-        for at, given in zip(segment.inputs, call.inputs, strict=True):
-            parts = self.words.parts(given, written=at in segment.written)
-            if parts is None:
-                return "a state has moved in memory"
-            found.append(parts)
-        wide = self.words.wide
-        found += [[self.words.part_of_result(t)] if t.dtype in wide else [] for t in call.memory]
-        lows = [lo for parts in found for part in parts for lo in part.lows]
-        return _Given(tensors, lows, tuple(tuple(p.structure for p in ps) for ps in found), found)
-
-    def _join(self, segment: Segment, given: _Given, numbers: Numbers) -> _Made:
-        dtypes = [t.dtype for t in given.args]
-        wide, computed = self.words.wide, segment.computed(self.words)
-        gm = joined_graph(segment, numbers, wide, computed, dtypes, given.parts)
-        mode, fakes = with_fakes(gm, given.args, numbers.given, given.lows)
-        function = compile_joined(self.session, gm, mode, fakes)
-
-        def run(args: list[Any]) -> bool:
-            function(*args)
-            return True
-
-        return run, float_guard(mode, fakes)

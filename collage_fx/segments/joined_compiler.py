@@ -1,4 +1,4 @@
-"""Compile the graph of a segment on whole values, by Inductor as it stands."""
+"""Segments on whole values, as they stand, compiled by Inductor."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,9 +18,69 @@ from collage_fx.passes.ir.program import CONVERT
 from collage_fx.passes.rewrite.symbolic_scalars import keep_symbols
 from collage_fx.runtime import logs, progress
 from collage_fx.runtime.ops import collage
+from collage_fx.segments.low_words import LowWords
+from collage_fx.segments.segment import Call, Segment
+from collage_fx.segments.segment_graph import (
+    Given,
+    Made,
+    Numbers,
+    float_guard,
+    joined_graph,
+    with_fakes,
+)
 
 ROUNDED = (torch.bfloat16, torch.float16)
 """The dtypes of high words whose rounding Inductor can be made to carry out."""
+
+
+class Joining:
+    """Does segments on whole values, compiled by Inductor."""
+
+    def __init__(self, session: Session, words: LowWords) -> None:
+        """Begin without compiled segments.
+
+        Args:
+            session: compiles them.
+            words: knows the low words of states.
+        """
+        self.session = session
+        self.words = words
+
+    def given(self, segment: Segment, call: Call) -> Given | str:
+        """Return the arguments with their low words, or why these are not to be compiled.
+
+        That is so for fp8, whose rounding has a way of its own, for rounding by chance, and where a
+        state has moved.
+        """
+        if self.session.config.stochastic_rounding:
+            return "it is rounded by chance"
+        found = []
+        tensors = [*(given.data for given in call.inputs), *call.memory]
+        if any(t.dtype in self.words.wide and t.dtype not in ROUNDED for t in tensors):
+            return "of its dtypes one is not rounded by the compiler"
+        for at, given in zip(segment.inputs, call.inputs, strict=True):
+            parts = self.words.parts(given, written=at in segment.written)
+            if parts is None:
+                return "a state has moved in memory"
+            found.append(parts)
+        wide = self.words.wide
+        found += [[self.words.part_of_result(t)] if t.dtype in wide else [] for t in call.memory]
+        lows = [lo for parts in found for part in parts for lo in part.lows]
+        return Given(tensors, lows, tuple(tuple(p.structure for p in ps) for ps in found), found)
+
+    def compile(self, segment: Segment, given: Given, numbers: Numbers) -> Made:
+        """Return what runs a segment with these numbers, and for which others it is right."""
+        dtypes = [t.dtype for t in given.args]
+        wide, computed = self.words.wide, segment.computed(self.words)
+        gm = joined_graph(segment, numbers, wide, computed, dtypes, given.parts)
+        mode, fakes = with_fakes(gm, given.args, numbers.given, given.lows)
+        function = compile_joined(self.session, gm, mode, fakes)
+
+        def run(args: list[Any]) -> bool:
+            function(*args)
+            return True
+
+        return run, float_guard(mode, fakes)
 
 
 def compile_joined(

@@ -4,7 +4,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import copysign, isfinite, isnan
-from typing import Any
+from typing import Any, TypeAlias
 
 import sympy
 import torch
@@ -60,6 +60,22 @@ class SeenNumbers:
         self.same = [first.setdefault(key, i) for i, key in enumerate(keys)]
         self.floats = floats
         self.runs += 1
+
+
+@dataclass
+class Given:
+    """The tensors of a call, as one way of doing it takes them."""
+
+    args: list[Tensor]
+    lows: list[Tensor] = field(default_factory=list)
+    """Behind the numbers that are inputs."""
+    structure: Any = None
+    """What else of them the compiled code depends on."""
+    parts: Any = ()
+
+
+Made: TypeAlias = tuple[Callable[[list[Any]], bool], Callable[..., bool]]
+"""What runs compiled code, and what tells for which numbers it is right."""
 
 
 def why_compiled(
