@@ -15,6 +15,8 @@ from collage_fx.segments.low_words import LowWords
 from collage_fx.segments.memory import Input
 from collage_fx.segments.operations import Operation
 
+_ITEM = torch.ops.aten._local_scalar_dense.default
+
 
 class AtOnce:
     """Does operations of which nothing that they need waits to be done."""
@@ -35,6 +37,9 @@ class AtOnce:
             return self._communicate(func, args, kwargs)
         if func in TURNS or torch.Tag.inplace_view in getattr(func, "tags", ()):
             return self._turn(func, args, kwargs)
+        if func is _ITEM and has_memory(args[0]) and self.words.around(args[0]) is None:
+            known = self.words.known(args[0])
+            return func(self.words.joined(self.words.input(args[0])) if known else args[0])
         strided = filter(has_memory, tensors_in(args, kwargs))
         if not any(self.words.known(t) or self.words.states_in(t) for t in strided):
             result = func(*args, **kwargs)

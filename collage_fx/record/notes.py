@@ -34,7 +34,7 @@ class CannotNote(Exception):
     """An operation on memory that the notes know otherwise, or whose results are not known."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Region:
     """A piece of memory that the notes know as one value, and its known views."""
 
@@ -235,7 +235,7 @@ class Notes:
         """Note memory that was there before the segment."""
         if not has_memory(t):
             raise CannotNote
-        owner = self.words.around(t)
+        owner = None if self.words.is_state(t, key) else self.words.around(t)
         base = owner.tensor if owner is not None else t._base if t._is_view() else None
         if base is not None and base.dtype is t.dtype and layout_of(base) != layout:
             same = has_memory(base) and storage_key(base) == key

@@ -39,7 +39,7 @@ from collage_fx.segments.segment_graph import (
     why_compiled,
     with_fakes,
 )
-from collage_fx.segments.trie import layout_of, on_one_line
+from collage_fx.segments.trie import on_one_line
 
 SEEN = 2
 """The run in which a structure is compiled: what runs once is not worth it."""
@@ -200,7 +200,9 @@ class Executors:
         ]
 
     def _history(self, segment: Segment, floats: list[float]) -> _History:
-        history, at = self.histories.setdefault(segment, _History()), len(self.changing)
+        history, at = self.histories.get(segment), len(self.changing)
+        if history is None:
+            history = self.histories[segment] = _History()
         history.see(floats)
         count, *changed = self.changed_before[at] if at < len(self.changed_before) else [-1]
         if history.runs == 1 and count == len(floats):
@@ -288,7 +290,7 @@ class Executors:
             t = given.data
             if given.pieces:
                 piece = given.pieces[0]
-                if len(given.pieces) > 1 or piece.moved or layout_of(piece.data) != layout_of(t):
+                if len(given.pieces) > 1 or piece.moved or piece.layout != given.layout:
                     return "it takes a part of a state, or several states, as one tensor"
                 if made and STORE.get(piece.owned.tensor) is not None:
                     return _PASSED_ON

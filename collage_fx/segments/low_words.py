@@ -1,7 +1,7 @@
 """The low words that a recorded step knows: of states, and of values between two segments."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -12,7 +12,14 @@ from collage_fx.runtime.expansion.eft import FP8, WIDER
 from collage_fx.runtime.expansion.stochastic import Seeds
 from collage_fx.runtime.residuals.memory import has_memory
 from collage_fx.runtime.residuals.store import STORE, Residual, clear_stale, next_draw
-from collage_fx.runtime.storage.registry import FINEST, STORAGES, Storage, join_in, split_into
+from collage_fx.runtime.storage.registry import (
+    FINEST,
+    STORAGES,
+    TRANSIENT,
+    Storage,
+    join_in,
+    split_into,
+)
 from collage_fx.segments.memory import (
     Between,
     Input,
@@ -31,7 +38,7 @@ class LowWords:
     """Joins memory and its low words to wide values, and splits these when they are stored.
 
     A piece of memory may be a state, hold several (a flat buffer of parameters), or be a value on
-    the way: that one keeps as much as there is a storage for.
+    the way: that one keeps all of its wide value (`TRANSIENT`), of fp8 as much as `FINEST` does.
     """
 
     def __init__(
@@ -58,8 +65,10 @@ class LowWords:
         self.wide = {d: torch.float64 if exact and d not in FP8 else WIDER[d] for d in held}
         self.computed = {**self.wide, torch.float32: torch.float64} if exact else self.wide
         """dtype -> what is computed in for it: fp32 too is float64 beside values of float64."""
-        self.finest = {d: "mcf3" if exact and d is torch.bfloat16 else FINEST[d] for d in held}
-        """dtype -> the storage of values on the way."""
+        self.transient = {
+            d: STORAGES[FINEST[d]] if d in FP8 else TRANSIENT[wide] for d, wide in self.wide.items()
+        }
+        """dtype -> the layout of values on the way."""
         self.storage_for = storage_for
         self.by_chance = by_chance
         self.seed = seed
@@ -70,10 +79,13 @@ class LowWords:
         """Tensor -> what is known of it."""
         self.writes = False
         """Whether a state was written in this step."""
+        self.generation = -1
+        """That of the store when the step began."""
 
     def begin(self, states: Iterable[Owned]) -> None:
         """Begin a step with these states; clear residuals that do not belong to their values."""
         self.forget()
+        self.generation = STORE.generation
         fitting = []
         for owned in states:
             tensor = owned.tensor
@@ -123,14 +135,21 @@ class LowWords:
 
     def input(self, t: Tensor) -> Input:
         """Return what a segment needs to know of memory that it did not make."""
-        data = t.data
-        found = self._states_of(t)
-        if not found or t.dtype not in self.wide:
-            return Input(data, [], t if t.requires_grad else None)
-        if len(found) == 1 and found[0].tensor is t:
-            return Input(data, [Piece(found[0], data, self.of_state(found[0]))])
-        states = self.states_in(t)
-        return Input(data, [Piece(o, o.tensor.data, self.of_state(o)) for o in states])
+        key = storage_key(t)
+        given = Input(t.data, layout_of(t), key, [])
+        memory = self.memory.get(key)
+        if memory is None or not memory.states or t.dtype not in self.wide:
+            given.parameter = t if t.requires_grad else None
+            return given
+        for o in memory.states if self.is_state(t, key) else self.states_in(t):
+            data, layout = o.tensor.data, layout_of(o.tensor)
+            given.pieces.append(Piece(o, data, self.of_state(o), layout, key))
+        return given
+
+    def is_state(self, t: Tensor, key: int) -> bool:
+        """Tell whether t, in the storage of this key, is a state, and the only one in there."""
+        known = self.memory.get(key)
+        return known is not None and len(known.states) == 1 and known.states[0].tensor is t
 
     def gradients(self) -> dict[int, str]:
         """Return storage -> name, of the gradients of parameters."""
@@ -162,7 +181,7 @@ class LowWords:
     def of_state(self, owned: Owned) -> Residual | None:
         """Return the residual of a state, which belongs to its present value."""
         tensor = owned.tensor
-        residual = STORE.get(tensor)
+        residual = self._residual(tensor)
         if residual is not None and not residual.fits(tensor):
             return None  # it goes when the state is written
         if residual is not None and (known := self._state(tensor)).residual is None:
@@ -170,30 +189,37 @@ class LowWords:
             known.residual = residual
         return residual
 
+    def _residual(self, tensor: Tensor) -> Residual | None:
+        """Return what the store has for tensor; faster where it has seen nothing new."""
+        known = self.of_tensor.get(id(tensor))
+        seen = known.residual if known is not None else None
+        if seen is not None and STORE.generation == self.generation:
+            return seen
+        return STORE.get(tensor)
+
     def known(self, t: Tensor) -> bool:
         """Tell whether t, or some of it, has a low word."""
         if t.dtype not in self.wide:
             return False
-        states = (self.of_state(o) for o in self.states_in(t))
-        return bool(self._lows(t)) or any(r is not None for r in states)
+        return bool(self._lows(t)) or any(self.of_state(o) is not None for o in self.states_in(t))
 
     def _lows(self, t: Tensor) -> tuple[Tensor, ...] | None:
         between = self._between_in(t)
         if between is None or between.storage.expired() or between.dtype is not t.dtype:
             return None
-        return tuple(lo.as_strided(t.size(), t.stride(), t.storage_offset()) for lo in between.lows)
+        return between.like(t)
 
     def joined(self, given: Input) -> Tensor:
         """Return the whole value in the wide dtype, in memory of its own, of the same strides."""
         t = given.data
         if 0 in t.stride() and not given.pieces:  # an expanded one, whose elements share memory
             dtype, words = self.wide[t.dtype], self._lows(t) or ()
-            return join_in(dtype, self.finest[t.dtype], t, *words) if words else t.to(dtype)
+            return join_in(dtype, self.transient[t.dtype].name, t, *words) if words else t.to(dtype)
         wide = torch.empty_strided(t.size(), t.stride(), dtype=self.wide[t.dtype], device=t.device)
         if lows := self._lows(t):
-            return wide.copy_(join_in(wide.dtype, self.finest[t.dtype], t, *lows))
+            return wide.copy_(join_in(wide.dtype, self.transient[t.dtype].name, t, *lows))
         found = [piece for piece in given.pieces if piece.residual is not None]
-        if not any(layout_of(piece.data) == layout_of(t) for piece in found):
+        if not any(piece.layout == given.layout for piece in found):
             wide.copy_(t)
         for piece in found:
             residual = piece.residual
@@ -205,14 +231,14 @@ class LowWords:
     def born(self, t: Tensor, storage: Storage | None = None) -> None:
         """Note memory without a value yet: it gets low words when a segment writes it, or now."""
         if t.dtype in self.wide:
-            self._between(t, () if storage is None else storage.residuals[t.dtype])
+            self.memory[storage_key(t)].hold(t, storage.residuals[t.dtype] if storage else ())
 
     def store(self, given: Input, wide: Tensor) -> None:
         """Write a wide value over memory, and what does not fit in there into low words."""
         t = given.data
         if not given.pieces and self._between_in(t) is not None:
             return self.keep(t, wide)
-        if not any(layout_of(piece.data) == layout_of(t) for piece in given.pieces):
+        if not any(piece.layout == given.layout for piece in given.pieces):
             t.copy_(wide)
         for piece in given.pieces:
             part = part_of(wide, piece.data, t)
@@ -240,7 +266,7 @@ class LowWords:
         name, tensor = self.storage_for(owned), owned.tensor
         if not name or tensor.dtype not in STORAGES[name].residuals:
             return None
-        before = STORE.get(tensor)
+        before = self._residual(tensor)
         residual = STORE.ensure(tensor, name, owned.name, before)
         residual.provisional |= before is None
         self._state(tensor).residual = residual
@@ -256,30 +282,19 @@ class LowWords:
 
     def keep(self, t: Tensor, wide: Tensor) -> None:
         """Write a wide value over t, which is no state, with low words as long as it lives."""
-        hi, *lows = split_into(self.finest[t.dtype], wide, t.dtype)
+        hi, *lows = split_into(self.transient[t.dtype].name, wide, t.dtype)
         t.copy_(hi)
-        known = self._between(t, [lo.dtype for lo in lows])
-        for all_of_it, lo in zip(known.lows, lows, strict=True):
-            all_of_it.as_strided(t.size(), t.stride(), t.storage_offset()).copy_(lo)
-
-    def _between(self, t: Tensor, dtypes: Sequence[torch.dtype]) -> Between:
-        """Return the record of the memory of t, with low words of these dtypes."""
-        storage, known = t.untyped_storage(), self._between_in(t)
-        if known is None or known.storage.expired() or known.dtype is not t.dtype:
-            known = Between(StorageWeakRef(storage), t.dtype)
-            self.memory[storage_key(t)].between = known
-        if len(known.lows) < len(dtypes):
-            count = storage.nbytes() // t.itemsize
-            known.lows = tuple(torch.zeros(count, dtype=d, device=t.device) for d in dtypes)
-        return known
+        known = self.memory[storage_key(t)].hold(t, [lo.dtype for lo in lows])
+        for mine, lo in zip(known.like(t), lows, strict=True):
+            mine.copy_(lo)
 
     def adopt(self, owned: Owned) -> None:
         """Make the low words of a value that the step has put in a state's place the state's."""
-        tensor = owned.tensor
+        tensor, key = owned.tensor, storage_key(owned.tensor)
         lows = self._lows(tensor)
-        wide = self.joined(Input(tensor.data, [])) if lows else None
+        wide = self.joined(Input(tensor.data, layout_of(tensor), key, [])) if lows else None
         if lows is not None:  # else its low words would be looked for in two places
-            self.memory[storage_key(tensor)].between = None
+            self.memory[key].between = None
         if wide is not None:
             self._store_state(owned, wide)
 
@@ -290,9 +305,9 @@ class LowWords:
         """
         t = given.data
         if written and not given.pieces and self._between_in(t) is not None:
-            self.born(t, STORAGES[self.finest[t.dtype]])
+            self.born(t, self.transient[t.dtype])
         if lows := self._lows(t):
-            return [Part(layout_of(t), layout_of(t), self.finest[t.dtype], lows)]
+            return [Part(given.layout, given.layout, self.transient[t.dtype].name, lows)]
         found = []
         for piece in given.pieces:
             if piece.moved:
@@ -301,16 +316,14 @@ class LowWords:
                 self._is_written(piece.owned)
                 piece.residual = self.ensure(piece.owned)
             if (r := piece.residual) is not None:
-                found.append(Part(layout_of(t), layout_of(piece.data), r.storage, r.components))
+                found.append(Part(given.layout, piece.layout, r.storage, r.components))
         return found
 
     def part_of_result(self, t: Tensor) -> Part:
         """Return new low words for memory that a segment makes."""
-        storage = STORAGES[self.finest[t.dtype]]
-        self.born(t, storage)
-        lows = self._lows(t)
-        assert lows is not None
-        return Part(layout_of(t), layout_of(t), storage.name, lows)
+        storage, layout = self.transient[t.dtype], layout_of(t)
+        lows = self.memory[storage_key(t)].hold_result(t, storage.residuals[t.dtype])
+        return Part(layout, layout, storage.name, lows)
 
     def wrote(self, tensor: Tensor) -> list[Owned]:
         """Note that a compiled graph has written a state, and its residual; return what it is."""

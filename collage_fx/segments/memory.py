@@ -1,5 +1,6 @@
 """Pieces of memory: the states in them, the parts that have low words, and where these lie."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,13 +21,16 @@ class Piece:
     data: Tensor
     """The state's memory of then: `p.data = ...` gives it another."""
     residual: Residual | None
+    layout: Layout
+    """That of the data."""
+    key: int
+    """The storage of the data."""
 
     @property
     def moved(self) -> bool:
         """Whether the state has other memory by now."""
-        return layout_of(self.owned.tensor) != layout_of(self.data) or storage_key(
-            self.owned.tensor
-        ) != storage_key(self.data)
+        state = self.owned.tensor
+        return storage_key(state) != self.key or layout_of(state) != self.layout
 
 
 @dataclass
@@ -34,6 +38,10 @@ class Input:
     """Memory that a segment reads or writes, and that was there before it."""
 
     data: Tensor
+    layout: Layout
+    """That of the data."""
+    key: int
+    """The storage of the data."""
     pieces: list[Piece]
     """The states in it."""
     parameter: Tensor | None = None
@@ -75,6 +83,13 @@ class Between:
     lows: tuple[Tensor, ...] = ()
     """Each as long as the storage, from its first element on, so that they have views like it."""
 
+    def like(self, t: Tensor) -> tuple[Tensor, ...]:
+        """Return the low words of t, which is a view of the storage."""
+        layout = layout_of(t)[1:]
+        return tuple(
+            lo if layout_of(lo)[1:] == layout else lo.as_strided(*layout) for lo in self.lows
+        )
+
 
 @dataclass(eq=False)
 class KnownMemory:
@@ -86,6 +101,26 @@ class KnownMemory:
     """What it holds that is no state, with low words."""
     made: StorageWeakRef | None = None
     """Itself, if a segment has made it in this step; of whatever dtype."""
+
+    def hold(self, t: Tensor, dtypes: Sequence[torch.dtype]) -> Between:
+        """Note that it is the memory of t, which is no state, with low words of these dtypes."""
+        storage, known = t.untyped_storage(), self.between
+        if known is None or known.storage.expired() or known.dtype is not t.dtype:
+            known = self.between = Between(StorageWeakRef(storage), t.dtype)
+        if len(known.lows) < len(dtypes):
+            count = storage.nbytes() // t.itemsize
+            known.lows = tuple(torch.zeros(count, dtype=d, device=t.device) for d in dtypes)
+        return known
+
+    def hold_result(self, t: Tensor, dtypes: Sequence[torch.dtype]) -> tuple[Tensor, ...]:
+        """Note the same of what a segment is about to write all of; return its low words."""
+        storage = t.untyped_storage()
+        if t.numel() * t.itemsize < storage.nbytes():
+            return self.hold(t, dtypes).like(t)
+        size, stride = t.size(), t.stride()
+        made = [torch.empty_strided(size, stride, dtype=d, device=t.device) for d in dtypes]
+        self.between = Between(StorageWeakRef(storage), t.dtype, tuple(made))
+        return self.between.lows
 
 
 @dataclass(eq=False)

@@ -104,7 +104,9 @@ def why_compiled(
 
 def same_number(a: float, b: float) -> bool:
     """Tell whether two floats are the same, signs of zero and NaN included."""
-    return (a == b and copysign(1, a) == copysign(1, b)) or (isnan(a) and isnan(b))
+    if a == b:
+        return a != 0 or copysign(1, a) == copysign(1, b)
+    return isnan(a) and isnan(b)
 
 
 def graph_of_segment(segment: Segment, numbers: Numbers) -> GraphModule:
@@ -275,7 +277,7 @@ class _Propagation(Interpreter):
 
 def number_tensor(x: float) -> Tensor:
     """Return a float as graphs take it."""
-    return torch.tensor(float(x), dtype=torch.float64)
+    return torch.scalar_tensor(x, dtype=torch.float64)
 
 
 def float_guard(mode: FakeTensorMode, fakes: Sequence[Any]) -> Callable[..., bool]:

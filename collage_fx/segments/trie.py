@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -34,8 +34,7 @@ class Number(Value):
     __slots__ = ()
 
 
-@dataclass(frozen=True)
-class Constant:
+class Constant(NamedTuple):
     """A Python bool or int, which must not be taken for an equal number of another type."""
 
     type: type

@@ -112,9 +112,11 @@ class Residual:
     def fits(self, tensor: Tensor) -> bool:
         """Tell whether tensor can have these components."""
         dtypes = STORAGES[self.storage].residuals.get(tensor.dtype, ())
-        return dtypes == tuple(c.dtype for c in self.components) and all(
-            c.shape == tensor.shape and c.device == tensor.device for c in self.components
-        )
+        shape, device = tensor.shape, tensor.device
+        for c, dtype in zip(self.components, dtypes, strict=False):
+            if c.dtype is not dtype or c.shape != shape or c.device != device:
+                return False
+        return len(dtypes) == len(self.components)
 
     def whole(self, tensor: Tensor) -> Tensor:
         """Return the value of tensor and its components, in float64."""

@@ -54,6 +54,21 @@ def split(x: Tensor, dtype: torch.dtype) -> Expansion:
     return hi, finite_or_zero((x - hi.to(x.dtype)).to(dtype))
 
 
+def join_exact(hi: Tensor, lo: Tensor) -> Tensor:
+    """Return hi + lo in the dtype of lo, a wider one, exactly as it was before `split_exact`."""
+    return hi.to(lo.dtype) + lo
+
+
+def split_exact(x: Tensor, dtype: torch.dtype) -> Components:
+    """Return hi = RN(x) of dtype and x - hi in the dtype of x, which is exact.
+
+    For 16-bit and 32-bit hi: the error of a rounding is a number of the wider dtype. Where hi is
+    not finite, the residual is zero.
+    """
+    hi = x.to(dtype)
+    return hi, finite_or_zero(x - hi.to(x.dtype))
+
+
 def split_by_chance(x: Tensor, dtype: torch.dtype, seed: Tensor) -> Components:
     """Return (hi, lo) of dtype with hi = RN(x) and lo = x - hi rounded up or down by chance.
 

@@ -13,11 +13,13 @@ from collage_fx.runtime.storage.layouts import (
     Components,
     added,
     join,
+    join_exact,
     join_remainder16,
     join_ulp8,
     split,
     split3,
     split_by_chance,
+    split_exact,
     split_remainder16,
     split_ulp8,
 )
@@ -84,6 +86,21 @@ STORAGES = {
 """name -> storage. `mcf2` is the paper's: hi and lo in one dtype, about 2p + 1 bits. `remainder16`
 is that of Transformer Engine and apex, `ulp8` that of FlashOptim. `double_single` is mcf2 of fp32
 under the name that it has there, so that fp32 states are left alone unless it is asked for."""
+
+TRANSIENT = {
+    wide: Storage(
+        f"exact in {str(wide).removeprefix('torch.')}",
+        {d: (wide,) for d in (_BF16, _FP16, _FP32) if d.itemsize < wide.itemsize},
+        {},
+        join_exact,
+        split_exact,
+    )
+    for wide in (_FP32, torch.float64)
+}
+"""wide dtype -> the layout of values that live for a part of a step: all of the wide value, in
+residuals of that dtype. Compilers vectorize it, which they do not all do with int16."""
+
+_LAYOUTS = {**STORAGES, **{s.name: s for s in TRANSIENT.values()}}
 
 EXPANSIONS = {"mcf2": 2, "mcf3": 3}
 """Storage -> of how many floats of the state's own dtype it is the sum; for these, and no others,
@@ -166,14 +183,15 @@ def join_in(dtype: torch.dtype, storage: str, hi: Tensor, *lows: Tensor) -> Tens
     sum is rounded at 2^-53.
     """
     if dtype is WIDER[hi.dtype] or not transforms(hi.dtype, storage):
-        return STORAGES[storage].join(hi, *lows).to(dtype)
+        return _LAYOUTS[storage].join(hi, *lows).to(dtype)
     return added(dtype, hi, *lows)
 
 
 def split_into(storage: str, x: Tensor, dtype: torch.dtype) -> Components:
     """Return the words of dtype in which a storage holds x, which is in the wide one or float64."""
-    exact = x if transforms(dtype, storage) else x.to(WIDER[dtype])
-    return STORAGES[storage].split(exact, dtype)
+    if storage in STORAGES and not transforms(dtype, storage):
+        x = x.to(WIDER[dtype])
+    return _LAYOUTS[storage].split(x, dtype)
 
 
 def kept(dtype: torch.dtype, storage: str = "") -> float:

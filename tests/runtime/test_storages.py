@@ -8,7 +8,14 @@ from torch import Tensor
 from collage_fx.errors import StorageError
 from collage_fx.runtime.expansion.eft import FP8, WIDER
 from collage_fx.runtime.storage.layouts import join_remainder16, split_remainder16
-from collage_fx.runtime.storage.registry import STORAGES, Storage, check_compensable
+from collage_fx.runtime.storage.registry import (
+    STORAGES,
+    TRANSIENT,
+    Storage,
+    check_compensable,
+    join_in,
+    split_into,
+)
 
 EVERY = [(s, d) for s in STORAGES.values() for d in s.residuals]
 E4M3, E5M2 = FP8
@@ -114,6 +121,23 @@ def test_what_is_not_finite_has_no_residual(
     assert equal(hi.float(), x.to(dtype).float())
     assert dtype == E4M3 or equal(hi.float(), x.float())
     assert not any(lo.float().any() for lo in lows)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("wide", [torch.float32, torch.float64], ids=str)
+def test_values_on_the_way_keep_every_bit(dtype: torch.dtype, wide: torch.dtype) -> None:
+    if dtype.itemsize >= wide.itemsize:
+        assert dtype not in TRANSIENT[wide].residuals
+        return
+    x = random_bits(COUNT).to(wide) * (1 if wide is torch.float32 else 1 + 2.0**-40)
+
+    def differ(storage: str) -> int:
+        words = split_into(storage, x, dtype)
+        held = words[0].isfinite()
+        return int((join_in(wide, storage, *words)[held] != x[held]).sum())
+
+    assert differ(TRANSIENT[wide].name) == 0
+    assert differ("double_single" if dtype is torch.float32 else "mcf2") > COUNT // 10  # fewer bits
 
 
 def test_the_largest_numbers() -> None:
