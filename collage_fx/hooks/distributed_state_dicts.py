@@ -63,6 +63,13 @@ def _init(plain: Any, optim: Optimizer) -> None:
     """
     if not optim.state and history_of(optim).numbers and any(True for _ in _residuals(optim)):
         return  # it has taken steps, and has no states but for residuals
+    history = history_of(optim)
+    taken = history.taken
+    _init_by_steps(plain, optim)
+    history.taken = taken
+
+
+def _init_by_steps(plain: Any, optim: Optimizer) -> None:
     plain(optim)
     if not any(residual.provisional for residual in _residuals(optim)):
         return

@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_leaves
 from collage_fx.compilation.session import Session
 from collage_fx.hooks import nested_compile
 from collage_fx.hooks.dynamo_settings import Failures, graph_breaks
-from collage_fx.optimizer.checkpoints.history import history_of
+from collage_fx.optimizer.checkpoints.agreement import check_loads
+from collage_fx.optimizer.checkpoints.history import History, history_of
 from collage_fx.optimizer.discovery import FunctionStates, OptimizerStates, StateStorage
 from collage_fx.optimizer.ownership import Owned
 from collage_fx.optimizer.served import RETURNED, not_given
@@ -56,6 +57,8 @@ class Steps:
         self.service = Service(session, discovery, subject)
         self.accounts = Accounts(self.service)
         self.steps = 0
+        self.history = History()
+        """Of the optimizer, from the first step on."""
         self.untraced = config.record is True
         """Whether the steps are recorded whole, and Dynamo is not asked."""
         self.interpreted = False
@@ -132,6 +135,7 @@ class Steps:
     def repeated(self) -> None:
         """Note a step that did what the last one did, by the same graphs to the same states."""
         self.steps += 1
+        self.history.taken += 1
         self.service.repeats += 1
 
     def see_results(self, results: Any) -> None:
@@ -149,6 +153,9 @@ class Steps:
         self.steps += 1
         if self.steps == 1:
             self._go_on()
+        if isinstance(self.discovery, OptimizerStates):
+            check_loads(self.discovery.optimizer())
+        self.history.taken += 1
         self.accounts.by_graph.clear()
         self.returned.clear()
         self.forced = nested_compile.stance_is_eager()
@@ -162,7 +169,8 @@ class Steps:
         """Record steps as before a checkpoint, or as the optimizer that this one is a copy of."""
         if not isinstance(self.discovery, OptimizerStates):
             return
-        before = history_of(self.discovery.optimizer()).recorded
+        self.history = history_of(self.discovery.optimizer())
+        before = self.history.recorded
         if before is not None:
             self.executors.changed_before = before
         if before is not None or self.untraced:

@@ -19,6 +19,8 @@ class History:
     numbers: dict[str, float | None] = field(default_factory=dict)
     """Dynamo's name of a number, such as a rate -> the value that is a constant in the graphs
     so far, None once it has changed and is an input."""
+    taken: int = 0
+    """How many steps it has taken."""
 
 
 _HISTORIES = WeakIdKeyDictionary()

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from collage_fx.optimizer.checkpoints.agreement import check_one_save, fewest_steps
 from collage_fx.optimizer.checkpoints.history import History, history_of
 from collage_fx.optimizer.checkpoints.saved_residuals import SavedResidual, is_entry, read_entries
 from collage_fx.optimizer.ownership import PARAM, tensors_in
@@ -19,6 +20,7 @@ from collage_fx.runtime.residuals.store import check_components
 
 ENTRY = "collage_fx"
 FORMAT = 2
+_LEAST = "least_step"
 _NEEDS = "0.1"
 """The first version of collage_fx that reads this format."""
 
@@ -39,11 +41,12 @@ class Loaded:
     """Key of states that it casts -> the dtype that they were saved in."""
 
 
-def entry_of_group(optimizer: Optimizer, *, holds: bool) -> str:
-    """Return the entry of each parameter group.
+def entry_of_group(optimizer: Optimizer, params: Sequence[Any], *, holds: bool) -> str:
+    """Return the entry of a parameter group.
 
     Args:
         optimizer: which is saved.
+        params: those of the group whose states are all there.
         holds: whether it has residuals.
     """
     dtypes = {
@@ -54,7 +57,9 @@ def entry_of_group(optimizer: Optimizer, *, holds: bool) -> str:
         if isinstance(value, Tensor) and value.dtype != param.dtype
         if key != "step" and not is_entry(key)
     }
+    states = {i: optimizer.state[p] for i, p in enumerate(params) if p in optimizer.state}
     about = {"format": FORMAT, "needs": _NEEDS, "holds": holds, "dtypes": dtypes}
+    about[_LEAST] = fewest_steps(states)
     return json.dumps({**about, **dataclasses.asdict(history_of(optimizer))})
 
 
@@ -90,9 +95,20 @@ def read_residuals(
         for index, by_key in about.get("residuals", {}).items():
             loaded.residuals.update({(index, k): _of_format_1(e) for k, e in by_key.items()})
     loaded.lost &= not loaded.residuals
+    _check_one_save(states, groups)
     for (index, key), residual in loaded.residuals.items():
         _check_fit(index, key, residual, params, states, groups)
     return loaded
+
+
+def _check_one_save(states: dict[int, Any], groups: list[dict[str, Any]]) -> None:
+    first = 0
+    for group in groups:
+        positions = range(first, first + len(group["params"]))
+        if group.get(ENTRY):
+            inside = {index: states[index] for index in positions if index in states}
+            check_one_save(inside, _payload(group[ENTRY]).get(_LEAST), lambda i: _name(i, groups))
+        first = positions.stop
 
 
 def _payload(payload: Any) -> dict[str, Any]:
@@ -120,7 +136,9 @@ def _well_formed(about: dict[str, Any]) -> bool:
     lists = (about.get("began") or [], recorded, *recorded)
     words = ({"storage", "components", "checksum"}, about.get("residuals", {}).values())
     return (
-        all(isinstance(one, dict) for one in (numbers, about.get("dtypes", {})))
+        isinstance(about.get("taken", 0), int)
+        and isinstance(about.get(_LEAST), int | None)
+        and all(isinstance(one, dict) for one in (numbers, about.get("dtypes", {})))
         and all(isinstance(n, int | float | None) for n in numbers.values())
         and all(isinstance(one, list) for one in lists)
         and all(words[0] <= entry.keys() for by_key in words[1] for entry in by_key.values())

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
+from collage_fx.optimizer.checkpoints.agreement import expect_loads, note_load
 from collage_fx.optimizer.checkpoints.copying import carry_over
 from collage_fx.optimizer.checkpoints.history import set_history
 from collage_fx.optimizer.checkpoints.reading import (
@@ -57,6 +58,7 @@ def attach(optimizer: Optimizer) -> None:
     if optimizer in _ATTACHED or not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
         return  # the latter wraps another optimizer, and has never been an Optimizer of its own
     _ATTACHED[optimizer] = True
+    expect_loads(optimizer)
     carry_over(optimizer)
     if _save not in optimizer._optimizer_state_dict_post_hooks.values():  # as in a copy
         optimizer.register_state_dict_post_hook(_save)
@@ -99,7 +101,7 @@ def attach_around(optimizer: Optimizer, held: list[Optimizer]) -> None:
 def _save_of_held(held: list[Optimizer], optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     holds = any(STORE.get(owned.tensor) for one in held for owned in owned_tensors(one))
     for packed in state_dict["param_groups"]:
-        packed[ENTRY] = entry_of_group(held[0], holds=holds)
+        packed[ENTRY] = entry_of_group(held[0], (), holds=holds)
 
 
 def _load_into_held(held: list[Optimizer], optimizer: Optimizer) -> None:
@@ -126,8 +128,8 @@ def _save(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         states[ids[index]] = state = without_entries(state)  # what was there is the optimizer's own
         for owned, residual in held:
             state.update(entries_of(owned.key, owned.whole, residual, param.dtype))
-    for packed in state_dict["param_groups"]:
-        packed[ENTRY] = entry_of_group(optimizer, holds=bool(found))
+    for packed, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=True):
+        packed[ENTRY] = entry_of_group(optimizer, group["params"], holds=bool(found))
     _warn_of_unsaved(optimizer, unsaved)
 
 
@@ -176,6 +178,7 @@ def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     loaded = read_residuals(states, state_dict["param_groups"], params)
     if loaded is None:
         return None
+    note_load(optimizer, states, loaded.history.taken)
     _LOADING[optimizer] = loaded
     loaded.states.update(states)
     stripped = {}
@@ -229,7 +232,10 @@ def _take_from_states(optimizer: Optimizer, payloads: Sequence[Any] = ()) -> Loa
     known = getattr(optimizer, "state", {})
     states = {i: known[p] for i, p in enumerate(params) if p in known}
     with torch.no_grad(), _disable_current_modes():
-        return read_residuals(states, optimizer.param_groups, params, payloads)
+        loaded = read_residuals(states, optimizer.param_groups, params, payloads)
+    if loaded is not None:
+        loaded.states.update(states)
+    return loaded
 
 
 def _adopt(
@@ -239,6 +245,7 @@ def _adopt(
     loaded = _take_from_states(optimizer, payloads) or otherwise
     if loaded is None:
         return
+    note_load(optimizer, loaded.states, loaded.history.taken)
     _give(optimizer, loaded)
     _warn_of_cast(optimizer, loaded)
     _drop_entries(optimizer)
