@@ -58,26 +58,30 @@ def _unflatten(plain: Any, optim: Optimizer, state_dict: dict[str, Any], info: A
 def _init(plain: Any, optim: Optimizer) -> None:
     """Make states and residuals, if there are none, by steps that change nothing else.
 
-    A first step may be recorded, and makes a residual for each new state. Which of these remain
-    only the next step tells: without it the keys were not those of the checkpoint to be loaded.
+    Steps are taken only where PyTorch takes one, which it does where nothing has begun: in a run
+    they would let its averages decay, and lose what is accumulated in its gradients.
     """
-    if not optim.state and history_of(optim).numbers and any(True for _ in _residuals(optim)):
-        return  # it has taken steps, and has no states but for residuals
     history = history_of(optim)
+    if not optim.state and history.numbers and any(True for _ in _residuals(optim)):
+        return  # it has taken steps, and has no states but for residuals
     taken = history.taken
-    _init_by_steps(plain, optim)
+    plain(optim)
+    if history.taken > taken:
+        _settle(optim)
     history.taken = taken
 
 
-def _init_by_steps(plain: Any, optim: Optimizer) -> None:
-    plain(optim)
-    if not any(residual.provisional for residual in _residuals(optim)):
-        return
+def _settle(optim: Optimizer) -> None:
+    """Take steps until each state has a verdict.
+
+    A first step may be recorded, and makes a residual for each new state. Which of these remain
+    only the next step tells: without it the keys were not those of the checkpoint to be loaded.
+    """
     with _counts_kept(optim):
         for _ in range(_STEPS):
-            _take_zero_step(optim)
             if not any(residual.provisional for residual in _residuals(optim)):
                 return
+            _take_zero_step(optim)
 
 
 _STEPS = 3
