@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from collage_fx.optimizer.checkpoints.agreement import counts_of_steps
 from collage_fx.optimizer.checkpoints.history import history_of
 from collage_fx.optimizer.checkpoints.reading import ENTRY
 from collage_fx.optimizer.checkpoints.saved_residuals import PREFIX
@@ -68,7 +69,30 @@ def _init(plain: Any, optim: Optimizer) -> None:
     plain(optim)
     if history.taken > taken:
         _settle(optim)
+    elif not taken and _has_not_begun(optim):
+        with _states_kept(optim):
+            _take_zero_step(optim)
+            _settle(optim)
     history.taken = taken
+
+
+def _has_not_begun(optim: Optimizer) -> bool:
+    """Tell whether there are states, which its constructor has made, and no steps."""
+    counts = counts_of_steps(optim.state)
+    params = (p for group in optim.param_groups for p in group["params"])
+    return bool(counts) and not any(counts.values()) and all(p.grad is None for p in params)
+
+
+@contextmanager
+def _states_kept(optim: Optimizer) -> Iterator[None]:
+    """Give back, after steps, the values of all states."""
+    states = (state for state in optim.state.values() if isinstance(state, dict))
+    tensors = [t for state in states for t in state.values() if isinstance(t, Tensor)]
+    before = [t.clone() for t in tensors]
+    yield
+    with torch.no_grad():
+        for now, value in zip(tensors, before, strict=True):
+            now.copy_(value)
 
 
 def _settle(optim: Optimizer) -> None:

@@ -4,10 +4,12 @@ import copy
 import json
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from checkpoints import compiled, plain, train, words
 from interpreter import without_compiler
 from saved import drop_saved_residuals
@@ -18,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 import collage_fx
 from collage_fx.errors import CheckpointError, CollageWarning
@@ -230,6 +232,32 @@ def test_an_entry_of_other_kinds_is_refused(change: dict[str, Any]) -> None:
     states["param_groups"][0]["collage_fx"] = entry
     with pytest.raises(CheckpointError, match="cannot be read"):
         run[1].load_state_dict(states)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_states_that_the_constructor_makes_have_residuals_to_be_loaded(tmp_path: Path) -> None:
+    """PyTorch takes no step to make them, so that a new Adagrad had no keys for residuals."""
+
+    def made(seed: int) -> tuple[nn.Module, Optimizer]:
+        torch.manual_seed(seed)
+        model = nn.Linear(4, 4).bfloat16()
+        optimizer = Adagrad(model.parameters(), lr=1e-2, initial_accumulator_value=0.1)
+        torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+        return compiled((model, optimizer), level="auto")
+
+    run, again = made(0), made(1)
+    train(run, 0, 3)
+    parts = dict(zip(("model", "optimizer"), get_state_dict(*run), strict=True))
+    dcp.save(parts, checkpoint_id=tmp_path)
+    before = [collage_fx.value(t) for s in again[1].state.values() for t in s.values()]
+    weights, states = get_state_dict(*again)
+    after = [collage_fx.value(t) for s in again[1].state.values() for t in s.values()]
+    assert all(map(torch.equal, before, after))
+    dcp.load({"model": weights, "optimizer": states}, checkpoint_id=tmp_path)
+    set_state_dict(*again, model_state_dict=weights, optim_state_dict=states)
+    train(run, 3, 5)
+    train(again, 3, 5)
+    assert all(map(torch.equal, words(run), words(again)))
 
 
 @pytest.mark.parametrize("made", [Tensor.to_sparse, lambda t: t.to("meta")], ids=["sparse", "meta"])

@@ -37,7 +37,7 @@ _LOADS = WeakIdKeyDictionary()
 
 def fewest_steps(states: Mapping[int, Any]) -> int | None:
     """Return the least `step` of the states of some parameters; None if they have no such entry."""
-    return min(_counts(states).values(), default=None)
+    return min(counts_of_steps(states).values(), default=None)
 
 
 def check_one_save(states: Mapping[int, Any], least: int | None, name: Any) -> None:
@@ -50,7 +50,7 @@ def check_one_save(states: Mapping[int, Any], least: int | None, name: Any) -> N
         least: what `fewest_steps` was of these when they were saved, if that is known.
         name: position -> what to call the parameter.
     """
-    for index, count in _counts(states).items():
+    for index, count in counts_of_steps(states).items():
         if least is not None and count < least:
             raise CheckpointError(
                 f"the checkpoint was saved when all states of that group were of step {least} or "
@@ -79,7 +79,7 @@ def note_load(optimizer: Optimizer, states: Mapping[int, Any], taken: int) -> No
     """
     load = _LOADS.get(optimizer)
     if load is not None:
-        load.step = max(_counts(states).values(), default=taken)
+        load.step = max(counts_of_steps(states).values(), default=taken)
         for group, number in load.groups:
             group.get_group_store().set(_key(number, group.rank()), str(load.step))
 
@@ -120,8 +120,8 @@ def _groups(optimizer: Optimizer) -> Iterator[Any]:
             yield from (group for group in groups if group.size() > 1)
 
 
-def _counts(states: Mapping[int, Any]) -> dict[int, int]:
-    """Return position of a parameter -> how many steps its states say that it has taken."""
+def counts_of_steps(states: Mapping[Any, Any]) -> dict[Any, int]:
+    """Return parameter, as in states -> how many steps its state says that it has taken."""
     found = {}
     for index, state in states.items():
         step = state.get("step") if isinstance(state, Mapping) else None
