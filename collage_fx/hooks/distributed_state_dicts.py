@@ -1,12 +1,14 @@
-"""get_state_dict() and set_state_dict() of torch.distributed.checkpoint, which know no residuals.
+"""get_state_dict(), set_state_dict(), load() of torch.distributed.checkpoint know no residuals.
 
 They look a flattened state dict up for the keys that the optimizer has in its states and groups,
 and residuals are never among these. And for an optimizer without states, such as SGD without
 momentum, they take a step with a rate of zero whenever they are called, also between the two where
-a checkpoint has been written into the tensors already.
+a checkpoint has been written into the tensors already. load() wants to
+find in a checkpoint all that it is given, and one of plain PyTorch has no residuals.
 """
 
 import functools
+import operator
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,12 +21,13 @@ from torch.optim import Optimizer
 from collage_fx.optimizer.checkpoints.agreement import counts_of_steps
 from collage_fx.optimizer.checkpoints.history import history_of
 from collage_fx.optimizer.checkpoints.reading import ENTRY
-from collage_fx.optimizer.checkpoints.saved_residuals import PREFIX
+from collage_fx.optimizer.checkpoints.saved_residuals import PREFIX, names_entry
 from collage_fx.optimizer.ownership import owned_tensors
 from collage_fx.runtime.residuals.dtensor import shard_of
 from collage_fx.runtime.residuals.store import STORE, Residual
 
 _MODULE = "torch.distributed.checkpoint.state_dict"
+_PLANNERS = "torch.distributed.checkpoint.default_planner"
 
 
 def know_residuals() -> None:
@@ -40,6 +43,37 @@ def know_residuals() -> None:
             ours = functools.partial(function, plain)
             ours._collage = True  # type: ignore[attr-defined]
             setattr(module, name, ours)
+    planner: Any = getattr(sys.modules.get(_PLANNERS), "DefaultLoadPlanner", None)
+    if planner is not None and not hasattr(planner.create_local_plan, "_collage"):
+        planner.create_local_plan = _without_residuals(planner.create_local_plan)
+
+
+def _without_residuals(plain: Any) -> Any:
+    """Return what plans to load a state dict, and first drops residuals if no checkpoint has any.
+
+    The optimizer says so then, when it loads the state dict.
+    """
+
+    @functools.wraps(plain)
+    def create_local_plan(planner: Any) -> Any:
+        held = planner.metadata.state_dict_metadata if planner.metadata is not None else {}
+        if not any(map(names_entry, held)):
+            nested = planner.mappings.items()  # where the state dict is not flattened there is none
+            for key, path in [pair for pair in nested if _is_ours(pair[0]) and len(pair[1]) > 1]:
+                if key not in held:
+                    parent = functools.reduce(
+                        operator.getitem, path[:-1], planner.original_state_dict
+                    )
+                    del planner.state_dict[key], parent[path[-1]]
+        return plain(planner)
+
+    create_local_plan._collage = True  # type: ignore[attr-defined]
+    return create_local_plan
+
+
+def _is_ours(key: str) -> bool:
+    """Tell whether a key of a flattened state dict is that of a residual, or of a group's entry."""
+    return names_entry(key) or (".param_groups." in f".{key}" and key.endswith(f".{ENTRY}"))
 
 
 def _unflatten(plain: Any, optim: Optimizer, state_dict: dict[str, Any], info: Any) -> Any:

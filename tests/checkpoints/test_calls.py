@@ -123,6 +123,16 @@ def from_plain(run: Run, folder: Path) -> Run:
     return by_state_dict(other, folder)
 
 
+def from_plain_dcp(**options: Any) -> Way:
+    def way(run: Run, folder: Path) -> Run:
+        other = plain(0)
+        other[0].load_state_dict(run[0].state_dict())
+        train(other, 0, 1)
+        return by_dcp(**options)(other, folder)
+
+    return way
+
+
 def into_plain(run: Run, _: Path) -> Run:
     again = plain(1)
     for there, here in zip(again, copy.deepcopy([one.state_dict() for one in run]), strict=True):
@@ -165,6 +175,8 @@ WAYS: dict[str, tuple[Way, str]] = {
     "`pickle`": (by_pickle, EQUAL),
     "a checkpoint of format 1": (lambda run, f: by_torch_save(run, f, as_format_1), EQUAL),
     "a checkpoint of plain PyTorch, here": (from_plain, ANEW),
+    "... by `dcp.load`, after `compile`": (from_plain_dcp(), ANEW),
+    "... and its states flattened": (from_plain_dcp(flatten_optimizer_state_dict=True), ANEW),
     "a checkpoint of ours, in plain PyTorch": (into_plain, "high words"),
     "... and back again": (back_from_plain, ANEW),
 }
@@ -190,7 +202,13 @@ def unbroken(group: None) -> Iterator[tuple[Run, list[Tensor], list[Tensor]]]:
         yield compiled(halfway), at, words(run)
 
 
-MORE = ("... and `cpu_offload=True`", "... of flattened states", "`pickle`", "`dcp.async_save`")
+MORE = (
+    "... and `cpu_offload=True`",
+    "... of flattened states",
+    "... and its states flattened",
+    "`pickle`",
+    "`dcp.async_save`",
+)
 """Ways for `make test-all`, each much like another."""
 
 

@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from checkpoints import Run, compiled, plain, train, words
 from interpreter import without_compiler
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from collage_fx.errors import CheckpointError, CollageWarning
@@ -149,6 +150,19 @@ def test_a_load_that_breaks_off_leaves_no_words_of_another_value(run: Run, tmp_p
     with pytest.warns(CollageWarning, match="not loaded to its end") as caught:
         train(other, 4, 5)
     assert len(caught) == 1 and "params[0] was cleared" in str(caught[0].message)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_residual_that_dcp_does_not_find_beside_others_is_refused(
+    run: Run, tmp_path: Path
+) -> None:
+    """As of another storage; where a checkpoint has none at all they begin at zero."""
+    states = get_state_dict(*run)[1]
+    dcp.save({"o": states}, checkpoint_id=tmp_path)
+    state = states["state"]["0.weight"]
+    state["collage_fx.<param>.mcf2.0"] = state.pop(WORDS)
+    with pytest.raises(CheckpointException, match=r"Missing key.*<param>\.mcf2\.0"):
+        dcp.load({"o": states}, checkpoint_id=tmp_path)
 
 
 def test_a_truncated_file_changes_nothing(run: Run, tmp_path: Path) -> None:

@@ -117,6 +117,14 @@ def is_entry(key: object) -> bool:
     return isinstance(key, str) and key.startswith(PREFIX)
 
 
+def names_entry(path: str) -> bool:
+    """Tell whether a path through state dicts, joined by dots, ends in the key of a residual."""
+    _, ours, name = f".{path}".rpartition(f".{PREFIX}")
+    parts = name.rsplit(".", 2)
+    known = len(parts) == 3 and parts[1] in STORAGES
+    return bool(ours) and known and (parts[2] in (_ROWS, _DRAWS) or parts[2].isdecimal())
+
+
 def read_entries(state: Any) -> dict[str, SavedResidual]:
     """Return the residuals in the state of a parameter: key of the tensor -> its residual.
 
