@@ -33,10 +33,11 @@ STAGES = {
 shards."""
 PATHS = {
     "quick": ["fsdp 4", "one"],
+    "in order": ["one", "fsdp 2", "fsdp 4", "one"],
     "all": ["fsdp 2", "one", "fsdp 2", "fsdp 4", "hsdp", "fsdp of tp", "tp", "fsdp 4", "one"],
 }
 CASES = [("quick", "AdamW")]
-SLOW = [("all", "AdamW"), ("all", "SGD"), ("quick", "plain SGD")]
+SLOW = [("in order", "AdamW"), ("all", "AdamW"), ("all", "SGD"), ("quick", "plain SGD")]
 
 
 def mesh_of(layout: str) -> DeviceMesh:
