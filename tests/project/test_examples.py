@@ -7,7 +7,17 @@ import pytest
 from processes import run_script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SHORT = ["hf_trainer.py", "fsdp_dcp.py", "lightning_module.py", "lora_export.py"]
+SHORT = [
+    "hf_trainer.py",
+    "fsdp_dcp.py",
+    "lightning_module.py",
+    "lora_export.py",
+    "trl_sft.py",
+    "accelerate_fsdp2.py",
+    "torchtitan_container.py",
+    "optimizer_in_backward.py",
+    "ema.py",
+]
 """Those that docs/recipes.md shows."""
 
 
@@ -22,6 +32,20 @@ def output(name: str) -> str:
     """What an example prints, which ends without an error."""
     path = str(EXAMPLES / name)
     done = run_script(f"import runpy; runpy.run_path({path!r}, run_name='__main__')")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def torchrun(ranks: int, name: str, *rest: str) -> str:
+    """What an example prints under torchrun, which ends without an error."""
+    arguments = ["torchrun", "--nproc-per-node", str(ranks), str(EXAMPLES / name), *rest]
+    script = f"""
+import sys
+from torch.distributed.run import main
+sys.argv = {arguments!r}
+main()
+"""
+    done = run_script(script)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -42,6 +66,40 @@ def test_lightning_resumes_with_the_same_bits() -> None:
 
 
 @pytest.mark.slow
+def test_trl_with_adapters_resumes_with_the_same_bits() -> None:
+    pytest.importorskip("trl", reason="trl, and datasets, are not installed")
+    printed = output("trl_sft.py")
+    assert "the resumed run has the same bits" in printed
+    assert "8 of 12 states compensated" in printed  # parameters and second moments
+
+
+@pytest.mark.slow
+def test_a_container_of_torchtitan_resumes_with_the_same_bits() -> None:
+    pytest.importorskip("torchtitan", reason="torchtitan is not installed")
+    assert "the resumed run has the same bits" in output("torchtitan_container.py")
+
+
+@pytest.mark.slow
+def test_an_average_has_what_bf16_has_no_room_for() -> None:
+    printed = output("ema.py")
+    plain, ours = (float(n) for n in re.findall(r"off by (\d+\.\d+)%", printed))
+    assert plain > 50 and ours < 0.1
+
+
+@pytest.mark.slow
+def test_optimizers_in_the_backward_pass_have_the_bits_of_one() -> None:
+    printed = output("optimizer_in_backward.py")
+    assert "56 of 84 states compensated" in printed
+    assert "the bits of those of one optimizer" in printed
+
+
+@pytest.mark.slow
+def test_accelerate_shards_and_resumes_with_the_same_bits() -> None:
+    pytest.importorskip("accelerate")
+    assert "2 processes: the resumed run has the same bits" in torchrun(2, "accelerate_fsdp2.py")
+
+
+@pytest.mark.slow
 def test_adapters_move_that_plain_bf16_leaves_where_they_are() -> None:
     pytest.importorskip("peft", reason="peft is not installed")
     printed = output("lora_export.py")
@@ -51,18 +109,9 @@ def test_adapters_move_that_plain_bf16_leaves_where_they_are() -> None:
 
 @pytest.mark.slow
 def test_sharded_training_goes_on_on_fewer_processes(tmp_path: Path) -> None:
-    path, runs = str(EXAMPLES / "fsdp_dcp.py"), []
+    runs = []
     for ranks in (2, 1):
-        arguments = ["torchrun", "--nproc-per-node", str(ranks), path, str(tmp_path)]
-        script = f"""
-import sys
-from torch.distributed.run import main
-sys.argv = {arguments!r}
-main()
-"""
-        done = run_script(script)
-        assert done.returncode == 0, done.stderr
-        runs.append(done.stdout)
+        runs.append(torchrun(ranks, "fsdp_dcp.py", str(tmp_path)))
         if ranks == 2:
             for file in sorted((tmp_path / "12").glob(".*")):
                 file.unlink()  # the last checkpoint, as if it had been killed in writing it
