@@ -9,7 +9,8 @@ READY := $(VENV)/.ready
 # Two processes for two cores, of one thread each.
 PYTEST := -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test test-all test-torch tested-version fuzz lint bench bench-peers gpu a-gpu coverage clean
+.PHONY: demo test test-all test-torch tested-version fuzz lint bench bench-peers gpu gpu-here a-gpu \
+	coverage clean
 
 demo: $(READY)
 	$(BIN)/python examples/train_bytes.py
@@ -72,6 +73,16 @@ gpu: a-gpu $(READY)
 	$(BIN)/python benchmarks/step_time.py --device cuda
 	$(BIN)/python benchmarks/memory.py --device cuda
 	$(BIN)/python benchmarks/train_gpt.py --device cuda
+
+# What a GPU has to show, in ten minutes, with the Python that is there: it needs torch, triton and
+# pytest, installs nothing, and asks no network. DRY=--dry for the CPU.
+SITE := build/site
+
+gpu-here:
+	rm -rf $(SITE) && mkdir -p $(SITE)
+	cp -r collage_fx $(SITE) && rm -f $(SITE)/collage_fx/passes $(SITE)/collage_fx/runtime
+	cp -r passes runtime $(SITE)/collage_fx
+	PYTHONPATH=$(CURDIR)/$(SITE) $(PYTHON) benchmarks/gpu_check.py $(DRY)
 
 # Before anything is installed.
 a-gpu:
