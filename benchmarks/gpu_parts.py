@@ -203,7 +203,7 @@ def variants(setup: Setup, found: Record) -> None:
                 sizes = {"CHUNK": chunk, "BLOCK": block, "WARPS": warps}
                 launches = [k.runners.get("cuda") for k in MULTI_TENSOR_KERNELS.values()]
                 for launch in (x for x in launches if isinstance(x, triton_launch.Launch)):
-                    launch.geometries.clear()
+                    launch.ready.clear()
                 with mock.patch.multiple(triton_launch, **sizes):
                     found[f"{name}, {sizes}"] = setup.milliseconds(step)
         free(setup)

@@ -1,6 +1,7 @@
 """The error classes of collage_fx: one per cause, all derived from CollageError."""
 
 from collage_fx.runtime.errors import (
+    CaptureError,
     CheckpointError,
     CollageError,
     CollageWarning,
@@ -17,6 +18,7 @@ from collage_fx.runtime.errors import (
 )
 
 __all__ = [
+    "CaptureError",
     "CheckpointError",
     "CollageError",
     "CollageWarning",

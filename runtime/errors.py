@@ -47,6 +47,10 @@ class RuleError(CollageError, RuntimeError):
     """The rule of an operation on a carried path failed: a defect of that rule."""
 
 
+class CaptureError(CollageError, RuntimeError):
+    """A CUDA graph is being captured that would not do, when replayed, what the step does."""
+
+
 class PageError(CollageError, OSError):
     """The page of an explanation cannot be written where it was asked for."""
 

@@ -16,7 +16,7 @@ from torch.compiler import config as compiler_config
 from torch.fx import GraphModule
 
 from collage_fx.compilation.graph_inputs import AotInputs, Inputs
-from collage_fx.compilation.inductor import compile_rewritten, separate_outputs, uses_cudagraphs
+from collage_fx.compilation.inductor import compile_rewritten, separate_outputs
 from collage_fx.compilation.partition import Direct, split
 from collage_fx.compilation.residual_binding import Residuals
 from collage_fx.compilation.session import Session, StandsForOthers
@@ -233,7 +233,7 @@ class Compilation:
             self.refused |= differentiated(self.session, gm, self.inputs)
             return inductor_compile.compile_functional(gm, example_inputs, **kwargs)
         separate_outputs(gm)
-        program = self._rewritten(gm, kwargs.get("cudagraphs"))
+        program = self._rewritten(gm)
         if isinstance(program, Unlike):
             self.unlike = program
             return gm
@@ -253,7 +253,7 @@ class Compilation:
         show_code(program, compiled.source_code)
         return side.bind(inner, program.seeds)
 
-    def _rewritten(self, gm: GraphModule, cudagraphs: bool | None) -> Program | Unlike:
+    def _rewritten(self, gm: GraphModule) -> Program | Unlike:
         """Run the passes; say why what came out of a narrow graph is not that of all."""
         settings, inputs = self.session.config, self.inputs
         is_step = self.session.optimizer() is not None
@@ -272,7 +272,7 @@ class Compilation:
         unlike = program.unlike or inputs.note_results(program, gm)
         if unlike is not None:
             return unlike
-        if program.result is not None and not uses_cudagraphs(cudagraphs):
+        if program.result is not None:
             self.direct = split(program.result)
         if self.narrow is not None and self.direct is None:
             return Unlike("its classes cannot be updated last")

@@ -61,15 +61,6 @@ def compile_rewritten(
     return direct.bind(inner), getattr(inner, "source_code", "")
 
 
-def uses_cudagraphs(wanted: bool | None) -> bool:
-    """Tell whether CUDA graphs are recorded, which only Inductor's own callable can be.
-
-    Args:
-        wanted: what the user says; None for nothing.
-    """
-    return inductor_config.triton.cudagraphs if wanted is None else bool(wanted)
-
-
 # On a GPU Inductor divides approximately, and contracts a product and a sum to one rounding. A
 # residual is an error that was computed, and must be that of the operation that is carried out.
 _EXACT = {"eager_numerics.division_rounding": True, "emulate_precision_casts": True}

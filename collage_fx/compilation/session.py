@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch.fx import GraphModule
 from torch.optim import Optimizer
 
-from collage_fx.compilation.inductor import uses_cudagraphs
 from collage_fx.config import CollageConfig
 from collage_fx.hooks import optimizer_hooks
 from collage_fx.optimizer.ownership import family
@@ -115,13 +114,8 @@ class Session:
 
     @property
     def deduplicates(self) -> bool:
-        """Whether one member of a class may be compiled for all: its kernel runs over all of them.
-
-        A CUDA graph is recorded of Inductor's own callables only.
-        """
-        config, graphs = self.config, self.inductor.get("triton.cudagraphs")
-        wanted = config.multi_tensor and "deduplicate" not in config.without
-        return bool(wanted) and not uses_cudagraphs(graphs)
+        """Whether one member of a class may be compiled for all: a kernel runs over all of them."""
+        return bool(self.config.multi_tensor) and "deduplicate" not in self.config.without
 
     def optimizers(self) -> list[Optimizer]:
         """Return the optimizers whose states may be in a graph, the innermost first."""

@@ -60,7 +60,10 @@ def least_members(settings: Settings) -> int:
 
 _LIBRARY = torch.library.Library("collage", "FRAGMENT")
 _LIBRARY.define(
-    "multi_tensor(Tensor(a!)[] written, Tensor[] read, Tensor(b!)[] vectors, str key) -> ()"
+    "multi_tensor(Tensor(a!)[] written, Tensor[] read, Tensor(b!)[] vectors, str key) -> ()",
+    # Inductor's CUDA graphs leave it out: it is one launch, whose table of addresses they would
+    # have in memory of theirs, and a copy of each gradient in a place that stays the same.
+    tags=(torch.Tag.cudagraph_unsafe,),
 )
 
 

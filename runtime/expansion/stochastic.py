@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from collage_fx.runtime.errors import CaptureError
+
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 _MANTISSA = {
     torch.float8_e4m3fn: 3,
@@ -30,14 +32,46 @@ class Seeds:
     """The seeds of a step: a 0-d tensor on each device, with another value at each call."""
 
     def __init__(self, seed: int, devices: Sequence[torch.device]) -> None:
+        """Make the tensors.
+
+        Raises CaptureError while a CUDA graph is captured, which would make them anew each time.
+        """
+        if any(map(_capturing, devices)):
+            raise CaptureError(
+                "a CUDA graph is being captured, and the seed of stochastic rounding has not been "
+                "made: take a step that is not captured first, and compile nothing anew since"
+            )
         self.seed = seed
         self.tensors = [torch.zeros((), dtype=torch.int32, device=d) for d in devices]
 
     def draw(self, draw: int) -> list[Tensor]:
-        """Return the tensors, with the seed of this draw."""
+        """Return the tensors, with the seed of this draw.
+
+        A CUDA graph that is captured gets none of them, but what makes, whenever it is replayed,
+        another seed of the last one.
+        """
         for tensor in self.tensors:
-            tensor.fill_(seed_of(self.seed, draw))
+            if _capturing(tensor.device):
+                advance(tensor)
+            else:
+                tensor.fill_(seed_of(self.seed, draw))
         return self.tensors
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def advance(seed: Tensor) -> None:
+    """Overwrite a seed with the next one of a sequence, on its device.
+
+    A linear congruential generator modulo the prime 2^31 - 1, with the multiplier of C++'s
+    minstd_rand: but for one number, from which it does not move, it goes through all others.
+
+    Args:
+        seed: int32, 0-d, 31 bits.
+    """
+    seed.copy_((seed.to(torch.int64) * 48271 + 1) % 0x7FFFFFFF)
 
 
 def chance(x: Tensor, seed: Tensor) -> Tensor:

@@ -3,13 +3,13 @@
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch._inductor.codecache import PyCodeCache
 
-from collage_fx.runtime.errors import CollageError
+from collage_fx.runtime.errors import CaptureError
 from collage_fx.runtime.kernels.argument_table import Column, addresses, device_of, select
 
 CHUNK = 1 << 14
@@ -18,8 +18,10 @@ BLOCK = 1024
 WARPS = 4
 """With 1024 elements in 128 threads each thread has 8: 16 bytes of a 16-bit tensor."""
 _ALIGNMENT = 16
-_GEOMETRIES = 8
-"""How many are kept; members come and go with gradients that are None."""
+_KEPT = 16
+"""For how many lists of sizes; members come and go with gradients that are None."""
+_SPARE = 2
+"""Tables that are kept ready for each of them: as many CUDA graphs in a row take no other step."""
 
 
 class Geometry(NamedTuple):
@@ -33,6 +35,28 @@ class Geometry(NamedTuple):
     """For each member its elements; int64."""
 
 
+class Table(NamedTuple):
+    """Room for the addresses that one launch takes."""
+
+    host: Tensor
+    """Pinned: a CUDA graph copies it whenever it is replayed."""
+    near: Tensor
+    """On the device."""
+
+
+@dataclass
+class Ready:
+    """What launches over members of certain sizes have in common, made by the first of them."""
+
+    geometry: Geometry
+    spare: list[Table] = field(default_factory=list)
+    """For CUDA graphs: while one is captured, nothing can be allocated outside of its memory."""
+
+
+Key: TypeAlias = tuple[tuple[int, ...], bool, torch.device]
+"""The sizes of members, whether they are aligned, and where they are."""
+
+
 @dataclass
 class Launch:
     """A kernel that `passes/codegen/printers/triton_kernel.py` printed, and how to call it."""
@@ -41,9 +65,9 @@ class Launch:
     scalar: Sequence[bool]
     """For each input whether it is 0-d; such inputs may be on the CPU."""
     kernel: Any = field(init=False)
-    geometries: dict[tuple[Any, ...], Geometry] = field(default_factory=dict)
-    captured: list[Any] = field(default_factory=list)
-    """What a CUDA graph reads again whenever it is replayed."""
+    ready: dict[Key, Ready] = field(default_factory=dict)
+    captured: list[tuple[Geometry, Table]] = field(default_factory=list)
+    """What CUDA graphs read again whenever they are replayed, for as long as this process runs."""
 
     def __post_init__(self) -> None:
         self.kernel = PyCodeCache.load(self.source).multi_tensor
@@ -51,8 +75,8 @@ class Launch:
     def run(self, columns: Sequence[Column], sizes: Sequence[int]) -> None:
         """Update all members, in two launches at most: those aligned to 16 bytes, and the others.
 
-        See `Runner`. Raises CollageError if a CUDA graph is being captured, and a 0-d tensor is on
-        the CPU.
+        See `Runner`. Raises CaptureError if a CUDA graph is being captured that would not do later
+        what is to be done now.
         """
         full = [addresses(c) for c, scalar in zip(columns, self.scalar, strict=True) if not scalar]
         groups: dict[bool, list[int]] = {True: [], False: []}
@@ -68,16 +92,16 @@ class Launch:
 
     def _launch(self, columns: Sequence[Column], sizes: Sequence[int], aligned: bool) -> None:
         device = device_of(columns[list(self.scalar).index(False)])
+        key = tuple(sizes), aligned, device
         cuda = device.type == "cuda"
         with torch.cuda.device(device) if cuda else contextlib.nullcontext():
-            capturing = cuda and torch.cuda.is_current_stream_capturing()
             kept: list[Tensor] = []
-            geometry = self._geometry(tuple(sizes), device, kept if capturing else None)
-            near = [_near(column, device, capturing, kept) for column in columns]
-            table = torch.tensor([list(addresses(column)) for column in near], device="cpu")
-            table = _moved(table.T.contiguous(), device, kept)
-            if capturing:
-                self.captured += kept
+            if cuda and torch.cuda.is_current_stream_capturing():
+                geometry, table = self._for_capture(key, columns)
+            else:
+                near = [_near(column, device, kept) for column in columns]
+                table = _moved(_table_of(near), device, kept)
+                geometry = self._ready(key, table.shape).geometry
             self.kernel[(geometry.members.numel(),)](
                 table,
                 *geometry,
@@ -89,22 +113,53 @@ class Launch:
                 enable_fp_fusion=False,
             )
 
-    def _geometry(
-        self, sizes: tuple[int, ...], device: torch.device, captured: list[Tensor] | None
-    ) -> Geometry:
-        """Return the geometry of members of these sizes; a CUDA graph has one of its own."""
-        key = (sizes, device)
-        if captured is None and key in self.geometries:
-            return self.geometries[key]
-        kept: list[Tensor] = []
-        geometry = Geometry(*(_moved(t, device, kept) for t in _chunks(sizes)))
-        if captured is not None:
-            captured += kept
-            return geometry
-        if len(self.geometries) == _GEOMETRIES:
-            self.geometries.pop(next(iter(self.geometries)))
-        self.geometries[key] = geometry
-        return geometry
+    def _ready(self, key: Key, shape: torch.Size) -> Ready:
+        """Return what such launches have in common.
+
+        Args:
+            key: what the launch is for.
+            shape: of its table.
+        """
+        sizes, _, device = key
+        if key not in self.ready:
+            if len(self.ready) == _KEPT:
+                self.ready.pop(next(iter(self.ready)))
+            self.ready[key] = Ready(Geometry(*(_moved(t, device, []) for t in _chunks(sizes))))
+        ready = self.ready[key]
+        while device.type == "cuda" and len(ready.spare) < _SPARE:
+            ready.spare.append(_new_table(shape, device))
+        return ready
+
+    def _for_capture(self, key: Key, columns: Sequence[Column]) -> tuple[Geometry, Tensor]:
+        """Return geometry and table for a CUDA graph, which an earlier launch has left."""
+        if not all(_is_near(column, key[-1]) for column in columns):
+            raise CaptureError(
+                "a CUDA graph is being captured, and a step count, learning rate or other 0-d "
+                "tensor is on the CPU, whose value the graph would repeat for ever; make the "
+                "optimizer with capturable=True and such tensors on the device"
+            )
+        ready = self.ready.get(key)
+        if ready is None or not ready.spare:
+            raise CaptureError(
+                "a CUDA graph is being captured, and nothing was made ready for it: take a step "
+                "that is not captured first, with the same tensors, on a side stream as PyTorch "
+                f"wants it, and another after each {_SPARE} graphs"
+            )
+        table = ready.spare.pop()
+        table.host.copy_(_table_of(columns))
+        table.near.copy_(table.host, non_blocking=True)
+        self.captured.append((ready.geometry, table))
+        return ready.geometry, table.near
+
+
+def _table_of(columns: Sequence[Column]) -> Tensor:
+    """Return the addresses, a row for each member."""
+    return torch.tensor([list(addresses(c)) for c in columns], device="cpu").T.contiguous()
+
+
+def _new_table(shape: torch.Size, device: torch.device) -> Table:
+    room = torch.empty(shape, dtype=torch.int64, device="cpu", pin_memory=True)
+    return Table(room, torch.empty(shape, dtype=torch.int64, device=device))
 
 
 def _chunks(sizes: tuple[int, ...]) -> Geometry:
@@ -118,16 +173,15 @@ def _chunks(sizes: tuple[int, ...]) -> Geometry:
         return Geometry(members.to(torch.int32), starts, elements)
 
 
-def _near(column: Column, device: torch.device, capturing: bool, kept: list[Tensor]) -> Column:
+def _is_near(column: Column, device: torch.device) -> bool:
+    """Tell whether all of a column is on the device."""
+    return all(t.device == device for t in ([column] if isinstance(column, Tensor) else column))
+
+
+def _near(column: Column, device: torch.device, kept: list[Tensor]) -> Column:
     """Return the column, or a vector of copies on the device if it is elsewhere."""
-    if all(t.device == device for t in ([column] if isinstance(column, Tensor) else column)):
+    if _is_near(column, device):
         return column
-    if capturing:
-        raise CollageError(
-            "a CUDA graph is being captured, and a step count, learning rate or other 0-d tensor "
-            "is on the CPU, whose value the graph would repeat for ever; make the optimizer with "
-            "capturable=True and such tensors on the device"
-        )
     far = column if isinstance(column, Tensor) else torch.stack([t.cpu() for t in column])
     return _moved(far, device, kept)
 

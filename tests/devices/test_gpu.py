@@ -4,6 +4,7 @@ Where there is no such device each test runs on the CPU, by way of the C++ kerne
 graphs, in as few cases as show that the test itself works.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -121,6 +122,52 @@ def test_a_replayed_cuda_graph_keeps_its_residuals(device: str, multi_tensor: bo
     )
     assert total(launched, replayed) == 0
     assert sum(int(low.count_nonzero()) for low in replayed[1]) > 1000
+
+
+def graph_of(step: Callable[[], Any]) -> Callable[[], Any]:
+    """Take steps as PyTorch wants it, and capture one; return what replays it."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+@pytest.mark.parametrize(
+    ("device", "by_chance"),
+    [on("cpu", True), on("cpu", False, often=False), on("cuda", True), on("cuda", False)],
+)
+def test_a_step_in_a_cuda_graph_of_the_user(device: str, by_chance: bool) -> None:
+    """Replayed twice from the same state: the same words, but for rounding by chance."""
+    params = [torch.randn(shape).bfloat16().to(device).requires_grad_() for shape in SHAPES]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    optimizer = optim.AdamW(params, capturable=device == "cuda")
+    arithmetic = "wide" if by_chance else "eft"
+    step = collage_fx.compile(optimizer, arithmetic=arithmetic, stochastic_rounding=by_chance)
+    for _ in range(3):
+        step()
+    replay = graph_of(step) if device == "cuda" else step
+    tensors = [*params, *(t for p in params for t in optimizer.state[p].values())]
+    # By .data, so that nothing seems to have been written from outside.
+    words = [w.data for t in tensors for w in (t, *collage_fx.residuals(t))]
+    start = [word.clone() for word in words]
+
+    def after(advance: Callable[[], Any]) -> list[Tensor]:
+        for word, begun in zip(words, start, strict=True):
+            word.copy_(begun)
+        advance()
+        return [word.clone() for word in words]
+
+    launched, *replayed = after(step), after(replay), after(replay)
+    assert total((launched,), (start,)) > 1000
+    assert (total((launched,), (replayed[0],)) > 0) == by_chance
+    assert (total((replayed[0],), (replayed[1],)) > 0) == by_chance
 
 
 @pytest.mark.parametrize("device", [on("cpu", often=False), on("cuda")])
