@@ -200,12 +200,13 @@ def variants(setup: Setup, found: Record) -> None:
         found[f"{name}, as built"] = setup.milliseconds(step)
         for chunk in (4096, 8192, 16384, 32768):
             for block, warps in ((512, 4), (1024, 4), (1024, 8), (2048, 8)):
-                sizes = {"CHUNK": chunk, "BLOCK": block, "WARPS": warps}
+                sizes = {"BLOCK": block, "WARPS": warps}
+                always = mock.patch.object(triton_launch, "chunk_of", lambda _, chunk=chunk: chunk)
                 launches = [k.runners.get("cuda") for k in MULTI_TENSOR_KERNELS.values()]
                 for launch in (x for x in launches if isinstance(x, triton_launch.Launch)):
                     launch.ready.clear()
-                with mock.patch.multiple(triton_launch, **sizes):
-                    found[f"{name}, {sizes}"] = setup.milliseconds(step)
+                with always, mock.patch.multiple(triton_launch, **sizes):
+                    found[f"{name}, chunks of {chunk}, {sizes}"] = setup.milliseconds(step)
         free(setup)
 
 

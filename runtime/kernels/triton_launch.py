@@ -12,8 +12,11 @@ from torch._inductor.codecache import PyCodeCache
 from collage_fx.runtime.errors import CaptureError
 from collage_fx.runtime.kernels.argument_table import Column, addresses, device_of, select
 
-CHUNK = 1 << 14
-"""Elements that one program works on; 12 bytes say which, a 2700th of a 16-bit tensor's."""
+CHUNKS = (1 << 12, 1 << 14)
+"""Elements that one program works on; 12 bytes say which, a 680th of a 16-bit tensor's or less."""
+MANY = 1 << 28
+"""Elements from which on chunks are large. A large device runs some 700 programs at once: of fewer
+elements large chunks would leave a fifth of it idle while the last of them run."""
 BLOCK = 1024
 WARPS = 4
 """With 1024 elements in 128 threads each thread has 8: 16 bytes of a 16-bit tensor."""
@@ -106,7 +109,7 @@ class Launch:
                 table,
                 *geometry,
                 ALIGNED=aligned,
-                CHUNK=CHUNK,
+                CHUNK=chunk_of(sizes),
                 BLOCK=BLOCK,
                 num_warps=WARPS,
                 # A product that is contracted with a sum is not rounded before it.
@@ -162,14 +165,20 @@ def _new_table(shape: torch.Size, device: torch.device) -> Table:
     return Table(room, torch.empty(shape, dtype=torch.int64, device=device))
 
 
+def chunk_of(sizes: Sequence[int]) -> int:
+    """Return how many elements of members of these sizes one program works on."""
+    return CHUNKS[sum(sizes) >= MANY]
+
+
 def _chunks(sizes: tuple[int, ...]) -> Geometry:
     """Return the geometry, on the CPU."""
+    chunk = chunk_of(sizes)
     with torch.device("cpu"):
         elements = torch.tensor(sizes)
-        chunks = (elements + CHUNK - 1) // CHUNK
+        chunks = (elements + chunk - 1) // chunk
         members = torch.arange(len(sizes)).repeat_interleave(chunks)
         before = (chunks.cumsum(0) - chunks)[members]
-        starts = (torch.arange(members.numel()) - before) * CHUNK
+        starts = (torch.arange(members.numel()) - before) * chunk
         return Geometry(members.to(torch.int32), starts, elements)
 
 

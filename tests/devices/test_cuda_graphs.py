@@ -22,9 +22,9 @@ import collage_fx
 from collage_fx.errors import CaptureError
 from collage_fx.runtime.expansion.stochastic import Seeds, advance, chance, round_by_chance, seed_of
 from collage_fx.runtime.kernels import triton_launch
-from collage_fx.runtime.kernels.triton_launch import CHUNK, Launch, Table
+from collage_fx.runtime.kernels.triton_launch import CHUNKS, Launch, Table
 
-SIZES = [2, CHUNK, 1]
+SIZES = [2, CHUNKS[0], 1]
 
 
 class Allocations(TorchDispatchMode):

@@ -33,7 +33,7 @@ from tensors import bf16, with_grads
 
 import collage_fx
 from collage_fx.passes.codegen.multi_tensor_kernel import MultiTensorKernel
-from collage_fx.runtime.kernels.triton_launch import CHUNK, Launch, _chunks
+from collage_fx.runtime.kernels.triton_launch import CHUNKS, MANY, Launch, _chunks, chunk_of
 
 MIXED = ((64, 64), (64,), (128, 65), (31, 2), (256,))
 
@@ -90,7 +90,7 @@ def test_one_launch_for_all_aligned_members_and_one_for_the_others() -> None:
     kernel = kernel_of(rewritten(CASES["sgd-light"]))
     launch = Launch(kernel.triton(), kernel.scalar)
     launch.kernel = recorder = Recorder()
-    sizes = [2, CHUNK, CHUNK + 1]
+    sizes = [2, CHUNKS[0], CHUNKS[0] + 1]
     column = [torch.zeros(n, dtype=BF16) for n in sizes]
     launch.run([column * 100] * len(kernel.dtypes), sizes * 100)
     assert recorder.launches == [(400, True)]
@@ -123,9 +123,18 @@ def test_a_step_of_three_hundred_parameters_is_two_launches(
 
 def test_a_member_of_more_elements_than_an_int32_counts() -> None:
     geometry = _chunks((5, 2**32 + 1))
-    assert geometry.members.tolist() == [0] + [1] * (2**32 // CHUNK + 1)
-    assert geometry.starts[:3].tolist() == [0, 0, CHUNK] and geometry.starts[-1] == 2**32
+    assert geometry.members.tolist() == [0] + [1] * (2**32 // CHUNKS[1] + 1)
+    assert geometry.starts[:3].tolist() == [0, 0, CHUNKS[1]] and geometry.starts[-1] == 2**32
     assert geometry.starts.dtype == geometry.sizes.dtype == torch.int64
+
+
+def test_programs_of_few_elements_work_on_smaller_chunks() -> None:
+    for sizes, chunk in (([MANY - 1], CHUNKS[0]), ([MANY // 2, MANY // 2], CHUNKS[1])):
+        geometry = _chunks(tuple(sizes))
+        assert chunk_of(sizes) == chunk and geometry.starts[1] == chunk
+        assert len(geometry.starts) == MANY // chunk
+        ends = geometry.starts + chunk
+        assert all(ends[geometry.members == m].max() >= size for m, size in enumerate(sizes))
 
 
 @pytest.mark.parametrize("chosen", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])

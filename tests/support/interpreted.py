@@ -29,11 +29,11 @@ from collage_fx.passes.codegen.inductor_lowering import _run
 from collage_fx.passes.ir.program import Rewritten, graph_of
 from collage_fx.runtime.expansion.eft import FP8, LOW_PRECISION, WIDER
 from collage_fx.runtime.expansion.stochastic import seed_of
-from collage_fx.runtime.kernels.triton_launch import BLOCK, CHUNK, Launch
+from collage_fx.runtime.kernels.triton_launch import BLOCK, CHUNKS, Launch
 
 pytestmark = pytest.mark.kernels
 
-SIZES = (1, BLOCK - 1, BLOCK, CHUNK, 5, CHUNK + BLOCK + 3)
+SIZES = (1, BLOCK - 1, BLOCK, CHUNKS[0], 5, CHUNKS[0] + BLOCK + 3)
 
 
 class RoundedOnce(TorchDispatchMode):

@@ -37,7 +37,7 @@ from collage_fx.passes.codegen.multi_tensor_kernel import (
     register_multi_tensor,
 )
 from collage_fx.passes.ir.program import Arithmetic, Level, Rewritten, Settings, graph_of
-from collage_fx.runtime.kernels.triton_launch import BLOCK, CHUNK, WARPS
+from collage_fx.runtime.kernels.triton_launch import BLOCK, CHUNKS, WARPS
 
 SM90 = GPUTarget("cuda", 90, 32)
 GFX942 = GPUTarget("hip", "gfx942", 64)
@@ -132,7 +132,7 @@ def assembled(
 ) -> dict[str, Any]:
     """Compile the source of a kernel as `Launch` does; return what each stage left."""
     integers = {"table": "*i64", "members": "*i32", "starts": "*i64", "sizes": "*i64"}
-    constants = {"ALIGNED": aligned, "CHUNK": CHUNK, "BLOCK": BLOCK}
+    constants = {"ALIGNED": aligned, "CHUNK": CHUNKS[0], "BLOCK": BLOCK}
     kernel = ASTSource(
         PyCodeCache.load(source).multi_tensor,
         signature={**integers, **dict.fromkeys(constants, "constexpr")},
