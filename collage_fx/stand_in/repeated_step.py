@@ -143,6 +143,8 @@ def _direct(code: Code, observed: Observed) -> Direct:
     direct = code.direct
     if direct is None or direct.results or direct.writes:
         raise Unrepeatable("its graph does more than to call kernels")
+    if any(call.device.type != "cpu" for call in direct.calls):
+        raise Unrepeatable("its kernels are not for a CPU")
     replaced, current = observed.residuals.replaced, observed.residuals.current
     if replaced or any(r.expected is not None for _, r in current):
         raise Unrepeatable("residuals are dropped, or have to be looked at")
@@ -237,7 +239,7 @@ def _launch(call: KernelCall, places: list[int], tensors: list[Any]) -> _Launch:
     sizes = array("q", (tensors[i].numel() for i in own))
     loop = kernel.runner(call.device)
     if not isinstance(loop, Loop) or not all(sizes):
-        raise Unrepeatable("its kernels are not compiled for a CPU, or have nothing to do")
+        raise Unrepeatable("its kernels are no loops on a CPU, or have nothing to do")
     entries: dict[int, list[tuple[int, int]]] = {
         i: [(places[number], 0) for number in column] for i, column in columns.items()
     }

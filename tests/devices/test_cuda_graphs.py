@@ -19,10 +19,13 @@ from torch.fx import Graph, GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import collage_fx
+from collage_fx.compilation.session import Session
+from collage_fx.config import CollageConfig
 from collage_fx.errors import CaptureError
 from collage_fx.runtime.expansion.stochastic import Seeds, advance, chance, round_by_chance, seed_of
 from collage_fx.runtime.kernels import triton_launch
 from collage_fx.runtime.kernels.triton_launch import CHUNKS, Launch, Table
+from collage_fx.step.small_updates import AFTER, SmallUpdates
 
 SIZES = [2, CHUNKS[0], 1]
 
@@ -133,6 +136,20 @@ def test_a_number_on_the_host_is_no_part_of_a_graph(
 def test_the_check_on_allocations_can_fail() -> None:
     with Allocations(), pytest.raises(AssertionError):
         torch.zeros(3).pin_memory()
+
+
+def test_a_captured_step_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = with_grads([bf16(4, 3)])
+    small = SmallUpdates(Session(CollageConfig(), {}))
+    looked = []
+    monkeypatch.setattr(small, "_chosen", lambda optimizer: looked.append(optimizer) or [])
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    optimizer = torch.optim.SGD(params)
+    for capturing in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda c=capturing: c)
+        small.steps = AFTER
+        assert small.step(lambda optimizer: 7, optimizer) == 7
+        assert bool(looked) != capturing
 
 
 def test_inductor_leaves_the_kernels_of_classes_out_of_its_graphs() -> None:
