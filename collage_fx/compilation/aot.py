@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 from collage_fx.compilation.graph_inputs import AotInputs, Inputs
 from collage_fx.compilation.inductor import compile_rewritten, separate_outputs
 from collage_fx.compilation.partition import Direct, split
-from collage_fx.compilation.residual_binding import Residuals
+from collage_fx.compilation.residual_binding import Residuals, conclude
 from collage_fx.compilation.session import Session, StandsForOthers
 from collage_fx.compilation.side_inputs import Code, SideInputs
 from collage_fx.compilation.uncompensated import (
@@ -39,7 +39,6 @@ from collage_fx.passes.pipeline import run_passes
 from collage_fx.passes.rewrite.symbolic_scalars import keep_symbols
 from collage_fx.runtime import logs, progress
 from collage_fx.runtime.errors import CollageError
-from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import compensable_dtypes
 
 
@@ -87,7 +86,7 @@ def _compile_for_others(
 ) -> Code:
     """Compile a graph for parameters that Dynamo has not seen too; note it if that cannot be."""
     with no_full_collection():
-        narrowed = stand_ins.whole_graph(inputs, session.config)
+        narrowed = stand_ins.whole_graph(inputs, session.settings)
     if not isinstance(narrowed, Unlike):
         code = _first_alike(session, inputs, narrowed, example_inputs)
         if not isinstance(code, Unlike):
@@ -255,7 +254,7 @@ class Compilation:
 
     def _rewritten(self, gm: GraphModule) -> Program | Unlike:
         """Run the passes; say why what came out of a narrow graph is not that of all."""
-        settings, inputs = self.session.config, self.inputs
+        settings, inputs = self.session.settings, self.inputs
         is_step = self.session.optimizer() is not None
         copies = inputs.copies(gm)
         if isinstance(copies, Unlike):
@@ -285,12 +284,7 @@ class Compilation:
         """Keep or drop the residuals that states were made with, now that there is a verdict."""
         for state in plan:
             find = self.inputs.locate.get(state.index)
-            tensor = find(tuple(self.inputs.whole.args)) if find is not None else None
-            residual = STORE.get(tensor) if tensor is not None else None
-            if residual is not None and tensor is not None and residual.provisional:
-                residual.provisional = not (state.compensated or state.refused)
-                if residual.provisional and not state.replaced:
-                    STORE.drop(tensor)
+            conclude(state, find(tuple(self.inputs.whole.args)) if find is not None else None)
 
     def _side_inputs(self, program: Program) -> SideInputs:
         """Return what brings residuals, and members that were left out, to the graph."""
@@ -314,6 +308,6 @@ class Compilation:
             *(count + i for i, same in enumerate(static) if same),
         ]
         fakes = [n.meta["val"] for n in placeholders[len(example_inputs) :]]
-        tag = compiler_config.cache_key_tag + "collage_fx:" + self.session.config.fingerprint
+        tag = compiler_config.cache_key_tag + "collage_fx:" + self.session.settings.fingerprint
         with compiler_config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
             return compile_rewritten(result, self.direct, [*example_inputs, *fakes], kwargs)

@@ -52,6 +52,15 @@ class Gathered:
             residual.settle(tensor)
 
 
+def conclude(state: StatePlan, tensor: Tensor | None) -> None:
+    """Keep or drop the residual that a state was made with, now that there is a verdict."""
+    residual = STORE.get(tensor) if tensor is not None else None
+    if residual is not None and tensor is not None and residual.provisional:
+        residual.provisional = not (state.compensated or state.refused)
+        if residual.provisional and not state.replaced:
+            STORE.drop(tensor)
+
+
 class Residuals:
     """Finds the residuals of a graph's carried states at each call, before it; see `SideInputs`."""
 

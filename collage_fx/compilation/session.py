@@ -1,5 +1,6 @@
 """What one user of the backend, an optimizer or a function, has asked for and got."""
 
+import dataclasses
 import enum
 import warnings
 from collections.abc import Callable, Sequence
@@ -49,6 +50,8 @@ class StandsForOthers(Protocol):
     """Where its arguments come from, if it holds for whatever numbers."""
     unlike: Unlike | None
     """Why those of a graph do not stand for the others, once that has been found."""
+    pooled: bool
+    """Whether optimizers that are alike will use the graph, so that few parameters are many."""
 
     def whole_graph(self, inputs: "Inputs", settings: Settings) -> Narrow | Unlike:
         """Return a graph of the few parameters as the narrow graph of all, or why it is not."""
@@ -116,6 +119,12 @@ class Session:
     def deduplicates(self) -> bool:
         """Whether one member of a class may be compiled for all: a kernel runs over all of them."""
         return bool(self.config.multi_tensor) and "deduplicate" not in self.config.without
+
+    @property
+    def settings(self) -> CollageConfig:
+        """The configuration of the graph that is compiled now."""
+        pooled = self.stand_ins is not None and self.stand_ins.pooled
+        return dataclasses.replace(self.config, multi_tensor=True) if pooled else self.config
 
     def optimizers(self) -> list[Optimizer]:
         """Return the optimizers whose states may be in a graph, the innermost first."""

@@ -77,7 +77,26 @@ class _Calls(threading.local):
 
     def __init__(self) -> None:
         self.running: list[_Call] = []
-        self.observed: list[Observed] | None = None
+
+
+class _Observing(threading.local):
+    """Where the calls of a thread are noted, if they are."""
+
+    calls: list[Observed] | None = None
+
+
+_OBSERVING = _Observing()
+
+
+@contextmanager
+def observed_calls() -> Iterator[list[Observed]]:
+    """Within, the calls of graphs by this thread are noted in the list."""
+    before, found = _OBSERVING.calls, list[Observed]()
+    _OBSERVING.calls = found
+    try:
+        yield found
+    finally:
+        _OBSERVING.calls = before
 
 
 class SideInputs:
@@ -93,16 +112,6 @@ class SideInputs:
         self.seed = seed
         self.calls = _Calls()
         self.seeds: Seeds | None = None
-
-    @contextmanager
-    def observed(self) -> Iterator[list[Observed]]:
-        """Within, the calls of this thread are noted in the list."""
-        found: list[Observed] = []
-        self.calls.observed = found
-        try:
-            yield found
-        finally:
-            self.calls.observed = None
 
     def draw(self, residuals: Sequence[Residual], devices: Sequence[torch.device]) -> list[Tensor]:
         """Return a seed for each device, which is another in each call."""
@@ -142,8 +151,8 @@ class SideInputs:
             call = self.calls.running[-1]
             residuals = [residual for _, residual in call.residuals.current]
             full = [*args, *call.members, *(c for r in residuals for c in r.components)]
-            if self.calls.observed is not None:
-                self.calls.observed.append(Observed(call.args, call.residuals, list(full)))
+            if _OBSERVING.calls is not None:
+                _OBSERVING.calls.append(Observed(call.args, call.residuals, list(full)))
             full += self.draw(residuals, devices)
             args.clear()
             results = inner(full)

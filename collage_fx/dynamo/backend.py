@@ -260,9 +260,7 @@ class _Step:
                 return ()
             return supervisor.recorded(self, args)
         self.checked = STORE.generation
-        with supervisor.graph(self.code.written(args), args) as outputs:
-            result = self.code.run(args)
-            outputs(result)
+        result = supervisor.run_graph(self.code, args)
         if stand_ins is not None:
             stand_ins.outcome, stand_ins.code = Outcome.DONE, self.code
             stand_ins.sources = [] if self.symbols.guarded else self.symbols.sources

@@ -44,11 +44,24 @@ class GlobalState:
     def __init__(self) -> None:
         self.guard = GlobalStateGuard()
         self.stance = _stance()
+        self.modes = _modes()
 
     def same(self) -> bool:
         """Tell whether it is as it was, and operations are neither watched nor replaced."""
-        modes = _len_torch_dispatch_stack() or _len_torch_function_stack()
-        return bool(self.guard.check()) and not modes and self.stance == _stance()
+        return self.guards_hold() and not any(_modes())
+
+    def same_within_modes(self) -> bool:
+        """Tell whether it is as it was, operations being watched as they were."""
+        return self.guards_hold() and self.modes == _modes()
+
+    def guards_hold(self) -> bool:
+        """Tell whether it is as it was, whoever watches operations."""
+        return bool(self.guard.check()) and self.stance == _stance()
+
+
+def _modes() -> tuple[int, int]:
+    """Return how many modes watch operations, and calls of functions of torch's."""
+    return _len_torch_dispatch_stack(), _len_torch_function_stack()
 
 
 def stance_is_eager() -> bool:

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,8 @@ _process_automatic_dynamic = _BUILDER.process_automatic_dynamic
 _OF_GROUP = re.compile(
     r"L\['\w+'\](\[0\])?\.param_groups\[(?P<group>\d+)\]\['(?P<key>\w+)'\](\[(?P<index>\d+)\])?"
 )
+_AT = ": "
+"""Between a function and Dynamo's name for a number there, in what a `History` knows."""
 _SCHEDULED = (
     ("initial_lr", re.compile(r"\['lr'\]$")),
     ("max_momentum", re.compile(r"(\['momentum'\]|\['betas'\]\[0\])$")),
@@ -54,16 +56,56 @@ def _decide(tx: Any, name: str, entry: Any, **kwargs: Any) -> Any:
     optimizer, value = _TRACED.optimizer, entry.scalar
     if optimizer is None or type(value) not in (int, float):
         return _process_automatic_dynamic(tx, name, entry, **kwargs)
-    history = history_of(optimizer)
-    place = f"{tx.f_code.co_qualname}: {name}"
-    first = None if _scheduled(optimizer, name) else _began_with(history, name, value)
-    if history.numbers.setdefault(place, first) != value:
-        history.numbers[place] = None
+    place = f"{tx.f_code.co_qualname}{_AT}{name}"
+    if _varies(optimizer, place, value):
+        history_of(optimizer).numbers[place] = None
         return dataclasses.replace(entry, scalar=auto_dynamic)
+    history_of(optimizer).numbers.setdefault(place, value)
     return entry
 
 
-def _scheduled(optimizer: Optimizer, name: str) -> bool:
+def _varies(optimizer: Optimizer, place: str, value: float) -> bool:
+    """Tell whether a number of this place is an input of a graph that is traced now."""
+    history, name = history_of(optimizer), place.partition(_AT)[2]
+    first = None if scheduled(optimizer, name) else _began_with(history, name, value)
+    return history.numbers.get(place, first) != value
+
+
+def numbers_if_traced(
+    optimizer: Optimizer, of_another: Mapping[str, float | None]
+) -> dict[str, float | None] | None:
+    """Return what would be known of an optimizer's numbers if its step were traced now.
+
+    None if that would make constants of other numbers, or other constants, than another's step.
+
+    Args:
+        optimizer: whose step it would be.
+        of_another: `History.numbers` of an optimizer whose step was traced.
+    """
+    found: dict[str, float | None] = {}
+    for place, constant in of_another.items():
+        value = _value_at(optimizer, place.partition(_AT)[2])
+        if value is None:
+            return None
+        found[place] = None if _varies(optimizer, place, value) else value
+        if repr(found[place]) != repr(constant):  # also of another type: 1 is not 1.0
+            return None
+    return found
+
+
+def _value_at(optimizer: Optimizer, name: str) -> float | None:
+    """Return the number of a parameter group that has this name; None if there is none."""
+    at = _OF_GROUP.fullmatch(name)
+    if at is None or int(at["group"]) >= len(optimizer.param_groups):
+        return None
+    found, index = optimizer.param_groups[int(at["group"])].get(at["key"]), at["index"]
+    if index:
+        found = found[int(index)] if isinstance(found, list | tuple) else None
+    return found if type(found) in (int, float) else None
+
+
+def scheduled(optimizer: Optimizer, name: str) -> bool:
+    """Tell whether a scheduler changes the number of this name, such as `...['lr']`."""
     groups = optimizer.param_groups
     return any(
         number.search(name) and any(key in group for group in groups) for key, number in _SCHEDULED

@@ -9,6 +9,7 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
 from collage_fx.compilation.session import Session
+from collage_fx.compilation.side_inputs import Code
 from collage_fx.hooks import nested_compile
 from collage_fx.hooks.dynamo_settings import Failures, graph_breaks
 from collage_fx.optimizer.checkpoints.agreement import check_loads
@@ -255,6 +256,13 @@ class Steps:
         return any(map(self.words.dropped, tensors)) or (
             writes and any(map(self.words.is_result, tensors))
         )
+
+    def run_graph(self, code: Code, args: tuple[Any, ...]) -> Any:
+        """Run a compiled graph, and note what it has written and returned."""
+        with self.graph(code.written(args), args) as outputs:
+            result = code.run(args)
+            outputs(result)
+        return result
 
     @contextlib.contextmanager
     def graph(

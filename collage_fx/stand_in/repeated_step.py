@@ -28,6 +28,7 @@ from collage_fx.record.steps import Steps
 from collage_fx.runtime.kernels.cpp_loop import Loop
 from collage_fx.runtime.kernels.tensor_snapshot import ANYTHING, NUMBER, Contents, TensorSnapshot
 from collage_fx.runtime.residuals.store import STORE
+from collage_fx.stand_in.alike import is_constant
 from collage_fx.stand_in.stand_ins import StandIns
 
 
@@ -36,7 +37,7 @@ class Unrepeatable(Exception):
 
 
 _FLOAT = re.compile(r"L\['self'\]\.param_groups\[(\d+)\]\['(\w+)'\]")
-"""Dynamo's name for a number of a parameter group."""
+"""Dynamo's name for a number of a parameter group; see `name_of_number`."""
 
 
 @dataclass
@@ -74,7 +75,7 @@ class RepeatedStep:
         self.generation, self.globals = STORE.generation, GlobalState()
         self.residuals = [residual for _, residual in observed.residuals.current]
         self.direct = direct = _direct(code, observed)
-        numbers = _numbers(optimizer, stand_ins, observed)
+        numbers = numbers_taken(optimizer, stand_ins.sources, observed)
         self.numbers = list(numbers.values())
         """The group and the key of each float that the graph takes."""
         memory = direct.allocate()
@@ -141,7 +142,7 @@ class RepeatedStep:
 def _direct(code: Code, observed: Observed) -> Direct:
     """Return the kernels of a graph that does nothing else."""
     direct = code.direct
-    if direct is None or direct.results or direct.writes:
+    if direct is None or not direct.only_kernels:
         raise Unrepeatable("its graph does more than to call kernels")
     if any(call.device.type != "cpu" for call in direct.calls):
         raise Unrepeatable("its kernels are not for a CPU")
@@ -151,12 +152,17 @@ def _direct(code: Code, observed: Observed) -> Direct:
     return direct
 
 
-def _numbers(
-    optimizer: Optimizer, stand_ins: StandIns, observed: Observed
+def name_of_number(group: int, key: str) -> str:
+    """Return Dynamo's name for a number of a parameter group."""
+    return f"L['self'].param_groups[{group}]['{key}']"
+
+
+def numbers_taken(
+    optimizer: Optimizer, sources: Sequence[str], observed: Observed
 ) -> dict[int, tuple[int, str]]:
     """Return, by the ids of the tensors that Dynamo made of them, where floats come from."""
     found = {}
-    for t, source in zip(observed.args, stand_ins.sources, strict=False):
+    for t, source in zip(observed.args, sources, strict=False):
         if (place := _FLOAT.fullmatch(source)) is not None:
             group, key = int(place[1]), place[2]
             if type(optimizer.param_groups[group].get(key)) is float:
@@ -176,7 +182,7 @@ def _contents(
     groups, state = optimizer.param_groups, optimizer.state
     params = [p for group in groups for p in group["params"]]
     # What refers to the optimizer is not to be kept: one that nobody needs is to go at once.
-    attributes = {k: v if _is_constant(v) else ANYTHING for k, v in vars(optimizer).items()}
+    attributes = {k: v if is_constant(v) else ANYTHING for k, v in vars(optimizer).items()}
     attributes |= {"param_groups": groups, "state": state}
     containers: list[tuple[Any, Sequence[Any]]] = [
         (groups, list(groups)),
@@ -189,7 +195,7 @@ def _contents(
         *((one, list(_items(one))) for one in state.values()),
     ]
     held = [*state.values(), *({k: v for k, v in g.items() if k != "params"} for g in groups)]
-    if not all(_is_constant(v) or isinstance(v, Tensor) for one in held for v in one.values()):
+    if not all(is_constant(v) or isinstance(v, Tensor) for one in held for v in one.values()):
         raise Unrepeatable("a group or a state has what can be changed in place")
     others = [v for one in held for v in one.values() if isinstance(v, Tensor)]
     guarded = list({id(t): t for t in (*params, *others)}.values())
@@ -210,13 +216,6 @@ def _contents(
         without=stand_ins.without,
         alike=guards_of([*guarded, *(p.grad for p in stand_ins.params)]).check,
     )
-
-
-def _is_constant(value: Any) -> bool:
-    """Tell whether a value is what it is for as long as it is the same object."""
-    if type(value) is tuple:
-        return all(map(_is_constant, value))
-    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _items(one: dict[Any, Any]) -> Iterator[Any]:

@@ -31,14 +31,23 @@ class StandIns:
     To the compiler they are what `StandsForOthers` says.
     """
 
-    def __init__(self, optimizer: Optimizer, classes: list[list[Tensor]], session: Session) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        classes: list[list[Tensor]],
+        session: Session,
+        *,
+        pooled: bool = False,
+    ) -> None:
         """Note what the parameters are now.
 
         Args:
             optimizer: whose they are.
             classes: parameters that are alike; the first of each stands for the others.
             session: compiles.
+            pooled: whether optimizers that are alike will use what is compiled for them.
         """
+        self.pooled = pooled
         self.classes = [[Member(p, optimizer) for p in one] for one in classes]
         absent = {id(m.param) for one in self.classes for m in one[1:]}
         self.listed = [list(group["params"]) for group in optimizer.param_groups]
@@ -55,17 +64,22 @@ class StandIns:
         self.others = StandIn(optimizer, lambda p: id(p) in absent)
         step = copy_of_step(optimizer)
         self.name = step.__name__
-        self.step = torch.compile(MethodType(step, self.few.optimizer), backend=session)
+        self.compiled = torch.compile(MethodType(step, self.few.optimizer), backend=session)
         self.outcome = Outcome.PARTS
         self.code: Code | None = None
         self.sources: list[str] = []
         self.unlike: Unlike | None = None
 
     @classmethod
-    def of(cls, optimizer: Optimizer, session: Session) -> "StandIns | None":
+    def of(cls, optimizer: Optimizer, session: Session, alike: int = 1) -> "StandIns | None":
         """Return the stand-ins of an optimizer's parameters; None where none stands for others.
 
         Raises CollageError if a parameter has a gradient or a state of another size.
+
+        Args:
+            optimizer: whose they are.
+            session: compiles.
+            alike: how many optimizers will use what is compiled, itself among them.
         """
         classes: dict[Hashable, dict[Hashable, list[Tensor]]] = {}
         full: list[Tensor] = []
@@ -80,24 +94,29 @@ class StandIns:
                     classes.setdefault((g, kind), {}).setdefault(layout, []).append(p)
                 full += (t for t in member.tensors() if isinstance(t, Tensor))
         least = least_members(session.config)
-        large = [one.values() for one in classes.values() if sum(map(len, one.values())) >= least]
-        found = [alike for one in large for alike in one if len(alike) > 1]
+        sizes = {key: alike * sum(map(len, one.values())) for key, one in classes.items()}
+        large = [one.values() for key, one in classes.items() if sizes[key] >= least]
+        found = [same for one in large for same in one if len(same) > 1 or alike > 1]
         if not found or overlapping(full, by_address=True):
             return None
-        return cls(optimizer, found, session)
+        return cls(optimizer, found, session, pooled=alike > 1)
+
+    def step(self) -> None:
+        """Do the step, `few` being what the optimizer is."""
+        self.compiled()
 
     def holds(self, optimizer: Optimizer) -> bool:
         """Tell whether all parameters, gradients and states are as they were."""
         groups = optimizer.param_groups
         if len(groups) != len(self.listed) or any(p.grad is not None for p in self.without):
             return False
-        if not all(_same(g["params"], one) for g, one in zip(groups, self.listed, strict=True)):
+        if not all(same_objects(g["params"], one) for g, one in zip(groups, self.listed, strict=True)):
             return False
         if any(p.grad is None for p in self.params):
             return False
-        if not _same([optimizer.state.get(p, NO_STATE) for p in self.members], self.states):
+        if not same_objects([optimizer.state.get(p, NO_STATE) for p in self.members], self.states):
             return False
-        if not _same(list(_values(self.states)), self.tensors) or not self.few.shares(optimizer):
+        if not same_objects(list(_values(self.states)), self.tensors) or not self.few.shares(optimizer):
             return False
         return bool(self.guards.check(*self.plain, *self.tensors, *_grads(self.plain)))
 
@@ -106,7 +125,7 @@ class StandIns:
         return narrowed(self.classes, settings, inputs)
 
 
-def _same(found: list[Any], expected: list[Any]) -> bool:
+def same_objects(found: list[Any], expected: list[Any]) -> bool:
     """Tell whether two lists have the same objects."""
     return len(found) == len(expected) and all(map(operator.is_, found, expected))
 

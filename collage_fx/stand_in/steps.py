@@ -20,11 +20,13 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from collage_fx.compilation.session import Outcome, Session
-from collage_fx.compilation.side_inputs import Observed
+from collage_fx.compilation.side_inputs import Observed, observed_calls
 from collage_fx.hooks.optimizer_hooks import is_seen_by_others
 from collage_fx.passes.ir.program import Unlike
 from collage_fx.record.steps import Steps
+from collage_fx.stand_in.alike import count_alike, register, residuals_of
 from collage_fx.stand_in.repeated_step import RepeatedStep, Unrepeatable
+from collage_fx.stand_in.shared_graph import SharedGraph, share, shared_stand_ins
 from collage_fx.stand_in.stand_ins import StandIns
 from collage_fx.stand_in.torch_steps import make_states, serves, without_hooks
 
@@ -49,6 +51,10 @@ class StandInSteps:
         """Steps until it is worth while to look at one again."""
         self.waited = 0
         """What that was, since one was repeated: it doubles, for steps that are never the same."""
+        self.shared: SharedGraph | None = None
+        """What was compiled for this one and others may use."""
+        if self.tries:
+            register(optimizer(), session)
         self.signature: Any = inspect.signature(type(optimizer()).step) if self.tries else None
 
     @property
@@ -144,10 +150,12 @@ class StandInSteps:
         """Do a step with these stand-ins, if that can be; return what became of it."""
         stand_ins.outcome = Outcome.PARTS
         self.session.stand_ins = stand_ins
-        side = stand_ins.code.side if stand_ins.code is not None else None
+        before = stand_ins.code
+        repeats = before is not None and before.side is not None and not self.wait
         looks: AbstractContextManager[list[Observed]] = nullcontext([])
-        if side is not None and not self.wait:
-            looks = side.observed()
+        if repeats or stand_ins.pooled:
+            looks = observed_calls()
+        residuals = residuals_of(optimizer) if stand_ins.pooled else None
         self.wait -= self.wait > 0
         try:
             with looks as found, stand_ins.few.of(optimizer), torch.no_grad():
@@ -155,7 +163,10 @@ class StandInSteps:
         finally:
             self.session.stand_ins = None
         if stand_ins.outcome is Outcome.DONE and len(found) == 1:
-            self.observed = stand_ins, found[0]
+            if repeats:
+                self.observed = stand_ins, found[0]
+            if stand_ins.pooled and stand_ins.code is not before:
+                self.shared = share(optimizer, self.session, stand_ins, found[0], residuals)
         return stand_ins.outcome
 
     def _give_up(self, unlike: Unlike) -> None:
@@ -176,7 +187,11 @@ class StandInSteps:
                 return stand_ins
         with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
             make_states(optimizer)
-            new = StandIns.of(optimizer, self.session)
+        new: StandIns | None = shared_stand_ins(optimizer, self.session)
+        if new is None:
+            alike = count_alike(optimizer, self.session)
+            with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
+                new = StandIns.of(optimizer, self.session, alike)
         if new is not None:
             self.known = [*self.known[1 - _KEPT :], new]
         return new

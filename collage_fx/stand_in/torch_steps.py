@@ -38,6 +38,17 @@ def _layers(optimizer: Optimizer) -> Iterator[Any]:
         function = getattr(function, "__wrapped__", None)
 
 
+def code_of_step(optimizer: Optimizer) -> tuple[Any, ...]:
+    """Return what the step of an optimizer of torch.optim is: its class, and all functions there.
+
+    Of two that are equal, one does what the other does.
+    """
+    kind: Any = type(optimizer)
+    around = list(_layers(optimizer))
+    there = (v for v in around[-1].__globals__.values() if isinstance(v, FunctionType))
+    return kind, kind._init_group, *around, *(f.__code__ for f in around), *there
+
+
 def without_hooks(optimizer: Optimizer) -> Callable[..., Any]:
     """Return the step of an optimizer's class as it is written."""
     *_, step = _layers(optimizer)

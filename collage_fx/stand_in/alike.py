@@ -1,0 +1,145 @@
+"""Which optimizers are alike, so that one can use what was compiled for another."""
+
+import math
+import threading
+from collections.abc import Collection, Hashable
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from collage_fx.compilation.session import Session
+from collage_fx.hooks.symbolic_numbers import scheduled
+from collage_fx.runtime.residuals.store import STORE
+from collage_fx.runtime.storage.registry import compensable_dtypes
+from collage_fx.stand_in.members import Member
+from collage_fx.stand_in.torch_steps import code_of_step
+
+_COUNTED = frozenset({"_opt_called", "_step_count"})
+"""Attributes in which steps are counted for schedulers; no step reads them."""
+_OF_SCHEDULERS = frozenset(
+    {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
+)
+"""Keys of a parameter group that schedulers of torch put there for themselves."""
+_MADE = frozenset({"capturable", "fused"})
+"""Keys of a parameter group that a step itself may set, for its own time or for good."""
+
+_COMPILED = WeakIdKeyDictionary()
+"""Optimizer whose steps may be shared -> the session that compiles them."""
+_LOCK = threading.Lock()
+
+
+def register(optimizer: Optimizer, session: Session) -> None:
+    """Note an optimizer of torch.optim whose step is compiled, for those that are like it."""
+    if shares(session):
+        with _LOCK:
+            _COMPILED[optimizer] = session
+
+
+def shares(session: Session) -> bool:
+    """Tell whether what a session compiles may be used by others, and the other way round."""
+    return session.deduplicates and not session.keep and "share" not in session.config.without
+
+
+def count_alike(optimizer: Optimizer, session: Session) -> int:
+    """Return how many optimizers there are like this one, itself among them.
+
+    That is for a guess at what will pay; whether two are alike says `signature`.
+    """
+    if not shares(session):
+        return 1
+    with _LOCK:
+        others = [(one, its) for one, its in _COMPILED.items() if one is not optimizer]
+    mine = _outline(optimizer, session)
+    return 1 + sum(_outline(one, its) == mine for one, its in others)
+
+
+def _outline(optimizer: Optimizer, session: Session) -> Hashable:
+    """Return in what optimizers agree that will be alike, as far as is known before a step."""
+    groups = [
+        [(k, _exactly(v)) for k, v in _read(group) if k not in _MADE and _stays(optimizer, k, v)]
+        for group in optimizer.param_groups
+    ]
+    members = [
+        [(type(p), p.dtype, p.device, p.requires_grad, 1 in p.shape) for p in group["params"]]
+        for group in optimizer.param_groups
+    ]
+    return repr((type(optimizer), session.config, _settings(session), groups, members))
+
+
+def _stays(optimizer: Optimizer, key: str, value: Any) -> bool:
+    return is_constant(value) and not scheduled(optimizer, f"['{key}']")
+
+
+def _read(group: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Return the items of a parameter group that a step may read, the parameters left out."""
+    return [(k, v) for k, v in group.items() if k != "params" and k not in _OF_SCHEDULERS]
+
+
+def signature(
+    optimizer: Optimizer, session: Session, numbers: Collection[tuple[int, str]]
+) -> Hashable | None:
+    """Return all that what is compiled for an optimizer follows from, but for what is input.
+
+    Sizes are not in it, as a kernel takes any, and none of the steps asks for them. None if it is
+    not known what else there is. Beside it matter: what the numbers of groups have been
+    (`numbers_if_traced`), which residuals there are (`residuals_of`), and PyTorch's own state
+    (`GlobalState`).
+
+    Args:
+        optimizer: one of torch.optim, its states being made.
+        session: compiles its steps.
+        numbers: the group and the key of each float that its graph takes as an input.
+    """
+    held = compensable_dtypes(session.config.storage)
+    attributes = [(k, v) for k, v in vars(optimizer).items() if k not in _COUNTED]
+    if any(isinstance(v, Tensor) for _, v in attributes):
+        return None  # GradScaler's, such as the scale of gradients
+    groups: list[Hashable] = []
+    members: list[Hashable] = []
+    for g, group in enumerate(optimizer.param_groups):
+        for key, value in _read(group):
+            if (g, key) in numbers and type(value) is float and math.isfinite(value):
+                groups.append((g, key))
+            elif is_constant(value):
+                groups.append((g, key, _exactly(value)))
+            else:
+                return None
+        for p in group["params"]:
+            kind = Member(p, optimizer).kind(held) if p.grad is not None else _NO_GRADIENT
+            if kind is None:
+                return None
+            members.append((g, kind, 1 in p.shape))
+    constant = sorted((k, _exactly(v)) for k, v in attributes if is_constant(v))
+    asked = session.config, _settings(session)
+    return code_of_step(optimizer), asked, tuple(constant), tuple(groups), tuple(members)
+
+
+def residuals_of(optimizer: Optimizer) -> Hashable:
+    """Return which residuals the parameters and states of an optimizer have, and how surely."""
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    tensors = ([p, *optimizer.state.get(p, {}).values()] for p in params)
+    found = ([STORE.get(t) if isinstance(t, Tensor) else None for t in row] for row in tensors)
+    return tuple(
+        tuple((r.storage, r.provisional) if r is not None else None for r in row) for row in found
+    )
+
+
+def is_constant(value: Any) -> bool:
+    """Tell whether a value is what it is for as long as it is the same object."""
+    if type(value) is tuple:
+        return all(map(is_constant, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _exactly(value: Any) -> str:
+    """Return what is the same for the same constants only: 0.0 is not -0.0, and 1 not 1.0."""
+    return repr(value)
+
+
+def _settings(session: Session) -> str:
+    return repr(sorted(session.inductor.items()))
+
+
+_NO_GRADIENT = "no gradient"

@@ -1,0 +1,275 @@
+"""What was compiled for one optimizer, used by others that are alike.
+
+One optimizer for each parameter, stepped as soon as its gradient is there (by a hook in the
+backward pass), makes as many steps of the same code. Dynamo, AOTAutograd and the passes would come
+to the same graph each time: kernels over classes, which take tensors of any sizes. So a graph that
+does nothing but call such kernels over parameters, gradients, states and numbers of groups is bound
+to the tensors of each optimizer that is like the first. All that belongs to one optimizer
+(residuals, seeds, what its numbers have been) stays its own.
+"""
+
+import threading
+import weakref
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from collage_fx.compilation.residual_binding import Locate, Residuals, conclude
+from collage_fx.compilation.session import Outcome, Session
+from collage_fx.compilation.side_inputs import Code, Observed, SideInputs
+from collage_fx.hooks.nested_compile import GlobalState
+from collage_fx.hooks.symbolic_numbers import numbers_if_traced
+from collage_fx.optimizer.checkpoints.history import history_of
+from collage_fx.passes.ir.program import StatePlan
+from collage_fx.record.steps import Steps
+from collage_fx.runtime import logs, progress
+from collage_fx.runtime.residuals.memory import overlapping
+from collage_fx.runtime.residuals.store import STORE
+from collage_fx.runtime.storage.registry import STORAGES
+from collage_fx.stand_in.alike import residuals_of, shares, signature
+from collage_fx.stand_in.members import Member
+from collage_fx.stand_in.repeated_step import name_of_number, numbers_taken
+from collage_fx.stand_in.stand_ins import StandIns
+
+
+class Place(NamedTuple):
+    """Where a tensor is among those of an optimizer."""
+
+    param: int
+    """The number of its parameter among those that have a gradient."""
+    at: int
+    """Which of the tensors of that parameter it is; see `Member.tensors`."""
+
+
+class NotShared(Exception):
+    """A graph that other optimizers cannot use; the reason."""
+
+
+class SharedGraph:
+    """A compiled graph without the tensors of the optimizer that it was compiled for."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        session: Session,
+        stand_ins: StandIns,
+        observed: Observed,
+        residuals: Any,
+    ) -> None:
+        """Take up what a step of an optimizer has compiled.
+
+        Args:
+            optimizer: whose step it was.
+            session: has compiled it.
+            stand_ins: by which it was done.
+            observed: what its graph was given.
+            residuals: those that there were before it, see `residuals_of`.
+
+        Raises NotShared.
+        """
+        code = stand_ins.code
+        assert code is not None
+        taken = numbers_taken(optimizer, stand_ins.sources, observed)
+        self.numbers = list(taken.values())
+        """The group and the key of each float that the graph takes."""
+        self.signature = signature(optimizer, session, self.numbers)
+        self.residuals = residuals
+        self.history = dict(history_of(optimizer).numbers)
+        self.globals = GlobalState()
+        self.place: dict[int, Place | int] = {number: k for k, number in enumerate(taken)}
+        for i, p in enumerate(stand_ins.params):
+            tensors = Member(p, optimizer).tensors()
+            self.place |= {id(t): Place(i, at) for at, t in enumerate(tensors)}
+        low = sum(len(r.components) for _, r in observed.residuals.current)
+        high = observed.inputs[: len(observed.inputs) - low]
+        if self.signature is None or any(id(t) not in self.place for t in high):
+            raise NotShared("it depends on other things than parameters, gradients and states")
+        self.inputs = [self.place[id(t)] for t in high]
+        """Where each input of the kernels is, or which number; residuals come after them."""
+        self._take_up(code, observed)
+
+    def _take_up(self, code: Code, observed: Observed) -> None:
+        """Note what the graph does, and to what."""
+        direct, side, count = code.direct, code.side, len(self.inputs)
+        if direct is None or side is None or not direct.only_kernels or code.reads:
+            raise NotShared("it does more than to call kernels")
+        if any(not isinstance(self.inputs[i], int) for i in direct.inputs if i < count):
+            raise NotShared("what Inductor has compiled takes a tensor, such as a rate")
+        self.direct, self.seeded = direct, code.seeded
+        full = {i for call in direct.calls for i in (*call.operands[0], *call.operands[1])}
+        first = len(observed.inputs) + len(code.seeded)
+        if full & set(range(first, first + len(direct.memory))):
+            raise NotShared("its kernels make tensors of one size")
+        self.written = sorted(i for i in full if i < count and self._is_written(i))
+        residuals = side.residuals
+        carried = zip(residuals.locate, residuals.carried, strict=True)
+        self.carried = [(self._place_of(find(observed.args)), c) for find, c in carried]
+        self.plain = [self._place_of(find(observed.args)) for find in residuals.others]
+        self.plans = residuals.plan
+        self.states = [(self._place_of(find(observed.args)), plan) for find, plan in code.states]
+        self.place.clear()
+
+    def _is_written(self, at: int) -> bool:
+        return any(at in call.operands[0] for call in self.direct.calls)
+
+    def _place_of(self, tensor: Tensor | None) -> Place:
+        found = self.place.get(id(tensor))
+        if not isinstance(found, Place):
+            raise NotShared("it writes other tensors than parameters and states")
+        return found
+
+    def numbers_of(
+        self, optimizer: Optimizer, session: Session
+    ) -> dict[str, float | None] | None:
+        """Return what would be known of an optimizer's numbers if this were compiled for it.
+
+        None if what is compiled for it may be something else.
+        """
+        if self.residuals != residuals_of(optimizer) or not self.globals.same_within_modes():
+            return None
+        if signature(optimizer, session, self.numbers) != self.signature:
+            return None
+        return numbers_if_traced(optimizer, self.history)
+
+    def bind(self, optimizer: Optimizer, session: Session, params: list[Tensor]) -> Code:
+        """Return the graph for the parameters of an optimizer, those that have a gradient."""
+        members = [Member(p, optimizer) for p in params]
+
+        def find(place: Place) -> Locate:
+            return members[place.param].finder(place.at)
+
+        def tensor(place: Place) -> Tensor:
+            found: Tensor = members[place.param].tensors()[place.at]
+            return found
+
+        states = [(find(place), _of_size(plan, tensor(place))) for place, plan in self.states]
+        plans = self.plans | {plan.index: plan for _, plan in states}
+        for place, plan in self.states:
+            conclude(plan, tensor(place))
+        residuals = Residuals(
+            session,
+            [replace(c) for _, c in self.carried],
+            [find(place) for place, _ in self.carried],
+            [find(place) for place in self.plain],
+            list(plans.values()),
+        )
+        side = SideInputs(residuals, None, session.config.seed)
+        kernels = side.bind(self.direct.bind(self.direct.compiled), self.seeded)
+        locate = [x if isinstance(x, int) else find(x) for x in self.inputs]
+
+        def function(*numbers: Tensor) -> tuple[()]:
+            given = [numbers[x] if isinstance(x, int) else x(numbers) for x in locate]
+            written = [given[i] for i in self.written]
+            kernels(given)
+            torch.autograd.graph.increment_version(written)
+            return ()
+
+        return Code(function, side, states, [], False, self.direct, self.seeded)
+
+
+def _of_size(plan: StatePlan, tensor: Tensor) -> StatePlan:
+    size = STORAGES[plan.storage].residual_bytes(tensor) if plan.compensated else 0
+    return replace(plan, shape=tuple(tensor.shape), residual_bytes=size)
+
+
+class SharedStandIns(StandIns):
+    """The parameters of an optimizer whose step was compiled for another one that is like it."""
+
+    def __init__(self, graph: SharedGraph, optimizer: Optimizer, session: Session) -> None:
+        """Bind a graph to all parameters of an optimizer that have gradients."""
+        params = (p for group in optimizer.param_groups for p in group["params"])
+        super().__init__(optimizer, [[p] for p in params if p.grad is not None], session)
+        self.graph = graph
+        self.session = session
+        self.code = graph.bind(optimizer, session, self.params)
+        self.sources = [name_of_number(*number) for number in graph.numbers]
+        self.checked = -1
+        """The generation of the store in which every residual was known to the graph."""
+
+    def holds(self, optimizer: Optimizer) -> bool:
+        """Tell whether all is as it was, and as it was for the optimizer that was traced."""
+        graph, code = self.graph, self.code
+        if not super().holds(optimizer) or not graph.globals.same_within_modes():
+            return False
+        if signature(optimizer, self.session, graph.numbers) != graph.signature:
+            return False
+        if self.checked != STORE.generation:
+            assert code is not None
+            if code.drops_residual(()):
+                return False
+        self.checked = STORE.generation
+        return True
+
+    @progress.apart
+    def step(self) -> None:
+        """Do the step by the graph, or note that it has to be recorded."""
+        supervisor, code = self.session.supervisor(), self.code
+        assert isinstance(supervisor, Steps) and code is not None
+        self.session.calls += 1
+        groups = self.few.optimizer.param_groups
+        found = [groups[g][key] for g, key in self.graph.numbers]
+        numbers = tuple(torch.tensor(x, dtype=torch.float64, device="cpu") for x in found)
+        supervisor.before_graph()
+        tensors = (*self.params, *self.tensors, *(p.grad for p in self.params), *numbers)
+        if (
+            not (supervisor.active and supervisor.traces)
+            or supervisor.executors.computes_anew(code, numbers)
+            or supervisor.expands(tensors, writes=True)
+        ):
+            self.outcome = Outcome.TO_RECORD
+            return
+        supervisor.run_graph(code, numbers)
+        self.outcome = Outcome.DONE
+
+
+_GRAPHS: weakref.WeakSet[SharedGraph] = weakref.WeakSet()
+"""What others may use: each goes with the last optimizer that uses it."""
+_LOCK = threading.Lock()
+
+
+def share(
+    optimizer: Optimizer, session: Session, stand_ins: StandIns, observed: Observed, before: Any
+) -> SharedGraph | None:
+    """Let others use what a step has compiled, as long as somebody has what is returned.
+
+    Args:
+        optimizer: whose step it was.
+        session: has compiled it.
+        stand_ins: by which it was done.
+        observed: what its graph was given.
+        before: `residuals_of` the optimizer before the step.
+    """
+    try:
+        with torch.no_grad():
+            graph = SharedGraph(optimizer, session, stand_ins, observed, before)
+    except NotShared as why:
+        logs.LOG.info("%s: compiled for this optimizer only: %s", session.subject, why)
+        return None
+    with _LOCK:
+        _GRAPHS.add(graph)
+    return graph
+
+
+def shared_stand_ins(optimizer: Optimizer, session: Session) -> SharedStandIns | None:
+    """Return how the step of an optimizer is done by what was compiled for another; None if not."""
+    if not shares(session):
+        return None
+    with _LOCK:
+        graphs = list(_GRAPHS)
+    for graph in graphs:
+        with torch.no_grad():
+            numbers = graph.numbers_of(optimizer, session)
+        if numbers is None:
+            continue
+        params = (p for group in optimizer.param_groups for p in group["params"])
+        members = (Member(p, optimizer) for p in params if p.grad is not None)
+        if overlapping((t for m in members for t in m.tensors()), by_address=True):
+            return None
+        found = SharedStandIns(graph, optimizer, session)
+        history_of(optimizer).numbers.update(numbers)
+        logs.LOG.info("%s: done by what was compiled for another like it", session.subject)
+        return found
+    return None
