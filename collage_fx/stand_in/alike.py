@@ -51,7 +51,7 @@ def count_alike(optimizer: Optimizer, session: Session) -> int:
         return 1
     with _LOCK:
         others = [(one, its) for one, its in _COMPILED.items() if one is not optimizer]
-    mine = _outline(optimizer, session)
+    mine = _outline(optimizer, session) if others else None
     return 1 + sum(_outline(one, its) == mine for one, its in others)
 
 

@@ -78,7 +78,8 @@ class SharedGraph:
         self.signature = signature(optimizer, session, self.numbers)
         self.residuals = residuals
         self.history = dict(history_of(optimizer).numbers)
-        self.globals = GlobalState()
+        with torch.no_grad():
+            self.globals = GlobalState()
         self.place: dict[int, Place | int] = {number: k for k, number in enumerate(taken)}
         for i, p in enumerate(stand_ins.params):
             tensors = Member(p, optimizer).tensors()
@@ -121,18 +122,20 @@ class SharedGraph:
             raise NotShared("it writes other tensors than parameters and states")
         return found
 
-    def numbers_of(
-        self, optimizer: Optimizer, session: Session
-    ) -> dict[str, float | None] | None:
+    def numbers_of(self, optimizer: Optimizer, session: Session) -> dict[str, float | None] | None:
         """Return what would be known of an optimizer's numbers if this were compiled for it.
 
         None if what is compiled for it may be something else.
         """
-        if self.residuals != residuals_of(optimizer) or not self.globals.same_within_modes():
-            return None
-        if signature(optimizer, session, self.numbers) != self.signature:
+        if self.residuals != residuals_of(optimizer) or not self.is_of(optimizer, session):
             return None
         return numbers_if_traced(optimizer, self.history)
+
+    def is_of(self, optimizer: Optimizer, session: Session) -> bool:
+        """Tell whether all that Dynamo would guard of a step is as it was when it traced one."""
+        with torch.no_grad():  # as in a step
+            same = self.globals.same_within_modes()
+        return same and signature(optimizer, session, self.numbers) == self.signature
 
     def bind(self, optimizer: Optimizer, session: Session, params: list[Tensor]) -> Code:
         """Return the graph for the parameters of an optimizer, those that have a gradient."""
@@ -164,7 +167,7 @@ class SharedGraph:
             given = [numbers[x] if isinstance(x, int) else x(numbers) for x in locate]
             written = [given[i] for i in self.written]
             kernels(given)
-            torch.autograd.graph.increment_version(written)
+            torch.autograd.graph.increment_version([t for t in written if t is not None])
             return ()
 
         return Code(function, side, states, [], False, self.direct, self.seeded)
@@ -191,10 +194,8 @@ class SharedStandIns(StandIns):
 
     def holds(self, optimizer: Optimizer) -> bool:
         """Tell whether all is as it was, and as it was for the optimizer that was traced."""
-        graph, code = self.graph, self.code
-        if not super().holds(optimizer) or not graph.globals.same_within_modes():
-            return False
-        if signature(optimizer, self.session, graph.numbers) != graph.signature:
+        code = self.code
+        if not super().holds(optimizer) or not self.graph.is_of(optimizer, self.session):
             return False
         if self.checked != STORE.generation:
             assert code is not None
@@ -243,8 +244,7 @@ def share(
         before: `residuals_of` the optimizer before the step.
     """
     try:
-        with torch.no_grad():
-            graph = SharedGraph(optimizer, session, stand_ins, observed, before)
+        graph = SharedGraph(optimizer, session, stand_ins, observed, before)
     except NotShared as why:
         logs.LOG.info("%s: compiled for this optimizer only: %s", session.subject, why)
         return None
@@ -260,8 +260,7 @@ def shared_stand_ins(optimizer: Optimizer, session: Session) -> SharedStandIns |
     with _LOCK:
         graphs = list(_GRAPHS)
     for graph in graphs:
-        with torch.no_grad():
-            numbers = graph.numbers_of(optimizer, session)
+        numbers = graph.numbers_of(optimizer, session)
         if numbers is None:
             continue
         params = (p for group in optimizer.param_groups for p in group["params"])

@@ -110,13 +110,13 @@ class StandIns:
         groups = optimizer.param_groups
         if len(groups) != len(self.listed) or any(p.grad is not None for p in self.without):
             return False
-        if not all(same_objects(g["params"], one) for g, one in zip(groups, self.listed, strict=True)):
+        if not all(_same(g["params"], one) for g, one in zip(groups, self.listed, strict=True)):
             return False
         if any(p.grad is None for p in self.params):
             return False
-        if not same_objects([optimizer.state.get(p, NO_STATE) for p in self.members], self.states):
+        if not _same([optimizer.state.get(p, NO_STATE) for p in self.members], self.states):
             return False
-        if not same_objects(list(_values(self.states)), self.tensors) or not self.few.shares(optimizer):
+        if not _same(list(_values(self.states)), self.tensors) or not self.few.shares(optimizer):
             return False
         return bool(self.guards.check(*self.plain, *self.tensors, *_grads(self.plain)))
 
@@ -125,7 +125,7 @@ class StandIns:
         return narrowed(self.classes, settings, inputs)
 
 
-def same_objects(found: list[Any], expected: list[Any]) -> bool:
+def _same(found: list[Any], expected: list[Any]) -> bool:
     """Tell whether two lists have the same objects."""
     return len(found) == len(expected) and all(map(operator.is_, found, expected))
 

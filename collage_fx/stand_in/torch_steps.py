@@ -45,7 +45,9 @@ def code_of_step(optimizer: Optimizer) -> tuple[Any, ...]:
     """
     kind: Any = type(optimizer)
     around = list(_layers(optimizer))
-    there = (v for v in around[-1].__globals__.values() if isinstance(v, FunctionType))
+    # Dynamo puts what it has compiled there too, under names that begin so.
+    named = {k: v for k, v in around[-1].__globals__.items() if not k.startswith("__")}
+    there = (v for v in named.values() if isinstance(v, FunctionType))
     return kind, kind._init_group, *around, *(f.__code__ for f in around), *there
 
 
