@@ -11,6 +11,10 @@ caches (cold), and in three more with those that the first one left (warm: the m
     passes    of that, the seconds in the passes of collage_fx
     memory    what compiling adds to the peak memory of the process, MiB
 
+"AdamW in backward" is one optimizer for each tensor of a small transformer, stepped by a hook as
+soon as its gradient is there; `alone` is the same with each optimizer compiled by itself
+(`without=("share",)`), stock is each step given to torch.compile, which may keep as many graphs.
+
 What a machine does once (the check of its vector instructions, the precompiled header) is done
 before. Written to benchmarks/results/compile_time.json as the rows come, those of other optimizers
 and sizes being kept.
@@ -28,6 +32,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+IN_BACKWARD = "AdamW in backward"
 SIZES = (30, 100, 300, 1000)
 WARM = 3
 """Processes that start with warm caches."""
@@ -35,13 +40,14 @@ WARM = 3
 
 def main() -> None:
     """Measure, print and write the table."""
-    from steps import OPTIMIZERS, conditions
+    from steps import OPTIMIZERS, TRANSFORMER, conditions
 
     from collage_fx.runtime import progress
 
     parser = argparse.ArgumentParser(description="compile time beside stock Inductor")
     parser.add_argument("--tensors", type=int, nargs="+", default=SIZES)
-    parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
+    names = [*OPTIMIZERS, IN_BACKWARD]
+    parser.add_argument("--optimizers", nargs="+", choices=names, default=names)
     parser.add_argument(
         "--stock-up-to", type=int, default=300, help="stock takes minutes for more tensors"
     )
@@ -50,10 +56,11 @@ def main() -> None:
     args = parser.parse_args()
     rows = json.loads(args.out.read_text())["rows"] if args.out.exists() else []
     for name in args.optimizers:
-        for count in args.tensors:
+        one_each = name == IN_BACKWARD
+        for count in [len(TRANSFORMER)] if one_each else args.tensors:
             row: dict[str, Any] = {"optimizer": name, "tensors": count}
-            for way in ("collage", "stock"):
-                if way == "collage" or count <= args.stock_up_to:
+            for way in ("collage", "alone", "stock") if one_each else ("collage", "stock"):
+                if way != "stock" or count <= args.stock_up_to:
                     with tempfile.TemporaryDirectory() as cache:
                         processes = progress.over(
                             range(1 + WARM), "process", f"{name}, {count} tensors, {way}"
@@ -72,7 +79,7 @@ def main() -> None:
 def line(row: dict[str, Any]) -> str:
     """Return one row of the table as text."""
     ways = []
-    for way in ("collage", "stock"):
+    for way in ("collage", "alone", "stock"):
         if way in row:
             cold, warm = row[way]["cold"], row[way]["warm"]
             ways.append(
@@ -80,9 +87,10 @@ def line(row: dict[str, Any]) -> str:
                 f", own {cold['own']:6.1f}), warm {warm['first']:5.1f} + {warm['second']:5.1f} s, "
                 f"{cold['memory']:5.0f} MiB"
             )
-    if "stock" in row:
-        ratios = (both(row["stock"][t]) / both(row["collage"][t]) for t in ("cold", "warm"))
-        ways.append("both steps {:.1f} times faster, warm {:.2f}".format(*ratios))
+    for way in ("alone", "stock"):
+        if way in row:
+            ratios = (both(row[way][t]) / both(row["collage"][t]) for t in ("cold", "warm"))
+            ways.append("than {} {:.1f} times faster, warm {:.2f}".format(way, *ratios))
     return f"{row['optimizer']:6} {row['tensors']:5}: {'; '.join(ways)}"
 
 
@@ -106,11 +114,12 @@ def apart(way: str, name: str, count: int, cache: str) -> dict[str, float]:
 def measure(way: str, name: str, count: int) -> dict[str, float]:
     """Return the times of the first step."""
     import torch
-    from steps import MIXED, OPTIMIZERS, parameters
+    from steps import MIXED, OPTIMIZERS, TRANSFORMER, parameters
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     import collage_fx
     from collage_fx.compilation import aot
+    from collage_fx.hooks.dynamo_settings import RECOMPILE_LIMIT
     from collage_fx.passes.codegen.multi_tensor_kernel import MultiTensorKernel
     from collage_fx.stand_in import stand_ins
     from collage_fx.stand_in.steps import StandInSteps
@@ -126,16 +135,21 @@ def measure(way: str, name: str, count: int) -> dict[str, float]:
     aot.Compilation.inner = timed(aot.Compilation.inner, own)  # type: ignore[method-assign]
     made_for = timed(MultiTensorKernel._made_for, own)
     MultiTensorKernel._made_for = made_for  # type: ignore[method-assign]
-    optimizer = OPTIMIZERS[name](parameters([MIXED[i % len(MIXED)] for i in range(count)]))
-    if way == "stock":
-        inner = timed(compile_fx_inner, own)
+    inner = timed(compile_fx_inner, own)
 
-        def inductor(gm: Any, inputs: Any) -> Any:
-            return compile_fx(gm, inputs, inner_compile=inner)
+    def inductor(gm: Any, inputs: Any) -> Any:
+        return compile_fx(gm, inputs, inner_compile=inner)
 
-        step: Any = torch.compile(optimizer.step, backend=inductor)
+    def compiled(optimizer: Any) -> Any:
+        if way == "stock":
+            return torch.compile(optimizer.step, backend=inductor)
+        return collage_fx.compile(optimizer, without=("share",) if way == "alone" else ())
+
+    if name == IN_BACKWARD:
+        torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+        step = in_backward(parameters(TRANSFORMER), compiled)
     else:
-        step = collage_fx.compile(optimizer)
+        step = compiled(OPTIMIZERS[name](parameters([MIXED[i % len(MIXED)] for i in range(count)])))
     before, start = peak(), time.perf_counter()
     step()
     first = time.perf_counter()
@@ -144,6 +158,26 @@ def measure(way: str, name: str, count: int) -> dict[str, float]:
     found = {"first": first - start, "second": second - first, "own": sum(own)}
     found |= {"dynamo": dynamo(), "passes": sum(passes), "memory": peak() - before}
     return {k: round(v, 2) for k, v in found.items()}
+
+
+def in_backward(params: Any, compiled: Callable[[Any], Any]) -> Callable[[], None]:
+    """Return a backward pass in which each parameter is updated by an optimizer of its own."""
+    from steps import OPTIMIZERS
+
+    def hook(p: Any) -> None:
+        steps[p]()
+        p.grad = None
+
+    steps = {p: compiled(OPTIMIZERS["AdamW"]([p])) for p in params}
+    for p in params:
+        p.grad = None
+        p.register_post_accumulate_grad_hook(hook)
+
+    def step() -> None:
+        loss: Any = sum(p.float().square().sum() for p in params)
+        loss.backward()
+
+    return step
 
 
 def dynamo() -> float:

@@ -15,6 +15,12 @@ from torch.optim import Optimizer
 Shapes = Sequence[tuple[int, ...]]
 LOAD = os.getloadavg()[0]
 """What else ran when the benchmark began: processes that wanted a core, over a minute."""
+_LAYER: Shapes = [
+    *((64,), (64,), (192, 64), (192,), (64, 64), (64,)),
+    *((64,), (64,), (256, 64), (256,), (64, 256), (64,)),
+]
+TRANSFORMER: Shapes = [(256, 64), (32, 64), *_LAYER, *_LAYER, (64,), (64,)]
+"""The 28 tensors of a small GPT of two layers."""
 MIXED: Shapes = [(64, 64), (64,), (128, 64), (64, 128), (256, 64), (31,)]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch._C._dynamo.guards import GlobalStateGuard
+from torch._dynamo.callback import callback_handler
 from torch.compiler import set_stance
 
 from collage_fx.hooks.counted import Counted
@@ -38,10 +39,32 @@ def _compile_again() -> None:
 _FORCED = Counted(_compile_nothing, _compile_again)
 
 
+def _since_reset() -> Any:
+    """Return an object that is another one after each torch.compiler.reset().
+
+    That forgets what is called when Dynamo begins to compile.
+    """
+    for known in callback_handler.start_callbacks:
+        if hasattr(known, _EPOCH):
+            return known
+
+    @torch.compiler.disable  # a compiled backward pass calls it where Dynamo looks at every frame
+    def epoch(_: Any) -> None:
+        return None
+
+    setattr(epoch, _EPOCH, True)
+    callback_handler.register_start_callback(epoch)
+    return epoch
+
+
+_EPOCH = "_collage_epoch"
+
+
 class GlobalState:
     """What PyTorch's operations depend on beside their operands, as Dynamo guards it."""
 
     def __init__(self) -> None:
+        self.epoch: Any = None
         self.guard = GlobalStateGuard()
         self.stance = _stance()
         self.modes = _modes()
@@ -50,9 +73,15 @@ class GlobalState:
         """Tell whether it is as it was, and operations are neither watched nor replaced."""
         return self.guards_hold() and not any(_modes())
 
+    def until_reset(self) -> "GlobalState":
+        """Have it change with the next torch.compiler.reset(); return it."""
+        self.epoch = _since_reset()
+        return self
+
     def same_within_modes(self) -> bool:
         """Tell whether it is as it was, operations being watched as they were."""
-        return self.guards_hold() and self.modes == _modes()
+        forgotten = self.epoch is not None and self.epoch is not _since_reset()
+        return self.guards_hold() and self.modes == _modes() and not forgotten
 
     def guards_hold(self) -> bool:
         """Tell whether it is as it was, whoever watches operations."""

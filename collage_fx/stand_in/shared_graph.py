@@ -79,7 +79,7 @@ class SharedGraph:
         self.residuals = residuals
         self.history = dict(history_of(optimizer).numbers)
         with torch.no_grad():
-            self.globals = GlobalState()
+            self.globals = GlobalState().until_reset()
         self.place: dict[int, Place | int] = {number: k for k, number in enumerate(taken)}
         for i, p in enumerate(stand_ins.params):
             tensors = Member(p, optimizer).tensors()
