@@ -53,7 +53,7 @@ def test_a_pass_is_left_out_by_its_name(captured: Captured) -> None:
 def test_explain_shows_them_and_leaves_them_out() -> None:
     optimizer = torch.optim.AdamW(with_grads([bf16(3) for _ in range(9)]), foreach=False)
     shown = collage_fx.explain(optimizer)
-    apart = collage_fx.explain(optimizer, without=("deduplicate", "escape"))
+    apart = collage_fx.explain(optimizer, without=("denominator", "deduplicate", "escape"))
     assert list(shown.snapshots[-1]) == list(shown.seconds[-1]) == NAMES
     assert "escape" not in apart.snapshots[-1]
     # Of nine parameters that are alike one is in the graph, or all are.
@@ -61,6 +61,9 @@ def test_explain_shows_them_and_leaves_them_out() -> None:
         False,
         True,
     ]
+    # One denominator has one reciprocal; a / (b * s) + c / s, which PyTorch computes, has two.
+    found = [one.to_dict()["operations_before"]["reciprocal"] for one in (shown, apart)]
+    assert found == [1, 2 * 9]
 
 
 def forget_a_state(program: Program) -> None:

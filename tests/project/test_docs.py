@@ -18,6 +18,7 @@ CODE = {
     if page.name != "stock-defects.md"  # whose code shows what goes wrong
     for i, text in enumerate(BLOCK.findall(page.read_text()))
 }
+FOLDERS = {"collage_fx", "passes", "runtime", "tests", "benchmarks", "examples", "docs"}
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#([^)]*))?\)")
 
 
@@ -51,6 +52,14 @@ def test_links_resolve(page: Path) -> None:
         titles = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE) if anchor else []
         anchors = {re.sub(r"[^\w -]", "", t.lower()).replace(" ", "-") for t in titles}
         assert not anchor or anchor in anchors, f"{page.name} links to {target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_files_that_are_named_exist(page: Path) -> None:
+    """Those with a folder in front are named from the root."""
+    for name in re.findall(r"`([\w/]+/[\w.]*)`", page.read_text()):
+        if name.partition("/")[0] in FOLDERS:
+            assert (ROOT / name).exists(), f"{page.name} names {name}"
 
 
 def test_readme_is_short() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from repeated_steps import compare, give_gradients, made, params, params_of, trained
+from repeated_steps import compare, counted, give_gradients, made, params, params_of, trained
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -42,6 +42,16 @@ def test_same_bits(
 ) -> None:
     repeats = compare(monkeypatch, lambda: made(kind, storage, **options), 12)
     assert len(repeats) >= 7
+
+
+def test_left_out_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with counted(monkeypatch, allowed=True) as repeats:
+        optimizer = AdamW(params(0))
+        step = collage_fx.compile(optimizer, without=("repeat",))
+        for i in range(6):
+            give_gradients(optimizer, i)
+            step()
+    assert not repeats
 
 
 def test_rates_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
