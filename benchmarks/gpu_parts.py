@@ -140,7 +140,7 @@ def profiled(setup: Setup) -> Iterator[Counter[str]]:
     if setup.device == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     found: Counter[str] = Counter()
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         yield found
         setup.wait()
     found += counted(profile.events())
