@@ -124,7 +124,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="all that needs a GPU, in ten minutes")
     parser.add_argument("--dry", action="store_true", help="on the CPU, as far as that goes")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--seconds", type=float, default=570, help="for all parts together")
+    parser.add_argument("--seconds", type=float, default=540, help="for all parts together")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--part", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
