@@ -67,7 +67,7 @@ def _decide(tx: Any, name: str, entry: Any, **kwargs: Any) -> Any:
 def _varies(optimizer: Optimizer, place: str, value: float) -> bool:
     """Tell whether a number of this place is an input of a graph that is traced now."""
     history, name = history_of(optimizer), place.partition(_AT)[2]
-    first = None if scheduled(optimizer, name) else _began_with(history, name, value)
+    first = None if _scheduled(optimizer, name) else _began_with(history, name, value)
     return history.numbers.get(place, first) != value
 
 
@@ -104,8 +104,7 @@ def _value_at(optimizer: Optimizer, name: str) -> float | None:
     return found if type(found) in (int, float) else None
 
 
-def scheduled(optimizer: Optimizer, name: str) -> bool:
-    """Tell whether a scheduler changes the number of this name, such as `...['lr']`."""
+def _scheduled(optimizer: Optimizer, name: str) -> bool:
     groups = optimizer.param_groups
     return any(
         number.search(name) and any(key in group for group in groups) for key, number in _SCHEDULED

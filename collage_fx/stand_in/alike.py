@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from collage_fx.compilation.session import Session
-from collage_fx.hooks.symbolic_numbers import scheduled
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import compensable_dtypes
 from collage_fx.stand_in.members import Member
@@ -56,9 +55,12 @@ def count_alike(optimizer: Optimizer, session: Session) -> int:
 
 
 def _outline(optimizer: Optimizer, session: Session) -> Hashable:
-    """Return in what optimizers agree that will be alike, as far as is known before a step."""
+    """Return in what optimizers agree that will be alike, as far as is known before a step.
+
+    Rates are not in it: others may be about to be set to that of the first.
+    """
     groups = [
-        [(k, _exactly(v)) for k, v in _read(group) if k not in _MADE and _stays(optimizer, k, v)]
+        [(k, _exactly(v)) for k, v in _read(group) if k not in _MADE and _stays(v)]
         for group in optimizer.param_groups
     ]
     members = [
@@ -68,8 +70,8 @@ def _outline(optimizer: Optimizer, session: Session) -> Hashable:
     return repr((type(optimizer), session.config, _settings(session), groups, members))
 
 
-def _stays(optimizer: Optimizer, key: str, value: Any) -> bool:
-    return is_constant(value) and not scheduled(optimizer, f"['{key}']")
+def _stays(value: Any) -> bool:
+    return is_constant(value) and not isinstance(value, float)
 
 
 def _read(group: dict[str, Any]) -> list[tuple[str, Any]]:

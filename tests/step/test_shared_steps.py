@@ -1,11 +1,23 @@
 """Optimizers that are alike share what was compiled for one of them, and nothing else."""
 
+import functools
 import importlib
 from typing import Any
 
 import pytest
 import torch
-from shared_runs import SHAPES, bits, compiled, parameters, params_of, same, step_all, train
+from shared_runs import (
+    SHAPES,
+    bits,
+    compiled,
+    nothing,
+    parameters,
+    params_of,
+    same,
+    step_all,
+    train,
+    train_together,
+)
 from torch import Tensor
 from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -68,18 +80,22 @@ def test_bits_of_compiled_kernels(traced: list[int]) -> None:
 
 def test_each_set_of_numbers_is_compiled(traced: list[int]) -> None:
     """Two rates, two graphs; and each has its own, not that of the other."""
-    params = parameters(SHAPES * 2)
-    mixed = [collage_fx.compile_(AdamW([p], lr=(1e-3, 0.1)[k % 2])) for k, p in enumerate(params)]
-    train(mixed)
+    each = (AdamW([p], lr=(1e-3, 0.1)[k % 2]) for k, p in enumerate(parameters()))
+    mixed = train([collage_fx.compile_(one) for one in each])
     assert len(traced) == 2
     for k, lr in enumerate((1e-3, 0.1)):
-        ps = params_of(mixed)[k::2]
-        other = train(compiled(lambda ps, lr=lr: AdamW(ps, lr=lr), parameters(SHAPES * 2)))
-        assert same(bits(mixed[k::2]), bits(other[k::2]))
-        assert len(ps) == len(SHAPES)
+        one = train_together(functools.partial(AdamW, lr=lr), slice(k, None, 2))
+        assert same(bits(mixed[k::2]), bits([one]))
 
 
-@pytest.mark.parametrize("option", [{"storage": "ulp8"}, {"level": "plus"}, {"seed": 1}])
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"storage": "ulp8"},
+        pytest.param({"level": "plus"}, marks=slow),
+        pytest.param({"seed": 1}, marks=slow),
+    ],
+)
 def test_options_are_not_mixed(option: dict[str, Any], traced: list[int]) -> None:
     first, second = compiled(adamw, parameters()), compiled(adamw, parameters(), **option)
     train(first), train(second)
@@ -132,34 +148,37 @@ def test_other_code_of_the_same_class_is_traced(
 def test_a_schedule_of_each(traced: list[int]) -> None:
     """A rate that a scheduler changes is an input of the graph: one for all rates."""
 
-    def trained(**options: Any) -> list[Tensor]:
-        def change(optimizers: list[Optimizer], step: int) -> None:
-            for schedule in schedules if step else ():
-                schedule.step()
+    def scheduled(params: list[Tensor], factor: int) -> Optimizer:
+        one = adamw(params)
+        schedules[one] = LambdaLR(one, lambda t: factor / (1 + t))
+        return one
 
-        optimizers = compiled(adamw, parameters(), **options)
-        schedules = [
-            LambdaLR(o, lambda t, k=k: (1 + k) / (1 + t)) for k, o in enumerate(optimizers)
-        ]
-        return bits(train(optimizers, 4, change))
+    def change(optimizers: list[Optimizer], step: int) -> None:
+        for one in optimizers if step else ():
+            schedules[one].step()
 
-    found = trained()
+    schedules: dict[Optimizer, LambdaLR] = {}
+    each = [scheduled([p], (1, 3)[k % 2]) for k, p in enumerate(parameters())]
+    found = train([collage_fx.compile_(one) for one in each], 4, change)
     assert len(traced) == 1
-    assert same(found, trained(**ALONE))
+    for k, factor in enumerate((1, 3)):
+        together = functools.partial(scheduled, factor=factor)
+        one = train_together(together, slice(k, None, 2), change)
+        assert same(bits(found[k::2]), bits([one]))
 
 
 def test_a_rate_that_some_change(traced: list[int]) -> None:
     """Where it has not changed it stays a constant, as in a run of that optimizer alone."""
 
     def change(optimizers: list[Optimizer], step: int) -> None:
-        for one in optimizers[::2] if step == 2 else ():
+        for one in optimizers if step == 2 else ():
             one.param_groups[0]["lr"] /= 3
 
-    found = train(compiled(adamw, parameters(SHAPES * 2)), 4, change)
+    found = train(compiled(adamw, parameters()), 4, lambda these, i: change(these[::2], i))
     assert len(traced) == 2
-    assert same(
-        bits(found), bits(train(compiled(adamw, parameters(SHAPES * 2), **ALONE), 4, change))
-    )
+    for k, of_half in enumerate((change, nothing)):
+        one = train_together(adamw, slice(k, None, 2), of_half)
+        assert same(bits(found[k::2]), bits([one]))
 
 
 def test_checkpoints_of_each() -> None:

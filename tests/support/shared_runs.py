@@ -76,6 +76,21 @@ def train(
     return optimizers
 
 
+def train_together(
+    make: Make, chosen: slice = slice(None), change: Change = nothing, steps: int = 4
+) -> Optimizer:
+    """One optimizer of some of the parameters, with the gradients that they have among all."""
+    params = parameters()
+    one = collage_fx.compile_(make(params[chosen]))
+    for i in range(steps):
+        change([one], i)
+        loss(params, i).backward()
+        one.step()
+        for p in params:
+            p.grad = None
+    return one
+
+
 def step_all(optimizers: Sequence[Optimizer], seed: int) -> None:
     """Give gradients and step, outside of a backward pass."""
     generator = torch.Generator().manual_seed(seed)
