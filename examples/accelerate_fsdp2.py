@@ -28,7 +28,7 @@ class Run:
         model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)).bfloat16()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        collage_fx.compile_(self.optimizer.optimizer)  # the one within Accelerate's
+        collage_fx.compile_(self.optimizer)
 
     def train(self, first: int, last: int) -> None:
         """Take some steps, each process on all of the batch."""
