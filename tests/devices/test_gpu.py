@@ -100,13 +100,14 @@ def test_a_step_on_the_gpu_is_that_of_the_cpu(device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("capturable", [False, True])
-def test_one_launch_is_equal_to_a_kernel_for_each(capturable: bool) -> None:
+def test_one_launch_does_what_a_kernel_for_each_does(capturable: bool) -> None:
     together, apart = (
         adamw("cuda", capturable=capturable, multi_tensor=multi_tensor)
         for multi_tensor in (True, False)
     )
-    if capturable and installed() < (2, 13):
-        # Inductor's 1 / x is approximate there, whatever it is told, for a bias correction too.
+    if not capturable or installed() < (2, 13):
+        # A bias correction of step counts on the host is made there, or by Inductor in each kernel,
+        # where a power has another last bit; and in 2.11 Inductor's 1 / x is approximate.
         for a, b in zip(together[0], apart[0], strict=True):
             assert torch.allclose(a.float(), b.float(), rtol=2**-7, atol=1e-6)
         return
