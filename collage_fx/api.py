@@ -27,7 +27,7 @@ from collage_fx.step.compiled_step import (
     optimizer_of,
     report_of,
 )
-from collage_fx.step.distributed_wrappers import compile_held, held_by
+from collage_fx.step.distributed_wrappers import compile_wrapper, wrapped_optimizers
 from collage_fx.step.subject import innermost, refuse_mastered, subject_of
 
 OptimizerT = TypeVar("OptimizerT")
@@ -69,9 +69,9 @@ def compile(
     config, inductor = split_options(options, mode)
     subject = subject_of(optimizer_or_function)
     if isinstance(subject, Optimizer):
-        if held := held_by(subject):
+        if held := wrapped_optimizers(subject):
             steps = [compile(one, mode=mode, **options) for one in held]
-            return compile_held(subject, held, steps)
+            return compile_wrapper(subject, held, steps)
         config = _begin(subject, config, options)
         plain_steps.watch(family(subject))
         session = Backend(config, inductor, optimizer=weakref.ref(subject))
@@ -124,7 +124,7 @@ def _compile_for_backend(
 
     None for an optimizer of torch.distributed, which calls that of the one that it holds.
     """
-    if held_by(optimizer):
+    if wrapped_optimizers(optimizer):
         return None
     config, inductor = split_options(options or {}, mode)
     config = _begin(optimizer, config, options or {})

@@ -26,7 +26,7 @@ def installed() -> tuple[int, int]:
     return minor(torch.__version__)
 
 
-def doubt(version: str) -> str:
+def untested_warning(version: str) -> str:
     """Return what to say of a version of torch; nothing if one of that minor was tested."""
     tested = [minor(t) for t in TESTED]
     if minor(version) in tested:
@@ -48,7 +48,7 @@ def warn_if_untested() -> None:
 
     from collage_fx.runtime.errors import CollageWarning
 
-    if message := doubt(torch.__version__):
+    if message := untested_warning(torch.__version__):
         warnings.warn(f"collage_fx: {message}", CollageWarning, stacklevel=5)
 
 

@@ -25,7 +25,7 @@ def guards_of(tensors: list[Any]) -> TensorGuards:
 
 
 class Layouts:
-    """Those of some of the arguments of one call."""
+    """The layouts of some arguments of a graph, as they were at its first call."""
 
     def __init__(self, places: list[int], args: tuple[Any, ...]) -> None:
         self.places = [i for i in places if is_plain(args[i])]

@@ -19,7 +19,7 @@ from collage_fx.compilation.graph_inputs import sources_of
 
 
 class Symbols:
-    """Those of one graph."""
+    """The symbolic numbers of one graph, and their values at a call."""
 
     def __init__(self, gm: GraphModule) -> None:
         self.examples = [n.meta.get("example_value") for n in gm.graph.find_nodes(op="placeholder")]

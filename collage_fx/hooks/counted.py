@@ -1,4 +1,4 @@
-"""What is on in the whole process as long as somebody needs it, in any thread."""
+"""Switches for the whole process that stay on as long as one thread needs them."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 
 class Counted:
-    """A switch that who comes first turns on, and who goes last turns off."""
+    """A switch for the whole process: its first user turns it on, its last one off."""
 
     def __init__(self, on: Callable[[], None], off: Callable[[], None]) -> None:
         self.on = on

@@ -94,7 +94,7 @@ def _compilation_ends(_: Any) -> None:
         _Watch.patch = None
 
 
-def is_seen_by_others(optimizer: Optimizer) -> bool:
+def has_foreign_hooks(optimizer: Optimizer) -> bool:
     """Tell whether a hook that is not ours looks at the optimizer before or after its step."""
     hooks = [
         *getattr(optimizer, "_optimizer_step_pre_hooks", {}).values(),

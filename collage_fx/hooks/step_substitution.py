@@ -52,7 +52,7 @@ def substitute(
 
 
 def leave(optimizer: Optimizer) -> None:
-    """Let a call that torch.compile does not run do what the optimizer's step always did."""
+    """Have a call that torch.compile does not run do the optimizer's own step."""
     if vars(optimizer).get(_SUBSTITUTED):  # another hook has failed in the call before
         setattr(optimizer, _SUBSTITUTED, False)
 

@@ -34,7 +34,7 @@ from collage_fx.runtime.errors import CollageError, OptionError
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import FINEST, STORAGES, chosen
 from collage_fx.step.compiled_step import compile_function, compile_optimizer, report_of
-from collage_fx.step.distributed_wrappers import held_by
+from collage_fx.step.distributed_wrappers import wrapped_optimizers
 from collage_fx.step.optimizer_clone import clone_of, with_some_gradient
 from collage_fx.step.subject import innermost, name_of, step_made_here, subject_of
 
@@ -176,7 +176,7 @@ def _prepare(
         subject, options = session
     subject = subject_of(innermost(subject))
     if isinstance(subject, Optimizer):
-        subject = next(iter(held_by(subject)), subject)
+        subject = next(iter(wrapped_optimizers(subject)), subject)
         twin = clone_of(subject, torch.clone, residuals=True)
         with_some_gradient(twin)
         step = types.MethodType(type(twin).step, twin)

@@ -8,9 +8,9 @@ from torch.optim import Optimizer
 from collage_fx.config import CollageConfig
 from collage_fx.optimizer.ownership import (
     Owned,
+    all_tensors_of,
     compensable,
     state_count,
-    tensors_held,
 )
 from collage_fx.passes.ir.program import LOW_PRECISION, Carried, compensable_in
 from collage_fx.runtime.residuals.store import STORE
@@ -42,10 +42,10 @@ class FunctionStates:
 
 
 class OptimizerStates(FunctionStates):
-    """What an optimizer holds."""
+    """The tensors of an optimizer: parameters, their states, and those it keeps elsewhere."""
 
     def __init__(self, optimizer: Callable[[], Optimizer]) -> None:
-        super().__init__(lambda: tensors_held(optimizer()))
+        super().__init__(lambda: all_tensors_of(optimizer()))
         self.optimizer = optimizer
 
     def count(self) -> int:

@@ -55,7 +55,7 @@ def as_its_kernel(
 
 
 def note_of(config: CollageConfig) -> str:
-    """Return the line of a report on a step that was traced so."""
+    """Return what a report says of a fused optimizer, whose step is compiled as an unfused one."""
     how = "in fp32 registers, as the fused kernel does" if config.wide else "in arithmetic 'eft'"
     return f"fused=True: the step is traced as without it, and computed {how}"
 

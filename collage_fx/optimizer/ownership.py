@@ -27,7 +27,7 @@ STAND_IN = "_collage_stand_in"
 
 @dataclass(frozen=True)
 class Owned:
-    """One tensor that a step may carry."""
+    """A tensor that a step may carry, with its place in the optimizer and its name."""
 
     tensor: Tensor
     """Of one that is sharded this process's shard."""
@@ -100,8 +100,8 @@ def bytes_by_kind(optimizer: Optimizer) -> dict[str, int]:
     return found
 
 
-def tensors_held(optimizer: Optimizer) -> Iterator[Owned]:
-    """Yield the owned tensors, and those that the optimizer keeps elsewhere.
+def all_tensors_of(optimizer: Optimizer) -> Iterator[Owned]:
+    """Yield parameters and their states, and all tensors that the optimizer keeps elsewhere.
 
     That is in its parameter groups, under other keys of its state, in attributes, in models that
     these hold (averages of the weights), and in optimizers that it wraps. They are in no place that
@@ -272,7 +272,7 @@ def _of_optimizers(tree: Any) -> Iterator[Owned]:
     """Yield what optimizers hold that are in a tree of containers."""
     found = (leaf for _, leaf in _leaves(tree) if issubclass(type(leaf), Optimizer))
     for one in {id(leaf): leaf for leaf in found}.values():
-        yield from tensors_held(one)
+        yield from all_tensors_of(one)
 
 
 def tensors_in(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:

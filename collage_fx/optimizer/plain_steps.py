@@ -17,7 +17,7 @@ _SAID = WeakIdKeyDictionary()
 
 
 def watch(optimizers: list[Optimizer]) -> None:
-    """Warn of the first plain step of one of these, unless the compiled step is called before.
+    """Warn of the first plain step of these optimizers, unless a compiled one comes before.
 
     The hook knows nothing of the compiled step, which may well be gone: that is the usual mistake.
     """
@@ -38,7 +38,7 @@ def watch_copy(hooks: Any) -> Any:
 
 
 def called(optimizers: list[Optimizer]) -> None:
-    """Watch these no longer: their compiled step is being called."""
+    """Watch these optimizers no longer: their compiled step is being called."""
     for optimizer in optimizers:
         _CALLED[optimizer] = True
         getattr(optimizer, _HOOKS, {}).pop(_KEY, None)

@@ -18,7 +18,7 @@ TRIED = 2
 
 
 class Service:
-    """Keeps the record of the states, by the places that they have."""
+    """Records what served each state, and warns of what is not compensated."""
 
     def __init__(self, session: Session, discovery: FunctionStates, subject: str) -> None:
         """Begin without a record.

@@ -34,7 +34,7 @@ ROUNDED = (torch.bfloat16, torch.float16)
 
 
 class Joining:
-    """Does segments on whole values, compiled by Inductor."""
+    """Does segments on whole values: low words joined in, operations as they stand, split again."""
 
     def __init__(self, session: Session, words: LowWords) -> None:
         """Begin without compiled segments.

@@ -22,7 +22,7 @@ from collage_fx.compilation.layout_guards import guards_of, is_plain
 from collage_fx.compilation.partition import Direct, KernelCall
 from collage_fx.compilation.side_inputs import Code, Observed
 from collage_fx.hooks.nested_compile import GlobalState
-from collage_fx.hooks.optimizer_hooks import is_seen_by_others
+from collage_fx.hooks.optimizer_hooks import has_foreign_hooks
 from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS
 from collage_fx.record.steps import Steps
 from collage_fx.runtime.kernels.cpp_loop import Loop
@@ -135,7 +135,7 @@ class RepeatedStep:
             self.generation == STORE.generation
             and self.steps.traces
             and self.globals.same()
-            and not is_seen_by_others(optimizer)
+            and not has_foreign_hooks(optimizer)
         )
 
 

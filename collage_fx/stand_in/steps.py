@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from collage_fx.compilation.session import Outcome, Session
 from collage_fx.compilation.side_inputs import Observed, observed_calls
-from collage_fx.hooks.optimizer_hooks import is_seen_by_others
+from collage_fx.hooks.optimizer_hooks import has_foreign_hooks
 from collage_fx.passes.ir.program import Unlike
 from collage_fx.record.steps import Steps
 from collage_fx.stand_in.alike import count_alike, register, residuals_of
@@ -35,7 +35,7 @@ ATTEMPTS = 3
 
 
 class StandInSteps:
-    """The steps of one optimizer with stand-ins."""
+    """Does the steps of an optimizer of which Dynamo traces a part, the stand-ins, for all."""
 
     def __init__(self, optimizer: Callable[[], Optimizer], session: Session) -> None:
         self.optimizer = optimizer
@@ -80,7 +80,7 @@ class StandInSteps:
         optimizer = self.optimizer()
         closure = args[0] if args else kwargs.get("closure")
         called, loss = False, None
-        if closure is not None and not is_seen_by_others(optimizer):
+        if closure is not None and not has_foreign_hooks(optimizer):
             called = True
             with torch.enable_grad():
                 loss = closure()
@@ -129,7 +129,7 @@ class StandInSteps:
             with torch.enable_grad():
                 loss = closure()
         optimizer = self.optimizer()
-        stand_ins = self._stand_ins(optimizer) if not is_seen_by_others(optimizer) else None
+        stand_ins = self._stand_ins(optimizer) if not has_foreign_hooks(optimizer) else None
         if stand_ins is None:
             self.failed += 1
             compiled()

@@ -16,7 +16,7 @@ from collage_fx.optimizer.served import Report
 Step = Callable[..., Any]
 
 
-def held_by(optimizer: Optimizer) -> list[Optimizer]:
+def wrapped_optimizers(optimizer: Optimizer) -> list[Optimizer]:
     """Return the optimizers of which one of torch.distributed calls the step; [] for any other.
 
     ZeroRedundancyOptimizer has each process update some of the parameters and broadcasts them: what
@@ -27,7 +27,7 @@ def held_by(optimizer: Optimizer) -> list[Optimizer]:
     return family(optimizer)[1:] if module.startswith("torch.distributed.") else []
 
 
-def compile_held(optimizer: Optimizer, held: list[Optimizer], steps: list[Step]) -> Step:
+def compile_wrapper(optimizer: Optimizer, held: list[Optimizer], steps: list[Step]) -> Step:
     """Return a method bound to the optimizer that takes its step, with compiled ones within.
 
     Args:

@@ -29,8 +29,8 @@ from torch.compiler import set_stance
 from torch.optim import Optimizer
 
 from collage_fx.dynamo.backend import Backend
-from collage_fx.hooks.optimizer_hooks import is_seen_by_others
-from collage_fx.optimizer.ownership import family, params_of, tensors_held, tensors_in
+from collage_fx.hooks.optimizer_hooks import has_foreign_hooks
+from collage_fx.optimizer.ownership import all_tensors_of, family, params_of, tensors_in
 from collage_fx.record.service import TRIED
 from collage_fx.record.steps import Steps
 from collage_fx.runtime.errors import listed
@@ -124,7 +124,7 @@ class StepCheck:
     ) -> dict[str, tuple[float, float]]:
         """Return how far off each state is, and may be: norms, in units of that of the update."""
         errors = {}
-        for owned in tensors_held(optimizer):
+        for owned in all_tensors_of(optimizer):
             name, tensor = owned.name, owned.tensor
             if name not in found or name not in exact:
                 continue
@@ -171,7 +171,7 @@ def exact_step(
     """
     if any(a is not None for a in (*args, *kwargs.values())):  # accelerate gives closure=None
         return "steps with arguments, such as a closure, are not compared"
-    if is_seen_by_others(optimizer):
+    if has_foreign_hooks(optimizer):
         return "steps with hooks are not compared, which would run twice"
     chance = random.getstate()
     numpys: Any = numpy.random.get_state() if numpy else None
@@ -195,7 +195,7 @@ def exact_step(
 def values_of(optimizer: Optimizer) -> Values:
     """Return the value of each floating state of an optimizer, residuals included."""
     found = {}
-    for owned in tensors_held(optimizer):
+    for owned in all_tensors_of(optimizer):
         tensor = owned.tensor
         if tensor.is_floating_point() and tensor.layout is torch.strided:
             found[owned.name] = in_float64(tensor)

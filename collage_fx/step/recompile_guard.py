@@ -1,4 +1,4 @@
-"""Storms of recompilation: a step that makes a new graph at each call.
+"""When to stop compiling: a step that needs a new graph at each call.
 
 A Python number that changes makes Dynamo trace again. Most enter the next graph as a symbol; those
 that cannot make a graph for each value.

@@ -17,7 +17,7 @@ def add_watch(optimizer: Optimizer, watch: Callable[..., Any]) -> None:
 
 
 def remove_watch(optimizer: Optimizer, watch: Callable[..., Any]) -> None:
-    """Take it away again, if it is there."""
+    """Do the steps of an optimizer without `watch` again, if it was added."""
     WATCHES[optimizer] = [one for one in WATCHES.get(optimizer, ()) if one != watch]
 
 

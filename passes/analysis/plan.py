@@ -21,7 +21,7 @@ from collage_fx.passes.ir.program import (
     StateClass,
     StatePlan,
     compensable_in,
-    made,
+    other_outputs,
     value_of,
 )
 from collage_fx.runtime.errors import StorageError
@@ -217,7 +217,7 @@ def flat(member: Slice) -> bool:
         and all(value_of(n).dim() for n in states)
         and all(
             v.shape == first.shape and v.stride() == first.stride()
-            for v in [*full, *map(value_of, made(member))]
+            for v in [*full, *map(value_of, other_outputs(member))]
         )
         and torch.ops.aten.is_non_overlapping_and_dense(first)
     )

@@ -22,7 +22,7 @@ from collage_fx.passes.codegen.multi_tensor_kernel import (
     register_multi_tensor,
     register_scalar_kernel,
 )
-from collage_fx.passes.codegen.replicas import Other, Others
+from collage_fx.passes.codegen.replicas import LeftOutMember, LeftOutMembers
 from collage_fx.passes.codegen.scalar_kernel import Scalars, scalars_of
 from collage_fx.passes.frontend.decompose import like
 from collage_fx.passes.frontend.slice import inverse
@@ -33,7 +33,7 @@ from collage_fx.passes.ir.program import (
     Rewritten,
     Slice,
     graph_of,
-    made,
+    other_outputs,
     value_of,
 )
 from collage_fx.runtime.ops import collage
@@ -73,7 +73,7 @@ class _Stamp:
     rewritten: Rewritten
     member: Slice
     residuals: list[Node]
-    others: list[Other]
+    others: list[LeftOutMember]
     """The members for which it stands."""
     seed: list[Node] = field(default_factory=list)
     """The seed, if it takes one."""
@@ -96,7 +96,7 @@ class _Emitter:
         self.together: list[tuple[Rewritten, list[_Stamp], Scalars | None]] = []
         """Classes that run as one operation, with the 0-d work of their members."""
         self.parts: dict[tuple[int, tuple[int, ...]], _Part] = {}
-        self.others = Others(program, self.graph)
+        self.others = LeftOutMembers(program, self.graph)
         self.seeds: dict[torch.device, Node] = {}
 
     def run(self) -> None:
@@ -225,7 +225,7 @@ class _Emitter:
         key = rewritten.multi_tensor = register_multi_tensor(rewritten, list(feeds))
         calls = []
         for stamp in stamps:
-            new = made(stamp.member)
+            new = other_outputs(stamp.member)
             memory = [self._memory(value_of(n)) for n in new]
             self.env |= dict(zip(new, memory, strict=True))
             inputs = [self.env.get(n, n) for n in stamp.member.inputs]
@@ -239,7 +239,7 @@ class _Emitter:
         self._call(key, calls, [vectors[k] for k in feeds.values()])
 
     def _call(
-        self, key: str, calls: list[tuple[list[Node], list[Other]]], vectors: list[Node]
+        self, key: str, calls: list[tuple[list[Node], list[LeftOutMember]]], vectors: list[Node]
     ) -> None:
         """Append the operation that runs a kernel.
 

@@ -64,7 +64,7 @@ def compile_by_inductor(
             compiled: Any = inductor_compile.compile_functional(graph, fakes)
         source: str = getattr(compiled, "source_code", "")
         function = getattr(compiled, "current_callable", None) or compiled
-        return loop_over(function, _SAMPLE, samples) or Each(function, scalar), source
+        return loop_over(function, _SAMPLE, samples) or CallPerMember(function, scalar), source
 
 
 def _with_size(graph: GraphModule, first: int) -> list[Any]:
@@ -97,7 +97,7 @@ def _cacheable(fakes: list[Any]) -> Iterator[None]:
 
 
 @dataclass
-class Each:
+class CallPerMember:
     """A compiled function, called for each member: where there is no loop over its kernel."""
 
     function: Callable[[list[Any]], Any]

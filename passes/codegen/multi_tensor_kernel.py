@@ -33,7 +33,7 @@ from collage_fx.passes.ir.program import (
     Settings,
     Slice,
     graph_of,
-    made,
+    other_outputs,
     value_of,
 )
 from collage_fx.runtime import logs, progress
@@ -214,7 +214,7 @@ def register_multi_tensor(rewritten: Rewritten, vectors: Sequence[int] = ()) -> 
         vectors: the 0-d inputs that come as one vector for all members.
     """
     part, residuals, seeds = rewritten.members[0], rewritten.residual_count, rewritten.seeded
-    new = made(part)
+    new = other_outputs(part)
     written = [at for _, at, _ in part.states]
     results = [part.outputs.index(value) for _, _, value in part.states]
     for k in range(residuals):
@@ -240,7 +240,7 @@ def _with_memory(lowered: GraphModule, dtypes: list[torch.dtype]) -> GraphModule
 
 def register_scalar_kernel(scalars: Scalars) -> str:
     """Return the key under which collage::multi_tensor finds the 0-d work of a class."""
-    part, new = scalars.members[0], made(scalars.members[0])
+    part, new = scalars.members[0], other_outputs(scalars.members[0])
     written = [at for _, at, _ in part.states]
     results = [part.outputs.index(node) for node in [*(n for _, _, n in part.states), *new]]
     vectors = range(len(part.inputs), len(part.inputs) + len(new))

@@ -12,8 +12,8 @@ from collage_fx.runtime.ops import collage
 
 
 @dataclass
-class Other:
-    """A member that was left out."""
+class LeftOutMember:
+    """A member of a class that the graph of Dynamo was does not have; see `deduplicate`."""
 
     instead: dict[Node, Node]
     """Input of the member that stayed -> what this one has in its place."""
@@ -37,15 +37,15 @@ class Other:
         return None
 
 
-class Others:
-    """All of them, on their way into the graph that `emit` makes."""
+class LeftOutMembers:
+    """All members that were left out, on their way into the graph that `emit` makes."""
 
     def __init__(self, program: Program, graph: Graph) -> None:
         self.program = program
         self.graph = graph
         self.copies: dict[Node, Copies] = {}
         """What only a member takes that stands for others, before `emit` -> what it stands for."""
-        self.inputs: dict[Copies, list[Other]] = {}
+        self.inputs: dict[Copies, list[LeftOutMember]] = {}
         self.made: dict[Node, list[Node]] = {}
         """What such a member makes, before `emit` -> what the others make."""
         self.unlike: Unlike | None = None
@@ -70,7 +70,7 @@ class Others:
                     new = instead[env[node]] = self.graph.placeholder(name)
                     new.meta["val"] = c.val
                 full = next(c.val for c in carried if c.val.dim())
-                self.inputs[copies].append(Other(instead, full))
+                self.inputs[copies].append(LeftOutMember(instead, full))
 
     def mixes(self, member: Slice) -> bool:
         """Tell whether a member takes what belongs to several that stand for others."""
@@ -82,10 +82,12 @@ class Others:
     def _copies_of(self, member: Slice) -> set[Copies]:
         return {self.copies[n] for n in member.inputs if n in self.copies}
 
-    def of(self, member: Slice) -> list[Other]:
+    def of(self, member: Slice) -> list[LeftOutMember]:
         """Return the members that this one stands for."""
         found = self._copies_of(member)
-        return [Other(dict(o.instead), o.like) for copies in found for o in self.inputs[copies]]
+        return [
+            LeftOutMember(dict(o.instead), o.like) for copies in found for o in self.inputs[copies]
+        ]
 
     def taken_alone(self, member: Slice) -> set[Node] | None:
         """Return, before `emit`, what only this member takes; None if it stands for no others."""
@@ -93,7 +95,7 @@ class Others:
         return {n for n, copies in self.copies.items() if copies in found} if found else None
 
     def operands(
-        self, written: list[Node], read: list[Node], others: Sequence[Other]
+        self, written: list[Node], read: list[Node], others: Sequence[LeftOutMember]
     ) -> tuple[list[Node], list[Node]]:
         """Return what a kernel writes and reads for a member and for those that it stands for.
 

@@ -19,7 +19,7 @@ from collage_fx.passes.ir.program import (
     Rewritten,
     Slice,
     is_tensor,
-    made,
+    other_outputs,
     value_of,
 )
 
@@ -31,7 +31,7 @@ class Scalars:
     members: list[Slice]
     """They are isomorphic; their outputs are new values of 0-d states, or go to the member."""
     feeds: dict[int, int]
-    """Input of the member's slice -> the one of `made` that it is."""
+    """Input of the member's slice -> the one of `other_outputs` that it is."""
     lowered: GraphModule
     """Placeholders and outputs are the inputs and outputs of a part."""
 
@@ -116,7 +116,7 @@ def _is_scalar(node: Node) -> bool:
 
 
 def _feeds(member: Slice, part: Slice) -> dict[int, int]:
-    where = {node: k for k, node in enumerate(made(part))}
+    where = {node: k for k, node in enumerate(other_outputs(part))}
     return {i: where[n] for i, n in enumerate(member.inputs) if n in where}
 
 

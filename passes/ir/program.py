@@ -119,7 +119,7 @@ class Slice:
     """Equal for isomorphic slices: everything but shapes and tensors."""
 
 
-def made(part: Slice) -> list[Node]:
+def other_outputs(part: Slice) -> list[Node]:
     """Return the outputs of a slice that are no state's new value, or are used besides."""
     new = {value for _, _, value in part.states}
     inside = set(part.nodes)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 import collage_fx
 from collage_fx.passes.codegen import inductor_kernel, kernel_cache, multi_tensor_kernel
-from collage_fx.passes.codegen.inductor_kernel import Each
+from collage_fx.passes.codegen.inductor_kernel import CallPerMember
 from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS
 from collage_fx.passes.codegen.printers.cpp_kernel import Unprintable
 from collage_fx.runtime.kernels.cpp_loop import _CHUNK, Loop
@@ -107,12 +107,12 @@ def test_members_of_any_size_are_equal_by_our_kernel_and_by_inductors(
         raise Unprintable("for a test")
 
     results = []
-    for kind, source in ((Loop, "round_bf16"), (Loop, "cpp_fused"), (Each, "cpp_fused")):
+    for kind, source in ((Loop, "round_bf16"), (Loop, "cpp_fused"), (CallPerMember, "cpp_fused")):
         MULTI_TENSOR_KERNELS.clear()
         monkeypatch.setattr(kernel_cache, "load", lambda place: None)
         if source == "cpp_fused":
             monkeypatch.setattr(multi_tensor_kernel, "print_cpp_kernel", unprintable)
-        if kind is Each:
+        if kind is CallPerMember:
             monkeypatch.setattr(inductor_kernel, "loop_over", lambda *_: None)
         generator = torch.Generator().manual_seed(1)
         shapes = [(n, 3 + n % 2) for n in range(1, 10)]

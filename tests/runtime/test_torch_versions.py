@@ -15,7 +15,7 @@ from tensors import bf16, with_grads
 import collage_fx
 from collage_fx.errors import CollageWarning
 from collage_fx.runtime import torch_versions
-from collage_fx.runtime.torch_versions import TESTED, doubt, minor, warn_if_untested
+from collage_fx.runtime.torch_versions import TESTED, minor, untested_warning, warn_if_untested
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,7 +64,7 @@ def test_no_environment_is_made_for_a_version_that_was_not_tested(version: str) 
 
 @pytest.mark.parametrize("version", [*TESTED, "2.13.1+cpu", "2.15.0a0+git1234567", "2.14.9"])
 def test_a_release_of_a_tested_minor_is_as_good(version: str) -> None:
-    assert not doubt(version)
+    assert not untested_warning(version)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_a_release_of_a_tested_minor_is_as_good(version: str) -> None:
     [("2.10.1", "older"), ("2.12.0", "between"), ("2.16.0+cu130", "newer"), ("3.0.0", "newer")],
 )
 def test_any_other_is_named_beside_those_that_were_tested(version: str, rank: str) -> None:
-    message = doubt(version)
+    message = untested_warning(version)
     assert f"torch {version} was never tested" in message and rank in message
     assert all(v in message for v in TESTED)
 

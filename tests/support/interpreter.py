@@ -30,7 +30,7 @@ from torch.fx import Graph, GraphModule
 from torch.utils._python_dispatch import _disable_current_modes
 
 from collage_fx.passes.codegen import inductor_compile, multi_tensor_kernel
-from collage_fx.passes.codegen.inductor_kernel import Each
+from collage_fx.passes.codegen.inductor_kernel import CallPerMember
 from collage_fx.passes.codegen.inductor_lowering import _REGIONS
 from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS, MultiTensorKernel
 from collage_fx.runtime.kernels.argument_table import Runner
@@ -53,7 +53,7 @@ def without_compiler() -> Iterator[list[GraphModule]]:
 
     def of_a_class(kernel: MultiTensorKernel) -> tuple[Runner, str, str]:
         found.append(_REGIONS[kernel.region])
-        return Each(_member(kernel), kernel.scalar), "", ""
+        return CallPerMember(_member(kernel), kernel.scalar), "", ""
 
     original = inductor_compile.compile_functional
     runners = {k: s.runners for k, s in MULTI_TENSOR_KERNELS.items()}
@@ -113,7 +113,7 @@ def region(inputs: list[Tensor], key: str) -> list[Tensor]:
 
 
 def _member(kernel: MultiTensorKernel) -> Callable[[list[Any]], None]:
-    """Return what updates one member of a class: see `Each`."""
+    """Return what updates one member of a class: see `CallPerMember`."""
 
     def run(args: list[Any]) -> None:
         inputs = args[1:]

@@ -9,7 +9,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 @dataclass
 class History:
-    """It goes with the optimizer into checkpoints and copies, for these to go on with its bits."""
+    """What an optimizer's steps have shown; checkpoints have it, so that runs go on bit for bit."""
 
     recorded: list[list[int]] | None = None
     """Of one whose steps are recorded whole, which numbers of its last step change, see
@@ -27,13 +27,13 @@ _HISTORIES = WeakIdKeyDictionary()
 
 
 def history_of(optimizer: Optimizer) -> History:
-    """Return that of an optimizer; one of nothing, if it has taken no step."""
+    """Return the history of an optimizer; an empty one if it has taken no step."""
     found: History = _HISTORIES.setdefault(optimizer, History())
     return found
 
 
 def set_history(optimizer: Optimizer, history: History) -> None:
-    """Have an optimizer, and those that share its history, go on from there."""
+    """Have an optimizer, and those that share its history, go on from another history."""
     vars(history_of(optimizer)).update(vars(history))
 
 

@@ -35,7 +35,7 @@ from collage_fx.optimizer.checkpoints.saved_residuals import (
     is_entry,
     without_entries,
 )
-from collage_fx.optimizer.ownership import owned_tensors, params_of, tensors_held
+from collage_fx.optimizer.ownership import all_tensors_of, owned_tensors, params_of
 from collage_fx.runtime.errors import CollageWarning, listed
 from collage_fx.runtime.residuals.memory import has_memory
 from collage_fx.runtime.residuals.store import STORE, clear_stale
@@ -141,7 +141,7 @@ def _warn_of_unsaved(optimizer: Optimizer, names: list[str]) -> None:
         names: of states that are in no dict of their parameter.
     """
     if optimizer not in _SAID:
-        kept = (o for o in tensors_held(optimizer) if o.param < 0 and has_memory(o.tensor))
+        kept = (o for o in all_tensors_of(optimizer) if o.param < 0 and has_memory(o.tensor))
         residuals = ((o.name, STORE.get(o.tensor)) for o in kept)
         names = names + [name for name, r in residuals if r is not None and r.has_content()]
         if names:
