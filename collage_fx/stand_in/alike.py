@@ -54,6 +54,15 @@ def count_alike(optimizer: Optimizer, session: Session) -> int:
     return 1 + sum(_outline(one, its) == mine for one, its in others)
 
 
+def withdraw(optimizer: Optimizer, session: Session) -> None:
+    """Note that what is compiled for an optimizer cannot be shared, nor for those like it."""
+    mine = _outline(optimizer, session)
+    with _LOCK:
+        for one, its in list(_COMPILED.items()):
+            if _outline(one, its) == mine:
+                del _COMPILED[one]
+
+
 def _outline(optimizer: Optimizer, session: Session) -> Hashable:
     """Return in what optimizers agree that will be alike, as far as is known before a step.
 

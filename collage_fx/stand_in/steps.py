@@ -24,7 +24,7 @@ from collage_fx.compilation.side_inputs import Observed, observed_calls
 from collage_fx.hooks.optimizer_hooks import has_foreign_hooks
 from collage_fx.passes.ir.program import Unlike
 from collage_fx.record.steps import Steps
-from collage_fx.stand_in.alike import count_alike, register, residuals_of
+from collage_fx.stand_in.alike import count_alike, register, residuals_of, withdraw
 from collage_fx.stand_in.repeated_step import RepeatedStep, Unrepeatable
 from collage_fx.stand_in.shared_graph import SharedGraph, share, shared_stand_ins
 from collage_fx.stand_in.stand_ins import StandIns
@@ -141,6 +141,8 @@ class StandInSteps:
                 self._plainly(stand_ins.others.optimizer)
         elif outcome is Outcome.TO_RECORD and stand_ins.unlike is not None:
             self._give_up(stand_ins.unlike)
+            if stand_ins.pooled:
+                withdraw(optimizer, self.session)
             compiled()
         elif outcome is Outcome.TO_RECORD:  # all of it, so that all parameters are treated alike
             self._plainly(optimizer)
@@ -167,6 +169,8 @@ class StandInSteps:
                 self.observed = stand_ins, found[0]
             if stand_ins.pooled and stand_ins.code is not before:
                 self.shared = share(optimizer, self.session, stand_ins, found[0], residuals)
+            if stand_ins.pooled:
+                withdraw(optimizer, self.session)
         return stand_ins.outcome
 
     def _give_up(self, unlike: Unlike) -> None:

@@ -37,7 +37,7 @@ OPTIMIZERS: dict[str, Any] = {
     "AdamW, fused": lambda ps: AdamW(ps, lr=1e-3, fused=True),
     "Adam, amsgrad": lambda ps: Adam(ps, lr=1e-3, amsgrad=True, weight_decay=0.1),
     "NAdam": lambda ps: NAdam(ps, lr=1e-3),
-    "Adamax": lambda ps: Adamax(ps, lr=1e-3),
+    "Adamax, foreach": lambda ps: Adamax(ps, lr=1e-3, foreach=True),
     "SGD": lambda ps: SGD(ps, lr=1e-3, weight_decay=0.1),
     "SGD, momentum": lambda ps: SGD(ps, lr=1e-3, momentum=0.9, nesterov=True),
 }
@@ -58,6 +58,12 @@ def test_one_compilation_for_all(name: str, traced: list[int]) -> None:
     assert len(traced) == len(SHAPES)  # what the count would be
     assert same(bits(found), bits(alone))
     assert [str(collage_fx.report(o)) for o in found] == [str(collage_fx.report(o)) for o in alone]
+
+
+def test_where_it_fails_it_is_tried_once(traced: list[int]) -> None:
+    """Adamax takes a maximum over two tensors in one, which is not element by element."""
+    train(compiled(lambda ps: Adamax(ps, lr=1e-3), parameters()), 1)
+    assert len(traced) == 1 + len(SHAPES)
 
 
 def test_bits_of_one_optimizer_of_all() -> None:
