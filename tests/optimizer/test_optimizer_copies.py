@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import take_steps, words
 from saved import saved_residuals
 from tensors import bf16, with_grads
-from test_state import adamw, compiled, everything, make, same, train
+from test_state import adamw, compiled, make, same
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import Optimizer
@@ -53,44 +54,44 @@ def test_a_copy_goes_on_as_its_original(duplicate: Any, way: str) -> None:
     model = make()
     optimizer = adamw(model)
     step = compiled(optimizer, way)
-    train(model, step, 0, 3)
-    before = everything(model, optimizer)
+    take_steps(model, step, 0, 3)
+    before = words((model, optimizer))
     other, again = duplicate((model, optimizer))
-    assert same(everything(other, again), before) and same(everything(model, optimizer), before)
+    assert same(words((other, again)), before) and same(words((model, optimizer)), before)
     assert next(other.parameters()) is again.param_groups[0]["params"][0]
     assert len(saved_residuals(again.state_dict())) == len(list(model.parameters()))
     with warnings.catch_warnings():
         warnings.simplefilter("error", CollageWarning)
-        train(other, compiled(again, way), 3, 6)
-        train(model, step, 3, 6)
-    assert same(everything(other, again), everything(model, optimizer))
+        take_steps(other, compiled(again, way), 3, 6)
+        take_steps(model, step, 3, 6)
+    assert same(words((other, again)), words((model, optimizer)))
     last, without = duplicate((model, optimizer))
     for t in (t for p in last.parameters() for t in (p, *without.state[p].values())):
         if STORE.get(t) is not None:
             STORE.drop(t)
-    train(last, compiled(without, way), 6, 7)
-    train(model, step, 6, 7)
-    assert not same(everything(last, without), everything(model, optimizer))
+    take_steps(last, compiled(without, way), 6, 7)
+    take_steps(model, step, 6, 7)
+    assert not same(words((last, without)), words((model, optimizer)))
 
 
 def test_a_rollback_to_a_copy_takes_its_residuals() -> None:
     model = make()
     optimizer = adamw(model)
     step = compiled(optimizer, "compile")
-    train(model, step, 0, 3)
+    take_steps(model, step, 0, 3)
     before, weights = copy.deepcopy(optimizer), copy.deepcopy(model.state_dict())
-    train(model, step, 3, 6)
-    after = everything(model, optimizer)
+    take_steps(model, step, 3, 6)
+    after = words((model, optimizer))
     model.load_state_dict(weights)
     optimizer.load_state_dict(before.state_dict())
-    train(model, step, 3, 6)
-    assert same(everything(model, optimizer), after)
+    take_steps(model, step, 3, 6)
+    assert same(words((model, optimizer)), after)
 
 
 def test_residuals_that_do_not_belong_are_not_copied() -> None:
     model = make()
     optimizer = adamw(model)
-    train(model, compiled(optimizer, "compile"), 0, 3)
+    take_steps(model, compiled(optimizer, "compile"), 0, 3)
     first, *others = model.parameters()
     with torch.no_grad():
         first.zero_()
@@ -102,14 +103,14 @@ def test_residuals_that_do_not_belong_are_not_copied() -> None:
 def test_residuals_of_a_checkpoint_wait_in_a_copy_too() -> None:
     model = make()
     optimizer = adamw(model)
-    train(model, compiled(optimizer, "compile"), 0, 3)
+    take_steps(model, compiled(optimizer, "compile"), 0, 3)
     other = make(seed=5)
     again = adamw(other)
     compiled(again, "compile")
     again.load_state_dict(optimizer.state_dict())
     third, final = copy.deepcopy((other, again))
     third.load_state_dict(model.state_dict())
-    assert same(everything(third, final), everything(model, optimizer))
+    assert same(words((third, final)), words((model, optimizer)))
 
 
 def test_a_copy_that_is_not_compiled_says_so_once() -> None:
@@ -117,7 +118,7 @@ def test_a_copy_that_is_not_compiled_says_so_once() -> None:
     optimizer = adamw(model)
     optimizer.step = compiled(optimizer, "compile")  # type: ignore[method-assign]
     untouched = copy.deepcopy(optimizer)  # it has no residuals yet
-    train(model, optimizer.step, 0, 1)
+    take_steps(model, optimizer.step, 0, 1)
     copied = copy.deepcopy(optimizer)
     for p in (p for o in (untouched, copied) for p in o.param_groups[0]["params"]):
         p.grad = torch.ones_like(p)
@@ -133,10 +134,10 @@ def test_a_copy_that_is_not_compiled_says_so_once() -> None:
 def test_explaining_a_trained_optimizer_gives_the_reasons() -> None:
     model = make()
     optimizer = adamw(model)
-    train(model, compiled(optimizer, "compile"), 0, 2)
-    kept = everything(model, optimizer)
+    take_steps(model, compiled(optimizer, "compile"), 0, 2)
+    kept = words((model, optimizer))
     assert all("residual" not in s.reason for s in collage_fx.explain(optimizer).plan)
-    assert same(everything(model, optimizer), kept)
+    assert same(words((model, optimizer)), kept)
 
 
 def sgd(count: int = 2) -> Optimizer:
@@ -197,7 +198,7 @@ def test_a_step_that_primes_a_checkpoint_is_no_mistake() -> None:
         warnings.simplefilter("error", CollageWarning)
         get_optimizer_state_dict(model, optimizer)
     assert optimizer.state
-    train(model, step, 0, 1)
+    take_steps(model, step, 0, 1)
 
 
 def test_optimizers_that_were_compiled_and_copied_are_let_go() -> None:

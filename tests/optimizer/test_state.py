@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import take_steps, words
 from processes import run_script
 from saved import drop_saved_residuals
 from torch import Tensor, nn
@@ -33,24 +34,6 @@ def compiled(optimizer: torch.optim.Optimizer, how: str) -> Step:
     return collage_fx.compile(optimizer, level="plus")
 
 
-def train(model: nn.Module, step: Step, first: int, last: int) -> None:
-    """Steps first to last - 1 of a fixed stream of gradients."""
-    for k in range(first, last):
-        generator = torch.Generator().manual_seed(k)
-        for p in model.parameters():
-            p.grad = torch.randn(p.shape, generator=generator).bfloat16()
-        step()
-
-
-def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """All stored bits: parameters, states, residuals."""
-    tensors = []
-    for p in model.parameters():
-        for t in (p.detach(), *optimizer.state[p].values()):
-            tensors += [t.clone(), *(r.clone() for r in collage_fx.residuals(t))]
-    return tensors
-
-
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
@@ -62,10 +45,10 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[
     model = make()
     optimizer = adamw(model)
     step = compiled(optimizer, "compile")
-    train(model, step, 0, 4)
+    take_steps(model, step, 0, 4)
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
-    train(model, step, 4, 8)
-    return path, everything(model, optimizer)
+    take_steps(model, step, 4, 8)
+    return path, words((model, optimizer))
 
 
 @pytest.mark.parametrize("how", ["compile", "string"])
@@ -80,8 +63,8 @@ def test_resumed_run_is_bit_equal(
     step = compiled(optimizer, how)
     for part in order:
         {"model": model, "optimizer": optimizer}[part].load_state_dict(checkpoint[part])
-    train(model, step, 4, 8)
-    assert same(everything(model, optimizer), expected)
+    take_steps(model, step, 4, 8)
+    assert same(words((model, optimizer)), expected)
 
 
 def test_resumed_run_differs_without_residuals(uninterrupted: tuple[Path, list[Tensor]]) -> None:
@@ -98,8 +81,8 @@ def test_resumed_run_differs_without_residuals(uninterrupted: tuple[Path, list[T
     with pytest.warns(CollageWarning, match="holds no residuals") as caught:
         optimizer.load_state_dict(checkpoint["optimizer"])
     assert len(caught) == 1
-    train(model, step, 4, 8)
-    assert not same(everything(model, optimizer), expected)
+    take_steps(model, step, 4, 8)
+    assert not same(words((model, optimizer)), expected)
 
 
 def test_resumed_in_a_new_process_that_knows_only_the_backend_string(
@@ -108,7 +91,7 @@ def test_resumed_in_a_new_process_that_knows_only_the_backend_string(
     path, expected = uninterrupted
     script = f"""
 import sys, torch
-sys.path += [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1] / "support")!r}]
+sys.path += [{str(Path(__file__).parents[1] / "support")!r}]
 assert "collage_fx.api" not in sys.modules  # torch loads the names of the logs only
 model = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Linear(9, 2)).bfloat16()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -116,9 +99,9 @@ step = torch.compile(optimizer.step, backend="collage", options={{"level": "plus
 checkpoint = torch.load({str(path)!r}, weights_only=True)
 model.load_state_dict(checkpoint["model"])
 optimizer.load_state_dict(checkpoint["optimizer"])
-from test_state import everything, train
-train(model, step, 4, 8)
-torch.save(everything(model, optimizer), {str(tmp_path / "end.pt")!r})
+from checkpoints import take_steps, words
+take_steps(model, step, 4, 8)
+torch.save(words((model, optimizer)), {str(tmp_path / "end.pt")!r})
 """
     done = run_script(script)
     assert done.returncode == 0, done.stderr
@@ -131,14 +114,14 @@ def test_plain_torch_loads_the_checkpoint_and_goes_on(
     model = make()
     optimizer = adamw(model)
     optimizer.load_state_dict(torch.load(uninterrupted[0], weights_only=True)["optimizer"])
-    train(model, optimizer.step, 4, 5)
+    take_steps(model, optimizer.step, 4, 5)
 
 
 def test_reset_and_missing_gradients_and_new_groups_keep_residuals() -> None:
     model, other = make(), make(1)
     optimizer = adamw(model)
     step = compiled(optimizer, "compile")
-    train(model, step, 0, 2)
+    take_steps(model, step, 0, 2)
     first = next(model.parameters())
     (before,) = (r.clone() for r in collage_fx.residuals(first))
     assert bool(before.any())
@@ -150,8 +133,8 @@ def test_reset_and_missing_gradients_and_new_groups_keep_residuals() -> None:
         step()
         assert torch.equal(collage_fx.residuals(first)[0], before)
         optimizer.add_param_group({"params": list(other.parameters())})
-        train(other, step, 2, 4)
-    train(model, step, 4, 5)
+        take_steps(other, step, 2, 4)
+    take_steps(model, step, 4, 5)
     assert not torch.equal(collage_fx.residuals(first)[0], before)
     assert all(collage_fx.residuals(p) for p in other.parameters())
 
@@ -166,7 +149,7 @@ def test_scheduler_on_a_float_rate_keeps_every_residual() -> None:
     for k in range(4):
         with warnings.catch_warnings():
             warnings.simplefilter("error", CollageWarning)
-            train(model, step, k, k + 1)
+            take_steps(model, step, k, k + 1)
             scheduler.step()
         kept.append(
             [
@@ -182,26 +165,26 @@ def test_scheduler_on_a_float_rate_keeps_every_residual() -> None:
 def test_write_from_outside_clears_with_one_warning() -> None:
     model = make()
     step = compiled(adamw(model), "compile")
-    train(model, step, 0, 2)
+    take_steps(model, step, 0, 2)
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(torch.ones_like(p))
     with pytest.warns(CollageWarning, match="written from outside") as caught:
-        train(model, step, 2, 3)
+        take_steps(model, step, 2, 3)
     assert len(caught) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error", CollageWarning)
-        train(model, step, 3, 4)
+        take_steps(model, step, 3, 4)
 
 
 def test_replaced_storage_clears_with_a_warning() -> None:
     model = make()
     step = compiled(adamw(model), "compile")
-    train(model, step, 0, 2)
+    take_steps(model, step, 0, 2)
     first = next(model.parameters())
     first.data = torch.ones_like(first)
     with pytest.warns(CollageWarning, match=r"param_groups\[0\].params\[0\]"):
-        train(model, step, 2, 3)
+        take_steps(model, step, 2, 3)
 
 
 def test_checkpoint_that_does_not_fit_is_refused_before_anything_is_loaded(
@@ -249,7 +232,7 @@ def test_residual_goes_with_its_tensor() -> None:
     before = count()
     model = make()
     step = compiled(adamw(model), "compile")
-    train(model, step, 0, 1)
+    take_steps(model, step, 0, 1)
     assert count() >= 8
     del model, step
     torch.compiler.reset()

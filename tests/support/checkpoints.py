@@ -1,5 +1,6 @@
 """Small runs whose checkpoints are taken apart."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,13 +27,19 @@ def compiled(run: Run, **options: Any) -> Run:
     return run
 
 
-def train(run: Run, first: int, last: int) -> None:
-    model, optimizer = run
+def take_steps(model: nn.Module, step: Callable[[], Any], first: int, last: int) -> None:
+    """Steps first to last - 1 of a fixed stream of gradients."""
     for k in range(first, last):
         generator = torch.Generator().manual_seed(k)
         for p in model.parameters():
             p.grad = torch.randn(p.shape, generator=generator).bfloat16()
-        optimizer.step()
+        step()
+
+
+def train(run: Run, first: int, last: int) -> None:
+    """The same of a run."""
+    model, optimizer = run
+    take_steps(model, optimizer.step, first, last)
 
 
 def words(run: Run) -> list[Tensor]:
