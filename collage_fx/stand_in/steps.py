@@ -169,8 +169,8 @@ class StandInSteps:
                 self.observed = stand_ins, found[0]
             if stand_ins.pooled and stand_ins.code is not before:
                 self.shared = share(optimizer, self.session, stand_ins, found[0], residuals)
-            if stand_ins.pooled:
-                withdraw(optimizer, self.session)
+                if self.shared is None:
+                    withdraw(optimizer, self.session)
         return stand_ins.outcome
 
     def _give_up(self, unlike: Unlike) -> None:

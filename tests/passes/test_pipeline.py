@@ -44,9 +44,8 @@ def test_a_pass_is_left_out_by_its_name(captured: Captured) -> None:
     assert list(captured.of(Settings(without=("escape",))).seconds) == [
         n for n in NAMES if n != "escape"
     ]
-    with pytest.raises(
-        OptionError, match="only 'denominator', 'deduplicate', 'escape', 'repeat' can"
-    ):
+    names = "'denominator', 'deduplicate', 'escape', 'repeat', 'share'"
+    with pytest.raises(OptionError, match=f"only {names} can"):
         collage_fx.CollageConfig(without=("capture",))
 
 
