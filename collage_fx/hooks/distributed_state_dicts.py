@@ -3,8 +3,9 @@
 They look a flattened state dict up for the keys that the optimizer has in its states and groups,
 and residuals are never among these. And for an optimizer without states, such as SGD without
 momentum, they take a step with a rate of zero whenever they are called, also between the two where
-a checkpoint has been written into the tensors already. load() wants to
-find in a checkpoint all that it is given, and one of plain PyTorch has no residuals.
+a checkpoint has been written into the tensors already. The entry of a parameter group is that of
+one process, whoever's states are loaded with it. And load() wants to find in a checkpoint all that
+it is given, and one of plain PyTorch has no residuals.
 """
 
 import functools
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from collage_fx.optimizer.checkpoints.agreement import counts_of_steps
+from collage_fx.optimizer.checkpoints.agreement import counts_of_steps, loading_merged
 from collage_fx.optimizer.checkpoints.history import history_of
 from collage_fx.optimizer.checkpoints.reading import ENTRY
 from collage_fx.optimizer.checkpoints.saved_residuals import PREFIX, names_entry
@@ -74,6 +75,11 @@ def _without_residuals(plain: Any) -> Any:
 def _is_ours(key: str) -> bool:
     """Tell whether a key of a flattened state dict is that of a residual, or of a group's entry."""
     return names_entry(key) or (".param_groups." in f".{key}" and key.endswith(f".{ENTRY}"))
+
+
+def _load(plain: Any, *args: Any, **kwargs: Any) -> None:
+    with loading_merged():
+        plain(*args, **kwargs)
 
 
 def _unflatten(plain: Any, optim: Optimizer, state_dict: dict[str, Any], info: Any) -> Any:
@@ -188,6 +194,7 @@ def _take_zero_step(optim: Optimizer) -> None:
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "_load_optim_state_dict": _load,
     "_unflatten_optim_state_dict": _unflatten,
     "_init_optim_state": _init,
 }

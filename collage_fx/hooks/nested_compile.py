@@ -1,5 +1,6 @@
 """torch.compile within a step: what an optimizer compiles itself gets the step's own backend."""
 
+import dataclasses
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -81,7 +82,8 @@ class GlobalState:
     def same_within_modes(self) -> bool:
         """Tell whether it is as it was, operations being watched as they were."""
         forgotten = self.epoch is not None and self.epoch is not _since_reset()
-        return self.guards_hold() and self.modes == _modes() and not forgotten
+        same = bool(self.guard.check()) and _for_graphs(self.stance) == _for_graphs(_stance())
+        return same and self.modes == _modes() and not forgotten
 
     def guards_hold(self) -> bool:
         """Tell whether it is as it was, whoever watches operations."""
@@ -91,6 +93,12 @@ class GlobalState:
 def _modes() -> tuple[int, int]:
     """Return how many modes watch operations, and calls of functions of torch's."""
     return _len_torch_dispatch_stack(), _len_torch_function_stack()
+
+
+def _for_graphs(stance: Any) -> Any:
+    """Return a stance but for what is to become of a step for which there is no graph yet."""
+    of_recompiling = stance.stance in ("eager_on_recompile", "fail_on_recompile")
+    return dataclasses.replace(stance, stance="default") if of_recompiling else stance
 
 
 def stance_is_eager() -> bool:

@@ -44,7 +44,7 @@ def shares(session: Session) -> bool:
 def count_alike(optimizer: Optimizer, session: Session) -> int:
     """Return how many optimizers there are like this one, itself among them.
 
-    That is for a guess at what will pay; whether two are alike says `signature`.
+    It is a guess, by which is decided what to compile; `signature` says whether two are alike.
     """
     if not shares(session):
         return 1
@@ -103,10 +103,10 @@ def signature(
         session: compiles its steps.
         numbers: the group and the key of each float that its graph takes as an input.
     """
-    held = compensable_dtypes(session.config.storage)
+    held, code = compensable_dtypes(session.config.storage), code_of_step(optimizer)
     attributes = [(k, v) for k, v in vars(optimizer).items() if k not in _COUNTED]
-    if any(isinstance(v, Tensor) for _, v in attributes):
-        return None  # GradScaler's, such as the scale of gradients
+    if code is None or any(isinstance(v, Tensor) for _, v in attributes):
+        return None  # GradScaler's tensors, such as the scale of gradients
     groups: list[Hashable] = []
     members: list[Hashable] = []
     for g, group in enumerate(optimizer.param_groups):
@@ -124,7 +124,7 @@ def signature(
             members.append((g, kind, 1 in p.shape))
     constant = sorted((k, _exactly(v)) for k, v in attributes if is_constant(v))
     asked = session.config, _settings(session)
-    return code_of_step(optimizer), asked, tuple(constant), tuple(groups), tuple(members)
+    return code, asked, tuple(constant), tuple(groups), tuple(members)
 
 
 def residuals_of(optimizer: Optimizer) -> Hashable:

@@ -1,7 +1,7 @@
 """The step functions of torch.optim: which treat all parameters alike, and copies of them."""
 
 from collections.abc import Callable, Iterator
-from types import FunctionType
+from types import FunctionType, GenericAlias
 from typing import Any
 
 from torch import Tensor
@@ -38,17 +38,24 @@ def _layers(optimizer: Optimizer) -> Iterator[Any]:
         function = getattr(function, "__wrapped__", None)
 
 
-def code_of_step(optimizer: Optimizer) -> tuple[Any, ...]:
+def code_of_step(optimizer: Optimizer) -> tuple[Any, ...] | None:
     """Return what the step of an optimizer of torch.optim is: its class, and all functions there.
 
-    Of two that are equal, one does what the other does.
+    Of two that are equal, one does what the other does. None if somebody has put something of their
+    own in the place of a function: what that depends on is not known.
     """
     kind: Any = type(optimizer)
     around = list(_layers(optimizer))
     # Dynamo puts what it has compiled there too, under names that begin so.
     named = {k: v for k, v in around[-1].__globals__.items() if not k.startswith("__")}
-    there = (v for v in named.values() if isinstance(v, FunctionType))
-    return kind, kind._init_group, *around, *(f.__code__ for f in around), *there
+    called = [v for v in named.values() if callable(v) and not isinstance(v, type | GenericAlias)]
+    if not all(isinstance(v, FunctionType) and _is_of_torch(v) for v in called):
+        return None
+    return kind, kind._init_group, *around, *(f.__code__ for f in around), *called
+
+
+def _is_of_torch(function: FunctionType) -> bool:
+    return function.__globals__["__name__"].startswith(("torch.", "typing"))
 
 
 def without_hooks(optimizer: Optimizer) -> Callable[..., Any]:

@@ -14,12 +14,20 @@ from checkpoints import Run, compiled, plain, train, words
 from interpreter import without_compiler
 from sharded_runs import Run as Sharded
 from sharded_runs import join_group
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import start_processes
 
+import collage_fx
 from collage_fx.errors import CheckpointError, CollageWarning
+from collage_fx.optimizer.checkpoints.agreement import fewest_steps
 
 RANKS = 2
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -71,6 +79,36 @@ def test_steps_that_are_not_known_are_not_compared(
         again[1].load_state_dict(other)
     loaded = again[1].state[next(again[0].parameters())]
     assert torch.equal(other["state"][0]["exp_avg"], loaded["exp_avg"])
+
+
+def test_what_two_processes_have_saved_together_may_be_of_two_counts() -> None:
+    """An expert that no token has come to in a step; the entry of the group is the other's."""
+
+    def process(expert: str) -> Run:
+        names = ("dense", expert)
+        parts = {name: torch.nn.Linear(4, 4, bias=False).bfloat16() for name in names}
+        model = torch.nn.ModuleDict(parts)
+        return model, collage_fx.compile_(torch.optim.AdamW(model.parameters()))
+
+    def get(run: Run) -> dict[str, Any]:
+        return get_optimizer_state_dict(*run, options=FLAT)
+
+    runs = [process("one"), process("two")]
+    for step in range(3):
+        for k, (model, optimizer) in enumerate(runs):
+            for name, p in model.named_parameters():
+                p.grad = None if k and step == 1 and "two" in name else torch.ones_like(p)
+            optimizer.step()
+    saved = {**get(runs[1]), **get(runs[0])}
+    again = process("two")
+    mine = {key: saved[key] for key in get(again)}
+    set_optimizer_state_dict(*again, mine, options=FLAT)
+    assert [int(s["step"]) for s in again[1].state.values()] == [3, 2]
+
+
+@pytest.mark.parametrize("step", [torch.inf, torch.nan])
+def test_steps_that_are_no_numbers_are_not_compared(step: float) -> None:
+    assert fewest_steps({0: {"step": torch.tensor(step)}, 1: {"step": torch.tensor(4.0)}}) == 4
 
 
 def test_a_resumed_run_counts_on(saves: tuple[Run, dict[int, Any]]) -> None:

@@ -151,6 +151,32 @@ def test_other_code_of_the_same_class_is_traced(
     assert torch.equal(params_of(optimizers)[-1], before)
 
 
+def test_what_is_called_in_place_of_such_a_function_is_not_shared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a callable object nobody knows what it depends on: it may have changed since."""
+    module = importlib.import_module("torch.optim.adam")
+    monkeypatch.setattr(module, "adam", functools.partial(module.adam))
+    optimizers = compiled(adamw, parameters())
+    train(optimizers[:-1], 2)
+    monkeypatch.setattr(module, "adam", lambda *args, **kwargs: None)
+    before = params_of(optimizers)[-1].detach().clone()
+    train(optimizers[-1:], 1)
+    assert torch.equal(params_of(optimizers)[-1], before)
+    assert not torch.equal(params_of(optimizers)[0], parameters()[0])
+
+
+def test_a_stance_on_compiling_anew_changes_nothing_that_is_compiled(traced: list[int]) -> None:
+    optimizers = train(compiled(adamw, parameters()), 2)
+    torch.compiler.set_stance("fail_on_recompile")
+    try:
+        step_all(optimizers, 2)
+    finally:
+        torch.compiler.set_stance("default")
+    assert len(traced) == 1
+    assert same(bits(optimizers), bits(train(compiled(adamw, parameters(), **ALONE), 3)))
+
+
 def test_a_schedule_of_each(traced: list[int]) -> None:
     """A rate that a scheduler changes is an input of the graph: one for all rates."""
 

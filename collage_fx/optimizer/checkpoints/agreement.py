@@ -7,7 +7,9 @@ gradients have been reduced. Nobody waits there for anybody: a process that load
 """
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,19 +45,34 @@ def fewest_steps(states: Mapping[int, Any]) -> int | None:
 def check_one_save(states: Mapping[int, Any], least: int | None, name: Any) -> None:
     """Raise CheckpointError for states of an earlier step than those that they were saved with.
 
-    Later ones are of steps that plain PyTorch has taken since: their residuals begin anew.
+    Later ones are of steps that plain PyTorch has taken since: their residuals begin anew. Nothing
+    is known of what several processes have saved together: the entry of a group is that of one.
 
     Args:
         states: those of the parameters of a group, by position.
         least: what `fewest_steps` was of these when they were saved, if that is known.
         name: position -> what to call the parameter.
     """
-    for index, count in counts_of_steps(states).items():
+    for index, count in () if _MERGED.get() else counts_of_steps(states).items():
         if least is not None and count < least:
             raise CheckpointError(
                 f"the checkpoint was saved when all states of that group were of step {least} or "
-                f"later; those of {name(index)} are of step {count}: they are from another one"
+                f"later; those of {name(index)} are of step {count}: they are from another one. "
+                "To set `step` yourself, do so after loading"
             )
+
+
+@contextlib.contextmanager
+def loading_merged() -> Iterator[None]:
+    """Load, within, state dicts in which there may be states of several processes."""
+    token = _MERGED.set(True)
+    try:
+        yield
+    finally:
+        _MERGED.reset(token)
+
+
+_MERGED: ContextVar[bool] = ContextVar("loading_merged", default=False)
 
 
 def expect_loads(optimizer: Optimizer) -> None:
@@ -98,6 +115,8 @@ def check_loads(optimizer: Optimizer) -> None:
                 "Nothing has been done since they were loaded"
             )
     load.step = None
+    for group, number in load.groups:  # not to be taken for the step of what is loaded next
+        group.get_group_store().set(_key(number, group.rank()), "0")
 
 
 def _noted(group: Any, number: int) -> Iterator[int]:
@@ -127,6 +146,6 @@ def counts_of_steps(states: Mapping[Any, Any]) -> dict[Any, int]:
         step = state.get("step") if isinstance(state, Mapping) else None
         if isinstance(step, Tensor) and step.numel() == 1 and not step.is_meta:
             step = shard_of(step).item()
-        if isinstance(step, int | float):
+        if isinstance(step, int | float) and math.isfinite(step):
             found[index] = int(step)
     return found
