@@ -35,7 +35,7 @@ OPTIMIZERS = {
 }
 
 
-FEW = ("AdamW, two groups", "NAdam", "SGD, momentum")
+FEW = ("AdamW, two groups", "SGD, momentum")
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,7 @@ def test_artifacts_are_logged_under_their_names(logged: Run) -> None:
 
 
 @NAMED
+@pytest.mark.slow
 def test_code_is_shown_where_it_is_asked_for_only(folder: Path) -> None:
     script = """
 import torch
@@ -174,6 +175,7 @@ def test_a_name_that_is_none_is_refused_by_torch_with_ours_among_the_valid(folde
     assert done.returncode and "collage_verdicts" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_module_is_a_name_without_the_entry_point(folder: Path) -> None:
     script = "import torch, logging; print(logging.getLogger('collage_fx').level)"
     off = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}

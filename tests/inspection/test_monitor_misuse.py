@@ -130,6 +130,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_shards_are_measured_with_their_residuals() -> None:
     done = run_script(SHARDED)
     assert done.returncode == 0, done.stderr

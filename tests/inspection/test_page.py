@@ -139,6 +139,7 @@ def test_names_are_escaped() -> None:
     assert "&lt;script&gt;alert(1)" in text
 
 
+@pytest.mark.slow
 def test_a_thousand_parameters() -> None:
     optimizer = pages.optimizer(1000)
     explanation, text = pages.explained(optimizer)

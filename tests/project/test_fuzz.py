@@ -16,7 +16,7 @@ from programs import Line, Program
 
 from collage_fx.runtime.ops import collage
 
-CHUNKS, COUNT = 8, 25
+CHUNKS = 8
 SUBTRACTION = Program(lines=(Line("p.sub_(g, alpha=lr)"),))
 AVERAGE = Program(
     lines=(
@@ -27,15 +27,20 @@ AVERAGE = Program(
 )
 
 
+so_many = pytest.mark.parametrize("count", [8, pytest.param(25, marks=pytest.mark.slow)])
+
+
+@so_many
 @pytest.mark.parametrize("seed", range(CHUNKS))
-def test_random_programs_lose_nothing_in_silence(seed: int) -> None:
-    counts = fuzz.run(seed, COUNT)
-    assert counts["programs"] > COUNT / 2
+def test_random_programs_lose_nothing_in_silence(seed: int, count: int) -> None:
+    counts = fuzz.run(seed, count)
+    assert counts["programs"] > count / 2
 
 
-def test_random_programs_lose_nothing_when_they_are_recorded() -> None:
-    counts = fuzz.run(100, 2 * COUNT, fuzz.RECORDED)
-    assert counts["programs"] > COUNT
+@so_many
+def test_random_programs_lose_nothing_when_they_are_recorded(count: int) -> None:
+    counts = fuzz.run(100, 2 * count, fuzz.RECORDED)
+    assert counts["programs"] > count
 
 
 @pytest.mark.parametrize("name", MENDED)
