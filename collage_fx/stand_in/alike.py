@@ -24,6 +24,9 @@ _OF_SCHEDULERS = frozenset(
 _MADE = frozenset({"capturable", "fused"})
 """Keys of a parameter group that a step itself may set, for its own time or for good."""
 
+_NO_GRADIENT = "no gradient"
+"""In the place of what a parameter is, which no kernel updates."""
+
 _COMPILED = WeakIdKeyDictionary()
 """Optimizer whose steps may be shared -> the session that compiles them."""
 _LOCK = threading.Lock()
@@ -151,6 +154,3 @@ def _exactly(value: Any) -> str:
 
 def _settings(session: Session) -> str:
     return repr(sorted(session.inductor.items()))
-
-
-_NO_GRADIENT = "no gradient"
