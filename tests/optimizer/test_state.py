@@ -91,7 +91,7 @@ def test_resumed_in_a_new_process_that_knows_only_the_backend_string(
     path, expected = uninterrupted
     script = f"""
 import sys, torch
-sys.path += [{str(Path(__file__).parents[1] / "support")!r}]
+sys.path[:0] = [{str(Path(__file__).parents[1] / "support")!r}]
 assert "collage_fx.api" not in sys.modules  # torch loads the names of the logs only
 model = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Linear(9, 2)).bfloat16()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
