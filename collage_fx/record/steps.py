@@ -212,21 +212,20 @@ class Steps:
 
     def _run(self, segment: Segment, call: Call) -> None:
         """Do a segment; see whether it stores in a state what a graph of Dynamo's has computed."""
-        given = dict(zip(segment.inputs, call.inputs, strict=True))
+        given = zip(segment.inputs, call.inputs, strict=True)
         # States that the step has made are looked for where memory is written that is no state.
-        if any(not given[at].pieces for at in segment.written if at in given) and (
-            self.discovery.changed()
-        ):
+        unknown = any(at in segment.written and not i.pieces for at, i in given)
+        if unknown and self.discovery.changed():
             for owned in self.states.find():
                 self.words.take_up(owned)
             call.inputs = [
                 i if i.pieces or i.parameter is not None else self.words.input(i.data)
                 for i in call.inputs
             ]
-            given = dict(zip(segment.inputs, call.inputs, strict=True))
         for to, source in segment.copies if self.returned else ():
-            if memory_key(given[source].data) in self.returned and given[to].pieces:
-                self._chained(given[to].pieces[0].owned.name)
+            by_value = dict(zip(segment.inputs, call.inputs, strict=True))
+            if memory_key(by_value[source].data) in self.returned and by_value[to].pieces:
+                self._chained(by_value[to].pieces[0].owned.name)
         self.executors.run(segment, call)
         for t in call.memory:  # a new state is known before it has been computed
             for owned in self.words.states_in(t):
