@@ -13,15 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from interpreter import without_compiler
-from sharded_runs import join_group
+from sharded_runs import join_group, load, save
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.multiprocessing.spawn import start_processes
 from torch.nn.parallel import DistributedDataParallel
@@ -100,20 +95,10 @@ class Run:
             self.optimizer.step()
 
     def save(self, path: Path, group: Any) -> None:
-        model, states = get_state_dict(self.module, self.optimizer, options=FLAT)
-        dcp.save({"model": model, "optimizer": states}, checkpoint_id=path, process_group=group)
+        save(self.module, self.optimizer, path, group, FLAT)
 
     def load(self, path: Path, group: Any) -> None:
-        model, states = get_state_dict(self.module, self.optimizer, options=FLAT)
-        into = {"model": model, "optimizer": states}
-        dcp.load(into, checkpoint_id=path, process_group=group)
-        set_state_dict(
-            self.module,
-            self.optimizer,
-            model_state_dict=model,
-            optim_state_dict=states,
-            options=FLAT,
-        )
+        load(self.module, self.optimizer, path, group, FLAT)
 
     def values(self) -> dict[str, list[Tensor]]:
         """The whole values of parameters and states, by the parameter's name in the model."""

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.optim import Optimizer
 
 import collage_fx
 
@@ -30,6 +31,30 @@ KINDS: dict[str, Any] = {
     "SGD": (torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9}, {"storage": "remainder16"}),
     "plain SGD": (torch.optim.SGD, {"lr": 1e-3}, {"storage": "ulp8"}),
 }
+
+
+PARTS = ("model", "optimizer")
+"""Of a checkpoint, as get_state_dict returns them."""
+
+
+def save(
+    model: nn.Module, optimizer: Optimizer, path: Path, group: Any, options: StateDictOptions
+) -> None:
+    """Write a checkpoint by torch.distributed.checkpoint, all processes of a group together."""
+    parts = dict(zip(PARTS, get_state_dict(model, optimizer, options=options), strict=True))
+    dcp.save(parts, checkpoint_id=path, process_group=group)
+
+
+def load(
+    model: nn.Module, optimizer: Optimizer, path: Path, group: Any, options: StateDictOptions
+) -> None:
+    """Load one, into a state dict of what is there."""
+    parts = dict(zip(PARTS, get_state_dict(model, optimizer, options=options), strict=True))
+    dcp.load(parts, checkpoint_id=path, process_group=group)
+    weights, states = (parts[name] for name in PARTS)
+    set_state_dict(
+        model, optimizer, model_state_dict=weights, optim_state_dict=states, options=options
+    )
 
 
 def join_group(rank: int, ranks: int, store: str) -> None:
@@ -72,23 +97,10 @@ class Run:
             self.optimizer.step()
 
     def save(self, path: Path, group: Any, **options: Any) -> None:
-        model, states = get_state_dict(
-            self.model, self.optimizer, options=StateDictOptions(**options)
-        )
-        dcp.save({"model": model, "optimizer": states}, checkpoint_id=path, process_group=group)
+        save(self.model, self.optimizer, path, group, StateDictOptions(**options))
 
     def load(self, path: Path, group: Any, **options: Any) -> None:
-        wanted = StateDictOptions(**options)
-        model, states = get_state_dict(self.model, self.optimizer, options=wanted)
-        into = {"model": model, "optimizer": states}
-        dcp.load(into, checkpoint_id=path, process_group=group)
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=model,
-            optim_state_dict=states,
-            options=wanted,
-        )
+        load(self.model, self.optimizer, path, group, StateDictOptions(**options))
 
     def values(self) -> list[Tensor]:
         """The whole values of parameters and states."""
