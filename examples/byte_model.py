@@ -33,14 +33,28 @@ class Size:
 SIZE = Size()
 
 
+class Linear(nn.Linear):
+    """A linear layer, which a CPU computes as it does fp32 and rounds once, as a GPU does.
+
+    Most CPUs have no instructions for products of bf16 matrices and take 16 times as long for them.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Bf16 (..., inputs) to bf16 (..., outputs), with sums in fp32."""
+        if x.device.type != "cpu":
+            return super().forward(x)
+        return F.linear(x.float(), self.weight.float()).to(x.dtype)
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention; bf16 (batch, heads, length, width) to the same."""
     length = q.shape[-2]
     if length > CONTEXT:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     # written out: at this length on a CPU several times as fast as the fused backward pass
-    future = torch.full((length, length), -math.inf, dtype=q.dtype, device=q.device).triu(1)
-    return ((q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2) + future).softmax(-1) @ v
+    future = torch.full((length, length), -math.inf, device=q.device).triu(1)
+    scores = (q.float() * q.shape[-1] ** -0.5) @ k.float().transpose(-1, -2) + future
+    return (scores.softmax(-1) @ v.float()).to(q.dtype)
 
 
 class Block(nn.Module):
@@ -50,10 +64,10 @@ class Block(nn.Module):
         super().__init__()
         self.heads, width = size.heads, size.width
         self.norm1, self.norm2 = nn.LayerNorm(width, bias=False), nn.LayerNorm(width, bias=False)
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.project = nn.Linear(width, width, bias=False)
-        self.up = nn.Linear(width, 4 * width, bias=False)
-        self.down = nn.Linear(4 * width, width, bias=False)
+        self.qkv = Linear(width, 3 * width, bias=False)
+        self.project = Linear(width, width, bias=False)
+        self.up = Linear(width, 4 * width, bias=False)
+        self.down = Linear(4 * width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Bf16 (batch, length, width) to the same."""
@@ -74,7 +88,7 @@ class ByteModel(nn.Module):
         self.places = nn.Embedding(size.context, size.width)
         self.blocks = nn.Sequential(*(Block(size) for _ in range(size.layers)))
         self.norm = nn.LayerNorm(size.width, bias=False)
-        self.head = nn.Linear(size.width, size.vocabulary, bias=False)
+        self.head = Linear(size.width, size.vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Int64 (batch, length) to bf16 logits (batch, length, vocabulary)."""
