@@ -188,11 +188,20 @@ def _is_near(column: Column, device: torch.device) -> bool:
 
 
 def _near(column: Column, device: torch.device, kept: list[Tensor]) -> Column:
-    """Return the column, or a vector of copies on the device if it is elsewhere."""
+    """Return the column, or copies on the device if it is elsewhere.
+
+    A tensor that many members share, as a learning rate, is copied once.
+    """
     if _is_near(column, device):
         return column
-    far = column if isinstance(column, Tensor) else torch.stack([t.cpu() for t in column])
-    return _moved(far, device, kept)
+    if isinstance(column, Tensor):
+        return _moved(column, device, kept)
+    different = {id(t): t for t in column}
+    moved = _moved(torch.stack([t.cpu() for t in different.values()]), device, kept)
+    if len(different) == len(column):
+        return moved
+    copies = dict(zip(different, moved.unbind(), strict=True))
+    return [copies[id(t)] for t in column]
 
 
 def _moved(values: Tensor, device: torch.device, kept: list[Tensor]) -> Tensor:

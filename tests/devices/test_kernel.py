@@ -33,6 +33,8 @@ from tensors import bf16, with_grads
 
 import collage_fx
 from collage_fx.passes.codegen.multi_tensor_kernel import MultiTensorKernel
+from collage_fx.runtime.kernels import triton_launch
+from collage_fx.runtime.kernels.argument_table import addresses
 from collage_fx.runtime.kernels.triton_launch import CHUNKS, MANY, Launch, _chunks, chunk_of
 
 MIXED = ((64, 64), (64,), (128, 65), (31, 2), (256,))
@@ -135,6 +137,27 @@ def test_programs_of_few_elements_work_on_smaller_chunks() -> None:
         assert len(geometry.starts) == MANY // chunk
         ends = geometry.starts + chunk
         assert all(ends[geometry.members == m].max() >= size for m, size in enumerate(sizes))
+
+
+def test_a_rate_that_all_members_share_is_copied_to_the_device_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copied: list[torch.Tensor] = []
+
+    def move(values: torch.Tensor, device: torch.device, kept: list[torch.Tensor]) -> torch.Tensor:
+        copied.append(values.clone())
+        return copied[-1]
+
+    monkeypatch.setattr(triton_launch, "_moved", move)
+    far = torch.device("meta")
+    rate, another = torch.tensor(1e-3, dtype=torch.float64), torch.tensor(0.5, dtype=torch.float64)
+    column = [rate, rate, another, rate]
+    here = triton_launch._near(column, far, [])
+    assert [t.item() for t in here] == [t.item() for t in column]
+    assert len(set(addresses(here))) == copied[-1].numel() == 2
+    # Steps that each parameter counts by itself are as many, in one vector.
+    counts = [torch.tensor(float(k)) for k in range(4)]
+    assert triton_launch._near(counts, far, []) is copied[-1] and copied[-1].numel() == 4
 
 
 @pytest.mark.parametrize("chosen", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
