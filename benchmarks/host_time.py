@@ -1,8 +1,9 @@
 """Where the time of an AdamW step over many small tensors goes, on a CPU.
 
 For each number of tensors of 64 elements: the median and the 95th percentile of a step in
-milliseconds, one thread, steps of all ways taking turns, and the parts of a repeated step in
-microseconds: what is not the kernels' is the host's. "python" looks at each tensor in Python in
+milliseconds, one thread, steps of all ways taking turns, so that each finds its tensors in no
+cache; the same of a repeated step by itself, and its parts in microseconds: what is not the
+kernels' is the host's. "python" looks at each tensor in Python in
 each step, as all steps did before. "compiled" is torch.compile's plain bf16, for --plain tensors at
 most: it compiles a minute or more. Written to benchmarks/results/host_time.json.
 """
@@ -84,6 +85,13 @@ def timed() -> Iterator[dict[str, float]]:
         yield spent
 
 
+def milliseconds(step: Step) -> float:
+    """Do a step, and return the time that it took."""
+    start = time.perf_counter()
+    step()
+    return 1e3 * (time.perf_counter() - start)
+
+
 def measured(count: int, rounds: int, plain: int) -> dict[str, Any]:
     """Return the figures for a number of tensors."""
     steps = ways(count, plain)
@@ -91,12 +99,12 @@ def measured(count: int, rounds: int, plain: int) -> dict[str, Any]:
         print(f"{count} tensors: {name}", flush=True)
         for _ in range(8):
             step()
-    times: dict[str, list[float]] = {name: [] for name in steps}
+    times: dict[str, list[float]] = {name: [] for name in (*steps, "repeated, by itself")}
     for _ in range(rounds):
         for name, step in steps.items():
-            start = time.perf_counter()
-            step()
-            times[name].append(1e3 * (time.perf_counter() - start))
+            times[name].append(milliseconds(step))
+    for _ in range(rounds):
+        times["repeated, by itself"].append(milliseconds(steps["repeated"]))
     found: dict[str, Any] = {}
     for name, all_times in times.items():
         late = sorted(all_times)
