@@ -73,11 +73,11 @@ def states_after(
 @pytest.mark.parametrize(
     "update",
     [
-        *(ALIKE[1:3] + UNLIKE[1:2]),
+        *(ALIKE[1:2] + UNLIKE[1:2]),
         pytest.param(ALIKE[0], marks=[pytest.mark.kernels, pytest.mark.slow]),
         *(
             pytest.param(update, marks=pytest.mark.slow)
-            for update in ALIKE[3:] + UNLIKE[:1] + UNLIKE[2:]
+            for update in ALIKE[2:] + UNLIKE[:1] + UNLIKE[2:]
         ),
     ],
 )

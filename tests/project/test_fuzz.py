@@ -27,7 +27,7 @@ AVERAGE = Program(
 )
 
 
-so_many = pytest.mark.parametrize("count", [8, pytest.param(25, marks=pytest.mark.slow)])
+so_many = pytest.mark.parametrize("count", [3, pytest.param(25, marks=pytest.mark.slow)])
 
 
 @so_many

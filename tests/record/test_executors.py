@@ -190,8 +190,8 @@ def test_optimizers_in_threads_do_not_meet() -> None:
 
     alone, together = prepared(), prepared()
     for optimizer, step in alone:
-        take(optimizer, step, 4, 30)
-    threads = [threading.Thread(target=take, args=(*one, 4, 30)) for one in together]
+        take(optimizer, step, 4, 14)
+    threads = [threading.Thread(target=take, args=(*one, 4, 14)) for one in together]
     for thread in threads:
         thread.start()
     for thread in threads:

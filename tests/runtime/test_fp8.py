@@ -95,9 +95,15 @@ def test_every_pair_of_words_that_is_a_split_comes_back(dtype: torch.dtype, coun
 @formats
 @counts
 @pytest.mark.parametrize("operation", ["add", "mul"])
-def test_sums_and_products_of_all_pairs(dtype: torch.dtype, count: int, operation: str) -> None:
-    """What a step makes of two fp8 states: joined, computed in fp32, split; against rationals."""
-    every = numbers(dtype)
+@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_sums_and_products_of_pairs(
+    dtype: torch.dtype, count: int, operation: str, stride: int
+) -> None:
+    """What a step makes of two fp8 states: joined, computed in fp32, split; against rationals.
+
+    Of all pairs where it may be slow.
+    """
+    every = numbers(dtype)[::stride]
     zeros = [torch.zeros_like(every)] * count
     storage = STORAGES["mcf2" if count == 1 else "mcf3"]
     x = storage.join(every, *zeros)
@@ -113,7 +119,7 @@ def test_sums_and_products_of_all_pairs(dtype: torch.dtype, count: int, operatio
                 assert close(Fraction(got), exact, dtype, count), (a, b, got)
                 # The control: the high word alone, with as many bits as fp8 has.
                 lost += not close(Fraction(high), exact, dtype, count)
-    assert lost > 5000
+    assert lost > 5000 / stride**2
 
 
 @formats

@@ -180,7 +180,7 @@ def test_every_word_of_remainder16_comes_back(stride: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "chunks", [[0, 63, 127, 128, 255], pytest.param(range(256), marks=pytest.mark.slow)]
+    "chunks", [[0, 127, 128], pytest.param(range(256), marks=pytest.mark.slow)]
 )
 def test_remainder16_holds_every_fp32_value(chunks: list[int]) -> None:
     for chunk in chunks:

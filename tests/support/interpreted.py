@@ -15,7 +15,6 @@ from kernels import (
     captured,
     kernel_of,
     misaligned,
-    parametrized,
     repaired_interpreter,
     rewritten,
     without_roundings,
@@ -162,20 +161,20 @@ def test_a_quotient_by_a_number_is_rounded_once() -> None:
     assert differing(x * (1 / torch.tensor(3.0)), exact) > 100  # what CUDA computes
 
 
-OFTEN = ("adamw-plus", "adamw-remainder16", "trust-light")
+OFTEN = ("adamw-plus", "trust-light")
 STEPPED = {name: case for name, case in CASES.items() if name != "adam-e4m3fn"}
 """e5m2 takes the same way, and a longer one; in the interpreter both take their time."""
 COUNT = 3
 """Steps; in the interpreter each takes its time."""
 
 
-EACH = [
-    pytest.param(case, id=name, marks=() if name in OFTEN else pytest.mark.slow)
-    for name, case in STEPPED.items()
-]
+def often(cases: dict[str, Case]) -> list[Any]:
+    """Return the cases, of which most are slow."""
+    marks = {name: () if name in OFTEN else pytest.mark.slow for name in cases}
+    return [pytest.param(case, id=name, marks=marks[name]) for name, case in cases.items()]
 
 
-@pytest.mark.parametrize("case", EACH)
+@pytest.mark.parametrize("case", often(STEPPED))
 def test_steps_are_those_of_the_eager_reference(case: Case) -> None:
     of_class = rewritten(case)
     assert steps(of_class, kernel_of(of_class).triton(), COUNT) == [0] * COUNT
@@ -248,7 +247,7 @@ INDUCTOR = {name: case for name, case in STEPPED.items() if name not in LONG}
 """The arithmetic of the others is checked in the kernels of their classes, above."""
 
 
-@parametrized(INDUCTOR)
+@pytest.mark.parametrize("case", often(INDUCTOR))
 def test_what_inductor_emits_takes_the_same_steps(case: Case) -> None:
     assert steps_of_inductor(case, COUNT) == [0] * COUNT
 
