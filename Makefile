@@ -1,6 +1,6 @@
 # Two commands do everything on a fresh Linux machine with Python >= 3.11 and a C++ compiler:
 #   make demo    train a small transformer on real text under four strategies
-#   make test    lint, types and the test suite, about thirteen minutes on two slow cores
+#   make test    lint, types and the test suite, under ten minutes on two cores
 
 PYTHON ?= python3
 VENV := .venv

@@ -4,7 +4,8 @@ The ways are those of ways.py. For each: the 20th, 50th and 80th percentile of a
 milliseconds; the bytes that its tables of states ask to be read and written for each parameter; and
 those divided by the time, as a share of what a plain copy reaches on the device in the same run;
 and with `--firsts n` the median of n first steps with all that they compile, each in a process of
-its own with empty caches, which has compiled something else before.
+its own with empty caches, which has compiled something else before. With `--before DIR`, where
+another version of collage_fx is installed (see other_version.py), its steps take turns with these.
 
 The ways take turns, a round of steps each. On a GPU, whose memory does not hold them all at once,
 each takes turns with the copy alone. A peer that does not run is named with its reason. Written to
@@ -12,6 +13,8 @@ benchmarks/results/step_time_<device>.json.
 """
 
 import argparse
+import contextlib
+import functools
 import gc
 import json
 import logging
@@ -21,10 +24,12 @@ import statistics
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from other_version import OtherVersion, other_version
 from steps import Shapes, conditions, parameters
 from ways import PEERS, WAYS, Step, absent
 
@@ -52,6 +57,9 @@ SETS: dict[str, dict[str, Shapes]] = {
         "300 of 7B shapes, 2.8B": [(4096, 4096), (4096,), (11008, 1024)] * 100,
     },
 }
+
+
+COMPENSATED = ("light", "plus", "remainder16")
 
 
 def seconds(step: Step, steps: int, device: str) -> list[float]:
@@ -93,7 +101,12 @@ def first_step(name: str, shapes: Shapes, device: str, threads: int) -> float:
 
 
 def measure(
-    shapes: Shapes, device: str, rounds: int, steps: int, names: list[str]
+    shapes: Shapes,
+    device: str,
+    rounds: int,
+    steps: int,
+    names: list[str],
+    other: OtherVersion | None,
 ) -> list[dict[str, Any]]:
     """Return the rows of some ways that take turns, and of the copy beside them."""
     count = sum(torch.Size(s).numel() for s in shapes)
@@ -101,22 +114,29 @@ def measure(
     steppers: dict[str, Step] = {n: ways[n].make(parameters(shapes, device)) for n in names}
     a, b = (torch.empty(count * 4, dtype=torch.bfloat16, device=device) for _ in range(2))
     steppers["copy"] = lambda: a.copy_(b)
-    times: dict[str, list[float]] = {name: [] for name in steppers}
-    for name, step in steppers.items():
-        seconds(step, 3, device)
+    take: dict[str, Callable[[int], list[float]]] = {
+        name: functools.partial(seconds, step, device=device) for name, step in steppers.items()
+    }
+    if other is not None:
+        for name in (n for n in names if n.startswith(COMPENSATED)):
+            other.make(name, shapes)
+            take[f"{name}, before"] = functools.partial(other.seconds, name)
+    times: dict[str, list[float]] = {name: [] for name in take}
+    for name, run in take.items():
+        run(6)
         print(f"  {name} compiled", flush=True)
     for turn in range(rounds):
         print(f"  round {turn + 1} of {rounds}", flush=True)
-        for name, step in steppers.items():
-            times[name] += seconds(step, steps, device)
+        for name, run in take.items():
+            times[name] += run(steps)
     copied = 4 * count * 4 / statistics.median(times["copy"])
     rows = []
     for name, found in times.items():
         p20, p50, p80 = (sorted(found)[int(q * len(found))] for q in (0.2, 0.5, 0.8))
         row: dict[str, Any] = {"way": name}
         row |= {f"p{p}_ms": round(v * 1e3, 4) for p, v in ((20, p20), (50, p50), (80, p80))}
-        if name in ways:
-            moved = ways[name].moved
+        if (way := name.removesuffix(", before")) in ways:
+            moved = ways[way].moved
             row |= {"bytes": moved, "share_of_copy": round(moved * count / p50 / copied, 3)}
         else:
             row["GB_per_s"] = round(copied / 1e9, 2)
@@ -133,7 +153,11 @@ def table(shapes: Shapes, args: argparse.Namespace, names: list[str]) -> list[di
         if args.device == "cuda":
             torch.cuda.empty_cache()
         firsts = first_steps(shapes, args.device, together, args.firsts) if args.firsts else {}
-        found = measure(shapes, args.device, args.rounds, args.steps, together)
+        with contextlib.ExitStack() as stack:
+            other = None
+            if args.before is not None:
+                other = stack.enter_context(other_version(args.before, torch.get_num_threads()))
+            found = measure(shapes, args.device, args.rounds, args.steps, together, other)
         for row in found:
             share, first = row.get("share_of_copy"), firsts.get(row["way"])
             times = f"{row['p20_ms']:9.3f} {row['p50_ms']:9.3f} {row['p80_ms']:9.3f} ms"
@@ -141,7 +165,7 @@ def table(shapes: Shapes, args: argparse.Namespace, names: list[str]) -> list[di
             if first is not None:
                 row["first_s"] = round(first, 3)
                 times += f"  first step {first:.2f} s"
-            print(f"  {row['way']:16} {times}")
+            print(f"  {row['way']:20} {times}")
         rows += found
     return rows
 
@@ -157,6 +181,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--firsts", type=int, default=0, help="how many first steps to time")
+    parser.add_argument("--before", type=Path, help="where another version is installed")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
