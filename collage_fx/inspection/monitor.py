@@ -5,6 +5,7 @@ is held against the exact one.
 """
 
 import functools
+import math
 import types
 import warnings
 import weakref
@@ -17,7 +18,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from collage_fx.errors import CollageWarning, OptionError, SubjectError
-from collage_fx.inspection.update_stats import Measurement, UpdateStats, sums
+from collage_fx.inspection.update_stats import Measurement, UpdateStats, finite_sums, sums
 from collage_fx.optimizer.ownership import Owned, owned_tensors
 from collage_fx.optimizer.parameter_names import names_of, renamed
 from collage_fx.optimizer.state_table import PARAMETER, split_name
@@ -143,12 +144,16 @@ class Monitor:
 
     def _note(self, optimizer: Optimizer, before: Pairs, exact: dict[str, Tensor]) -> None:
         """Compare the states after a step with what they should be."""
-        found = {
-            o.name: sums(*before[o.name], o.tensor, in_float64(o.tensor), exact[o.name])
+        compared = {
+            o.name: (*before[o.name], o.tensor, in_float64(o.tensor), exact[o.name])
             for o in _states(optimizer)
             if o.name in before and o.name in exact
         }
+        found = {name: sums(*tensors) for name, tensors in compared.items()}
         rows = torch.stack([one.cpu() for one in found.values()]).tolist()
+        for row, tensors in zip(rows, compared.values(), strict=True):
+            if not all(map(math.isfinite, row)):
+                row[:] = finite_sums(*tensors).tolist()
         params = [name for name in found if split_name(name)[0] == PARAMETER]
         if self._names and not self._names.keys() >= set(params):
             self._names = names_of(optimizer)  # parameters were added

@@ -3,6 +3,7 @@
 Source of the lost share and the Effective Descent Quality (EDQ): Collage, arXiv 2405.03637.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -72,7 +73,9 @@ class UpdateStats:
 
 
 def sums(high: Tensor, whole: Tensor, now: Tensor, after: Tensor, exact: Tensor) -> Tensor:
-    """Return the fields of UpdateStats of one state, as a vector in float64.
+    """Return the fields of UpdateStats of one state, as a vector in float64, but for infinities.
+
+    Where there are some, the sums are not finite, and `finite_sums` is to be asked.
 
     Args:
         high: the state before the step, in its dtype.
@@ -81,29 +84,50 @@ def sums(high: Tensor, whole: Tensor, now: Tensor, after: Tensor, exact: Tensor)
         after: its value with the residual then, float64.
         exact: what that should be, float64.
     """
-    update = exact - whole
-    meant = (update != 0) & update.isfinite() & after.isfinite()
-    size = torch.where(meant, update, 0.0)
-    plain = (high.double() + size).to(high.dtype)
-    stored = torch.where(meant, after - whole, 0.0)
-    rounded = torch.where(meant, plain.double() - high.double(), 0.0)
-    limits = torch.finfo(high.dtype)
-    # The exponent of x is that of the place of its first bit; below the normal ones it is fixed.
-    first = torch.frexp(high.double().abs().clamp(min=limits.smallest_normal))[1] - 1
-    ulp = torch.ldexp(torch.full_like(size, limits.eps), first)
-    residual = torch.where(after.isfinite(), after - now.double(), 0.0)
-    parts = (
-        meant.sum(),
-        (meant & (plain == high)).sum(),
-        (meant & (after == whole)).sum(),
-        size.square().sum(),
-        (size * rounded).sum(),
-        (size * stored).sum(),
-        torch.where(meant, size.abs() / ulp, 1.0).log2().sum(),
-        residual.square().sum(),
-        (~now.double().isfinite()).sum(),
+    high, whole, now, after, exact = (t.reshape(-1) for t in (high, whole, now, after, exact))
+    before = high.double()
+    update, stored, residual = exact - whole, after - whole, after - now.double()
+    rounded = (before + update).to(high.dtype).double() - before
+    count = update.count_nonzero()
+    zeros = update.numel() - count
+    least = _LEAST - math.log2(torch.finfo(high.dtype).eps)
+    found = (
+        count,
+        # What is not zero is counted faster than what is equal.
+        count - rounded.count_nonzero(),
+        count - (update * stored).count_nonzero(),
+        update.dot(update),
+        update.dot(rounded),
+        update.dot(stored),
+        _log2_of_ulps(update, high) - zeros * least,
+        residual.dot(residual),
     )
-    return torch.stack([part.double() for part in parts])
+    return torch.stack([one.double() for one in found])
+
+
+def finite_sums(high: Tensor, whole: Tensor, now: Tensor, after: Tensor, exact: Tensor) -> Tensor:
+    """Return `sums` over the elements that are finite, and how many are infinite or NaN."""
+    states = [t.reshape(-1) for t in (high, whole, now, after, exact)]
+    finite = functools.reduce(torch.logical_and, (t.double().isfinite() for t in states))
+    infinities = (~now.double().isfinite()).sum()
+    return torch.cat([sums(*(t[finite] for t in states)), infinities.double()[None]])
+
+
+_LEAST = -126
+"""Binary logarithm of the smallest update that is told from zero, beside the first place."""
+
+
+def _log2_of_ulps(update: Tensor, high: Tensor) -> Tensor:
+    """Return the sum of the logarithms of updates in units of the last place of their high words.
+
+    For an update of zero it has that of the smallest one.
+    """
+    limits = torch.finfo(high.dtype)
+    # Without its mantissa a number is the place of its first bit; below the normal ones that stays.
+    bits = high.float().abs_().clamp_(min=limits.smallest_normal).view(torch.int32)
+    first = bits.bitwise_and_(0x7F800000).view(torch.float32)
+    shares = update.float().abs_().div_(first).clamp_(min=2.0**_LEAST)
+    return shares.log2_().sum().double() - update.numel() * math.log2(limits.eps)
 
 
 @dataclass

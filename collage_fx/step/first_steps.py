@@ -13,10 +13,11 @@ what can be undone takes their bytes once more.
 """
 
 import math
+import pickle
 import random
 import types
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 try:
@@ -175,6 +176,7 @@ def exact_step(
         return "steps with hooks are not compared, which would run twice"
     chance = random.getstate()
     numpys: Any = numpy.random.get_state() if numpy else None
+    saved = pickle.dumps(numpys)
     with torch.random.fork_rng(), set_stance("force_eager"):
         state = torch.get_rng_state()
         try:
@@ -185,21 +187,22 @@ def exact_step(
         drawn = random.getstate() != chance
         random.setstate(chance)
         if numpy:
-            drawn |= repr(numpy.random.get_state()) != repr(numpys)
+            drawn |= pickle.dumps(numpy.random.get_state()) != saved
             numpy.random.set_state(numpys)
         if drawn or not torch.equal(state, torch.get_rng_state()):
             return "steps that draw random numbers are not compared"
-    return values_of(twin)
+    return {name: t.detach().double() for name, t in _floating(twin)}
 
 
 def values_of(optimizer: Optimizer) -> Values:
     """Return the value of each floating state of an optimizer, residuals included."""
-    found = {}
+    return {name: in_float64(t) for name, t in _floating(optimizer)}
+
+
+def _floating(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
     for owned in all_tensors_of(optimizer):
-        tensor = owned.tensor
-        if tensor.is_floating_point() and tensor.layout is torch.strided:
-            found[owned.name] = in_float64(tensor)
-    return found
+        if owned.tensor.is_floating_point() and owned.tensor.layout is torch.strided:
+            yield owned.name, owned.tensor
 
 
 def in_float64(tensor: Tensor) -> Tensor:

@@ -49,6 +49,8 @@ def test_lightning_logs_what_its_updates_lose(
         return real(**options, callbacks=[collage_fx.lightning_callback(every=4, to=to)])
 
     monkeypatch.setattr(lightning, "Trainer", watched)
+    counted(example, tmp_path)  # the first run of a process makes graphs that no later one does
+    found.clear()
     graphs = [counted(example, tmp_path)]
     assert [step for _, step in found] == [4, 8, 12, 16]
     assert all(scalars["collage/parameter/lost"] < 0.1 for scalars, _ in found)
