@@ -18,7 +18,7 @@ updates are lost less often: 1e-3 is the default of AdamW and shows the effect w
 best lr for this run. Final losses at other peak lrs (seed 0, 1200 steps, one CPU thread):
 
     lr            5e-4     1e-3     2e-3     4e-3     8e-3
-    bf16          2.297    1.993    1.731    1.604    1.614
+    bf16          2.297    1.992    1.731    1.604    1.614
     fp32 master   2.148    1.857    1.664    1.567    1.580
 
 What the columns of the final table mean:
