@@ -123,7 +123,8 @@ def _noted(group: Any, number: int) -> Iterator[int]:
     """Yield the step that each process of a group has loaded, 0 if it has noted none."""
     store = group.get_group_store()
     for key in (_key(number, rank) for rank in range(group.size())):
-        yield int(store.get(key)) if store.check([key]) else 0
+        # The store of torch's fake group has all keys, and nothing in them.
+        yield int(store.get(key) or 0) if store.check([key]) else 0
 
 
 def _key(number: int, rank: int) -> str:
