@@ -6,6 +6,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+FRAMEWORKS := $(VENV)/.frameworks
 # Two processes for two cores, of one thread each.
 PYTEST := -m pytest -n 2 --dist worksteal
 
@@ -19,7 +20,7 @@ test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m "not slow"
 
 # All tests, and by the kernels that Inductor compiles, where `test` interprets graphs.
-test-all: lint
+test-all: lint $(FRAMEWORKS)
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) --compiler
 
 # Random optimizer programs of fresh seeds; a program that fails is printed as a short script.
@@ -107,6 +108,10 @@ $(READY): requirements.txt pyproject.toml
 	$(BIN)/python -m pip install --quiet --requirement requirements.txt
 	$(BIN)/python -m pip install --quiet --no-build-isolation --editable .
 	touch $(READY)
+
+$(FRAMEWORKS): requirements-frameworks.txt $(READY)
+	$(BIN)/python -m pip install --quiet --requirement $<
+	touch $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
