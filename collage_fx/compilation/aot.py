@@ -33,6 +33,7 @@ from collage_fx.optimizer.ownership import owners_of
 from collage_fx.passes.codegen import inductor_compile
 from collage_fx.passes.codegen.multi_tensor_kernel import least_members, show_code
 from collage_fx.passes.dedup.deduplicate import Narrow, narrow
+from collage_fx.passes.ir.exact import ExactGraph
 from collage_fx.passes.ir.listing import show_program, summary
 from collage_fx.passes.ir.program import Program, StatePlan, Unlike, graph_of
 from collage_fx.passes.pipeline import run_passes
@@ -293,7 +294,9 @@ class Compilation:
         left = [s.index for s in program.plan if s.compensable and not s.compensated]
         others = [locate[index] for index in left if index in locate]
         residuals = Residuals(self.session, carried, where, others, program.plan)
-        return SideInputs(residuals, self.inputs.members, self.session.config.seed)
+        side = SideInputs(residuals, self.inputs.members, self.session.config.seed)
+        side.exact = ExactGraph.of(program)
+        return side
 
     def _by_inductor(
         self, program: Program, example_inputs: Sequence[Any], kwargs: dict[str, Any]

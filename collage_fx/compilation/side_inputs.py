@@ -2,16 +2,18 @@
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from collage_fx.compilation.partition import Direct
 from collage_fx.compilation.residual_binding import Gathered, Locate, Residuals
 from collage_fx.passes.dedup.deduplicate import Narrow
+from collage_fx.passes.ir.exact import ExactGraph
 from collage_fx.passes.ir.program import StatePlan
 from collage_fx.runtime.errors import CollageError
 from collage_fx.runtime.expansion.stochastic import Seeds
@@ -79,10 +81,15 @@ class _Calls(threading.local):
         self.running: list[_Call] = []
 
 
+Look: TypeAlias = Callable[[ExactGraph, Observed], Callable[[], None]]
+"""Is given each call of a graph before it, and returns what is called after it."""
+
+
 class _Observing(threading.local):
-    """Where the calls of a thread are noted, if they are."""
+    """Where the calls of a thread are noted, if they are, and who looks at them."""
 
     calls: list[Observed] | None = None
+    looks: tuple[Look, ...] = ()
 
 
 _OBSERVING = _Observing()
@@ -99,6 +106,21 @@ def observed_calls() -> Iterator[list[Observed]]:
         _OBSERVING.calls = before
 
 
+@contextmanager
+def looked_at(look: Look) -> Iterator[None]:
+    """Within, each call by this thread of a graph that can be done again is looked at."""
+    before, _OBSERVING.looks = _OBSERVING.looks, (*_OBSERVING.looks, look)
+    try:
+        yield
+    finally:
+        _OBSERVING.looks = before
+
+
+def is_looked_at() -> bool:
+    """Tell whether somebody looks at the calls of this thread."""
+    return bool(_OBSERVING.looks)
+
+
 class SideInputs:
     """Brings residuals, seeds and the tensors of members that were left out past AOTAutograd.
 
@@ -112,6 +134,8 @@ class SideInputs:
         self.seed = seed
         self.calls = _Calls()
         self.seeds: Seeds | None = None
+        self.exact: ExactGraph | None = None
+        """The graph, to be done again in float64."""
 
     def draw(self, residuals: Sequence[Residual], devices: Sequence[torch.device]) -> list[Tensor]:
         """Return a seed for each device, which is another in each call."""
@@ -151,11 +175,13 @@ class SideInputs:
             call = self.calls.running[-1]
             residuals = [residual for _, residual in call.residuals.current]
             full = [*args, *call.members, *(c for r in residuals for c in r.components)]
-            if _OBSERVING.calls is not None:
-                _OBSERVING.calls.append(Observed(call.args, call.residuals, list(full)))
+            afters = self._observed(call, full)
             full += self.draw(residuals, devices)
             args.clear()
             results = inner(full)
+            with _disable_current_modes() if afters else nullcontext():
+                for after in afters:
+                    after()
             if count is None:
                 return results
             call.made = list(results[count:])
@@ -163,6 +189,18 @@ class SideInputs:
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
+
+    def _observed(self, call: _Call, inputs: list[Any]) -> list[Callable[[], None]]:
+        """Show a call to who wants to see it; return what is to be called after it."""
+        if _OBSERVING.calls is None and not _OBSERVING.looks:
+            return []
+        observed = Observed(call.args, call.residuals, list(inputs))
+        if _OBSERVING.calls is not None:
+            _OBSERVING.calls.append(observed)
+        if self.exact is None or not _OBSERVING.looks:
+            return []
+        with _disable_current_modes():
+            return [look(self.exact, observed) for look in _OBSERVING.looks]
 
 
 @dataclass

@@ -5,7 +5,6 @@ is held against the exact one.
 """
 
 import functools
-import math
 import types
 import warnings
 import weakref
@@ -17,12 +16,15 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from collage_fx.compilation.side_inputs import looked_at
 from collage_fx.errors import CollageWarning, OptionError, SubjectError
-from collage_fx.inspection.update_stats import Measurement, UpdateStats, finite_sums, sums
+from collage_fx.inspection.update_stats import GraphUpdates, Measurement, UpdateStats, stats_of
 from collage_fx.optimizer.ownership import Owned, owned_tensors
 from collage_fx.optimizer.parameter_names import names_of, renamed
 from collage_fx.optimizer.state_table import PARAMETER, split_name
 from collage_fx.passes.ir.program import LOW_PRECISION
+from collage_fx.runtime.errors import listed
+from collage_fx.runtime.residuals.store import version
 from collage_fx.step.first_steps import exact_step, in_float64
 from collage_fx.step.subject import innermost, step_made_here
 from collage_fx.step.watches import add_watch, remove_watch
@@ -52,6 +54,8 @@ class Monitor:
         self._plain: Callable[[], Any] = lambda: None
         """What was put in the place of a plain step."""
         self._active = self._within = False
+        self._by_graphs = False
+        """Whether graphs have shown all of the last step that was measured."""
 
     @property
     def latest(self) -> dict[str, Any]:
@@ -118,50 +122,95 @@ class Monitor:
     def _measured(
         self, optimizer: Optimizer, run: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        closure = args[0] if args else kwargs.get("closure")
-        loss = None
-        if len(args) + len(kwargs) == 1 and callable(closure):
-            known = _Evaluated(closure)  # the gradients are those of the step from here on
-            args, kwargs, loss = (known,), {}, known.loss_alone
-        before: Pairs = {}
-        exact = exact_step(optimizer, () if loss else args, kwargs, loss)
-        if not isinstance(exact, str):
-            before = {o.name: (o.tensor.clone(), in_float64(o.tensor)) for o in _states(optimizer)}
-            if not before:
-                exact = "none of its states is in 16 bits"
-        result = run(*args, **kwargs)
-        self.problem = exact if isinstance(exact, str) else ""
-        if not isinstance(exact, str):
-            try:
-                self._note(optimizer, before, exact)
-            except Exception as error:  # of a logger, say: no reason to end a training
-                self.problem = f"{type(error).__name__}: {error}"
+        copy = None if self._by_graphs else _Copy(optimizer, args, kwargs)
+        if copy is not None:
+            args, kwargs = copy.args, copy.kwargs
+        versions = {o.name: version(o.tensor) for o in _states(optimizer)}
+        graphs = GraphUpdates()
+        with looked_at(graphs.look):
+            result = run(*args, **kwargs)
+        try:
+            self.problem = self._note(optimizer, versions, graphs, copy)
+        except Exception as error:  # of a logger, say: no reason to end a training
+            self.problem = f"{type(error).__name__}: {error}"
         if self.problem and self.problem not in self._said:
             self._said.add(self.problem)
             message = f"collage_fx: the monitor cannot measure the updates: {self.problem}"
             warnings.warn(message, CollageWarning, stacklevel=4)
         return result
 
-    def _note(self, optimizer: Optimizer, before: Pairs, exact: dict[str, Tensor]) -> None:
-        """Compare the states after a step with what they should be."""
-        compared = {
-            o.name: (*before[o.name], o.tensor, in_float64(o.tensor), exact[o.name])
-            for o in _states(optimizer)
-            if o.name in before and o.name in exact
-        }
-        found = {name: sums(*tensors) for name, tensors in compared.items()}
-        rows = torch.stack([one.cpu() for one in found.values()]).tolist()
-        for row, tensors in zip(rows, compared.values(), strict=True):
-            if not all(map(math.isfinite, row)):
-                row[:] = finite_sums(*tensors).tolist()
+    def _note(
+        self,
+        optimizer: Optimizer,
+        versions: dict[str, int],
+        graphs: GraphUpdates,
+        copy: "_Copy | None",
+    ) -> str:
+        """Note what a step did to the states; return what is wrong with that."""
+        states = _states(optimizer)
+        if not states:
+            return "none of its states is in 16 bits"
+        by_address = {o.tensor.data_ptr(): o.name for o in states}
+        found = {by_address[at]: s for at, s in graphs.found.items() if at in by_address}
+        changed = {o.name for o in states if versions.get(o.name) not in (None, version(o.tensor))}
+        self._by_graphs = bool(found) and changed <= found.keys()
+        if not self._by_graphs and copy is not None:
+            if isinstance(copy.exact, str):
+                return copy.exact
+            found = copy.stats(states)
+        elif not self._by_graphs and changed:
+            return (
+                graphs.problem or f"{listed(changed - found.keys(), 3)} is not updated in a graph"
+            )
+        if found:
+            self._keep(optimizer, found)
+        return ""
+
+    def _keep(self, optimizer: Optimizer, found: dict[str, UpdateStats]) -> None:
+        """Keep a measurement, and hand it over."""
         params = [name for name in found if split_name(name)[0] == PARAMETER]
         if self._names and not self._names.keys() >= set(params):
             self._names = names_of(optimizer)  # parameters were added
-        names = (renamed(name, self._names) for name in found)
-        states = {name: UpdateStats(*row) for name, row in zip(names, rows, strict=True)}
+        states = {renamed(name, self._names): stats for name, stats in found.items()}
         most = max(10, min(KEPT, KEPT * KEPT // len(states)))
         self.history = [*self.history[1 - most :], Measurement(self.steps, states)]
         self._write(self.history[-1])
+
+
+class _Copy:
+    """A copy of an optimizer in float64 takes the step too, where graphs do not show all of it."""
+
+    def __init__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Take the step before the optimizer does.
+
+        Args:
+            optimizer: whose step it is.
+            args: the arguments of the step. A closure is evaluated, and its gradients are those of
+                the step from here on; `args` and `kwargs` have what is to be given in its place.
+            kwargs: the same by name.
+        """
+        closure = args[0] if args else kwargs.get("closure")
+        self.args, self.kwargs, loss = args, kwargs, None
+        if len(args) + len(kwargs) == 1 and callable(closure):
+            known = _Evaluated(closure)
+            self.args, self.kwargs, loss = (known,), {}, known.loss_alone
+        self.exact = exact_step(optimizer, () if loss else args, kwargs, loss)
+        """The values of the states after it, or why they cannot be known."""
+        self.before: Pairs = {}
+        if not isinstance(self.exact, str):
+            states = _states(optimizer)
+            self.before = {o.name: (o.tensor.clone(), in_float64(o.tensor)) for o in states}
+
+    def stats(self, states: list[Owned]) -> dict[str, UpdateStats]:
+        """Return the statistics of the states, after the optimizer has taken the step."""
+        assert not isinstance(self.exact, str)
+        return {
+            o.name: stats_of(
+                *self.before[o.name], o.tensor, in_float64(o.tensor), self.exact[o.name]
+            )
+            for o in states
+            if o.name in self.before and o.name in self.exact
+        }
 
 
 class _Evaluated:

@@ -5,6 +5,7 @@ Source of the lost share and the Effective Descent Quality (EDQ): Collage, arXiv
 
 import functools
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -12,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from collage_fx.compilation.side_inputs import Observed
 from collage_fx.optimizer.state_table import PARAMETER, split_name
+from collage_fx.passes.ir.exact import ExactGraph, NotExact, piece_for
 
 
 @dataclass(slots=True)
@@ -33,8 +36,7 @@ class UpdateStats:
 
     def __add__(self, other: "UpdateStats") -> "UpdateStats":
         """Return the statistics of both together."""
-        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
-        return UpdateStats(*(a + b for a, b in pairs))
+        return UpdateStats(*map(operator.add, _all_of(self), _all_of(other)))
 
     @property
     def lost_plain(self) -> float:
@@ -72,10 +74,45 @@ class UpdateStats:
         return {name: float(getattr(self, name)) for name in names}
 
 
-def sums(high: Tensor, whole: Tensor, now: Tensor, after: Tensor, exact: Tensor) -> Tensor:
-    """Return the fields of UpdateStats of one state, as a vector in float64, but for infinities.
+_all_of = operator.attrgetter(*(f.name for f in fields(UpdateStats)))
 
-    Where there are some, the sums are not finite, and `finite_sums` is to be asked.
+
+class GraphUpdates:
+    """Sums over what the graphs of a step did to their states, of which each is done again."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, UpdateStats] = {}
+        """Address of a state -> its statistics."""
+        self.problem = ""
+        """Why a graph could not be done again."""
+
+    def look(self, exact: ExactGraph, observed: Observed) -> Callable[[], None]:
+        """Look at a call of a graph before it; return what is to be called after it."""
+        residuals = [(r.storage, r.components) for _, r in observed.residuals.current]
+        count = len(observed.inputs) - sum(len(components) for _, components in residuals)
+        try:
+            call = exact.begin(observed.inputs[:count], residuals)
+        except Exception as error:  # memory for copies, say: no reason to end a training
+            self._note(error)
+            return lambda: None
+
+        def after() -> None:
+            try:
+                for state, *tensors in call.updates():
+                    at = state.data_ptr()
+                    self.found[at] = self.found.get(at, UpdateStats()) + stats_of(*tensors)
+            except Exception as error:  # the step is done, and is to be finished
+                self._note(error)
+
+        return after
+
+    def _note(self, error: Exception) -> None:
+        name = "" if isinstance(error, NotExact) else f"{type(error).__name__}: "
+        self.problem = f"a graph cannot be done again in float64: {name}{error}"
+
+
+def stats_of(high: Tensor, whole: Tensor, now: Tensor, after: Tensor, exact: Tensor) -> UpdateStats:
+    """Return the statistics of a state.
 
     Args:
         high: the state before the step, in its dtype.
@@ -84,10 +121,32 @@ def sums(high: Tensor, whole: Tensor, now: Tensor, after: Tensor, exact: Tensor)
         after: its value with the residual then, float64.
         exact: what that should be, float64.
     """
-    high, whole, now, after, exact = (t.reshape(-1) for t in (high, whole, now, after, exact))
+    states = [t.reshape(-1) for t in (high, whole, now, after, exact)]
+    size = piece_for(high.device)
+    if high.numel() <= size:
+        return _stats_of_piece(*states)
+    pieces = zip(*(t.split(size) for t in states), strict=True)
+    return sum((_stats_of_piece(*piece) for piece in pieces), start=UpdateStats())
+
+
+def _stats_of_piece(*states: Tensor) -> UpdateStats:
+    found = _sums(*states).tolist()
+    if all(map(math.isfinite, found)):
+        return UpdateStats(*found)
+    finite = functools.reduce(torch.logical_and, (t.double().isfinite() for t in states))
+    infinities = int((~states[2].double().isfinite()).sum())
+    return UpdateStats(*[*_sums(*(t[finite] for t in states)).tolist(), infinities])
+
+
+def _sums(high: Tensor, whole: Tensor, now: Tensor, after: Tensor, exact: Tensor) -> Tensor:
+    """Return the fields of UpdateStats, but for infinities, as a vector in float64.
+
+    Where there are some, the sums are not finite.
+    """
     before = high.double()
-    update, stored, residual = exact - whole, after - whole, after - now.double()
-    rounded = (before + update).to(high.dtype).double() - before
+    update, stored = exact - whole, after - whole
+    rounded = (before + update).to(high.dtype).double().sub_(before)
+    residual = now.double().sub_(after)
     count = update.count_nonzero()
     zeros = update.numel() - count
     least = _LEAST - math.log2(torch.finfo(high.dtype).eps)
@@ -103,14 +162,6 @@ def sums(high: Tensor, whole: Tensor, now: Tensor, after: Tensor, exact: Tensor)
         residual.dot(residual),
     )
     return torch.stack([one.double() for one in found])
-
-
-def finite_sums(high: Tensor, whole: Tensor, now: Tensor, after: Tensor, exact: Tensor) -> Tensor:
-    """Return `sums` over the elements that are finite, and how many are infinite or NaN."""
-    states = [t.reshape(-1) for t in (high, whole, now, after, exact)]
-    finite = functools.reduce(torch.logical_and, (t.double().isfinite() for t in states))
-    infinities = (~now.double().isfinite()).sum()
-    return torch.cat([sums(*(t[finite] for t in states)), infinities.double()[None]])
 
 
 _LEAST = -126

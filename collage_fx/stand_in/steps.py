@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from collage_fx.compilation.session import Outcome, Session
-from collage_fx.compilation.side_inputs import Observed, observed_calls
+from collage_fx.compilation.side_inputs import Observed, is_looked_at, observed_calls
 from collage_fx.hooks.optimizer_hooks import has_foreign_hooks
 from collage_fx.passes.ir.program import Unlike
 from collage_fx.record.steps import Steps
@@ -73,6 +73,8 @@ class StandInSteps:
             Whether it is done, whether what is left is to be done without the closure, which was
             called, and what that returned.
         """
+        if is_looked_at():
+            return False, False, None
         if len(args) + len(kwargs) > 1 or kwargs.keys() - {"closure"}:
             self.last = None
         if self.last is None:

@@ -13,8 +13,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 from collage_fx.runtime.errors import CollageWarning, ResidualError, listed
-from collage_fx.runtime.expansion.eft import FP8, WIDER
-from collage_fx.runtime.storage.registry import STORAGES, check_compensable, refusal
+from collage_fx.runtime.expansion.eft import WIDER
+from collage_fx.runtime.storage.registry import (
+    STORAGES,
+    check_compensable,
+    refusal,
+    value_in_float64,
+)
 
 Expected = Callable[..., bool]
 """(tensor, *components) -> whether they are as they were saved together."""
@@ -120,10 +125,7 @@ class Residual:
 
     def whole(self, tensor: Tensor) -> Tensor:
         """Return the value of tensor and its components, in float64."""
-        hi = tensor.detach()
-        if hi.dtype in FP8 or any(c.dtype != hi.dtype for c in self.components):
-            return STORAGES[self.storage].join(hi, *self.components).to(torch.float64)
-        return sum((c.to(torch.float64) for c in self.components), start=hi.to(torch.float64))
+        return value_in_float64(self.storage, tensor.detach(), self.components)
 
     def belongs(self, tensor: Tensor) -> bool:
         """Tell whether tensor is as it was when the residual was last settled."""

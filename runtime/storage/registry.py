@@ -1,6 +1,6 @@
 """Storages: which layouts there are, which states each can hold, and which one a state gets."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -218,3 +218,16 @@ def check_compensable(dtype: torch.dtype, storage: str, name: str) -> None:
     """Raise StorageError unless a storage can hold the state of this dtype and name."""
     if why := refusal(dtype, storage, name):
         raise StorageError(why)
+
+
+def value_in_float64(storage: str, hi: Tensor, components: Sequence[Tensor]) -> Tensor:
+    """Return the value of a tensor and of the components of its residual.
+
+    Args:
+        storage: how they are laid out; "" if there are none.
+        hi: the tensor.
+        components: of its shape each.
+    """
+    if components and (hi.dtype in FP8 or any(c.dtype != hi.dtype for c in components)):
+        return STORAGES[storage].join(hi, *components).to(torch.float64)
+    return sum((c.to(torch.float64) for c in components), start=hi.to(torch.float64))

@@ -1,0 +1,327 @@
+"""The graph of a step done again in float64: what each of its 16-bit states should have become."""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_aggregate, map_arg
+
+from collage_fx.passes.ir.program import (
+    CONVERT,
+    LOW_PRECISION,
+    Program,
+    Slice,
+    StateClass,
+    graph_of,
+    value_of,
+)
+from collage_fx.runtime.storage.registry import value_in_float64
+
+aten = torch.ops.aten
+LARGEST = 5000
+"""A graph of more nodes is not kept to be done again: each takes some kilobytes."""
+_ON_CPU, _ON_OTHERS = 3 << 13, 1 << 22
+
+
+class NotExact(Exception):
+    """A graph, or a part of it, that cannot be done again; the reason."""
+
+
+class Words(NamedTuple):
+    """A tensor with the components that its residual has."""
+
+    high: Any
+    """The tensor; what is no tensor, such as a size, stands for itself."""
+    lows: tuple[Tensor, ...] = ()
+    storage: str = ""
+
+    def copied(self) -> "Words":
+        """Return a copy in memory of its own."""
+        return Words(self.high.clone(), tuple(c.clone() for c in self.lows), self.storage)
+
+    def piece(self, where: slice | None) -> "Words":
+        """Return some elements of a flat one, or all; 0-d ones stand for all elements."""
+        if where is None or not isinstance(self.high, Tensor) or not self.high.dim():
+            return self
+        return Words(self.high[where], tuple(c[where] for c in self.lows), self.storage)
+
+    def flat(self) -> "Words":
+        """Return a view of one dimension, in the order of the memory, of a dense tensor."""
+        if not isinstance(self.high, Tensor) or not self.high.dim():
+            return self
+        return Words(_flat(self.high), tuple(map(_flat, self.lows)), self.storage)
+
+    def value(self) -> Any:
+        """Return the value, in float64 if it is floating."""
+        if not isinstance(self.high, Tensor) or not self.high.is_floating_point():
+            return self.high
+        return value_in_float64(self.storage, self.high, self.lows)
+
+
+class Update(NamedTuple):
+    """Some elements of a state before and after a step."""
+
+    tensor: Tensor
+    """The state, all of it."""
+    high: Tensor
+    """The state before the step, in its dtype."""
+    whole: Tensor
+    """Its value with the residual then, in float64."""
+    now: Tensor
+    """The state after the step, in its dtype."""
+    after: Tensor
+    """Its value with the residual then, in float64."""
+    exact: Tensor
+    """What that should be, in float64."""
+
+
+class ExactGraph:
+    """The canonical graph of a step with its classes, to be done again in float64."""
+
+    def __init__(self, program: Program) -> None:
+        placeholders = graph_of(program.canonical).graph.find_nodes(op="placeholder")
+        self.place = {n: i for i, n in enumerate(placeholders)}
+        self.classes = program.classes
+        self.copies = program.copies
+        written = {c.index for c in program.carried}
+        others = {other.index for i in written for other in program.others.get(i, ())}
+        self.written = sorted(written | others)
+        """The inputs that the graph overwrites, those of members left out among them."""
+        self.residuals = [c.index for c in program.residual_inputs]
+        self.operations: dict[Node, tuple[Any, Any, Any]] = {}
+
+    @staticmethod
+    def of(program: Program) -> "ExactGraph | None":
+        """Return that of a rewritten program, if its graph is small enough to be kept."""
+        nodes = graph_of(program.canonical).graph.nodes
+        return ExactGraph(program) if len(nodes) <= LARGEST else None
+
+    @functools.cached_property
+    def functions(self) -> list[Callable[..., tuple[Tensor, ...]]] | NotExact:
+        """For each class what makes new values of 16-bit states out of a member's inputs."""
+        try:
+            return [_function(one) for one in self.classes]
+        except NotExact as why:
+            return why
+
+    def begin(
+        self, inputs: Sequence[Any], residuals: Sequence[tuple[str, Sequence[Tensor]]]
+    ) -> "ExactStep":
+        """Note the inputs of a call before it, and copy those that it overwrites.
+
+        Args:
+            inputs: of the graph, then of the members that were left out of it.
+            residuals: the storage and the components of each residual that it takes.
+
+        Raises NotExact.
+        """
+        if isinstance(self.functions, NotExact):
+            raise self.functions
+        words = [Words(x) for x in inputs]
+        for index, (storage, components) in zip(self.residuals, residuals, strict=True):
+            words[index] = Words(words[index].high, tuple(components), storage)
+        before = {i: words[i].copied() for i in self.written}
+        return ExactStep(self, self.functions, words, before)
+
+    def rows(self, part: Slice) -> Iterator[dict[int, int]]:
+        """Yield which other inputs a slice has: none, then those of each one that it stands for."""
+        yield {}
+        states = {c.index for c, _, _ in part.states}
+        for copies in self.copies:
+            if states & set(copies.inputs):
+                for other in copies.others:
+                    yield {i: o.index for i, o in zip(copies.inputs, other, strict=True)}
+
+    def operation(self, node: Node) -> tuple[Any, Any, Any]:
+        """Return what `operation` does, looked up once."""
+        if node not in self.operations:
+            self.operations[node] = operation(node)
+        return self.operations[node]
+
+
+def _function(one: StateClass) -> Callable[..., tuple[Tensor, ...]]:
+    for part in one.members:
+        for node in part.inputs:
+            # In float64 it would be another than the step has had, which may be meant in 16 bits.
+            if value_of(node).dim() and not _is_given(node):
+                raise NotExact(f"an update is made of what {node.target} makes")
+    part = one.representative
+    wanted = [new for c, _, new in part.states if c.val.dtype in LOW_PRECISION]
+    return in_float64(part.nodes, part.inputs, wanted)
+
+
+@dataclass
+class ExactStep:
+    """One call of a graph: what its inputs were."""
+
+    graph: ExactGraph
+    functions: list[Callable[..., tuple[Tensor, ...]]]
+    words: list[Words]
+    """The inputs, which hold after the call what it has made of them."""
+    before: dict[int, Words]
+    """Those that it overwrites, as they were."""
+
+    def updates(self) -> Iterator[Update]:
+        """Yield, after the call, each 16-bit state of a class, piece by piece.
+
+        Raises NotExact, or whatever an operation raises that wants 16 bits.
+        """
+        numbers: dict[Node, Any] = {}
+        for function, one in zip(self.functions, self.graph.classes, strict=True):
+            for part in one.members:
+                for row in self.graph.rows(part):
+                    yield from _Member(self, part, row, {} if row else numbers).updates(function)
+
+
+@dataclass
+class _Member:
+    """A slice of a call of a graph, or one that it stands for."""
+
+    call: ExactStep
+    part: Slice
+    row: dict[int, int]
+    """Which inputs it has instead of those of the slice."""
+    numbers: dict[Node, Any]
+    """0-d values made by what is in no slice, as far as they are known."""
+    tensors: dict[Node, Any] = field(default_factory=dict)
+    """The same of others, of which such are made: they are not kept for other members."""
+
+    def updates(self, function: Callable[..., tuple[Tensor, ...]]) -> Iterator[Update]:
+        """Yield what the call did to its 16-bit states, piece by piece.
+
+        Args:
+            function: makes the new values out of the inputs.
+        """
+        inputs = [self._input(n) for n in self.part.inputs]
+        states = [(c, at) for c, at, _ in self.part.states if c.val.dtype in LOW_PRECISION]
+        new = [self.call.words[self.row.get(c.index, c.index)] for c, _ in states]
+        tensors = [words.high for words in new]
+        size = step = tensors[0].numel() if tensors else 0
+        if not size:
+            return
+        if _alike([w for w in (*inputs, *new) if isinstance(w.high, Tensor) and w.high.dim()]):
+            inputs, new = [w.flat() for w in inputs], [w.flat() for w in new]
+            step = min(size, piece_for(tensors[0].device))
+        for start in range(0, size, step):
+            piece = slice(start, start + step) if step < size else None
+            given, now = [w.piece(piece) for w in inputs], [w.piece(piece) for w in new]
+            values = [w.value() for w in given]
+            exact = function(*values)
+            for k, (_, at) in enumerate(states):
+                yield Update(
+                    tensors[k], given[at].high, values[at], now[k].high, now[k].value(), exact[k]
+                )
+
+    def _input(self, node: Node) -> Words:
+        """Return an input of the slice: of the graph, or made by what is in no slice."""
+        if node.op != "placeholder":
+            return Words(self._value(node))
+        index = self.call.graph.place[node]
+        index = self.row.get(index, index)
+        return self.call.before.get(index) or self.call.words[index]
+
+    def _value(self, node: Node) -> Any:
+        if node.op == "placeholder":
+            return self._input(node).value()
+        for known in (self.numbers, self.tensors):
+            if node in known:
+                return known[node]
+        target, args, kwargs = self.call.graph.operation(node)
+        value = target(*_mapped(args, self._value), **_mapped(kwargs, self._value))
+        large = isinstance(value, list | tuple) or (isinstance(value, Tensor) and value.dim())
+        (self.tensors if large else self.numbers)[node] = value
+        return value
+
+
+def piece_for(device: torch.device) -> int:
+    """Return of how many elements operations are done together on a device.
+
+    On a CPU what lies in the cache is done faster, and by one thread, which waits for no other.
+    """
+    return _ON_CPU if device.type == "cpu" else _ON_OTHERS
+
+
+def in_float64(
+    nodes: Sequence[Node], inputs: Sequence[Node], wanted: Sequence[Node]
+) -> Callable[..., tuple[Tensor, ...]]:
+    """Return a function that does these operations in float64.
+
+    Args:
+        nodes: the operations, in an order in which they can run.
+        inputs: the nodes whose values it takes.
+        wanted: those whose values it returns.
+    """
+    graph = Graph()
+    env: dict[Node, Any] = {n: graph.placeholder(f"input{i}") for i, n in enumerate(inputs)}
+    for node in nodes:
+        operand: Any = node.args[0] if node.args else None
+        if node.target is CONVERT and _is_floating(node, operand):
+            env[node] = env[operand]
+            continue
+        target, args, kwargs = operation(node)
+        args, kwargs = map_arg((args, kwargs), env.__getitem__)
+        env[node] = graph.call_function(target, args, kwargs)
+    graph.output(tuple(env[n] for n in wanted))
+    graph.eliminate_dead_code()
+    return GraphModule(torch.nn.Module(), graph)
+
+
+def _is_floating(*nodes: Any) -> bool:
+    return all(value_of(n).is_floating_point() for n in nodes)
+
+
+def _is_given(node: Node) -> bool:
+    """Tell whether a tensor is an input of the graph, a view of one, or made of numbers."""
+    while getattr(node.target, "is_view", False):
+        node = node.all_input_nodes[0]
+    return not node.all_input_nodes
+
+
+def _wide(a: Any) -> Any:
+    """Return float64 for a floating dtype, anything else as it is."""
+    return torch.float64 if isinstance(a, torch.dtype) and a.is_floating_point else a
+
+
+def operation(node: Node) -> tuple[Any, Any, Any]:
+    """Return the operation of a node in float64, its arguments, and those by name.
+
+    Raises NotExact if doing it again makes something else.
+    """
+    target: Any = node.target
+    if node.op != "call_function":
+        raise NotExact(f"{target} is a constant of the graph")
+    if getattr(target, "namespace", "aten") not in ("aten", "prims"):
+        raise NotExact(f"{target} is not done twice")
+    if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
+        raise NotExact(f"{target} draws random numbers")
+    if target is aten.view.dtype:
+        raise NotExact(f"{target} takes a tensor for its bits")
+    args, kwargs = map_aggregate((node.args, node.kwargs), _wide)
+    return target, args, kwargs
+
+
+def _mapped(args: Any, value: Callable[[Node], Any]) -> Any:
+    """Return arguments with values in the place of nodes: a faster `map_arg`."""
+    if isinstance(args, list | tuple):
+        return [value(a) if isinstance(a, Node) else _mapped(a, value) for a in args]
+    if isinstance(args, dict):
+        return {k: value(a) if isinstance(a, Node) else _mapped(a, value) for k, a in args.items()}
+    return args
+
+
+def _flat(t: Tensor) -> Tensor:
+    return t.as_strided((t.numel(),), (1,))
+
+
+def _alike(words: list[Words]) -> bool:
+    """Tell whether tensors lie in memory in one and the same dense order."""
+    first = words[0].high
+    return torch.ops.aten.is_non_overlapping_and_dense(first) and all(
+        t.size() == first.size() and t.stride() == first.stride()
+        for w in words
+        for t in (w.high, *w.lows)
+    )

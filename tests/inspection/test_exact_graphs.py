@@ -1,0 +1,157 @@
+"""A graph done again in float64: the same numbers as by a float64 copy of the optimizer."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support import repeated_steps
+from support.interpreter import without_compiler
+from torch import Tensor, optim
+
+import collage_fx
+from collage_fx.compilation.side_inputs import looked_at
+from collage_fx.errors import CollageWarning
+from collage_fx.inspection.monitor import _Copy, _states
+from collage_fx.inspection.update_stats import GraphUpdates, UpdateStats
+from collage_fx.passes.ir import exact
+
+
+class Clipped(optim.Optimizer):
+    """Averages of gradients that are divided by the norm of all, in fp32 and in bf16."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        """Take one step."""
+        params = self.param_groups[0]["params"]
+        norm = torch.stack([p.grad.float().norm() for p in params]).norm()
+        for p in params:
+            state, g = self.state[p], p.grad.float() / norm.clamp(min=1)
+            if not state:
+                state.update(a=torch.zeros_like(p), b=torch.zeros_like(p, dtype=torch.float32))
+            state["a"].lerp_(g.to(p.dtype), 0.01)
+            state["b"].mul_(0.99).add_(g * g, alpha=0.01)
+            update = torch.tanh(state["a"].float() / (state["b"].sqrt() + 1e-8))
+            p.add_(update.to(p.dtype), alpha=-self.param_groups[0]["lr"])
+
+
+class Noisy(optim.SGD):
+    """Adds noise to its gradients."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        """Take one step."""
+        for p in self.param_groups[0]["params"]:
+            p.grad.add_(torch.randn_like(p))
+        return super().step(closure)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "AdamW": functools.partial(optim.AdamW, lr=1e-4, amsgrad=True),
+    "NAdam, foreach": functools.partial(optim.NAdam, lr=1e-4, foreach=True),
+    "one of the user's": Clipped,
+}
+
+
+def _params(*, some: int = 3) -> list[Tensor]:
+    """Transposed, flat, one of more than one piece; more of the same sizes on request."""
+    torch.manual_seed(0)
+    made = [torch.randn(6, 4).t(), torch.randn(33), torch.randn(2, exact._ON_CPU)]
+    made += [torch.randn(8) for _ in range(some - 3)]
+    return [p.bfloat16().requires_grad_() for p in made]
+
+
+def _step(optimizer: Any) -> tuple[dict[str, UpdateStats], dict[str, UpdateStats] | str, str]:
+    """Take a step; return what its graphs say of the updates, what a copy does, and why not."""
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad = torch.randn_like(p) * 0.1
+    copy, graphs = _Copy(optimizer, (), {}), GraphUpdates()
+    with looked_at(graphs.look), without_compiler():
+        optimizer.step()
+    states = _states(optimizer)
+    names = {o.tensor.data_ptr(): o.name for o in states}
+    found = {names[at]: stats for at, stats in graphs.found.items() if at in names}
+    by_copy = copy.exact if isinstance(copy.exact, str) else copy.stats(states)
+    return found, by_copy, graphs.problem
+
+
+@pytest.mark.parametrize("storage", ["mcf2", "remainder16"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_numbers_are_those_of_a_float64_copy(name: str, storage: str) -> None:
+    optimizer = OPTIMIZERS[name](_params(some=12 if "foreach" in name else 3))
+    optimizer.step = collage_fx.compile(optimizer, storage=storage)
+    for _ in range(3):
+        _step(optimizer)
+    found, by_copy, problem = _step(optimizer)
+    assert not problem and isinstance(by_copy, dict) and found.keys() == by_copy.keys()
+    for state, stats in by_copy.items():
+        one, other = found[state].to_dict(), stats.to_dict()
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-6), state
+        assert math.isfinite(one["ulps"]) and found[state].count
+    lost = {state for state, stats in found.items() if stats.lost_plain > stats.lost}
+    assert lost, "the control: plain bf16 would have lost some"
+
+
+def test_what_is_made_of_matrices_in_16_bits_is_left_to_a_copy() -> None:
+    params = [torch.randn(8, 8).bfloat16().requires_grad_() for _ in range(2)]
+    optimizer = optim.Muon(params, lr=1e-3)
+    optimizer.step = collage_fx.compile(optimizer)  # type: ignore[method-assign]
+    monitor = collage_fx.monitor(optimizer, every=1)
+    for _ in range(3):
+        found, by_copy, problem = _step(optimizer)
+    assert not found and "made of what aten" in problem
+    assert isinstance(by_copy, dict) and len(by_copy) == 4
+    assert not monitor.problem and len(monitor.latest["states"]) == 4
+
+
+def test_steps_that_a_copy_cannot_take_are_measured_by_their_graphs() -> None:
+    optimizer: Any = Noisy(_params(), lr=1e-2)
+    optimizer.step = collage_fx.compile(optimizer)
+    optimizer.register_step_post_hook(lambda *_: None)
+    monitor = collage_fx.monitor(optimizer, every=2)
+    for _ in range(4):
+        found, by_copy, problem = _step(optimizer)
+    assert isinstance(by_copy, str), "the control: it has hooks, and draws random numbers"
+    assert not problem and not monitor.problem
+    assert len(found) == len(monitor.latest["states"]) == 3
+    # Gradients are drawn by one graph, and used by another: with others it would be off by one.
+    assert all(abs(stats.edq - 1) < 5e-3 for stats in found.values())
+
+
+def test_random_numbers_in_an_update_are_said() -> None:
+    class Langevin(optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {})
+
+        @torch.no_grad()
+        def step(self) -> None:  # type: ignore[override]
+            for p in self.param_groups[0]["params"]:
+                p.add_(p.grad + torch.randn_like(p), alpha=-1e-3)
+
+    optimizer: Any = Langevin(_params())
+    optimizer.step = collage_fx.compile(optimizer)
+    monitor = collage_fx.monitor(optimizer, every=2)
+    with pytest.warns(CollageWarning, match="cannot measure the updates"):
+        for _ in range(2):
+            found, by_copy, problem = _step(optimizer)
+    assert not found and problem and isinstance(by_copy, str) and monitor.problem
+
+
+@pytest.mark.kernels
+def test_the_steps_between_are_repeated_without_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = []
+    for watched in (False, True):
+        torch.compiler.reset()
+        optimizer = repeated_steps.made(optim.AdamW, "mcf2", lr=1e-3)
+        monitor = collage_fx.monitor(optimizer, every=4) if watched else None
+        with repeated_steps.counted(monkeypatch, allowed=True) as repeats:
+            repeated_steps.trained(optimizer, 16)
+        ends.append(repeated_steps.values(optimizer))
+    assert monitor is not None and [one.step for one in monitor.history] == [4, 8, 12, 16]
+    # Counted from 0.
+    assert not {7, 11, 15} & set(repeats) and {8, 9, 10, 12, 13, 14} <= set(repeats)
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
