@@ -31,7 +31,9 @@ def test_they_fit_on_a_page_and_are_shown(name: str) -> None:
 def output(name: str) -> str:
     """What an example prints, which ends without an error."""
     path = str(EXAMPLES / name)
-    done = run_script(f"import runpy; runpy.run_path({path!r}, run_name='__main__')")
+    # The process has the arguments of pytest's, of which it is a fork.
+    alone = f"import runpy, sys; sys.argv = [{path!r}]; "
+    done = run_script(f"{alone}runpy.run_path({path!r}, run_name='__main__')")
     assert done.returncode == 0, done.stderr
     return done.stdout
 
