@@ -1,7 +1,8 @@
 """Telemetry of an optimizer's updates: what 16 bits lose, and what their residuals keep.
 
-Every n-th step is also done by a copy of the optimizer in float64, and each update as it was stored
-is held against the exact one.
+In every n-th step each update as it was stored is held against the exact one: what the compiled
+graph of the step makes in float64 of the same inputs, or, where no graph shows it, what a float64
+copy of the optimizer makes.
 """
 
 import functools
@@ -242,9 +243,10 @@ def monitor(
     Args:
         optimizer: one whose step `collage_fx.compile` has made, or any other, to see what it loses
             without.
-        every: in which steps. In those a copy of the optimizer takes the step in float64, which
-            takes 8 bytes for each element of parameters, gradients and states for that time, and
-            as much again for the states.
+        every: in which steps. In those what the step overwrites is copied for that time; where
+            graphs do not show all of the step, a copy of the optimizer in float64 takes it too,
+            with 8 bytes for each element of parameters, gradients and states, and as much again
+            for the states.
         to: what is given each measurement: a function of a dict of scalars and the step; a
             `SummaryWriter` of TensorBoard; a run of Weights & Biases.
         model: the module whose names the parameters have, as of `explain`.
@@ -252,9 +254,9 @@ def monitor(
     Returns:
         A Monitor: `latest` has the last measurement, by kind of state, layer and state; `history`
         all of them; `remove()` ends it. Of sharded parameters each process measures its shard. In
-        the first step, which makes the states, it measures parameters only. Steps that evaluate a
-        closure more than once, draw random numbers or have hooks are not measured; a warning says
-        so.
+        the first step, which makes the states, it measures parameters only. Of steps that graphs
+        do not show, those that evaluate a closure more than once, draw random numbers or have hooks
+        are not measured; a warning says so.
 
     Raises:
         OptionError: `every` is not a positive integer, or `to` is none of these.

@@ -108,6 +108,19 @@ def test_what_is_made_of_matrices_in_16_bits_is_left_to_a_copy() -> None:
     assert not monitor.problem and len(monitor.latest["states"]) == 4
 
 
+def test_graphs_that_are_too_large_to_keep_are_left_to_a_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(exact, "LARGEST", 10)
+    optimizer = optim.SGD(_params(), lr=1e-3)
+    optimizer.step = collage_fx.compile(optimizer)  # type: ignore[method-assign]
+    monitor = collage_fx.monitor(optimizer, every=2)
+    for _ in range(2):
+        found, by_copy, problem = _step(optimizer)
+    assert not found and not problem and isinstance(by_copy, dict)
+    assert not monitor.problem and len(monitor.latest["states"]) == 3
+
+
 def test_steps_that_a_copy_cannot_take_are_measured_by_their_graphs() -> None:
     optimizer: Any = Noisy(_params(), lr=1e-2)
     optimizer.step = collage_fx.compile(optimizer)
