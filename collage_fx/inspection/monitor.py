@@ -19,7 +19,12 @@ from torch.optim import Optimizer
 
 from collage_fx.compilation.side_inputs import looked_at
 from collage_fx.errors import CollageWarning, OptionError, SubjectError
-from collage_fx.inspection.update_stats import GraphUpdates, Measurement, UpdateStats, stats_of
+from collage_fx.inspection.update_stats import (
+    GraphUpdates,
+    Measurement,
+    UpdateStats,
+    stats_of,
+)
 from collage_fx.optimizer.ownership import Owned, owned_tensors
 from collage_fx.optimizer.parameter_names import names_of, renamed
 from collage_fx.optimizer.state_table import PARAMETER, split_name
@@ -206,11 +211,9 @@ class _Copy:
         """Return the statistics of the states, after the optimizer has taken the step."""
         assert not isinstance(self.exact, str)
         return {
-            o.name: stats_of(
-                *self.before[o.name], o.tensor, in_float64(o.tensor), self.exact[o.name]
-            )
+            o.name: stats_of(*before, o.tensor, in_float64(o.tensor), self.exact[o.name])
             for o in states
-            if o.name in self.before and o.name in self.exact
+            if o.name in self.exact and (before := self.before.get(o.name)) is not None
         }
 
 

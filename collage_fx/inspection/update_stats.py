@@ -16,6 +16,7 @@ from torch import Tensor
 from collage_fx.compilation.side_inputs import Observed
 from collage_fx.optimizer.state_table import PARAMETER, split_name
 from collage_fx.passes.ir.exact import ExactGraph, NotExact, piece_for
+from collage_fx.runtime.kernels.update_sums import update_sums
 
 
 @dataclass(slots=True)
@@ -130,6 +131,13 @@ def stats_of(high: Tensor, whole: Tensor, now: Tensor, after: Tensor, exact: Ten
 
 
 def _stats_of_piece(*states: Tensor) -> UpdateStats:
+    high = states[0]
+    if high.dtype is torch.bfloat16 and high.is_cpu:
+        # In one pass, which takes a third of the time of PyTorch's thirty.
+        compiled = update_sums(states, 2.0**_LEAST)
+        if compiled is not None:
+            compiled[6] -= compiled[0] * math.log2(torch.finfo(high.dtype).eps)
+            return UpdateStats(*compiled)
     found = _sums(*states).tolist()
     if all(map(math.isfinite, found)):
         return UpdateStats(*found)

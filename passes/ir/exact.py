@@ -210,7 +210,7 @@ class _Member:
             piece = slice(start, start + step) if step < size else None
             given, now = [w.piece(piece) for w in inputs], [w.piece(piece) for w in new]
             values = [w.value() for w in given]
-            exact = function(*values)
+            exact = [x.expand_as(w.high) for x, w in zip(function(*values), now, strict=True)]
             for k, (_, at) in enumerate(states):
                 yield Update(
                     tensors[k], given[at].high, values[at], now[k].high, now[k].value(), exact[k]

@@ -230,4 +230,7 @@ def value_in_float64(storage: str, hi: Tensor, components: Sequence[Tensor]) -> 
     """
     if components and (hi.dtype in FP8 or any(c.dtype != hi.dtype for c in components)):
         return STORAGES[storage].join(hi, *components).to(torch.float64)
-    return sum((c.to(torch.float64) for c in components), start=hi.to(torch.float64))
+    total = hi.to(torch.float64, copy=True)
+    for component in components:
+        total += component
+    return total
