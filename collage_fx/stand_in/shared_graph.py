@@ -99,7 +99,7 @@ class SharedGraph:
             raise NotShared("it does more than to call kernels")
         if any(not isinstance(self.inputs[i], int) for i in direct.inputs if i < count):
             raise NotShared("what Inductor has compiled takes a tensor, such as a rate")
-        self.direct, self.seeded = direct, code.seeded
+        self.direct, self.seeded, self.exact = direct, code.seeded, side.exact
         full = {i for call in direct.calls for i in (*call.operands[0], *call.operands[1])}
         first = len(observed.inputs) + len(code.seeded)
         if full & set(range(first, first + len(direct.memory))):
@@ -160,6 +160,7 @@ class SharedGraph:
             list(plans.values()),
         )
         side = SideInputs(residuals, None, session.config.seed)
+        side.exact = self.exact
         kernels = side.bind(self.direct.bind(self.direct.compiled), self.seeded)
         locate = [x if isinstance(x, int) else find(x) for x in self.inputs]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import repeated_steps
+from support import repeated_steps, shared_runs
 from support.interpreter import without_compiler
 from torch import Tensor, optim
 
@@ -168,3 +168,18 @@ def test_the_steps_between_are_repeated_without_python(monkeypatch: pytest.Monke
     # Counted from 0.
     assert not {7, 11, 15} & set(repeats) and {8, 9, 10, 12, 13, 14} <= set(repeats)
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+@pytest.mark.kernels
+def test_a_graph_that_optimizers_share_shows_each_its_own_states() -> None:
+    params = shared_runs.parameters()
+    optimizers = shared_runs.compiled(lambda some: optim.AdamW(some, lr=1e-4), params)
+    monitors = [collage_fx.monitor(one, every=2) for one in optimizers]
+    shared_runs.train(optimizers, 4)
+    for p, optimizer, monitor in zip(params, optimizers, monitors, strict=True):
+        p.grad = torch.ones_like(p)
+        found, by_copy, problem = _step(optimizer)
+        assert isinstance(by_copy, dict) and not problem and not monitor.problem
+        assert found.keys() == by_copy.keys() and len(found) == 3
+        for state, stats in by_copy.items():
+            assert found[state].to_dict() == pytest.approx(stats.to_dict(), rel=1e-4, abs=1e-6)
