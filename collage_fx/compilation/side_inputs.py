@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -81,8 +81,17 @@ class _Calls(threading.local):
         self.running: list[_Call] = []
 
 
-Look: TypeAlias = Callable[[ExactGraph, Observed], Callable[[], None]]
-"""Is given each call of a graph before it, and returns what is called after it."""
+class Look(Protocol):
+    """Looks at the calls of graphs."""
+
+    def enter(self) -> None:
+        """A graph is about to be called."""
+
+    def take(self, exact: ExactGraph, observed: Observed) -> None:
+        """It takes these inputs, and has not written any."""
+
+    def leave(self) -> None:
+        """It is done, and so is all that is noted of what it wrote."""
 
 
 class _Observing(threading.local):
@@ -108,7 +117,7 @@ def observed_calls() -> Iterator[list[Observed]]:
 
 @contextmanager
 def looked_at(look: Look) -> Iterator[None]:
-    """Within, each call by this thread of a graph that can be done again is looked at."""
+    """Within, each call of a graph by this thread is looked at."""
     before, _OBSERVING.looks = _OBSERVING.looks, (*_OBSERVING.looks, look)
     try:
         yield
@@ -151,6 +160,8 @@ class SideInputs:
         gathered = self.residuals.gather(args)
         absent = [find(args) for find in members.locate] if members else []
         call = _Call(args, gathered, absent)
+        for look in _OBSERVING.looks:
+            look.enter()
         self.calls.running.append(call)
         try:
             result = members.run(function, args, call) if members else function(*args)
@@ -160,6 +171,9 @@ class SideInputs:
         finally:
             self.calls.running.pop()
         gathered.settle()
+        with _disable_current_modes() if _OBSERVING.looks else nullcontext():
+            for look in _OBSERVING.looks:
+                look.leave()
         return result
 
     def bind(self, inner: Any, devices: Sequence[torch.device]) -> Callable[[list[Any]], Any]:
@@ -175,13 +189,10 @@ class SideInputs:
             call = self.calls.running[-1]
             residuals = [residual for _, residual in call.residuals.current]
             full = [*args, *call.members, *(c for r in residuals for c in r.components)]
-            afters = self._observed(call, full)
+            self._show(call, full)
             full += self.draw(residuals, devices)
             args.clear()
             results = inner(full)
-            with _disable_current_modes() if afters else nullcontext():
-                for after in afters:
-                    after()
             if count is None:
                 return results
             call.made = list(results[count:])
@@ -190,17 +201,17 @@ class SideInputs:
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
-    def _observed(self, call: _Call, inputs: list[Any]) -> list[Callable[[], None]]:
-        """Show a call to who wants to see it; return what is to be called after it."""
+    def _show(self, call: _Call, inputs: list[Any]) -> None:
+        """Show the inputs of a call to who wants to see them."""
         if _OBSERVING.calls is None and not _OBSERVING.looks:
-            return []
+            return
         observed = Observed(call.args, call.residuals, list(inputs))
         if _OBSERVING.calls is not None:
             _OBSERVING.calls.append(observed)
-        if self.exact is None or not _OBSERVING.looks:
-            return []
-        with _disable_current_modes():
-            return [look(self.exact, observed) for look in _OBSERVING.looks]
+        if self.exact is not None:
+            with _disable_current_modes():
+                for look in _OBSERVING.looks:
+                    look.take(self.exact, observed)
 
 
 @dataclass

@@ -29,8 +29,6 @@ from collage_fx.optimizer.ownership import Owned, owned_tensors
 from collage_fx.optimizer.parameter_names import names_of, renamed
 from collage_fx.optimizer.state_table import PARAMETER, split_name
 from collage_fx.passes.ir.program import LOW_PRECISION
-from collage_fx.runtime.errors import listed
-from collage_fx.runtime.residuals.store import version
 from collage_fx.step.first_steps import exact_step, in_float64
 from collage_fx.step.subject import innermost, step_made_here
 from collage_fx.step.watches import add_watch, remove_watch
@@ -119,9 +117,15 @@ class Monitor:
         self._within = True
         try:
             self.steps += 1
-            if self.steps % self.every:
-                return run(*args, **kwargs)
-            return self._measured(optimizer, run, args, kwargs)
+            if self.steps % self.every == 0:
+                return self._measured(optimizer, run, args, kwargs)
+            if (self.steps + 1) % self.every == 0 and not self._by_graphs:
+                graphs = GraphUpdates(_states(optimizer), measure=False)
+                with looked_at(graphs):
+                    result = run(*args, **kwargs)
+                self._by_graphs = graphs.complete
+                return result
+            return run(*args, **kwargs)
         finally:
             self._within = False
 
@@ -131,12 +135,11 @@ class Monitor:
         copy = None if self._by_graphs else _Copy(optimizer, args, kwargs)
         if copy is not None:
             args, kwargs = copy.args, copy.kwargs
-        versions = {o.name: version(o.tensor) for o in _states(optimizer)}
-        graphs = GraphUpdates()
-        with looked_at(graphs.look):
+        graphs = GraphUpdates(_states(optimizer))
+        with looked_at(graphs):
             result = run(*args, **kwargs)
         try:
-            self.problem = self._note(optimizer, versions, graphs, copy)
+            self.problem = self._note(optimizer, graphs, copy)
         except Exception as error:  # of a logger, say: no reason to end a training
             self.problem = f"{type(error).__name__}: {error}"
         if self.problem and self.problem not in self._said:
@@ -145,31 +148,28 @@ class Monitor:
             warnings.warn(message, CollageWarning, stacklevel=4)
         return result
 
-    def _note(
-        self,
-        optimizer: Optimizer,
-        versions: dict[str, int],
-        graphs: GraphUpdates,
-        copy: "_Copy | None",
-    ) -> str:
+    def _note(self, optimizer: Optimizer, graphs: GraphUpdates, copy: "_Copy | None") -> str:
         """Note what a step did to the states; return what is wrong with that."""
         states = _states(optimizer)
         if not states:
             return "none of its states is in 16 bits"
-        by_address = {o.tensor.data_ptr(): o.name for o in states}
-        found = {by_address[at]: s for at, s in graphs.found.items() if at in by_address}
-        changed = {o.name for o in states if versions.get(o.name) not in (None, version(o.tensor))}
-        self._by_graphs = bool(found) and changed <= found.keys()
-        if not self._by_graphs and copy is not None:
-            if isinstance(copy.exact, str):
-                return copy.exact
+        if graphs.complete or (copy is None and graphs.unchanged):
+            found = graphs.found
+            for o in graphs.states.values():
+                if o.name not in found:  # a parameter without a gradient, say
+                    value = in_float64(o.tensor)
+                    found[o.name] = stats_of(o.tensor, value, o.tensor, value, value)
+            self._by_graphs = True
+        elif copy is None:
+            self._by_graphs = False
+            missed = ", ".join(sorted(graphs.missed)[:3])
+            why = f"graphs have not shown all that was written to {missed}; {graphs.problem}"
+            return why.removesuffix("; ")
+        elif isinstance(copy.exact, str):
+            return f"{copy.exact}; {graphs.problem}".removesuffix("; ")
+        else:
             found = copy.stats(states)
-        elif not self._by_graphs and changed:
-            return (
-                graphs.problem or f"{listed(changed - found.keys(), 3)} is not updated in a graph"
-            )
-        if found:
-            self._keep(optimizer, found)
+        self._keep(optimizer, found)
         return ""
 
     def _keep(self, optimizer: Optimizer, found: dict[str, UpdateStats]) -> None:
@@ -200,12 +200,16 @@ class _Copy:
         if len(args) + len(kwargs) == 1 and callable(closure):
             known = _Evaluated(closure)
             self.args, self.kwargs, loss = (known,), {}, known.loss_alone
-        self.exact = exact_step(optimizer, () if loss else args, kwargs, loss)
+        self.exact: dict[str, Tensor] | str
         """The values of the states after it, or why they cannot be known."""
         self.before: Pairs = {}
-        if not isinstance(self.exact, str):
-            states = _states(optimizer)
-            self.before = {o.name: (o.tensor.clone(), in_float64(o.tensor)) for o in states}
+        try:
+            self.exact = exact_step(optimizer, () if loss else args, kwargs, loss)
+            if not isinstance(self.exact, str):
+                states = _states(optimizer)
+                self.before = {o.name: (o.tensor.clone(), in_float64(o.tensor)) for o in states}
+        except Exception as error:  # memory for copies, say: no reason to end a training
+            self.exact = f"{type(error).__name__}: {error}"
 
     def stats(self, states: list[Owned]) -> dict[str, UpdateStats]:
         """Return the statistics of the states, after the optimizer has taken the step."""
@@ -296,5 +300,6 @@ def _writer(to: Any) -> Callable[[Measurement], None]:
 
 
 def _states(optimizer: Optimizer) -> list[Owned]:
-    """Return the 16-bit states and parameters."""
-    return [o for o in owned_tensors(optimizer) if o.tensor.dtype in LOW_PRECISION]
+    """Return the 16-bit states and parameters that have elements."""
+    tensors = owned_tensors(optimizer)
+    return [o for o in tensors if o.tensor.dtype in LOW_PRECISION and o.tensor.numel()]

@@ -6,7 +6,7 @@ Source of the lost share and the Effective Descent Quality (EDQ): Collage, arXiv
 import functools
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from collage_fx.compilation.side_inputs import Observed
+from collage_fx.optimizer.ownership import Owned
 from collage_fx.optimizer.state_table import PARAMETER, split_name
-from collage_fx.passes.ir.exact import ExactGraph, NotExact, piece_for
+from collage_fx.passes.ir.exact import ExactGraph, ExactStep, NotExact, piece_for
 from collage_fx.runtime.kernels.update_sums import update_sums
+from collage_fx.runtime.residuals.store import version
 
 
 @dataclass(slots=True)
@@ -79,37 +81,87 @@ _all_of = operator.attrgetter(*(f.name for f in fields(UpdateStats)))
 
 
 class GraphUpdates:
-    """Sums over what the graphs of a step did to their states, of which each is done again."""
+    """What the graphs of a step do to the states of an optimizer, each graph done again."""
 
-    def __init__(self) -> None:
-        self.found: dict[int, UpdateStats] = {}
-        """Address of a state -> its statistics."""
+    def __init__(self, states: Sequence[Owned], *, measure: bool = True) -> None:
+        """Begin a step.
+
+        Args:
+            states: of the optimizer, those that have elements.
+            measure: whether graphs are done again; if not, it is only seen whether they show all.
+        """
+        self.states = {_place(o.tensor): o for o in states}
+        self.versions = {o.name: version(o.tensor) for o in self.states.values()}
+        self.measure = measure
+        self.found: dict[str, UpdateStats] = {}
+        """Name of a state -> its statistics, of those that a graph has updated."""
+        self.missed: set[str] = set()
+        """Those that were written in another way too, or by several graphs."""
         self.problem = ""
         """Why a graph could not be done again."""
+        self._call: ExactStep | None = None
+        self._taken: dict[str, UpdateStats] = {}
+        """The same of the graph that is being called."""
 
-    def look(self, exact: ExactGraph, observed: Observed) -> Callable[[], None]:
-        """Look at a call of a graph before it; return what is to be called after it."""
+    @property
+    def complete(self) -> bool:
+        """Whether graphs have shown all that was written to the states, and something was."""
+        self.enter()
+        return bool(self.found) and not self.missed
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether no state was written."""
+        self.enter()
+        return not self.found and not self.missed
+
+    def enter(self) -> None:
+        """Note what was written since the last graph."""
+        self.missed |= self._written()
+
+    def take(self, exact: ExactGraph, observed: Observed) -> None:
+        """Look at the inputs of a graph; copy those that it overwrites."""
         residuals = [(r.storage, r.components) for _, r in observed.residuals.current]
         count = len(observed.inputs) - sum(len(components) for _, components in residuals)
+        inputs = observed.inputs[:count]
         try:
-            call = exact.begin(observed.inputs[:count], residuals)
+            if self.measure:
+                self._call = exact.begin(inputs, residuals)
+            else:
+                self._see(dict.fromkeys(map(_place, exact.updated(inputs)), UpdateStats()))
         except Exception as error:  # memory for copies, say: no reason to end a training
             self._note(error)
-            return lambda: None
 
-        def after() -> None:
-            try:
-                for state, *tensors in call.updates():
-                    at = state.data_ptr()
-                    self.found[at] = self.found.get(at, UpdateStats()) + stats_of(*tensors)
-            except Exception as error:  # the step is done, and is to be finished
-                self._note(error)
+    def leave(self) -> None:
+        """Note what the graph has written, done again."""
+        found: dict[Any, UpdateStats] = {}
+        try:
+            for state, *tensors in self._call.updates() if self._call is not None else ():
+                if (place := _place(state)) in self.states:
+                    found[place] = found.get(place, UpdateStats()) + stats_of(*tensors)
+            self._see(found)
+        except Exception as error:  # the step is done, and is to be finished
+            self._note(error)
+        self.missed |= (self._written() - self._taken.keys()) | (self.found.keys() & self._taken)
+        self.found |= self._taken
+        self._call, self._taken = None, {}
 
-        return after
+    def _see(self, found: dict[Any, UpdateStats]) -> None:
+        self._taken |= {self.states[at].name: s for at, s in found.items() if at in self.states}
+
+    def _written(self) -> set[str]:
+        now = {o.name: version(o.tensor) for o in self.states.values()}
+        before, self.versions = self.versions, now
+        return {name for name, number in now.items() if number != before[name]}
 
     def _note(self, error: Exception) -> None:
         name = "" if isinstance(error, NotExact) else f"{type(error).__name__}: "
         self.problem = f"a graph cannot be done again in float64: {name}{error}"
+
+
+def _place(tensor: Tensor) -> Hashable:
+    """Return what tells a state from others; a shard may be another object each time."""
+    return tensor.data_ptr(), tensor.numel(), tensor.dtype
 
 
 def stats_of(high: Tensor, whole: Tensor, now: Tensor, after: Tensor, exact: Tensor) -> UpdateStats:

@@ -13,6 +13,7 @@ from torch.fx.node import map_aggregate, map_arg
 from collage_fx.passes.ir.program import (
     CONVERT,
     LOW_PRECISION,
+    Carried,
     Program,
     Slice,
     StateClass,
@@ -127,6 +128,15 @@ class ExactGraph:
         before = {i: words[i].copied() for i in self.written}
         return ExactStep(self, self.functions, words, before)
 
+    def updated(self, inputs: Sequence[Any]) -> Iterator[Tensor]:
+        """Yield the 16-bit states of classes among the inputs of a call; raises NotExact."""
+        if isinstance(self.functions, NotExact):
+            raise self.functions
+        for one in self.classes:
+            for part in one.members:
+                for row in self.rows(part):
+                    yield from (inputs[row.get(c.index, c.index)] for c, _ in narrow_states(part))
+
     def rows(self, part: Slice) -> Iterator[dict[int, int]]:
         """Yield which other inputs a slice has: none, then those of each one that it stands for."""
         yield {}
@@ -143,6 +153,11 @@ class ExactGraph:
         return self.operations[node]
 
 
+def narrow_states(part: Slice) -> list[tuple[Carried, int]]:
+    """Return the 16-bit states of a slice, each with its position among the inputs of that."""
+    return [(c, at) for c, at, _ in part.states if c.val.dtype in LOW_PRECISION]
+
+
 def _function(one: StateClass) -> Callable[..., tuple[Tensor, ...]]:
     for part in one.members:
         for node in part.inputs:
@@ -150,7 +165,8 @@ def _function(one: StateClass) -> Callable[..., tuple[Tensor, ...]]:
             if value_of(node).dim() and not _is_given(node):
                 raise NotExact(f"an update is made of what {node.target} makes")
     part = one.representative
-    wanted = [new for c, _, new in part.states if c.val.dtype in LOW_PRECISION]
+    new = {c.index: value for c, _, value in part.states}
+    wanted = [new[c.index] for c, _ in narrow_states(part)]
     return in_float64(part.nodes, part.inputs, wanted)
 
 
@@ -197,7 +213,7 @@ class _Member:
             function: makes the new values out of the inputs.
         """
         inputs = [self._input(n) for n in self.part.inputs]
-        states = [(c, at) for c, at, _ in self.part.states if c.val.dtype in LOW_PRECISION]
+        states = narrow_states(self.part)
         new = [self.call.words[self.row.get(c.index, c.index)] for c, _ in states]
         tensors = [words.high for words in new]
         size = step = tensors[0].numel() if tensors else 0
@@ -319,6 +335,8 @@ def _flat(t: Tensor) -> Tensor:
 
 def _alike(words: list[Words]) -> bool:
     """Tell whether tensors lie in memory in one and the same dense order."""
+    if not words:  # of 0-d tensors
+        return False
     first = words[0].high
     return torch.ops.aten.is_non_overlapping_and_dense(first) and all(
         t.size() == first.size() and t.stride() == first.stride()

@@ -58,10 +58,10 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 
 
 def _params(*, some: int = 3) -> list[Tensor]:
-    """Transposed, flat, one of more than one piece; more of the same sizes on request."""
+    """Transposed, flat, one of more than one piece, 0-d, and empty; more on request."""
     torch.manual_seed(0)
     made = [torch.randn(6, 4).t(), torch.randn(33), torch.randn(2, exact._ON_CPU)]
-    made += [torch.randn(8) for _ in range(some - 3)]
+    made += [torch.randn(()), torch.randn(0), *(torch.randn(8) for _ in range(some - 3))]
     return [p.bfloat16().requires_grad_() for p in made]
 
 
@@ -69,14 +69,11 @@ def _step(optimizer: Any) -> tuple[dict[str, UpdateStats], dict[str, UpdateStats
     """Take a step; return what its graphs say of the updates, what a copy does, and why not."""
     for p in optimizer.param_groups[0]["params"]:
         p.grad = torch.randn_like(p) * 0.1
-    copy, graphs = _Copy(optimizer, (), {}), GraphUpdates()
-    with looked_at(graphs.look), without_compiler():
+    copy, graphs = _Copy(optimizer, (), {}), GraphUpdates(_states(optimizer))
+    with looked_at(graphs), without_compiler():
         optimizer.step()
-    states = _states(optimizer)
-    names = {o.tensor.data_ptr(): o.name for o in states}
-    found = {names[at]: stats for at, stats in graphs.found.items() if at in names}
-    by_copy = copy.exact if isinstance(copy.exact, str) else copy.stats(states)
-    return found, by_copy, graphs.problem
+    by_copy = copy.exact if isinstance(copy.exact, str) else copy.stats(_states(optimizer))
+    return graphs.found if graphs.complete else {}, by_copy, graphs.problem
 
 
 @pytest.mark.parametrize("storage", ["mcf2", "remainder16"])
@@ -118,7 +115,7 @@ def test_graphs_that_are_too_large_to_keep_are_left_to_a_copy(
     for _ in range(2):
         found, by_copy, problem = _step(optimizer)
     assert not found and not problem and isinstance(by_copy, dict)
-    assert not monitor.problem and len(monitor.latest["states"]) == 3
+    assert not monitor.problem and len(monitor.latest["states"]) == 4
 
 
 def test_steps_that_a_copy_cannot_take_are_measured_by_their_graphs() -> None:
@@ -130,9 +127,76 @@ def test_steps_that_a_copy_cannot_take_are_measured_by_their_graphs() -> None:
         found, by_copy, problem = _step(optimizer)
     assert isinstance(by_copy, str), "the control: it has hooks, and draws random numbers"
     assert not problem and not monitor.problem
-    assert len(found) == len(monitor.latest["states"]) == 3
+    assert len(found) == len(monitor.latest["states"]) == 4
     # Gradients are drawn by one graph, and used by another: with others it would be off by one.
     assert all(abs(stats.edq - 1) < 5e-3 for stats in found.values())
+
+
+class Decaying(optim.SGD):
+    """Writes its parameters twice in a step, the first time in a graph of its own."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        """Take one step."""
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p.mul_(0.99)
+        return super().step(closure)
+
+
+def _clamp(optimizer: Any, *_: Any) -> None:
+    with torch.no_grad():
+        for p in optimizer.param_groups[0]["params"]:
+            p.clamp_(-0.5, 0.5)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_state_that_is_written_twice_is_left_to_a_copy(every: int) -> None:
+    optimizer: Any = Decaying(_params(), lr=1e-3)
+    optimizer.step = collage_fx.compile(optimizer)
+    monitor = collage_fx.monitor(optimizer, every=every)
+    for _ in range(6):
+        found, by_copy, _ = _step(optimizer)
+        assert not found
+    assert isinstance(by_copy, dict)
+    assert not monitor.problem and len(monitor.history) == 6 // every
+    for name, stats in by_copy.items():
+        assert monitor.latest["states"][name] == pytest.approx(stats.to_dict())
+        assert stats.count <= (1 << 16), "the control: counted once"
+
+
+def test_what_a_hook_writes_is_no_update_of_a_graph() -> None:
+    optimizer: Any = optim.AdamW(_params(), lr=1e-3)
+    optimizer.step = collage_fx.compile(optimizer)
+    optimizer.register_step_post_hook(_clamp)
+    monitor = collage_fx.monitor(optimizer, every=3)
+    with pytest.warns(CollageWarning, match="steps with hooks are not compared"):
+        for _ in range(3):
+            found, _, _ = _step(optimizer)
+            assert not found
+    assert monitor.problem and not monitor.history
+
+
+def test_nothing_is_copied_where_graphs_show_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise MemoryError("a copy is made")
+
+    optimizer: Any = optim.AdamW(_params(), lr=1e-3)
+    optimizer.step = collage_fx.compile(optimizer)
+    monitor = collage_fx.monitor(optimizer, every=4)
+    with monkeypatch.context() as patch:
+        patch.setattr("collage_fx.inspection.monitor.exact_step", refuse)
+        for _ in range(4):
+            for p in optimizer.param_groups[0]["params"]:
+                p.grad = torch.randn_like(p)
+            with without_compiler():
+                optimizer.step()
+        assert len(monitor.latest["states"]) == 12 and not monitor.problem
+        # The control: an optimizer that is not compiled is measured by a copy, and goes on.
+        plain = optim.SGD(_params(), lr=1e-3)
+        other = collage_fx.monitor(plain, every=1)
+        with pytest.warns(CollageWarning, match="MemoryError: a copy is made"):
+            plain.step()
+    assert other.problem and not other.history
 
 
 def test_random_numbers_in_an_update_are_said() -> None:
