@@ -42,9 +42,8 @@ def _dispatches(kind: type) -> bool:
 class Recorder:
     """Notes operations, and has them done when somebody needs their results.
 
-    Results are tensors that have memory and no data yet. A structure is a path in a trie: an
-    operation with the numbers of its operands leads from one place to the next, so that shapes are
-    inferred once. What cannot be noted is done at once, after what it depends on.
+    Results are tensors that have memory and no data yet. What cannot be noted is done at once,
+    after what it depends on.
 
     An operation that fails by the shapes of its operands raises where it stands; when a step raises
     for whatever reason, what was noted before is done, so that the states are as after the same
@@ -161,7 +160,10 @@ class Recorder:
             self.wake()
             self._watch_reads()
         if operation.kind == "note" and not self._on_host(operation, args, kwargs):
-            if not torch.is_grad_enabled() or not _differentiated(args, kwargs):
+            # What autograd saves of an operation that it follows it may read by itself.
+            if not torch.is_grad_enabled() or not any(
+                t.requires_grad for t in tensors_in(args, kwargs)
+            ):
                 for _ in range(2):
                     try:
                         result = self._note(func, operation, args, kwargs)
@@ -232,10 +234,6 @@ class Recorder:
         place = notes.operation(func, args, kwargs)
         self.noted += 1
         notes.wait = True
-        spec, more = place.line[1], place.line[2]
-        for key in operation.written:
-            value = dict(more).get(key) if isinstance(key, str) else spec[key]
-            notes.is_written(value if type(value) is tuple else (value,))
         if operation.nothing:
             return None
         if operation.returns is not None:
@@ -298,8 +296,3 @@ class _BesideDynamo(_Mode):
 def _is_number(result: Any) -> bool:
     """Tell whether a result has one element, which torch.tensor([x]) reads behind our back."""
     return isinstance(result, Tensor) and result.numel() == 1
-
-
-def _differentiated(args: Any, kwargs: Any) -> bool:
-    """Tell whether autograd follows an operation: what it saves it may read by itself."""
-    return any(t.requires_grad for t in tensors_in(args, kwargs))

@@ -21,7 +21,6 @@ from collage_fx.runtime.storage.registry import (
     split_into,
 )
 from collage_fx.segments.memory import (
-    Between,
     Input,
     KnownMemory,
     KnownState,
@@ -32,6 +31,8 @@ from collage_fx.segments.memory import (
     storage_key,
 )
 from collage_fx.segments.trie import layout_of
+
+_UNKNOWN = KnownMemory()
 
 
 class LowWords:
@@ -124,14 +125,9 @@ class LowWords:
         known = self.of_tensor.get(id(tensor))
         return known is not None and known.written
 
-    def _states_of(self, t: Tensor) -> list[Owned]:
-        """Return the states that were found in the storage of t."""
-        known = self.memory.get(storage_key(t))
-        return known.states if known is not None else []
-
-    def _between_in(self, t: Tensor) -> Between | None:
-        known = self.memory.get(storage_key(t))
-        return known.between if known is not None else None
+    def _memory_of(self, t: Tensor) -> KnownMemory:
+        """Return what is known of the storage of t: nothing, if the step has not met it."""
+        return self.memory.get(storage_key(t), _UNKNOWN)
 
     def input(self, t: Tensor) -> Input:
         """Return what a segment needs to know of memory that it did not make."""
@@ -164,7 +160,7 @@ class LowWords:
     def _near(self, t: Tensor) -> list[Owned]:
         """Return the states that are in the storage of t by now, of its dtype."""
         key = storage_key(t)
-        found = self._states_of(t) if t.dtype in self.wide else ()
+        found = self._memory_of(t).states if t.dtype in self.wide else ()
         return [o for o in found if o.tensor.dtype is t.dtype and storage_key(o.tensor) == key]
 
     def states_in(self, t: Tensor) -> list[Owned]:
@@ -204,7 +200,7 @@ class LowWords:
         return bool(self._lows(t)) or any(self.of_state(o) is not None for o in self.states_in(t))
 
     def _lows(self, t: Tensor) -> tuple[Tensor, ...] | None:
-        between = self._between_in(t)
+        between = self._memory_of(t).between
         if between is None or between.storage.expired() or between.dtype is not t.dtype:
             return None
         return between.like(t)
@@ -236,7 +232,7 @@ class LowWords:
     def store(self, given: Input, wide: Tensor) -> None:
         """Write a wide value over memory, and what does not fit in there into low words."""
         t = given.data
-        if not given.pieces and self._between_in(t) is not None:
+        if not given.pieces and self._memory_of(t).between is not None:
             return self.keep(t, wide)
         if not any(piece.layout == given.layout for piece in given.pieces):
             t.copy_(wide)
@@ -304,7 +300,7 @@ class LowWords:
         None if a state in it has moved.
         """
         t = given.data
-        if written and not given.pieces and self._between_in(t) is not None:
+        if written and not given.pieces and self._memory_of(t).between is not None:
             self.born(t, self.transient[t.dtype])
         if lows := self._lows(t):
             return [Part(given.layout, given.layout, self.transient[t.dtype].name, lows)]
@@ -349,7 +345,7 @@ class LowWords:
 
     def overwritten(self, t: Tensor) -> None:
         """Drop the low words of memory that something has written which knows none."""
-        if self._between_in(t) is not None:
+        if self._memory_of(t).between is not None:
             self.memory[storage_key(t)].between = None
         for owned in self.states_in(t):
             self._is_written(owned)
@@ -364,8 +360,7 @@ class LowWords:
     def is_result(self, t: Tensor) -> bool:
         """Tell whether a segment has made t, from whole values: it may have more bits than a graph
         would give it."""
-        known = self.memory.get(storage_key(t))
-        made = known.made if known is not None else None
+        made = self._memory_of(t).made
         return made is not None and not made.expired() and t.is_floating_point() and t.dim() > 0
 
     def dropped(self, t: Tensor) -> bool:
@@ -385,6 +380,6 @@ class LowWords:
                 known.settle()
             return
         for t in written:
-            for owned in self._states_of(t):  # views count versions together
+            for owned in self._memory_of(t).states:  # views count versions together
                 if (found := self.of_tensor.get(id(owned.tensor))) is not None:
                     found.settle()

@@ -277,7 +277,7 @@ class _Propagation(Interpreter):
 
 def number_tensor(x: float) -> Tensor:
     """Return a float as graphs take it."""
-    return torch.scalar_tensor(x, dtype=torch.float64)
+    return torch.scalar_tensor(x, dtype=torch.float64, device="cpu")
 
 
 def float_guard(mode: FakeTensorMode, fakes: Sequence[Any]) -> Callable[..., bool]:
