@@ -63,11 +63,11 @@ class OtherVersion:
 def other_version(installed: Path | None, threads: int) -> Iterator[OtherVersion]:
     """Within, there is such a process."""
     other = OtherVersion(installed, threads)
-    try:
-        yield other
-    finally:
-        other.process.kill()
-        other.process.wait()
+    with other.process:
+        try:
+            yield other
+        finally:
+            other.process.kill()
 
 
 def serve(threads: int) -> None:
