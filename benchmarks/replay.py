@@ -186,6 +186,7 @@ def conditions(steps: int, start: list[Tensor]) -> dict[str, Any]:
     return {
         "command": " ".join(["python", *sys.argv]),
         "date": time.strftime("%Y-%m-%d"),
+        "load": round(os.getloadavg()[0], 1),
         "device": f"cpu, {platform.machine()}, {torch.get_num_threads()} threads",
         "torch": torch.__version__,
         "steps": steps,
@@ -218,10 +219,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/replay.json")
     args = parser.parse_args()
     start, stream = record(args.steps)
-    rows = list(table(start, stream, args.before))
     found = {**conditions(args.steps, start), "weight_decay": WEIGHT_DECAY}
     args.out.parent.mkdir(exist_ok=True)
-    args.out.write_text(json.dumps({"conditions": found, "rows": rows}, indent=1) + "\n")
+    rows = []
+    for row in table(start, stream, args.before):
+        rows.append(row)
+        args.out.write_text(json.dumps({"conditions": found, "rows": rows}, indent=1) + "\n")
     print(f"written to {args.out}")
 
 
