@@ -11,9 +11,9 @@ from torch._subclasses import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from collage_fx.runtime.residuals.memory import has_memory
+from collage_fx.runtime.residuals.memory import empty_as, has_memory, span
 from collage_fx.segments.low_words import LowWords
-from collage_fx.segments.memory import Input, span, storage_key
+from collage_fx.segments.memory import Input, storage_key
 from collage_fx.segments.operations import OPERATIONS, flat_piece, piece_of
 from collage_fx.segments.segment import Call, Segment
 from collage_fx.segments.trie import (
@@ -50,12 +50,12 @@ class Region:
         """Tell whether another view of the storage has memory in common."""
         if self.layout[0] is not layout[0]:
             return True  # elements of two sizes are not compared
-        (start, end), (first, last) = span(self.layout), span(layout)
+        (start, end), (first, last) = span(*self.layout[1:]), span(*layout[1:])
         return start < last and first < end
 
     def covers(self, layout: Layout) -> bool:
         """Tell whether another view of the storage has no element but those of this region."""
-        (start, end), (first, last) = span(self.layout), span(layout)
+        (start, end), (first, last) = span(*self.layout[1:]), span(*layout[1:])
         dense = math.prod(self.layout[1]) == end - start
         return dense and self.layout[0] is layout[0] and start <= first and last <= end
 
@@ -164,7 +164,7 @@ class Notes:
         self._check_overlap(place)
         try:
             with self.fake:
-                given = tree_map_only(Tensor, _like, (args, kwargs))
+                given = tree_map_only(Tensor, empty_as, (args, kwargs))
                 sizes = [t.size() for t in tree_leaves(given) if isinstance(t, Tensor)]
                 result = func(*given[0], **given[1])
                 after = [t.size() for t in tree_leaves(given) if isinstance(t, Tensor)]
@@ -284,10 +284,6 @@ def _memory(region: Region) -> Tensor:
     storage = torch.UntypedStorage._new_with_weak_ptr(region.storage.cdata)
     dtype, size, stride, _ = region.layout
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, size, stride)
-
-
-def _like(t: Tensor) -> Tensor:
-    return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device)
 
 
 def _is_floating(args: Any) -> bool:

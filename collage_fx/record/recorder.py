@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ def _dispatches(kind: type) -> bool:
     return getattr(kind, "__torch_dispatch__", plain) is not plain
 
 
+@dataclass(eq=False)
 class Recorder:
     """Notes operations, and has them done when somebody needs their results.
 
@@ -50,37 +52,26 @@ class Recorder:
     error in eager PyTorch.
     """
 
-    def __init__(
-        self,
-        words: LowWords,
-        run: Callable[[Segment, Call], None],
-        wake: Callable[[], None],
-        *,
-        at_once: bool = False,
-    ) -> None:
-        """Begin without notes.
+    words: LowWords
+    run: Callable[[Segment, Call], None]
+    """Does a segment."""
+    wake: Callable[[], None]
+    """Looks for the states, in a step in which nobody has done so."""
+    all_at_once: bool = False
+    """Whether nothing is noted, and every operation is done when it is called."""
+    reads: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    beside_dynamo: bool = False
+    """Whether Dynamo compiles parts of this step."""
+    asleep: bool = False
+    """Whether the states are not known in this step: the first operation wakes it up."""
+    passes_by: bool = False
+    """Whether operations are done as they come, as within a compiled graph."""
+    noted: int = 0
+    """How many operations were noted."""
 
-        Args:
-            words: knows the low words of states.
-            run: does a segment.
-            wake: looks for the states, in a step in which nobody has done so.
-            at_once: whether nothing is noted, and every operation is done when it is called.
-        """
-        self.wake = wake
-        self.reads = contextlib.ExitStack()
-        self.beside_dynamo = False
-        """Whether Dynamo compiles parts of this step."""
-        self.all_at_once = at_once
-        self.asleep = False
-        """Whether the states are not known in this step: the first operation wakes it up."""
-        self.passes_by = False
-        """Whether operations are done as they come, as within a compiled graph."""
-        self.words = words
-        self.run = run
-        self.notes = Notes(words)
-        self.at_once = AtOnce(words, self.notes)
-        self.noted = 0
-        """How many operations were noted."""
+    def __post_init__(self) -> None:
+        self.notes = Notes(self.words)
+        self.at_once = AtOnce(self.words, self.notes)
 
     @contextmanager
     def _set(self, name: str, value: bool) -> Iterator[None]:
@@ -101,11 +92,7 @@ class Recorder:
 
     @contextmanager
     def recording(self, *, beside_dynamo: bool) -> Iterator[None]:
-        """Note what happens within, and have it done at the end, whatever ends it.
-
-        Args:
-            beside_dynamo: whether Dynamo compiles parts of it.
-        """
+        """Note what happens within, and have it done at the end, whatever ends it."""
         self.beside_dynamo = beside_dynamo
         mode = _BesideDynamo(self) if beside_dynamo else _Mode(self)
         with mode, contextlib.ExitStack() as self.reads:

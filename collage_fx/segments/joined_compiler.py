@@ -83,11 +83,7 @@ def compile_joined(
 ) -> Callable[..., Any]:
     """Return the callable of a graph that joins its inputs at the beginning and splits at the end.
 
-    Args:
-        session: has Inductor's settings.
-        gm: the graph.
-        mode: that of the fake tensors.
-        fakes: its inputs.
+    Its inputs are those fake tensors, of this mode.
     """
 
     def inner(functional: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import InitVar, dataclass, field
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from collage_fx.optimizer.ownership import Owned
 from collage_fx.runtime.expansion.eft import FP8, WIDER
 from collage_fx.runtime.expansion.stochastic import Seeds
-from collage_fx.runtime.residuals.memory import has_memory
+from collage_fx.runtime.residuals.memory import empty_as, has_memory
 from collage_fx.runtime.residuals.store import STORE, Residual, clear_stale, next_draw
 from collage_fx.runtime.storage.registry import (
     FINEST,
@@ -35,6 +36,7 @@ from collage_fx.segments.trie import layout_of
 _UNKNOWN = KnownMemory()
 
 
+@dataclass(eq=False)
 class LowWords:
     """Joins memory and its low words to wide values, and splits these when they are stored.
 
@@ -42,46 +44,36 @@ class LowWords:
     the way: that one keeps all of its wide value (`TRANSIENT`), of fp8 as much as `FINEST` does.
     """
 
-    def __init__(
-        self,
-        dtypes: Iterable[torch.dtype],
-        exact: bool,
-        storage_for: Callable[[Owned], str],
-        by_chance: Callable[[str], bool],
-        seed: int,
-        lost: Callable[[str], None],
-    ) -> None:
-        """Begin without states.
+    dtypes: InitVar[Iterable[torch.dtype]]
+    """Those that are computed with in a wider one."""
+    in_float64: InitVar[bool]
+    """Whether that is float64, which holds what error-free transformations keep; else `WIDER`."""
+    storage_for: Callable[[Owned], str]
+    """Returns the storage for a state; empty for one that stays plain."""
+    by_chance: Callable[[str], bool]
+    """Tells whether the last residual of a storage is rounded by chance."""
+    seed: int
+    """What chance begins with."""
+    lost: Callable[[str], None]
+    """Told the name of a state that loses its low word."""
+    memory: defaultdict[int, KnownMemory] = field(default_factory=lambda: defaultdict(KnownMemory))
+    """Storage -> what is known of it."""
+    of_tensor: dict[int, KnownState] = field(default_factory=dict)
+    """Tensor -> what is known of it."""
+    writes: bool = False
+    """Whether a state was written in this step."""
+    generation: int = -1
+    """That of the store when the step began."""
 
-        Args:
-            dtypes: those that are computed with in a wider one.
-            exact: whether that is float64, which holds what error-free transformations keep; else
-                `WIDER`.
-            storage_for: returns the storage for a state; empty for one that stays plain.
-            by_chance: tells whether the last residual of a storage is rounded by chance.
-            seed: what chance begins with.
-            lost: told the name of a state that loses its low word.
-        """
+    def __post_init__(self, dtypes: Iterable[torch.dtype], in_float64: bool) -> None:
         held = list(dtypes)
-        self.wide = {d: torch.float64 if exact and d not in FP8 else WIDER[d] for d in held}
-        self.computed = {**self.wide, torch.float32: torch.float64} if exact else self.wide
+        self.wide = {d: torch.float64 if in_float64 and d not in FP8 else WIDER[d] for d in held}
+        self.computed = {**self.wide, torch.float32: torch.float64} if in_float64 else self.wide
         """dtype -> what is computed in for it: fp32 too is float64 beside values of float64."""
         self.transient = {
             d: STORAGES[FINEST[d]] if d in FP8 else TRANSIENT[wide] for d, wide in self.wide.items()
         }
         """dtype -> the layout of values on the way."""
-        self.storage_for = storage_for
-        self.by_chance = by_chance
-        self.seed = seed
-        self.lost = lost
-        self.memory: defaultdict[int, KnownMemory] = defaultdict(KnownMemory)
-        """Storage -> what is known of it."""
-        self.of_tensor: dict[int, KnownState] = {}
-        """Tensor -> what is known of it."""
-        self.writes = False
-        """Whether a state was written in this step."""
-        self.generation = -1
-        """That of the store when the step began."""
 
     def begin(self, states: Iterable[Owned]) -> None:
         """Begin a step with these states; clear residuals that do not belong to their values."""
@@ -211,7 +203,7 @@ class LowWords:
         if 0 in t.stride() and not given.pieces:  # an expanded one, whose elements share memory
             dtype, words = self.wide[t.dtype], self._lows(t) or ()
             return join_in(dtype, self.transient[t.dtype].name, t, *words) if words else t.to(dtype)
-        wide = torch.empty_strided(t.size(), t.stride(), dtype=self.wide[t.dtype], device=t.device)
+        wide = empty_as(t, self.wide[t.dtype])
         if lows := self._lows(t):
             return wide.copy_(join_in(wide.dtype, self.transient[t.dtype].name, t, *lows))
         found = [piece for piece in given.pieces if piece.residual is not None]
