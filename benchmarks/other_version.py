@@ -1,98 +1,87 @@
-"""Ways to take a step with another version of collage_fx, in a process of its own.
+"""Another version of collage_fx, in a process of its own, beside this one.
 
 Two versions of a package cannot be imported into one process. `pip install --no-deps
 --no-build-isolation --target DIR TREE` installs another one beside; the process imports it from
-there and takes steps when it is told to, so that both versions take turns on the same machine.
+there and calls functions of the benchmarks when it is told to, so that both versions do the same
+on the same machine in one run.
 """
 
 import contextlib
+import importlib
 import json
+import logging
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 
 class OtherVersion:
-    """The process: it makes steps by their names in ways.py, and takes them."""
+    """The process: it calls functions of the modules in this folder."""
 
-    def __init__(self, installed: Path, threads: int) -> None:
+    def __init__(self, installed: Path | None, threads: int) -> None:
         """Start it.
 
         Args:
-            installed: the folder with the other version's package.
+            installed: the folder with the other version's package; None for this version.
             threads: how many it uses.
 
         Raises RuntimeError if there is none, or it ends.
         """
-        if not (installed / "collage_fx/__init__.py").exists():
-            raise RuntimeError(f"{installed} has no collage_fx: see benchmarks/other_version.py")
-        paths = [str(installed.resolve()), str(Path(__file__).parent)]
+        env = dict(os.environ)
+        if installed is not None:
+            if not (installed / "collage_fx/__init__.py").exists():
+                raise RuntimeError(f"{installed} has no collage_fx: see {__file__}")
+            env["PYTHONPATH"] = str(installed.resolve())
         self.process = subprocess.Popen(
             [sys.executable, __file__, str(threads)],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            env=env,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
 
-    def ask(self, **what: Any) -> Any:
-        """Return what the process answers."""
+    def call(self, module: str, function: str, **arguments: Any) -> Any:
+        """Have it call a function of a module in this folder, and return what that returns.
+
+        Arguments and result are what JSON can write.
+        """
         assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(json.dumps(what) + "\n")
+        asked = {"module": module, "function": function, "arguments": arguments}
+        self.process.stdin.write(json.dumps(asked) + "\n")
         self.process.stdin.flush()
         answer = self.process.stdout.readline()
         if not answer:
             raise RuntimeError(f"the process of the other version ended: {self.process.wait()}")
         return json.loads(answer)
 
-    def make(self, name: str, shapes: Any) -> None:
-        """Have it make a way to take a step over tensors of these shapes."""
-        self.ask(make=name, shapes=shapes)
-
-    def seconds(self, name: str, steps: int) -> list[float]:
-        """Have it take steps; return the time of each."""
-        found: list[float] = self.ask(run=name, steps=steps)
-        return found
-
 
 @contextlib.contextmanager
-def other_version(installed: Path, threads: int) -> Iterator[OtherVersion]:
+def other_version(installed: Path | None, threads: int) -> Iterator[OtherVersion]:
     """Within, there is such a process."""
     other = OtherVersion(installed, threads)
-    try:
-        yield other
-    finally:
-        other.process.kill()
-        other.process.wait()
+    with other.process:
+        try:
+            yield other
+        finally:
+            other.process.kill()
 
 
 def serve(threads: int) -> None:
     """Do what the lines of stdin say, until they end."""
-    import logging
-    import time
-    import warnings
-
     import torch
-    from steps import parameters
-    from ways import WAYS
 
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(threads)
-    made, answers = {}, sys.stdout
-    sys.stdout = sys.stderr
+    answers, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
-        asked, times = json.loads(line), []
-        if "make" in asked:
-            made[asked["make"]] = WAYS[asked["make"]].make(parameters(asked["shapes"]))
-        for _ in range(asked.get("steps", 0)):
-            start = time.perf_counter()
-            made[asked["run"]]()
-            times.append(time.perf_counter() - start)
-        print(json.dumps(times), file=answers, flush=True)
+        asked = json.loads(line)
+        function = getattr(importlib.import_module(asked["module"]), asked["function"])
+        print(json.dumps(function(**asked["arguments"])), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -7,20 +7,32 @@ beta2 and learning rate. Printed and written to benchmarks/results/replay.json:
     E_theta = |theta - theta64| / |theta64 - theta0|,   E_v = |v - v64| / |v64|
 
 with the 2-norm over all parameters and, for compensated states, the value of the whole expansion.
+
+With `--before DIR`, where another version of collage_fx is installed (see other_version.py), both
+versions take the compensated steps again, each trajectory in a process of its own with empty
+caches, in turns. Rows then also say whether parameters and second moments are equal bit for bit
+after the last step, words of the expansions taken together, or how far apart they are in the same
+measure as the errors; and for both versions the seconds to the end of the second step, which
+compiles what the first has made states for, and the median of the steps after that.
 """
 
 import argparse
+import itertools
 import json
+import os
 import platform
+import statistics
 import sys
 import sysconfig
+import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from other_version import other_version
 from torch import Tensor, nn
 
 import collage_fx
@@ -80,6 +92,8 @@ class Result:
 
     theta: Tensor
     v: Tensor
+    seconds: list[float] = field(default_factory=list)
+    """The time of each step."""
 
 
 def replay(
@@ -96,13 +110,16 @@ def replay(
         params, lr=lr, betas=(0.9, beta2), weight_decay=WEIGHT_DECAY, foreach=True
     )
     step = make_step(optimizer)
+    seconds = []
     for gradients in stream:
         for p, g in zip(params, gradients, strict=True):
             p.grad = g.to(dtype)
+        began = time.perf_counter()
         step()
+        seconds.append(time.perf_counter() - began)
     flat = [collage_fx.value(p).flatten() for p in params]
     moments = [collage_fx.value(optimizer.state[p]["exp_avg_sq"]).flatten() for p in params]
-    return Result(torch.cat(flat), torch.cat(moments))
+    return Result(torch.cat(flat), torch.cat(moments), seconds)
 
 
 def errors(start: list[Tensor], exact: Result, found: Result) -> tuple[float, float]:
@@ -137,11 +154,39 @@ def compare(
     return found
 
 
+def trajectory(folder: str, beta2: float, lr: float, name: str) -> None:
+    """Replay what lies in a folder, and leave the result there; in a process of its own."""
+    start, stream = torch.load(f"{folder}/recorded")
+    torch.save(vars(replay(start, stream, beta2, lr, VARIANTS[name])), f"{folder}/result")
+
+
+def result_of(installed: Path | None, folder: str, **row: Any) -> Result:
+    """Return the result of a version of collage_fx over what lies in a folder."""
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+        with other_version(installed, torch.get_num_threads()) as other:
+            other.call("replay", "trajectory", folder=folder, **row)
+    return Result(**torch.load(f"{folder}/result"))
+
+
+def beside(before: Path, folder: str, **row: Any) -> dict[str, Any]:
+    """Return what a row says of this version and of another one."""
+    now, then = (result_of(version, folder, **row) for version in (None, before))
+    theta, v = errors(torch.load(f"{folder}/recorded")[0], then, now)
+    found: dict[str, Any] = {"theta_equal": torch.equal(now.theta, then.theta)}
+    found |= {"theta_apart": theta, "v_equal": torch.equal(now.v, then.v), "v_apart": v}
+    for suffix, result in (("", now), ("_before", then)):
+        found["first_s" + suffix] = round(sum(result.seconds[:2]), 2)
+        found["step_ms" + suffix] = round(statistics.median(result.seconds[2:]) * 1e3, 3)
+    return found
+
+
 def conditions(steps: int, start: list[Tensor]) -> dict[str, Any]:
     """Return what the results were measured with."""
     return {
         "command": " ".join(["python", *sys.argv]),
         "date": time.strftime("%Y-%m-%d"),
+        "load": round(os.getloadavg()[0], 1),
         "device": f"cpu, {platform.machine()}, {torch.get_num_threads()} threads",
         "torch": torch.__version__,
         "steps": steps,
@@ -149,23 +194,37 @@ def conditions(steps: int, start: list[Tensor]) -> dict[str, Any]:
     }
 
 
+def table(
+    start: list[Tensor], stream: list[list[Tensor]], before: Path | None
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows, and print them."""
+    print(f"{'beta2':>6} {'lr':>7} {'variant':20} {'E_theta':>9} {'E_v':>9}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save((start, stream), f"{folder}/recorded")
+        for beta2, lr in itertools.product(BETA2, RATES):
+            for name, (theta, v) in compare(start, stream, beta2, lr, list(VARIANTS)).items():
+                print(f"{beta2:6} {lr:7.0e} {name:20} {theta:9.2e} {v:9.2e}", flush=True)
+                row = {"beta2": beta2, "lr": lr, "variant": name, "E_theta": theta, "E_v": v}
+                if before is not None and name.startswith("collage"):
+                    row |= (found := beside(before, folder, beta2=beta2, lr=lr, name=name))
+                    print("    ", *(f"{k} {v}" for k, v in found.items()), flush=True)
+                yield row
+
+
 def main() -> None:
     """Run every combination, print the table and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--before", type=Path, help="where another version is installed")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/replay.json")
     args = parser.parse_args()
     start, stream = record(args.steps)
-    rows = []
-    print(f"{'beta2':>6} {'lr':>7} {'variant':20} {'E_theta':>9} {'E_v':>9}", flush=True)
-    for beta2 in BETA2:
-        for lr in RATES:
-            for name, (theta, v) in compare(start, stream, beta2, lr, list(VARIANTS)).items():
-                print(f"{beta2:6} {lr:7.0e} {name:20} {theta:9.2e} {v:9.2e}", flush=True)
-                rows.append({"beta2": beta2, "lr": lr, "variant": name, "E_theta": theta, "E_v": v})
     found = {**conditions(args.steps, start), "weight_decay": WEIGHT_DECAY}
     args.out.parent.mkdir(exist_ok=True)
-    args.out.write_text(json.dumps({"conditions": found, "rows": rows}, indent=1) + "\n")
+    rows = []
+    for row in table(start, stream, args.before):
+        rows.append(row)
+        args.out.write_text(json.dumps({"conditions": found, "rows": rows}, indent=1) + "\n")
     print(f"written to {args.out}")
 
 

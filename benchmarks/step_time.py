@@ -22,7 +22,6 @@ import multiprocessing
 import os
 import statistics
 import tempfile
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +30,7 @@ from typing import Any
 import torch
 from other_version import OtherVersion, other_version
 from steps import Shapes, conditions, parameters
-from ways import PEERS, WAYS, Step, absent
+from ways import PEERS, WAYS, Step, absent, seconds
 
 import collage_fx
 from collage_fx.runtime import progress
@@ -62,20 +61,6 @@ SETS: dict[str, dict[str, Shapes]] = {
 COMPENSATED = ("light", "plus", "remainder16")
 
 
-def seconds(step: Step, steps: int, device: str) -> list[float]:
-    """Return the time of each of some steps."""
-    found = []
-    for _ in range(steps):
-        if device == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        step()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        found.append(time.perf_counter() - start)
-    return found
-
-
 def first_steps(shapes: Shapes, device: str, names: list[str], count: int) -> dict[str, float]:
     """Return for each way the median time of a first step in seconds, the ways taking turns."""
     found: dict[str, list[float]] = {name: [] for name in names}
@@ -100,6 +85,11 @@ def first_step(name: str, shapes: Shapes, device: str, threads: int) -> float:
     return taken
 
 
+def _run(other: OtherVersion, name: str, steps: int) -> list[float]:
+    found: list[float] = other.call("ways", "run", name=name, steps=steps)
+    return found
+
+
 def measure(
     shapes: Shapes,
     device: str,
@@ -119,8 +109,8 @@ def measure(
     }
     if other is not None:
         for name in (n for n in names if n.startswith(COMPENSATED)):
-            other.make(name, shapes)
-            take[f"{name}, before"] = functools.partial(other.seconds, name)
+            other.call("ways", "make", name=name, shapes=shapes)
+            take[f"{name}, before"] = functools.partial(_run, other, name)
     times: dict[str, list[float]] = {name: [] for name in take}
     for name, run in take.items():
         run(6)

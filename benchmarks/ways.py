@@ -18,10 +18,12 @@ and, where they are installed (`make bench-peers`):
 """
 
 import importlib
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from steps import Shapes, parameters
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 from torch.optim.adamw import adamw as adamw_function
@@ -142,6 +144,33 @@ PEERS: dict[str, Way] = {
     "optimi": Way(_peer("optimi", "AdamW", betas=(0.9, 0.999), eps=1e-8), 18, 10),
     "flashoptim": Way(_peer("flashoptim", "FlashAdamW"), 12.25, 7.125),
 }
+
+
+def seconds(step: Step, steps: int, device: str = "cpu") -> list[float]:
+    """Return the time of each of some steps."""
+    found = []
+    for _ in range(steps):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        found.append(time.perf_counter() - start)
+    return found
+
+
+_MADE: dict[str, Step] = {}
+
+
+def make(name: str, shapes: Shapes) -> None:
+    """Make a way to take a step over tensors of these shapes, for `run`."""
+    _MADE[name] = WAYS[name].make(parameters(shapes))
+
+
+def run(name: str, steps: int) -> list[float]:
+    """Take steps of a way that `make` has made; return the time of each."""
+    return seconds(_MADE[name], steps)
 
 
 def absent(device: str) -> dict[str, str]:

@@ -59,7 +59,6 @@ from byte_model import LAYERS, WIDTH, Batch, ByteModel, batches, loss_of, read_t
 from torch import Tensor, nn
 
 import collage_fx
-from collage_fx.runtime.metrics import lost_update_share
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -166,8 +165,10 @@ def probed_step(run: Run) -> float:
     before = [collage_fx.value(weight).clone() for weight in run.weights]
     run.step()
     after = [collage_fx.value(weight) for weight in run.weights]
-    flat = [torch.cat([t.flatten() for t in tensors]) for tensors in (before, after, intended)]
-    return lost_update_share(*flat)
+    flat = (torch.cat([t.flatten() for t in tensors]) for tensors in (before, after, intended))
+    old, new, update = flat
+    meant = update != 0
+    return float((meant & (old == new)).sum() / meant.sum().clamp(min=1))
 
 
 def timed_step(run: Run, device: str) -> float:

@@ -7,7 +7,6 @@ through them. `round` is opaque to the compiler, which is its purpose.
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from collage_fx.runtime.expansion import components
 from collage_fx.runtime.storage import layouts, registry
@@ -90,15 +89,7 @@ for _storage in registry.STORAGES.values():
 _LIBRARY.define("round(Tensor x, ScalarType dtype) -> Tensor", tags=(torch.Tag.pointwise,))
 
 
-def _round(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.to(dtype).to(x.dtype)
-
-
-def _round_meta(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(x)
-
-
-_LIBRARY.impl("round", _round, "CompositeExplicitAutograd")
-_LIBRARY.impl("round", _round_meta, "Meta")
+_LIBRARY.impl("round", lambda x, dtype: x.to(dtype).to(x.dtype), "CompositeExplicitAutograd")
+_LIBRARY.impl("round", lambda x, dtype: torch.empty_like(x), "Meta")
 
 collage = torch.ops.collage

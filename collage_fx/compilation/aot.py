@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -134,36 +135,32 @@ def _narrowed(session: Session, inputs: Inputs) -> Narrow | None:
     return narrow(inputs.gm, lambda node: inputs.fact(node, settings), least, dtypes)
 
 
+@dataclass(eq=False)
 class Compilation:
     """The compilation of a graph, whole or narrow."""
 
-    def __init__(
-        self, session: Session, inputs: Inputs, narrowed: Narrow | None, alone: bool = False
-    ) -> None:
-        """Compile a graph.
+    session: Session
+    whole: Inputs
+    """Those of the whole graph."""
+    narrow: Narrow | None
+    """The narrow graph, if that is to be compiled."""
+    alone: bool = False
+    """Whether to give up if anything but operations for classes is left of it. Inductor has no part
+    in it then, and what it does to be ready takes longer."""
+    program: Program | None = None
+    """What the passes made of the graph; None if they do not take it."""
+    direct: Direct | None = None
+    """Its result with the kernels taken out, where that can be."""
+    side: SideInputs | None = None
+    refused: bool = False
+    unlike: Unlike | None = None
+    """Why the members in a narrow graph cannot stand for the others."""
+    needs_inductor: bool = False
+    """Whether it was given up as one that is compiled `alone`, and for nothing else."""
 
-        Args:
-            session: who asks for it.
-            inputs: those of the whole graph.
-            narrowed: the narrow graph, if that is to be compiled.
-            alone: whether to give up if anything but operations for classes is left of it. Inductor
-                has no part in it then, and what it does to be ready takes longer.
-        """
-        self.session = session
-        self.alone = alone
-        self.gm = narrowed.gm if narrowed else inputs.gm
-        self.narrow = narrowed
-        self.inputs = AotInputs(inputs, narrowed)
-        self.program: Program | None = None
-        """What the passes made of the graph; None if they do not take it."""
-        self.direct: Direct | None = None
-        """Its result with the kernels taken out, where that can be."""
-        self.side: SideInputs | None = None
-        self.refused = False
-        self.unlike: Unlike | None = None
-        """Why the members in a narrow graph cannot stand for the others."""
-        self.needs_inductor = False
-        """Whether it was given up as one that is compiled `alone`, and for nothing else."""
+    def __post_init__(self) -> None:
+        self.gm = self.narrow.gm if self.narrow else self.whole.gm
+        self.inputs = AotInputs(self.whole, self.narrow)
 
     def run(self, example_inputs: Sequence[Any]) -> Code | Unlike:
         """Compile the graph; or say why a narrow one cannot be that of all."""
@@ -260,15 +257,12 @@ class Compilation:
         copies = inputs.copies(gm)
         if isinstance(copies, Unlike):
             return copies
-        program = Program(gm, settings, inputs.describe, inputs.label, is_step, copies)
+        begun = partial(Program, gm, settings, inputs.describe, inputs.label, is_step, copies)
         with no_full_collection():
-            run_passes(program, snapshots=self.session.keep)
+            program = run_passes(begun(), snapshots=self.session.keep)
             # A running maximum of a second moment, which needs both words too.
             if program.takers and program.unlike is None:
-                program = Program(
-                    gm, settings, inputs.describe, inputs.label, is_step, copies, program.takers
-                )
-                run_passes(program, snapshots=self.session.keep)
+                program = run_passes(begun(program.takers), snapshots=self.session.keep)
         unlike = program.unlike or inputs.note_results(program, gm)
         if unlike is not None:
             return unlike
@@ -285,7 +279,7 @@ class Compilation:
         """Keep or drop the residuals that states were made with, now that there is a verdict."""
         for state in plan:
             find = self.inputs.locate.get(state.index)
-            conclude(state, find(tuple(self.inputs.whole.args)) if find is not None else None)
+            conclude(state, find(tuple(self.whole.args)) if find is not None else None)
 
     def _side_inputs(self, program: Program) -> SideInputs:
         """Return what brings residuals, and members that were left out, to the graph."""
@@ -293,7 +287,8 @@ class Compilation:
         where = [locate[c.index] for c in carried]
         left = [s.index for s in program.plan if s.compensable and not s.compensated]
         others = [locate[index] for index in left if index in locate]
-        residuals = Residuals(self.session, carried, where, others, program.plan)
+        plan = {s.index: s for s in program.plan}
+        residuals = Residuals(self.session, carried, where, others, plan)
         side = SideInputs(residuals, self.inputs.members, self.session.config.seed)
         side.exact = ExactGraph.of(program)
         return side

@@ -3,8 +3,9 @@
 import functools
 import operator
 import re
+import weakref
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
@@ -18,15 +19,9 @@ from torch._guards import TracingContext
 from torch.fx import GraphModule, Node
 from torch.nn import Parameter
 
-from collage_fx.compilation.residual_binding import Locate, Static
+from collage_fx.compilation.residual_binding import Locate
 from collage_fx.compilation.side_inputs import Members
-from collage_fx.optimizer.ownership import (
-    Owned,
-    is_buffer,
-    owner_of,
-    pretty,
-    source_name,
-)
+from collage_fx.optimizer.ownership import Owned, is_buffer, owner_of, pretty, source_name
 from collage_fx.passes.analysis.plan import is_named
 from collage_fx.passes.dedup.deduplicate import Narrow
 from collage_fx.passes.ir.program import (
@@ -70,35 +65,25 @@ Source: TypeAlias = int | str | Part | AbsentInput
 """The position of a placeholder, the name of an attribute (a tensor that Dynamo guards), ..."""
 
 
+@dataclass(eq=False)
 class Inputs:
     """The inputs of a graph that Dynamo made."""
 
-    def __init__(
-        self,
-        gm: GraphModule,
-        args: Sequence[Any],
-        owners: dict[int, tuple[Any, Owned]],
-        *,
-        of_optimizer: bool,
-        again: bool,
-    ) -> None:
-        """Note the arguments.
+    gm: GraphModule
+    args: Sequence[Any]
+    """The arguments of the call for which it is compiled."""
+    owners: dict[int, tuple[Any, Owned]]
+    """See `owners_of`."""
+    _: KW_ONLY
+    of_optimizer: bool
+    """Whether it is a part of an optimizer's step."""
+    again: bool
+    """Whether it is compiled anew, since an argument has a residual that it should use."""
 
-        Args:
-            gm: the graph.
-            args: the arguments of the call for which it is compiled.
-            owners: see `owners_of`.
-            of_optimizer: whether it is a part of an optimizer's step.
-            again: whether it is compiled anew, since an argument has a residual that it should use.
-        """
-        self.gm = gm
-        self.args = args
-        self.owners = owners
-        self.of_optimizer = of_optimizer
-        self.again = again
-        placeholders = gm.graph.find_nodes(op="placeholder")
+    def __post_init__(self) -> None:
+        placeholders = self.gm.graph.find_nodes(op="placeholder")
         self.place = {node: i for i, node in enumerate(placeholders)}
-        self.sources = sources_of(gm)
+        self.sources = sources_of(self.gm)
 
     def release(self) -> None:
         """Let go of tensors and optimizers, which what is compiled must not keep alive."""
@@ -128,7 +113,8 @@ class Inputs:
             find = self.locate(source.whole)
             return lambda args: None if (whole := find(args)) is None else source.of(whole)
         if isinstance(source, str):
-            return Static(self.tensor(source))
+            guarded: Any = weakref.ref(self.tensor(source))  # which is not to be kept alive
+            return lambda args: guarded()
         return operator.itemgetter(source)
 
     def describe(self, index: int, source: Source, val: Tensor, called: str = "") -> Carried:
@@ -165,15 +151,8 @@ class Inputs:
         if type(self.tensor(source)) not in (Tensor, Parameter):
             return None
         c = self.describe(0, source, self.value(node), node.name)
-        storage = compensable_in(c, settings.storage)
-        return (
-            c.owner,
-            c.owned,
-            c.static,
-            c.keeps_residual,
-            storage,
-            is_named(c.name, settings.states),
-        )
+        storage, named = compensable_in(c, settings.storage), is_named(c.name, settings.states)
+        return c.owner, c.owned, c.static, c.keeps_residual, storage, named
 
     def label(self, source: Source | None) -> str:
         """Return `lr` for what is the `lr` of a parameter group; empty if there is no name."""
@@ -306,8 +285,13 @@ class AotInputs:
         return None
 
 
+def aot_metadata() -> Any:
+    """Return what AOTAutograd knows of the graph that it traces now; None if it traces none."""
+    context = TracingContext.try_get()
+    return context.fw_metadata if context is not None else None
+
+
 def _seen_by_autograd() -> set[int]:
     """Return the inputs of which AOTAutograd counts up the versions when the graph runs."""
-    context = TracingContext.try_get()
-    metadata = context.fw_metadata if context is not None else None
+    metadata = aot_metadata()
     return set(metadata.mutated_graph_handled_indices_seen_by_autograd if metadata else ())

@@ -19,6 +19,7 @@ from collage_fx.passes.ir.graph_memory import base_of
 from collage_fx.passes.ir.program import value_of
 from collage_fx.runtime.kernels.argument_table import check_sizes
 from collage_fx.runtime.ops import collage
+from collage_fx.runtime.residuals.memory import empty_as
 
 aten = torch.ops.aten
 
@@ -69,12 +70,7 @@ class Direct:
     """The boxed callable of `rest`, once that is compiled."""
 
     def bind(self, rest: Callable[[list[Any]], Any] | None) -> Callable[[list[Any]], Any]:
-        """Return the boxed callable of the whole graph.
-
-        Args:
-            rest: the boxed callable of `rest`.
-        """
-
+        """Return the boxed callable of the whole graph, given that of `rest`."""
         self.compiled = rest
 
         def run(args: list[Any]) -> Any:
@@ -92,10 +88,7 @@ class Direct:
 
     def allocate(self) -> list[Tensor]:
         """Return memory for what the kernels make."""
-        return [
-            torch.empty_strided(m.size(), m.stride(), dtype=m.dtype, device=m.device)
-            for m in self.memory
-        ]
+        return list(map(empty_as, self.memory))
 
     @property
     def made(self) -> int:

@@ -18,17 +18,6 @@ Locate: TypeAlias = Callable[[tuple[Any, ...]], Tensor | None]
 """How to find a tensor from the arguments of a call."""
 
 
-class Static:
-    """Finds a tensor whose identity Dynamo guards, without keeping it alive."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.reference = weakref.ref(tensor)
-
-    def __call__(self, args: tuple[Any, ...]) -> Tensor | None:
-        """Return the tensor, whatever the arguments of the call."""
-        return self.reference()
-
-
 @dataclass
 class Gathered:
     """The residuals of one call."""
@@ -61,26 +50,20 @@ def conclude(state: StatePlan, tensor: Tensor | None) -> None:
             STORE.drop(tensor)
 
 
+@dataclass
 class Residuals:
     """Finds the residuals of a graph's carried states at each call, before it; see `SideInputs`."""
 
-    def __init__(
-        self,
-        session: Session,
-        carried: list[Carried],
-        locate: list[Locate],
-        others: list[Locate],
-        plan: list[StatePlan],
-    ) -> None:
-        self.session = session
-        self.carried = carried
-        self.locate = locate
-        self.others = others
-        """How to find the 16-bit states that this graph writes without compensation."""
-        self.plan = {state.index: state for state in plan}
-        self.last: tuple[int, list[tuple[weakref.ref[Tensor], Residual]]] = (-1, [])
-        """The generation of the store in the last call, the tensors of then and their residuals:
-        replaced as one, since another thread may call the graph too."""
+    session: Session
+    carried: list[Carried]
+    locate: list[Locate]
+    others: list[Locate]
+    """How to find the 16-bit states that this graph writes without compensation."""
+    plan: dict[int, StatePlan]
+    """The verdicts by the positions of the states."""
+    last: tuple[int, list[tuple[weakref.ref[Tensor], Residual]]] = (-1, [])
+    """The generation of the store in the last call, the tensors of then and their residuals:
+    replaced as one, since another thread may call the graph too."""
 
     def gather(self, args: tuple[Any, ...]) -> "Gathered":
         """Find the residuals for a call and make sure that each belongs to its tensor."""
@@ -94,7 +77,10 @@ class Residuals:
             new = not known or any(r is None for r in found)
             ownerless = self._introduce(tensors) if new else []
             known = [
-                (weakref.ref(tensor), STORE.ensure(tensor, self._storage(c), c.name, residual))
+                (
+                    weakref.ref(tensor),
+                    STORE.ensure(tensor, self.plan[c.index].storage, c.name, residual),
+                )
                 for tensor, c, residual in zip(tensors, self.carried, found, strict=True)
             ]
             for tensor in ownerless:
@@ -104,9 +90,6 @@ class Residuals:
         clear_stale(current)
         written = [tensor for f in self.others if (tensor := f(args)) is not None]
         return Gathered(current, [(t, r) for t in written if (r := STORE.get(t)) is not None])
-
-    def _storage(self, carried: Carried) -> str:
-        return self.plan[carried.index].storage
 
     def _introduce(self, tensors: list[Tensor]) -> list[Tensor]:
         """Attach the optimizers of tensors that are seen for the first time; return the others."""

@@ -20,21 +20,21 @@ from collage_fx.runtime.expansion.stochastic import Seeds
 from collage_fx.runtime.residuals.store import STORE, Residual, next_draw
 
 
+@dataclass(eq=False)
 class Members:
     """The members of classes that were left out of a graph: what they take and what they make."""
 
-    def __init__(self, narrow: Narrow, count: int) -> None:
-        self.narrow = narrow
-        self.count = count
-        """How many results the whole graph has."""
-        self.locate: list[Locate] = []
-        """How to find the inputs of the members that were left out."""
-        self.written: list[int] = []
-        """Which of them are written in a way that autograd should know of."""
-        self.made: dict[int, int] = {}
-        """Result of the whole graph -> the additional result of the narrow one that it is."""
-        self.returned: dict[int, Locate] = {}
-        """Result of the whole graph -> how to find the input that it is."""
+    narrow: Narrow
+    count: int
+    """How many results the whole graph has."""
+    locate: list[Locate] = field(default_factory=list)
+    """How to find the inputs of the members that were left out."""
+    written: list[int] = field(default_factory=list)
+    """Which of them are written in a way that autograd should know of."""
+    made: dict[int, int] = field(default_factory=dict)
+    """Result of the whole graph -> the additional result of the narrow one that it is."""
+    returned: dict[int, Locate] = field(default_factory=dict)
+    """Result of the whole graph -> how to find the input that it is."""
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], call: "_Call") -> Any:
         """Run the narrow graph; return the results of the whole one."""

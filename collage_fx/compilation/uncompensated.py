@@ -1,10 +1,9 @@
 """What is said of a graph that is not compensated, or not wholly."""
 
 from torch import Tensor
-from torch._guards import TracingContext
 from torch.fx import GraphModule
 
-from collage_fx.compilation.graph_inputs import AotInputs
+from collage_fx.compilation.graph_inputs import AotInputs, aot_metadata
 from collage_fx.compilation.session import Session
 from collage_fx.optimizer.served import RETURNED, left_by_level, nothing_compensated
 from collage_fx.passes.analysis.plan import leave_alone
@@ -18,8 +17,7 @@ def written_outside(session: Session, gm: GraphModule) -> bool:
     So it does with a parameter that was updated through `.data`, and with one whose strides the
     step changes in place: no copy_ is in the graph.
     """
-    context = TracingContext.try_get()
-    metadata = context.fw_metadata if context is not None else None
+    metadata = aot_metadata()
     if metadata is None:
         return False
     inputs = [n.meta.get("val") for n in gm.graph.find_nodes(op="placeholder")]

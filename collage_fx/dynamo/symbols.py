@@ -23,9 +23,8 @@ class Symbols:
 
     def __init__(self, gm: GraphModule) -> None:
         self.examples = [n.meta.get("example_value") for n in gm.graph.find_nodes(op="placeholder")]
-        self.items = {
-            i: memo for i, x in enumerate(self.examples) if (memo := _item_of(x)) is not None
-        }
+        memos = ((i, getattr(x, "item_memo", None)) for i, x in enumerate(self.examples))
+        self.items = {i: memo for i, memo in memos if memo is not None}
         """For 0-d tensors, as Dynamo hands in floats that change, the symbol of their value."""
         self.sources = sources_of(gm)
         """Where each argument comes from, by Dynamo's name of it."""
@@ -87,10 +86,6 @@ class Symbols:
                 if _symbolic(symbolic):
                     found[symbolic.node.expr] = sympy.sympify(value)
         return found
-
-
-def _item_of(example: Any) -> Any:
-    return getattr(example, "item_memo", None)
 
 
 def _symbolic(example: Any) -> bool:

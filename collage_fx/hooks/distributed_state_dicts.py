@@ -23,9 +23,9 @@ from collage_fx.optimizer.checkpoints.agreement import counts_of_steps, loading_
 from collage_fx.optimizer.checkpoints.history import history_of
 from collage_fx.optimizer.checkpoints.reading import ENTRY
 from collage_fx.optimizer.checkpoints.saved_residuals import PREFIX, names_entry
-from collage_fx.optimizer.ownership import owned_tensors
+from collage_fx.optimizer.ownership import compensated_tensors, params_of
 from collage_fx.runtime.residuals.dtensor import shard_of
-from collage_fx.runtime.residuals.store import STORE, Residual
+from collage_fx.runtime.residuals.store import STORE
 
 _MODULE = "torch.distributed.checkpoint.state_dict"
 _PLANNERS = "torch.distributed.checkpoint.default_planner"
@@ -103,7 +103,7 @@ def _init(plain: Any, optim: Optimizer) -> None:
     they would let its averages decay, and lose what is accumulated in its gradients.
     """
     history = history_of(optim)
-    if not optim.state and history.numbers and any(True for _ in _residuals(optim)):
+    if not optim.state and history.numbers and any(compensated_tensors(optim)):
         return  # it has taken steps, and has no states but for residuals
     taken = history.taken
     plain(optim)
@@ -119,8 +119,8 @@ def _init(plain: Any, optim: Optimizer) -> None:
 def _has_not_begun(optim: Optimizer) -> bool:
     """Tell whether there are states, which its constructor has made, and no steps."""
     counts = counts_of_steps(optim.state)
-    params = (p for group in optim.param_groups for p in group["params"])
-    return bool(counts) and not any(counts.values()) and all(p.grad is None for p in params)
+    idle = all(p.grad is None for p in params_of(optim))
+    return bool(counts) and not any(counts.values()) and idle
 
 
 @contextmanager
@@ -143,18 +143,13 @@ def _settle(optim: Optimizer) -> None:
     """
     with _counts_kept(optim):
         for _ in range(_STEPS):
-            if not any(residual.provisional for residual in _residuals(optim)):
+            if not any(residual.provisional for _, residual in compensated_tensors(optim)):
                 return
             _take_zero_step(optim)
 
 
 _STEPS = 3
 """After as many each state has a verdict."""
-
-
-def _residuals(optim: Optimizer) -> Iterator[Residual]:
-    found = (STORE.get(owned.tensor) for owned in owned_tensors(optim))
-    return (residual for residual in found if residual is not None)
 
 
 @contextmanager

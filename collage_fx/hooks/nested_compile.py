@@ -64,30 +64,27 @@ _EPOCH = "_collage_epoch"
 class GlobalState:
     """What PyTorch's operations depend on beside their operands, as Dynamo guards it."""
 
-    def __init__(self) -> None:
-        self.epoch: Any = None
+    def __init__(self, *, until_reset: bool = False) -> None:
+        """Note it.
+
+        Args:
+            until_reset: whether it changes with the next torch.compiler.reset().
+        """
+        self.epoch = _since_reset() if until_reset else None
         self.guard = GlobalStateGuard()
         self.stance = _stance()
         self.modes = _modes()
 
     def same(self) -> bool:
         """Tell whether it is as it was, and operations are neither watched nor replaced."""
-        return self.guards_hold() and not any(_modes())
-
-    def until_reset(self) -> "GlobalState":
-        """Have it change with the next torch.compiler.reset(); return it."""
-        self.epoch = _since_reset()
-        return self
+        same = bool(self.guard.check()) and self.stance == _stance()
+        return same and not any(_modes())
 
     def same_within_modes(self) -> bool:
         """Tell whether it is as it was, operations being watched as they were."""
         forgotten = self.epoch is not None and self.epoch is not _since_reset()
         same = bool(self.guard.check()) and _for_graphs(self.stance) == _for_graphs(_stance())
         return same and self.modes == _modes() and not forgotten
-
-    def guards_hold(self) -> bool:
-        """Tell whether it is as it was, whoever watches operations."""
-        return bool(self.guard.check()) and self.stance == _stance()
 
 
 def _modes() -> tuple[int, int]:

@@ -8,10 +8,11 @@ functions on which it gives up. Both come when torch.compile looks the backend u
 
 import logging
 import sys
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from collage_fx.hooks.nested_compile import stance_is_eager
 from collage_fx.hooks.step_substitution import can_substitute, leave, substitute
-from collage_fx.optimizer.ownership import live_optimizers
+from collage_fx.optimizer.ownership import live_optimizers, params_of
 from collage_fx.runtime.errors import CollageWarning
 
 _LOG = logging.getLogger("torch._dynamo.convert_frame")
@@ -82,7 +83,7 @@ def _look_again() -> None:
 @torch.compiler.disable  # a compiled backward pass calls it where Dynamo looks at every frame
 def _compilation_begins(_: Any) -> None:
     optimizer = _stepping()
-    if optimizer is not None and not has_gradient(optimizer):
+    if optimizer is not None and all(p.grad is None for p in params_of(optimizer)):
         _Watch.patch = dynamo_config.patch(allow_empty_graphs=True)
         _Watch.patch.__enter__()
 
@@ -119,11 +120,6 @@ def count_graph(*, supervised: bool) -> None:
         silent = not _LOG.isEnabledFor(logging.WARNING)
         if silent and _Watch.functions[function] == dynamo_config.recompile_limit:
             _warn_of_limit(f"what needs another graph of {function} runs", "recompile_limit")
-
-
-def has_gradient(optimizer: Optimizer) -> bool:
-    """Tell whether a step of the optimizer has anything to do."""
-    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
 
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -168,12 +164,10 @@ def _compile_step(optimizer: Optimizer, *, traced: bool) -> None:
 
 def _running_compiler() -> Any:
     """Return what torch.compile calls for the function that is running, if it is our backend."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(sys._getframe()):
         if frame.f_code.co_name == "compile_wrapper" and "callback" in frame.f_locals:
             compiler = innermost_backend(frame.f_locals["callback"])
             return compiler if getattr(compiler, "compiler_fn", None) is _Watch.backend else None
-        frame = frame.f_back
     return None
 
 
@@ -188,13 +182,8 @@ def _read_log(record: logging.LogRecord) -> bool:
 
 def _stepping() -> Optimizer | None:
     """Return the optimizer whose step is running, if one is."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if issubclass(type(owner), Optimizer):
-            return owner
-        frame = frame.f_back
-    return None
+    owners = (frame.f_locals.get("self") for frame, _ in traceback.walk_stack(sys._getframe()))
+    return next((one for one in owners if issubclass(type(one), Optimizer)), None)
 
 
 def _warn_of_limit(what: str, limit: str) -> None:

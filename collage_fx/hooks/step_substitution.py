@@ -7,7 +7,7 @@ torch.compile was given as `optimizer.step`, and where an exception passes as th
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -92,19 +92,21 @@ def with_own_code(function: Any, name: str) -> FunctionType:
 _COPIES = itertools.count()
 
 
+def layers(function: Any) -> Iterator[Any]:
+    """Yield a function, and those that decorators have wrapped in it."""
+    while function is not None:
+        yield function
+        function = getattr(function, "__wrapped__", None)
+
+
 def codes(function: Any) -> frozenset[CodeType]:
     """Return the code of a function and of those that decorators have wrapped in it."""
-    found = []
-    while function is not None:
-        found.append(getattr(getattr(function, "__func__", function), "__code__", None))
-        function = getattr(function, "__wrapped__", None)
+    found = (getattr(getattr(f, "__func__", f), "__code__", None) for f in layers(function))
     return frozenset(code for code in found if code is not None)
 
 
 def _with_hooks(step: Any) -> FunctionType | None:
-    while step is not None and getattr(step, "__code__", None) is not _AROUND:
-        step = getattr(step, "__wrapped__", None)
-    return step
+    return next((f for f in layers(step) if getattr(f, "__code__", None) is _AROUND), None)
 
 
 def _substitutable(own: Callable[..., Any]) -> Callable[..., Any]:

@@ -95,13 +95,19 @@ def numbers_if_traced(
 
 def _value_at(optimizer: Optimizer, name: str) -> float | None:
     """Return the number of a parameter group that has this name; None if there is none."""
-    at = _OF_GROUP.fullmatch(name)
-    if at is None or int(at["group"]) >= len(optimizer.param_groups):
-        return None
-    found, index = optimizer.param_groups[int(at["group"])].get(at["key"]), at["index"]
-    if index:
-        found = found[int(index)] if isinstance(found, list | tuple) else None
+    found = _in_groups(optimizer.param_groups, name)
     return found if type(found) in (int, float) else None
+
+
+def _in_groups(groups: list[dict[str, Any]], name: str) -> Any:
+    """Return what has this name in parameter groups; None if nothing has."""
+    at = _OF_GROUP.fullmatch(name)
+    if at is None or int(at["group"]) >= len(groups):
+        return None
+    found = groups[int(at["group"])].get(at["key"])
+    if at["index"]:
+        return found[int(at["index"])] if isinstance(found, list | tuple) else None
+    return found
 
 
 def _scheduled(optimizer: Optimizer, name: str) -> bool:
@@ -113,12 +119,8 @@ def _scheduled(optimizer: Optimizer, name: str) -> bool:
 
 def _began_with(history: History, name: str, value: float) -> Any:
     """Return what a number was in a first step that was not traced; value if there was none."""
-    at = _OF_GROUP.fullmatch(name)
-    if history.began is None or at is None or int(at["group"]) >= len(history.began):
-        return value
-    found = history.began[int(at["group"])].get(at["key"], value)
-    index = at["index"]
-    return found[int(index)] if index and isinstance(found, list | tuple) else found
+    found = _in_groups(history.began or [], name)
+    return value if found is None else found
 
 
 def _replace() -> None:

@@ -6,12 +6,7 @@ from typing import TypeAlias
 from torch.optim import Optimizer
 
 from collage_fx.config import CollageConfig
-from collage_fx.optimizer.ownership import (
-    Owned,
-    all_tensors_of,
-    compensable,
-    state_count,
-)
+from collage_fx.optimizer.ownership import Owned, all_tensors_of, compensable, state_count
 from collage_fx.passes.ir.program import LOW_PRECISION, Carried, compensable_in
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import FINEST, check_compensable

@@ -8,7 +8,7 @@ once where they store. So the step is run as if fused were off, which is traced,
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -71,18 +71,16 @@ def traceable(optimizer: Optimizer) -> Iterator[bool]:
         Whether the step is to be done; not if GradScaler found a gradient that is not finite, which
         is looked up on the host.
     """
-    touched: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    hidden: list[tuple[Optimizer, dict[str, Any]]] = []
-    inner: list[Optimizer] = []
     wanted = True
-    try:
+    with ExitStack() as restored:
         for one in family(optimizer):
             groups = list(_fused_groups(one))
             if not groups:
                 continue
             if isinstance(one, Adam):
                 init_states(one, groups)
-            hidden.append((one, {k: vars(one)[k] for k in _AMP if k in vars(one)}))
+            restored.callback(vars(one).update, {k: vars(one)[k] for k in _AMP if k in vars(one)})
+            restored.callback(vars(one).pop, SCALE, None)
             found, scale = (vars(one).pop(k, None) for k in _AMP)
             wanted &= found is None or not found.item()
             if scale is not None and one is optimizer and _is_torchs(one):
@@ -90,23 +88,15 @@ def traceable(optimizer: Optimizer) -> Iterator[bool]:
             elif scale is not None:
                 _unscale(groups, scale)
             for group in groups:
-                touched.append((group, {k: group[k] for k in _TOUCHED if k in group}))
+                restored.callback(group.update, {k: group[k] for k in _TOUCHED if k in group})
                 group["fused"] = None
                 if "capturable" in group:  # what only the fused kernel is on a CPU
-                    group["capturable"] = all(_on_gpu(p) for p in group["params"])
+                    group["capturable"] = all(p.is_cuda or p.is_xpu for p in group["params"])
             if one is not optimizer and _AMP_SCALING in vars(one):
                 # A GradScaler that is called within the step unscales by itself.
-                inner.append(one)
+                restored.callback(setattr, one, _AMP_SCALING, True)
                 setattr(one, _AMP_SCALING, False)
         yield wanted
-    finally:
-        for group, before in touched:
-            group.update(before)
-        for one in inner:
-            setattr(one, _AMP_SCALING, True)
-        for one, amp in hidden:
-            vars(one).pop(SCALE, None)
-            vars(one).update(amp)
 
 
 def unscaling(optimizer: Optimizer) -> Callable[..., Any]:
@@ -154,7 +144,3 @@ def _unscale(groups: list[dict[str, Any]], scale: Tensor) -> None:
     with torch.no_grad():
         for p in (p for group in groups for p in group["params"] if p.grad is not None):
             p.grad.div_(scale.to(p.grad.device))
-
-
-def _on_gpu(p: Tensor) -> bool:
-    return p.is_cuda or p.is_xpu

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from collage_fx.config import CollageConfig
 from collage_fx.optimizer.checkpoints import state_dicts
-from collage_fx.optimizer.ownership import Owned, owned_tensors
+from collage_fx.optimizer.ownership import Owned, compensated_tensors, owned_tensors
 from collage_fx.optimizer.storage_patterns import Patterns, warn_now
 from collage_fx.passes.ir.program import LOW_PRECISION
 from collage_fx.runtime.errors import CheckpointError, OptionError
@@ -109,11 +109,10 @@ def convert_residuals(optimizer: Optimizer, storage: str | Mapping[str, str]) ->
     """
     choice = CollageConfig(storage=storage).storage  # type: ignore[arg-type]
     state_dicts.attach(optimizer)
-    held = [o for o in owned_tensors(optimizer) if STORE.get(o.tensor) is not None]
     patterns = Patterns(choice)
     for owned in owned_tensors(optimizer):
         patterns.see(owned.name, is_param=owned.owner == "param")
-    plan = [(o, _chosen_for(o, choice)) for o in held]
+    plan = [(o, _chosen_for(o, r, choice)) for o, r in compensated_tensors(optimizer)]
     for owned, name in plan:
         check_compensable(owned.tensor.dtype, name, owned.name)
     for owned, name in plan:
@@ -121,13 +120,11 @@ def convert_residuals(optimizer: Optimizer, storage: str | Mapping[str, str]) ->
     patterns.conclude(warn_now)
 
 
-def _chosen_for(owned: Owned, choice: Choice) -> str:
-    """Return the storage for a state with a residual: the present one where none is chosen."""
+def _chosen_for(owned: Owned, residual: Residual, choice: Choice) -> str:
+    """Return the storage for a state with this residual: the present one where none is chosen."""
     if choice in STORAGES:
         return str(choice)
     name = chosen(choice, owned.name, owned.tensor.dtype, is_param=owned.owner == "param")
-    residual = STORE.get(owned.tensor)
-    assert residual is not None
     return name or residual.storage
 
 

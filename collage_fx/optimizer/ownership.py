@@ -18,6 +18,7 @@ from collage_fx.optimizer.checkpoints.saved_residuals import is_entry
 from collage_fx.passes.ir.program import Owner
 from collage_fx.runtime.residuals.dtensor import shard_of
 from collage_fx.runtime.residuals.memory import has_memory, overlapping
+from collage_fx.runtime.residuals.store import STORE, Residual
 
 PARAM = "<param>"
 """The key of a parameter itself among the carried states of that parameter."""
@@ -77,6 +78,13 @@ def owned_tensors(optimizer: Optimizer) -> Iterator[Owned]:
                 at = f"{key} of {name}"
                 yield Owned(shard_of(tensor), g, index, key, at, sharded=tensor)
             index += 1
+
+
+def compensated_tensors(optimizer: Optimizer) -> Iterator[tuple[Owned, Residual]]:
+    """Yield those of them that have residuals, with these."""
+    for owned in owned_tensors(optimizer):
+        if (residual := STORE.get(owned.tensor)) is not None:
+            yield owned, residual
 
 
 def _parts_of(optimizer: Optimizer) -> tuple[list[dict[str, Any]], Any]:

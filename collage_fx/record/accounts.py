@@ -1,7 +1,7 @@
 """What has written each state in a step: a graph of Dynamo's, a segment, or nobody knows what."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -30,23 +30,19 @@ class _Account:
         return self.version is not None and version(tensor) != self.version
 
 
+@dataclass(eq=False)
 class Accounts:
     """Accounts for all states that a step writes."""
 
-    def __init__(self, service: Service) -> None:
-        """Begin without states.
-
-        Args:
-            service: keeps the record of all steps.
-        """
-        self.service = service
-        self.of_tensor: dict[int, _Account] = {}
-        self.of_memory: dict[Any, _Account] = {}
-        """The same by memory: a graph may write p.detach() in the place of p."""
-        self.places: set[Any] = set()
-        """Those that had a state when the step began."""
-        self.by_graph: dict[int, tuple[Tensor, StatePlan]] = {}
-        """What Dynamo's graphs have written in this step, with its verdict."""
+    service: Service
+    """Keeps the record of all steps."""
+    of_tensor: dict[int, _Account] = field(default_factory=dict)
+    of_memory: dict[Any, _Account] = field(default_factory=dict)
+    """The same by memory: a graph may write p.detach() in the place of p."""
+    places: set[Any] = field(default_factory=set)
+    """Those that had a state when the step began."""
+    by_graph: dict[int, tuple[Tensor, StatePlan]] = field(default_factory=dict)
+    """What Dynamo's graphs have written in this step, with its verdict."""
 
     def begin(self, states: Sequence[Owned]) -> None:
         """Begin a step with these states."""

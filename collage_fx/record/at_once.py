@@ -1,6 +1,7 @@
 """Operations that are not noted, but done when they are called: on whole values, and low words."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,18 +19,13 @@ from collage_fx.segments.operations import Operation
 _ITEM = torch.ops.aten._local_scalar_dense.default
 
 
+@dataclass(eq=False)
 class AtOnce:
     """Does operations of which nothing that they need waits to be done."""
 
-    def __init__(self, words: LowWords, notes: Notes) -> None:
-        """Begin.
-
-        Args:
-            words: knows the low words of states, and of values on the way.
-            notes: is told of random bits.
-        """
-        self.words = words
-        self.notes = notes
+    words: LowWords
+    notes: Notes
+    """Is told of random bits."""
 
     def do(self, func: Any, operation: Operation, args: Any, kwargs: Any) -> Any:
         """Do an operation, with what low words its operands have; return what it makes."""

@@ -25,23 +25,15 @@ class _Found:
     """Which of the tensors may be compensated."""
 
 
+@dataclass(eq=False)
 class KnownStates:
     """The states of an optimizer or function that may be compensated."""
 
-    def __init__(
-        self, discovery: FunctionStates, storages: StateStorage, warn: Callable[[str], None]
-    ) -> None:
-        """Begin without any.
-
-        Args:
-            discovery: finds them.
-            storages: tells which of them may be compensated.
-            warn: told what is to be said of them.
-        """
-        self.discovery = discovery
-        self.storages = storages
-        self.warn = warn
-        self.last = _Found()
+    discovery: FunctionStates
+    storages: StateStorage
+    """Tells which of them may be compensated."""
+    warn: Callable[[str], None]
+    last: _Found = field(default_factory=_Found)
 
     def find(self) -> list[Owned]:
         """Return the states that there are now: those of before, if all tensors are the same."""

@@ -1,7 +1,7 @@
 """What was noted of a step since the last flush: its operations, its inputs and its memory."""
 
+import functools
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,16 +11,16 @@ from torch._subclasses import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from collage_fx.runtime.residuals.memory import has_memory
+from collage_fx.runtime.residuals.memory import empty_as, has_memory, span
 from collage_fx.segments.low_words import LowWords
-from collage_fx.segments.memory import Input, span, storage_key
-from collage_fx.segments.operations import OPERATIONS, Operation, flat_piece, piece_of
+from collage_fx.segments.memory import Input, storage_key
+from collage_fx.segments.operations import OPERATIONS, flat_piece, piece_of
 from collage_fx.segments.segment import Call, Segment
 from collage_fx.segments.trie import (
     Constant,
     Layout,
     Meta,
-    Names,
+    Number,
     Place,
     Value,
     layout_of,
@@ -50,12 +50,12 @@ class Region:
         """Tell whether another view of the storage has memory in common."""
         if self.layout[0] is not layout[0]:
             return True  # elements of two sizes are not compared
-        (start, end), (first, last) = span(self.layout), span(layout)
+        (start, end), (first, last) = span(*self.layout[1:]), span(*layout[1:])
         return start < last and first < end
 
     def covers(self, layout: Layout) -> bool:
         """Tell whether another view of the storage has no element but those of this region."""
-        (start, end), (first, last) = span(self.layout), span(layout)
+        (start, end), (first, last) = span(*self.layout[1:]), span(*layout[1:])
         dense = math.prod(self.layout[1]) == end - start
         return dense and self.layout[0] is layout[0] and start <= first and last <= end
 
@@ -68,17 +68,14 @@ class Notes:
     """
 
     def __init__(self, words: LowWords) -> None:
-        """Begin without notes.
-
-        Args:
-            words: knows the low words of states.
-        """
         self.words = words
         self.root = Place()
         self.places = 0
         """How many places there are in the trie."""
         self.fake = FakeTensorMode()
-        self.names = Names()
+        self.value = functools.cache(Value)
+        self.number = functools.cache(Number)
+        """By its number each value, and each float, is the same object in all segments."""
         self.random: dict[int, StorageWeakRef] = {}
         """Storages of integers that were drawn in this step."""
         self.clear()
@@ -114,11 +111,6 @@ class Notes:
         self.clear()
         return segment, call
 
-    def is_written(self, values: Iterable[Value]) -> None:
-        """Note that the data of these values come later."""
-        for one in values:
-            self.region_of[one.at].pending = True
-
     def view(self, source: Tensor, result: Tensor, func: Any, args: Any, kwargs: Any) -> None:
         """Note a view; may raise CannotNote."""
         region = self.region_of[self._value(source).at]
@@ -143,28 +135,36 @@ class Notes:
         more: Any = ()
         if kwargs:
             more = tuple([(k, self._operand(v, k in numbers)) for k, v in kwargs.items()])
-        return self._enter((func, spec, more), args, kwargs)
+        place = self._enter((func, spec, more), args, kwargs)
+        for written in place.writes:
+            self.region_of[written.at].pending = True
+        return place
 
     def _enter(self, line: Any, args: Any = None, kwargs: Any = None) -> Place:
         place = self.at.next.get(line)
         if place is None:
             place = Place(line, where=line_of_code())
             if args is not None and OPERATIONS[line[0]].kind == "note":
-                self._infer(place, line[0], args, kwargs)
+                self._infer(place, args, kwargs)
             self.at.next[line] = place
             self.places += 1
         self.path.append(place)
         self.at = place
         return place
 
-    def _infer(self, place: Place, func: Any, args: Any, kwargs: Any) -> None:
-        """Infer what func makes; what is wrong with its operands it says when done at once."""
-        operation = OPERATIONS[func]
-        if operation.written:
-            self._check_overlap(place.line, operation)
+    def _infer(self, place: Place, args: Any, kwargs: Any) -> None:
+        """Infer what an operation writes and makes.
+
+        What is wrong with its operands it says when it is done at once.
+        """
+        func, spec, more = place.line
+        operation, by_name = OPERATIONS[func], dict(more)
+        given = [by_name.get(k) if isinstance(k, str) else spec[k] for k in operation.written]
+        place.writes = [v for v in leaves(tuple(given)) if type(v) is Value]
+        self._check_overlap(place)
         try:
             with self.fake:
-                given = tree_map_only(Tensor, _like, (args, kwargs))
+                given = tree_map_only(Tensor, empty_as, (args, kwargs))
                 sizes = [t.size() for t in tree_leaves(given) if isinstance(t, Tensor)]
                 result = func(*given[0], **given[1])
                 after = [t.size() for t in tree_leaves(given) if isinstance(t, Tensor)]
@@ -179,19 +179,15 @@ class Notes:
                 raise CannotNote
             place.made = [meta_of(t) for t in made]
 
-    def _check_overlap(self, line: Any, operation: Operation) -> None:
+    def _check_overlap(self, place: Place) -> None:
         """Leave an operation that writes what it also reads in another view to be done at once."""
-        _, spec, more = line
-        values = [v for v in leaves((spec, more)) if type(v) is Value]
-        by_name = dict(more)
-        for key in operation.written:
-            given = by_name.get(key) if isinstance(key, str) else spec[key]
-            for w in (v for v in leaves(given) if type(v) is Value):
-                region = self.region_of[w.at]
-                layout = next(one for one, v in region.views.items() if v is w)
-                expanded = any(n > 1 and not s for n, s in zip(*layout[1:3], strict=True))
-                if expanded or any(v is not w and self.region_of[v.at] is region for v in values):
-                    raise CannotNote
+        values = [v for v in leaves(place.line[1:]) if type(v) is Value]
+        for w in place.writes:
+            region = self.region_of[w.at]
+            layout = next(one for one, v in region.views.items() if v is w)
+            expanded = any(n > 1 and not s for n, s in zip(*layout[1:3], strict=True))
+            if expanded or any(v is not w and self.region_of[v.at] is region for v in values):
+                raise CannotNote
 
     def _operand(self, a: Any, number: bool) -> Any:
         kind = type(a)
@@ -199,7 +195,7 @@ class Notes:
             return self._value(a)
         if kind is float or (number and kind is int and abs(a) < 2**53):
             self.floats.append(a)
-            return self.names.number(len(self.floats) - 1)
+            return self.number(len(self.floats) - 1)
         if kind is list or kind is tuple:
             return tuple([self._operand(x, number) for x in a])
         if kind is int or kind is bool:
@@ -209,7 +205,7 @@ class Notes:
     def _next(self, region: Region) -> Value:
         """Return a new value, in this region."""
         self.region_of.append(region)
-        return self.names.value(len(self.region_of) - 1)
+        return self.value(len(self.region_of) - 1)
 
     def _value(self, t: Tensor) -> Value:
         """Return the value that t is; an input, if the notes do not know its memory."""
@@ -288,10 +284,6 @@ def _memory(region: Region) -> Tensor:
     storage = torch.UntypedStorage._new_with_weak_ptr(region.storage.cdata)
     dtype, size, stride, _ = region.layout
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, size, stride)
-
-
-def _like(t: Tensor) -> Tensor:
-    return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device)
 
 
 def _is_floating(args: Any) -> bool:

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,49 +40,38 @@ def _dispatches(kind: type) -> bool:
     return getattr(kind, "__torch_dispatch__", plain) is not plain
 
 
+@dataclass(eq=False)
 class Recorder:
     """Notes operations, and has them done when somebody needs their results.
 
-    Results are tensors that have memory and no data yet. A structure is a path in a trie: an
-    operation with the numbers of its operands leads from one place to the next, so that shapes are
-    inferred once. What cannot be noted is done at once, after what it depends on.
+    Results are tensors that have memory and no data yet. What cannot be noted is done at once,
+    after what it depends on.
 
     An operation that fails by the shapes of its operands raises where it stands; when a step raises
     for whatever reason, what was noted before is done, so that the states are as after the same
     error in eager PyTorch.
     """
 
-    def __init__(
-        self,
-        words: LowWords,
-        run: Callable[[Segment, Call], None],
-        wake: Callable[[], None],
-        *,
-        at_once: bool = False,
-    ) -> None:
-        """Begin without notes.
+    words: LowWords
+    run: Callable[[Segment, Call], None]
+    """Does a segment."""
+    wake: Callable[[], None]
+    """Looks for the states, in a step in which nobody has done so."""
+    all_at_once: bool = False
+    """Whether nothing is noted, and every operation is done when it is called."""
+    reads: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    beside_dynamo: bool = False
+    """Whether Dynamo compiles parts of this step."""
+    asleep: bool = False
+    """Whether the states are not known in this step: the first operation wakes it up."""
+    passes_by: bool = False
+    """Whether operations are done as they come, as within a compiled graph."""
+    noted: int = 0
+    """How many operations were noted."""
 
-        Args:
-            words: knows the low words of states.
-            run: does a segment.
-            wake: looks for the states, in a step in which nobody has done so.
-            at_once: whether nothing is noted, and every operation is done when it is called.
-        """
-        self.wake = wake
-        self.reads = contextlib.ExitStack()
-        self.beside_dynamo = False
-        """Whether Dynamo compiles parts of this step."""
-        self.all_at_once = at_once
-        self.asleep = False
-        """Whether the states are not known in this step: the first operation wakes it up."""
-        self.passes_by = False
-        """Whether operations are done as they come, as within a compiled graph."""
-        self.words = words
-        self.run = run
-        self.notes = Notes(words)
-        self.at_once = AtOnce(words, self.notes)
-        self.noted = 0
-        """How many operations were noted."""
+    def __post_init__(self) -> None:
+        self.notes = Notes(self.words)
+        self.at_once = AtOnce(self.words, self.notes)
 
     @contextmanager
     def _set(self, name: str, value: bool) -> Iterator[None]:
@@ -102,11 +92,7 @@ class Recorder:
 
     @contextmanager
     def recording(self, *, beside_dynamo: bool) -> Iterator[None]:
-        """Note what happens within, and have it done at the end, whatever ends it.
-
-        Args:
-            beside_dynamo: whether Dynamo compiles parts of it.
-        """
+        """Note what happens within, and have it done at the end, whatever ends it."""
         self.beside_dynamo = beside_dynamo
         mode = _BesideDynamo(self) if beside_dynamo else _Mode(self)
         with mode, contextlib.ExitStack() as self.reads:
@@ -161,7 +147,10 @@ class Recorder:
             self.wake()
             self._watch_reads()
         if operation.kind == "note" and not self._on_host(operation, args, kwargs):
-            if not torch.is_grad_enabled() or not _differentiated(args, kwargs):
+            # What autograd saves of an operation that it follows it may read by itself.
+            if not torch.is_grad_enabled() or not any(
+                t.requires_grad for t in tensors_in(args, kwargs)
+            ):
                 for _ in range(2):
                     try:
                         result = self._note(func, operation, args, kwargs)
@@ -232,10 +221,6 @@ class Recorder:
         place = notes.operation(func, args, kwargs)
         self.noted += 1
         notes.wait = True
-        spec, more = place.line[1], place.line[2]
-        for key in operation.written:
-            value = dict(more).get(key) if isinstance(key, str) else spec[key]
-            notes.is_written(value if type(value) is tuple else (value,))
         if operation.nothing:
             return None
         if operation.returns is not None:
@@ -298,8 +283,3 @@ class _BesideDynamo(_Mode):
 def _is_number(result: Any) -> bool:
     """Tell whether a result has one element, which torch.tensor([x]) reads behind our back."""
     return isinstance(result, Tensor) and result.numel() == 1
-
-
-def _differentiated(args: Any, kwargs: Any) -> bool:
-    """Tell whether autograd follows an operation: what it saves it may read by itself."""
-    return any(t.requires_grad for t in tensors_in(args, kwargs))

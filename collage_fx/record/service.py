@@ -1,5 +1,6 @@
 """What served each state of an optimizer or function, and what is to be said of it."""
 
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -17,26 +18,20 @@ TRIED = 2
 """Steps after which it is known what becomes of the states."""
 
 
+@dataclass(eq=False)
 class Service:
     """Records what served each state, and warns of what is not compensated."""
 
-    def __init__(self, session: Session, discovery: FunctionStates, subject: str) -> None:
-        """Begin without a record.
-
-        Args:
-            session: what the user has asked for.
-            discovery: finds the states.
-            subject: whose they are, in words.
-        """
-        self.session = session
-        self.discovery = discovery
-        self.subject = subject
-        self.served: dict[Any, Served] = {}
-        """Place of a state -> what became of it."""
-        self.written: list[Served] = []
-        """What the graphs of the last step wrote."""
-        self.repeats = 0
-        """How often that has been done again since."""
+    session: Session
+    discovery: FunctionStates
+    subject: str
+    """Whose states they are, in words."""
+    served: dict[Any, Served] = field(default_factory=dict)
+    """Place of a state -> what became of it."""
+    written: list[Served] = field(default_factory=list)
+    """What the graphs of the last step wrote."""
+    repeats: int = 0
+    """How often that has been done again since."""
 
     def of(self, owned: Owned) -> Served:
         """Return the record of a state."""

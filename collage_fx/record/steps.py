@@ -40,13 +40,6 @@ class Steps:
     """
 
     def __init__(self, session: Session, discovery: FunctionStates, subject: str) -> None:
-        """Begin before the first step.
-
-        Args:
-            session: what the user has asked for.
-            discovery: finds the states.
-            subject: whose steps they are, in words.
-        """
         config = session.config
         self.session = session
         self.discovery = discovery
@@ -90,7 +83,7 @@ class Steps:
         """Whether steps of which a part is recorded are recorded whole: a function may compute
         gradients, of which Dynamo makes better graphs."""
         self.recorder = Recorder(
-            self.words, self._run, self._find_states, at_once=config.record is False
+            self.words, self._run, self._find_states, all_at_once=config.record is False
         )
 
     @property

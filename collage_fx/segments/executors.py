@@ -86,6 +86,7 @@ class _History(SeenNumbers):
     joined: _Way = field(default_factory=_Way)
 
 
+@dataclass(eq=False)
 class Executors:
     """Runs the segments of one optimizer or function, in the first of three ways that it can be.
 
@@ -94,46 +95,35 @@ class Executors:
     for the first time.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        words: LowWords,
-        note: Callable[[BaseException], None],
-        unseen: Callable[[Tensor], None],
-    ) -> None:
-        """Begin without compiled segments.
+    session: Session
+    words: LowWords
+    note: Callable[[BaseException], None]
+    """Told of an error in compiling."""
+    unseen: Callable[[Tensor], None]
+    """Told of what may be a parameter, is written, and is none of the states."""
+    interpreted_only: bool = False
+    histories: WeakKeyDictionary[Segment, _History] = field(default_factory=WeakKeyDictionary)
+    changing: list[list[int]] = field(default_factory=list)
+    """For each segment of this step how many floats it has, and which of them change."""
+    changed_before: list[list[int]] = field(default_factory=list)
+    """The same of the last step before a checkpoint."""
+    count: int = 0
+    """How many times a segment was compiled."""
+    runs: Counter[str] = field(default_factory=Counter)
+    """Way -> how many segments were done so."""
+    left: dict[Segment, str] = field(default_factory=dict)
+    """Segments of the last step that the passes could not compile -> why."""
+    wanted: set[Any] = field(default_factory=set)
+    """The places of the states that keep a low word whatever their own verdict is."""
+    written: set[Any] = field(default_factory=set)
+    """The places of the states that graphs of the passes have written."""
+    plans: dict[int, StatePlan] = field(default_factory=dict)
+    """Tensor -> its verdict, of the states that rewritten segments wrote in this step."""
 
-        Args:
-            session: compiles them.
-            words: knows the low words of states.
-            note: told of an error in compiling.
-            unseen: told of what may be a parameter, is written, and is none of the states.
-        """
-        self.session = session
-        self.words = words
-        self.joining = Joining(session, words)
-        self.note = note
-        self.unseen = unseen
-        self.seen = SEEN if session.config.on_unsupported == "join" else 1
-        """Who wants an error for an operation without a rule gets it in the first step."""
-        self.interpreted_only = False
-        self.histories: WeakKeyDictionary[Segment, _History] = WeakKeyDictionary()
-        self.changing: list[list[int]] = []
-        """For each segment of this step how many floats it has, and which of them change."""
-        self.changed_before: list[list[int]] = []
-        """The same of the last step before a checkpoint."""
-        self.count = 0
-        """How many times a segment was compiled."""
-        self.runs: Counter[str] = Counter()
-        """Way -> how many segments were done so."""
-        self.left: dict[Segment, str] = {}
-        """Segments of the last step that the passes could not compile -> why."""
-        self.wanted: set[Any] = set()
-        """The places of the states that keep a low word whatever their own verdict is."""
-        self.written: set[Any] = set()
-        """The places of the states that graphs of the passes have written."""
-        self.plans: dict[int, StatePlan] = {}
-        """Tensor -> its verdict, of the states that rewritten segments wrote in this step."""
+    def __post_init__(self) -> None:
+        self.joining = Joining(self.session, self.words)
+        # Who wants an error for an operation without a rule gets it in the first step.
+        self.seen = SEEN if self.session.config.on_unsupported == "join" else 1
 
     def begin(self, *, interpreted_only: bool, at_once: bool) -> None:
         """Begin a step.

@@ -1,6 +1,7 @@
 """Segments on whole values, as they stand, compiled by Inductor."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,18 +34,12 @@ ROUNDED = (torch.bfloat16, torch.float16)
 """The dtypes of high words whose rounding Inductor can be made to carry out."""
 
 
+@dataclass(eq=False)
 class Joining:
     """Does segments on whole values: low words joined in, operations as they stand, split again."""
 
-    def __init__(self, session: Session, words: LowWords) -> None:
-        """Begin without compiled segments.
-
-        Args:
-            session: compiles them.
-            words: knows the low words of states.
-        """
-        self.session = session
-        self.words = words
+    session: Session
+    words: LowWords
 
     def given(self, segment: Segment, call: Call) -> Given | str:
         """Return the arguments with their low words, or why these are not to be compiled.
@@ -88,11 +83,7 @@ def compile_joined(
 ) -> Callable[..., Any]:
     """Return the callable of a graph that joins its inputs at the beginning and splits at the end.
 
-    Args:
-        session: has Inductor's settings.
-        gm: the graph.
-        mode: that of the fake tensors.
-        fakes: its inputs.
+    Its inputs are those fake tensors, of this mode.
     """
 
     def inner(functional: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:

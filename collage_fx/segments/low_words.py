@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import InitVar, dataclass, field
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from collage_fx.optimizer.ownership import Owned
 from collage_fx.runtime.expansion.eft import FP8, WIDER
 from collage_fx.runtime.expansion.stochastic import Seeds
-from collage_fx.runtime.residuals.memory import has_memory
+from collage_fx.runtime.residuals.memory import empty_as, has_memory
 from collage_fx.runtime.residuals.store import STORE, Residual, clear_stale, next_draw
 from collage_fx.runtime.storage.registry import (
     FINEST,
@@ -21,7 +22,6 @@ from collage_fx.runtime.storage.registry import (
     split_into,
 )
 from collage_fx.segments.memory import (
-    Between,
     Input,
     KnownMemory,
     KnownState,
@@ -33,7 +33,10 @@ from collage_fx.segments.memory import (
 )
 from collage_fx.segments.trie import layout_of
 
+_UNKNOWN = KnownMemory()
 
+
+@dataclass(eq=False)
 class LowWords:
     """Joins memory and its low words to wide values, and splits these when they are stored.
 
@@ -41,46 +44,36 @@ class LowWords:
     the way: that one keeps all of its wide value (`TRANSIENT`), of fp8 as much as `FINEST` does.
     """
 
-    def __init__(
-        self,
-        dtypes: Iterable[torch.dtype],
-        exact: bool,
-        storage_for: Callable[[Owned], str],
-        by_chance: Callable[[str], bool],
-        seed: int,
-        lost: Callable[[str], None],
-    ) -> None:
-        """Begin without states.
+    dtypes: InitVar[Iterable[torch.dtype]]
+    """Those that are computed with in a wider one."""
+    in_float64: InitVar[bool]
+    """Whether that is float64, which holds what error-free transformations keep; else `WIDER`."""
+    storage_for: Callable[[Owned], str]
+    """Returns the storage for a state; empty for one that stays plain."""
+    by_chance: Callable[[str], bool]
+    """Tells whether the last residual of a storage is rounded by chance."""
+    seed: int
+    """What chance begins with."""
+    lost: Callable[[str], None]
+    """Told the name of a state that loses its low word."""
+    memory: defaultdict[int, KnownMemory] = field(default_factory=lambda: defaultdict(KnownMemory))
+    """Storage -> what is known of it."""
+    of_tensor: dict[int, KnownState] = field(default_factory=dict)
+    """Tensor -> what is known of it."""
+    writes: bool = False
+    """Whether a state was written in this step."""
+    generation: int = -1
+    """That of the store when the step began."""
 
-        Args:
-            dtypes: those that are computed with in a wider one.
-            exact: whether that is float64, which holds what error-free transformations keep; else
-                `WIDER`.
-            storage_for: returns the storage for a state; empty for one that stays plain.
-            by_chance: tells whether the last residual of a storage is rounded by chance.
-            seed: what chance begins with.
-            lost: told the name of a state that loses its low word.
-        """
+    def __post_init__(self, dtypes: Iterable[torch.dtype], in_float64: bool) -> None:
         held = list(dtypes)
-        self.wide = {d: torch.float64 if exact and d not in FP8 else WIDER[d] for d in held}
-        self.computed = {**self.wide, torch.float32: torch.float64} if exact else self.wide
+        self.wide = {d: torch.float64 if in_float64 and d not in FP8 else WIDER[d] for d in held}
+        self.computed = {**self.wide, torch.float32: torch.float64} if in_float64 else self.wide
         """dtype -> what is computed in for it: fp32 too is float64 beside values of float64."""
         self.transient = {
             d: STORAGES[FINEST[d]] if d in FP8 else TRANSIENT[wide] for d, wide in self.wide.items()
         }
         """dtype -> the layout of values on the way."""
-        self.storage_for = storage_for
-        self.by_chance = by_chance
-        self.seed = seed
-        self.lost = lost
-        self.memory: defaultdict[int, KnownMemory] = defaultdict(KnownMemory)
-        """Storage -> what is known of it."""
-        self.of_tensor: dict[int, KnownState] = {}
-        """Tensor -> what is known of it."""
-        self.writes = False
-        """Whether a state was written in this step."""
-        self.generation = -1
-        """That of the store when the step began."""
 
     def begin(self, states: Iterable[Owned]) -> None:
         """Begin a step with these states; clear residuals that do not belong to their values."""
@@ -124,14 +117,9 @@ class LowWords:
         known = self.of_tensor.get(id(tensor))
         return known is not None and known.written
 
-    def _states_of(self, t: Tensor) -> list[Owned]:
-        """Return the states that were found in the storage of t."""
-        known = self.memory.get(storage_key(t))
-        return known.states if known is not None else []
-
-    def _between_in(self, t: Tensor) -> Between | None:
-        known = self.memory.get(storage_key(t))
-        return known.between if known is not None else None
+    def _memory_of(self, t: Tensor) -> KnownMemory:
+        """Return what is known of the storage of t: nothing, if the step has not met it."""
+        return self.memory.get(storage_key(t), _UNKNOWN)
 
     def input(self, t: Tensor) -> Input:
         """Return what a segment needs to know of memory that it did not make."""
@@ -164,7 +152,7 @@ class LowWords:
     def _near(self, t: Tensor) -> list[Owned]:
         """Return the states that are in the storage of t by now, of its dtype."""
         key = storage_key(t)
-        found = self._states_of(t) if t.dtype in self.wide else ()
+        found = self._memory_of(t).states if t.dtype in self.wide else ()
         return [o for o in found if o.tensor.dtype is t.dtype and storage_key(o.tensor) == key]
 
     def states_in(self, t: Tensor) -> list[Owned]:
@@ -204,7 +192,7 @@ class LowWords:
         return bool(self._lows(t)) or any(self.of_state(o) is not None for o in self.states_in(t))
 
     def _lows(self, t: Tensor) -> tuple[Tensor, ...] | None:
-        between = self._between_in(t)
+        between = self._memory_of(t).between
         if between is None or between.storage.expired() or between.dtype is not t.dtype:
             return None
         return between.like(t)
@@ -215,7 +203,7 @@ class LowWords:
         if 0 in t.stride() and not given.pieces:  # an expanded one, whose elements share memory
             dtype, words = self.wide[t.dtype], self._lows(t) or ()
             return join_in(dtype, self.transient[t.dtype].name, t, *words) if words else t.to(dtype)
-        wide = torch.empty_strided(t.size(), t.stride(), dtype=self.wide[t.dtype], device=t.device)
+        wide = empty_as(t, self.wide[t.dtype])
         if lows := self._lows(t):
             return wide.copy_(join_in(wide.dtype, self.transient[t.dtype].name, t, *lows))
         found = [piece for piece in given.pieces if piece.residual is not None]
@@ -236,7 +224,7 @@ class LowWords:
     def store(self, given: Input, wide: Tensor) -> None:
         """Write a wide value over memory, and what does not fit in there into low words."""
         t = given.data
-        if not given.pieces and self._between_in(t) is not None:
+        if not given.pieces and self._memory_of(t).between is not None:
             return self.keep(t, wide)
         if not any(piece.layout == given.layout for piece in given.pieces):
             t.copy_(wide)
@@ -304,7 +292,7 @@ class LowWords:
         None if a state in it has moved.
         """
         t = given.data
-        if written and not given.pieces and self._between_in(t) is not None:
+        if written and not given.pieces and self._memory_of(t).between is not None:
             self.born(t, self.transient[t.dtype])
         if lows := self._lows(t):
             return [Part(given.layout, given.layout, self.transient[t.dtype].name, lows)]
@@ -349,7 +337,7 @@ class LowWords:
 
     def overwritten(self, t: Tensor) -> None:
         """Drop the low words of memory that something has written which knows none."""
-        if self._between_in(t) is not None:
+        if self._memory_of(t).between is not None:
             self.memory[storage_key(t)].between = None
         for owned in self.states_in(t):
             self._is_written(owned)
@@ -364,8 +352,7 @@ class LowWords:
     def is_result(self, t: Tensor) -> bool:
         """Tell whether a segment has made t, from whole values: it may have more bits than a graph
         would give it."""
-        known = self.memory.get(storage_key(t))
-        made = known.made if known is not None else None
+        made = self._memory_of(t).made
         return made is not None and not made.expired() and t.is_floating_point() and t.dim() > 0
 
     def dropped(self, t: Tensor) -> bool:
@@ -385,6 +372,6 @@ class LowWords:
                 known.settle()
             return
         for t in written:
-            for owned in self._states_of(t):  # views count versions together
+            for owned in self._memory_of(t).states:  # views count versions together
                 if (found := self.of_tensor.get(id(owned.tensor))) is not None:
                     found.settle()

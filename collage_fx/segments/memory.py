@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from collage_fx.optimizer.ownership import Owned
+from collage_fx.runtime.residuals.memory import empty_as, span
 from collage_fx.runtime.residuals.store import Residual
 from collage_fx.segments.trie import Layout, layout_of
 
@@ -117,9 +118,8 @@ class KnownMemory:
         storage = t.untyped_storage()
         if t.numel() * t.itemsize < storage.nbytes():
             return self.hold(t, dtypes).like(t)
-        size, stride = t.size(), t.stride()
-        made = [torch.empty_strided(size, stride, dtype=d, device=t.device) for d in dtypes]
-        self.between = Between(StorageWeakRef(storage), t.dtype, tuple(made))
+        made = tuple(empty_as(t, d) for d in dtypes)
+        self.between = Between(StorageWeakRef(storage), t.dtype, made)
         return self.between.lows
 
 
@@ -146,16 +146,8 @@ def storage_key(t: Tensor) -> int:
 
 def covers(t: Tensor, part: Tensor) -> bool:
     """Tell whether part, in the same storage, lies within t, from its first element to its last."""
-    (start, end), (first, last) = span(layout_of(t)), span(layout_of(part))
+    (start, end), (first, last) = (span(*layout_of(one)[1:]) for one in (t, part))
     return start <= first and last <= end
-
-
-def span(layout: Layout) -> tuple[int, int]:
-    """Return the first element of a view, and the one after its last."""
-    _, size, stride, offset = layout
-    if 0 in size:
-        return offset, offset
-    return offset, offset + 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
 
 
 def part_of(wide: Tensor, part: Tensor, t: Tensor) -> Tensor:

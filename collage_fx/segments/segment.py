@@ -113,9 +113,8 @@ class Segment:
 
     def _line(self, place: Place) -> Line:
         func, args, kwargs = place.line
-        operation = OPERATIONS[func]
         first = len(self.root)
-        if operation.kind == "view":
+        if OPERATIONS[func].kind == "view":
             source = next(v for v in leaves(args) if type(v) is Value)
             self.root.append(self.root[source.at])
             self.dtype.append(args[1] if func is VIEW_AS else self.dtype[source.at])
@@ -124,11 +123,7 @@ class Segment:
         else:
             self.root += range(first, first + len(place.made))
             self.dtype += [meta[2] for meta in place.made]
-        written: set[int] = set()
-        by_name = dict(kwargs)
-        for key in operation.written:
-            given = by_name.get(key, ()) if isinstance(key, str) else args[key : key + 1]
-            written |= {self.root[v.at] for v in leaves(given) if type(v) is Value}
+        written = {self.root[v.at] for v in place.writes}
         self.written |= written
         if getattr(func, "_opname", "") in ("copy_", "_foreach_copy_"):
             self._add_copies(args[0], args[1])

@@ -114,10 +114,6 @@ def graph_of_segment(segment: Segment, numbers: Numbers) -> GraphModule:
 
     Its inputs are those of the segment, the memory that results are stored in, and the floats that
     change, as 0-d tensors. It returns nothing.
-
-    Args:
-        segment: what it does.
-        numbers: those of a call.
     """
     builder = _Builder(segment, numbers)
     for at, node in zip(segment.inputs, builder.inputs, strict=True):
@@ -277,7 +273,7 @@ class _Propagation(Interpreter):
 
 def number_tensor(x: float) -> Tensor:
     """Return a float as graphs take it."""
-    return torch.scalar_tensor(x, dtype=torch.float64)
+    return torch.scalar_tensor(x, dtype=torch.float64, device="cpu")
 
 
 def float_guard(mode: FakeTensorMode, fakes: Sequence[Any]) -> Callable[..., bool]:

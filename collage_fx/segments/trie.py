@@ -5,7 +5,6 @@ import sys
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from torch import Tensor
@@ -50,6 +49,8 @@ class Place:
     made: list[Meta] = field(default_factory=list)
     many: bool = False
     """Whether the operation returns a list."""
+    writes: list[Value] = field(default_factory=list)
+    """The operands that it writes."""
     next: dict[Any, "Place"] = field(default_factory=dict)
     segments: dict[Any, "Segment"] = field(default_factory=dict)
     """Which of its results are still in use at the end -> the segment that ends here."""
@@ -57,38 +58,14 @@ class Place:
     """The line of code that did this first, as FX keeps it of a node."""
 
 
-class Names:
-    """Hands out the values and numbers of segments, the same objects for each."""
-
-    def __init__(self) -> None:
-        self._values: list[Value] = []
-        self._numbers: list[Number] = []
-
-    def value(self, at: int) -> Value:
-        """Return value number `at`."""
-        while at >= len(self._values):
-            self._values.append(Value(len(self._values)))
-        return self._values[at]
-
-    def number(self, at: int) -> Number:
-        """Return number number `at`."""
-        while at >= len(self._numbers):
-            self._numbers.append(Number(len(self._numbers)))
-        return self._numbers[at]
-
-
 def line_of_code() -> str:
     """Return the line of code that has called, beyond PyTorch's and this package's own."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, line in traceback.walk_stack(sys._getframe(1)):
         module = frame.f_globals.get("__name__", "")
         own = module.partition(".")[0] in ("torch", "collage_fx")
         if not own or module.startswith("torch.optim."):
-            at = traceback.FrameSummary(
-                frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
-            )
+            at = traceback.FrameSummary(frame.f_code.co_filename, line, frame.f_code.co_name)
             return "".join(traceback.format_list([at]))
-        frame = frame.f_back
     return ""
 
 

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from collage_fx.compilation.session import Session
+from collage_fx.optimizer.ownership import params_of
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import compensable_dtypes
 from collage_fx.stand_in.members import Member
@@ -72,7 +73,11 @@ def _outline(optimizer: Optimizer, session: Session) -> Hashable:
     Rates are not in it: others may be about to be set to that of the first.
     """
     groups = [
-        [(k, _exactly(v)) for k, v in _read(group) if k not in _MADE and _stays(v)]
+        [
+            (k, _exactly(v))
+            for k, v in _read(group)
+            if k not in _MADE and is_constant(v) and not isinstance(v, float)
+        ]
         for group in optimizer.param_groups
     ]
     members = [
@@ -80,10 +85,6 @@ def _outline(optimizer: Optimizer, session: Session) -> Hashable:
         for group in optimizer.param_groups
     ]
     return repr((type(optimizer), session.config, _settings(session), groups, members))
-
-
-def _stays(value: Any) -> bool:
-    return is_constant(value) and not isinstance(value, float)
 
 
 def _read(group: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -132,8 +133,7 @@ def signature(
 
 def residuals_of(optimizer: Optimizer) -> Hashable:
     """Return which residuals the parameters and states of an optimizer have, and how surely."""
-    params = (p for group in optimizer.param_groups for p in group["params"])
-    tensors = ([p, *optimizer.state.get(p, {}).values()] for p in params)
+    tensors = ([p, *optimizer.state.get(p, {}).values()] for p in params_of(optimizer))
     found = ([STORE.get(t) if isinstance(t, Tensor) else None for t in row] for row in tensors)
     return tuple(
         tuple((r.storage, r.provisional) if r is not None else None for r in row) for row in found

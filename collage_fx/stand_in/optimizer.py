@@ -1,14 +1,13 @@
 """An optimizer of a few parameters that stands for one of many while its step is traced."""
 
 import contextlib
-import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from collage_fx.optimizer.ownership import STAND_IN
+from collage_fx.optimizer.ownership import STAND_IN, params_of
 
 
 class StandIn:
@@ -22,8 +21,7 @@ class StandIn:
             for group in optimizer.param_groups
         ]
         few.state = defaultdict(dict)
-        params = itertools.chain.from_iterable(group["params"] for group in few.param_groups)
-        few.state.update((p, optimizer.state[p]) for p in params if p in optimizer.state)
+        few.state.update((p, optimizer.state[p]) for p in params_of(few) if p in optimizer.state)
         self.optimizer = few
 
     @contextlib.contextmanager
@@ -53,5 +51,4 @@ class StandIn:
     def shares(self, optimizer: Optimizer) -> bool:
         """Tell whether the states of its parameters are still the optimizer's."""
         mine, its = self.optimizer.state, optimizer.state
-        params = itertools.chain.from_iterable(g["params"] for g in self.optimizer.param_groups)
-        return all(mine.get(p) is its.get(p) for p in params)
+        return all(mine.get(p) is its.get(p) for p in params_of(self.optimizer))

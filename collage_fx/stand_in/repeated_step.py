@@ -23,11 +23,13 @@ from collage_fx.compilation.partition import Direct, KernelCall
 from collage_fx.compilation.side_inputs import Code, Observed
 from collage_fx.hooks.nested_compile import GlobalState
 from collage_fx.hooks.optimizer_hooks import has_foreign_hooks
+from collage_fx.optimizer.ownership import params_of
 from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS
 from collage_fx.record.steps import Steps
 from collage_fx.runtime.kernels.cpp_loop import Loop
 from collage_fx.runtime.kernels.tensor_snapshot import ANYTHING, NUMBER, Contents, TensorSnapshot
 from collage_fx.runtime.residuals.store import STORE
+from collage_fx.segments.segment_graph import number_tensor
 from collage_fx.stand_in.alike import is_constant
 from collage_fx.stand_in.stand_ins import StandIns
 
@@ -114,7 +116,7 @@ class RepeatedStep:
         found = [groups[g][key] for g, key in self.numbers]
         if not all(map(math.isfinite, found)):
             return False
-        numbers = [torch.tensor(x, dtype=torch.float64, device="cpu") for x in found]
+        numbers = list(map(number_tensor, found))
         side, direct = self.code.side, self.direct
         seeds = side.draw(self.residuals, self.code.seeded) if side is not None else []
         made = direct.make({i: numbers[k] for i, k in self.given.items()})
@@ -180,7 +182,6 @@ def _contents(
 ) -> Contents:
     """Return what has to be as it was."""
     groups, state = optimizer.param_groups, optimizer.state
-    params = [p for group in groups for p in group["params"]]
     # What refers to the optimizer is not to be kept: one that nobody needs is to go at once.
     attributes = {k: v if is_constant(v) else ANYTHING for k, v in vars(optimizer).items()}
     attributes |= {"param_groups": groups, "state": state}
@@ -198,7 +199,7 @@ def _contents(
     if not all(is_constant(v) or isinstance(v, Tensor) for one in held for v in one.values()):
         raise Unrepeatable("a group or a state has what can be changed in place")
     others = [v for one in held for v in one.values() if isinstance(v, Tensor)]
-    guarded = list({id(t): t for t in (*params, *others)}.values())
+    guarded = list({id(t): t for t in (*params_of(optimizer), *others)}.values())
     if len(stand_ins.plain) != len(stand_ins.params) or not all(map(is_plain, guarded)):
         raise Unrepeatable("there are tensors of classes with code of their own")
     if any(t.is_inference() for t in guarded):

@@ -23,12 +23,14 @@ from collage_fx.compilation.side_inputs import Code, Observed, SideInputs
 from collage_fx.hooks.nested_compile import GlobalState
 from collage_fx.hooks.symbolic_numbers import numbers_if_traced
 from collage_fx.optimizer.checkpoints.history import history_of
+from collage_fx.optimizer.ownership import params_of
 from collage_fx.passes.ir.program import StatePlan
 from collage_fx.record.steps import Steps
 from collage_fx.runtime import logs, progress
 from collage_fx.runtime.residuals.memory import overlapping
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import STORAGES
+from collage_fx.segments.segment_graph import number_tensor
 from collage_fx.stand_in.alike import residuals_of, shares, signature
 from collage_fx.stand_in.members import Member
 from collage_fx.stand_in.repeated_step import name_of_number, numbers_taken
@@ -79,7 +81,7 @@ class SharedGraph:
         self.residuals = residuals
         self.history = dict(history_of(optimizer).numbers)
         with torch.no_grad():
-            self.globals = GlobalState().until_reset()
+            self.globals = GlobalState(until_reset=True)
         self.place: dict[int, Place | int] = {number: k for k, number in enumerate(taken)}
         for i, p in enumerate(stand_ins.params):
             tensors = Member(p, optimizer).tensors()
@@ -104,7 +106,8 @@ class SharedGraph:
         first = len(observed.inputs) + len(code.seeded)
         if full & set(range(first, first + len(direct.memory))):
             raise NotShared("its kernels make tensors of one size")
-        self.written = sorted(i for i in full if i < count and self._is_written(i))
+        written = {i for call in direct.calls for i in call.operands[0]}
+        self.written = sorted(i for i in written if i < count)
         residuals = side.residuals
         carried = zip(residuals.locate, residuals.carried, strict=True)
         self.carried = [(self._place_of(find(observed.args)), c) for find, c in carried]
@@ -112,9 +115,6 @@ class SharedGraph:
         self.plans = residuals.plan
         self.states = [(self._place_of(find(observed.args)), plan) for find, plan in code.states]
         self.place.clear()
-
-    def _is_written(self, at: int) -> bool:
-        return any(at in call.operands[0] for call in self.direct.calls)
 
     def _place_of(self, tensor: Tensor | None) -> Place:
         found = self.place.get(id(tensor))
@@ -157,7 +157,7 @@ class SharedGraph:
             [replace(c) for _, c in self.carried],
             [find(place) for place, _ in self.carried],
             [find(place) for place in self.plain],
-            list(plans.values()),
+            plans,
         )
         side = SideInputs(residuals, None, session.config.seed)
         side.exact = self.exact
@@ -184,8 +184,8 @@ class SharedStandIns(StandIns):
 
     def __init__(self, graph: SharedGraph, optimizer: Optimizer, session: Session) -> None:
         """Bind a graph to all parameters of an optimizer that have gradients."""
-        params = (p for group in optimizer.param_groups for p in group["params"])
-        super().__init__(optimizer, [[p] for p in params if p.grad is not None], session)
+        params = [[p] for p in params_of(optimizer) if p.grad is not None]
+        super().__init__(optimizer, params, session)
         self.graph = graph
         self.session = session
         self.code = graph.bind(optimizer, session, self.params)
@@ -213,7 +213,7 @@ class SharedStandIns(StandIns):
         self.session.calls += 1
         groups = self.few.optimizer.param_groups
         found = [groups[g][key] for g, key in self.graph.numbers]
-        numbers = tuple(torch.tensor(x, dtype=torch.float64, device="cpu") for x in found)
+        numbers = tuple(map(number_tensor, found))
         supervisor.before_graph()
         tensors = (*self.params, *self.tensors, *(p.grad for p in self.params), *numbers)
         if (
@@ -233,19 +233,14 @@ _LOCK = threading.Lock()
 
 
 def share(
-    optimizer: Optimizer, session: Session, stand_ins: StandIns, observed: Observed, before: Any
+    optimizer: Optimizer, session: Session, stand_ins: StandIns, observed: Observed, residuals: Any
 ) -> SharedGraph | None:
     """Let others use what a step has compiled, as long as somebody has what is returned.
 
-    Args:
-        optimizer: whose step it was.
-        session: has compiled it.
-        stand_ins: by which it was done.
-        observed: what its graph was given.
-        before: `residuals_of` the optimizer before the step.
+    None if it is for this optimizer only; the arguments are those of `SharedGraph`.
     """
     try:
-        graph = SharedGraph(optimizer, session, stand_ins, observed, before)
+        graph = SharedGraph(optimizer, session, stand_ins, observed, residuals)
     except NotShared as why:
         logs.LOG.info("%s: compiled for this optimizer only: %s", session.subject, why)
         return None
@@ -264,8 +259,7 @@ def shared_stand_ins(optimizer: Optimizer, session: Session) -> SharedStandIns |
         numbers = graph.numbers_of(optimizer, session)
         if numbers is None:
             continue
-        params = (p for group in optimizer.param_groups for p in group["params"])
-        members = (Member(p, optimizer) for p in params if p.grad is not None)
+        members = (Member(p, optimizer) for p in params_of(optimizer) if p.grad is not None)
         if overlapping((t for m in members for t in m.tensors()), by_address=True):
             return None
         found = SharedStandIns(graph, optimizer, session)

@@ -1,6 +1,7 @@
 """The step functions of torch.optim: which treat all parameters alike, and copies of them."""
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable
 from types import FunctionType, GenericAlias
 from typing import Any
 
@@ -8,7 +9,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer
 
 from collage_fx.compilation.session import Session
-from collage_fx.hooks.step_substitution import with_own_code
+from collage_fx.hooks.step_substitution import layers, with_own_code
 from collage_fx.optimizer.fused import unscaled
 from collage_fx.optimizer.ownership import init_states
 
@@ -24,18 +25,10 @@ def serves(optimizer: Optimizer, session: Session) -> bool:
         return False
     if optimizer.defaults.get("differentiable"):
         return False
-    *around, step = _layers(optimizer)
+    *around, step = layers(type(optimizer).step)
     if not all(f.__globals__["__name__"].startswith("torch.") for f in around):
         return False  # somebody has put a function of their own around the step
     return bool(step.__globals__["__name__"].startswith("torch.optim."))
-
-
-def _layers(optimizer: Optimizer) -> Iterator[Any]:
-    """Yield the step of an optimizer's class, with what PyTorch puts around it."""
-    function: Any = type(optimizer).step
-    while function is not None:
-        yield function
-        function = getattr(function, "__wrapped__", None)
 
 
 def code_of_step(optimizer: Optimizer) -> tuple[Any, ...] | None:
@@ -45,7 +38,7 @@ def code_of_step(optimizer: Optimizer) -> tuple[Any, ...] | None:
     own in the place of a function: what that depends on is not known.
     """
     kind: Any = type(optimizer)
-    around = list(_layers(optimizer))
+    around = list(layers(kind.step))
     # Dynamo puts what it has compiled there too, under names that begin so.
     named = {k: v for k, v in around[-1].__globals__.items() if not k.startswith("__")}
     called = [v for v in named.values() if callable(v) and not isinstance(v, type | GenericAlias)]
@@ -60,8 +53,7 @@ def _is_of_torch(function: FunctionType) -> bool:
 
 def without_hooks(optimizer: Optimizer) -> Callable[..., Any]:
     """Return the step of an optimizer's class as it is written."""
-    *_, step = _layers(optimizer)
-    return unscaled(step, optimizer)
+    return unscaled(inspect.unwrap(type(optimizer).step), optimizer)
 
 
 def copy_of_step(optimizer: Optimizer) -> FunctionType:

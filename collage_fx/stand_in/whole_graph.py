@@ -2,13 +2,13 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.fx import Node
 
 from collage_fx.compilation.graph_inputs import AbsentInput, Inputs
 from collage_fx.passes.dedup.deduplicate import Group, Narrow, represented
 from collage_fx.passes.ir.program import Settings, Unlike
+from collage_fx.runtime.residuals.memory import empty_as
 from collage_fx.runtime.storage.registry import compensable_dtypes
 from collage_fx.stand_in.members import GRAD, Member
 
@@ -68,9 +68,7 @@ class _Fakes:
         key = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
         if key not in self.made:
             with self.inputs.value(node).fake_mode:
-                self.made[key] = torch.empty_strided(
-                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-                )
+                self.made[key] = empty_as(tensor)
         static = isinstance(self.inputs.source_of(node), str)
         _, param = self.inputs.owners[id(member.param)]
         name = f"{param.name}.grad" if at == GRAD else node.name

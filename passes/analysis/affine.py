@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import nan
+from math import nan, prod
 from typing import Any, Literal, TypeAlias
 
 import sympy
@@ -200,7 +200,8 @@ def coefficient(value: Any, depth: int = 6) -> Coefficient:
     written = _ARITHMETIC.get(value.target) if depth and not value.kwargs else None
     if written is None or any(isinstance(a, bool) for a in value.args):
         return sympy.Symbol(value.name)
-    return written(*(coefficient(a, depth - 1) for a in value.args if not _is_dtype(a)))
+    operands = (a for a in value.args if not isinstance(a, torch.dtype))
+    return written(*(coefficient(a, depth - 1) for a in operands))
 
 
 _ARITHMETIC: dict[Any, Any] = {
@@ -211,10 +212,6 @@ _ARITHMETIC: dict[Any, Any] = {
     aten.neg.default: lambda a: -a,
     CONVERT: lambda a: a,
 }
-
-
-def _is_dtype(value: Any) -> bool:
-    return isinstance(value, torch.dtype)
 
 
 def _overwritten(placeholder: Node) -> bool:
@@ -239,10 +236,7 @@ def bound(a: Coefficient) -> float:
     if expanded.is_Add:
         return sum(bound(term) for term in expanded.args)
     if expanded.is_Mul:
-        product = 1.0
-        for factor in expanded.args:
-            product *= bound(factor)
-        return product
+        return prod(map(bound, expanded.args))
     if expanded.is_Pow and is_number(expanded.exp) and expanded.exp > 0:
         return float(bound(expanded.base) ** float(expanded.exp))
     return 1.0 if expanded.is_Symbol and expanded.is_real else float("inf")

@@ -16,7 +16,7 @@ from torch.fx import Node
 from collage_fx.passes.analysis.affine import FREE, LERP, Form, bound, cancels, is_number, written
 from collage_fx.passes.analysis.carried_path import beside, carried_path
 from collage_fx.passes.analysis.criticality import critical
-from collage_fx.passes.ir.program import Branch, Coefficient, Recurrence, Slice
+from collage_fx.passes.ir.program import Coefficient, Recurrence, Slice
 
 Walk = dict[Node, Form]
 
@@ -46,7 +46,8 @@ def joint(part: Slice, walks: Sequence[Walk], own: list[Recurrence]) -> list[Rec
             result[i] = _average(part, walks, own[i], i, lasting)
     led = [i for i in kept if leads[i] != i]
     for i in {*kept} - {*loose}:
-        result[i] = _mean(part, walks, own[i], i, led if _by_lerp(own[i]) else kept)
+        by_lerp = any(n.target in LERP for n in own[i].carried_path)
+        result[i] = _mean(part, walks, own[i], i, led if by_lerp else kept)
     for i, lead in leads.items():
         if lead != i:
             result[i] = _taken(part, walks, result[lead], i, lead)
@@ -95,10 +96,6 @@ def _mean(
     weight = sum(shares[1:], shares[0])
     mean = heavy and bound(weight) <= 1 and cancels(weight, own.a)
     return replace(own, side=max(own.side, 1.0)) if mean else own
-
-
-def _by_lerp(own: Recurrence) -> bool:
-    return any(n.target in LERP for n in own.carried_path)
 
 
 def _lead(part: Slice, own: list[Recurrence], kept: list[int], i: int) -> int:
@@ -173,14 +170,10 @@ def _factor(part: Slice, walks: Sequence[Walk], cycle: list[int]) -> Coefficient
                 return unknown[0]
             row.append(max(bound(b.a) for b in branches))
             moved &= all(is_number(b.a) for b in branches)
-            moved &= row[-1] in (0, 1) and not (row[-1] and _adds(branches))
+            moved &= row[-1] in (0, 1) and not (row[-1] and any(b.adds for b in branches))
         moved &= sum(row) == 1
         matrix.append(row)
     return None if moved else _radius(matrix)
-
-
-def _adds(branches: list[Branch]) -> bool:
-    return any(b.adds for b in branches)
 
 
 def _radius(matrix: list[list[float]]) -> float:

@@ -11,7 +11,7 @@ from collage_fx.passes.analysis.carried_path import walk
 from collage_fx.passes.analysis.high_words import entering
 from collage_fx.passes.analysis.plan import verdict
 from collage_fx.passes.analysis.recurrence import recurrence_of
-from collage_fx.passes.ir.graph_memory import mutations
+from collage_fx.passes.ir.graph_memory import closure, mutations
 from collage_fx.passes.ir.program import (
     LOW_PRECISION,
     Carried,
@@ -148,7 +148,7 @@ def _results(program: Program, states: dict[Node, Carried]) -> Iterator[tuple[in
     order = {node: i for i, node in enumerate(graph.nodes)}
     has_param = any(c.owner == "param" for c in states.values())
     for result, (is_param, taker) in _candidates(program).items():
-        before = sorted(_ancestors(result), key=order.__getitem__)
+        before = sorted(closure(result, lambda n: n.all_input_nodes), key=order.__getitem__)
         for x in (n for n in before if n in states):
             form = walk(before, x).get(result)
             if form is None or not _much(form, unknown=is_param):
@@ -186,13 +186,3 @@ def _candidates(program: Program) -> dict[Node, tuple[bool, int]]:
 def _much(form: Form, *, unknown: bool) -> bool:
     known = unknown or all(is_number(a) for a in form.shares)
     return known and bound(form.share) >= MUCH
-
-
-def _ancestors(node: Node) -> set[Node]:
-    found, waiting = {node}, [node]
-    while waiting:
-        for operand in waiting.pop().all_input_nodes:
-            if operand not in found:
-                found.add(operand)
-                waiting.append(operand)
-    return found

@@ -6,6 +6,7 @@ from torch.fx import Node
 
 from collage_fx.passes.analysis.affine import MUCH, Form, cancels, is_number, transfer
 from collage_fx.passes.frontend.slice import elementwise
+from collage_fx.passes.ir.graph_memory import closure
 from collage_fx.passes.ir.program import Carried, Program, graph_of
 from collage_fx.passes.rules.structural import STRUCTURE
 
@@ -76,14 +77,8 @@ def _note(node: Node, operands: dict[Node, Form], into: dict[Node, Form]) -> Non
 
 def _reached(x: Node, order: dict[Node, int]) -> list[Node]:
     """Return what is computed from x element by element, in the order of the graph."""
-    found: set[Node] = set()
-    waiting = [x]
-    while waiting:
-        for user in waiting.pop().users:
-            if user not in found and _followed(user):
-                found.add(user)
-                waiting.append(user)
-    return sorted(found, key=order.__getitem__)
+    found = closure(x, lambda n: filter(_followed, n.users))
+    return sorted(found - {x}, key=order.__getitem__)
 
 
 def _followed(node: Node) -> bool:

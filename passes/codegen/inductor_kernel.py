@@ -37,12 +37,7 @@ def compile_by_inductor(
 ) -> tuple[Runner, str]:
     """Return a kernel over members of any size, and its source.
 
-    Args:
-        region: the key of the lowered slice among the regions.
-        dtypes: of its inputs.
-        scalar: for each of them whether it is 0-d.
-        stored: the inputs that are overwritten.
-        results: for each of them the position of its new value among the results.
+    The arguments are those of `print_triton_kernel`.
     """
 
     def step(*inputs: Tensor) -> tuple[()]:

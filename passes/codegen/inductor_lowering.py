@@ -15,12 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._inductor.ir import Pointwise, TensorBox
-from torch._inductor.lowering import (
-    broadcast_tensors,
-    lowerings,
-    make_pointwise,
-    register_lowering,
-)
+from torch._inductor.lowering import broadcast_tensors, lowerings, make_pointwise, register_lowering
 from torch._inductor.virtualized import ops
 from torch.fx import Graph, GraphModule, Node
 

@@ -37,13 +37,7 @@ from collage_fx.passes.ir.program import (
     value_of,
 )
 from collage_fx.runtime import logs, progress
-from collage_fx.runtime.kernels.argument_table import (
-    Column,
-    Runner,
-    check_sizes,
-    device_of,
-    select,
-)
+from collage_fx.runtime.kernels.argument_table import Column, Runner, check_sizes, device_of, select
 from collage_fx.runtime.kernels.cpp_loop import compile_loop
 from collage_fx.runtime.kernels.triton_launch import Launch
 

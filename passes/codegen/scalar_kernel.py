@@ -41,7 +41,7 @@ def scalars_of(
     states: dict[Node, Carried],
     stored: dict[Node, list[Node]],
     others: set[Node],
-    alone: Callable[[Slice], set[Node] | None] = lambda _: None,
+    alone: Callable[[Slice], set[Node] | None],
 ) -> Scalars | None:
     """Return the 0-d parts of a class, or None if there are none, or they are not alike.
 

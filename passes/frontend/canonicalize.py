@@ -13,16 +13,8 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from collage_fx.passes.frontend.decompose import DECOMPOSITIONS, like
 from collage_fx.passes.frontend.torch_internals import OpOverload
 from collage_fx.passes.ir.graph_memory import base_of
-from collage_fx.passes.ir.program import (
-    CONVERT,
-    LOW_PRECISION,
-    Program,
-    compensable_in,
-    is_tensor,
-    value_of,
-)
+from collage_fx.passes.ir.program import CONVERT, Program, compensable_in, is_tensor, value_of
 from collage_fx.passes.ir.provenance import ORIGIN, note_origin
-from collage_fx.runtime.expansion.eft import WIDER
 
 aten = torch.ops.aten
 
@@ -271,10 +263,6 @@ class _Builder:
         node.meta["val"] = val
         note_origin(node, self.origin)
         return node
-
-    def computed_in(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which PyTorch computes."""
-        return WIDER[dtype] if dtype in LOW_PRECISION else dtype
 
     def convert(self, x: Node, dtype: torch.dtype) -> Node:
         """Return x in dtype."""

@@ -8,8 +8,6 @@ from collage_fx.passes.ir.graph_memory import mutations
 from collage_fx.passes.ir.program import LOW_PRECISION, Carried, Program, is_tensor, value_of
 from collage_fx.runtime.expansion.eft import FP8
 
-aten = torch.ops.aten
-
 
 def capture(program: Program) -> None:
     """List the carried states, each with its name, owner and what forbids a residual for it.

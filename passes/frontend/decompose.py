@@ -13,6 +13,7 @@ import torch._inductor.inductor_prims  # registers torch.ops.prims.fma
 from torch import Tensor
 
 from collage_fx.passes.ir.program import CONVERT, Operand, is_value, value_of
+from collage_fx.runtime.expansion.eft import computed_in
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -26,13 +27,10 @@ class Builder(Protocol):
     def convert(self, x: Any, dtype: torch.dtype) -> Any:
         """Return x in dtype."""
 
-    def computed_in(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which what is rounded once to a dtype is computed."""
-
 
 def once(b: Builder, out: Tensor, build: Callable[..., Operand], *operands: Any) -> Any:
     """Compute build(wide, *operands) in the precision that PyTorch uses and round it once."""
-    wide = b.computed_in(out.dtype)
+    wide = computed_in(out.dtype)
     if wide == out.dtype:
         return build(out, *operands)
     widened = [x if is_scalar(x, out) else b.convert(x, wide) for x in operands]
@@ -158,10 +156,7 @@ def _where(b: Builder, out: Tensor, condition: Any, x: Any, y: Any) -> Any:
     return chosen if same else b.call(aten.where.self, condition, x, y, val=out)
 
 
-def _addcmul(
-    b: Builder, out: Tensor, x: Operand, t1: Any, t2: Any, *extra: Any, value: Any = 1
-) -> Any:
-    value = extra[0] if extra else value
+def _addcmul(b: Builder, out: Tensor, x: Operand, t1: Any, t2: Any, value: Any = 1) -> Any:
     for weight, other in ((t1, t2), (t2, t1)):
         number = _constant(weight)
         if number is not None and (value == 1 or (not is_value(number) and not is_value(value))):
@@ -170,10 +165,7 @@ def _addcmul(
     return _add_scaled(b, out, aten.mul.Tensor, (x, t1, t2), value)
 
 
-def _addcdiv(
-    b: Builder, out: Tensor, x: Operand, t1: Operand, t2: Operand, *extra: Any, value: Any = 1
-) -> Any:
-    value = extra[0] if extra else value
+def _addcdiv(b: Builder, out: Tensor, x: Operand, t1: Operand, t2: Operand, value: Any = 1) -> Any:
     return _add_scaled(b, out, aten.div.Tensor, (x, t1, _divisor(b, out, t2)), value)
 
 
@@ -202,7 +194,7 @@ def _divisor(b: Builder, out: Tensor, x: Operand) -> Operand:
         by_scalar = scaled.target is aten.div.Tensor and is_scalar(scaled.args[1], out)
         return scaled if by_scalar else x
     if x.target is aten.mul.Tensor and is_scalar(x.args[1], out):
-        wide = b.computed_in(out.dtype)
+        wide = computed_in(out.dtype)
         return b.call(aten.mul.Tensor, b.convert(x.args[0], wide), x.args[1], val=like(out, wide))
     return x
 
@@ -232,7 +224,8 @@ def _fma(b: Builder, out: Tensor, x: Any, y: Any, z: Any) -> Any:
     if is_value(y):
         return _addcmul(b, out, z, x, y)
     if x.target is aten.mul.Tensor and all(is_value(a) for a in x.args):
-        return _addcmul(b, out, z, *x.args, value=y)
+        t1, t2 = x.args
+        return _addcmul(b, out, z, t1, t2, y)
     return _add(b, out, z, x, alpha=y)
 
 

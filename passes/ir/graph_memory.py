@@ -1,7 +1,8 @@
-"""Memory in a graph: which states it writes, and which values are views of others."""
+"""What is asked of a graph: which states it writes, what is a view, what follows from what."""
 
 import functools
 import operator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,6 +16,17 @@ def mutations(graph: Graph) -> dict[Any, Any]:
         for node in graph.nodes
         if node.target is torch.ops.aten.copy_.default and node.args[0].op == "placeholder"
     }
+
+
+def closure(node: Node, near: Callable[[Node], Iterable[Node]]) -> set[Node]:
+    """Return a node, what is near to it, what is near to that, and so on."""
+    found, waiting = {node}, [node]
+    while waiting:
+        for one in near(waiting.pop()):
+            if one not in found:
+                found.add(one)
+                waiting.append(one)
+    return found
 
 
 def writes_only(node: Node) -> bool:

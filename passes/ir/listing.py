@@ -33,14 +33,10 @@ def verdicts(program: Program) -> str:
     """Return one line for all states of one kind on which there is one verdict."""
     alike: dict[str, list[StatePlan]] = {}
     for state in program.plan:
-        alike.setdefault(f"{_kind(state)}: {_verdict(state)}", []).append(state)
+        kind = state.name.rpartition(" of ")[0]  # which state of its parameter it is
+        alike.setdefault(f"{kind}: {_verdict(state)}", []).append(state)
     lines = [f"{_names(states)}: {_verdict(states[0])}" for states in alike.values()]
     return "\n".join([*lines, *_of_classes(program)]) or "no states"
-
-
-def _kind(state: StatePlan) -> str:
-    """Return which state of its parameter it is; empty for parameters."""
-    return state.name.rpartition(" of ")[0]
 
 
 def _names(states: list[StatePlan]) -> str:

@@ -26,10 +26,7 @@ SAME_VALUE = CASTS | {torch.ops.aten.clone.default}
 OPTIONAL = ("denominator", "deduplicate", "escape", "repeat", "share")
 """What may be left out, for debugging: two passes before AOTAutograd, one after it, `repeat`, which
 does a step again without looking at each tensor in Python, and `share`, by which optimizers that
-are alike use what was compiled for one of them.
-
-The other passes each make what the next one reads.
-"""
+are alike use what was compiled for one of them."""
 
 
 @dataclass(frozen=True)

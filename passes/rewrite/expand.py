@@ -25,7 +25,7 @@ from collage_fx.passes.rules import RULES
 from collage_fx.passes.rules.builder import Builder, Call, Components, Decayed, Expanded
 from collage_fx.passes.rules.join_split import join_op_split
 from collage_fx.runtime.errors import RuleError, UnsupportedError
-from collage_fx.runtime.expansion.eft import WIDER
+from collage_fx.runtime.expansion.eft import WIDER, computed_in
 from collage_fx.runtime.ops import JOIN, SPLIT, SPLIT_BY_CHANCE
 from collage_fx.runtime.storage.registry import EXPANSIONS, transforms
 
@@ -260,7 +260,7 @@ class Eft(_Expander, Builder):
         if whole:
             self.dtype = self.settled(whole[0])[0].meta["dtype"]
         read = self.widened if whole else self.plain
-        wide = WIDER.get(dtype, dtype) if dtype in LOW_PRECISION else dtype
+        wide = computed_in(dtype)
         if node.target in LERP:
             start, end = (self.convert(read(a), wide) for a in node.args[:2])
             return self.convert(lerp(self, start, end, self.plain(node.args[2]), wide), dtype)
@@ -297,9 +297,7 @@ class _Wide(_Expander):
 
     def _wide(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which values of a dtype are computed."""
-        if self.double and dtype.is_floating_point:
-            return torch.float64
-        return WIDER[dtype] if dtype in LOW_PRECISION else dtype
+        return torch.float64 if self.double and dtype.is_floating_point else computed_in(dtype)
 
     def run(self) -> GraphModule:
         """Return the expanded graph."""

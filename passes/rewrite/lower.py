@@ -13,15 +13,9 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from collage_fx.passes.frontend.torch_internals import select_decomp_table, unset_fake_temporarily
-from collage_fx.passes.ir.program import (
-    CASTS,
-    CONVERT,
-    LOW_PRECISION,
-    Program,
-    graph_of,
-)
+from collage_fx.passes.ir.program import CASTS, CONVERT, LOW_PRECISION, Program, graph_of
 from collage_fx.passes.ir.provenance import ORIGIN, note_origin
-from collage_fx.runtime.expansion.eft import WIDER
+from collage_fx.runtime.expansion.eft import WIDER, computed_in
 from collage_fx.runtime.ops import collage
 from collage_fx.runtime.storage.layouts import LAST
 
@@ -249,9 +243,7 @@ class _Rounding:
 
     def _operation(self, node: Node) -> Node:
         dtype = _dtype(node)
-        wide = WIDER[dtype] if dtype in LOW_PRECISION else dtype
-
-        compute = wide
+        compute = wide = computed_in(dtype)
         if not wide.is_floating_point:  # a comparison
             double = {_dtype(a) for a in node.all_input_nodes} == {torch.float64}
             compute = torch.float64 if double else torch.float32

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from collage_fx.passes.frontend.decompose import DECOMPOSITIONS
 from collage_fx.passes.frontend.torch_internals import suggest_memory_format
-from collage_fx.passes.ir.program import LOW_PRECISION, Value, value_of
+from collage_fx.passes.ir.program import Value, value_of
 from collage_fx.passes.rewrite.op_schema import each, functional, is_foreach, written
 from collage_fx.runtime.expansion.eft import WIDER
 
@@ -94,10 +94,6 @@ class _OnTensors:
         """Do an operation."""
         args, kwargs = tree_map(_of_value, (args, kwargs))
         return Value(target(*args, **kwargs))
-
-    def computed_in(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which PyTorch computes."""
-        return WIDER[dtype] if dtype in LOW_PRECISION else dtype
 
     def convert(self, x: Value, dtype: torch.dtype) -> Value:
         """Return x in dtype."""

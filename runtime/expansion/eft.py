@@ -20,6 +20,11 @@ WIDER = {
 """dtype -> a dtype that holds any product of two values of it exactly (2p bits are enough)."""
 
 
+def computed_in(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which PyTorch computes what it then rounds to a dtype."""
+    return WIDER[dtype] if dtype in LOW_PRECISION else dtype
+
+
 def two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Return (s, t) with s = RN(a + b) and s + t = a + b exactly, unless s overflows.
 

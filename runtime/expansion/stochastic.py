@@ -1,6 +1,7 @@
 """Stochastic rounding: up or down by chance, with the probability that is right on average."""
 
 import hashlib
+import math
 from collections.abc import Sequence
 
 import torch
@@ -9,14 +10,6 @@ from torch import Tensor
 from collage_fx.runtime.errors import CaptureError
 
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
-_MANTISSA = {
-    torch.float8_e4m3fn: 3,
-    torch.float8_e5m2: 2,
-    torch.bfloat16: 7,
-    torch.float16: 10,
-    torch.float32: 23,
-    torch.float64: 52,
-}
 _HALF = 0xFFFF
 _FACTORS = (0x6C8D, 0x5A35, 0x7369, 0x4F3B)
 """Odd, of 15 bits: times 16 bits, and 16 bits more, they stay below 2^31."""
@@ -110,7 +103,7 @@ def round_by_chance(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
         dtype: fp8, bf16, fp16 or fp32.
         bits: int32, 16 random bits for each element.
     """
-    places = _MANTISSA[x.dtype] - _MANTISSA[dtype]
+    places = round(math.log2(torch.finfo(dtype).eps / torch.finfo(x.dtype).eps))
     magnitude = x.abs()
     tiny = torch.finfo(dtype).tiny
     if tiny > torch.finfo(x.dtype).tiny:  # below, the last place of dtype stays where it is

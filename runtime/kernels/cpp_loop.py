@@ -68,13 +68,7 @@ class Loop:
 
     @classmethod
     def of(cls, library: str | Path, order: Sequence[int], widths: Sequence[int]) -> "Loop":
-        """Return the loop around the kernel in a shared library; OSError if there is none.
-
-        Args:
-            library: its file.
-            order: see `Loop`.
-            widths: see `Loop`.
-        """
+        """Return the loop around the kernel in a shared library; OSError if there is none."""
         opened = ctypes.CDLL(str(library))
         address = ctypes.cast(opened.kernel, ctypes.c_void_p).value
         assert address is not None

@@ -1,6 +1,6 @@
 """Where tensors lie in memory: whether they have any, and whether they share it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -31,7 +31,8 @@ def overlapping(tensors: Iterable[Tensor], *, by_address: bool = False) -> set[i
             start = t.data_ptr() if by_address else int(t.storage_offset()) * t.element_size()
             place = 0 if by_address else t.untyped_storage()._cdata
             if start or not by_address:  # or its memory was given back
-                spans.setdefault(place, []).append((start, start + _bytes_spanned(t), id(t)))
+                end = start + span(t.shape, t.stride())[1] * t.element_size()
+                spans.setdefault(place, []).append((start, end, id(t)))
     found: set[int] = set()
     for shared in spans.values():
         last_end, last = 0, 0
@@ -43,7 +44,13 @@ def overlapping(tensors: Iterable[Tensor], *, by_address: bool = False) -> set[i
     return found
 
 
-def _bytes_spanned(t: Tensor) -> int:
-    """Return how many bytes there are from the first element to the end of the last."""
-    steps = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
-    return (steps + 1) * t.element_size()
+def span(size: Sequence[int], stride: Sequence[int], offset: int = 0) -> tuple[int, int]:
+    """Return the first element of a view, and the one after its last."""
+    if 0 in size:
+        return offset, offset
+    return offset, offset + 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+
+
+def empty_as(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return memory of the size and the strides of a tensor, of its dtype or another one."""
+    return torch.empty_strided(t.size(), t.stride(), dtype=dtype or t.dtype, device=t.device)

@@ -76,8 +76,7 @@ def split_by_chance(x: Tensor, dtype: torch.dtype, seed: Tensor) -> Components:
     """
     if dtype in FP8:
         return split8(x, dtype, 1, seed)
-    hi = x.to(dtype)
-    rest = finite_or_zero(x - hi.to(x.dtype))
+    hi, rest = split_exact(x, dtype)
     return hi, round_by_chance(rest, dtype, chance(x, seed))
 
 
@@ -89,8 +88,7 @@ def split3(x: Tensor, dtype: torch.dtype) -> Components:
     """
     if dtype in FP8:
         return split8(x, dtype, 2)
-    hi = x.to(dtype)
-    rest = finite_or_zero(x - hi.to(x.dtype))
+    hi, rest = split_exact(x, dtype)
     mid = rest.to(dtype)
     return hi, mid, (rest - mid.to(x.dtype)).to(dtype)
 

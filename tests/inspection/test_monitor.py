@@ -9,11 +9,11 @@ import pytest
 import torch
 from support.interpreter import without_compiler
 from support.small_training import model_in_bf16, train
+from support.update_metrics import edq, lost_update_share
 from torch import Tensor
 
 import collage_fx
 from collage_fx.errors import CollageWarning, OptionError, SubjectError
-from collage_fx.runtime.metrics import edq, lost_update_share
 
 
 def _wholes(model: torch.nn.Module, optimizer: Any) -> dict[str, Tensor]:

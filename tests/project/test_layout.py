@@ -22,7 +22,7 @@ ORDER = [
     *("passes.pipeline", "passes.codegen*", "passes.dedup", "passes.rewrite", "passes.analysis"),
     *("passes.frontend*", "passes.rules", "passes.ir"),
     *("runtime.ops", "runtime.kernels*", "runtime.residuals*", "runtime.storage"),
-    *("runtime.expansion", "runtime.metrics", "runtime.progress", "runtime.logs*"),
+    *("runtime.expansion", "runtime.progress", "runtime.logs*"),
     *("runtime.torch_versions", "runtime.errors"),
 ]
 """Packages, and modules beside them: each imports itself and what stands behind it.

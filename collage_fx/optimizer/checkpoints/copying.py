@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_fx.optimizer.checkpoints.history import History, history_of, set_history
-from collage_fx.optimizer.ownership import tensors_in
+from collage_fx.optimizer.ownership import compensated_tensors
 from collage_fx.optimizer.plain_steps import watch_copy
 from collage_fx.runtime.residuals.dtensor import shard_of
 from collage_fx.runtime.residuals.store import STORE, Residual
@@ -95,15 +95,9 @@ def _content(residual: Residual) -> tuple[Any, ...]:
 
 def _residuals(optimizer: Optimizer) -> Iterator[tuple[Tensor, Residual]]:
     """Yield parameters and states with the residuals that belong to them, or may."""
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            for tensor in (p, *(t for _, t in tensors_in(optimizer.state.get(p, {})))):
-                shard = shard_of(tensor)
-                residual = STORE.get(shard)
-                if residual is None:
-                    continue
-                if residual.expected is not None or residual.belongs(shard):
-                    yield tensor, residual
+    for owned, residual in compensated_tensors(optimizer):
+        if residual.expected is not None or residual.belongs(owned.tensor):
+            yield owned.whole, residual
 
 
 def _of_ours(hooks: Iterable[Any]) -> "OrderedDict[Any, Any]":

@@ -30,12 +30,13 @@ from collage_fx.optimizer.checkpoints.reading import (
     fitting,
     read_residuals,
 )
-from collage_fx.optimizer.checkpoints.saved_residuals import (
-    entries_of,
-    is_entry,
-    without_entries,
+from collage_fx.optimizer.checkpoints.saved_residuals import entries_of, is_entry, without_entries
+from collage_fx.optimizer.ownership import (
+    all_tensors_of,
+    compensated_tensors,
+    owned_tensors,
+    params_of,
 )
-from collage_fx.optimizer.ownership import all_tensors_of, owned_tensors, params_of
 from collage_fx.runtime.errors import CollageWarning, listed
 from collage_fx.runtime.residuals.memory import has_memory
 from collage_fx.runtime.residuals.store import STORE, clear_stale
@@ -99,7 +100,7 @@ def attach_around(optimizer: Optimizer, held: list[Optimizer]) -> None:
 
 
 def _save_of_held(held: list[Optimizer], optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    holds = any(STORE.get(owned.tensor) for one in held for owned in owned_tensors(one))
+    holds = any(any(compensated_tensors(one)) for one in held)
     for packed in state_dict["param_groups"]:
         packed[ENTRY] = entry_of_group(held[0], (), holds=holds)
 
@@ -113,7 +114,7 @@ def _load_into_held(held: list[Optimizer], optimizer: Optimizer) -> None:
 
 def _save(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """Add the residuals to the states of their parameters, and the entry to each group."""
-    found = [(o, r) for o in owned_tensors(optimizer) if (r := STORE.get(o.tensor)) is not None]
+    found = list(compensated_tensors(optimizer))
     clear_stale((owned.tensor, residual) for owned, residual in found)
     STORE.lend(residual for _, residual in found)
     params, ids = params_of(optimizer), _ids(state_dict)

@@ -330,14 +330,8 @@ _OPERATIONS: dict[Any, Print] = {
     aten.where.ScalarSelf: _where,
     aten.where.Scalar: _where,
 }
-for _name, _symbol in (
-    ("lt", "<"),
-    ("le", "<="),
-    ("gt", ">"),
-    ("ge", ">="),
-    ("eq", "=="),
-    ("ne", "!="),
-):
+_COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
+for _name, _symbol in _COMPARISONS.items():
     for _overload in ("Scalar", "Tensor"):
         _OPERATIONS[getattr(getattr(aten, _name), _overload)] = _comparison(_symbol)
 for _name, _symbol in (("and", "&"), ("or", "|"), ("xor", "^")):

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from support.update_metrics import edq, lost_update_share
 
 from collage_fx.runtime.expansion.arithmetic import grow
-from collage_fx.runtime.metrics import edq, lost_update_share
 
 BF16 = torch.bfloat16
 
