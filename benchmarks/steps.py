@@ -1,5 +1,7 @@
 """The optimizers and tensors that compile_time.py and step_time.py measure."""
 
+import importlib.metadata
+import importlib.util
 import os
 import platform
 import sys
@@ -8,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -91,11 +92,12 @@ def conditions(device: str = "cpu") -> dict[str, Any]:
     name = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
     pairs = zip(sys.argv, ["", *sys.argv[:-1]], strict=True)
     words = [word for word, before in pairs if "--out" not in (word, before)]
+    triton = importlib.util.find_spec("triton")  # a CPU does without
     return {
         "command": " ".join(["python", *words]),
         "date": time.strftime("%Y-%m-%d"),
         "load": round(LOAD, 1),
         "device": f"{device}, {name}, {torch.get_num_threads()} threads",
         "torch": torch.__version__,
-        "triton": triton.__version__,
+        "triton": importlib.metadata.version("triton") if triton else "none",
     }
