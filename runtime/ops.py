@@ -98,7 +98,21 @@ def _round_meta(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(x)
 
 
+# narrow(x, dtype): x rounded to dtype, to be stored; compiled it is one operation with `round`.
+_LIBRARY.define("narrow(Tensor x, ScalarType dtype) -> Tensor", tags=(torch.Tag.pointwise,))
+
+
+def _narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype)
+
+
+def _narrow_meta(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(x, dtype=dtype)
+
+
 _LIBRARY.impl("round", _round, "CompositeExplicitAutograd")
 _LIBRARY.impl("round", _round_meta, "Meta")
+_LIBRARY.impl("narrow", _narrow, "CompositeExplicitAutograd")
+_LIBRARY.impl("narrow", _narrow_meta, "Meta")
 
 collage = torch.ops.collage
