@@ -1,7 +1,5 @@
 """The optimizers and tensors that compile_time.py and step_time.py measure."""
 
-import importlib.metadata
-import importlib.util
 import os
 import platform
 import sys
@@ -12,6 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+try:
+    from triton import __version__ as triton_version
+except ImportError:  # a CPU does without
+    triton_version = "none"
 
 Shapes = Sequence[tuple[int, ...]]
 LOAD = os.getloadavg()[0]
@@ -92,12 +95,11 @@ def conditions(device: str = "cpu") -> dict[str, Any]:
     name = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
     pairs = zip(sys.argv, ["", *sys.argv[:-1]], strict=True)
     words = [word for word, before in pairs if "--out" not in (word, before)]
-    triton = importlib.util.find_spec("triton")  # a CPU does without
     return {
         "command": " ".join(["python", *words]),
         "date": time.strftime("%Y-%m-%d"),
         "load": round(LOAD, 1),
         "device": f"{device}, {name}, {torch.get_num_threads()} threads",
         "torch": torch.__version__,
-        "triton": importlib.metadata.version("triton") if triton else "none",
+        "triton": triton_version,
     }
