@@ -11,7 +11,7 @@ FRAMEWORKS := $(VENV)/.frameworks
 PYTEST := -m pytest -n 2 --dist worksteal
 
 .PHONY: demo test test-all test-torch tested-version fuzz lint bench bench-peers gpu gpu-here a-gpu \
-	coverage clean
+	coverage engine-times clean
 
 demo: $(READY)
 	$(BIN)/python examples/train_bytes.py
@@ -93,6 +93,11 @@ a-gpu:
 # Optimizers of other packages, in an environment of their own; an hour or two on two cores.
 coverage: build/coverage/.ready
 	build/coverage/bin/python -W ignore benchmarks/coverage.py
+
+# How long their steps take beside plain eager ones; some five hours on one core.
+#   make engine-times ARGS="--engine joined --missing"
+engine-times: build/coverage/.ready
+	build/coverage/bin/python -W ignore benchmarks/engine_times.py $(ARGS)
 
 build/coverage/.ready: requirements.txt benchmarks/coverage-requirements.txt
 	$(PYTHON) -m venv build/coverage

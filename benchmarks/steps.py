@@ -8,9 +8,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from torch.optim import Optimizer
+
+try:
+    from triton import __version__ as triton_version
+except ImportError:  # a CPU does without
+    triton_version = "none"
 
 Shapes = Sequence[tuple[int, ...]]
 LOAD = os.getloadavg()[0]
@@ -97,5 +101,5 @@ def conditions(device: str = "cpu") -> dict[str, Any]:
         "load": round(LOAD, 1),
         "device": f"{device}, {name}, {torch.get_num_threads()} threads",
         "torch": torch.__version__,
-        "triton": triton.__version__,
+        "triton": triton_version,
     }

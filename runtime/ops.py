@@ -92,4 +92,9 @@ _LIBRARY.define("round(Tensor x, ScalarType dtype) -> Tensor", tags=(torch.Tag.p
 _LIBRARY.impl("round", lambda x, dtype: x.to(dtype).to(x.dtype), "CompositeExplicitAutograd")
 _LIBRARY.impl("round", lambda x, dtype: torch.empty_like(x), "Meta")
 
+# narrow(x, dtype): x rounded to dtype, to be stored; compiled it is one operation with `round`.
+_LIBRARY.define("narrow(Tensor x, ScalarType dtype) -> Tensor", tags=(torch.Tag.pointwise,))
+_LIBRARY.impl("narrow", lambda x, dtype: x.to(dtype), "CompositeExplicitAutograd")
+_LIBRARY.impl("narrow", lambda x, dtype: torch.empty_like(x, dtype=dtype), "Meta")
+
 collage = torch.ops.collage

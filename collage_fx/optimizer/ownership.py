@@ -89,12 +89,18 @@ def compensated_tensors(optimizer: Optimizer) -> Iterator[tuple[Owned, Residual]
 
 def _parts_of(optimizer: Optimizer) -> tuple[list[dict[str, Any]], Any]:
     """Return groups and states; none of one that wraps another and never was an Optimizer."""
-    return getattr(optimizer, "param_groups", []), getattr(optimizer, "state", {})
+    return groups_of(optimizer), getattr(optimizer, "state", {})
+
+
+def groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the groups of an optimizer; none of one that wraps another, as `_parts_of`."""
+    groups: list[dict[str, Any]] = getattr(optimizer, "param_groups", [])
+    return groups
 
 
 def params_of(optimizer: Optimizer) -> list[Tensor]:
     """Return the parameters of an optimizer; none of one that wraps another, as `_parts_of`."""
-    return [p for group in _parts_of(optimizer)[0] for p in group["params"]]
+    return [p for group in groups_of(optimizer) for p in group["params"]]
 
 
 def bytes_by_kind(optimizer: Optimizer) -> dict[str, int]:

@@ -10,7 +10,7 @@ from torch.nn import Module, ModuleDict, ModuleList, ParameterDict, ParameterLis
 from torch.optim import Optimizer
 
 from collage_fx.errors import SubjectError
-from collage_fx.optimizer.ownership import owned_tensors
+from collage_fx.optimizer.ownership import groups_of, owned_tensors
 
 _BY_POSITION = re.compile(r"(?:\w+\.)*param_groups\[\d+\]\.params\[\d+\]")
 _WRAPPERS = re.compile(r"\b(?:_orig_mod|module|_fsdp_wrapped_module)\.")
@@ -71,7 +71,7 @@ def _by_identity(model: Module) -> dict[int, str]:
 def _given(optimizer: Optimizer) -> dict[int, str]:
     """Return the names that came with the parameters of an optimizer."""
     found = {}
-    for group in optimizer.param_groups:
+    for group in groups_of(optimizer):
         for p, name in zip(group["params"], group.get("param_names", ()), strict=False):
             found[id(p)] = _WRAPPERS.sub("", str(name))
     return found

@@ -23,7 +23,13 @@ from collage_fx.hooks.symbolic_numbers import symbolic_numbers
 from collage_fx.optimizer import plain_steps
 from collage_fx.optimizer.discovery import FunctionStates, OptimizerStates
 from collage_fx.optimizer.fused import is_fused, note_of, traceable, unscaling
-from collage_fx.optimizer.ownership import Owned, argument_tensors, family, tensors_of_callable
+from collage_fx.optimizer.ownership import (
+    Owned,
+    argument_tensors,
+    family,
+    params_of,
+    tensors_of_callable,
+)
 from collage_fx.optimizer.served import Report
 from collage_fx.optimizer.state_table import sort_key
 from collage_fx.record.steps import Steps
@@ -164,7 +170,7 @@ def _supervised(
 
     def what() -> str:
         optimizer = session.optimizer()
-        count = sum(len(g["params"]) for g in optimizer.param_groups) if optimizer else 0
+        count = len(params_of(optimizer)) if optimizer else 0
         return f"compiling {steps.subject}" + (f" ({count} parameters)" if count else "")
 
     @disable  # where the whole training step is compiled

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_fx.compilation.session import Session
-from collage_fx.optimizer.ownership import Owned, owned_tensors
+from collage_fx.optimizer.ownership import Owned, groups_of, owned_tensors
 from collage_fx.optimizer.parameter_names import names_of, renamed
 from collage_fx.optimizer.served import too_small
 from collage_fx.runtime.residuals.dtensor import shard_of
@@ -87,7 +87,8 @@ class SmallUpdates:
         return "" if residual is None else residual.storage
 
     def _chosen(self, optimizer: Optimizer) -> list[Owned]:
-        moving = {id(p) for g in optimizer.param_groups if g.get("lr", 1) != 0 for p in g["params"]}
+        groups = groups_of(optimizer)
+        moving = {id(p) for g in groups if g.get("lr", 1) != 0 for p in g["params"]}
         found = [
             o
             for o in owned_tensors(optimizer)

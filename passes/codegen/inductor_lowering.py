@@ -197,3 +197,20 @@ def set_round_lowering(function: Callable[[TensorBox, torch.dtype], TensorBox]) 
 
 
 set_round_lowering(lower_round)
+
+
+def lower_narrow(x: TensorBox, dtype: torch.dtype) -> TensorBox:
+    """Inductor's lowering of collage::narrow: the first half of `lower_round`, and the same code.
+
+    An ordinary conversion is rounded when it is stored, once more, and by Inductor's cache of
+    conversions the way back from it is the value before.
+    """
+    source = x.get_dtype()
+
+    def body(value: Any) -> Any:
+        return ops.to_dtype(value, dtype, src_dtype=source, use_compute_types=False)
+
+    return make_pointwise(body, override_return_dtype=dtype)(x)
+
+
+register_lowering(collage.narrow.default, type_promotion_kind=None)(lower_narrow)

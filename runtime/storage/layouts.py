@@ -51,7 +51,7 @@ def split(x: Tensor, dtype: torch.dtype) -> Expansion:
         hi, lo = split8(x, dtype, 1)
         return hi, lo
     hi = x.to(dtype)
-    return hi, finite_or_zero((x - hi.to(x.dtype)).to(dtype))
+    return hi, finite_or_zero(x - hi.to(x.dtype)).to(dtype)  # it is too small to overflow
 
 
 def join_exact(hi: Tensor, lo: Tensor) -> Tensor:

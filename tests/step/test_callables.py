@@ -207,6 +207,34 @@ def test_wrapped_optimizers_are_reported_and_explained(kind: Any) -> None:
             collage_fx.compile(wrapper)
 
 
+class Bare(torch.optim.Optimizer):
+    """As pytorch_optimizer's SafeFP16Optimizer is: no groups of its own, the weights in fp32."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        self.low = params
+        self.high = [p.detach().float().requires_grad_() for p in params]
+        self.optimizer = torch.optim.SGD(self.high, lr=1e-4)
+
+    def step(self) -> None:  # type: ignore[override]
+        for low, high in zip(self.low, self.high, strict=True):
+            assert low.grad is not None
+            high.grad = low.grad.float()
+        self.optimizer.step()
+        for low, high in zip(self.low, self.high, strict=True):
+            low.data.copy_(high)
+
+
+def test_an_optimizer_may_have_no_groups() -> None:
+    params = with_grads([bf16(4)])
+    before = params[0].detach().clone()
+    optimizer = Bare(params)
+    step = collage_fx.compile(optimizer)
+    for _ in range(4):
+        step()
+    plain = before.float() - 4 * 1e-4 * params[0].grad.float()  # type: ignore[union-attr]
+    assert torch.allclose(optimizer.high[0].detach(), plain, rtol=1e-6)
+
+
 def test_a_closure_may_be_an_object() -> None:
     model = nn.Linear(4, 3).bfloat16()
     optimizer = torch.optim.SGD(model.parameters())

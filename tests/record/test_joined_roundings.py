@@ -1,0 +1,63 @@
+"""Roundings of compiled segments on whole values: none is left out, and none is done twice."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from interpreter import without_compiler
+from recorded_steps import LR, start, train
+from torch import Tensor
+
+import collage_fx
+from collage_fx.passes.ir.program import CONVERT
+from collage_fx.runtime.ops import collage
+
+
+def update(p: Tensor, g: Tensor, state: Any) -> None:
+    """Halves of a step with a value between them that has more bits than 16."""
+    m = state["m"] = state.get("m", torch.zeros_like(p))
+    m.mul_(0.99).add_(g, alpha=0.01)
+    change = m * 0.3 + p * 0.01
+    float(change.sum())
+    p.data.sub_(change * LR)
+
+
+def words(params: list[Tensor]) -> list[Tensor]:
+    return [collage_fx.value(p) for p in params]
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("arithmetic", ["wide", "eft"])
+@pytest.mark.parametrize("storage", ["mcf2", "remainder16", "mcf3"])
+def test_a_compiled_segment_has_the_bits_of_an_interpreted_one(
+    storage: str, arithmetic: str
+) -> None:
+    """Of the largest numbers and of those that are none too."""
+    edges = torch.tensor([math.inf, -math.inf, math.nan, 3.3895e38, -3.3895e38, 1e-38, 0.0, -0.0])
+    found = []
+    for stance in ("default", "force_eager"):
+        params = start(torch.bfloat16, (16, 40))
+        with torch.no_grad():
+            params[0].view(-1)[:8] = edges.bfloat16()
+        with torch.compiler.set_stance(stance):
+            _, step = train(
+                update, params=params, record=True, storage=storage, arithmetic=arithmetic, steps=6
+            )
+        executors = step._collage.supervisor().executors
+        assert bool(executors.runs["joined"]) == (stance == "default"), executors.runs
+        found.append(words(params))
+    for compiled, interpreted in zip(*found, strict=True):
+        assert torch.equal(compiled.nan_to_num(0.5), interpreted.nan_to_num(0.5))
+        assert float((compiled - compiled.bfloat16().double()).abs().nan_to_num(0).max()) > 0
+
+
+def test_what_is_stored_is_rounded_once() -> None:
+    with without_compiler() as graphs:
+        train(update, record=True, arithmetic="wide", steps=4)
+    counted = 0
+    for gm in graphs:
+        targets = [n.target for n in gm.graph.nodes]
+        counted += targets.count(collage.narrow.default)
+        assert not any(n.target is CONVERT and n.args[1] is torch.bfloat16 for n in gm.graph.nodes)
+    assert counted > 0
