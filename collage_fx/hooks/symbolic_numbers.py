@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from collage_fx.hooks.counted import Counted
 from collage_fx.optimizer.checkpoints.history import History, history_of
+from collage_fx.optimizer.ownership import groups_of
 
 _BUILDER: Any = builder
 _pow = math.pow
@@ -95,7 +96,7 @@ def numbers_if_traced(
 
 def _value_at(optimizer: Optimizer, name: str) -> float | None:
     """Return the number of a parameter group that has this name; None if there is none."""
-    found = _in_groups(optimizer.param_groups, name)
+    found = _in_groups(groups_of(optimizer), name)
     return found if type(found) in (int, float) else None
 
 
@@ -111,7 +112,7 @@ def _in_groups(groups: list[dict[str, Any]], name: str) -> Any:
 
 
 def _scheduled(optimizer: Optimizer, name: str) -> bool:
-    groups = optimizer.param_groups
+    groups = groups_of(optimizer)
     return any(
         number.search(name) and any(key in group for group in groups) for key, number in _SCHEDULED
     )
