@@ -5,6 +5,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -94,7 +95,9 @@ def conditions(device: str = "cpu") -> dict[str, Any]:
     """Return what a result was measured under."""
     name = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
     pairs = zip(sys.argv, ["", *sys.argv[:-1]], strict=True)
-    words = [word for word, before in pairs if "--out" not in (word, before)]
+    given = [word for word, before in pairs if "--out" not in (word, before)]
+    # What lies elsewhere on this machine has another name on the next.
+    words = ["DIR" if Path(word).is_absolute() else word for word in given]
     return {
         "command": " ".join(["python", *words]),
         "date": time.strftime("%Y-%m-%d"),
