@@ -289,7 +289,7 @@ class LowWords:
     def parts(self, given: Input, *, written: bool) -> list[Part] | None:
         """Return the parts of memory that have low words, or, where it is written, get some.
 
-        None if a state in it has moved.
+        None if it is written, and a state in it has moved.
         """
         t = given.data
         if written and not given.pieces and self._memory_of(t).between is not None:
@@ -298,7 +298,7 @@ class LowWords:
             return [Part(given.layout, given.layout, self.transient[t.dtype].name, lows)]
         found = []
         for piece in given.pieces:
-            if piece.moved:
+            if piece.moved and written:
                 return None
             if written:
                 self._is_written(piece.owned)

@@ -1,4 +1,4 @@
-"""Roundings of compiled segments on whole values: none is left out, and none is done twice."""
+"""Compiled segments on whole values: no rounding is left out or done twice, no low word is lost."""
 
 import math
 from typing import Any
@@ -61,3 +61,29 @@ def test_what_is_stored_is_rounded_once() -> None:
         counted += targets.count(collage.narrow.default)
         assert not any(n.target is CONVERT and n.args[1] is torch.bfloat16 for n in gm.graph.nodes)
     assert counted > 0
+
+
+@pytest.mark.parametrize("arithmetic", ["wide", "eft"])
+def test_a_parameter_that_is_given_new_memory_is_compiled(arithmetic: str) -> None:
+    """It is read where it was, with the low word that it had then."""
+
+    def moved(p: Tensor, g: Tensor, state: Any) -> None:
+        m = state["m"] = state.get("m", torch.zeros_like(p))
+        m.mul_(0.99).add_(g, alpha=0.01)
+        p.data = p.data * 0.9999 - m * LR
+
+    found = []
+    for stance in ("default", "force_eager"):
+        params = start(torch.bfloat16, (16, 40))
+        with torch.compiler.set_stance(stance):
+            _, step = train(moved, params=params, record=True, arithmetic=arithmetic)
+        runs = step._collage.supervisor().executors.runs
+        assert (runs["joined"] >= 7) == (stance == "default"), runs
+        found.append(words(params))
+    exact = start(torch.float64, (16, 40))
+    begin = words(start(torch.bfloat16, (16, 40)))
+    train(moved, torch.float64, params=exact)
+    for compiled, interpreted, truth, before in zip(*found, exact, begin, strict=True):
+        assert torch.equal(compiled, interpreted)
+        off = float((compiled - truth.detach()).norm())
+        assert off < 0.1 * float((truth.detach() - before).norm())
