@@ -135,11 +135,7 @@ def main() -> None:
             row = one.result()
             done.append(row)
             write(given.out, rows, done)
-            said = {
-                k: row[k] for k in ("median", "95th", "first three, CPU s", "served") if k in row
-            }
-            label = f"{row['package']}.{row['name']}, {row['set']}"
-            print(f"{i} of {len(found)}  {label}: {row.get('problem') or said}", flush=True)
+            print(f"{i} of {len(found)}  {in_words(row)}", flush=True)
     print(json.dumps(summary(json.loads(given.out.read_text())["rows"]), indent=1))
 
 
