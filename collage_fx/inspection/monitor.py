@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from collage_fx.compilation.side_inputs import looked_at
 from collage_fx.errors import CollageWarning, OptionError, SubjectError
 from collage_fx.inspection.update_stats import (
     GraphUpdates,
@@ -121,8 +120,7 @@ class Monitor:
                 return self._measured(optimizer, run, args, kwargs)
             if (self.steps + 1) % self.every == 0 and not self._by_graphs:
                 graphs = GraphUpdates(_states(optimizer), measure=False)
-                with looked_at(graphs):
-                    result = run(*args, **kwargs)
+                result = graphs.run(run, args, kwargs)
                 self._by_graphs = graphs.complete
                 return result
             return run(*args, **kwargs)
@@ -136,8 +134,7 @@ class Monitor:
         if copy is not None:
             args, kwargs = copy.args, copy.kwargs
         graphs = GraphUpdates(_states(optimizer))
-        with looked_at(graphs):
-            result = run(*args, **kwargs)
+        result = graphs.run(run, args, kwargs)
         try:
             self.problem = self._note(optimizer, graphs, copy)
         except Exception as error:  # of a logger, say: no reason to end a training

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collage_fx.compilation.side_inputs import Observed
+from collage_fx.compilation.side_inputs import Observed, looked_at
 from collage_fx.optimizer.ownership import Owned
 from collage_fx.optimizer.state_table import PARAMETER, split_name
 from collage_fx.passes.ir.exact import ExactGraph, ExactStep, NotExact, piece_for
@@ -106,14 +106,19 @@ class GraphUpdates:
     @property
     def complete(self) -> bool:
         """Whether graphs have shown all that was written to the states, and something was."""
-        self.enter()
         return bool(self.found) and not self.missed
 
     @property
     def unchanged(self) -> bool:
         """Whether no state was written."""
-        self.enter()
         return not self.found and not self.missed
+
+    def run(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Do a step, and look at its graphs."""
+        with looked_at(self):
+            result = step(*args, **kwargs)
+        self.enter()  # what was written after the last graph
+        return result
 
     def enter(self) -> None:
         """Note what was written since the last graph."""

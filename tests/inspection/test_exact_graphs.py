@@ -12,7 +12,6 @@ from support.interpreter import without_compiler
 from torch import Tensor, optim
 
 import collage_fx
-from collage_fx.compilation.side_inputs import looked_at
 from collage_fx.errors import CollageWarning
 from collage_fx.inspection.monitor import _Copy, _states
 from collage_fx.inspection.update_stats import GraphUpdates, UpdateStats
@@ -70,8 +69,8 @@ def _step(optimizer: Any) -> tuple[dict[str, UpdateStats], dict[str, UpdateStats
     for p in optimizer.param_groups[0]["params"]:
         p.grad = torch.randn_like(p) * 0.1
     copy, graphs = _Copy(optimizer, (), {}), GraphUpdates(_states(optimizer))
-    with looked_at(graphs), without_compiler():
-        optimizer.step()
+    with without_compiler():
+        graphs.run(optimizer.step, (), {})
     by_copy = copy.exact if isinstance(copy.exact, str) else copy.stats(_states(optimizer))
     return graphs.found if graphs.complete else {}, by_copy, graphs.problem
 
