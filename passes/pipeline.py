@@ -14,6 +14,7 @@ from collage_fx.passes.ir.program import Program
 from collage_fx.passes.ir.snapshot import UNCHANGED, snapshot
 from collage_fx.passes.ir.verify import verify
 from collage_fx.passes.rewrite.expand import expand
+from collage_fx.passes.rewrite.join import join
 from collage_fx.passes.rewrite.lower import lower
 from collage_fx.runtime import progress
 
@@ -24,6 +25,7 @@ PASSES: tuple[Callable[[Program], None], ...] = (
     recurrence,
     plan,
     escape,
+    join,
     expand,
     lower,
     emit,
@@ -34,8 +36,8 @@ PASSES: tuple[Callable[[Program], None], ...] = (
 def run_passes(program: Program, *, snapshots: bool = False) -> Program:
     """Run every pass in order, verifying what each leaves; return the same program.
 
-    Stops after `escape` when no state is to be compensated, and in `emit` where a member cannot
-    stand for others, leaving `result` None.
+    Stops after `join` when that has made the graph, or no state is to be compensated; and where a
+    member cannot stand for others, leaving `result` None.
 
     Args:
         program: with a source, and nothing else.
@@ -59,6 +61,7 @@ def run_passes(program: Program, *, snapshots: bool = False) -> Program:
                 after = snapshot(program)
                 program.snapshots[name] = UNCHANGED if after == before else after
                 before = after
-        if run is escape and not any(state.compensated for state in program.plan):
+        done = program.result is not None or not any(s.compensated for s in program.plan)
+        if run is join and done:
             break
     return program

@@ -45,7 +45,12 @@ from collage_fx.runtime.storage.registry import compensable_dtypes
 
 
 def compile_graph(
-    session: Session, gm: GraphModule, example_inputs: Sequence[Any], args: tuple[Any, ...] = ()
+    session: Session,
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    args: tuple[Any, ...] = (),
+    *,
+    joins: bool = False,
 ) -> Code:
     """Compile a graph: one member of each class of it, where that will do for all.
 
@@ -54,6 +59,7 @@ def compile_graph(
         gm: what Dynamo made.
         example_inputs: the arguments of the call that made Dynamo compile.
         args: those of the call for which the graph is compiled anew; () at first.
+        joins: whether what slices would lose is to be done on joined values, in the graph.
     """
     optimizers = session.optimizers()
     state_dicts.take_up(optimizers)
@@ -64,6 +70,7 @@ def compile_graph(
         owners,
         of_optimizer=session.optimizer() is not None,
         again=bool(args),
+        joins=joins,
     )
     try:
         with progress.work(lambda: f"compiling {session.subject}", "AOTAutograd"):
@@ -257,7 +264,10 @@ class Compilation:
         copies = inputs.copies(gm)
         if isinstance(copies, Unlike):
             return copies
-        begun = partial(Program, gm, settings, inputs.describe, inputs.label, is_step, copies)
+        joins = self.whole.joins
+        begun = partial(
+            Program, gm, settings, inputs.describe, inputs.label, is_step, copies, joins=joins
+        )
         with no_full_collection():
             program = run_passes(begun(), snapshots=self.session.keep)
             # A running maximum of a second moment, which needs both words too.

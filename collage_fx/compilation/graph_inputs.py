@@ -79,6 +79,8 @@ class Inputs:
     """Whether it is a part of an optimizer's step."""
     again: bool
     """Whether it is compiled anew, since an argument has a residual that it should use."""
+    joins: bool
+    """Whether the graph may be done on joined values, see `passes/rewrite/join.py`."""
 
     def __post_init__(self) -> None:
         placeholders = self.gm.graph.find_nodes(op="placeholder")

@@ -193,7 +193,8 @@ class _Step:
         supervisor = self.session.supervisor()
         try:
             with supervisor.recorder.paused() if supervisor is not None else nullcontext():
-                return compile_graph(self.session, gm, inputs, args)
+                joins = supervisor is not None and self.session.config.on_unsupported == "join"
+                return compile_graph(self.session, gm, inputs, args, joins=joins)
         except Exception as error:
             if supervisor is None or isinstance(error, TorchDynamoException):
                 raise  # Dynamo's own ask it to trace again

@@ -4,21 +4,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch._functorch import config as functorch_config
 from torch._guards import TracingContext, tracing
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses import FakeTensorMode
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from collage_fx.compilation.inductor import compile_exactly
 from collage_fx.compilation.session import Session
 from collage_fx.passes.ir.listing import text_of
-from collage_fx.passes.ir.program import CONVERT
+from collage_fx.passes.rewrite.roundings import ROUNDED, keep_roundings
 from collage_fx.passes.rewrite.symbolic_scalars import keep_symbols
-from collage_fx.runtime import logs, progress, torch_versions
-from collage_fx.runtime.ops import collage
+from collage_fx.runtime import logs, progress
 from collage_fx.segments.low_words import LowWords
 from collage_fx.segments.segment import Call, Segment
 from collage_fx.segments.segment_graph import (
@@ -29,10 +27,6 @@ from collage_fx.segments.segment_graph import (
     joined_graph,
     with_fakes,
 )
-
-COPY = torch.ops.aten.copy_.default
-ROUNDED = (torch.bfloat16, torch.float16)
-"""The dtypes of high words whose rounding Inductor can be made to carry out."""
 
 
 @dataclass(eq=False)
@@ -89,7 +83,7 @@ def compile_joined(
 
     def inner(functional: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         kwargs.pop("get_decomp_fn", None)
-        _keep_roundings(functional)
+        keep_roundings(functional)
         logs.show(logs.GRAPHS, "on whole values", lambda: text_of(functional))
         made = compile_exactly(functional, list(inputs), kwargs)
         if code := getattr(made, "source_code", ""):
@@ -110,34 +104,3 @@ def compile_joined(
         )
     function: Callable[..., Any] = compiled
     return function
-
-
-def _keep_roundings(gm: GraphModule) -> None:
-    """Make each rounding to 16 bits one that Inductor cannot leave out.
-
-    It keeps 16-bit values of a kernel in fp32, where what `split` subtracts would be x - x. Most
-    are stored as well, and are not to be rounded twice for that.
-    """
-    narrows = not torch_versions.drops_roundings()
-    for node in gm.graph.find_nodes(op="call_function", target=CONVERT):
-        x, dtype = node.args
-        wide = x.meta["val"].dtype
-        if dtype not in ROUNDED or wide not in (torch.float32, torch.float64):
-            continue
-        back = [u for u in node.users if u.target is CONVERT and u.args[1] is wide]
-        with gm.graph.inserting_before(node):
-            rounded = gm.graph.call_function(collage.round.default, (x, dtype))
-            rounded.meta["val"] = x.meta["val"]
-        for user in back:
-            user.replace_all_uses_with(rounded)
-        if narrows and all(_stores(user, node) for user in node.users if user not in back):
-            node.target = collage.narrow.default
-        else:
-            node.update_arg(0, rounded)
-    gm.graph.eliminate_dead_code()
-    gm.recompile()
-
-
-def _stores(user: Node, value: Node) -> bool:
-    """Tell whether a node does no more with a value than to store it."""
-    return user.op == "output" or (user.target is COPY and user.args[0] is not value)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from collage_fx.optimizer.ownership import Owned
-from collage_fx.runtime.expansion.eft import FP8, WIDER
+from collage_fx.runtime.expansion.eft import FP8, WIDER, wider_dtypes
 from collage_fx.runtime.expansion.stochastic import Seeds
 from collage_fx.runtime.residuals.memory import empty_as, has_memory
 from collage_fx.runtime.residuals.store import STORE, Residual, clear_stale, next_draw
@@ -66,10 +66,7 @@ class LowWords:
     """That of the store when the step began."""
 
     def __post_init__(self, dtypes: Iterable[torch.dtype], in_float64: bool) -> None:
-        held = list(dtypes)
-        self.wide = {d: torch.float64 if in_float64 and d not in FP8 else WIDER[d] for d in held}
-        self.computed = {**self.wide, torch.float32: torch.float64} if in_float64 else self.wide
-        """dtype -> what is computed in for it: fp32 too is float64 beside values of float64."""
+        self.wide, self.computed = wider_dtypes(dtypes, in_float64=in_float64)
         self.transient = {
             d: STORAGES[FINEST[d]] if d in FP8 else TRANSIENT[wide] for d, wide in self.wide.items()
         }

@@ -1,4 +1,4 @@
-"""Pass 9: put the lowered slices into one graph for Inductor, with residuals as inputs."""
+"""Pass 10: put the lowered slices into one graph for Inductor, with residuals as inputs."""
 
 import contextlib
 import operator

@@ -26,7 +26,7 @@ def capture(program: Program) -> None:
         label = ""
         if placeholder in mutated:
             carried = program.describe(index, placeholder)
-            carried.refusal = _refusal(placeholder, carried)
+            carried.refusal = not_held(placeholder, carried)
             carried.takes_over = index in program.keep
             program.carried.append(carried)
             label = carried.name.partition(" of ")[0]
@@ -43,7 +43,8 @@ def _converts(device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def _refusal(placeholder: Node, carried: Carried) -> str:
+def not_held(placeholder: Node, carried: Carried) -> str:
+    """Return why a state cannot have a residual, whatever is done to it; empty if it can."""
     descriptor = placeholder.meta.get("desc")
     if isinstance(descriptor, SyntheticBaseAOTInput | ViewBaseAOTInput):
         return "it overlaps another input in memory; pass tensors that do not share storage"

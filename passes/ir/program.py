@@ -23,8 +23,8 @@ CASTS = frozenset({CONVERT, torch.ops.aten._to_copy.default})
 """The operations whose result is the value of their operand in another dtype."""
 SAME_VALUE = CASTS | {torch.ops.aten.clone.default}
 """Those, and copies: what a value depends on is the same before and after."""
-OPTIONAL = ("denominator", "deduplicate", "escape", "repeat", "share")
-"""What may be left out, for debugging: two passes before AOTAutograd, one after it, `repeat`, which
+OPTIONAL = ("denominator", "deduplicate", "escape", "join", "repeat", "share")
+"""What may be left out, for debugging: two passes before AOTAutograd, two after it, `repeat`, which
 does a step again without looking at each tensor in Python, and `share`, by which optimizers that
 are alike use what was compiled for one of them."""
 
@@ -278,6 +278,8 @@ class Program:
     """What stands for more than one member."""
     keep: frozenset[int] = frozenset()
     """Positions of the states that keep a residual whatever their own recurrence is."""
+    joins: bool = False
+    """Whether `join` may do the whole graph on joined values, which is left to a recorder else."""
     carried: list[Carried] = field(default_factory=list)
     canonical: GraphModule | None = None
     classes: list[StateClass] = field(default_factory=list)

@@ -129,6 +129,11 @@ def _signature(r: Rewritten, module: torch.fx.GraphModule | None) -> None:
     _demand(len(outputs) == len(part.outputs) + extra, "a rewritten slice has other outputs")
 
 
+def _joined(program: Program) -> None:
+    if program.result is not None:
+        _emitted(program)
+
+
 def _emitted(program: Program) -> None:
     """Every carried state is written exactly once, and so is every residual."""
     assert program.result is not None
@@ -149,6 +154,7 @@ _CHECKS = {
     "canonicalize": _canonical,
     "recurrence": _recurrences,
     "escape": _escaped,
+    "join": _joined,
     "slice_": _slices,
     "plan": _plan,
     "expand": _expanded,

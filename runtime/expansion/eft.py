@@ -6,6 +6,8 @@ operations are PyTorch's own, which round after each of them in eager mode; a co
 intermediates wider destroys an EFT, and `passes/rewrite/lower.py` is what prevents that.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,24 @@ WIDER = {
 def computed_in(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which PyTorch computes what it then rounds to a dtype."""
     return WIDER[dtype] if dtype in LOW_PRECISION else dtype
+
+
+def wider_dtypes(
+    dtypes: Iterable[torch.dtype], *, in_float64: bool
+) -> tuple[dict[torch.dtype, torch.dtype], dict[torch.dtype, torch.dtype]]:
+    """Return the dtypes in which whole values are computed with.
+
+    Args:
+        dtypes: those that may have low words.
+        in_float64: whether that is float64, which holds what error-free transformations keep, for
+            all but fp8; else `WIDER`.
+
+    Returns:
+        dtype -> what its values are joined in, and dtype -> what is computed in for it: fp32 too is
+        float64 beside values of float64.
+    """
+    wide = {d: torch.float64 if in_float64 and d not in FP8 else WIDER[d] for d in dtypes}
+    return wide, {**wide, torch.float32: torch.float64} if in_float64 else wide
 
 
 def two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

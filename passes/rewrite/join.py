@@ -1,0 +1,278 @@
+"""Pass 7: do the whole graph on joined values, where slices would lose a part of a state."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_aggregate, map_arg
+
+from collage_fx.passes.analysis.plan import storage_of
+from collage_fx.passes.frontend.capture import not_held
+from collage_fx.passes.frontend.decompose import like
+from collage_fx.passes.frontend.torch_internals import select_decomp_table
+from collage_fx.passes.ir.graph_memory import mutations
+from collage_fx.passes.ir.program import (
+    CONVERT,
+    Program,
+    StatePlan,
+    Unlike,
+    compensable_in,
+    is_tensor,
+    value_of,
+)
+from collage_fx.passes.rewrite.roundings import keep_roundings
+from collage_fx.runtime.expansion.eft import FP8, wider_dtypes
+from collage_fx.runtime.storage.registry import (
+    STORAGES,
+    compensable_dtypes,
+    join_in,
+    refusal,
+    split_into,
+)
+
+aten = torch.ops.aten
+
+
+def join(program: Program) -> None:
+    """Make the graph that Inductor compiles, if slices would lose what joined values keep.
+
+    That is so where a state would be refused, where `escape` has found a loss, and where a
+    parameter is computed anew. Each expansion enters the graph as the number that it is, in fp32
+    (float64 with arithmetic `eft`), the operations are done on these as they stand, without a
+    rounding in between, and new values are split when they are stored: no operation needs a rule.
+    Every state that may have a residual has one. There are no classes then.
+
+    Before::
+
+        amax = aten.amax.default(arg0_1, [1])
+        copy_ = aten.copy_.default(arg0_1, ...)
+
+    After::
+
+        joined = aten.add.Tensor(hi32, lo32)        # of arg0_1 and arg0_1_lo
+        amax = aten.amax.default(joined, [1])
+        copy_ = aten.copy_.default(arg0_1, hi)
+        copy__1 = aten.copy_.default(arg0_1_lo, lo)
+    """
+    why = _loss(program)
+    # With takers the graph is compiled again, with residuals for these.
+    if not (program.joins and why) or (program.takers and not program.keep):
+        return
+    if program.copies:
+        program.unlike = Unlike(f"the graph is done on joined values, as {why}")
+    elif not _obstacle(program):
+        _Joiner(program, why).run()
+
+
+def _loss(program: Program) -> str:
+    """Return what slices would lose; empty if nothing."""
+    params = {c.index for c in program.carried if c.owner == "param"}
+    for state in (s for s in program.plan if s.compensable):
+        if state.refused:
+            return f"{state.name}: {state.reason}"
+        anew = program.is_step and state.index in params and state.computed_anew
+        if anew and not state.compensated:
+            return f"{state.name} is computed anew, and not added to"
+    return program.lost[0] if program.lost else ""
+
+
+def _obstacle(program: Program) -> str:
+    """Return why a graph cannot be done on joined values; empty if it can."""
+    graph = program.source.graph
+    if program.settings.stochastic_rounding:
+        return "residuals are rounded by chance"
+    written = mutations(graph)
+    results = [n for n in graph.output_node().all_input_nodes if n not in written.values()]
+    vals = [value_of(n) for n in results if is_tensor(n)]
+    if any(v.is_floating_point() and v.dim() for v in vals):
+        return "a result would be rounded for what goes on with it"
+    placeholders = graph.find_nodes(op="placeholder")
+    if any(value_of(n).dtype in FP8 for n in filter(is_tensor, placeholders)):
+        return "fp8 is not rounded by the compiler"
+    for carried in program.carried:
+        if why := not_held(placeholders[carried.index], carried):
+            return why
+        storage = compensable_in(carried, program.settings.storage)
+        if storage and (why := refusal(carried.val.dtype, storage, carried.name)):
+            return why
+    targets = {n.target for n in graph.nodes if n.op == "call_function"}
+    return next((f"{t} is not done in a wider dtype" for t in targets if not _widens(t)), "")
+
+
+def _widens(target: Any) -> bool:
+    """Tell whether an operation does the same in a wider dtype, on more exact values."""
+    if target is aten.view.dtype or "_fused_" in str(target):
+        return False
+    return getattr(target, "namespace", "aten") in ("aten", "prims")
+
+
+class _Joiner:
+    """Builds the graph of joined values."""
+
+    def __init__(self, program: Program, why: str) -> None:
+        self.program = program
+        self.why = why
+        self.source = program.source.graph
+        self.graph = Graph()
+        self.env: dict[Node, Any] = {}
+        settings = program.settings
+        self.wide, self.computed = wider_dtypes(
+            compensable_dtypes(settings.storage), in_float64=settings.arithmetic == "eft"
+        )
+        inputs = self.source.find_nodes(op="placeholder")
+        may = {s.index for s in program.plan if s.compensable}
+        self.held = {
+            inputs[c.index]: c for c in program.carried if c.index in may and not c.left_alone
+        }
+        self.storages = {n: storage_of(c, settings.storage) for n, c in self.held.items()}
+        self.traced: dict[Any, Graph] = {}
+        """What joins or splits tensors of one kind."""
+
+    def run(self) -> None:
+        """Fill in `result` and `residual_inputs`, and make the verdicts those of this graph."""
+        inputs = self.source.find_nodes(op="placeholder")
+        given = {node: self.graph.node_copy(node) for node in inputs}
+        lows = {node: self._residuals(node) for node in self.held}
+        modes = (getattr(n.meta.get("val"), "fake_mode", None) for n in inputs)
+        with next(filter(None, modes), nullcontext()):
+            for node in inputs:
+                self.env[node] = self._entered(given[node], lows.get(node), self.storages.get(node))
+            for node in self.source.nodes:
+                if node.op == "get_attr":
+                    self.env[node] = self._entered(self.graph.node_copy(node))
+                elif node.op == "call_function" and node.target is not aten.copy_.default:
+                    self.env[node] = self._operation(node)
+            for node, new in mutations(self.source).items():
+                memory, words = [given[node], *lows.get(node, ())], self._stored(node, new)
+                for to, word in zip(memory, words, strict=True):
+                    self._call(aten.copy_.default, to, word)
+            self._results(given)
+        self.graph.lint()
+        self.program.result = _LazyGraphModule(self.program.source, self.graph)
+        keep_roundings(self.program.result)
+        self.program.plan = [self._verdict(state) for state in self.program.plan]
+        self.program.lost = []
+
+    def _residuals(self, node: Node) -> list[Node]:
+        """Append the residuals of a state to the inputs."""
+        carried, found = self.held[node], []
+        for k, dtype in enumerate(STORAGES[self.storages[node]].residuals[carried.val.dtype]):
+            found.append(self.graph.placeholder(f"{node.name}_lo{k or ''}"))
+            found[-1].meta["val"] = like(carried.val, dtype)
+            self.program.static_residuals.append(carried.static)
+        self.program.residual_inputs.append(carried)
+        return found
+
+    def _entered(
+        self, x: Node, lows: Sequence[Node] | None = None, storage: str | None = ""
+    ) -> Node:
+        """Return an input as it is computed with: joined, widened, or as it is."""
+        if not is_tensor(x):
+            return x
+        dtype = value_of(x).dtype
+        if lows and storage:
+            (joined,) = self._inlined(join_in, self.wide[dtype], storage, [x, *lows])
+            return joined
+        return self._converted(x, self.computed.get(dtype, dtype))
+
+    def _operation(self, node: Node) -> Any:
+        """Append an operation in the wider dtypes; return its result, a tuple if there are some."""
+        new = self.graph.node_copy(node, self.env.__getitem__)
+        args, kwargs = map_aggregate((new.args, new.kwargs), self._widened)
+        new.args, new.kwargs = args, kwargs
+        before = node.meta.get("val")
+        if not isinstance(before, Tensor | list | tuple):
+            return new  # a number
+        args, kwargs = map_arg((new.args, new.kwargs), lambda n: n.meta["val"])
+        target: Any = node.target
+        new.meta["val"] = target(*args, **kwargs)
+        if not isinstance(before, Tensor):
+            return new  # a list, of which the items come next
+        return self._converted(new, self.computed.get(before.dtype, before.dtype))
+
+    def _widened(self, a: Any) -> Any:
+        return self.computed.get(a, a) if isinstance(a, torch.dtype) else a
+
+    def _stored(self, node: Node, new: Node) -> list[Node]:
+        """Return the words of the new value of an input."""
+        dtype, x = value_of(node).dtype, self.env[new]
+        if node in self.storages:
+            return self._inlined(split_into, dtype, self.storages[node], [x])
+        return [self._converted(x, dtype)]
+
+    def _results(self, given: dict[Node, Node]) -> None:
+        """Append the output of the graph."""
+        written = mutations(self.source)
+
+        def result(node: Node) -> Node:
+            if node.target is aten.copy_.default:
+                return given[node.args[0]]  # type: ignore[index]
+            val = node.meta.get("val")
+            new: Node = self.env[node]
+            return self._converted(new, val.dtype) if isinstance(val, Tensor) else new
+
+        assert not set(written).intersection(self.source.output_node().all_input_nodes)
+        self.graph.output(map_arg(self.source.output_node().args[0], result))
+
+    def _call(self, target: Any, *args: Any) -> Node:
+        """Append an operation."""
+        node = self.graph.call_function(target, args)
+        node.meta["val"] = target(*map_arg(args, lambda n: n.meta["val"]))
+        return node
+
+    def _converted(self, x: Node, dtype: torch.dtype) -> Node:
+        return x if value_of(x).dtype == dtype else self._call(CONVERT, x, dtype)
+
+    def _inlined(
+        self, function: Callable[..., Any], dtype: torch.dtype, storage: str, xs: Sequence[Node]
+    ) -> list[Node]:
+        """Append what joins or splits; return its results.
+
+        Args:
+            function: `join_in`, for the dtype of the result, or `split_into`, of the words.
+            dtype: that dtype.
+            storage: how the words are laid out.
+            xs: the operands.
+        """
+
+        def call(*tensors: Tensor) -> Any:
+            if function is join_in:
+                return (join_in(dtype, storage, *tensors),)
+            return split_into(storage, tensors[0], dtype)
+
+        vals = [value_of(x) for x in xs]
+        key = (function, dtype, storage, *((v.shape, v.stride(), v.dtype, v.device) for v in vals))
+        symbolic = any(isinstance(s, torch.SymInt) for v in vals for s in (*v.shape, *v.stride()))
+        if symbolic or key not in self.traced:
+            # Tracing tells operands by the tensors, and `like` has one for all that are alike.
+            own = [torch.empty_like(v) for v in vals]
+            traced = make_fx(call, decomposition_table=select_decomp_table())(*own).graph
+            self.traced["symbolic" if symbolic else key] = traced
+        traced = self.traced["symbolic" if symbolic else key]
+        env = dict(zip(traced.find_nodes(op="placeholder"), xs, strict=True))
+        results: Any = self.graph.graph_copy(traced, env)
+        return list(results)
+
+    def _verdict(self, state: StatePlan) -> StatePlan:
+        """Return the verdict on a state in this graph."""
+        carried = next((c for c in self.held.values() if c.index == state.index), None)
+        if carried is None:
+            return state
+        storage = storage_of(carried, self.program.settings.storage)
+        reason = state.reason if state.compensated else f"on joined values, since {self.why}"
+        size = STORAGES[storage].residual_bytes(carried.val)
+        return replace(
+            state,
+            recurrence=state.recurrence or "x' = f(x)",
+            compensated=True,
+            refused=False,
+            reason=reason,
+            storage=storage,
+            residual_bytes=size,
+        )

@@ -1,0 +1,43 @@
+"""Roundings to 16 bits that Inductor has to carry out."""
+
+import torch
+from torch.fx import GraphModule, Node
+
+from collage_fx.passes.ir.program import CONVERT
+from collage_fx.runtime import torch_versions
+from collage_fx.runtime.ops import collage
+
+COPY = torch.ops.aten.copy_.default
+ROUNDED = (torch.bfloat16, torch.float16)
+"""The dtypes of high words whose rounding Inductor can be made to carry out."""
+
+
+def keep_roundings(gm: GraphModule) -> None:
+    """Make each rounding to 16 bits one that Inductor cannot leave out.
+
+    It keeps 16-bit values of a kernel in fp32, where what `split` subtracts would be x - x. Most
+    are stored as well, and are not to be rounded twice for that.
+    """
+    narrows = not torch_versions.drops_roundings()
+    for node in gm.graph.find_nodes(op="call_function", target=CONVERT):
+        x, dtype = node.args
+        wide = x.meta["val"].dtype
+        if dtype not in ROUNDED or wide not in (torch.float32, torch.float64):
+            continue
+        back = [u for u in node.users if u.target is CONVERT and u.args[1] is wide]
+        with gm.graph.inserting_before(node):
+            rounded = gm.graph.call_function(collage.round.default, (x, dtype))
+            rounded.meta["val"] = x.meta["val"]
+        for user in back:
+            user.replace_all_uses_with(rounded)
+        if narrows and all(_stores(user, node) for user in node.users if user not in back):
+            node.target = collage.narrow.default
+        else:
+            node.update_arg(0, rounded)
+    gm.graph.eliminate_dead_code()
+    gm.recompile()
+
+
+def _stores(user: Node, value: Node) -> bool:
+    """Tell whether a node does no more with a value than to store it."""
+    return user.op == "output" or (user.target is COPY and user.args[0] is not value)

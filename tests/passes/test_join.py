@@ -1,0 +1,121 @@
+"""Graphs that slices would lose something of are done on joined values; oracle: float64."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+import collage_fx
+from tests.support.interpreter import without_compiler
+
+RATE, STEPS = 1e-4, 12
+Update = Callable[[Tensor, Tensor, dict[str, Any]], None]
+
+
+class Rows(Optimizer):
+    """Takes steps by an update of one parameter."""
+
+    def __init__(self, params: list[Tensor], update: Update) -> None:
+        super().__init__(params, {})
+        self.update = update
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            self.update(p, p.grad, self.state[p])
+
+
+def largest_of_rows(p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
+    """Update by an average that goes through a reduction, which no slice has."""
+    if not state:
+        state["m"] = torch.zeros_like(p)
+    m = state["m"]
+    m.copy_(m.mul(0.99).add(g.abs(), alpha=0.01).amax(1, keepdim=True).expand_as(m))
+    p.sub_(RATE * g / (m + 1))
+
+
+def old_value(p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
+    """Keep the parameter of the step before, and add half of how far it has come since."""
+    if not state:
+        state["old"] = p.clone()
+    moved = p - state["old"]
+    state["old"].copy_(p)
+    p.sub_(RATE * g).add_(moved, alpha=0.5)
+
+
+def of_a_state(p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
+    """Compute the parameter anew from an average and what it averages."""
+    if not state:
+        state["z"], state["x"] = p.clone(), p.clone()
+    z, x = state["z"], state["x"]
+    z.sub_(g, alpha=RATE)
+    x.mul_(0.5).add_(z, alpha=0.5)
+    p.copy_(x.mul(0.75).add_(z, alpha=0.25))
+
+
+UPDATES = [largest_of_rows, old_value, of_a_state]
+
+
+def run(update: Update, dtype: torch.dtype, wrap: Callable[[Optimizer], Any]) -> tuple[Any, Any]:
+    """Return the parameters and states after some steps, in float64, and the step."""
+    generator = torch.Generator().manual_seed(0)
+    draw = [torch.randn(6, 4, generator=generator) for _ in range(2)]
+    params = [(1 + 0.1 * x).bfloat16().to(dtype).requires_grad_() for x in draw]
+    optimizer = Rows(params, update)
+    step = wrap(optimizer)
+    for _ in range(STEPS):
+        for p, x in zip(params, draw, strict=True):
+            noise = torch.randn(6, 4, generator=generator)
+            p.grad = (x + 0.1 * noise).bfloat16().to(dtype)
+        step()
+    found = [params, [optimizer.state[p] for p in params]]
+    return tree_map_only(Tensor, collage_fx.value, found), step
+
+
+def error(found: Any, exact: Any) -> float:
+    """Return the largest distance of all parameters and states."""
+    pairs = zip(*(tree_leaves(x) for x in (found, exact)), strict=True)
+    return max(float((a - b).abs().max()) for a, b in pairs)
+
+
+@pytest.mark.parametrize("storage", ["mcf2", "mcf3", "remainder16"])
+@pytest.mark.parametrize("arithmetic", ["eft", "wide"])
+@pytest.mark.parametrize("update", UPDATES)
+def test_nothing_is_lost_and_the_step_stays_with_dynamo(
+    update: Update, arithmetic: Any, storage: str
+) -> None:
+    exact, _ = run(update, torch.float64, lambda o: o.step)
+    plain, _ = run(update, torch.bfloat16, lambda o: o.step)
+
+    def compiled(optimizer: Optimizer) -> Any:
+        return collage_fx.compile(optimizer, arithmetic=arithmetic, storage=storage)
+
+    with without_compiler():
+        found, step = run(update, torch.bfloat16, compiled)
+    bound = {"mcf2": 1e-4, "mcf3": 1e-6, "remainder16": 1e-6}[storage]
+    assert error(found, exact) < bound < 1e-3 < error(plain, exact)
+    rows = collage_fx.report(step).states
+    assert all(row.graph == STEPS - 1 and row.compensated for row in rows)
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_left_out_by_its_name_the_step_is_recorded(update: Update) -> None:
+    with without_compiler():
+        _, step = run(update, torch.bfloat16, lambda o: collage_fx.compile(o, without=("join",)))
+    assert all(row.joined == STEPS for row in collage_fx.report(step).states)
+
+
+def test_a_result_that_others_go_on_with_keeps_its_low_word_in_a_recorded_step() -> None:
+    def replaced(p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
+        largest_of_rows(p, g, state)
+        state["m"] = state["m"] * 0.5 + 0.5 * state["m"].amin()
+
+    exact, _ = run(replaced, torch.float64, lambda o: o.step)
+    with without_compiler():
+        found, step = run(replaced, torch.bfloat16, lambda o: collage_fx.compile(o))
+    assert error(found, exact) < 1e-4
+    assert all(row.joined for row in collage_fx.report(step).states)
