@@ -3,10 +3,12 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch._dynamo.exc import TorchDynamoException
 from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_module_simplified
@@ -198,8 +200,11 @@ class Compilation:
         table = keep_symbols(select_decomp_table())
         # What AOTAutograd finds out is left there, by Dynamo's call as by our own.
         context = TracingContext.try_get() or TracingContext(None)
+        # A step through `.data` need not be in no_grad(), and has no gradients. AOTAutograd would
+        # write its parameters after the graph has run, for a backward pass that is not to come.
+        grad = nullcontext() if self.whole.differentiates else torch.no_grad()
         # The cache of AOTAutograd sees neither our inner_compile nor the residuals it binds.
-        with functorch_config.patch(enable_autograd_cache=False), tracing(context):
+        with grad, functorch_config.patch(enable_autograd_cache=False), tracing(context):
             function: Any
             if self.alone:
                 function = aot_module_simplified(

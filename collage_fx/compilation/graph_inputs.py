@@ -18,6 +18,7 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._guards import TracingContext
 from torch.fx import GraphModule, Node
 from torch.nn import Parameter
+from torch.utils._pytree import tree_leaves
 
 from collage_fx.compilation.residual_binding import Locate
 from collage_fx.compilation.side_inputs import Members
@@ -86,6 +87,13 @@ class Inputs:
         placeholders = self.gm.graph.find_nodes(op="placeholder")
         self.place = {node: i for i, node in enumerate(placeholders)}
         self.sources = sources_of(self.gm)
+
+    @functools.cached_property
+    def differentiates(self) -> bool:
+        """Whether a value in the graph, other than an input, has a gradient to be computed."""
+        nodes = (n for n in self.gm.graph.nodes if n.op.startswith("call"))
+        values = (v for n in nodes for v in tree_leaves(n.meta.get("example_value")))
+        return any(isinstance(v, Tensor) and v.requires_grad for v in values)
 
     def release(self) -> None:
         """Let go of tensors and optimizers, which what is compiled must not keep alive."""

@@ -79,7 +79,7 @@ class Residuals:
             known = [
                 (
                     weakref.ref(tensor),
-                    STORE.ensure(tensor, self.plan[c.index].storage, c.name, residual),
+                    STORE.ensure(tensor, self._storage(c), c.name, residual),
                 )
                 for tensor, c, residual in zip(tensors, self.carried, found, strict=True)
             ]
@@ -91,6 +91,11 @@ class Residuals:
         written = [tensor for f in self.others if (tensor := f(args)) is not None]
         return Gathered(current, [(t, r) for t in written if (r := STORE.get(t)) is not None])
 
+    def _storage(self, carried: Carried) -> str:
+        """Return the storage of a state: by its verdict, or as it is where it is only read."""
+        plan = self.plan.get(carried.index)
+        return plan.storage if plan is not None else carried.present
+
     def _introduce(self, tensors: list[Tensor]) -> list[Tensor]:
         """Attach the optimizers of tensors that are seen for the first time; return the others."""
         owners = owners_of(self.session.optimizers())
@@ -100,7 +105,9 @@ class Residuals:
             if id(tensor) in owners:
                 found.append(owners[id(tensor)])
                 # Known only now, for a state that Dynamo passes as an argument.
-                c.name = self.plan[c.index].name = found[-1][1].name
+                c.name = found[-1][1].name
+                if c.index in self.plan:
+                    self.plan[c.index].name = c.name
             elif STORE.get(tensor) is None:
                 ownerless[c.name] = tensor
         for owner, _ in found:

@@ -1,1 +1,1 @@
-"""Passes 7 to 9: joined values, or operations on states become operations on expansions, then arithmetic."""
+"""Passes 7 to 9: joined values, or operations on expansions and then plain arithmetic."""

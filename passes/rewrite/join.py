@@ -19,6 +19,7 @@ from collage_fx.passes.frontend.torch_internals import select_decomp_table
 from collage_fx.passes.ir.graph_memory import mutations
 from collage_fx.passes.ir.program import (
     CONVERT,
+    Carried,
     Program,
     StatePlan,
     Unlike,
@@ -42,11 +43,12 @@ aten = torch.ops.aten
 def join(program: Program) -> None:
     """Make the graph that Inductor compiles, if slices would lose what joined values keep.
 
-    That is so where a state would be refused, where `escape` has found a loss, and where a
-    parameter is computed anew. Each expansion enters the graph as the number that it is, in fp32
-    (float64 with arithmetic `eft`), the operations are done on these as they stand, without a
-    rounding in between, and new values are split when they are stored: no operation needs a rule.
-    Every state that may have a residual has one. There are no classes then.
+    That is so where a state would be refused, where `escape` has found a loss, where a parameter is
+    computed anew, and where a state that is only read has a residual. Each expansion enters the
+    graph as the number that it is, in fp32 (float64 with arithmetic `eft`), the operations are done
+    on these as they stand, without a rounding in between, and new values are split when they are
+    stored: no operation needs a rule. Every state that may have a residual has one. There are no
+    classes then.
 
     Before::
 
@@ -79,7 +81,16 @@ def _loss(program: Program) -> str:
         anew = program.is_step and state.index in params and state.computed_anew
         if anew and not state.compensated:
             return f"{state.name} is computed anew, and not added to"
-    return program.lost[0] if program.lost else ""
+    if program.lost:
+        return program.lost[0]
+    return next((f"{c.name} is read, and has a residual" for c in _read(program).values()), "")
+
+
+def _read(program: Program) -> dict[Node, Carried]:
+    """Return the states that the graph only reads, but with the residual that they have."""
+    inputs = program.source.graph.find_nodes(op="placeholder")
+    found = {inputs[i]: program.describe(i, inputs[i]) for i in program.reads}
+    return {node: carried for node, carried in found.items() if carried.present}
 
 
 def _obstacle(program: Program) -> str:
@@ -131,6 +142,7 @@ class _Joiner:
             inputs[c.index]: c for c in program.carried if c.index in may and not c.left_alone
         }
         self.storages = {n: storage_of(c, settings.storage) for n, c in self.held.items()}
+        self.read = _read(program)
         self.traced: dict[Any, Graph] = {}
         """What joins or splits tensors of one kind."""
 
@@ -138,11 +150,13 @@ class _Joiner:
         """Fill in `result` and `residual_inputs`, and make the verdicts those of this graph."""
         inputs = self.source.find_nodes(op="placeholder")
         given = {node: self.graph.node_copy(node) for node in inputs}
-        lows = {node: self._residuals(node) for node in self.held}
+        lows = {n: self._residuals(n, c, self.storages[n]) for n, c in self.held.items()}
+        lows |= {n: self._residuals(n, c, c.present) for n, c in self.read.items()}
+        joined = self.storages | {n: c.present for n, c in self.read.items()}
         modes = (getattr(n.meta.get("val"), "fake_mode", None) for n in inputs)
         with next(filter(None, modes), nullcontext()):
             for node in inputs:
-                self.env[node] = self._entered(given[node], lows.get(node), self.storages.get(node))
+                self.env[node] = self._entered(given[node], lows.get(node), joined.get(node))
             for node in self.source.nodes:
                 if node.op == "get_attr":
                     self.env[node] = self._entered(self.graph.node_copy(node))
@@ -158,11 +172,13 @@ class _Joiner:
         keep_roundings(self.program.result)
         self.program.plan = [self._verdict(state) for state in self.program.plan]
         self.program.lost = []
+        known = {carried.index for carried in self.read.values()}
+        self.program.reads = {i: n for i, n in self.program.reads.items() if i not in known}
 
-    def _residuals(self, node: Node) -> list[Node]:
+    def _residuals(self, node: Node, carried: Carried, storage: str) -> list[Node]:
         """Append the residuals of a state to the inputs."""
-        carried, found = self.held[node], []
-        for k, dtype in enumerate(STORAGES[self.storages[node]].residuals[carried.val.dtype]):
+        found = []
+        for k, dtype in enumerate(STORAGES[storage].residuals[carried.val.dtype]):
             found.append(self.graph.placeholder(f"{node.name}_lo{k or ''}"))
             found[-1].meta["val"] = like(carried.val, dtype)
             self.program.static_residuals.append(carried.static)

@@ -174,10 +174,10 @@ def test_what_asks_dynamo_to_trace_again_too_late_is_recorded(
 ) -> None:
     original = backend.compile_graph
 
-    def asks(session: Any, gm: Any, inputs: Any, args: Any = ()) -> Any:
+    def asks(session: Any, gm: Any, inputs: Any, args: Any = (), **options: Any) -> Any:
         if args:  # of a call, in which nobody traces
             raise TensorifyScalarRestartAnalysis
-        return original(session, gm, inputs, args)
+        return original(session, gm, inputs, args, **options)
 
     monkeypatch.setattr(backend, "compile_graph", asks)
     p = torch.ones(4).bfloat16().requires_grad_()

@@ -140,10 +140,10 @@ def _compiled_again() -> Iterator[list[bool]]:
     whether it takes numbers."""
     original, found = backend.compile_graph, []
 
-    def spy(session: Any, gm: Any, inputs: Any, args: tuple[Any, ...] = ()) -> Any:
+    def spy(session: Any, gm: Any, inputs: Any, args: tuple[Any, ...] = (), **options: Any) -> Any:
         if args:
             found.append(any(not isinstance(a, Tensor) for a in args))
-        return original(session, gm, inputs, args)
+        return original(session, gm, inputs, args, **options)
 
     backend.compile_graph = spy
     try:
