@@ -19,6 +19,7 @@ from collage_fx.passes.frontend.torch_internals import select_decomp_table
 from collage_fx.passes.ir.graph_memory import mutations
 from collage_fx.passes.ir.program import (
     CONVERT,
+    SAME_VALUE,
     Carried,
     Program,
     StatePlan,
@@ -90,7 +91,7 @@ def _read(program: Program) -> dict[Node, Carried]:
     """Return the states that the graph only reads, but with the residual that they have."""
     inputs = program.source.graph.find_nodes(op="placeholder")
     found = {inputs[i]: program.describe(i, inputs[i]) for i in program.reads}
-    return {node: carried for node, carried in found.items() if carried.present}
+    return {n: carried for n, carried in found.items() if carried.present and not carried.empty}
 
 
 def _obstacle(program: Program) -> str:
@@ -100,8 +101,10 @@ def _obstacle(program: Program) -> str:
         return "residuals are rounded by chance"
     written = mutations(graph)
     results = [n for n in graph.output_node().all_input_nodes if n not in written.values()]
-    vals = [value_of(n) for n in results if is_tensor(n)]
-    if any(v.is_floating_point() and v.dim() for v in vals):
+    states = {graph.find_nodes(op="placeholder")[c.index] for c in program.carried}
+    states |= _read(program).keys()
+    made = [value_of(n) for n in results if is_tensor(n) and not _is_copy(n, states)]
+    if any(v.is_floating_point() and v.dim() for v in made):
         return "a result would be rounded for what goes on with it"
     placeholders = graph.find_nodes(op="placeholder")
     if any(value_of(n).dtype in FP8 for n in filter(is_tensor, placeholders)):
@@ -114,6 +117,18 @@ def _obstacle(program: Program) -> str:
             return why
     targets = {n.target for n in graph.nodes if n.op == "call_function"}
     return next((f"{t} is not done in a wider dtype" for t in targets if not _widens(t)), "")
+
+
+def _is_copy(node: Node, states: set[Node]) -> bool:
+    """Tell whether a result is the value of an input that is no state: it has no low word."""
+    while node.target in SAME_VALUE and value_of(node).dtype == value_of(_operand(node)).dtype:
+        node = _operand(node)
+    return node.op == "placeholder" and node not in states
+
+
+def _operand(node: Node) -> Node:
+    (operand,) = node.all_input_nodes
+    return operand
 
 
 def _widens(target: Any) -> bool:
