@@ -1,10 +1,12 @@
 """Segments on whole values, as they stand, compiled by Inductor."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch._dynamo.eval_frame import innermost_fn
 from torch._functorch import config as functorch_config
 from torch._guards import TracingContext, tracing
 from torch._inductor.compile_fx import compile_fx
@@ -19,7 +21,9 @@ from collage_fx.passes.ir.program import CONVERT
 from collage_fx.passes.rewrite.symbolic_scalars import keep_symbols
 from collage_fx.runtime import logs, progress, torch_versions
 from collage_fx.runtime.ops import collage
+from collage_fx.runtime.residuals.store import STORE
 from collage_fx.segments.low_words import LowWords
+from collage_fx.segments.memory import Input, Part, Piece
 from collage_fx.segments.segment import Call, Segment
 from collage_fx.segments.segment_graph import (
     Given,
@@ -29,6 +33,7 @@ from collage_fx.segments.segment_graph import (
     joined_graph,
     with_fakes,
 )
+from collage_fx.segments.trie import layout_of
 
 COPY = torch.ops.aten.copy_.default
 ROUNDED = (torch.bfloat16, torch.float16)
@@ -41,6 +46,8 @@ class Joining:
 
     session: Session
     words: LowWords
+    before: dict[int, "_Before"] = field(default_factory=dict)
+    """Which segment of a step -> what it was given in the last one."""
 
     def given(self, segment: Segment, call: Call) -> Given | str:
         """Return the arguments with their low words, or why these are not to be compiled.
@@ -50,19 +57,53 @@ class Joining:
         """
         if self.session.config.stochastic_rounding:
             return "it is rounded by chance"
-        found = []
-        tensors = [*(given.data for given in call.inputs), *call.memory]
-        if any(t.dtype in self.words.wide and t.dtype not in ROUNDED for t in tensors):
+        tensors = [*[given.data for given in call.inputs], *call.memory]
+        before = self.before.get(call.at)
+        if before is not None and before.segment is segment:
+            same = before.lows(call, self.words)
+            if same is not None:
+                return Given(tensors, same, before.structure, before.parts)
+        wide = self.words.wide
+        if any(t.dtype in wide and t.dtype not in ROUNDED for t in tensors):
             return "of its dtypes one is not rounded by the compiler"
-        for at, given in zip(segment.inputs, call.inputs, strict=True):
-            parts = self.words.parts(given, written=at in segment.written)
+        found, lows = [], list[Tensor]()
+        for given, written in zip(call.inputs, segment.writes, strict=True):
+            parts = self._parts(given, lows, written=written)
             if parts is None:
                 return "a state has moved in memory"
             found.append(parts)
-        wide = self.words.wide
-        found += [[self.words.part_of_result(t)] if t.dtype in wide else [] for t in call.memory]
-        lows = [lo for parts in found for part in parts for lo in part.lows]
-        return Given(tensors, lows, tuple(tuple(p.structure for p in ps) for ps in found), found)
+        found += [self._parts_of_result(t, lows) for t in call.memory]
+        before = self.before[call.at] = _Before.of(segment, call, found, wide)
+        return Given(tensors, lows, before.structure, found)
+
+    def _parts(self, given: Input, lows: list[Tensor], *, written: bool) -> list[Part] | None:
+        """Return the parts of memory that have low words, or, where it is written, get some.
+
+        These are added to `lows`. None if it is written, and a state in it has moved.
+        """
+        layout = given.layout
+        if mine := self.words.between(given, written=written):
+            lows += mine
+            return [Part(layout, layout, self.words.transient[layout[0]].name, len(mine))]
+        found = []
+        for piece in given.pieces:
+            if piece.moved and written:
+                return None
+            if written:
+                self.words.mark_written(piece.owned)
+                piece.residual = self.words.ensure(piece.owned)
+            if (r := piece.residual) is not None:
+                lows += r.components
+                found.append(Part(layout, piece.layout, r.storage, len(r.components)))
+        return found
+
+    def _parts_of_result(self, t: Tensor, lows: list[Tensor]) -> list[Part]:
+        """Return the part of memory that a segment makes which gets low words; add these."""
+        mine, layout = self.words.lows_of_result(t), layout_of(t)
+        if not mine:
+            return []
+        lows += mine
+        return [Part(layout, layout, self.words.transient[t.dtype].name, len(mine))]
 
     def compile(self, segment: Segment, given: Given, numbers: Numbers) -> Made:
         """Return what runs a segment with these numbers, and for which others it is right."""
@@ -70,13 +111,78 @@ class Joining:
         wide, computed = self.words.wide, segment.computed(self.words)
         gm = joined_graph(segment, numbers, wide, computed, dtypes, given.parts)
         mode, fakes = with_fakes(gm, given.args, numbers.given, given.lows)
-        function = compile_joined(self.session, gm, mode, fakes)
+        # Dynamo is off where a segment runs, and need not be turned off once more.
+        function = innermost_fn(compile_joined(self.session, gm, mode, fakes))
 
         def run(args: list[Any]) -> bool:
             function(*args)
             return True
 
         return run, float_guard(mode, fakes)
+
+
+@dataclass(eq=False)
+class _Before:
+    """What a segment was given in the last step, and which low words it takes as long as it is
+    given the same."""
+
+    segment: Segment
+    generation: int
+    """That of the store. As long as it is the same, no other residual has the id of one."""
+    inputs: list[tuple[int, bool, list[Any] | None]]
+    """The position of each that may have low words, whether it is written, and its states; None
+    where it had low words and is no state."""
+    parts: list[list[Part]]
+    structure: Any
+
+    @classmethod
+    def of(cls, segment: Segment, call: Call, parts: list[list[Part]], wide: Any) -> "_Before":
+        """Note what a segment was given, and what parts of that have low words."""
+        inputs: list[tuple[int, bool, list[Any] | None]] = []
+        for i, (given, written) in enumerate(zip(call.inputs, segment.writes, strict=True)):
+            if given.layout[0] in wide:
+                states = list(map(_looks, given.pieces)) if given.pieces or not parts[i] else None
+                inputs.append((i, written, states))
+        structure = tuple(tuple(part.structure for part in some) for some in parts)
+        return cls(segment, STORE.generation, inputs, parts, structure)
+
+    def lows(self, call: Call, words: LowWords) -> list[Tensor] | None:
+        """Return the low words for a call, as `given` does; None if it is given something else."""
+        if STORE.generation != self.generation:
+            return None
+        found: list[Tensor] = []
+        for i, written, states in self.inputs:
+            given = call.inputs[i]
+            between = words.between(given, written=written)
+            if bool(between) != (states is None):
+                return None
+            found += between
+            if states is None:
+                continue
+            if states != list(map(_looks, given.pieces)):
+                return None
+            for piece in given.pieces:
+                if written and not _can_be_written(piece, words):
+                    return None
+                if piece.residual is not None:
+                    found += piece.residual.components
+        for t in call.memory:
+            found += words.lows_of_result(t)
+        return found
+
+
+def _looks(piece: Piece) -> tuple[Any, ...]:
+    """Return what tells which low words a state has, and those on which its storage depends."""
+    owned = piece.owned
+    return id(piece.residual), owned.key, owned.name, piece.layout
+
+
+def _can_be_written(piece: Piece, words: LowWords) -> bool:
+    """Note that a state is written; tell whether it is where it was, and has what it is to have."""
+    if piece.moved:
+        return False
+    words.mark_written(piece.owned)
+    return piece.residual is not None or words.ensure(piece.owned) is None
 
 
 def compile_joined(

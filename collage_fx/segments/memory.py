@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from collage_fx.optimizer.ownership import Owned
-from collage_fx.runtime.residuals.memory import empty_as, span
+from collage_fx.runtime.residuals.memory import span
 from collage_fx.runtime.residuals.store import Residual
 from collage_fx.segments.trie import Layout, layout_of
 
@@ -31,7 +31,7 @@ class Piece:
     def moved(self) -> bool:
         """Whether the state has other memory by now."""
         state = self.owned.tensor
-        return storage_key(state) != self.key or layout_of(state) != self.layout
+        return state.dtype is not self.layout[0] or not state.is_set_to(self.data)
 
 
 @dataclass
@@ -57,7 +57,8 @@ class Part:
     """The piece of memory."""
     layout: Layout
     storage: str
-    lows: tuple[Tensor, ...]
+    count: int
+    """How many low words there are for each element."""
 
     @property
     def exact(self) -> bool:
@@ -113,14 +114,19 @@ class KnownMemory:
             known.lows = tuple(torch.zeros(count, dtype=d, device=t.device) for d in dtypes)
         return known
 
-    def hold_result(self, t: Tensor, dtypes: Sequence[torch.dtype]) -> tuple[Tensor, ...]:
+    def hold_result(
+        self, t: Tensor, storage: UntypedStorage, dtypes: Sequence[torch.dtype]
+    ) -> tuple[Tensor, ...]:
         """Note the same of what a segment is about to write all of; return its low words."""
-        storage = t.untyped_storage()
-        if t.numel() * t.itemsize < storage.nbytes():
+        if t.nbytes < storage.nbytes():
             return self.hold(t, dtypes).like(t)
-        made = tuple(empty_as(t, d) for d in dtypes)
-        self.between = Between(StorageWeakRef(storage), t.dtype, made)
-        return self.between.lows
+        size, stride, device = t.size(), t.stride(), t.device
+        lows = tuple([torch.empty_strided(size, stride, dtype=d, device=device) for d in dtypes])
+        made = self.made
+        if made is None or made.expired():
+            made = StorageWeakRef(storage)
+        self.between = Between(made, t.dtype, lows)
+        return lows
 
 
 @dataclass(eq=False)
@@ -130,6 +136,8 @@ class KnownState:
     tensor: Tensor
     residual: Residual | None = None
     """Its residual, if that was seen to belong to it in this step."""
+    asked: int = -1
+    """The generation of the store in which it had this residual, or none."""
     written: bool = False
     """Whether the step has written it."""
 
