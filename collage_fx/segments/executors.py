@@ -279,7 +279,8 @@ class Executors:
             t = given.data
             if given.pieces:
                 piece = given.pieces[0]
-                if len(given.pieces) > 1 or piece.moved or piece.layout != given.layout:
+                exact = piece.layout is given.layout or piece.layout == given.layout
+                if len(given.pieces) > 1 or not exact or piece.moved:
                     return "it takes a part of a state, or several states, as one tensor"
                 t = piece.owned.tensor
                 if made and self.words.residual(t) is not None:

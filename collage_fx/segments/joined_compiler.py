@@ -111,11 +111,10 @@ class Joining:
         wide, computed = self.words.wide, segment.computed(self.words)
         gm = joined_graph(segment, numbers, wide, computed, dtypes, given.parts)
         mode, fakes = with_fakes(gm, given.args, numbers.given, given.lows)
-        # Dynamo is off where a segment runs, and need not be turned off once more.
-        function = innermost_fn(compile_joined(self.session, gm, mode, fakes))
+        function = compile_joined(self.session, gm, mode, fakes)
 
         def run(args: list[Any]) -> bool:
-            function(*args)
+            function(args)
             return True
 
         return run, float_guard(mode, fakes)
@@ -153,16 +152,17 @@ class _Before:
         found: list[Tensor] = []
         for i, written, states in self.inputs:
             given = call.inputs[i]
-            between = words.between(given, written=written)
-            if bool(between) != (states is None):
-                return None
-            found += between
-            if states is None:
+            memory = words.memory.get(given.key)
+            if memory is not None and memory.between is not None:
+                between = words.between(given, written=written)
+                if states is not None or not between:
+                    return None
+                found += between
                 continue
-            if states != list(map(_looks, given.pieces)):
+            if states is None or len(states) != len(given.pieces):
                 return None
-            for piece in given.pieces:
-                if written and not _can_be_written(piece, words):
+            for piece, state in zip(given.pieces, states, strict=True):
+                if _looks(piece) != state or (written and not _can_be_written(piece, words)):
                     return None
                 if piece.residual is not None:
                     found += piece.residual.components
@@ -187,11 +187,12 @@ def _can_be_written(piece: Piece, words: LowWords) -> bool:
 
 def compile_joined(
     session: Session, gm: GraphModule, mode: FakeTensorMode, fakes: Sequence[Any]
-) -> Callable[..., Any]:
-    """Return the callable of a graph that joins its inputs at the beginning and splits at the end.
+) -> Callable[[list[Any]], Any]:
+    """Return what runs a graph that joins its inputs at the beginning and splits at the end.
 
-    Its inputs are those fake tensors, of this mode.
+    Its inputs are those fake tensors, of this mode. It returns nothing.
     """
+    whole: list[Callable[[list[Any]], Any]] = []
 
     def inner(functional: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         kwargs.pop("get_decomp_fn", None)
@@ -200,6 +201,9 @@ def compile_joined(
         made = compile_exactly(functional, list(inputs), kwargs)
         if code := getattr(made, "source_code", ""):
             logs.show(logs.CODE, "output code", lambda: code)
+        places = functional.graph.find_nodes(op="placeholder")
+        if len(places) == len(fakes) and not functional.graph.output_node().all_input_nodes:
+            whole.append(made)
         return made
 
     with (
@@ -214,8 +218,11 @@ def compile_joined(
             decompositions=keep_symbols(select_decomp_table()),
             config_patches=session.inductor or None,
         )
-    function: Callable[..., Any] = compiled
-    return function
+    if len(whole) == 1:  # AOTAutograd has neither merged inputs nor left writes to its wrapper
+        return whole[0]
+    # Dynamo is off where a segment runs, and need not be turned off once more.
+    function = innermost_fn(compiled)
+    return lambda args: function(*args)
 
 
 def _keep_roundings(gm: GraphModule) -> None:

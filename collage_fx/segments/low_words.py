@@ -115,7 +115,8 @@ class LowWords:
 
     def mark_written(self, owned: Owned) -> None:
         """Note that the step has written a state."""
-        self._state(owned.tensor).written = self.writes = True
+        known = self.of_tensor.get(id(owned.tensor)) or self._state(owned.tensor)
+        known.written = self.writes = True
 
     def has_written(self, tensor: Tensor) -> bool:
         """Tell whether the step has written a state, as far as it was recorded."""

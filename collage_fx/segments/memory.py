@@ -6,15 +6,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
+from torch._C._dynamo.guards import _empty_strided_cpu  # type: ignore[attr-defined]
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from collage_fx.optimizer.ownership import Owned
-from collage_fx.runtime.residuals.memory import span
+from collage_fx.runtime.residuals.memory import empty_as, span
 from collage_fx.runtime.residuals.store import Residual
 from collage_fx.segments.trie import Layout, layout_of
 
 
-@dataclass
+@dataclass(slots=True)
 class Piece:
     """A state in a piece of memory, as it was when an operation on that memory was noted."""
 
@@ -34,7 +35,7 @@ class Piece:
         return state.dtype is not self.layout[0] or not state.is_set_to(self.data)
 
 
-@dataclass
+@dataclass(slots=True)
 class Input:
     """Memory that a segment reads or writes, and that was there before it."""
 
@@ -49,7 +50,7 @@ class Input:
     """What may be a parameter, and is not known to be a state."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Part:
     """A part of a piece of memory that has low words."""
 
@@ -76,7 +77,7 @@ class Part:
         return self.view, self.storage
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Between:
     """The low words of a tensor that a segment has made, for the segments that follow it."""
 
@@ -93,7 +94,7 @@ class Between:
         )
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class KnownMemory:
     """A storage, as a step knows it."""
 
@@ -120,8 +121,11 @@ class KnownMemory:
         """Note the same of what a segment is about to write all of; return its low words."""
         if t.nbytes < storage.nbytes():
             return self.hold(t, dtypes).like(t)
-        size, stride, device = t.size(), t.stride(), t.device
-        lows = tuple([torch.empty_strided(size, stride, dtype=d, device=device) for d in dtypes])
+        if t.is_cpu:  # as Inductor's code does it, in a third of the time
+            size, stride = tuple(t.size()), t.stride()
+            lows = tuple([_empty_strided_cpu(size, stride, d) for d in dtypes])
+        else:
+            lows = tuple([empty_as(t, d) for d in dtypes])
         made = self.made
         if made is None or made.expired():
             made = StorageWeakRef(storage)
@@ -129,7 +133,7 @@ class KnownMemory:
         return lows
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class KnownState:
     """The tensor of a state, as a step knows it."""
 

@@ -22,6 +22,7 @@ from collage_fx.segments.operations import piece_of
 from collage_fx.segments.segment import Operands, Segment
 
 aten = torch.ops.aten
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -41,16 +42,18 @@ class Numbers:
         return [self.floats[i] for i in self.changing]
 
     @cached_property
-    def _places(self) -> list[tuple[bool, int, float]]:
-        """For each float whether it changes, the first that is equal to it, and what it is else."""
+    def _places(self) -> list[tuple[int, int]]:
+        """Each float that changes, with the first that is equal to it."""
         changing = set(self.changing)
-        return [(k in changing, k, x) for k, x in zip(self.same, self.floats, strict=True)]
+        return [(i, k) for i, k in enumerate(self.same) if k in changing]
 
     def have(self, floats: list[float]) -> bool:
         """Tell whether floats are these, but for those that change, which are equal where these
         are: bit for bit, so that some NaN is not found to be another."""
-        expected = array("d", [floats[k] if new else x for new, k, x in self._places])
-        return array("d", floats).tobytes() == expected.tobytes()
+        expected = self.floats.copy()
+        for i, k in self._places:
+            expected[i] = floats[k]
+        return array("d", floats).tobytes() == array("d", expected).tobytes()
 
 
 @dataclass
@@ -333,7 +336,7 @@ class _Propagation(Interpreter):
 
 def number_tensor(x: float) -> Tensor:
     """Return a float as graphs take it."""
-    return torch.scalar_tensor(x, dtype=torch.float64, device="cpu")
+    return torch.scalar_tensor(x, dtype=torch.float64, device=CPU)
 
 
 def float_guard(mode: FakeTensorMode, fakes: Sequence[Any]) -> Callable[..., bool]:
