@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 from torch import Tensor, is_inference_mode_enabled
 from torch._dynamo.convert_frame import compile_lock
@@ -27,6 +27,7 @@ from collage_fx.segments.low_words import LowWords
 from collage_fx.segments.memory import storage_key
 from collage_fx.segments.segment import Call, Segment, run_joined
 from collage_fx.segments.segment_graph import (
+    Compiled,
     Given,
     Made,
     Numbers,
@@ -35,7 +36,6 @@ from collage_fx.segments.segment_graph import (
     graph_of_segment,
     number_tensor,
     propagate,
-    same_number,
     why_compiled,
     with_fakes,
 )
@@ -49,31 +49,10 @@ MOST = 64
 
 
 @dataclass
-class _Compiled:
-    """A segment compiled for some floats."""
-
-    run: Callable[[list[Any]], bool]
-    """Returns whether it has run: if not, nothing was written."""
-    holds: Callable[..., bool]
-    """Tells for which of the numbers that are inputs it is right."""
-    numbers: Numbers
-    structure: Any
-
-    def fits(self, given: Given, floats: list[float]) -> bool:
-        """Tell whether it is right for a call."""
-        before = self.numbers
-        same = self.structure == given.structure and all(
-            same_number(a, floats[k]) and (k in before.changing or same_number(a, b))
-            for k, a, b in zip(before.same, floats, before.floats, strict=True)
-        )
-        return same and self.holds(*(floats[i] for i in before.changing))
-
-
-@dataclass
 class _Way:
     """What is known of one way of doing a segment."""
 
-    compiled: list[_Compiled] = field(default_factory=list)
+    compiled: list[Compiled] = field(default_factory=list)
     refused: str = ""
     """Why it cannot be done so."""
 
@@ -84,6 +63,10 @@ class _History(SeenNumbers):
 
     rewritten: _Way = field(default_factory=_Way)
     joined: _Way = field(default_factory=_Way)
+    row: list[int] = field(default_factory=list)
+    """How many floats it has, and which of them change."""
+    noted: Numbers | None = None
+    """The numbers of which this is so."""
 
 
 @dataclass(eq=False)
@@ -102,7 +85,8 @@ class Executors:
     unseen: Callable[[Tensor], None]
     """Told of what may be a parameter, is written, and is none of the states."""
     interpreted_only: bool = False
-    histories: WeakKeyDictionary[Segment, _History] = field(default_factory=WeakKeyDictionary)
+    histories: WeakSet[Segment] = field(default_factory=WeakSet)
+    """The segments that were run, each of which knows its history."""
     changing: list[list[int]] = field(default_factory=list)
     """For each segment of this step how many floats it has, and which of them change."""
     changed_before: list[list[int]] = field(default_factory=list)
@@ -146,10 +130,11 @@ class Executors:
 
         Raises the CollageError that a user has asked for, before anything of it is written.
         """
-        for at, given in zip(segment.inputs, call.inputs, strict=True):
-            if given.parameter is not None and at in segment.written and not given.pieces:
+        for given, written in zip(call.inputs, segment.writes, strict=True):
+            if given.parameter is not None and written and not given.pieces:
                 self.unseen(given.parameter)
-        history = self._history(segment, call.floats)
+        call.at = len(self.changing)
+        history = self._history(segment, call)
         obstacle = self._obstacle(segment)
         if obstacle:
             self.left[segment] = obstacle
@@ -189,15 +174,21 @@ class Executors:
             for why, parts in found.items()
         ]
 
-    def _history(self, segment: Segment, floats: list[float]) -> _History:
-        history, at = self.histories.get(segment), len(self.changing)
+    def _history(self, segment: Segment, call: Call) -> _History:
+        floats, history = call.floats, segment.history
         if history is None:
-            history = self.histories[segment] = _History()
+            history = segment.history = _History()
+            self.histories.add(segment)
         history.see(floats)
-        count, *changed = self.changed_before[at] if at < len(self.changed_before) else [-1]
-        if history.runs == 1 and count == len(floats):
-            history.changing.update(changed)
-        self.changing.append([len(floats), *sorted(history.changing)])
+        if history.runs == 1 and call.at < len(self.changed_before):
+            count, *changed = self.changed_before[call.at]
+            if count == len(floats):
+                history.changing.update(changed)
+                history.numbers = None
+        if history.numbers is not history.noted or history.numbers is None:
+            history.noted = history.numbers
+            history.row = [len(floats), *sorted(history.changing)]
+        self.changing.append(history.row)
         return history
 
     def _done(
@@ -213,7 +204,9 @@ class Executors:
         given = find(segment, call)
         if isinstance(given, str):
             return given
-        compiled = next((c for c in way.compiled if c.fits(given, call.floats)), None)
+        compiled = next(
+            (c for c in way.compiled if c.fits(given, call.floats, history.numbers)), None
+        )
         if compiled is None:
             if self.count >= MOST:
                 return f"{MOST} parts of the step have been compiled, and no more are"
@@ -229,8 +222,7 @@ class Executors:
                 return made
             compiled = made
             way.compiled.insert(0, compiled)
-        numbers = [number_tensor(call.floats[i]) for i in compiled.numbers.changing]
-        done = compiled.run([*given.args, *numbers, *given.lows])
+        done = compiled.run([*given.args, *compiled.tensors, *given.lows])
         if not done:  # it is compiled anew for what there is by now
             way.compiled.remove(compiled)
         return "" if done else "a state has got a residual since it was compiled"
@@ -242,7 +234,7 @@ class Executors:
         history: _History,
         given: Given,
         call: Call,
-    ) -> _Compiled | str:
+    ) -> Compiled | str:
         same = list(history.same)
         changing = sorted({same[i] for i in history.changing})
         made: Made | str = ""
@@ -259,7 +251,13 @@ class Executors:
             except Exception as error:  # whatever the compiler raises: there is another way
                 self.note(error)
                 return f"compiling it failed: {type(error).__name__}"
-        return made if isinstance(made, str) else _Compiled(*made, numbers, given.structure)
+        if isinstance(made, str):
+            return made
+        if numbers.changing == changing:
+            history.numbers = numbers
+        compiled = Compiled(*made, numbers, given.structure)
+        compiled.take([call.floats[i] for i in numbers.changing])
+        return compiled
 
     # Rewritten by the passes.
 
@@ -276,17 +274,19 @@ class Executors:
             return _PASSED_ON
         made = any(t.dim() and t.is_floating_point() for t in call.memory)
         args = []
-        for at, given in zip(segment.inputs, call.inputs, strict=True):
+        wide, memory = self.words.wide, self.words.memory
+        for given, written in zip(call.inputs, segment.writes, strict=True):
             t = given.data
             if given.pieces:
                 piece = given.pieces[0]
-                if len(given.pieces) > 1 or piece.moved or piece.layout != given.layout:
+                exact = piece.layout is given.layout or piece.layout == given.layout
+                if len(given.pieces) > 1 or not exact or piece.moved:
                     return "it takes a part of a state, or several states, as one tensor"
-                if made and STORE.get(piece.owned.tensor) is not None:
-                    return _PASSED_ON
                 t = piece.owned.tensor
-            elif self.words.known(t) or (
-                t.dtype in self.words.wide and at in segment.written and not self._name(t)
+                if made and self.words.residual(t) is not None:
+                    return _PASSED_ON
+            elif given.layout[0] in wide and (
+                (given.key in memory and self.words.known(t)) or (written and not self._name(t))
             ):
                 return _PASSED_ON
             args.append(t)
@@ -312,7 +312,7 @@ class Executors:
             return _PASSED_ON
         if self.computes_anew(code, args):
             return "it computes a parameter anew instead of adding to it"
-        return partial(self._run_code, code), float_guard(mode, fakes)
+        return partial(self._run_code, _Rewritten(code)), float_guard(mode, fakes)
 
     def computes_anew(self, code: Code, args: tuple[Any, ...]) -> bool:
         """Tell whether a graph stores in a parameter what it rounds: no sum, or not one of its own.
@@ -333,17 +333,43 @@ class Executors:
             if owned.place in self.written:
                 self.words.ensure(owned)
 
-    def _run_code(self, code: Code, args: list[Any]) -> bool:
+    def _run_code(self, rewritten: "_Rewritten", args: list[Any]) -> bool:
         """Run a graph; return False where a state has got a residual that it does not know."""
         given = tuple(args)
-        if code.drops_residual(given) or code.reads_residual(given):
+        written = rewritten.code.written(given)
+        if rewritten.lacks_residual(given, written):
             return False
-        code.run(given)
+        rewritten.code.run(given)
         self.session.calls += 1
-        for tensor, plan in code.written(given):
+        for tensor, plan in written:
             self.plans[id(tensor)] = plan
             for owned in self.words.wrote(tensor):
-                self.written.add(owned.place)
-                if owned.place in self.wanted:
+                place = owned.place
+                self.written.add(place)
+                if place in self.wanted:
                     self.words.ensure(owned)
         return True
+
+
+@dataclass(eq=False)
+class _Rewritten:
+    """A graph of the passes."""
+
+    code: Code
+    known: tuple[int, list[int]] = (-1, [])
+    """The generation of the store, and the states, with which it was found to lack no residual.
+    No other tensor has got one as long as the generation is the same."""
+
+    def lacks_residual(
+        self, args: tuple[Any, ...], written: list[tuple[Tensor, StatePlan]]
+    ) -> bool:
+        """Tell whether a state, of those that it writes or reads, has one that it does not know."""
+        states = [id(tensor) for tensor, _ in written]
+        states += [id(find(args)) for find, _ in self.code.reads]
+        known = STORE.generation, states
+        if known == self.known and not STORE.finds_by_memory:
+            return False
+        if self.code.drops_residual(args) or self.code.reads_residual(args):
+            return True
+        self.known = known
+        return False

@@ -1,9 +1,11 @@
 """Segments on whole values, as they stand, compiled by Inductor."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+from torch._dynamo.eval_frame import innermost_fn
 from torch._functorch import config as functorch_config
 from torch._guards import TracingContext, tracing
 from torch._inductor.compile_fx import compile_fx
@@ -17,7 +19,9 @@ from collage_fx.passes.ir.listing import text_of
 from collage_fx.passes.rewrite.roundings import ROUNDED, keep_roundings
 from collage_fx.passes.rewrite.symbolic_scalars import keep_symbols
 from collage_fx.runtime import logs, progress
+from collage_fx.runtime.residuals.store import STORE
 from collage_fx.segments.low_words import LowWords
+from collage_fx.segments.memory import Input, Part, Piece
 from collage_fx.segments.segment import Call, Segment
 from collage_fx.segments.segment_graph import (
     Given,
@@ -27,6 +31,7 @@ from collage_fx.segments.segment_graph import (
     joined_graph,
     with_fakes,
 )
+from collage_fx.segments.trie import layout_of
 
 
 @dataclass(eq=False)
@@ -35,6 +40,8 @@ class Joining:
 
     session: Session
     words: LowWords
+    before: dict[int, "_Before"] = field(default_factory=dict)
+    """Which segment of a step -> what it was given in the last one."""
 
     def given(self, segment: Segment, call: Call) -> Given | str:
         """Return the arguments with their low words, or why these are not to be compiled.
@@ -44,19 +51,53 @@ class Joining:
         """
         if self.session.config.stochastic_rounding:
             return "it is rounded by chance"
-        found = []
-        tensors = [*(given.data for given in call.inputs), *call.memory]
-        if any(t.dtype in self.words.wide and t.dtype not in ROUNDED for t in tensors):
+        tensors = [*[given.data for given in call.inputs], *call.memory]
+        before = self.before.get(call.at)
+        if before is not None and before.segment is segment:
+            same = before.lows(call, self.words)
+            if same is not None:
+                return Given(tensors, same, before.structure, before.parts)
+        wide = self.words.wide
+        if any(t.dtype in wide and t.dtype not in ROUNDED for t in tensors):
             return "of its dtypes one is not rounded by the compiler"
-        for at, given in zip(segment.inputs, call.inputs, strict=True):
-            parts = self.words.parts(given, written=at in segment.written)
+        found, lows = [], list[Tensor]()
+        for given, written in zip(call.inputs, segment.writes, strict=True):
+            parts = self._parts(given, lows, written=written)
             if parts is None:
                 return "a state has moved in memory"
             found.append(parts)
-        wide = self.words.wide
-        found += [[self.words.part_of_result(t)] if t.dtype in wide else [] for t in call.memory]
-        lows = [lo for parts in found for part in parts for lo in part.lows]
-        return Given(tensors, lows, tuple(tuple(p.structure for p in ps) for ps in found), found)
+        found += [self._parts_of_result(t, lows) for t in call.memory]
+        before = self.before[call.at] = _Before.of(segment, call, found, wide)
+        return Given(tensors, lows, before.structure, found)
+
+    def _parts(self, given: Input, lows: list[Tensor], *, written: bool) -> list[Part] | None:
+        """Return the parts of memory that have low words, or, where it is written, get some.
+
+        These are added to `lows`. None if it is written, and a state in it has moved.
+        """
+        layout = given.layout
+        if mine := self.words.between(given, written=written):
+            lows += mine
+            return [Part(layout, layout, self.words.transient[layout[0]].name, len(mine))]
+        found = []
+        for piece in given.pieces:
+            if piece.moved and written:
+                return None
+            if written:
+                self.words.mark_written(piece.owned)
+                piece.residual = self.words.ensure(piece.owned)
+            if (r := piece.residual) is not None:
+                lows += r.components
+                found.append(Part(layout, piece.layout, r.storage, len(r.components)))
+        return found
+
+    def _parts_of_result(self, t: Tensor, lows: list[Tensor]) -> list[Part]:
+        """Return the part of memory that a segment makes which gets low words; add these."""
+        mine, layout = self.words.lows_of_result(t), layout_of(t)
+        if not mine:
+            return []
+        lows += mine
+        return [Part(layout, layout, self.words.transient[t.dtype].name, len(mine))]
 
     def compile(self, segment: Segment, given: Given, numbers: Numbers) -> Made:
         """Return what runs a segment with these numbers, and for which others it is right."""
@@ -67,19 +108,85 @@ class Joining:
         function = compile_joined(self.session, gm, mode, fakes)
 
         def run(args: list[Any]) -> bool:
-            function(*args)
+            function(args)
             return True
 
         return run, float_guard(mode, fakes)
 
 
+@dataclass(eq=False)
+class _Before:
+    """What a segment was given in the last step, and which low words it takes as long as it is
+    given the same."""
+
+    segment: Segment
+    generation: int
+    """That of the store. As long as it is the same, no other residual has the id of one."""
+    inputs: list[tuple[int, bool, list[Any] | None]]
+    """The position of each that may have low words, whether it is written, and its states; None
+    where it had low words and is no state."""
+    parts: list[list[Part]]
+    structure: Any
+
+    @classmethod
+    def of(cls, segment: Segment, call: Call, parts: list[list[Part]], wide: Any) -> "_Before":
+        """Note what a segment was given, and what parts of that have low words."""
+        inputs: list[tuple[int, bool, list[Any] | None]] = []
+        for i, (given, written) in enumerate(zip(call.inputs, segment.writes, strict=True)):
+            if given.layout[0] in wide:
+                states = list(map(_looks, given.pieces)) if given.pieces or not parts[i] else None
+                inputs.append((i, written, states))
+        structure = tuple(tuple(part.structure for part in some) for some in parts)
+        return cls(segment, STORE.generation, inputs, parts, structure)
+
+    def lows(self, call: Call, words: LowWords) -> list[Tensor] | None:
+        """Return the low words for a call, as `given` does; None if it is given something else."""
+        if STORE.generation != self.generation:
+            return None
+        found: list[Tensor] = []
+        for i, written, states in self.inputs:
+            given = call.inputs[i]
+            memory = words.memory.get(given.key)
+            if memory is not None and memory.between is not None:
+                between = words.between(given, written=written)
+                if states is not None or not between:
+                    return None
+                found += between
+                continue
+            if states is None or len(states) != len(given.pieces):
+                return None
+            for piece, state in zip(given.pieces, states, strict=True):
+                if _looks(piece) != state or (written and not _can_be_written(piece, words)):
+                    return None
+                if piece.residual is not None:
+                    found += piece.residual.components
+        for t in call.memory:
+            found += words.lows_of_result(t)
+        return found
+
+
+def _looks(piece: Piece) -> tuple[Any, ...]:
+    """Return what tells which low words a state has, and those on which its storage depends."""
+    owned = piece.owned
+    return id(piece.residual), owned.key, owned.name, piece.layout
+
+
+def _can_be_written(piece: Piece, words: LowWords) -> bool:
+    """Note that a state is written; tell whether it is where it was, and has what it is to have."""
+    if piece.moved:
+        return False
+    words.mark_written(piece.owned)
+    return piece.residual is not None or words.ensure(piece.owned) is None
+
+
 def compile_joined(
     session: Session, gm: GraphModule, mode: FakeTensorMode, fakes: Sequence[Any]
-) -> Callable[..., Any]:
-    """Return the callable of a graph that joins its inputs at the beginning and splits at the end.
+) -> Callable[[list[Any]], Any]:
+    """Return what runs a graph that joins its inputs at the beginning and splits at the end.
 
-    Its inputs are those fake tensors, of this mode.
+    Its inputs are those fake tensors, of this mode. It returns nothing.
     """
+    whole: list[Callable[[list[Any]], Any]] = []
 
     def inner(functional: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         kwargs.pop("get_decomp_fn", None)
@@ -88,6 +195,9 @@ def compile_joined(
         made = compile_exactly(functional, list(inputs), kwargs)
         if code := getattr(made, "source_code", ""):
             logs.show(logs.CODE, "output code", lambda: code)
+        places = functional.graph.find_nodes(op="placeholder")
+        if len(places) == len(fakes) and not functional.graph.output_node().all_input_nodes:
+            whole.append(made)
         return made
 
     with (
@@ -102,5 +212,8 @@ def compile_joined(
             decompositions=keep_symbols(select_decomp_table()),
             config_patches=session.inductor or None,
         )
-    function: Callable[..., Any] = compiled
-    return function
+    if len(whole) == 1:  # AOTAutograd has neither merged inputs nor left writes to its wrapper
+        return whole[0]
+    # Dynamo is off where a segment runs, and need not be turned off once more.
+    function = innermost_fn(compiled)
+    return lambda args: function(*args)

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import InitVar, dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,6 @@ from collage_fx.segments.memory import (
     Input,
     KnownMemory,
     KnownState,
-    Part,
     Piece,
     covers,
     part_of,
@@ -62,8 +62,8 @@ class LowWords:
     """Tensor -> what is known of it."""
     writes: bool = False
     """Whether a state was written in this step."""
-    generation: int = -1
-    """That of the store when the step began."""
+    who: object = field(default_factory=object)
+    """Stands for this in what others remember, and keeps nothing alive."""
 
     def __post_init__(self, dtypes: Iterable[torch.dtype], in_float64: bool) -> None:
         self.wide, self.computed = wider_dtypes(dtypes, in_float64=in_float64)
@@ -71,18 +71,22 @@ class LowWords:
             d: STORAGES[FINEST[d]] if d in FP8 else TRANSIENT[wide] for d, wide in self.wide.items()
         }
         """dtype -> the layout of values on the way."""
+        self.lows_of = {d: storage.residuals[d] for d, storage in self.transient.items()}
+        """dtype -> the dtypes of their low words."""
 
     def begin(self, states: Iterable[Owned]) -> None:
         """Begin a step with these states; clear residuals that do not belong to their values."""
         self.forget()
-        self.generation = STORE.generation
         fitting = []
         for owned in states:
             tensor = owned.tensor
             self.memory[storage_key(tensor)].states.append(owned)
             residual = STORE.get(tensor)
-            if residual is not None and residual.fits(tensor):
-                self.of_tensor[id(tensor)] = KnownState(tensor, residual)
+            if residual is None:
+                asked = -1 if STORE.finds_by_memory else STORE.generation
+                self.of_tensor[id(tensor)] = KnownState(tensor, None, asked)
+            elif residual.fits(tensor):
+                self.of_tensor[id(tensor)] = KnownState(tensor, residual, STORE.generation)
                 fitting.append((tensor, residual))
         clear_stale(fitting)
 
@@ -106,8 +110,10 @@ class LowWords:
             known = self.of_tensor[id(tensor)] = KnownState(tensor)
         return known
 
-    def _is_written(self, owned: Owned) -> None:
-        self._state(owned.tensor).written = self.writes = True
+    def mark_written(self, owned: Owned) -> None:
+        """Note that the step has written a state."""
+        known = self.of_tensor.get(id(owned.tensor)) or self._state(owned.tensor)
+        known.written = self.writes = True
 
     def has_written(self, tensor: Tensor) -> bool:
         """Tell whether the step has written a state, as far as it was recorded."""
@@ -126,7 +132,11 @@ class LowWords:
         if memory is None or not memory.states or t.dtype not in self.wide:
             given.parameter = t if t.requires_grad else None
             return given
-        for o in memory.states if self.is_state(t, key) else self.states_in(t):
+        if self.is_state(t, key):
+            (o,) = memory.states
+            given.pieces.append(Piece(o, given.data, self.of_state(o), given.layout, key))
+            return given
+        for o in self.states_in(t):
             data, layout = o.tensor.data, layout_of(o.tensor)
             given.pieces.append(Piece(o, data, self.of_state(o), layout, key))
         return given
@@ -154,6 +164,12 @@ class LowWords:
 
     def states_in(self, t: Tensor) -> list[Owned]:
         """Return the states that t covers, of its dtype."""
+        key = storage_key(t)
+        known = self.memory.get(key)
+        if known is None or not known.states:
+            return []
+        if self.is_state(t, key) and t.dtype in self.wide:
+            return list(known.states)
         return [o for o in self._near(t) if covers(t, o.tensor)]
 
     def around(self, t: Tensor) -> Owned | None:
@@ -166,20 +182,19 @@ class LowWords:
     def of_state(self, owned: Owned) -> Residual | None:
         """Return the residual of a state, which belongs to its present value."""
         tensor = owned.tensor
-        residual = self._residual(tensor)
+        residual = self.residual(tensor)
         if residual is not None and not residual.fits(tensor):
             return None  # it goes when the state is written
         if residual is not None and (known := self._state(tensor)).residual is None:
             clear_stale([(tensor, residual)])
-            known.residual = residual
+            known.residual, known.asked = residual, STORE.generation
         return residual
 
-    def _residual(self, tensor: Tensor) -> Residual | None:
+    def residual(self, tensor: Tensor) -> Residual | None:
         """Return what the store has for tensor; faster where it has seen nothing new."""
         known = self.of_tensor.get(id(tensor))
-        seen = known.residual if known is not None else None
-        if seen is not None and STORE.generation == self.generation:
-            return seen
+        if known is not None and known.asked == STORE.generation:
+            return known.residual
         return STORE.get(tensor)
 
     def known(self, t: Tensor) -> bool:
@@ -234,7 +249,7 @@ class LowWords:
         return None
 
     def _store_state(self, owned: Owned, x: Tensor) -> None:
-        self._is_written(owned)
+        self.mark_written(owned)
         tensor, residual = owned.tensor, self.ensure(owned)
         data = tensor.data
         if residual is None:
@@ -248,14 +263,23 @@ class LowWords:
 
     def ensure(self, owned: Owned) -> Residual | None:
         """Return the residual of a state, made if it has none; None for one that stays plain."""
-        name, tensor = self.storage_for(owned), owned.tensor
+        tensor = owned.tensor
+        before = self.residual(tensor)
+        if before is not None and before.ensured == self._ensured(owned) and before.fits(tensor):
+            return before
+        name = self.storage_for(owned)
         if not name or tensor.dtype not in STORAGES[name].residuals:
             return None
-        before = self._residual(tensor)
         residual = STORE.ensure(tensor, name, owned.name, before)
         residual.provisional |= before is None
-        self._state(tensor).residual = residual
+        residual.ensured = self._ensured(owned)
+        known = self._state(tensor)
+        known.residual, known.asked = residual, STORE.generation
         return residual
+
+    def _ensured(self, owned: Owned) -> tuple[Any, ...]:
+        """Return what the storage for a state depends on, once it has a residual."""
+        return self.who, STORE.generation, owned.key, owned.name, owned.tensor.dtype
 
     def _split(
         self, storage: Storage, x: Tensor, dtype: torch.dtype, residual: Residual
@@ -283,40 +307,33 @@ class LowWords:
         if wide is not None:
             self._store_state(owned, wide)
 
-    def parts(self, given: Input, *, written: bool) -> list[Part] | None:
-        """Return the parts of memory that have low words, or, where it is written, get some.
-
-        None if it is written, and a state in it has moved.
-        """
+    def between(self, given: Input, *, written: bool) -> tuple[Tensor, ...]:
+        """Return the low words of memory that is no state; where it is written, all that it is to
+        have."""
+        known = self.memory.get(given.key)
+        if known is None or known.between is None:
+            return ()
         t = given.data
-        if written and not given.pieces and self._memory_of(t).between is not None:
+        if written and not given.pieces:
             self.born(t, self.transient[t.dtype])
-        if lows := self._lows(t):
-            return [Part(given.layout, given.layout, self.transient[t.dtype].name, lows)]
-        found = []
-        for piece in given.pieces:
-            if piece.moved and written:
-                return None
-            if written:
-                self._is_written(piece.owned)
-                piece.residual = self.ensure(piece.owned)
-            if (r := piece.residual) is not None:
-                found.append(Part(given.layout, piece.layout, r.storage, r.components))
-        return found
+        return self._lows(t) or ()
 
-    def part_of_result(self, t: Tensor) -> Part:
-        """Return new low words for memory that a segment makes."""
-        storage, layout = self.transient[t.dtype], layout_of(t)
-        lows = self.memory[storage_key(t)].hold_result(t, storage.residuals[t.dtype])
-        return Part(layout, layout, storage.name, lows)
+    def lows_of_result(self, t: Tensor) -> tuple[Tensor, ...]:
+        """Return new low words for memory that a segment makes; none for other dtypes."""
+        dtype = t.dtype
+        if dtype not in self.wide:
+            return ()
+        storage = t.untyped_storage()
+        return self.memory[storage._cdata].hold_result(t, storage, self.lows_of[dtype])
 
     def wrote(self, tensor: Tensor) -> list[Owned]:
         """Note that a compiled graph has written a state, and its residual; return what it is."""
         found = self.states_in(tensor)
         for owned in found:
-            self._is_written(owned)
-        if (residual := STORE.get(tensor)) is not None:
-            self._state(tensor).residual = residual
+            self.mark_written(owned)
+        if (residual := self.residual(tensor)) is not None:
+            known = self._state(tensor)
+            known.residual, known.asked = residual, STORE.generation
         return found
 
     def exact(self, t: Tensor) -> Residual | None:
@@ -337,7 +354,7 @@ class LowWords:
         if self._memory_of(t).between is not None:
             self.memory[storage_key(t)].between = None
         for owned in self.states_in(t):
-            self._is_written(owned)
+            self.mark_written(owned)
         for residual in self.say_lost(t):
             residual.clear()
 

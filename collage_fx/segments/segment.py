@@ -50,6 +50,8 @@ class Segment:
             live: the numbers of the values that it makes and that are in use after it.
         """
         self.live = live
+        self.history: Any = None
+        """What who runs it knows of its runs."""
         self.inputs: list[int] = []
         """The numbers of the values that are inputs."""
         self.lines: list[Line] = []
@@ -80,6 +82,8 @@ class Segment:
         self.opaque = any("_fused_" in str(line.func) for line in self.lines)
         """Whether it has kernels that no compiler looks into, as fused optimizers do."""
         self._find_ends()
+        self.writes = [at in self.written for at in self.inputs]
+        """Whether it writes them, of its inputs."""
 
     def _add_input(self, place: Place, random: set[int]) -> None:
         at = len(self.root)
@@ -164,6 +168,8 @@ class Call:
     memory: list[Tensor]
     """What the values that live on are stored in."""
     floats: list[float]
+    at: int = -1
+    """Which of the segments of the step it is."""
 
 
 @dataclass

@@ -1,8 +1,10 @@
 """The FX graph of a segment, in the form in which Dynamo hands over its own."""
 
 import operator
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import copysign, isfinite, isnan
 from typing import Any, TypeAlias
 
@@ -20,6 +22,7 @@ from collage_fx.segments.operations import piece_of
 from collage_fx.segments.segment import Operands, Segment
 
 aten = torch.ops.aten
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,20 @@ class Numbers:
         """The values of those that are inputs."""
         return [self.floats[i] for i in self.changing]
 
+    @cached_property
+    def _places(self) -> list[tuple[int, int]]:
+        """Each float that changes, with the first that is equal to it."""
+        changing = set(self.changing)
+        return [(i, k) for i, k in enumerate(self.same) if k in changing]
+
+    def have(self, floats: list[float]) -> bool:
+        """Tell whether floats are these, but for those that change, which are equal where these
+        are: bit for bit, so that some NaN is not found to be another."""
+        expected = self.floats.copy()
+        for i, k in self._places:
+            expected[i] = floats[k]
+        return array("d", floats).tobytes() == array("d", expected).tobytes()
+
 
 @dataclass
 class SeenNumbers:
@@ -48,9 +65,14 @@ class SeenNumbers:
     changing: set[int] = field(default_factory=set)
     same: list[int] = field(default_factory=list)
     """For each float the first that it was always equal to: a rate that many parameters have."""
+    numbers: Numbers | None = None
+    """All of that, where the last run has brought nothing new; None to look again."""
 
     def see(self, floats: list[float]) -> None:
         """Count a run; note which floats have changed since the one before."""
+        self.runs += 1
+        if self.numbers is not None and self.numbers.have(floats):
+            return
         for i, (new, old) in enumerate(zip(floats, self.floats, strict=False)):
             if not same_number(new, old) and isfinite(new) and isfinite(old):
                 self.changing.add(i)
@@ -59,7 +81,11 @@ class SeenNumbers:
         keys = [(k, x, copysign(1, x)) for k, x in zip(before, floats, strict=True)]
         self.same = [first.setdefault(key, i) for i, key in enumerate(keys)]
         self.floats = floats
-        self.runs += 1
+        self.numbers = self.with_inputs(floats)
+
+    def with_inputs(self, floats: list[float]) -> Numbers:
+        """Return these floats, those as inputs that have changed."""
+        return Numbers(floats, sorted({self.same[i] for i in self.changing}), list(self.same))
 
 
 @dataclass
@@ -71,11 +97,51 @@ class Given:
     """Behind the numbers that are inputs."""
     structure: Any = None
     """What else of them the compiled code depends on."""
-    parts: Any = ()
+    parts: Sequence[list[Part]] = ()
+    """Of each of them those that have low words."""
 
 
 Made: TypeAlias = tuple[Callable[[list[Any]], bool], Callable[..., bool]]
 """What runs compiled code, and what tells for which numbers it is right."""
+
+
+@dataclass
+class Compiled:
+    """A segment compiled for some floats."""
+
+    run: Callable[[list[Any]], bool]
+    """Returns whether it has run: if not, nothing was written."""
+    holds: Callable[..., bool]
+    """Tells for which of the numbers that are inputs it is right."""
+    numbers: Numbers
+    structure: Any
+    values: bytes | None = None
+    """Those numbers of the last call that it was right for."""
+    tensors: list[Tensor] = field(default_factory=list)
+    """The same, as it takes them."""
+
+    def fits(self, given: Given, floats: list[float], pattern: Numbers | None) -> bool:
+        """Tell whether it is right for a call, of which the floats are as the pattern says."""
+        if self.structure is not given.structure and self.structure != given.structure:
+            return False
+        before = self.numbers
+        if not (before is pattern or before.have(floats)) and not all(
+            same_number(a, floats[k]) and (k in before.changing or same_number(a, b))
+            for k, a, b in zip(before.same, floats, before.floats, strict=True)
+        ):
+            return False
+        values = [floats[i] for i in before.changing]
+        if array("d", values).tobytes() == self.values:
+            return True
+        if not self.holds(*values):
+            return False
+        self.take(values)
+        return True
+
+    def take(self, values: list[float]) -> None:
+        """Take numbers for a call, and those after it that have the same."""
+        self.values = array("d", values).tobytes()
+        self.tensors = list(map(number_tensor, values))
 
 
 def why_compiled(
@@ -145,10 +211,7 @@ def joined_graph(
     builder = _Builder(segment, numbers)
     graph, places = builder.graph, [*builder.inputs, *builder.memory]
     lows = [
-        [
-            [graph.placeholder(f"low{i}_{k}_{n}") for n in range(len(p.lows))]
-            for k, p in enumerate(ps)
-        ]
+        [[graph.placeholder(f"low{i}_{k}_{n}") for n in range(p.count)] for k, p in enumerate(ps)]
         for i, ps in enumerate(parts)
     ]
     for i, at in enumerate(segment.inputs):
@@ -273,7 +336,7 @@ class _Propagation(Interpreter):
 
 def number_tensor(x: float) -> Tensor:
     """Return a float as graphs take it."""
-    return torch.scalar_tensor(x, dtype=torch.float64, device="cpu")
+    return torch.scalar_tensor(x, dtype=torch.float64, device=CPU)
 
 
 def float_guard(mode: FakeTensorMode, fakes: Sequence[Any]) -> Callable[..., bool]:
@@ -284,5 +347,5 @@ def float_guard(mode: FakeTensorMode, fakes: Sequence[Any]) -> Callable[..., boo
     guards = [guard.expr for guard in mode.shape_env.guards]  # type: ignore[union-attr]
     if not guards:
         return lambda *floats: True
-    holds = sympy.lambdify(symbols, sympy.And(*guards))
-    return lambda *floats: bool(holds(*floats))
+    holds = sympy.lambdify(symbols, guards, modules="math")  # NumPy is slow with single numbers
+    return lambda *floats: all(holds(*floats))

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from collage_fx.runtime.errors import CollageError
+from collage_fx.runtime.residuals.memory import address
 
 Column: TypeAlias = Tensor | Sequence[Tensor]
 """A tensor for each member, or one vector with an element for each."""
@@ -28,9 +29,9 @@ class Runner(Protocol):
 def addresses(column: Column) -> Sequence[int]:
     """Return where the input of each member begins."""
     if isinstance(column, Tensor):
-        first, size = column.data_ptr(), column.element_size()
+        first, size = address(column), column.element_size()
         return range(first, first + size * column.numel(), size)
-    return [t.data_ptr() for t in column]
+    return list(map(address, column))
 
 
 def device_of(column: Column) -> torch.device:

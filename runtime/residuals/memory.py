@@ -5,6 +5,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+address = torch._C.TensorBase.data_ptr
+"""Returns where a tensor begins: `Tensor.data_ptr`, which a recorded step has flush what waits."""
+
 
 def has_memory(tensor: Tensor) -> bool:
     """Tell whether tensor is a plain strided tensor with memory of its own."""
@@ -28,7 +31,7 @@ def overlapping(tensors: Iterable[Tensor], *, by_address: bool = False) -> set[i
     spans: dict[int, list[tuple[int, int, int]]] = {}
     for t in tensors:
         if t.layout is torch.strided and t.numel():
-            start = t.data_ptr() if by_address else int(t.storage_offset()) * t.element_size()
+            start = address(t) if by_address else int(t.storage_offset()) * t.element_size()
             place = 0 if by_address else t.untyped_storage()._cdata
             if start or not by_address:  # or its memory was given back
                 end = start + span(t.shape, t.stride())[1] * t.element_size()

@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from collage_fx.runtime.errors import CollageWarning, ResidualError, listed
 from collage_fx.runtime.expansion.eft import WIDER
+from collage_fx.runtime.residuals.memory import address
 from collage_fx.runtime.storage.registry import (
     STORAGES,
     check_compensable,
@@ -52,6 +53,7 @@ class Residual:
         "address",
         "components",
         "draws",
+        "ensured",
         "expected",
         "lent",
         "name",
@@ -67,6 +69,8 @@ class Residual:
         """How often the last component was rounded by chance; each time takes another seed."""
         self.expected: Expected | None = None
         """What is to hold of both at the next step, if the residual is from a checkpoint."""
+        self.ensured: Any = None
+        """For whom, as what and when a recorded step found that it is what its state is to have."""
         self.lent: tuple[int, ...] = ()
         """The versions of the components when a state dict was given them, until the next step."""
         self.provisional = False
@@ -91,7 +95,7 @@ class Residual:
     def settle(self, tensor: Tensor) -> None:
         """Record that the residual belongs to the present value of tensor."""
         self._versions[self._slot] = version(tensor)
-        self.address = tensor.data_ptr()
+        self.address = address(tensor)
         self.lent = ()
 
     def lend(self) -> None:
@@ -129,8 +133,8 @@ class Residual:
 
     def belongs(self, tensor: Tensor) -> bool:
         """Tell whether tensor is as it was when the residual was last settled."""
-        same = self.version == version(tensor) and self.address == tensor.data_ptr()
-        return same and not self._written_by_borrower()
+        same = self._versions[self._slot] == version(tensor) and self.address == address(tensor)
+        return same and not (self.lent and self._written_by_borrower())
 
     def _written_by_borrower(self) -> bool:
         """Tell whether who was lent the components has written them."""
@@ -142,17 +146,16 @@ class Residual:
         A residual without content belongs to any value, and is settled on the present one.
         """
         why = ""
+        if self.expected is None and self.belongs(tensor):
+            return why
         if self.expected is not None:
             if not self.expected(tensor, *self.components):
                 why = "it and its residual are not as they were saved together"
             self.expected = None
         elif self._written_by_borrower():
             why = "it was written from outside, as by a checkpoint that was not loaded to its end"
-        elif not self.belongs(tensor):
-            if self.has_content():
-                why = "it was written from outside the compiled step"
-        else:
-            return ""
+        elif self.has_content():
+            why = "it was written from outside the compiled step"
         self.settle(tensor)
         return why
 
@@ -204,7 +207,8 @@ class ResidualStore:
         """For tensors that are made anew at each call, as `p.data` is: storage and layout."""
         self._coarser: set[tuple[str, str]] = set()
         self.generation = 0
-        """How often a tensor was given a residual, or other components."""
+        """How often a tensor was given a residual, or other components, or what `get` says changed
+        in another way: who remembers answers of the store asks anew then."""
 
     def lend(self, residuals: Iterable[Residual]) -> None:
         """Have the next step see whether who was given residuals has written them."""
@@ -228,6 +232,12 @@ class ResidualStore:
         for key in [key for key in self._of_memory if key[0].expired()]:
             del self._of_memory[key]
         self._of_memory[_memory(tensor)] = self._residuals[tensor]
+        self.generation += 1
+
+    @property
+    def finds_by_memory(self) -> bool:
+        """Whether a tensor may get the residual of another one, which counts no generation."""
+        return bool(self._of_memory)
 
     def ensure(
         self, tensor: Tensor, storage: str, name: str, found: Residual | None = None
