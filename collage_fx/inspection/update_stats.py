@@ -6,7 +6,7 @@ Source of the lost share and the Effective Descent Quality (EDQ): Collage, arXiv
 import functools
 import math
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from collage_fx.compilation.side_inputs import Observed, looked_at
+from collage_fx.inspection.compiled_sums import sums_of
 from collage_fx.optimizer.ownership import Owned
 from collage_fx.optimizer.state_table import PARAMETER, split_name
-from collage_fx.passes.ir.exact import ExactGraph, ExactStep, NotExact, piece_for
+from collage_fx.passes.ir.exact import ExactGraph, ExactStep, Member, NotExact, piece_for
 from collage_fx.runtime.kernels.update_sums import update_sums
 from collage_fx.runtime.residuals.store import version
 
@@ -141,9 +142,10 @@ class GraphUpdates:
         """Note what the graph has written, done again."""
         found: dict[Any, UpdateStats] = {}
         try:
-            for state, *tensors in self._call.updates() if self._call is not None else ():
-                if (place := _place(state)) in self.states:
-                    found[place] = found.get(place, UpdateStats()) + stats_of(*tensors)
+            for member in self._call.members() if self._call is not None else ():
+                for state, stats in _stats_of_member(member):
+                    if (place := _place(state)) in self.states:
+                        found[place] = found.get(place, UpdateStats()) + stats
             self._see(found)
         except Exception as error:  # the step is done, and is to be finished
             self._note(error)
@@ -167,6 +169,21 @@ class GraphUpdates:
 def _place(tensor: Tensor) -> Hashable:
     """Return what tells a state from others; a shard may be another object each time."""
     return tensor.data_ptr(), tensor.numel(), tensor.dtype
+
+
+def _stats_of_member(member: Member) -> Iterator[tuple[Tensor, UpdateStats]]:
+    """Yield the 16-bit states of a member, each with statistics of some of its elements or all."""
+    sums = sums_of(member, 2.0**_LEAST)
+    if sums is None:
+        yield from ((state, stats_of(*tensors)) for state, *tensors in member.updates())
+    else:
+        yield from ((state, _of_compiled(found, state.dtype)) for state, found in sums)
+
+
+def _of_compiled(sums: list[float], dtype: torch.dtype) -> UpdateStats:
+    """Return the statistics of compiled sums, in which logarithms are in units of first places."""
+    sums[6] -= sums[0] * math.log2(torch.finfo(dtype).eps)
+    return UpdateStats(*sums)
 
 
 def stats_of(high: Tensor, whole: Tensor, now: Tensor, after: Tensor, exact: Tensor) -> UpdateStats:
@@ -193,8 +210,7 @@ def _stats_of_piece(*states: Tensor) -> UpdateStats:
         # In one pass, which takes a third of the time of PyTorch's thirty.
         compiled = update_sums(states, 2.0**_LEAST)
         if compiled is not None:
-            compiled[6] -= compiled[0] * math.log2(torch.finfo(high.dtype).eps)
-            return UpdateStats(*compiled)
+            return _of_compiled(compiled, high.dtype)
     found = _sums(*states).tolist()
     if all(map(math.isfinite, found)):
         return UpdateStats(*found)
