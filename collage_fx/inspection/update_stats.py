@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from collage_fx.compilation.side_inputs import Observed, looked_at
-from collage_fx.inspection.compiled_sums import sums_of
 from collage_fx.optimizer.ownership import Owned
 from collage_fx.optimizer.state_table import PARAMETER, split_name
+from collage_fx.passes.codegen.printers.measured_kernel import sums_of
 from collage_fx.passes.ir.exact import ExactGraph, ExactStep, Member, NotExact, piece_for
 from collage_fx.runtime.kernels.update_sums import update_sums
 from collage_fx.runtime.residuals.store import version

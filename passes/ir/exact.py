@@ -1,5 +1,6 @@
 """The graph of a step done again in float64: what each of its 16-bit states should have become."""
 
+import ctypes
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -43,7 +44,7 @@ class Words(NamedTuple):
 
     def copied(self) -> "Words":
         """Return a copy in memory of its own."""
-        return Words(self.high.clone(), tuple(c.clone() for c in self.lows), self.storage)
+        return Words(_copy(self.high), tuple(map(_copy, self.lows)), self.storage)
 
     def piece(self, where: slice | None) -> "Words":
         """Return some elements of a flat one, or all; 0-d ones stand for all elements."""
@@ -281,9 +282,7 @@ def piece_for(device: torch.device) -> int:
     return _ON_CPU if device.type == "cpu" else _ON_OTHERS
 
 
-def in_float64(
-    nodes: Sequence[Node], inputs: Sequence[Node], wanted: Sequence[Node]
-) -> Function:
+def in_float64(nodes: Sequence[Node], inputs: Sequence[Node], wanted: Sequence[Node]) -> Function:
     """Return a function that does these operations in float64.
 
     Args:
@@ -349,6 +348,15 @@ def _mapped(args: Any, value: Callable[[Node], Any]) -> Any:
     return args
 
 
+def _copy(t: Tensor) -> Tensor:
+    """Return a copy, made by this thread alone: a pool of threads on a busy CPU takes longer."""
+    if not t.is_cpu or not aten.is_non_overlapping_and_dense(t):
+        return t.clone()
+    new = torch.empty_like(t)
+    ctypes.memmove(new.data_ptr(), t.data_ptr(), t.nbytes)
+    return new
+
+
 def _flat(t: Tensor) -> Tensor:
     return t.as_strided((t.numel(),), (1,))
 
@@ -358,7 +366,7 @@ def _alike(words: list[Words]) -> bool:
     if not words:  # of 0-d tensors
         return False
     first = words[0].high
-    return torch.ops.aten.is_non_overlapping_and_dense(first) and all(
+    return aten.is_non_overlapping_and_dense(first) and all(
         t.size() == first.size() and t.stride() == first.stride()
         for w in words
         for t in (w.high, *w.lows)

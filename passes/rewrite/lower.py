@@ -150,9 +150,7 @@ def _arithmetic(
     return _traced(call, facts)
 
 
-def _traced(
-    function: Callable[..., Any], facts: Sequence[tuple[torch.dtype, bool]]
-) -> Graph:
+def _traced(function: Callable[..., Any], facts: Sequence[tuple[torch.dtype, bool]]) -> Graph:
     """Trace a function of tensors of these dtypes, 0-d or not, on real ones of two elements."""
     with unset_fake_temporarily(), torch.no_grad():
         inputs = [torch.ones(() if scalar else (2,), dtype=dtype) for dtype, scalar in facts]

@@ -109,11 +109,9 @@ def names_in_cpp(graph: Graph, scalar: Sequence[bool], *, single: bool = False) 
     return _printed(graph, scalar, single).names
 
 
-def _printed(
-    graph: Graph, scalar: Sequence[bool], single: bool, libm: bool = False
-) -> "_Printer":
+def _printed(graph: Graph, scalar: Sequence[bool], single: bool, libm: bool = False) -> "_Printer":
     known = _OPERATIONS | (_SINGLE if single or libm else {}) | (_LIBM if libm else {})
-    printer = _Printer(graph, known, {"alpha"} if libm else set())
+    printer = _Printer(graph, known, {"alpha", "value"} if libm else set())
     for i, node in enumerate(graph.find_nodes(op="placeholder")):
         printer.read(node, i, scalar=scalar[i])
     for node in graph.nodes:
@@ -349,14 +347,13 @@ for _name, _symbol in (("__lshift__", "<<"), ("__rshift__", ">>")):
     _OPERATIONS[getattr(aten, _name).Scalar] = _elementwise("{} " + _symbol + " {}")
 
 
-def _sum(symbol: str) -> Print:
-    """Return what prints a sum or difference whose second operand may have a factor."""
+def _scaled(template: str, name: str) -> Print:
+    """Return what prints an operation with a number by that name, 1 if it is left out."""
 
     def print_(printer: _Printer, node: Node) -> str:
         dtype = node.meta["dtype"]
-        x, y = (printer.operand(a, dtype) for a in node.args)
-        factor = node.kwargs.get("alpha", 1)
-        return f"{x} {symbol} {y}" if factor == 1 else f"{x} {symbol} {_literal(factor, dtype)} * {y}"
+        operands = (printer.operand(a, dtype) for a in node.args)
+        return template.format(*operands, _literal(node.kwargs.get(name, 1), dtype))
 
     return print_
 
@@ -369,8 +366,10 @@ def _any_power(printer: _Printer, node: Node) -> str:
 _SINGLE: dict[Any, Print] = {aten.pow.Scalar: _elementwise("std::pow({}, {})")}
 """Functions of the C library, which eager PyTorch takes of single numbers and not in vectors."""
 _LIBM: dict[Any, Print] = {
-    aten.add.Tensor: _sum("+"),
-    aten.sub.Tensor: _sum("-"),
+    aten.add.Tensor: _scaled("{0} + {2} * {1}", "alpha"),
+    aten.sub.Tensor: _scaled("{0} - {2} * {1}", "alpha"),
+    aten.addcmul.default: _scaled("{0} + {3} * {1} * {2}", "value"),
+    aten.addcdiv.default: _scaled("{0} + {3} * ({1} / {2})", "value"),
     aten.pow.Tensor_Scalar: _any_power,
     aten.pow.Tensor_Tensor: _of_floats("std::pow({}, {})"),
     aten.rsqrt.default: _of_floats("1 / std::sqrt({})"),

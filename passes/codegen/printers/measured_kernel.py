@@ -1,21 +1,25 @@
-"""What a step does to a member of a class, done again in float64 and added up, as a C++ kernel.
+"""What a step does to a member of a class, done again in float64 and added up by one C++ kernel.
 
 Its inputs are the 16-bit words before and after the step. Values with their residuals, and what
 they should have become, are in memory for a block of elements at a time, from where the sums of
 `runtime.kernels.update_sums` take them.
 """
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
 from collage_fx.passes.codegen.printers.cpp_kernel import Unprintable, print_cpp_kernel
-from collage_fx.passes.ir.exact import Function, Words
+from collage_fx.passes.ir.exact import Function, Member, Words
 from collage_fx.passes.rewrite.lower import lowered_function
-from collage_fx.runtime.kernels.update_sums import SUMS
+from collage_fx.runtime import logs
+from collage_fx.runtime.kernels.update_sums import COUNT, SUMS, compiled
 
 _DRIVER = """
 // Of one member: the addresses of its words, and how many elements they have.
@@ -65,6 +69,58 @@ class Signature:
         for _, words in (*self.given, *self.new):
             yield at
             at += len(words)
+
+
+KERNELS: WeakKeyDictionary[Function, dict[Signature, Any]] = WeakKeyDictionary()
+"""Function of a class -> for what its members are like, the compiled kernel; None without one."""
+
+
+def sums_of(member: Member, least: float) -> list[tuple[Tensor, list[float]]] | None:
+    """Return each 16-bit state of a member with its sums; None where no kernel can be had.
+
+    That is for bf16 on a CPU, dense and in one order, of operations that can be printed.
+
+    Args:
+        member: after the call.
+        least: see `runtime.kernels.update_sums.update_sums`.
+    """
+    states = [words.high for words in member.new]
+    if not states or not all(t.dim() and t.is_cpu and t.dtype is torch.bfloat16 for t in states):
+        return None
+    words = (*member.inputs, *member.new)
+    if not all(isinstance(w.high, Tensor) for w in words) or not member.alike:
+        return None
+    tensors = [t for w in words for t in (w.high, *w.lows)]
+    if not all(t.is_cpu for t in tensors):
+        return None
+    kernel = _kernel(member)
+    if kernel is None:
+        return None
+    addresses = (ctypes.c_int64 * len(tensors))(*(t.data_ptr() for t in tensors))
+    found = (ctypes.c_double * (COUNT * len(states)))()
+    kernel.measure(addresses, ctypes.c_int64(states[0].numel()), ctypes.c_double(least), found)
+    return [(t, found[k * COUNT : (k + 1) * COUNT]) for k, t in enumerate(states)]
+
+
+def _kernel(member: Member) -> Any:
+    """Return the compiled kernel for members that are like this one, or None."""
+    known = KERNELS.setdefault(member.function, {})
+    signature = Signature(
+        tuple(_layout(w) for w in member.inputs),
+        tuple(_layout(w) for w in member.new),
+        tuple(member.states),
+    )
+    if signature not in known:
+        known[signature] = None
+        try:
+            known[signature] = compiled(print_measured_kernel(member.function, signature))
+        except Exception as why:  # Unprintable, or of an operation that takes no other shape
+            logs.LOG.info("the monitor does a class again by PyTorch's operations: %s", why)
+    return known[signature]
+
+
+def _layout(words: Words) -> tuple[str, tuple[Word, ...]]:
+    return words.storage, tuple(Word(t.dtype, not t.dim()) for t in (words.high, *words.lows))
 
 
 def print_measured_kernel(function: Function, signature: Signature) -> str:
@@ -131,9 +187,7 @@ def _driver(signature: Signature, order: Sequence[int]) -> str:
         return f"(char*)words[{i}] + i * {width}, "
 
     sums = [
-        _SUM.format(
-            high=starts[at], now=now, whole=3 * k, after=3 * k + 1, exact=3 * k + 2, k=k
-        )
+        _SUM.format(high=starts[at], now=now, whole=3 * k, after=3 * k + 1, exact=3 * k + 2, k=k)
         for k, (at, now) in enumerate(zip(signature.states, new, strict=True))
     ]
     return _DRIVER.format(
