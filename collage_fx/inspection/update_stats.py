@@ -142,8 +142,8 @@ class GraphUpdates:
         """Note what the graph has written, done again."""
         found: dict[Any, UpdateStats] = {}
         try:
-            for member in self._call.members() if self._call is not None else ():
-                for state, stats in _stats_of_member(member):
+            for members in self._call.classes() if self._call is not None else ():
+                for state, stats in _stats_of_members(members):
                     if (place := _place(state)) in self.states:
                         found[place] = found.get(place, UpdateStats()) + stats
             self._see(found)
@@ -171,13 +171,16 @@ def _place(tensor: Tensor) -> Hashable:
     return tensor.data_ptr(), tensor.numel(), tensor.dtype
 
 
-def _stats_of_member(member: Member) -> Iterator[tuple[Tensor, UpdateStats]]:
-    """Yield the 16-bit states of a member, each with statistics of some of its elements or all."""
-    sums = sums_of(member, 2.0**_LEAST)
-    if sums is None:
-        yield from ((state, stats_of(*tensors)) for state, *tensors in member.updates())
-    else:
-        yield from ((state, _of_compiled(found, state.dtype)) for state, found in sums)
+def _stats_of_members(members: list[Member]) -> Iterator[tuple[Tensor, UpdateStats]]:
+    """Yield the 16-bit states of members, each with statistics of some of its elements or all."""
+    for member, sums in zip(members, sums_of(members, 2.0**_LEAST), strict=True):
+        if sums is None:
+            yield from ((state, stats_of(*tensors)) for state, *tensors in member.updates())
+        else:
+            states = [words.high for words in member.new]
+            yield from (
+                (t, _of_compiled(one, t.dtype)) for t, one in zip(states, sums, strict=True)
+            )
 
 
 def _of_compiled(sums: list[float], dtype: torch.dtype) -> UpdateStats:

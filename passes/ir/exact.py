@@ -183,13 +183,15 @@ class ExactStep:
     before: dict[int, Words]
     """Those that it overwrites, as they were."""
 
-    def members(self) -> Iterator["Member"]:
-        """Yield, after the call, the members of all classes; raises NotExact."""
+    def classes(self) -> Iterator[list["Member"]]:
+        """Yield, after the call, the members of each class."""
         numbers: dict[Node, Any] = {}
         for function, one in zip(self.functions, self.graph.classes, strict=True):
-            for part in one.members:
-                for row in self.graph.rows(part):
-                    yield Member(self, function, part, row, {} if row else numbers)
+            yield [
+                Member(self, function, part, row, {} if row else numbers)
+                for part in one.members
+                for row in self.graph.rows(part)
+            ]
 
 
 @dataclass
@@ -205,7 +207,7 @@ class Member:
     numbers: dict[Node, Any]
     """0-d values made by what is in no slice, as far as they are known."""
     tensors: dict[Node, Any] = field(default_factory=dict)
-    """The same of others, of which such are made: they are not kept for other members."""
+    """The same of others, of which such are made: they are kept until the inputs are known."""
 
     @functools.cached_property
     def states(self) -> list[int]:
@@ -214,8 +216,10 @@ class Member:
 
     @functools.cached_property
     def inputs(self) -> list[Words]:
-        """Its inputs before the call."""
-        return [self._input(n) for n in self.part.inputs]
+        """Its inputs before the call; raises NotExact."""
+        inputs = [self._input(n) for n in self.part.inputs]
+        self.tensors.clear()
+        return inputs
 
     @functools.cached_property
     def new(self) -> list[Words]:

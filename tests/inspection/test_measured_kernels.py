@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from torch import Tensor, optim
 
 import collage_fx
 from collage_fx.inspection import update_stats
-from collage_fx.inspection.update_stats import UpdateStats, stats_of
+from collage_fx.inspection.update_stats import UpdateStats, _of_compiled, stats_of
 from collage_fx.passes.codegen.printers import measured_kernel
 from collage_fx.passes.codegen.printers.measured_kernel import sums_of
 from collage_fx.passes.ir.exact import Function, Member, piece_for
@@ -81,18 +81,22 @@ def both(monkeypatch: pytest.MonkeyPatch) -> Iterator[Both]:
     """Measure all members in both ways."""
     found: Both = []
 
-    def measured(member: Member, least: float) -> Any:
+    def measured(members: Sequence[Member], least: float) -> Any:
         with monkeypatch.context() as patch:
             patch.setattr(measured_kernel, "compiled", compiled)
-            sums = sums_of(member, least)
-        slow: dict[int, UpdateStats] = {}
-        for state, *tensors in member.updates():
-            before = slow.get(state.data_ptr(), UpdateStats())
-            slow[state.data_ptr()] = before + stats_of(*tensors)
-        fast: dict[int, UpdateStats] = {}
-        for state, one in sums or ():
-            fast[state.data_ptr()] = update_stats._of_compiled(list(one), state.dtype)
-        found.extend((fast.get(at), stats) for at, stats in slow.items())
+            by_threads = []
+            for threads in (1, 3):
+                patch.setattr(torch, "get_num_threads", lambda n=threads: n)
+                by_threads.append(sums_of(members, least))
+            sums, again = by_threads
+        assert sums == again, "bit for bit, by however many threads"
+        for member, one in zip(members, sums, strict=True):
+            slow: dict[int, UpdateStats] = {}
+            for state, *tensors in member.updates():
+                before = slow.get(state.data_ptr(), UpdateStats())
+                slow[state.data_ptr()] = before + stats_of(*tensors)
+            fast = [_of_compiled(list(x), torch.bfloat16) for x in one or ()]
+            found.extend(zip(fast or [None] * len(slow), slow.values(), strict=True))
         return sums
 
     monkeypatch.setattr(update_stats, "sums_of", measured)
@@ -117,9 +121,9 @@ def _train(optimizer: Any, storage: str, *, steps: int = 3, finite: bool = False
     return monitor
 
 
-def _equal(one: UpdateStats, other: UpdateStats, rel: float = CLOSE) -> bool:
+def _equal(one: UpdateStats, other: UpdateStats) -> bool:
     names = [n for n in UpdateStats.__slots__ if n not in COUNTS]
-    near = [getattr(one, n) == pytest.approx(getattr(other, n), rel=rel) for n in names]
+    near = [getattr(one, n) == pytest.approx(getattr(other, n), rel=CLOSE, abs=0) for n in names]
     return all(near) and all(getattr(one, n) == getattr(other, n) for n in COUNTS)
 
 

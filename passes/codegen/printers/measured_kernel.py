@@ -6,6 +6,7 @@ they should have become, are in memory for a block of elements at a time, from w
 """
 
 import ctypes
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,20 +23,47 @@ from collage_fx.runtime import logs
 from collage_fx.runtime.kernels.update_sums import COUNT, SUMS, compiled
 
 _DRIVER = """
-// Of one member: the addresses of its words, and how many elements they have.
-extern "C" void measure(const int64_t* words, int64_t size, double least, double* found) {{
+#include <vector>
+
+static void measure_chunk(const int64_t* words, int64_t start, int64_t end, double least,
+                          double* found) {{
   using namespace sums_of_updates;
   double memory[{arrays}][BLOCK];
-  for (int64_t i = 0; i < size; i += BLOCK) {{
-    const int64_t count = size - i < BLOCK ? size - i : BLOCK;
+  for (int64_t i = start; i < end; i += BLOCK) {{
+    const int64_t count = end - i < BLOCK ? end - i : BLOCK;
     kernel({arguments}count);
     {sums}
   }}
+}}
+
+// For each member there are the addresses of its words, how many elements they have, and memory
+// for its sums. Chunks are the same for any number of threads, and so are the sums.
+extern "C" void measure(const int64_t* words, const int64_t* sizes, int64_t members, double least,
+                        int64_t threads, double* found) {{
+  constexpr int64_t SUMS = {states} * sums_of_updates::COUNT;
+  std::vector<int64_t> member, start;
+  for (int64_t m = 0; m < members; ++m)
+    for (int64_t s = 0; s < sizes[m]; s += {chunk}) {{
+      member.push_back(m);
+      start.push_back(s);
+    }}
+  const int64_t chunks = member.size();
+  std::vector<double> parts(chunks * SUMS);
+  #pragma omp parallel for schedule(dynamic) num_threads(threads) if (chunks > 1 && threads > 1)
+  for (int64_t c = 0; c < chunks; ++c) {{
+    const int64_t end = start[c] + {chunk}, size = sizes[member[c]];
+    measure_chunk(words + member[c] * {arity}, start[c], end < size ? end : size, least,
+                  parts.data() + c * SUMS);
+  }}
+  for (int64_t c = 0; c < chunks; ++c)
+    for (int64_t k = 0; k < SUMS; ++k) found[member[c] * SUMS + k] += parts[c * SUMS + k];
 }}
 """
 _SUM = """add_block((const uint16_t*)words[{high}] + i, memory[{whole}],
               (const uint16_t*)words[{now}] + i, memory[{after}], memory[{exact}],
               least, count, found + {k} * COUNT);"""
+_CHUNK = 1 << 14
+"""Elements that a thread takes at a time."""
 
 
 @dataclass(frozen=True)
@@ -75,60 +103,86 @@ KERNELS: WeakKeyDictionary[Function, dict[Signature, Any]] = WeakKeyDictionary()
 """Function of a class -> for what its members are like, the compiled kernel; None without one."""
 
 
-def sums_of(member: Member, least: float) -> list[tuple[Tensor, list[float]]] | None:
-    """Return each 16-bit state of a member with its sums; None where no kernel can be had.
+def sums_of(members: Sequence[Member], least: float) -> list[list[list[float]] | None]:
+    """Return for each member of a class the sums of its 16-bit states.
 
-    That is for bf16 on a CPU, dense and in one order, of operations that can be printed.
+    None for one that no kernel can be had for: that takes bf16 on a CPU, tensors that are dense in
+    one and the same order, and operations that can be printed.
 
     Args:
-        member: after the call.
+        members: of one class, after the call.
         least: see `runtime.kernels.update_sums.update_sums`.
     """
-    states = [words.high for words in member.new]
-    if not states or not all(t.dim() and t.is_cpu and t.dtype is torch.bfloat16 for t in states):
-        return None
+    found: list[list[list[float]] | None] = [None] * len(members)
+    alike: dict[Signature, list[int]] = {}
+    for i, member in enumerate(members):
+        if _fits(member):
+            alike.setdefault(_signature(member), []).append(i)
+    for signature, places in alike.items():
+        kernel = _kernel(members[places[0]].function, signature)
+        if kernel is not None:
+            sums = _measured(kernel, [members[i] for i in places], least)
+            for i, one in zip(places, sums, strict=True):
+                found[i] = one
+    return found
+
+
+def _fits(member: Member) -> bool:
+    """Tell whether the tensors of a member are such that a kernel can read them."""
+    if not member.new or not all(
+        w.high.dim() and w.high.dtype is torch.bfloat16 for w in member.new
+    ):
+        return False
     words = (*member.inputs, *member.new)
-    if not all(isinstance(w.high, Tensor) for w in words) or not member.alike:
-        return None
-    tensors = [t for w in words for t in (w.high, *w.lows)]
-    if not all(t.is_cpu for t in tensors):
-        return None
-    kernel = _kernel(member)
-    if kernel is None:
-        return None
-    addresses = (ctypes.c_int64 * len(tensors))(*(t.data_ptr() for t in tensors))
-    found = (ctypes.c_double * (COUNT * len(states)))()
-    kernel.measure(addresses, ctypes.c_int64(states[0].numel()), ctypes.c_double(least), found)
-    return [(t, found[k * COUNT : (k + 1) * COUNT]) for k, t in enumerate(states)]
+    tensors = (t for w in words for t in (w.high, *w.lows))
+    return all(isinstance(t, Tensor) and t.is_cpu for t in tensors) and member.alike
 
 
-def _kernel(member: Member) -> Any:
-    """Return the compiled kernel for members that are like this one, or None."""
-    known = KERNELS.setdefault(member.function, {})
-    signature = Signature(
-        tuple(_layout(w) for w in member.inputs),
-        tuple(_layout(w) for w in member.new),
-        tuple(member.states),
-    )
-    if signature not in known:
-        known[signature] = None
-        try:
-            known[signature] = compiled(print_measured_kernel(member.function, signature))
-        except Exception as why:  # Unprintable, or of an operation that takes no other shape
-            logs.LOG.info("the monitor does a class again by PyTorch's operations: %s", why)
-    return known[signature]
+def _signature(member: Member) -> Signature:
+    given, new = (tuple(map(_layout, words)) for words in (member.inputs, member.new))
+    return Signature(given, new, tuple(member.states))
 
 
 def _layout(words: Words) -> tuple[str, tuple[Word, ...]]:
     return words.storage, tuple(Word(t.dtype, not t.dim()) for t in (words.high, *words.lows))
 
 
-def print_measured_kernel(function: Function, signature: Signature) -> str:
-    """Return the source of a function `measure` over the elements of a member.
+def _kernel(function: Function, signature: Signature) -> Any:
+    """Return the compiled kernel of a class for members that are like this, or None."""
+    known = KERNELS.setdefault(function, {})
+    if signature not in known:
+        known[signature] = None
+        try:
+            known[signature] = compiled(print_measured_kernel(function, signature))
+        except Exception as why:  # Unprintable, or of an operation that takes no other shape
+            logs.LOG.info("the monitor does a class again by PyTorch's operations: %s", why)
+    return known[signature]
 
-    It takes the addresses of the words in the order of the signature, the number of elements, the
-    least ratio of an update to its number that counts (see `update_sums`), and memory for the sums
-    of each state, to which it adds. Raises Unprintable.
+
+def _measured(kernel: Any, members: list[Member], least: float) -> Iterator[list[list[float]]]:
+    """Yield the sums of the states of each member, all found in one call."""
+    words = array("q")
+    for member in members:
+        for one in (*member.inputs, *member.new):
+            words.extend(t.data_ptr() for t in (one.high, *one.lows))
+    sizes = array("q", (member.new[0].high.numel() for member in members))
+    states = len(members[0].states)
+    found = array("d", bytes(8 * COUNT * states * len(members)))
+    tables = [ctypes.c_void_p(a.buffer_info()[0]) for a in (words, sizes, found)]
+    count, threads = (ctypes.c_int64(n) for n in (len(members), torch.get_num_threads()))
+    kernel.measure(*tables[:2], count, ctypes.c_double(least), threads, tables[2])
+    rows = [found[at : at + COUNT].tolist() for at in range(0, len(found), COUNT)]
+    for at in range(0, len(rows), states):
+        yield rows[at : at + states]
+
+
+def print_measured_kernel(function: Function, signature: Signature) -> str:
+    """Return the source of a function `measure` over the elements of members.
+
+    It takes, of all members, the addresses of the words in the order of the signature, and the
+    numbers of elements; how many members there are; the least ratio of an update to its number that
+    counts (see `update_sums`); the number of threads; and memory for the sums of each state of each
+    member, to which it adds. Raises Unprintable.
 
     Args:
         function: makes the new values of the states out of the values of the inputs, in float64.
@@ -191,5 +245,10 @@ def _driver(signature: Signature, order: Sequence[int]) -> str:
         for k, (at, now) in enumerate(zip(signature.states, new, strict=True))
     ]
     return _DRIVER.format(
-        arrays=3 * len(new), arguments="".join(map(argument, order)), sums="\n    ".join(sums)
+        arrays=3 * len(new),
+        arguments="".join(map(argument, order)),
+        sums="\n    ".join(sums),
+        states=len(new),
+        arity=len(words),
+        chunk=_CHUNK,
     )
