@@ -1,5 +1,6 @@
 """Members measured by a compiled kernel: the sums of PyTorch's operations on the same members."""
 
+import ctypes
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -9,11 +10,13 @@ import pytest
 import torch
 from support.interpreter import without_compiler
 from torch import Tensor, optim
+from torch.fx import Graph
 
 import collage_fx
 from collage_fx.inspection import update_stats
 from collage_fx.inspection.update_stats import UpdateStats, _of_compiled, stats_of
-from collage_fx.passes.codegen.printers import measured_kernel
+from collage_fx.passes.codegen.printers import cpp_kernel, measured_kernel
+from collage_fx.passes.codegen.printers.cpp_kernel import print_cpp_kernel
 from collage_fx.passes.codegen.printers.measured_kernel import sums_of
 from collage_fx.passes.ir.exact import Function, Member, piece_for
 from collage_fx.runtime.kernels.update_sums import compiled
@@ -163,6 +166,32 @@ def _spread() -> list[Tensor]:
 
 def _scalars() -> list[Tensor]:
     return [torch.randn(()).bfloat16().requires_grad_() for _ in range(2)]
+
+
+@pytest.mark.kernels
+def test_operations_that_only_measured_kernels_have_are_those_of_pytorch() -> None:
+    graph, values = Graph(), [torch.rand(100, dtype=torch.float64) + 0.1 for _ in range(3)]
+    inputs, expected = [graph.placeholder(f"x{i}") for i in range(3)], []
+    made = []
+    for op in cpp_kernel._LIBM:
+        takes = ["Tensor" in str(a.type) for a in op._schema.arguments if not a.kwarg_only]
+        kwargs = {a.name: -0.7 for a in op._schema.arguments if a.kwarg_only}
+        numbers = [0.3] * takes.count(False)
+        made.append(graph.call_function(op, (*inputs[: sum(takes)], *numbers), kwargs))
+        expected.append(op(*values[: sum(takes)], *numbers, **kwargs))
+    memory = [graph.placeholder(f"memory{k}") for k in range(len(made))]
+    graph.output(tuple(made))
+    for node in graph.nodes:
+        node.meta["dtype"] = torch.float64
+    stored = range(3, 3 + len(memory))
+    source, _ = print_cpp_kernel(
+        graph, [False] * (3 + len(made)), stored, range(len(made)), libm=True
+    )
+    found = [torch.empty_like(x) for x in expected]
+    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (*values, *found)]
+    compiled(source).kernel(*pointers, ctypes.c_int64(100))
+    for op, x, y in zip(cpp_kernel._LIBM, found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-14, atol=1e-15, msg=str(op))
 
 
 LEFT: dict[str, Callable[[], Any]] = {
