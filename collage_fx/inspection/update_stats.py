@@ -18,7 +18,7 @@ from collage_fx.optimizer.ownership import Owned
 from collage_fx.optimizer.state_table import PARAMETER, split_name
 from collage_fx.passes.codegen.printers.measured_kernel import sums_of
 from collage_fx.passes.ir.exact import ExactGraph, ExactStep, Member, NotExact, piece_for
-from collage_fx.runtime.kernels.update_sums import update_sums
+from collage_fx.runtime.kernels.update_sums import TYPES, update_sums
 from collage_fx.runtime.residuals.store import version
 
 
@@ -209,7 +209,7 @@ def stats_of(high: Tensor, whole: Tensor, now: Tensor, after: Tensor, exact: Ten
 
 def _stats_of_piece(*states: Tensor) -> UpdateStats:
     high = states[0]
-    if high.dtype is torch.bfloat16 and high.is_cpu:
+    if high.dtype in TYPES and high.is_cpu:
         # In one pass, which takes a third of the time of PyTorch's thirty.
         compiled = update_sums(states, 2.0**_LEAST)
         if compiled is not None:

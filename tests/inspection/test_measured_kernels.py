@@ -67,6 +67,7 @@ CASES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "SGD": (functools.partial(optim.SGD, lr=1e-3, momentum=0.9, nesterov=True), "remainder16"),
     "Adagrad": (functools.partial(optim.Adagrad, lr=1e-3), "mcf3"),
     "Lion": (functools.partial(Signs, update=_lion), "mcf2"),
+    "fp16": (functools.partial(optim.AdamW, lr=1e-3, eps=1e-4), "ulp8"),
     "functions of the C library": (functools.partial(Signs, update=_many), "ulp8"),
 }
 
@@ -98,7 +99,8 @@ def both(monkeypatch: pytest.MonkeyPatch) -> Iterator[Both]:
             for state, *tensors in member.updates():
                 before = slow.get(state.data_ptr(), UpdateStats())
                 slow[state.data_ptr()] = before + stats_of(*tensors)
-            fast = [_of_compiled(list(x), torch.bfloat16) for x in one or ()]
+            dtypes = [words.high.dtype for words in member.new]
+            fast = [_of_compiled(list(x), d) for x, d in zip(one or (), dtypes, strict=False)]
             found.extend(zip(fast or [None] * len(slow), slow.values(), strict=True))
         return sums
 
@@ -114,7 +116,7 @@ def _train(optimizer: Any, storage: str, *, steps: int = 3, finite: bool = False
     with without_compiler():
         for step in range(steps):
             for p in params:
-                p.grad = torch.randn_like(p) * 0.1
+                p.grad = (torch.randn_like(p, dtype=torch.float32) * 0.1).to(p.dtype)
             if step == steps - 1 and not finite:
                 params[0].grad[:2] = 0
                 params[1].grad[3], params[2].grad[5] = math.inf, math.nan
@@ -134,7 +136,7 @@ def _equal(one: UpdateStats, other: UpdateStats) -> bool:
 @pytest.mark.parametrize("case", CASES)
 def test_sums_are_those_of_pytorch_operations(case: str, both: Both) -> None:
     make, storage = CASES[case]
-    _train(make(_params()), storage)
+    _train(make(_params(torch.float16 if case == "fp16" else torch.bfloat16)), storage)
     assert len(both) >= 3
     for fast, slow in both:
         assert fast is not None and _equal(fast, slow), (fast, slow)
@@ -196,7 +198,7 @@ def test_operations_that_only_measured_kernels_have_are_those_of_pytorch() -> No
 
 LEFT: dict[str, Callable[[], Any]] = {
     "an operation without text": lambda: Signs(_params(), _unprintable),
-    "fp16": lambda: optim.SGD(_params(torch.float16), lr=1e-3),
+    "fp8": lambda: optim.SGD(_params(torch.float8_e5m2), lr=1e-3),
     "0-d": lambda: optim.SGD(_scalars(), lr=1e-3),
     "not dense": lambda: optim.SGD(_spread(), lr=1e-3),
 }

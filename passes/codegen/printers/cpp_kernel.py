@@ -13,8 +13,8 @@ import torch
 from torch.fx import Graph, Node
 
 from collage_fx.passes.codegen.exact_roundings import OVERFLOW, exact_roundings
-from collage_fx.passes.codegen.printers.cpp_helpers import HELPERS
 from collage_fx.passes.ir.program import CONVERT
+from collage_fx.runtime.kernels.cpp_helpers import HELPERS
 from collage_fx.runtime.ops import collage
 
 aten = torch.ops.aten

@@ -20,7 +20,7 @@ from collage_fx.passes.codegen.printers.cpp_kernel import Unprintable, print_cpp
 from collage_fx.passes.ir.exact import Function, Member, Words
 from collage_fx.passes.rewrite.lower import lowered_function
 from collage_fx.runtime import logs
-from collage_fx.runtime.kernels.update_sums import COUNT, SUMS, compiled
+from collage_fx.runtime.kernels.update_sums import COUNT, SUMS, TYPES, compiled
 
 _DRIVER = """
 #include <vector>
@@ -59,7 +59,7 @@ extern "C" void measure(const int64_t* words, const int64_t* sizes, int64_t memb
     for (int64_t k = 0; k < SUMS; ++k) found[member[c] * SUMS + k] += parts[c * SUMS + k];
 }}
 """
-_SUM = """add_block((const uint16_t*)words[{high}] + i, memory[{whole}],
+_SUM = """add_block<{type}>((const uint16_t*)words[{high}] + i, memory[{whole}],
               (const uint16_t*)words[{now}] + i, memory[{after}], memory[{exact}],
               least, count, found + {k} * COUNT);"""
 _CHUNK = 1 << 14
@@ -106,8 +106,8 @@ KERNELS: WeakKeyDictionary[Function, dict[Signature, Any]] = WeakKeyDictionary()
 def sums_of(members: Sequence[Member], least: float) -> list[list[list[float]] | None]:
     """Return for each member of a class the sums of its 16-bit states.
 
-    None for one that no kernel can be had for: that takes bf16 on a CPU, tensors that are dense in
-    one and the same order, and operations that can be printed.
+    None for one that no kernel can be had for: that takes bf16 or fp16 on a CPU, tensors that are
+    dense in one and the same order, and operations that can be printed.
 
     Args:
         members: of one class, after the call.
@@ -129,9 +129,7 @@ def sums_of(members: Sequence[Member], least: float) -> list[list[list[float]] |
 
 def _fits(member: Member) -> bool:
     """Tell whether the tensors of a member are such that a kernel can read them."""
-    if not member.new or not all(
-        w.high.dim() and w.high.dtype is torch.bfloat16 for w in member.new
-    ):
+    if not member.new or not all(w.high.dim() and w.high.dtype in TYPES for w in member.new):
         return False
     words = (*member.inputs, *member.new)
     tensors = (t for w in words for t in (w.high, *w.lows))
@@ -241,7 +239,15 @@ def _driver(signature: Signature, order: Sequence[int]) -> str:
         return f"(char*)words[{i}] + i * {width}, "
 
     sums = [
-        _SUM.format(high=starts[at], now=now, whole=3 * k, after=3 * k + 1, exact=3 * k + 2, k=k)
+        _SUM.format(
+            high=starts[at],
+            type=TYPES[words[now].dtype],
+            now=now,
+            whole=3 * k,
+            after=3 * k + 1,
+            exact=3 * k + 2,
+            k=k,
+        )
         for k, (at, now) in enumerate(zip(signature.states, new, strict=True))
     ]
     return _DRIVER.format(
