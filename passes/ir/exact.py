@@ -1,9 +1,10 @@
 """The graph of a step done again in float64: what each of its 16-bit states should have become."""
 
+import ctypes
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from collage_fx.runtime.storage.registry import value_in_float64
 aten = torch.ops.aten
 LARGEST = 5000
 """A graph of more nodes is not kept to be done again: each takes some kilobytes."""
+Function: TypeAlias = Callable[..., tuple[Tensor, ...]]
 _ON_CPU, _ON_OTHERS = 3 << 13, 1 << 22
 
 
@@ -42,7 +44,7 @@ class Words(NamedTuple):
 
     def copied(self) -> "Words":
         """Return a copy in memory of its own."""
-        return Words(self.high.clone(), tuple(c.clone() for c in self.lows), self.storage)
+        return Words(_copy(self.high), tuple(map(_copy, self.lows)), self.storage)
 
     def piece(self, where: slice | None) -> "Words":
         """Return some elements of a flat one, or all; 0-d ones stand for all elements."""
@@ -102,7 +104,7 @@ class ExactGraph:
         return ExactGraph(program) if len(nodes) <= LARGEST else None
 
     @functools.cached_property
-    def functions(self) -> list[Callable[..., tuple[Tensor, ...]]] | NotExact:
+    def functions(self) -> list[Function] | NotExact:
         """For each class what makes new values of 16-bit states out of a member's inputs."""
         try:
             return [_function(one) for one in self.classes]
@@ -158,7 +160,7 @@ def narrow_states(part: Slice) -> list[tuple[Carried, int]]:
     return [(c, at) for c, at, _ in part.states if c.val.dtype in LOW_PRECISION]
 
 
-def _function(one: StateClass) -> Callable[..., tuple[Tensor, ...]]:
+def _function(one: StateClass) -> Function:
     for part in one.members:
         for node in part.inputs:
             # In float64 it would be another than the step has had, which may be meant in 16 bits.
@@ -175,59 +177,82 @@ class ExactStep:
     """One call of a graph: what its inputs were."""
 
     graph: ExactGraph
-    functions: list[Callable[..., tuple[Tensor, ...]]]
+    functions: list[Function]
     words: list[Words]
     """The inputs, which hold after the call what it has made of them."""
     before: dict[int, Words]
     """Those that it overwrites, as they were."""
 
-    def updates(self) -> Iterator[Update]:
-        """Yield, after the call, each 16-bit state of a class, piece by piece.
-
-        Raises NotExact, or whatever an operation raises that wants 16 bits.
-        """
+    def classes(self) -> Iterator[list["Member"]]:
+        """Yield, after the call, the members of each class."""
         numbers: dict[Node, Any] = {}
         for function, one in zip(self.functions, self.graph.classes, strict=True):
-            for part in one.members:
-                for row in self.graph.rows(part):
-                    yield from _Member(self, part, row, {} if row else numbers).updates(function)
+            yield [
+                Member(self, function, part, row, {} if row else numbers)
+                for part in one.members
+                for row in self.graph.rows(part)
+            ]
 
 
 @dataclass
-class _Member:
+class Member:
     """A slice of a call of a graph, or one that it stands for."""
 
     call: ExactStep
+    function: Function
+    """Makes the new values of its 16-bit states out of its inputs, in float64."""
     part: Slice
     row: dict[int, int]
     """Which inputs it has instead of those of the slice."""
     numbers: dict[Node, Any]
     """0-d values made by what is in no slice, as far as they are known."""
     tensors: dict[Node, Any] = field(default_factory=dict)
-    """The same of others, of which such are made: they are not kept for other members."""
+    """The same of others, of which such are made: they are kept until the inputs are known."""
 
-    def updates(self, function: Callable[..., tuple[Tensor, ...]]) -> Iterator[Update]:
+    @functools.cached_property
+    def states(self) -> list[int]:
+        """The positions of its 16-bit states among its inputs."""
+        return [at for _, at in narrow_states(self.part)]
+
+    @functools.cached_property
+    def inputs(self) -> list[Words]:
+        """Its inputs before the call; raises NotExact."""
+        inputs = [self._input(n) for n in self.part.inputs]
+        self.tensors.clear()
+        return inputs
+
+    @functools.cached_property
+    def new(self) -> list[Words]:
+        """Its 16-bit states after the call."""
+        carried = (c.index for c, _ in narrow_states(self.part))
+        return [self.call.words[self.row.get(i, i)] for i in carried]
+
+    @functools.cached_property
+    def alike(self) -> bool:
+        """Whether all that is not 0-d lies in memory in one and the same dense order."""
+        words = (*self.inputs, *self.new)
+        return _alike([w for w in words if isinstance(w.high, Tensor) and w.high.dim()])
+
+    def updates(self) -> Iterator[Update]:
         """Yield what the call did to its 16-bit states, piece by piece.
 
-        Args:
-            function: makes the new values out of the inputs.
+        Raises whatever an operation raises that wants 16 bits.
         """
-        inputs = [self._input(n) for n in self.part.inputs]
-        states = narrow_states(self.part)
-        new = [self.call.words[self.row.get(c.index, c.index)] for c, _ in states]
+        inputs, new = self.inputs, self.new
         tensors = [words.high for words in new]
         size = step = tensors[0].numel() if tensors else 0
         if not size:
             return
-        if _alike([w for w in (*inputs, *new) if isinstance(w.high, Tensor) and w.high.dim()]):
+        if self.alike:
             inputs, new = [w.flat() for w in inputs], [w.flat() for w in new]
             step = min(size, piece_for(tensors[0].device))
         for start in range(0, size, step):
             piece = slice(start, start + step) if step < size else None
             given, now = [w.piece(piece) for w in inputs], [w.piece(piece) for w in new]
             values = [w.value() for w in given]
-            exact = [x.expand_as(w.high) for x, w in zip(function(*values), now, strict=True)]
-            for k, (_, at) in enumerate(states):
+            made = self.function(*values)
+            exact = [x.expand_as(w.high) for x, w in zip(made, now, strict=True)]
+            for k, at in enumerate(self.states):
                 yield Update(
                     tensors[k], given[at].high, values[at], now[k].high, now[k].value(), exact[k]
                 )
@@ -261,9 +286,7 @@ def piece_for(device: torch.device) -> int:
     return _ON_CPU if device.type == "cpu" else _ON_OTHERS
 
 
-def in_float64(
-    nodes: Sequence[Node], inputs: Sequence[Node], wanted: Sequence[Node]
-) -> Callable[..., tuple[Tensor, ...]]:
+def in_float64(nodes: Sequence[Node], inputs: Sequence[Node], wanted: Sequence[Node]) -> Function:
     """Return a function that does these operations in float64.
 
     Args:
@@ -329,6 +352,15 @@ def _mapped(args: Any, value: Callable[[Node], Any]) -> Any:
     return args
 
 
+def _copy(t: Tensor) -> Tensor:
+    """Return a copy, made by this thread alone: a pool of threads on a busy CPU takes longer."""
+    if not t.is_cpu or not aten.is_non_overlapping_and_dense(t):
+        return t.clone()
+    new = torch.empty_like(t)
+    ctypes.memmove(new.data_ptr(), t.data_ptr(), t.nbytes)
+    return new
+
+
 def _flat(t: Tensor) -> Tensor:
     return t.as_strided((t.numel(),), (1,))
 
@@ -338,7 +370,7 @@ def _alike(words: list[Words]) -> bool:
     if not words:  # of 0-d tensors
         return False
     first = words[0].high
-    return torch.ops.aten.is_non_overlapping_and_dense(first) and all(
+    return aten.is_non_overlapping_and_dense(first) and all(
         t.size() == first.size() and t.stride() == first.stride()
         for w in words
         for t in (w.high, *w.lows)

@@ -3,10 +3,12 @@
 import functools
 import math
 import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
@@ -145,13 +147,30 @@ def _arithmetic(
         args, kwargs = tree_unflatten(operands, form)
         return target(*args, **kwargs)
 
+    return _traced(call, facts)
+
+
+def _traced(function: Callable[..., Any], facts: Sequence[tuple[torch.dtype, bool]]) -> Graph:
+    """Trace a function of tensors of these dtypes, 0-d or not, on real ones of two elements."""
     with unset_fake_temporarily(), torch.no_grad():
         inputs = [torch.ones(() if scalar else (2,), dtype=dtype) for dtype, scalar in facts]
-        traced = make_fx(call, decomposition_table=select_decomp_table())(*inputs).graph
+        traced = make_fx(function, decomposition_table=select_decomp_table())(*inputs).graph
     for node in traced.nodes:
         if (val := node.meta.pop("val", None)) is not None:
             node.meta = {"dtype": val.dtype, "scalar": val.dim() == 0}
     return traced
+
+
+def lowered_function(
+    function: Callable[..., tuple[Tensor, ...]], facts: Sequence[tuple[torch.dtype, bool]]
+) -> Graph:
+    """Return the lowered graph of an elementwise function.
+
+    Args:
+        function: of tensors, to tensors.
+        facts: of each tensor that it takes, its dtype and whether it is 0-d.
+    """
+    return _Rounding(_traced(function, facts)).run().graph
 
 
 class _Rounding:

@@ -1,7 +1,8 @@
-"""Sums over the updates of a state in bf16 on a CPU, in one pass of compiled C."""
+"""Sums over the updates of 16-bit states on a CPU, in one pass of compiled C++."""
 
 import ctypes
 import functools
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,115 +10,146 @@ import torch
 from torch import Tensor
 from torch._inductor.codecache import CppCodeCache
 
+from collage_fx.runtime import logs
+from collage_fx.runtime.kernels.cpp_helpers import HELPERS
 from collage_fx.runtime.kernels.cpp_loop import FLAGS
 
-_SOURCE = """
-#include <cmath>
-#include <cstdint>
-#include <cstring>
+COUNT = 9
+"""How many sums there are of a state; see `update_sums`."""
+
+SUMS = """namespace sums_of_updates {
 
 constexpr int64_t BLOCK = 512;
+constexpr int64_t COUNT = 9;
 
-static inline float wide(uint16_t x) {
-  const uint32_t bits = (uint32_t)x << 16;
-  float result;
-  std::memcpy(&result, &bits, 4);
-  return result;
+struct bf16 {
+  static constexpr uint32_t least = 1;  // exponent, as fp32 has it, of the smallest normal number
+  static float widened(uint16_t x) { return widen_bf16(x); }
+  static float rounded(float x) { return round_bf16(x); }
+};
+
+struct fp16 {
+  static constexpr uint32_t least = 127 - 14;
+  static float widened(uint16_t x) { return widen_fp16(x); }
+  static float rounded(float x) { return round_fp16(x); }
+};
+
+// 1 / 2^e of its first bit 2^e; where it is subnormal, of the smallest normal number.
+template <typename Type> static inline double inverse_place(float x) {
+  const uint32_t exponent = bits<uint32_t>(x) << 1 >> 24;
+  const uint32_t place = exponent < Type::least ? Type::least : exponent;
+  return bits<double>((uint64_t)(1023 + 127 - place) << 52);
 }
 
-static inline float rounded(double x) {  // to the nearest bf16, by way of fp32 as PyTorch does
-  const float single = (float)x;
-  uint32_t bits;
-  std::memcpy(&bits, &single, 4);
-  bits = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u;
-  float result;
-  std::memcpy(&result, &bits, 4);
-  return result;
+// Add the sums over at most BLOCK elements to those in `found`. Conditions are joined by &: of &&
+// compilers make branches, and no vectors. 16-bit numbers are widened in a loop of their own: in
+// vectors of so many of them the sums of the second loop would not stay in registers.
+template <typename Type>
+static void add_block(const uint16_t* high, const double* whole, const uint16_t* now,
+                      const double* after, const double* exact, double least, int64_t count,
+                      double* found) {
+  double after_high[BLOCK], plain_update[BLOCK], inverse[BLOCK];
+  #pragma omp simd
+  for (int64_t i = 0; i < count; ++i) {
+    const float x = Type::widened(high[i]);
+    after_high[i] = Type::widened(now[i]);
+    inverse[i] = inverse_place<Type>(x);
+    // By way of fp32, as PyTorch rounds a number in float64.
+    plain_update[i] = (double)Type::rounded((float)(x + (exact[i] - whole[i]))) - x;
+  }
+  double moved = 0, lost_plain = 0, lost = 0, square = 0, plain = 0, stored = 0, residual = 0,
+         infinite = 0, product = 1;
+  int64_t exponents = 0;
+  const double most = 1 / least;
+  // Each lane of a vector has sums of its own.
+  #pragma omp simd reduction(+:moved,lost_plain,lost,square,plain,stored,residual,infinite) \
+      reduction(+:exponents) reduction(*:product)
+  for (int64_t i = 0; i < count; ++i) {
+    const double y = after_high[i], p = plain_update[i];
+    const double u = exact[i] - whole[i], v = after[i] - whole[i], r = y - after[i];
+    const double all = u + v + r + p, zero = 0;
+    const bool finite = all - all == zero, moves = finite & (u != zero);
+    moved += moves ? 1.0 : zero;
+    lost_plain += moves & (p == zero) ? 1.0 : zero;
+    lost += moves & (v == zero) ? 1.0 : zero;
+    square += finite ? u * u : zero;
+    plain += finite ? u * p : zero;
+    stored += finite ? u * v : zero;
+    residual += finite ? r * r : zero;
+    infinite += y - y == zero ? zero : 1.0;
+    const double share = (u < zero ? -u : u) * inverse[i];
+    const double bounded = share < least ? least : share > most ? most : share;
+    const double ratio = moves ? bounded : 1.0;
+    // The logarithm of a product: the exponents added up, and one logarithm of all mantissas.
+    const uint64_t word = bits<uint64_t>(ratio);
+    exponents += (int64_t)(word >> 52);
+    product *= bits<double>((word & 0x000fffffffffffffu) | 0x3ff0000000000000u);
+  }
+  const double logs = std::log2(product) + (double)(exponents - 1023 * count);
+  const double sums[COUNT] = {moved,  lost_plain, lost,     square,  plain,
+                              stored, logs,       residual, infinite};
+  for (int64_t i = 0; i < COUNT; ++i) found[i] += sums[i];
 }
 
-static inline double place(float x) {  // of its first bit; the least normal one below that
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  bits &= 0x7f800000u;
-  float result;
-  std::memcpy(&result, &bits, 4);
-  return bits ? result : 1.17549435e-38f;
-}
+}  // namespace sums_of_updates
+"""
+"""What adds up a block of elements; `_SUMS_OF_ARRAYS` and printed kernels call it. HELPERS are to
+stand before it."""
 
+_SUMS_OF_ARRAYS = """
 extern "C" void sums(const uint16_t* high, const double* whole, const uint16_t* now,
                      const double* after, const double* exact, double least, int64_t n,
-                     double* found) {
-  double moved = 0, lost_plain = 0, lost = 0, square = 0, plain = 0, stored = 0, logs = 0,
-         residual = 0, infinite = 0;
-  const double most = 1 / least;
-  for (int64_t start = 0; start < n; start += BLOCK) {
-    const int64_t count = n - start < BLOCK ? n - start : BLOCK;
-    double ratio[BLOCK];
-    // Each lane of a vector has sums of its own.
-    #pragma omp simd reduction(+:moved,lost_plain,lost,square,plain,stored,residual,infinite)
-    for (int64_t k = 0; k < count; ++k) {
-      const int64_t i = start + k;
-      const float x = wide(high[i]), y = wide(now[i]);
-      const double u = exact[i] - whole[i], v = after[i] - whole[i], r = y - after[i];
-      const double p = (double)rounded(x + u) - x;
-      const double all = u + v + r + p, zero = 0;
-      const bool finite = all - all == zero, moves = finite && u != zero;
-      moved += moves ? 1.0 : zero;
-      lost_plain += moves && p == zero ? 1.0 : zero;
-      lost += moves && v == zero ? 1.0 : zero;
-      square += finite ? u * u : zero;
-      plain += finite ? u * p : zero;
-      stored += finite ? u * v : zero;
-      residual += finite ? r * r : zero;
-      infinite += y - y == 0 ? zero : 1.0;
-      const double share = (u < zero ? -u : u) / place(x);
-      const double bounded = share < least ? least : share > most ? most : share;
-      ratio[k] = moves ? bounded : 1.0;
-    }
-    for (int64_t k = count; k < BLOCK; ++k) ratio[k] = 1;
-    // One logarithm for eight: products of so many are finite, and not 0.
-    for (int64_t half = BLOCK / 2; half >= BLOCK / 8; half /= 2)
-      for (int64_t k = 0; k < half; ++k) ratio[k] *= ratio[k + half];
-    for (int64_t k = 0; k < BLOCK / 8; ++k) logs += std::log2(ratio[k]);
-  }
-  const double sums[] = {moved, lost_plain, lost, square, plain, stored, logs, residual, infinite};
-  std::memcpy(found, sums, sizeof(sums));
-}
+                     double* found) {{
+  using namespace sums_of_updates;
+  for (int64_t i = 0; i < n; i += BLOCK)
+    add_block<{type}>(high + i, whole + i, now + i, after + i, exact + i, least,
+                      n - i < BLOCK ? n - i : BLOCK, found);
+}}
 """
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+"""dtype of a state -> the type in C++ for which there is `add_block`."""
 _FLAGS = (*FLAGS, "-fno-finite-math-only", "-fno-unsafe-math-optimizations")
 
 
 @functools.cache
-def _library() -> Any:
-    """Return the compiled function, or None where there is no compiler of C++."""
+def compiled(source: str) -> Any:
+    """Return the library of a source of functions without results, or None without a compiler."""
+    start = time.perf_counter()
     try:
-        library = CppCodeCache.load(_SOURCE, extra_flags=_FLAGS)
+        library = CppCodeCache.load(source, extra_flags=_FLAGS)
     except Exception:  # Inductor's own, of the compiler, or of the file system
         return None
-    library.sums.restype = None
+    logs.LOG.info("a kernel of the monitor: compiled, %.2f s", time.perf_counter() - start)
     return library
+
+
+def _library(dtype: torch.dtype) -> Any:
+    """Return the compiled function over arrays, or None where there is no compiler of C++."""
+    return compiled(HELPERS + SUMS + _SUMS_OF_ARRAYS.format(type=TYPES[dtype]))
 
 
 def update_sums(states: Sequence[Tensor], least: float) -> list[float] | None:
     """Return sums over the elements of a state, those that are not finite left out.
 
     Args:
-        states: the state before the step in bf16 (x) and its value with the residual in float64
-            (w), the same after the step (y, v), and what the value should be (e). Of one
+        states: the state before the step in bf16 or fp16 (x) and its value with the residual in
+            float64 (w), the same after the step (y, v), and what the value should be (e). Of one
             size, on the CPU.
         least: the least ratio of an update to the first place of x that is told from 0.
 
     Returns:
-        The number of updates u = e - w that are not 0; of those of which r = bf16(x + u) is x; of
+        The number of updates u = e - w that are not 0; of those of which r, x + u rounded, is x; of
         those of which v is w; the sums of u^2, u (r - x), u (v - w), the binary logarithm of |u| in
         units of the first place of x, and (y - v)^2; the number of y that are not finite. None
         where there is no compiler.
     """
-    if _library() is None:
+    dtype, wide = states[0].dtype, torch.float64
+    library = _library(dtype)
+    if library is None:
         return None
-    dtypes = (torch.bfloat16, torch.float64, torch.bfloat16, torch.float64, torch.float64)
+    dtypes = (dtype, wide, dtype, wide, wide)
     given = [t.to(d).contiguous() for t, d in zip(states, dtypes, strict=True)]
     inputs = [ctypes.c_void_p(t.data_ptr()) for t in given]
-    size, found = ctypes.c_int64(given[0].numel()), (ctypes.c_double * 9)()
-    _library().sums(*inputs, ctypes.c_double(least), size, found)
+    size, found = ctypes.c_int64(given[0].numel()), (ctypes.c_double * COUNT)()
+    library.sums(*inputs, ctypes.c_double(least), size, found)
     return list(found)

@@ -1,5 +1,6 @@
 """Storages: which layouts there are, which states each can hold, and which one a state gets."""
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -230,7 +231,4 @@ def value_in_float64(storage: str, hi: Tensor, components: Sequence[Tensor]) -> 
     """
     if components and (hi.dtype in FP8 or any(c.dtype != hi.dtype for c in components)):
         return STORAGES[storage].join(hi, *components).to(torch.float64)
-    total = hi.to(torch.float64, copy=True)
-    for component in components:
-        total += component
-    return total
+    return functools.reduce(torch.add, components, hi.to(torch.float64, copy=True))

@@ -1,9 +1,10 @@
 """Runs the graphs that the backend makes without a compiler: an interpreter in Inductor's place.
 
-`without_compiler` replaces the one call of Inductor's compiler (`codegen.inductor_compile`) and
-that of kernels over classes (`multi_tensor_kernel.compile_for_cpu`), and nothing else: Dynamo,
-AOTAutograd, all passes and the binding of residuals are as always, and what came out of them is run
-operation by operation by eager PyTorch.
+`without_compiler` replaces the one call of Inductor's compiler (`codegen.inductor_compile`), that
+of kernels over classes (`multi_tensor_kernel.compile_for_cpu`) and that of the monitor's kernels
+(`measured_kernel.compiled`; it does without them), and nothing else: Dynamo, AOTAutograd, all
+passes and the binding of residuals are as always, and what came out of them is run operation by
+operation by eager PyTorch.
 
 What equality to expect, and what `test_interpreter.py` checks:
 
@@ -33,6 +34,7 @@ from collage_fx.passes.codegen import inductor_compile, multi_tensor_kernel
 from collage_fx.passes.codegen.inductor_kernel import CallPerMember
 from collage_fx.passes.codegen.inductor_lowering import _REGIONS
 from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS, MultiTensorKernel
+from collage_fx.passes.codegen.printers import measured_kernel
 from collage_fx.runtime.kernels.argument_table import Runner
 from collage_fx.runtime.ops import collage
 
@@ -64,7 +66,8 @@ def without_compiler() -> Iterator[list[GraphModule]]:
     multi_tensor_kernel.compile_for_cpu = of_a_class
     try:
         # With its caches on, kernels of classes are loaded from disk.
-        with inductor_config.patch(fx_graph_cache=False):
+        without_sums = mock.patch.object(measured_kernel, "compiled", lambda source: None)
+        with inductor_config.patch(fx_graph_cache=False), without_sums:
             yield found
     finally:
         inductor_compile.compile_functional = original

@@ -13,8 +13,8 @@ import torch
 from torch.fx import Graph, Node
 
 from collage_fx.passes.codegen.exact_roundings import OVERFLOW, exact_roundings
-from collage_fx.passes.codegen.printers.cpp_helpers import HELPERS
 from collage_fx.passes.ir.program import CONVERT
+from collage_fx.runtime.kernels.cpp_helpers import HELPERS
 from collage_fx.runtime.ops import collage
 
 aten = torch.ops.aten
@@ -57,6 +57,7 @@ def print_cpp_kernel(
     results: Sequence[int],
     *,
     single: bool = False,
+    libm: bool = False,
 ) -> tuple[str, list[int]]:
     """Return the source of a C++ function `kernel` over one member, and the inputs that it takes.
 
@@ -69,12 +70,14 @@ def print_cpp_kernel(
         stored: the inputs that are overwritten.
         results: for each of them the position of its new value among the results.
         single: whether members have one element each, so that no vectors of them are needed.
+        libm: whether functions of the C library may stand for PyTorch's, which may differ from them
+            by a unit in the last place.
     """
     inputs = list(graph.find_nodes(op="placeholder"))
     outputs: Any = graph.output_node().args[0]
     if any(scalar[i] for i in stored):
         raise Unprintable("a 0-d tensor is overwritten")
-    printer = _printed(graph, scalar, single)
+    printer = _printed(graph, scalar, single, libm)
     if any(
         outputs[k].meta["dtype"] != inputs[i].meta["dtype"]
         for i, k in zip(stored, results, strict=True)
@@ -106,8 +109,9 @@ def names_in_cpp(graph: Graph, scalar: Sequence[bool], *, single: bool = False) 
     return _printed(graph, scalar, single).names
 
 
-def _printed(graph: Graph, scalar: Sequence[bool], single: bool) -> "_Printer":
-    printer = _Printer(graph, single)
+def _printed(graph: Graph, scalar: Sequence[bool], single: bool, libm: bool = False) -> "_Printer":
+    known = _OPERATIONS | (_SINGLE if single or libm else {}) | (_LIBM if libm else {})
+    printer = _Printer(graph, known, {"alpha", "value"} if libm else set())
     for i, node in enumerate(graph.find_nodes(op="placeholder")):
         printer.read(node, i, scalar=scalar[i])
     for node in graph.nodes:
@@ -150,8 +154,9 @@ def _literal(number: Any, dtype: torch.dtype) -> str:
 class _Printer:
     """Writes each operation as a line, and equal ones once."""
 
-    def __init__(self, graph: Graph, single: bool) -> None:
-        self.single = single
+    def __init__(self, graph: Graph, known: "dict[Any, Print]", named: set[str]) -> None:
+        self.known, self.named = known, named
+        """What prints each operation, and the arguments by name that it may have."""
         self.roundings = exact_roundings(graph)
         self.names: dict[Node, str] = {}
         self.lines: list[str] = []
@@ -167,8 +172,8 @@ class _Printer:
 
     def operation(self, node: Node) -> None:
         """Write the line of an operation, and name its result. Raises Unprintable."""
-        print_ = _OPERATIONS.get(node.target) or (_SINGLE.get(node.target) if self.single else None)
-        if print_ is None or node.kwargs:
+        print_ = self.known.get(node.target)
+        if print_ is None or node.kwargs.keys() - self.named:
             raise Unprintable(f"no C++ is written for {node.target}")
         text = print_(self, node)
         if not text.isidentifier():
@@ -341,5 +346,35 @@ for _name, _symbol in (("and", "&"), ("or", "|"), ("xor", "^")):
 for _name, _symbol in (("__lshift__", "<<"), ("__rshift__", ">>")):
     _OPERATIONS[getattr(aten, _name).Scalar] = _elementwise("{} " + _symbol + " {}")
 
+
+def _scaled(template: str, name: str) -> Print:
+    """Return what prints an operation with a number by that name, 1 if it is left out."""
+
+    def print_(printer: _Printer, node: Node) -> str:
+        dtype = node.meta["dtype"]
+        operands = (printer.operand(a, dtype) for a in node.args)
+        return template.format(*operands, _literal(node.kwargs.get(name, 1), dtype))
+
+    return print_
+
+
+def _any_power(printer: _Printer, node: Node) -> str:
+    known = node.args[1] in _POWERS
+    return (_power if known else _of_floats("std::pow({}, {})"))(printer, node)
+
+
 _SINGLE: dict[Any, Print] = {aten.pow.Scalar: _elementwise("std::pow({}, {})")}
 """Functions of the C library, which eager PyTorch takes of single numbers and not in vectors."""
+_LIBM: dict[Any, Print] = {
+    aten.add.Tensor: _scaled("{0} + {2} * {1}", "alpha"),
+    aten.sub.Tensor: _scaled("{0} - {2} * {1}", "alpha"),
+    aten.addcmul.default: _scaled("{0} + {3} * {1} * {2}", "value"),
+    aten.addcdiv.default: _scaled("{0} + {3} * ({1} / {2})", "value"),
+    aten.pow.Tensor_Scalar: _any_power,
+    aten.pow.Tensor_Tensor: _of_floats("std::pow({}, {})"),
+    aten.rsqrt.default: _of_floats("1 / std::sqrt({})"),
+    aten.sigmoid.default: _of_floats("1 / (1 + std::exp(-{}))"),
+}
+"""The same of all elements, where a unit in the last place does not matter."""
+for _name in ("exp", "expm1", "log", "log1p", "log2", "tanh", "sin", "cos", "atan", "erf"):
+    _LIBM[getattr(aten, _name).default] = _of_floats(f"std::{_name}({{}})")
