@@ -119,3 +119,35 @@ def test_a_result_that_others_go_on_with_keeps_its_low_word_in_a_recorded_step()
         found, step = run(replaced, torch.bfloat16, lambda o: collage_fx.compile(o))
     assert error(found, exact) < 1e-4
     assert all(row.joined for row in collage_fx.report(step).states)
+
+
+def test_random_numbers_are_drawn_as_in_eager_pytorch() -> None:
+    def noisy(p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
+        largest_of_rows(p, g, state)
+        p.sub_(RATE * torch.rand_like(p))
+
+    torch.manual_seed(1)
+    exact, _ = run(noisy, torch.bfloat16, lambda o: o.step)
+    torch.manual_seed(1)
+    with without_compiler():
+        found, step = run(noisy, torch.bfloat16, lambda o: collage_fx.compile(o))
+    assert all(row.joined for row in collage_fx.report(step).states)
+    assert error(found[1], exact[1]) < 1e-2
+
+
+def test_a_state_that_is_only_read_enters_with_its_residual() -> None:
+    def from_start(p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
+        """Compute the parameter anew from where the first step left it, between two bf16."""
+        if not state:
+            p.sub_(RATE * g)
+            state["start"], state["sum"] = p.clone(), torch.zeros_like(p)
+        state["sum"].add_(g)
+        p.copy_(state["start"] - RATE * state["sum"])
+
+    exact, _ = run(from_start, torch.float64, lambda o: o.step)
+    plain, _ = run(from_start, torch.bfloat16, lambda o: o.step)
+    with without_compiler():
+        found, step = run(from_start, torch.bfloat16, lambda o: collage_fx.compile(o))
+    assert error(found[0], exact[0]) < 5e-5 < 1e-3 < error(plain[0], exact[0])
+    rows = collage_fx.report(step).states
+    assert all(row.graph > STEPS / 2 for row in rows if row.name.startswith("p")), step
