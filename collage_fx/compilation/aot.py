@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_module_simplified
@@ -22,7 +21,7 @@ from torch.fx import GraphModule
 from collage_fx.compilation.graph_inputs import AotInputs, Inputs
 from collage_fx.compilation.inductor import compile_rewritten, separate_outputs
 from collage_fx.compilation.partition import Direct, split
-from collage_fx.compilation.residual_binding import Residuals, conclude, drop_empty
+from collage_fx.compilation.residual_binding import Residuals, conclude
 from collage_fx.compilation.session import Session, StandsForOthers
 from collage_fx.compilation.side_inputs import Code, SideInputs
 from collage_fx.compilation.uncompensated import (
@@ -39,7 +38,7 @@ from collage_fx.passes.codegen.multi_tensor_kernel import least_members, show_co
 from collage_fx.passes.dedup.deduplicate import Narrow, narrow
 from collage_fx.passes.ir.exact import ExactGraph
 from collage_fx.passes.ir.listing import show_program, summary
-from collage_fx.passes.ir.program import Program, Unlike, graph_of
+from collage_fx.passes.ir.program import Program, StatePlan, Unlike, graph_of
 from collage_fx.passes.pipeline import run_passes
 from collage_fx.passes.rewrite.symbolic_scalars import keep_symbols
 from collage_fx.runtime import logs, progress
@@ -249,7 +248,7 @@ class Compilation:
             return gm
         self.program = program
         compiled = self.session.note(program)
-        self._conclude(program)
+        self._conclude(program.plan)
         self.refused |= bool(program.lost)
         warn_of_states(self.session, program)
         warn_of_results(self.session, gm, program.plan)
@@ -291,17 +290,11 @@ class Compilation:
             return Unlike("there is more in it")
         return program
 
-    def _conclude(self, program: Program) -> None:
+    def _conclude(self, plan: list[StatePlan]) -> None:
         """Keep or drop the residuals that states were made with, now that there is a verdict."""
-
-        def tensor(index: int) -> Tensor | None:
-            find = self.inputs.locate.get(index)
-            return find(tuple(self.whole.args)) if find is not None else None
-
-        for state in program.plan:
-            conclude(state, tensor(state.index))
-        for index in program.reads:
-            drop_empty(tensor(index))
+        for state in plan:
+            find = self.inputs.locate.get(state.index)
+            conclude(state, find(tuple(self.whole.args)) if find is not None else None)
 
     def _side_inputs(self, program: Program) -> SideInputs:
         """Return what brings residuals, and members that were left out, to the graph."""

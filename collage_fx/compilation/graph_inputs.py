@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves
 
-from collage_fx.compilation.residual_binding import Locate, is_empty
+from collage_fx.compilation.residual_binding import Locate
 from collage_fx.compilation.side_inputs import Members
 from collage_fx.optimizer.ownership import Owned, is_buffer, owner_of, pretty, source_name
 from collage_fx.passes.analysis.plan import is_named
@@ -144,7 +144,6 @@ class Inputs:
         carried.static = static
         residual = STORE.get(tensor) if isinstance(tensor, Tensor) else None
         carried.present = "" if residual is None else residual.storage
-        carried.empty = residual is not None and is_empty(residual)
         certain = residual is not None and not residual.provisional
         carried.keeps_residual = certain and (static or self.again)
         return carried

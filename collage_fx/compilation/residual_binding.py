@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from collage_fx.compilation.session import Session
 from collage_fx.optimizer.checkpoints import state_dicts
 from collage_fx.optimizer.ownership import Owned, owners_of
-from collage_fx.passes.frontend.torch_internals import unset_fake_temporarily
 from collage_fx.passes.ir.program import Carried, StatePlan
 from collage_fx.runtime.residuals.store import STORE, Residual, clear_stale
 
@@ -40,21 +39,6 @@ class Gathered:
         """Record that nothing was written, whatever versions AOTAutograd has counted up."""
         for tensor, residual in self.current:
             residual.settle(tensor)
-
-
-def is_empty(residual: Residual) -> bool:
-    """Tell whether a residual was made before there was a verdict, and holds nothing."""
-    if not residual.provisional:
-        return False
-    with unset_fake_temporarily():  # asked while a graph is compiled
-        return not residual.has_content()
-
-
-def drop_empty(tensor: Tensor | None) -> None:
-    """Drop the residual of a state that a graph reads, if there is nothing in it."""
-    residual = STORE.get(tensor) if tensor is not None else None
-    if tensor is not None and residual is not None and is_empty(residual):
-        STORE.drop(tensor)
 
 
 def conclude(state: StatePlan, tensor: Tensor | None) -> None:

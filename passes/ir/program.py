@@ -66,8 +66,6 @@ class Carried:
     """Why it is left alone though it could be compensated; see `plan.leave_alone`."""
     present: str = ""
     """The storage of the residual that it has, in which it goes on unless one is named."""
-    empty: bool = False
-    """Whether that residual holds nothing, and may go: it was made before there was a verdict."""
     always_plain: bool = False
     """Whether it is updated in a slice of others and never compensated, being in fp32 say."""
     takes_over: bool = False

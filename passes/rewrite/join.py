@@ -19,6 +19,7 @@ from collage_fx.passes.frontend.torch_internals import select_decomp_table
 from collage_fx.passes.ir.graph_memory import mutations
 from collage_fx.passes.ir.program import (
     CONVERT,
+    LOW_PRECISION,
     SAME_VALUE,
     Carried,
     Program,
@@ -91,7 +92,7 @@ def _read(program: Program) -> dict[Node, Carried]:
     """Return the states that the graph only reads, but with the residual that they have."""
     inputs = program.source.graph.find_nodes(op="placeholder")
     found = {inputs[i]: program.describe(i, inputs[i]) for i in program.reads}
-    return {n: carried for n, carried in found.items() if carried.present and not carried.empty}
+    return {node: carried for node, carried in found.items() if carried.present}
 
 
 def _obstacle(program: Program) -> str:
@@ -104,7 +105,7 @@ def _obstacle(program: Program) -> str:
     states = {graph.find_nodes(op="placeholder")[c.index] for c in program.carried}
     states |= _read(program).keys()
     made = [value_of(n) for n in results if is_tensor(n) and not _is_copy(n, states)]
-    if any(v.is_floating_point() and v.dim() for v in made):
+    if any(v.is_floating_point() and (v.dim() or v.dtype in LOW_PRECISION) for v in made):
         return "a result would be rounded for what goes on with it"
     placeholders = graph.find_nodes(op="placeholder")
     if any(value_of(n).dtype in FP8 for n in filter(is_tensor, placeholders)):
