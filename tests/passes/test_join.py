@@ -121,6 +121,22 @@ def test_a_result_that_others_go_on_with_keeps_its_low_word_in_a_recorded_step()
     assert all(row.joined for row in collage_fx.report(step).states)
 
 
+def test_a_number_that_is_replaced_keeps_its_low_word_in_a_recorded_step() -> None:
+    def averaged(p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
+        """Keep an average of 0-d, which is made anew at each step."""
+        if not state:
+            state.update(m=torch.zeros_like(p), size=torch.ones((), dtype=p.dtype))
+        largest_of_rows(p, g, state)
+        state["size"] = 0.999 * state["size"] + 0.001 * state["m"].mean()
+
+    exact, _ = run(averaged, torch.float64, lambda o: o.step)
+    plain, _ = run(averaged, torch.bfloat16, lambda o: o.step)
+    with without_compiler():
+        found, step = run(averaged, torch.bfloat16, lambda o: collage_fx.compile(o))
+    assert error(found, exact) < 1e-4 < 1e-3 < error(plain, exact)
+    assert all(row.joined for row in collage_fx.report(step).states)
+
+
 def test_random_numbers_are_drawn_as_in_eager_pytorch() -> None:
     def noisy(p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
         largest_of_rows(p, g, state)
