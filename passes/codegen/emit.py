@@ -1,6 +1,5 @@
 """Pass 10: put the lowered slices into one graph for Inductor, with residuals as inputs."""
 
-import contextlib
 import operator
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +27,6 @@ from collage_fx.passes.frontend.decompose import like
 from collage_fx.passes.frontend.slice import inverse
 from collage_fx.passes.ir.graph_memory import mutations
 from collage_fx.passes.ir.program import (
-    Carried,
     Program,
     Rewritten,
     Slice,
@@ -36,6 +34,7 @@ from collage_fx.passes.ir.program import (
     other_outputs,
     value_of,
 )
+from collage_fx.passes.rewrite.residual_inputs import add_residuals, fake_mode_of
 from collage_fx.runtime.ops import collage
 
 aten = torch.ops.aten
@@ -103,8 +102,7 @@ class _Emitter:
         """Fill in `result` and `residual_inputs` of the program; or `unlike`, if that cannot be."""
         nodes = list(self.canonical.graph.nodes)
         placeholders = [n for n in nodes if n.op == "placeholder"]
-        modes = (getattr(n.meta.get("val"), "fake_mode", None) for n in placeholders)
-        with next(filter(None, modes), contextlib.nullcontext()):
+        with fake_mode_of(placeholders):
             for node in placeholders:
                 self._copy(node)
             self.others.add_inputs(self.env)
@@ -288,25 +286,14 @@ class _Emitter:
         for i in rewritten.compensated:
             carried, at, _ = member.states[i]
             name, dtypes = f"{member.inputs[at].name}_lo", rewritten.residuals(i)
-            ours = self._residuals(carried, name, dtypes)
+            ours = add_residuals(self.program, self.graph, carried, name, dtypes)
             residuals += ours
             its = self.program.others.get(carried.index, [])
             for other, c in zip(others, its, strict=True):
                 its_name = f"{name}_other{c.index}_"
-                other.instead |= dict(zip(ours, self._residuals(c, its_name, dtypes), strict=True))
+                lows = add_residuals(self.program, self.graph, c, its_name, dtypes)
+                other.instead |= dict(zip(ours, lows, strict=True))
         return _Stamp(rewritten, member, residuals, others)
-
-    def _residuals(
-        self, carried: Carried, name: str, dtypes: tuple[torch.dtype, ...]
-    ) -> list[Node]:
-        """Append the residuals of a state to the inputs."""
-        lows = []
-        for k, dtype in enumerate(dtypes):
-            lows.append(self.graph.placeholder(f"{name}{k or ''}"))
-            lows[-1].meta["val"] = like(carried.val, dtype)
-            self.program.static_residuals.append(carried.static)
-        self.program.residual_inputs.append(carried)
-        return lows
 
     def _interleave(self, rest: list[Node]) -> None:
         """Append other nodes and regions in turn, each when its inputs are there."""

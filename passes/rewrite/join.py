@@ -1,7 +1,6 @@
 """Pass 7: do the whole graph on joined values, where slices would lose a part of a state."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch.fx.node import map_aggregate, map_arg
 
 from collage_fx.passes.analysis.plan import storage_of
 from collage_fx.passes.frontend.capture import not_held
-from collage_fx.passes.frontend.decompose import like
 from collage_fx.passes.frontend.torch_internals import select_decomp_table
 from collage_fx.passes.ir.graph_memory import mutations
 from collage_fx.passes.ir.program import (
@@ -29,6 +27,7 @@ from collage_fx.passes.ir.program import (
     is_tensor,
     value_of,
 )
+from collage_fx.passes.rewrite.residual_inputs import add_residuals, fake_mode_of
 from collage_fx.passes.rewrite.roundings import keep_roundings
 from collage_fx.runtime.expansion.eft import FP8, wider_dtypes
 from collage_fx.runtime.storage.registry import (
@@ -64,17 +63,18 @@ def join(program: Program) -> None:
         copy_ = aten.copy_.default(arg0_1, hi)
         copy__1 = aten.copy_.default(arg0_1_lo, lo)
     """
-    why = _loss(program)
     # With takers the graph is compiled again, with residuals for these.
-    if not (program.joins and why) or (program.takers and not program.keep):
+    if not program.joins or (program.takers and not program.keep):
         return
-    if program.copies:
+    read = _read(program)
+    why = _loss(program, read)
+    if why and program.copies:
         program.unlike = Unlike(f"the graph is done on joined values, as {why}")
-    elif not _obstacle(program):
-        _Joiner(program, why).run()
+    elif why and not _obstacle(program, read):
+        _Joiner(program, read, why).run()
 
 
-def _loss(program: Program) -> str:
+def _loss(program: Program, read: dict[Node, Carried]) -> str:
     """Return what slices would lose; empty if nothing."""
     params = {c.index for c in program.carried if c.owner == "param"}
     for state in (s for s in program.plan if s.compensable):
@@ -85,7 +85,7 @@ def _loss(program: Program) -> str:
             return f"{state.name} is computed anew, and not added to"
     if program.lost:
         return program.lost[0]
-    return next((f"{c.name} is read, and has a residual" for c in _read(program).values()), "")
+    return next((f"{c.name} is read, and has a residual" for c in read.values()), "")
 
 
 def _read(program: Program) -> dict[Node, Carried]:
@@ -95,25 +95,24 @@ def _read(program: Program) -> dict[Node, Carried]:
     return {node: carried for node, carried in found.items() if carried.present}
 
 
-def _obstacle(program: Program) -> str:
+def _obstacle(program: Program, read: dict[Node, Carried]) -> str:
     """Return why a graph cannot be done on joined values; empty if it can."""
     graph = program.source.graph
+    inputs = graph.find_nodes(op="placeholder")
     if program.settings.stochastic_rounding:
         return "residuals are rounded by chance"
     written = mutations(graph)
     results = [n for n in graph.output_node().all_input_nodes if n not in written.values()]
-    states = {graph.find_nodes(op="placeholder")[c.index] for c in program.carried}
-    states |= _read(program).keys()
+    states = {inputs[c.index] for c in program.carried} | read.keys()
     made = [value_of(n) for n in results if is_tensor(n) and not _is_copy(n, states)]
     # Of a step a 0-d one of 16 bits may become a state; of a function it is a loss, say.
     held = LOW_PRECISION if program.is_step else ()
     if any(v.is_floating_point() and (v.dim() or v.dtype in held) for v in made):
         return "a result would be rounded for what goes on with it"
-    placeholders = graph.find_nodes(op="placeholder")
-    if any(value_of(n).dtype in FP8 for n in filter(is_tensor, placeholders)):
+    if any(value_of(n).dtype in FP8 for n in filter(is_tensor, inputs)):
         return "fp8 is not rounded by the compiler"
     for carried in program.carried:
-        if why := not_held(placeholders[carried.index], carried):
+        if why := not_held(inputs[carried.index], carried):
             return why
         storage = compensable_in(carried, program.settings.storage)
         if storage and (why := refusal(carried.val.dtype, storage, carried.name)):
@@ -146,8 +145,9 @@ def _widens(target: Any) -> bool:
 class _Joiner:
     """Builds the graph of joined values."""
 
-    def __init__(self, program: Program, why: str) -> None:
+    def __init__(self, program: Program, read: dict[Node, Carried], why: str) -> None:
         self.program = program
+        self.read = read
         self.why = why
         self.source = program.source.graph
         self.graph = Graph()
@@ -156,30 +156,27 @@ class _Joiner:
         self.wide, self.computed = wider_dtypes(
             compensable_dtypes(settings.storage), in_float64=settings.arithmetic == "eft"
         )
-        inputs = self.source.find_nodes(op="placeholder")
+        inputs = self.inputs = self.source.find_nodes(op="placeholder")
         may = {s.index for s in program.plan if s.compensable}
         self.held = {
             inputs[c.index]: c for c in program.carried if c.index in may and not c.left_alone
         }
         self.storages = {n: storage_of(c, settings.storage) for n, c in self.held.items()}
-        self.read = _read(program)
         self.traced: dict[Any, Graph] = {}
         """What joins or splits tensors of one kind."""
 
     def run(self) -> None:
         """Fill in `result` and `residual_inputs`, and make the verdicts those of this graph."""
-        inputs = self.source.find_nodes(op="placeholder")
-        given = {node: self.graph.node_copy(node) for node in inputs}
-        lows = {n: self._residuals(n, c, self.storages[n]) for n, c in self.held.items()}
-        lows |= {n: self._residuals(n, c, c.present) for n, c in self.read.items()}
+        given = {node: self.graph.node_copy(node) for node in self.inputs}
         joined = self.storages | {n: c.present for n, c in self.read.items()}
-        modes = (getattr(n.meta.get("val"), "fake_mode", None) for n in inputs)
-        with next(filter(None, modes), nullcontext()):
-            for node in inputs:
-                self.env[node] = self._entered(given[node], lows.get(node), joined.get(node))
+        # Those of states that are only read come last.
+        lows = {n: self._residuals(n, c, joined[n]) for n, c in (self.held | self.read).items()}
+        with fake_mode_of(self.inputs):
+            for node in self.inputs:
+                self.env[node] = self._entered(given[node], lows.get(node, ()), joined.get(node))
             for node in self.source.nodes:
                 if node.op == "get_attr":
-                    self.env[node] = self._entered(self.graph.node_copy(node))
+                    self.env[node] = self._entered(self.graph.node_copy(node), (), None)
                 elif node.op == "call_function" and node.target is not aten.copy_.default:
                     self.env[node] = self._operation(node)
             for node, new in mutations(self.source).items():
@@ -190,29 +187,25 @@ class _Joiner:
         self.graph.lint()
         self.program.result = _LazyGraphModule(self.program.source, self.graph)
         keep_roundings(self.program.result)
-        self.program.plan = [self._verdict(state) for state in self.program.plan]
+        verdicts = {c.index: (c, self.storages[node]) for node, c in self.held.items()}
+        self.program.plan = [
+            self._verdict(state, *verdicts[state.index]) if state.index in verdicts else state
+            for state in self.program.plan
+        ]
         self.program.lost = []
         known = {carried.index for carried in self.read.values()}
         self.program.reads = {i: n for i, n in self.program.reads.items() if i not in known}
 
     def _residuals(self, node: Node, carried: Carried, storage: str) -> list[Node]:
-        """Append the residuals of a state to the inputs."""
-        found = []
-        for k, dtype in enumerate(STORAGES[storage].residuals[carried.val.dtype]):
-            found.append(self.graph.placeholder(f"{node.name}_lo{k or ''}"))
-            found[-1].meta["val"] = like(carried.val, dtype)
-            self.program.static_residuals.append(carried.static)
-        self.program.residual_inputs.append(carried)
-        return found
+        dtypes = STORAGES[storage].residuals[carried.val.dtype]
+        return add_residuals(self.program, self.graph, carried, f"{node.name}_lo", dtypes)
 
-    def _entered(
-        self, x: Node, lows: Sequence[Node] | None = None, storage: str | None = ""
-    ) -> Node:
+    def _entered(self, x: Node, lows: Sequence[Node], storage: str | None) -> Node:
         """Return an input as it is computed with: joined, widened, or as it is."""
         if not is_tensor(x):
             return x
         dtype = value_of(x).dtype
-        if lows and storage:
+        if storage:
             (joined,) = self._inlined(join_in, self.wide[dtype], storage, [x, *lows])
             return joined
         return self._converted(x, self.computed.get(dtype, dtype))
@@ -285,24 +278,20 @@ class _Joiner:
         vals = [value_of(x) for x in xs]
         key = (function, dtype, storage, *((v.shape, v.stride(), v.dtype, v.device) for v in vals))
         symbolic = any(isinstance(s, torch.SymInt) for v in vals for s in (*v.shape, *v.stride()))
-        if symbolic or key not in self.traced:
+        traced = None if symbolic else self.traced.get(key)
+        if traced is None:
             # Tracing tells operands by the tensors, and `like` has one for all that are alike.
             own = [torch.empty_like(v) for v in vals]
             traced = make_fx(call, decomposition_table=select_decomp_table())(*own).graph
-            self.traced["symbolic" if symbolic else key] = traced
-        traced = self.traced["symbolic" if symbolic else key]
+            if not symbolic:
+                self.traced[key] = traced
         env = dict(zip(traced.find_nodes(op="placeholder"), xs, strict=True))
         results: Any = self.graph.graph_copy(traced, env)
         return list(results)
 
-    def _verdict(self, state: StatePlan) -> StatePlan:
-        """Return the verdict on a state in this graph."""
-        carried = next((c for c in self.held.values() if c.index == state.index), None)
-        if carried is None:
-            return state
-        storage = storage_of(carried, self.program.settings.storage)
+    def _verdict(self, state: StatePlan, carried: Carried, storage: str) -> StatePlan:
+        """Return the verdict on a state that has a residual in this graph."""
         reason = state.reason if state.compensated else f"on joined values, since {self.why}"
-        size = STORAGES[storage].residual_bytes(carried.val)
         return replace(
             state,
             recurrence=state.recurrence or "x' = f(x)",
@@ -310,5 +299,5 @@ class _Joiner:
             refused=False,
             reason=reason,
             storage=storage,
-            residual_bytes=size,
+            residual_bytes=STORAGES[storage].residual_bytes(carried.val),
         )

@@ -1,0 +1,37 @@
+"""Residuals as inputs of a graph that is being built."""
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch.fx import Graph, Node
+
+from collage_fx.passes.frontend.decompose import like
+from collage_fx.passes.ir.program import Carried, Program
+
+
+def add_residuals(
+    program: Program, graph: Graph, carried: Carried, name: str, dtypes: Sequence[torch.dtype]
+) -> list[Node]:
+    """Append the residuals of a state to the inputs of a graph, and note them in the program.
+
+    Args:
+        program: of which the graph is to be the result.
+        graph: that graph.
+        carried: the state.
+        name: how the inputs are called, with a number from the second on.
+        dtypes: those of the residuals.
+    """
+    lows = []
+    for k, dtype in enumerate(dtypes):
+        lows.append(graph.placeholder(f"{name}{k or ''}"))
+        lows[-1].meta["val"] = like(carried.val, dtype)
+        program.static_residuals.append(carried.static)
+    program.residual_inputs.append(carried)
+    return lows
+
+
+def fake_mode_of(inputs: Iterable[Node]) -> AbstractContextManager[object]:
+    """Return the mode of the fake tensors among the inputs of a graph; none does nothing."""
+    modes = (getattr(node.meta.get("val"), "fake_mode", None) for node in inputs)
+    return next(filter(None, modes), nullcontext())
