@@ -14,9 +14,6 @@ from torch._inductor.codecache import CppCodeCache
 
 from collage_fx.runtime.kernels.argument_table import Column, addresses
 
-_CHUNK = 1 << 14
-"""Elements that a thread takes at a time: a few cache lines past a tail cost nothing there."""
-
 FLAGS = (
     "-ftree-loop-vectorize",  # which Inductor switches off: it writes its vectors itself
     "-fschedule-insns",  # before registers are given out: divisions begin early; up to a fifth less
@@ -28,24 +25,33 @@ FLAGS = (
 )
 """What kernels of our own need beyond Inductor's options, to be fast and equal bit for bit."""
 
+CHUNK = 1 << 14
+"""Elements that a thread takes at a time: a few cache lines past a tail cost nothing there."""
+CHUNKS = f"""constexpr int64_t CHUNK = {CHUNK};
+  std::vector<int64_t> member, start;
+  for (int64_t m = 0; m < members; ++m)
+    for (int64_t s = 0; s < sizes[m]; s += CHUNK) {{
+      member.push_back(m);
+      start.push_back(s);
+    }}
+  const int64_t tasks = member.size();"""
+"""C++ that divides `members` of these `sizes` into tasks: each begins at `start` of a `member`."""
+PARALLEL = """\
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (tasks > 1 && threads > 1)
+  for (int64_t t = 0; t < tasks; ++t)"""
+"""C++ that does what follows for each task t, by several threads if there are."""
+
 _DRIVER = """
 #include <cstdint>
 #include <vector>
 using Kernel = void (*)({pointers}int64_t);
 extern "C" void run(void* kernel, const int64_t* table, const int64_t* sizes, const int64_t* widths,
                     int64_t members, int64_t threads) {{
-  std::vector<int64_t> member, start;
-  for (int64_t m = 0; m < members; ++m)
-    for (int64_t s = 0; s < sizes[m]; s += {chunk}) {{
-      member.push_back(m);
-      start.push_back(s);
-    }}
-  const int64_t tasks = member.size();
-  #pragma omp parallel for schedule(dynamic) num_threads(threads) if (tasks > 1 && threads > 1)
-  for (int64_t t = 0; t < tasks; ++t) {{
+  {chunks}
+  {parallel} {{
     const int64_t* at = table + member[t] * {arity};
     const int64_t left = sizes[member[t]] - start[t];
-    reinterpret_cast<Kernel>(kernel)({arguments}left < {chunk} ? left : {chunk});
+    reinterpret_cast<Kernel>(kernel)({arguments}left < CHUNK ? left : CHUNK);
   }}
 }}
 """
@@ -103,7 +109,8 @@ def _driver(arity: int) -> str:
             f"reinterpret_cast<void*>(at[{k}] + start[t] * widths[{k}]), " for k in range(arity)
         ),
         arity=arity,
-        chunk=_CHUNK,
+        chunks=CHUNKS,
+        parallel=PARALLEL,
     )
 
 

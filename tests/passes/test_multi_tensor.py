@@ -15,7 +15,7 @@ from collage_fx.passes.codegen import inductor_kernel, kernel_cache, multi_tenso
 from collage_fx.passes.codegen.inductor_kernel import CallPerMember
 from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS
 from collage_fx.passes.codegen.printers.cpp_kernel import Unprintable
-from collage_fx.runtime.kernels.cpp_loop import _CHUNK, Loop
+from collage_fx.runtime.kernels.cpp_loop import CHUNK, Loop
 
 COUNT = 9
 
@@ -156,7 +156,7 @@ def _two_threads() -> Iterator[None]:
 @pytest.mark.kernels
 @pytest.mark.usefixtures("_two_threads")
 def test_threads_share_large_members_and_take_small_ones_in_turn() -> None:
-    sizes = [1, 5, _CHUNK - 1, _CHUNK, _CHUNK + 1, 3 * _CHUNK + 7, 64, 64]
+    sizes = [1, 5, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 7, 64, 64]
 
     def trained(**options: Any) -> list[Tensor]:
         torch.manual_seed(0)

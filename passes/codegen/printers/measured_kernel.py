@@ -20,6 +20,7 @@ from collage_fx.passes.codegen.printers.cpp_kernel import Unprintable, print_cpp
 from collage_fx.passes.ir.exact import Function, Member, Words
 from collage_fx.passes.rewrite.lower import lowered_function
 from collage_fx.runtime import logs
+from collage_fx.runtime.kernels.cpp_loop import CHUNKS, PARALLEL
 from collage_fx.runtime.kernels.update_sums import COUNT, SUMS, TYPES, compiled
 
 _DRIVER = """
@@ -41,29 +42,20 @@ static void measure_chunk(const int64_t* words, int64_t start, int64_t end, doub
 extern "C" void measure(const int64_t* words, const int64_t* sizes, int64_t members, double least,
                         int64_t threads, double* found) {{
   constexpr int64_t SUMS = {states} * sums_of_updates::COUNT;
-  std::vector<int64_t> member, start;
-  for (int64_t m = 0; m < members; ++m)
-    for (int64_t s = 0; s < sizes[m]; s += {chunk}) {{
-      member.push_back(m);
-      start.push_back(s);
-    }}
-  const int64_t chunks = member.size();
-  std::vector<double> parts(chunks * SUMS);
-  #pragma omp parallel for schedule(dynamic) num_threads(threads) if (chunks > 1 && threads > 1)
-  for (int64_t c = 0; c < chunks; ++c) {{
-    const int64_t end = start[c] + {chunk}, size = sizes[member[c]];
-    measure_chunk(words + member[c] * {arity}, start[c], end < size ? end : size, least,
-                  parts.data() + c * SUMS);
+  {chunks}
+  std::vector<double> parts(tasks * SUMS);
+  {parallel} {{
+    const int64_t end = start[t] + CHUNK, size = sizes[member[t]];
+    measure_chunk(words + member[t] * {arity}, start[t], end < size ? end : size, least,
+                  parts.data() + t * SUMS);
   }}
-  for (int64_t c = 0; c < chunks; ++c)
-    for (int64_t k = 0; k < SUMS; ++k) found[member[c] * SUMS + k] += parts[c * SUMS + k];
+  for (int64_t t = 0; t < tasks; ++t)
+    for (int64_t k = 0; k < SUMS; ++k) found[member[t] * SUMS + k] += parts[t * SUMS + k];
 }}
 """
 _SUM = """add_block<{type}>((const uint16_t*)words[{high}] + i, memory[{whole}],
               (const uint16_t*)words[{now}] + i, memory[{after}], memory[{exact}],
               least, count, found + {k} * COUNT);"""
-_CHUNK = 1 << 14
-"""Elements that a thread takes at a time."""
 
 
 @dataclass(frozen=True)
@@ -256,5 +248,6 @@ def _driver(signature: Signature, order: Sequence[int]) -> str:
         sums="\n    ".join(sums),
         states=len(new),
         arity=len(words),
-        chunk=_CHUNK,
+        chunks=CHUNKS,
+        parallel=PARALLEL,
     )
