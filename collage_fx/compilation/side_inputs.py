@@ -240,6 +240,10 @@ class Code:
         """Return the tensors of 16 bits that a call writes."""
         return [(t, plan) for find, plan in self.states if (t := find(args)) is not None]
 
+    def misses_residual(self, args: tuple[Any, ...]) -> bool:
+        """Tell whether a state of a call has a residual that the graph would need or drop."""
+        return bool(self.drops_residual(args) or self.reads_residual(args))
+
     def reads_residual(self, args: tuple[Any, ...]) -> list[str]:
         """Return the names of states that it reads with a low word that the graph would need."""
         found = [(find(args), name) for find, name in self.reads]

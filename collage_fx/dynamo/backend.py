@@ -267,10 +267,6 @@ class _Step:
             stand_ins.sources = [] if self.symbols.guarded else self.symbols.sources
         return result
 
-    def _misses_residual(self, args: tuple[Any, ...]) -> bool:
-        """Tell whether a state of a call has a residual that the graph would need or drop."""
-        return bool(self.code.drops_residual(args) or self.code.reads_residual(args))
-
     def _compile_again(self, gm: GraphModule, args: tuple[Any, ...]) -> None:
         """Compile the graph if that has become worth while, or a state has got a residual since.
 
@@ -280,10 +276,10 @@ class _Step:
             self.waits -= 1
             if not self.waits:
                 self.code = self._again(gm, args, "now that it has run before")
-        if STORE.generation != self.checked and self._misses_residual(args):
+        if STORE.generation != self.checked and self.code.misses_residual(args):
             # Another graph, or a segment, has since given a residual to a state of this graph.
             self.code = self._again(gm, args, "again, as a state of it has a residual now")
-            self.code.refused |= self._misses_residual(args)
+            self.code.refused |= self.code.misses_residual(args)
         if self.error is not None:
             raise self.error
 

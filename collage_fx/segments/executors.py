@@ -369,7 +369,7 @@ class _Rewritten:
         known = STORE.generation, states
         if known == self.known and not STORE.finds_by_memory:
             return False
-        if self.code.drops_residual(args) or self.code.reads_residual(args):
+        if self.code.misses_residual(args):
             return True
         self.known = known
         return False

@@ -187,7 +187,7 @@ class LowWords:
             return None  # it goes when the state is written
         if residual is not None and (known := self._state(tensor)).residual is None:
             clear_stale([(tensor, residual)])
-            known.residual, known.asked = residual, STORE.generation
+            known.remember(residual)
         return residual
 
     def residual(self, tensor: Tensor) -> Residual | None:
@@ -273,8 +273,7 @@ class LowWords:
         residual = STORE.ensure(tensor, name, owned.name, before)
         residual.provisional |= before is None
         residual.ensured = self._ensured(owned)
-        known = self._state(tensor)
-        known.residual, known.asked = residual, STORE.generation
+        self._state(tensor).remember(residual)
         return residual
 
     def _ensured(self, owned: Owned) -> tuple[Any, ...]:
@@ -332,8 +331,7 @@ class LowWords:
         for owned in found:
             self.mark_written(owned)
         if (residual := self.residual(tensor)) is not None:
-            known = self._state(tensor)
-            known.residual, known.asked = residual, STORE.generation
+            self._state(tensor).remember(residual)
         return found
 
     def exact(self, t: Tensor) -> Residual | None:

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from collage_fx.optimizer.ownership import Owned
 from collage_fx.runtime.residuals.memory import empty_as, span
-from collage_fx.runtime.residuals.store import Residual
+from collage_fx.runtime.residuals.store import STORE, Residual
 from collage_fx.segments.trie import Layout, layout_of
 
 
@@ -144,6 +144,10 @@ class KnownState:
     """The generation of the store in which it had this residual, or none."""
     written: bool = False
     """Whether the step has written it."""
+
+    def remember(self, residual: Residual) -> None:
+        """Note the residual that the store has for it now."""
+        self.residual, self.asked = residual, STORE.generation
 
     def settle(self) -> None:
         """Record that the residual belongs to the present value."""
