@@ -6,25 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from recorded_steps import LR, Each
 from torch import Tensor
 from torch.optim import Optimizer
 
 import collage_fx
-
-LR = 1e-4
-
-
-class Step(Optimizer):
-    """A step of one parameter, written as a function of it, its gradient and its state."""
-
-    def __init__(self, params: list[Tensor], update: Callable[[Tensor, Tensor, Any], None]) -> None:
-        super().__init__(params, {})
-        self.update = update
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        for p in self.param_groups[0]["params"]:
-            self.update(p, p.grad, self.state[p])
 
 
 def over_a_graph_break(p: Tensor, g: Tensor, state: Any) -> None:
@@ -119,7 +105,7 @@ def moved(update: Any, dtype: torch.dtype, *, compensated: bool, steps: int = 8)
     """Return how far one parameter has moved, its residual included."""
     torch.compiler.reset()
     p = torch.ones(4, dtype=dtype, requires_grad=True)
-    optimizer = Step([p], update)
+    optimizer = Each([p], update)
     step = collage_fx.compile(optimizer) if compensated else optimizer.step
     for _ in range(steps):
         p.grad = torch.ones_like(p)
@@ -261,7 +247,7 @@ def test_moments_whose_low_word_has_no_weight_leave_the_parameter_in_its_graph()
 def test_report_says_where_dynamo_cuts_a_step_that_is_recorded() -> None:
     torch.compiler.reset()
     p = torch.ones(4).bfloat16().requires_grad_()
-    step = collage_fx.compile(Step([p], over_a_graph_break))
+    step = collage_fx.compile(Each([p], over_a_graph_break))
     p.grad = torch.ones_like(p)
     step()
     step()

@@ -5,28 +5,16 @@ from typing import Any
 
 import pytest
 import torch
+from recorded_steps import LR, Each, from_state
+from support.interpreter import without_compiler
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import collage_fx
-from tests.support.interpreter import without_compiler
 
-RATE, STEPS = 1e-4, 12
+STEPS = 12
 Update = Callable[[Tensor, Tensor, dict[str, Any]], None]
-
-
-class Rows(Optimizer):
-    """Takes steps by an update of one parameter."""
-
-    def __init__(self, params: list[Tensor], update: Update) -> None:
-        super().__init__(params, {})
-        self.update = update
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        for p in self.param_groups[0]["params"]:
-            self.update(p, p.grad, self.state[p])
 
 
 def largest_of_rows(p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
@@ -35,7 +23,7 @@ def largest_of_rows(p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
         state["m"] = torch.zeros_like(p)
     m = state["m"]
     m.copy_(m.mul(0.99).add(g.abs(), alpha=0.01).amax(1, keepdim=True).expand_as(m))
-    p.sub_(RATE * g / (m + 1))
+    p.sub_(LR * g / (m + 1))
 
 
 def old_value(p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
@@ -44,20 +32,10 @@ def old_value(p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
         state["old"] = p.clone()
     moved = p - state["old"]
     state["old"].copy_(p)
-    p.sub_(RATE * g).add_(moved, alpha=0.5)
+    p.sub_(LR * g).add_(moved, alpha=0.5)
 
 
-def of_a_state(p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
-    """Compute the parameter anew from an average and what it averages."""
-    if not state:
-        state["z"], state["x"] = p.clone(), p.clone()
-    z, x = state["z"], state["x"]
-    z.sub_(g, alpha=RATE)
-    x.mul_(0.5).add_(z, alpha=0.5)
-    p.copy_(x.mul(0.75).add_(z, alpha=0.25))
-
-
-UPDATES = [largest_of_rows, old_value, of_a_state]
+UPDATES = [largest_of_rows, old_value, from_state]
 
 
 def run(update: Update, dtype: torch.dtype, wrap: Callable[[Optimizer], Any]) -> tuple[Any, Any]:
@@ -65,7 +43,7 @@ def run(update: Update, dtype: torch.dtype, wrap: Callable[[Optimizer], Any]) ->
     generator = torch.Generator().manual_seed(0)
     draw = [torch.randn(6, 4, generator=generator) for _ in range(2)]
     params = [(1 + 0.1 * x).bfloat16().to(dtype).requires_grad_() for x in draw]
-    optimizer = Rows(params, update)
+    optimizer = Each(params, update)
     step = wrap(optimizer)
     for _ in range(STEPS):
         for p, x in zip(params, draw, strict=True):
@@ -140,7 +118,7 @@ def test_a_number_that_is_replaced_keeps_its_low_word_in_a_recorded_step() -> No
 def test_random_numbers_are_drawn_as_in_eager_pytorch() -> None:
     def noisy(p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
         largest_of_rows(p, g, state)
-        p.sub_(RATE * torch.rand_like(p))
+        p.sub_(LR * torch.rand_like(p))
 
     torch.manual_seed(1)
     exact, _ = run(noisy, torch.bfloat16, lambda o: o.step)
@@ -155,10 +133,10 @@ def test_a_state_that_is_only_read_enters_with_its_residual() -> None:
     def from_start(p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
         """Compute the parameter anew from where the first step left it, between two bf16."""
         if not state:
-            p.sub_(RATE * g)
+            p.sub_(LR * g)
             state["start"], state["sum"] = p.clone(), torch.zeros_like(p)
         state["sum"].add_(g)
-        p.copy_(state["start"] - RATE * state["sum"])
+        p.copy_(state["start"] - LR * state["sum"])
 
     exact, _ = run(from_start, torch.float64, lambda o: o.step)
     plain, _ = run(from_start, torch.bfloat16, lambda o: o.step)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from recorded_steps import LR, Each, off, start, train
+from recorded_steps import LR, Each, from_state, off, start, train
 from torch import Tensor
 from torch._dynamo import graph_break
 
@@ -97,15 +97,6 @@ def test_results_of_one_loop_that_the_next_reads() -> None:
 def test_harmless_cut_stays_with_dynamo() -> None:
     error, step = errors(cut_after_count)
     assert error < 0.01 and not recorded(step)
-
-
-def from_state(p: Tensor, g: Tensor, state: Any) -> None:
-    if not state:
-        state["z"], state["x"] = p.clone(), p.clone()
-    z, x = state["z"], state["x"]
-    z.sub_(g, alpha=LR)
-    x.mul_(0.5).add_(z, alpha=0.5)
-    p.copy_(x.mul(0.75).add_(z, alpha=0.25))
 
 
 def test_parameter_that_is_computed_anew_has_a_low_word(monkeypatch: pytest.MonkeyPatch) -> None:

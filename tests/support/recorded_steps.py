@@ -27,6 +27,16 @@ class Each(Optimizer):
             self.update(p, p.grad, self.state[p])
 
 
+def from_state(p: Tensor, g: Tensor, state: Any) -> None:
+    """Compute the parameter anew from an average and what it averages."""
+    if not state:
+        state["z"], state["x"] = p.clone(), p.clone()
+    z, x = state["z"], state["x"]
+    z.sub_(g, alpha=LR)
+    x.mul_(0.5).add_(z, alpha=0.5)
+    p.copy_(x.mul(0.75).add_(z, alpha=0.25))
+
+
 def start(dtype: torch.dtype, shape: tuple[int, ...] = (4, 3), count: int = 2) -> list[Tensor]:
     """Return parameters of about one, the same in each dtype."""
     made = torch.Generator().manual_seed(1)
