@@ -294,21 +294,33 @@ def tensors_in(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     return ((where, leaf) for where, leaf in _leaves(tree, path) if isinstance(leaf, Tensor))
 
 
+_PLAIN = frozenset({float, int, bool, str, type(None)})
+"""Types of most of what is in the groups of an optimizer, and is no tensor."""
+
+
 def _leaves(tree: Any, path: str = "", within: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted path, what is there) for all that is no container."""
-    if isinstance(tree, Module):
+    """Yield (dotted path, what is there) for all that is no container, and no number or text."""
+    if isinstance(tree, Tensor):
+        yield path, tree
+    elif isinstance(tree, Module):
         yield from _leaves(dict(tree.named_parameters()), path)
     elif is_dataclass(tree) and not isinstance(tree, type):
         if id(tree) not in within:  # it may refer to what it is part of
             known = {f.name: getattr(tree, f.name, None) for f in fields(tree)}
             yield from _leaves(known, path, (*within, id(tree)))
     elif isinstance(tree, dict):
-        for key, value in tree.items():
-            if not is_entry(key):  # what a checkpoint has put among the states
-                yield from _leaves(value, f"{path}.{key}" if path else str(key), within)
+        before = f"{path}." if path else ""
+        for i, (key, value) in enumerate(tree.items()):
+            # An entry is what a checkpoint has put among the states.
+            if type(value) not in _PLAIN and not is_entry(key):
+                # The text of a tensor has its values, and takes longer than a step.
+                name = i if isinstance(key, Tensor | Module) else key
+                yield from _leaves(value, f"{before}{name}", within)
     elif isinstance(tree, list | tuple | deque):
+        before = f"{path}." if path else ""
         for i, value in enumerate(tree):
-            yield from _leaves(value, f"{path}.{i}" if path else str(i), within)
+            if type(value) not in _PLAIN:
+                yield from _leaves(value, f"{before}{i}", within)
     else:
         yield path, tree
 
