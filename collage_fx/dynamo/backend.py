@@ -185,7 +185,7 @@ class _Step:
             if session.stand_ins is None and session.hands_on(gm):
                 supervisor.record_rest(_end_of(gm))
         refused = Code(gm, None, [], [], refused=True)
-        recorded = self.waits or (supervisor is not None and not supervisor.traces)
+        recorded = self.waits or (supervisor is not None and not supervisor.compiles)
         self.code = refused if recorded else self._compile(gm, example_inputs)
 
     def _compile(self, gm: GraphModule, inputs: Sequence[Any], args: tuple[Any, ...] = ()) -> Code:
@@ -233,8 +233,8 @@ class _Step:
             return supervisor.recorded(self, args)
         if self.error is not None:
             raise self.error
-        if supervisor is not None and supervisor.active and not supervisor.traces:
-            return supervisor.recorded(self, args)  # Dynamo has cut the step before
+        if supervisor is not None and supervisor.active and not supervisor.compiles:
+            return supervisor.recorded(self, args)
         self.layouts = self.layouts or Layouts(self.static, args)
         if supervisor is None or not supervisor.active:
             if names := self.code.drops_residual(args):

@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from collage_fx.runtime.residuals.memory import empty_as, has_memory, span
+from collage_fx.runtime.residuals.memory import empty_as, has_memory, new_memory, span
 from collage_fx.segments.low_words import LowWords
 from collage_fx.segments.memory import Input, storage_key
 from collage_fx.segments.operations import OPERATIONS, flat_piece, piece_of
@@ -78,10 +78,13 @@ class Notes:
         """By its number each value, and each float, is the same object in all segments."""
         self.random: dict[int, StorageWeakRef] = {}
         """Storages of integers that were drawn in this step."""
+        self.taken = 0
+        """How often everything was forgotten that had been noted."""
         self.clear()
 
     def clear(self) -> None:
         """Forget what was noted, but for its structure."""
+        self.taken += 1
         self.at = self.root
         self.path: list[Place] = []
         self.inputs: list[Input] = []
@@ -106,10 +109,17 @@ class Notes:
         numbers = tuple(r.value.at for r in live)
         segment = self.at.segments.get(numbers)
         if segment is None:
-            segment = self.at.segments[numbers] = Segment(self.path, numbers)
+            segment = self.at.segments[numbers] = Segment(self._operations(), numbers)
         call = Call(self.inputs, memory, self.floats)
         self.clear()
         return segment, call
+
+    def _operations(self) -> list[Place]:
+        """Return what was noted, graphs operation by operation."""
+        found: list[Place] = []
+        for place in self.path:
+            found += [place] if place.effect is None else place.effect.places
+        return found
 
     def view(self, source: Tensor, result: Tensor, func: Any, args: Any, kwargs: Any) -> None:
         """Note a view; may raise CannotNote."""
@@ -117,7 +127,7 @@ class Notes:
         layout = layout_of(result)
         if layout not in region.views:
             self.operation(func, args, kwargs)
-            region.views[layout] = self._next(region)
+            self.add_view(region, layout)
 
     def region(self, t: Tensor) -> Region | None:
         """Return the region of the notes that t is in, or meets."""
@@ -131,10 +141,10 @@ class Notes:
         """Note an operation; may raise CannotNote."""
         operation = OPERATIONS[func]
         numbers = operation.numbers if _is_floating(args) else ()
-        spec = tuple([self._operand(a, i in numbers) for i, a in enumerate(args)])
+        spec = tuple([self.operand(a, i in numbers) for i, a in enumerate(args)])
         more: Any = ()
         if kwargs:
-            more = tuple([(k, self._operand(v, k in numbers)) for k, v in kwargs.items()])
+            more = tuple([(k, self.operand(v, k in numbers)) for k, v in kwargs.items()])
         place = self._enter((func, spec, more), args, kwargs)
         for written in place.writes:
             self.region_of[written.at].pending = True
@@ -145,15 +155,21 @@ class Notes:
         if place is None:
             place = Place(line, where=line_of_code())
             if args is not None and OPERATIONS[line[0]].kind == "note":
-                self._infer(place, args, kwargs)
+                place.at_once = not self._infer(place, args, kwargs)
             self.at.next[line] = place
             self.places += 1
-        self.path.append(place)
-        self.at = place
+        if place.at_once:
+            raise CannotNote
+        self.go(place)
         return place
 
-    def _infer(self, place: Place, args: Any, kwargs: Any) -> None:
-        """Infer what an operation writes and makes.
+    def go(self, place: Place) -> None:
+        """Note what stands at a place that follows the present one."""
+        self.path.append(place)
+        self.at = place
+
+    def _infer(self, place: Place, args: Any, kwargs: Any) -> bool:
+        """Infer what an operation writes and makes; tell whether that is known.
 
         What is wrong with its operands it says when it is done at once.
         """
@@ -161,35 +177,40 @@ class Notes:
         operation, by_name = OPERATIONS[func], dict(more)
         given = [by_name.get(k) if isinstance(k, str) else spec[k] for k in operation.written]
         place.writes = [v for v in leaves(tuple(given)) if type(v) is Value]
-        self._check_overlap(place)
+        if self._overlaps(place):
+            return False
         try:
             with self.fake:
                 given = tree_map_only(Tensor, empty_as, (args, kwargs))
                 sizes = [t.size() for t in tree_leaves(given) if isinstance(t, Tensor)]
                 result = func(*given[0], **given[1])
                 after = [t.size() for t in tree_leaves(given) if isinstance(t, Tensor)]
-        except Exception as error:  # whatever an operation's own check raises
-            raise CannotNote from error
+        except Exception:  # whatever an operation's own check raises
+            return False
         if sizes != after:
-            raise CannotNote  # `out` is resized
+            return False  # `out` is resized
         if operation.returns is None and not operation.nothing:
             place.many = isinstance(result, (list, tuple))
             made = list(result) if place.many else [result]
             if not all(isinstance(t, Tensor) and t.layout is torch.strided for t in made):
-                raise CannotNote
+                return False
             place.made = [meta_of(t) for t in made]
+        return True
 
-    def _check_overlap(self, place: Place) -> None:
-        """Leave an operation that writes what it also reads in another view to be done at once."""
+    def _overlaps(self, place: Place) -> bool:
+        """Tell whether an operation writes what it also reads in another view."""
         values = [v for v in leaves(place.line[1:]) if type(v) is Value]
         for w in place.writes:
             region = self.region_of[w.at]
             layout = next(one for one, v in region.views.items() if v is w)
             expanded = any(n > 1 and not s for n, s in zip(*layout[1:3], strict=True))
             if expanded or any(v is not w and self.region_of[v.at] is region for v in values):
-                raise CannotNote
+                return True
+        return False
 
-    def _operand(self, a: Any, number: bool) -> Any:
+    def operand(self, a: Any, number: bool = False) -> Any:
+        """Return an operand as it stands in a line, an int as a float if it is a number of the
+        arithmetic; may raise CannotNote."""
         kind = type(a)
         if isinstance(a, Tensor):
             return self._value(a)
@@ -197,15 +218,16 @@ class Notes:
             self.floats.append(a)
             return self.number(len(self.floats) - 1)
         if kind is list or kind is tuple:
-            return tuple([self._operand(x, number) for x in a])
+            return tuple([self.operand(x, number) for x in a])
         if kind is int or kind is bool:
             return Constant(kind, a)
         return a
 
-    def _next(self, region: Region) -> Value:
-        """Return a new value, in this region."""
+    def add_view(self, region: Region, layout: Layout) -> Value:
+        """Give a view of a region, which was not known before, a number."""
         self.region_of.append(region)
-        return self.value(len(self.region_of) - 1)
+        value = region.views[layout] = self.value(len(self.region_of) - 1)
+        return value
 
     def _value(self, t: Tensor) -> Value:
         """Return the value that t is; an input, if the notes do not know its memory."""
@@ -239,10 +261,15 @@ class Notes:
                 self._value(base)  # so that no two inputs overlap
                 return self._value(t)
         self._enter(("input", layout, t.device, t.requires_grad, key in self.random))
+        return self.take_input(t)
+
+    def take_input(self, t: Tensor) -> Value:
+        """Note what is an input by the path, which is a region of its own."""
         self.inputs.append(self.words.input(t))
+        layout = layout_of(t)
         region = Region(layout)
-        region.views[layout] = region.value = self._next(region)
-        self.regions.setdefault(key, regions).append(region)
+        region.value = self.add_view(region, layout)
+        self.regions.setdefault(storage_key(t), []).append(region)
         return region.value
 
     def _foreign_view(self, region: Region, layout: Layout) -> Value:
@@ -254,15 +281,14 @@ class Notes:
             self._enter((flat_piece, (region.value, shape[0], start), ()))
         else:
             self._enter((piece_of, (region.value, *shape, start), ()))
-        value = region.views[layout] = self._next(region)
-        return value
+        return self.add_view(region, layout)
 
     def make(self, meta: Meta) -> Tensor:
         """Return a tensor of which the data come later."""
-        t = torch.empty_strided(meta[0], meta[1], dtype=meta[2], device=meta[3])
+        t = new_memory(*meta)
         storage, layout = t.untyped_storage(), (meta[2], meta[0], meta[1], 0)
         region = Region(layout, StorageWeakRef(storage), pending=True)
-        region.views[layout] = region.value = self._next(region)
+        region.value = self.add_view(region, layout)
         self.regions[storage._cdata] = [region]
         self.made.append(region)
         return t

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
+from torch.fx import GraphModule
 from torch.nn import Parameter
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import (
 from collage_fx.hooks import data_reads, nested_compile
 from collage_fx.hooks.dynamo_settings import Failures
 from collage_fx.record.at_once import AtOnce, tensors_in
+from collage_fx.record.graph_notes import GraphNotes
 from collage_fx.record.notes import CannotNote, Notes
 from collage_fx.runtime.residuals.memory import has_memory
 from collage_fx.segments.low_words import LowWords
@@ -68,10 +70,15 @@ class Recorder:
     """Whether operations are done as they come, as within a compiled graph."""
     noted: int = 0
     """How many operations were noted."""
+    in_graphs: int = 0
+    """How many of them in this step as parts of graphs of Dynamo's that are noted as a whole."""
+    apart: int = 0
+    """How many others."""
 
     def __post_init__(self) -> None:
         self.notes = Notes(self.words)
         self.at_once = AtOnce(self.words, self.notes)
+        self.graphs = GraphNotes(self.notes, self.at_once)
 
     @contextmanager
     def _set(self, name: str, value: bool) -> Iterator[None]:
@@ -86,14 +93,33 @@ class Recorder:
         """Let operations pass, within, as in a compiled graph."""
         return self._set("passes_by", True)
 
-    def in_graph(self) -> contextlib.AbstractContextManager[None]:
-        """Within, note operations of a graph of Dynamo's: nothing else can read their results."""
-        return self._set("beside_dynamo", False)
+    def graph(self, graph: GraphModule, args: tuple[Any, ...]) -> Any:
+        """Note a graph of Dynamo's, of which nothing else can read results on the way."""
+        with self._set("beside_dynamo", False):
+            if self.all_at_once or self.passes_by:
+                return graph(*args)
+            if self.asleep:
+                with _pop_mode_temporarily():
+                    self._wake_up()
+            apart = self.apart
+            result, count = self.graphs.run(graph, args)
+            if count:
+                self.in_graphs, self.apart = self.in_graphs + count, apart
+            return result
+
+    def graphs_do_most(self) -> bool:
+        """Tell whether most operations of this step are parts of graphs noted as a whole."""
+        return self.in_graphs > 2 * self.apart
+
+    def _wake_up(self) -> None:
+        self.wake()
+        self._watch_reads()
 
     @contextmanager
     def recording(self, *, beside_dynamo: bool) -> Iterator[None]:
         """Note what happens within, and have it done at the end, whatever ends it."""
         self.beside_dynamo = beside_dynamo
+        self.in_graphs = self.apart = 0
         mode = _BesideDynamo(self) if beside_dynamo else _Mode(self)
         with mode, contextlib.ExitStack() as self.reads:
             if not self.asleep:
@@ -140,13 +166,12 @@ class Recorder:
             if FakeTensor in types:  # as DTensors use them, to find out how they are sharded
                 return func(*args, **kwargs)
             return NotImplemented  # it comes again, for what such a tensor is made of
-        operation = OPERATIONS[func]
+        operation, trace = OPERATIONS[func], self.graphs.trace
         if self.asleep:
             if operation.kind == "view":
                 return func(*args, **kwargs)
-            self.wake()
-            self._watch_reads()
-        if operation.kind == "note" and not self._on_host(operation, args, kwargs):
+            self._wake_up()
+        if operation.kind == "note" and (trace or not self._on_host(operation, args, kwargs)):
             # What autograd saves of an operation that it follows it may read by itself.
             if not torch.is_grad_enabled() or not any(
                 t.requires_grad for t in tensors_in(args, kwargs)
@@ -163,9 +188,14 @@ class Recorder:
         elif operation.kind == "view":
             return self._view(func, operation, args, kwargs)
         elif operation.kind == "metadata":
-            return self.at_once.born(func, func(*args, **kwargs))
+            result = self.at_once.born(func, func(*args, **kwargs))
+            if trace is not None:
+                trace.draw(func, args, kwargs, result)
+            return result
         elif operation.kind == "note":
             return func(*args, **kwargs)
+        if trace is not None:
+            trace.spoiled = True
         return self._now(func, operation, args, kwargs)
 
     def _on_host(self, operation: Operation, args: Any, kwargs: Any) -> bool:
@@ -220,6 +250,7 @@ class Recorder:
         notes = self.notes
         place = notes.operation(func, args, kwargs)
         self.noted += 1
+        self.apart += 1
         notes.wait = True
         if operation.nothing:
             return None

@@ -53,8 +53,10 @@ class Steps:
         self.steps = 0
         self.history = History()
         """Of the optimizer, from the first step on."""
-        self.untraced = config.record is True
-        """Whether the steps are recorded whole, and Dynamo is not asked."""
+        self.whole = config.record is True
+        """Whether the steps are recorded whole, graphs of Dynamo's too, and none is compiled."""
+        self.untraced = self.whole
+        """Whether Dynamo is not asked."""
         self.interpreted = False
         """Whether nothing is compiled any more, by Dynamo or of what is recorded."""
         self.active = False
@@ -91,11 +93,22 @@ class Steps:
         """Whether Dynamo is to trace the steps."""
         return not (self.untraced or self.interpreted)
 
-    def record_whole(self) -> None:
-        """Ask Dynamo no more: record the whole of each step."""
-        self.untraced = True
+    @property
+    def compiles(self) -> bool:
+        """Whether graphs of Dynamo's are to be compiled."""
+        return self.traces and not self.whole
+
+    def record_whole(self, *, traced: bool = False) -> None:
+        """Record the whole of each step from now on.
+
+        Args:
+            traced: whether Dynamo goes on to trace the steps: what its graphs do is noted with less
+                time than operation by operation.
+        """
+        self.whole, self.untraced = True, self.untraced or not traced
         if isinstance(self.discovery, OptimizerStates):
-            history_of(self.discovery.optimizer()).recorded = self.executors.changing
+            history = history_of(self.discovery.optimizer())
+            history.recorded, history.traced = self.executors.changing, self.traces
 
     def record_rest(self, where: str) -> None:
         """Record the rest of this step, and all of the next: a graph ends that others go on from.
@@ -103,8 +116,8 @@ class Steps:
         Args:
             where: why, and where in the user's code.
         """
-        if self.traces and self.switches:
-            self.record_whole()
+        if self.compiles and self.switches:
+            self.record_whole(traced=True)
             self.session.notes.add(_CUT.format(where))
 
     @contextlib.contextmanager
@@ -168,7 +181,7 @@ class Steps:
         if before is not None:
             self.executors.changed_before = before
         if before is not None or self.untraced:
-            self.record_whole()
+            self.record_whole(traced=self.history.traced)
 
     def _find_states(self) -> None:
         self.recorder.asleep = False
@@ -231,9 +244,8 @@ class Steps:
         self.recorder.flush_outside()
 
     def recorded(self, graph: Any, args: tuple[Any, ...]) -> Any:
-        """Record a graph of Dynamo's, operation by operation; return its results."""
-        with self.recorder.in_graph():
-            return self.sources[graph](*args)
+        """Record what a graph of Dynamo's does; return its results."""
+        return self.recorder.graph(self.sources[graph], args)
 
     def expands(self, args: tuple[Any, ...], *, writes: bool) -> bool:
         """Tell whether a graph would not see all of its arguments, which are known better here.
@@ -295,7 +307,7 @@ class Steps:
 
     def _chained(self, name: str) -> None:
         """Record the whole of the steps from now on, where such values keep their low words."""
-        if self.untraced:
+        if self.whole:
             return
         self.record_whole()
         self.warn(
@@ -351,12 +363,20 @@ class Steps:
         accounts.count_graphs()
         lasting = not any(o.tensor.dim() for o in replaced)
         self.quiet = bool(accounts.by_graph) and not outside and lasting
-        if outside and self.steps >= TRIED and self.switches and not (self.waited or self.forced):
-            self.record_whole()
-            breaks = graph_breaks(self.breaks_before)
-            self.session.notes.add(_SWITCH + (f": {breaks[0]}" if breaks else ""))
+        settled = self.steps >= TRIED and self.switches and not (self.waited or self.forced)
+        if outside and settled and self.traces:
+            self._go_on_recording()
         self.words.forget()
         return unaccounted
+
+    def _go_on_recording(self) -> None:
+        """Record steps whole of which a part was; ask Dynamo no more, unless its graphs do most."""
+        traced = self.recorder.graphs_do_most()
+        if not self.whole:
+            breaks = graph_breaks(self.breaks_before)
+            self.session.notes.add(_SWITCH + (f": {breaks[0]}" if breaks else ""))
+        if not (self.whole and traced):
+            self.record_whole(traced=traced)
 
 
 _CUT = (

@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch._C._dynamo.guards import _empty_strided_cpu  # type: ignore[attr-defined]
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from collage_fx.optimizer.ownership import Owned
-from collage_fx.runtime.residuals.memory import empty_as, span
+from collage_fx.runtime.residuals.memory import new_memory, span
 from collage_fx.runtime.residuals.store import STORE, Residual
 from collage_fx.segments.trie import Layout, layout_of
 
@@ -121,11 +120,8 @@ class KnownMemory:
         """Note the same of what a segment is about to write all of; return its low words."""
         if t.nbytes < storage.nbytes():
             return self.hold(t, dtypes).like(t)
-        if t.is_cpu:  # as Inductor's code does it, in a third of the time
-            size, stride = tuple(t.size()), t.stride()
-            lows = tuple([_empty_strided_cpu(size, stride, d) for d in dtypes])
-        else:
-            lows = tuple([empty_as(t, d) for d in dtypes])
+        size, stride, device = tuple(t.size()), t.stride(), t.device
+        lows = tuple([new_memory(size, stride, d, device) for d in dtypes])
         made = self.made
         if made is None or made.expired():
             made = StorageWeakRef(storage)

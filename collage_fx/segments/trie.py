@@ -56,6 +56,10 @@ class Place:
     """Which of its results are still in use at the end -> the segment that ends here."""
     where: str = ""
     """The line of code that did this first, as FX keeps it of a node."""
+    at_once: bool = False
+    """Whether what it makes cannot be inferred, so that it is not noted."""
+    effect: Any = None
+    """What a graph of Dynamo's does that the line stands for; None for one operation."""
 
 
 def line_of_code() -> str:
@@ -82,7 +86,7 @@ def layout_of(t: Tensor) -> Layout:
 
 def meta_of(t: Tensor) -> Meta:
     """Return what it takes to make a tensor like t."""
-    return t.size(), t.stride(), t.dtype, t.device
+    return tuple(t.size()), t.stride(), t.dtype, t.device
 
 
 def leaves(spec: Any) -> Iterator[Any]:

@@ -135,7 +135,7 @@ class RepeatedStep:
         """Tell whether all that is no part of the optimizer is as it was."""
         return bool(
             self.generation == STORE.generation
-            and self.steps.traces
+            and self.steps.compiles
             and self.globals.same()
             and not has_foreign_hooks(optimizer)
         )

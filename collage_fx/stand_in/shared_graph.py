@@ -217,7 +217,7 @@ class SharedStandIns(StandIns):
         supervisor.before_graph()
         tensors = (*self.params, *self.tensors, *(p.grad for p in self.params), *numbers)
         if (
-            not (supervisor.active and supervisor.traces)
+            not (supervisor.active and supervisor.compiles)
             or supervisor.executors.computes_anew(code, numbers)
             or supervisor.expands(tensors, writes=True)
         ):

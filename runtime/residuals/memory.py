@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import _empty_strided_cpu  # type: ignore[attr-defined]
 
 address = torch._C.TensorBase.data_ptr
 """Returns where a tensor begins: `Tensor.data_ptr`, which a recorded step has flush what waits."""
@@ -52,6 +53,19 @@ def span(size: Sequence[int], stride: Sequence[int], offset: int = 0) -> tuple[i
     if 0 in size:
         return offset, offset
     return offset, offset + 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+
+
+def new_memory(
+    size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return memory without values, on the CPU as Inductor's code has it: in a third of the time.
+
+    The size must be no torch.Size, but a tuple.
+    """
+    if device.type == "cpu":
+        made: Tensor = _empty_strided_cpu(size, stride, dtype)
+        return made
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
 def empty_as(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -14,6 +14,8 @@ class History:
     recorded: list[list[int]] | None = None
     """Of one whose steps are recorded whole, which numbers of its last step change, see
     `Executors.changing`."""
+    traced: bool = False
+    """Whether Dynamo traces steps that are recorded whole."""
     began: list[dict[str, Any]] | None = None
     """The numbers of the parameter groups in a first step of which Dynamo has seen nothing."""
     numbers: dict[str, float | None] = field(default_factory=dict)

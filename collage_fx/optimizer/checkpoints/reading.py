@@ -137,6 +137,7 @@ def _well_formed(about: dict[str, Any]) -> bool:
     words = ({"storage", "components", "checksum"}, about.get("residuals", {}).values())
     return (
         isinstance(about.get("taken", 0), int)
+        and isinstance(about.get("traced", False), bool)
         and isinstance(about.get(_LEAST), int | None)
         and all(isinstance(one, dict) for one in (numbers, about.get("dtypes", {})))
         and all(isinstance(n, int | float | None) for n in numbers.values())

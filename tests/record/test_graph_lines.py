@@ -1,0 +1,155 @@
+"""Graphs of Dynamo's in recorded steps: noted as a whole, with the bits of their operations."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from recorded_steps import LR, start
+from torch import Tensor
+from torch.optim import Optimizer
+
+import collage_fx
+from collage_fx.record import graph_notes
+
+SCALE = torch.full((3,), 0.5)
+
+
+def average(p: Tensor, g: Tensor, m: Tensor, z: Tensor) -> Tensor:
+    m.lerp_(g, 0.1)
+    return m * 2 - z
+
+
+def views(p: Tensor, g: Tensor, m: Tensor, z: Tensor) -> Tensor:
+    m.view(-1)[:4].add_(g.view(-1)[:4], alpha=0.5)
+    z.t().mul_(0.5)
+    return m.clone().mul_(0.5)
+
+
+def random_bits(p: Tensor, g: Tensor, m: Tensor, z: Tensor) -> Tensor:
+    noise = torch.rand_like(g, dtype=torch.float32) - 0.5
+    m.add_(g + noise.bfloat16(), alpha=0.1)
+    return m * torch.rand_like(m)
+
+
+def own_tensor(p: Tensor, g: Tensor, m: Tensor, z: Tensor) -> Tensor:
+    m.add_(g * SCALE, alpha=0.1)
+    return m + SCALE
+
+
+def host_numbers(p: Tensor, g: Tensor, m: Tensor, z: Tensor) -> Tensor:
+    share = 1 - torch.full((), 0.75) ** 2
+    return m.add_(g, alpha=0.1) * share.to(m.dtype)
+
+
+UPDATES = [average, views, random_bits, own_tensor, host_numbers]
+
+
+class Nested(Optimizer):
+    """Has a part of its step compiled by itself, and goes on with the results in Python."""
+
+    def __init__(self, params: list[Tensor], update: Callable[..., Tensor]) -> None:
+        super().__init__(params, {"lr": LR})
+
+        def all_updates(*lists: list[Tensor]) -> list[Tensor]:
+            # Some results are arguments.
+            return [*(update(*one) for one in zip(*lists, strict=True)), *lists[2]]
+
+        self.updates = torch.compile(all_updates, fullgraph=True)
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        self._step()
+
+    @torch.compiler.disable(recursive=False)
+    def _step(self) -> None:
+        params = [p for p in self.param_groups[0]["params"] if p.grad is not None]
+        for p in params:
+            if not self.state[p]:
+                self.state[p].update(m=torch.zeros_like(p), z=torch.zeros_like(p))
+        states = [self.state[p] for p in params]
+        grads = [p.grad for p in params]
+        moves = self.updates(params, grads, *([s[k] for s in states] for k in "mz"))
+        for p, move in zip(params, moves, strict=False):
+            p.data.add_(move, alpha=-LR)
+
+
+def train(optimizer: Optimizer, step: Any, first: int, last: int, missing: int = -1) -> list[int]:
+    """Take steps; return how many operations were noted one by one in each."""
+    params, counts = optimizer.param_groups[0]["params"], []
+    for k in range(first, last):
+        made = torch.Generator().manual_seed(k)
+        torch.manual_seed(k)
+        for i, p in enumerate(params):
+            grad = (0.5 + torch.rand(p.shape, generator=made)).to(p.dtype)
+            p.grad = None if k == missing and i == 0 else grad
+        before = step._collage.supervisor().recorder.noted
+        step()
+        counts.append(step._collage.supervisor().recorder.noted - before)
+    return counts
+
+
+def found_in(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Yield parameters and states, each with its residuals."""
+    for p in optimizer.param_groups[0]["params"]:
+        for t in (p, *optimizer.state[p].values()):
+            yield t.detach().clone()
+            yield from (lo.clone() for lo in collage_fx.residuals(t) or ())
+
+
+def run(update: Callable[..., Tensor], *, missing: int = -1) -> tuple[list[Any], list[int]]:
+    torch.compiler.reset()
+    optimizer = Nested(start(torch.bfloat16), update)
+    step = collage_fx.compile(optimizer, arithmetic="wide")
+    counts = train(optimizer, step, 0, 7, missing)
+    versions = [p._version for p in optimizer.param_groups[0]["params"]]
+    return [*found_in(optimizer), versions], counts
+
+
+def equal(a: list[Any], b: list[Any]) -> bool:
+    return len(a) == len(b) and all(
+        torch.equal(x, y) if isinstance(x, Tensor) else x == y for x, y in zip(a, b, strict=True)
+    )
+
+
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("missing", [-1, 5], ids=["", "a gradient is missing"])
+def test_a_line_does_what_its_operations_do(
+    update: Callable[..., Tensor], missing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, counts = run(update, missing=missing)
+    assert counts[-1] == 2, "what Python does, and no more"
+    monkeypatch.setattr(graph_notes, "MOST", 0)
+    one_by_one, all_counts = run(update, missing=missing)
+    assert all_counts[-1] > 2
+    assert equal(found, one_by_one)
+    other, _ = run(average if update is not average else views)
+    assert not equal(found, other)
+
+
+def test_numbers_that_a_graph_reads_are_read_in_each_step() -> None:
+    def reads(p: Tensor, g: Tensor, m: Tensor, z: Tensor) -> Tensor:
+        return m.add_(g, alpha=0.1) * g.float().sum().item()
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        found, counts = run(reads)
+    assert counts[-1] > 2
+    assert all(isinstance(t, list) or bool(t.isfinite().all()) for t in found)
+
+
+def test_a_loaded_run_goes_on_as_the_unbroken_one() -> None:
+    torch.compiler.reset()
+    optimizer = Nested(start(torch.bfloat16), average)
+    step = collage_fx.compile(optimizer, arithmetic="wide")
+    train(optimizer, step, 0, 5)
+    saved = copy.deepcopy(optimizer.state_dict())
+    values = [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
+    train(optimizer, step, 5, 8)
+    torch.compiler.reset()
+    again = Nested([v.requires_grad_() for v in values], average)
+    step_again = collage_fx.compile(again, arithmetic="wide")
+    again.load_state_dict(saved)
+    counts = train(again, step_again, 5, 8)
+    assert counts[-1] == 2, "Dynamo is asked again"
+    assert equal(list(found_in(optimizer)), list(found_in(again)))
