@@ -48,7 +48,7 @@ def compile_rewritten(
     inputs: list[Any],
     kwargs: dict[str, Any],
     *,
-    joined: bool = False,
+    divides: bool = False,
 ) -> tuple[Any, str]:
     """Return the callable of a rewritten graph, and Inductor's code of what it compiled.
 
@@ -57,10 +57,10 @@ def compile_rewritten(
         direct: the same with the kernels taken out, if they run beside what Inductor compiles.
         inputs: examples.
         kwargs: for Inductor.
-        joined: whether it is done on joined values, and has no classes that are updated at once.
+        divides: whether to compile once what it does over and over, see `compile_divided`.
     """
     if direct is None:
-        inner = (compile_divided if joined else compile_exactly)(gm, inputs, kwargs)
+        inner = (compile_divided if divides else compile_exactly)(gm, inputs, kwargs)
         return inner, getattr(inner, "source_code", "")
     if direct.rest is None:
         return direct.bind(None), ""
@@ -137,7 +137,7 @@ def _in_turn(gm: GraphModule, calls: list[Any]) -> Callable[[list[Any]], Any]:
         for k, i in returned:
             results[k] = args[i]
         for taken, function, made in calls:
-            for k, result in zip(made, function([*taken(args)]), strict=False):
+            for k, result in zip(made, function([*taken(args)]), strict=True):
                 results[k] = result
         args.clear()
         return results

@@ -23,10 +23,11 @@ aten = torch.ops.aten
 COPY = aten.copy_.default
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 LEAST = 8
-"""So many isomorphic components are worth a graph of their own: it takes Inductor and the C++
-compiler as long as four of a larger graph, whatever is in it."""
+"""So many isomorphic components are worth a graph of their own: to compile one takes as long as to
+compile four or five components of a larger one, whatever is in it."""
 MOST = 4
-"""So many components a graph has at most. A call costs 3 us, and the time of compiling grows."""
+"""So many components a graph has at most: of 100 small ones, called one by one, each takes 4.6 us,
+by fours 3.3, by tens 4.3, and all at once 5.1."""
 
 
 @dataclass

@@ -31,6 +31,8 @@ def on_single_tensors(graph: Graph) -> Graph:
         select = aten.select.int(mul, 0, 0)
         mul_1 = aten.mul.Tensor(b, 0.5)
         select_1 = aten.select.int(mul_1, 0, 0)
+
+    Bits are the same, but for functions such as exp that compilers do in another way to vectors.
     """
     splitter = _Splitter()
     for node in graph.nodes:
@@ -54,7 +56,7 @@ class _Splitter:
             self.items[node] = [self._item(node, i) for i in range(len(node.meta["val"]))]
         elif node.target is operator.getitem and first in self.items:
             self.env[node] = self.items[first][node.args[1]]  # type: ignore[index]
-        elif node.target is aten.cat.default and node.args[1:] in ((), (0,)):
+        elif _is_concatenation(node):
             self.pieces[node] = list(map(self._whole, first))  # type: ignore[arg-type]
         elif piece := self._slice(node):
             self.env[node] = piece
@@ -85,9 +87,9 @@ class _Splitter:
 
     def _split(self, node: Node) -> list[Node]:
         """Return the results of an operation that splits a concatenation into what it is of."""
-        if node.target not in (aten.split.Tensor, aten.unbind.int):
+        pieces: list[Node] = self.pieces.get(next(iter(node.args), None), [])  # type: ignore[arg-type]
+        if not pieces or node.target not in (aten.split.Tensor, aten.unbind.int):
             return []
-        pieces: list[Node] = self.pieces.get(node.args[0], [])  # type: ignore[arg-type]
         unbinds = node.target is aten.unbind.int
         size, *dim = [1, *node.args[1:]] if unbinds else node.args[1:]
         if dim not in ([], [0]) or any(p.meta["val"].shape[0] != size for p in pieces):
@@ -103,10 +105,12 @@ class _Splitter:
         """Return the tensor that is cut out of a concatenation, if it is one of those it is of."""
         pieces: list[Node] = self.pieces.get(next(iter(node.args), None), [])  # type: ignore[arg-type]
         ends = list(accumulate(p.meta["val"].shape[0] for p in pieces))
-        if node.target is aten.slice.Tensor and node.args[1:] and node.args[1] == 0:
-            for piece, begin, end in zip(pieces, [0, *ends], ends, strict=False):
-                if node.args[2:] == (begin, end):
-                    return piece
+        if not pieces or node.target is not aten.slice.Tensor or len(node.args) != 4:
+            return None
+        _, dim, first, last = node.args
+        for piece, begin, end in zip(pieces, [0, *ends], ends, strict=False):
+            if (dim, first, min(last, ends[-1])) == (0, begin, end):
+                return piece
         return None
 
     def _elementwise(self, node: Node) -> Iterator[Node]:
@@ -136,6 +140,15 @@ class _Splitter:
         new = self.graph.call_function(target, args, kwargs)
         new.meta = {**node.meta, "val": value}
         return new
+
+
+def _is_concatenation(node: Node) -> bool:
+    """Tell whether an operation puts tensors one behind the other, and changes none of them."""
+    if node.target is not aten.cat.default or node.args[1:] not in ((), (0,)) or node.kwargs:
+        return False
+    value = node.meta["val"]
+    operands = [a.meta["val"] for a in node.all_input_nodes]
+    return all(v.dtype == value.dtype and v.dim() == value.dim() for v in operands)
 
 
 def _is_foreach(node: Node) -> bool:

@@ -134,6 +134,13 @@ def concatenated(x: Inputs) -> Any:
     return [(p, p - g / f * s) for p, g, f, s in found], []
 
 
+def concatenated_otherwise(x: Inputs) -> Any:
+    """Some are converted as they are put together."""
+    norms = [g.norm().unsqueeze(0) for g in x.grads]
+    whole = torch.cat([norms[0].double(), *norms[1:]]) * 2
+    return [(p, p - n) for p, n in zip(x.params, whole.unbind(), strict=True)], []
+
+
 def drawn(x: Inputs) -> Any:
     return [(p, p + torch.rand_like(p)) for p in x.params], []
 
@@ -152,6 +159,7 @@ def drawn(x: Inputs) -> Any:
         (with_results, [3, 11, 1]),
         (on_lists, [3]),
         (concatenated, [3]),
+        (concatenated_otherwise, None),
         (drawn, None),
     ],
 )
@@ -216,18 +224,13 @@ def rows(p: Tensor, g: Tensor, state: Any) -> None:
 
 @pytest.mark.parametrize("record", [False, True])
 @pytest.mark.parametrize("update", [from_state, rows])
-def test_steps_have_the_same_bits(
-    update: Any, record: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_have_the_same_bits(update: Any, record: bool) -> None:
     """Of graphs on joined values and of recorded segments."""
     found, sizes = [], []
-    for divides in (False, True):
-        if not divides:
-            monkeypatch.setattr(inductor, "divide", lambda graph: None)
+    for without in (("deduplicate",), ()):
         with without_compiler() as compiled:
             params = start(torch.bfloat16, (4, 3), COUNT)
-            values, _ = train(update, params=params, record=record, steps=6)
-        monkeypatch.undo()
+            values, _ = train(update, params=params, record=record, steps=6, without=without)
         found.append(values)
         sizes.append([len(gm.graph.find_nodes(op="placeholder")) for gm in compiled])
     assert torch.equal(*found)
@@ -239,16 +242,16 @@ def test_steps_have_the_same_bits(
 def test_compiled_parts_have_the_bits_of_the_compiled_graph(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found, counts = [], []
-    for find in (lambda graph: None, divide):
+    counts = []
 
-        def divided(graph: Any, find: Any = find) -> Any:
-            parts = find(graph)
-            counts.append([len(part.calls) for part in parts or ()])
-            return parts
+    def divided(graph: Any) -> Any:
+        parts = divide(graph)
+        counts.append([len(part.calls) for part in parts or ()])
+        return parts
 
-        monkeypatch.setattr(inductor, "divide", divided)
-        values, _ = train(rows, params=start(torch.bfloat16, (4, 40), 8), steps=5)
-        found.append(values)
-    assert torch.equal(*found)
-    assert counts == [[], [2]]
+    monkeypatch.setattr(inductor, "divide", divided)
+    params = [start(torch.bfloat16, (4, 40), 8) for _ in range(2)]
+    found, _ = train(rows, params=params[0], steps=5)
+    expected, _ = train(rows, params=params[1], steps=5, without=("deduplicate",))
+    assert torch.equal(found, expected)
+    assert counts == [[2]]
