@@ -29,8 +29,8 @@ def on_single_tensors(graph: Graph) -> Graph:
 
         mul = aten.mul.Tensor(a, 0.5)
         select = aten.select.int(mul, 0, 0)
-        mul_1 = aten.mul.Tensor(b, 0.5)
-        select_1 = aten.select.int(mul_1, 0, 0)
+        clone = aten.clone.default(select)
+        ...                                 # and likewise of b
 
     Bits are the same, but for functions such as exp that compilers do in another way to vectors.
     """
@@ -85,33 +85,40 @@ class _Splitter:
         alone = self._call(node, node.target, args, kwargs, [value])
         return self._call(node, operator.getitem, (alone, 0), {}, value)
 
+    def _pieces_of(self, node: Node) -> list[Node]:
+        """Return what the first operand of an operation is the concatenation of, if it is one."""
+        first = node.args[0] if node.args else None
+        return self.pieces.get(first, []) if isinstance(first, Node) else []
+
     def _split(self, node: Node) -> list[Node]:
         """Return the results of an operation that splits a concatenation into what it is of."""
-        pieces: list[Node] = self.pieces.get(next(iter(node.args), None), [])  # type: ignore[arg-type]
+        pieces = self._pieces_of(node)
         if not pieces or node.target not in (aten.split.Tensor, aten.unbind.int):
             return []
         unbinds = node.target is aten.unbind.int
         size, *dim = [1, *node.args[1:]] if unbinds else node.args[1:]
         if dim not in ([], [0]) or any(p.meta["val"].shape[0] != size for p in pieces):
             return []
-        if unbinds:
-            return [
-                self._call(node, aten.select.int, (p, 0, 0), {}, value)
-                for p, value in zip(pieces, node.meta["val"], strict=True)
-            ]
-        return pieces
+        pairs = zip(pieces, node.meta["val"], strict=True)
+        return [self._cut(node, p, value, selects=unbinds) for p, value in pairs]
 
     def _slice(self, node: Node) -> Node | None:
         """Return the tensor that is cut out of a concatenation, if it is one of those it is of."""
-        pieces: list[Node] = self.pieces.get(next(iter(node.args), None), [])  # type: ignore[arg-type]
+        pieces = self._pieces_of(node)
         ends = list(accumulate(p.meta["val"].shape[0] for p in pieces))
         if not pieces or node.target is not aten.slice.Tensor or len(node.args) != 4:
             return None
         _, dim, first, last = node.args
         for piece, begin, end in zip(pieces, [0, *ends], ends, strict=False):
             if (dim, first, min(last, ends[-1])) == (0, begin, end):
-                return piece
+                return self._cut(node, piece, node.meta["val"])
         return None
+
+    def _cut(self, node: Node, piece: Node, value: Any, *, selects: bool = False) -> Node:
+        """Append what is cut out of a concatenation; it has memory of its own, as results must."""
+        if selects:
+            piece = self._call(node, aten.select.int, (piece, 0, 0), {}, value)
+        return self._call(node, aten.clone.default, (piece,), {}, value)
 
     def _elementwise(self, node: Node) -> Iterator[Node]:
         """Append what an elementwise operation does to each piece of its operands."""
@@ -148,7 +155,9 @@ def _is_concatenation(node: Node) -> bool:
         return False
     value = node.meta["val"]
     operands = [a.meta["val"] for a in node.all_input_nodes]
-    return all(v.dtype == value.dtype and v.dim() == value.dim() for v in operands)
+    return all(
+        v.dtype == value.dtype and v.dim() == value.dim() and v.is_contiguous() for v in operands
+    )
 
 
 def _is_foreach(node: Node) -> bool:

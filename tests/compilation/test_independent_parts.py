@@ -134,6 +134,11 @@ def concatenated(x: Inputs) -> Any:
     return [(p, p - g / f * s) for p, g, f, s in found], []
 
 
+def put_together(x: Inputs) -> Any:
+    """Inputs, from what they are put together to, are results: these have memory of their own."""
+    return alone(x)[0], list(torch.cat(x.averages).split(3))
+
+
 def concatenated_otherwise(x: Inputs) -> Any:
     """Some are converted as they are put together."""
     norms = [g.norm().unsqueeze(0) for g in x.grads]
@@ -159,6 +164,7 @@ def drawn(x: Inputs) -> Any:
         (with_results, [3, 11, 1]),
         (on_lists, [3]),
         (concatenated, [3]),
+        (put_together, [3]),
         (concatenated_otherwise, None),
         (drawn, None),
     ],
