@@ -210,7 +210,7 @@ class _Connected:
         return owner
 
     def _readers(self) -> dict[Any, set[Node]]:
-        """Return for each number that is written what depends on the old one, the write included"""
+        """Return for each number that is written what reads the old one, the write included."""
         depends: dict[Node, frozenset[Node]] = {}
         readers: dict[Any, set[Node]] = {a: set() for a in self.written}
         for node in self.graph.nodes:
