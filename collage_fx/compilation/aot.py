@@ -323,4 +323,6 @@ class Compilation:
         fakes = [n.meta["val"] for n in placeholders[len(example_inputs) :]]
         tag = compiler_config.cache_key_tag + "collage_fx:" + self.session.settings.fingerprint
         with compiler_config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
-            return compile_rewritten(result, self.direct, [*example_inputs, *fakes], kwargs)
+            inputs = [*example_inputs, *fakes]
+            divides = program.joined and self.session.divides
+            return compile_rewritten(result, self.direct, inputs, kwargs, divides=divides)

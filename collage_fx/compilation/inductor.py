@@ -1,10 +1,13 @@
 """What keeps Inductor from giving wrong results, or none, for the graphs of a step."""
 
 import copy
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
 from torch._inductor.exc import InductorError
 from torch.fx import GraphModule, Node
@@ -12,6 +15,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from collage_fx.compilation.partition import Direct
 from collage_fx.passes.codegen import inductor_compile
+from collage_fx.passes.dedup.independent_parts import divide
 from collage_fx.passes.ir.program import is_tensor
 
 aten = torch.ops.aten
@@ -39,7 +43,12 @@ def separate_outputs(gm: GraphModule) -> None:
 
 
 def compile_rewritten(
-    gm: GraphModule, direct: Direct | None, inputs: list[Any], kwargs: dict[str, Any]
+    gm: GraphModule,
+    direct: Direct | None,
+    inputs: list[Any],
+    kwargs: dict[str, Any],
+    *,
+    divides: bool = False,
 ) -> tuple[Any, str]:
     """Return the callable of a rewritten graph, and Inductor's code of what it compiled.
 
@@ -48,9 +57,10 @@ def compile_rewritten(
         direct: the same with the kernels taken out, if they run beside what Inductor compiles.
         inputs: examples.
         kwargs: for Inductor.
+        divides: whether to compile once what it does over and over, see `compile_divided`.
     """
     if direct is None:
-        inner = compile_exactly(gm, inputs, kwargs)
+        inner = (compile_divided if divides else compile_exactly)(gm, inputs, kwargs)
         return inner, getattr(inner, "source_code", "")
     if direct.rest is None:
         return direct.bind(None), ""
@@ -77,6 +87,63 @@ def compile_exactly(gm: GraphModule, inputs: list[Any], kwargs: dict[str, Any]) 
             # looks for a read that a buffer's in-place user does not have (KeyError in cpp.py).
             with inductor_config.patch(max_fusion_size=1):
                 return inductor_compile.compile_functional(gm, inputs, **kwargs)
+
+
+def compile_divided(gm: GraphModule, inputs: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Compile a graph; what it does over and over, to other tensors each time, once.
+
+    On a GPU, where each call is a launch, it stays whole.
+    """
+    on_cpu = all(x.device.type == "cpu" for x in inputs if isinstance(x, Tensor))
+    divided = divide(gm.graph) if on_cpu else None
+    if divided is None:
+        return compile_exactly(gm, inputs, kwargs)
+    static = set(kwargs.get("static_input_idxs", ()))
+    calls, codes = [], []
+    for repeated in divided:
+        taken = list(zip(*(call.inputs for call in repeated.calls), strict=True))
+        own = {**kwargs, "static_input_idxs": [i for i, at in enumerate(taken) if static >= {*at}]}
+        part = _LazyGraphModule(gm, repeated.graph)
+        with TracingContext.report_output_strides():  # each graph's own: AOTAutograd needs none
+            made = compile_exactly(part, [inputs[at[0]] for at in taken], own)
+        codes.append(getattr(made, "source_code", ""))
+        calls += [(_getter(call.inputs), made, call.results) for call in repeated.calls]
+    run = _in_turn(gm, calls)
+    run.source_code = "\n\n".join(codes)  # type: ignore[attr-defined]
+    return run
+
+
+def _getter(places: list[int]) -> Callable[[list[Any]], Sequence[Any]]:
+    """Return what picks items out of a list."""
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return lambda args: [args[i] for i in places]
+
+
+def _in_turn(gm: GraphModule, calls: list[Any]) -> Callable[[list[Any]], Any]:
+    """Return the boxed callable of a graph that is divided.
+
+    Args:
+        gm: the graph.
+        calls: which inputs each call takes, what is called, and which results it returns.
+    """
+    output: Any = gm.graph.output_node().args[0]
+    place = {n: i for i, n in enumerate(gm.graph.find_nodes(op="placeholder"))}
+    returned = [(k, place[n]) for k, n in enumerate(output) if n in place]
+    constants = [None if isinstance(n, Node) else n for n in output]
+
+    def run(args: list[Any]) -> Any:
+        results = constants.copy()
+        for k, i in returned:
+            results[k] = args[i]
+        for taken, function, made in calls:
+            for k, result in zip(made, function([*taken(args)]), strict=True):
+                results[k] = result
+        args.clear()
+        return results
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
 
 
 def _copied(gm: GraphModule) -> GraphModule:

@@ -121,6 +121,11 @@ class Session:
         return bool(self.config.multi_tensor) and "deduplicate" not in self.config.without
 
     @property
+    def divides(self) -> bool:
+        """Whether what a graph on joined values does over and over may be compiled once for all."""
+        return "deduplicate" not in self.config.without
+
+    @property
     def settings(self) -> CollageConfig:
         """The configuration of the graph that is compiled now."""
         pooled = self.stand_ins is not None and self.stand_ins.pooled

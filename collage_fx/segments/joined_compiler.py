@@ -13,7 +13,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
 
-from collage_fx.compilation.inductor import compile_exactly
+from collage_fx.compilation.inductor import compile_divided, compile_exactly
 from collage_fx.compilation.session import Session
 from collage_fx.passes.ir.listing import text_of
 from collage_fx.passes.rewrite.roundings import ROUNDED, keep_roundings
@@ -192,7 +192,8 @@ def compile_joined(
         kwargs.pop("get_decomp_fn", None)
         keep_roundings(functional)
         logs.show(logs.GRAPHS, "on whole values", lambda: text_of(functional))
-        made = compile_exactly(functional, list(inputs), kwargs)
+        compile_ = compile_divided if session.divides else compile_exactly
+        made = compile_(functional, list(inputs), kwargs)
         if code := getattr(made, "source_code", ""):
             logs.show(logs.CODE, "output code", lambda: code)
         places = functional.graph.find_nodes(op="placeholder")

@@ -295,6 +295,8 @@ class Program:
     unlike: Unlike | None = None
     """Why those in the graph cannot stand for the members left out, as `emit` finds; there is no
     `result` then."""
+    joined: bool = False
+    """Whether `join` has made `result`."""
     result: GraphModule | None = None
     """What Inductor compiles. Its inputs are those of the graph, those of the members left out, the
     residuals in the order of `residual_inputs`, and `seeds`."""

@@ -186,6 +186,7 @@ class _Joiner:
             self._results(given)
         self.graph.lint()
         self.program.result = _LazyGraphModule(self.program.source, self.graph)
+        self.program.joined = True
         keep_roundings(self.program.result)
         verdicts = {c.index: (c, self.storages[node]) for node, c in self.held.items()}
         self.program.plan = [
