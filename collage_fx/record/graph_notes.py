@@ -4,18 +4,23 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from collage_fx.record.at_once import AtOnce
+from collage_fx.record.graph_numbers import Floats, GraphNumbers, Tracer, is_readable
 from collage_fx.record.notes import CannotNote, Notes, Region
 from collage_fx.runtime.residuals.memory import has_memory, new_memory
 from collage_fx.segments.memory import storage_key
 from collage_fx.segments.operations import OPERATIONS
+from collage_fx.segments.segment_graph import same_number
 from collage_fx.segments.trie import Constant, Layout, Meta, Place, layout_of, meta_of
+
+aten = torch.ops.aten
 
 MOST = 16
 """In so many structures a graph is noted as a whole; one with more is another in each step."""
@@ -32,6 +37,12 @@ class Trace:
     drawn: list[Tensor] = field(default_factory=list)
     spoiled: bool = False
     """Whether something was done that is to be done again in each step."""
+    readable: frozenset[int] = frozenset()
+    """The ids of the tensors whose data are read as numbers."""
+
+    def reads(self, func: Any, args: Any) -> bool:
+        """Tell whether an operation reads a number that the graph begins with."""
+        return func is aten._local_scalar_dense.default and id(args[0]) in self.readable
 
     def draw(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Note what is done at once, with the looks of its operands in their place."""
@@ -63,7 +74,7 @@ class Effect:
     places: list[Place]
     """Its operations, one by one."""
     draws: list[tuple[Any, Any, Any]]
-    floats: list[float]
+    floats: Floats
     values: list[Any] = field(default_factory=list)
     """What its values are, in the order of their numbers: how many are given up; the root and the
     layout of a view; the looks of what is made; what was drawn, by its position; a tensor of the
@@ -71,17 +82,29 @@ class Effect:
     written: list[int] = field(default_factory=list)
     """The numbers of the memory that it writes and has not made."""
     results: list[tuple[str, Any]] = field(default_factory=list)
-    """"given", "drawn" or "made" with the position or number of it, or a "constant"."""
+    """"given", "drawn" or "made" with the position or number of it, a "number" with its node, or a
+    "constant"."""
     versions: list[tuple[int, int]] = field(default_factory=list)
     """Arguments, with how often it writes them."""
+
+    def proven_by(self, other: "Effect", args: tuple[Any, ...]) -> "Effect | None":
+        """Return this, if it is what the graph did with these arguments too; else None."""
+        numbers = self.floats.numbers.of(args)
+        expected, found = self.floats.of(numbers), other.floats.of(numbers)
+        same = all(map(same_number, expected, found)) and len(expected) == len(found)
+        if self.places != other.places or self.results != other.results or not same:
+            return None
+        self.floats.proven |= self.floats.changed(args)
+        return self
 
 
 @dataclass(eq=False)
 class GraphNotes:
     """Notes graphs of Dynamo's as single lines.
 
-    Such a graph does the same with tensors of the same layouts each time, but for Python numbers
-    among its arguments: those it is to have as constants, or not at all.
+    Such a graph does the same with tensors of the same layouts each time, with other Python
+    numbers. How those depend on its arguments is found out when it is noted for the first time, and
+    looked at again when one of these has changed for the first time.
     """
 
     notes: Notes
@@ -90,42 +113,74 @@ class GraphNotes:
     """Of the graph that is being noted operation by operation."""
     seen: WeakKeyDictionary[GraphModule, int] = field(default_factory=WeakKeyDictionary)
     """Graph -> in how many structures it was noted."""
+    numbers: WeakKeyDictionary[GraphModule, GraphNumbers] = field(default_factory=WeakKeyDictionary)
 
     def run(self, graph: GraphModule, args: tuple[Any, ...]) -> tuple[Any, int]:
         """Note a graph; return its results, and how many operations it is, noted as a whole."""
         with _pop_mode_temporarily():
             line = self._line(graph, args)
             place = None if line is None else self.notes.at.next.get(line)
-            if place is not None:
+            changed = place.effect.floats.changed(args) if place is not None else set()
+            if place is not None and changed <= place.effect.floats.proven:
                 return self._again(place, args), len(place.effect.places)
-        return (graph(*args), 0) if line is None else self._first(line, args)
+        if line is None:
+            return graph(*args), 0
+        return self._first(line, args, place.effect if place is not None else None)
 
     def _line(self, graph: GraphModule, args: tuple[Any, ...]) -> Any:
         """Return the line that a graph is; None if it is to be noted operation by operation."""
         if self.trace is not None or self.seen.get(graph, 0) >= MOST:
             return None
-        if not all(isinstance(a, Tensor | int | None) for a in args):
+        numbers = self._numbers(graph)
+        if not numbers.known or not all(isinstance(a, Tensor | int | float | None) for a in args):
+            return None
+        if any(not is_readable(args[i]) or self._waits(args[i]) for i in numbers.read):
             return None
         try:
-            return graph, tuple([self.notes.operand(a) for a in args]), ()
+            return graph, tuple([self._operand(a) for a in args]), ()
         except CannotNote:
             return None
 
-    def _first(self, line: Any, args: tuple[Any, ...]) -> tuple[Any, int]:
-        """Note the operations of a graph; from now on they are a line at this place."""
+    def _operand(self, a: Any) -> Any:
+        return type(a) if type(a) in (int, float) else self.notes.operand(a)
+
+    def _waits(self, t: Tensor) -> bool:
+        region = self.notes.region(t)
+        return region is not None and region.pending
+
+    def _numbers(self, graph: GraphModule) -> GraphNumbers:
+        found = self.numbers.get(graph)
+        if found is None:
+            found = self.numbers[graph] = GraphNumbers(graph)
+        return found
+
+    def _first(self, line: Any, args: tuple[Any, ...], known: Effect | None) -> tuple[Any, int]:
+        """Note the operations of a graph; from now on they are a line at this place.
+
+        Args:
+            line: the line.
+            args: the arguments of the graph.
+            known: what the graph did with other numbers: if it does not do so, it is no line.
+        """
         notes, graph = self.notes, line[0]
+        numbers = self._numbers(graph)
         before, taken = notes.at, notes.taken
-        start = _Start(len(notes.path), len(notes.region_of), len(notes.floats))
+        start = _Start(len(notes.path), len(notes.region_of))
         versions = [_version(a) for a in args]
-        trace = self.trace = Trace()
+        begun = numbers.begin(args)
+        trace = self.trace = Trace(readable=frozenset(id(args[i]) for i in numbers.read))
+        tracer = Tracer(numbers, notes)
         try:
-            results = graph(*args)
+            results = tracer.run(*args)
         finally:
             self.trace = None
         self.seen[graph] = self.seen.get(graph, 0) + 1
         effect = None
         if not trace.spoiled and notes.taken == taken:
-            effect = _Reader(notes, graph, start, trace).effect(args, results)
+            floats = Floats(numbers, tracer.values, begun)
+            effect = _Reader(notes, floats, start, trace).effect(args, results)
+        if effect is not None and known is not None:
+            effect = known.proven_by(effect, args)
         if effect is None:
             self.seen[graph] = MOST
             return results, 0
@@ -133,7 +188,9 @@ class GraphNotes:
             (i, _version(a) - v) for i, (a, v) in enumerate(zip(args, versions, strict=True))
         ]
         effect.versions = [(i, n) for i, n in changed if n]
-        place = before.next[line] = Place(line, effect=effect)
+        place = before.next.get(line)
+        if place is None:
+            place = before.next[line] = Place(line, effect=effect)
         del notes.path[start.path :]
         notes.go(place)
         return results, len(effect.places)
@@ -162,11 +219,12 @@ class GraphNotes:
                 notes.add_view(notes.region_of[root], layout)
         for at in effect.written:
             notes.region_of[at].pending = True
-        notes.floats += effect.floats
+        numbers = effect.floats.numbers.of(args)
+        notes.floats += effect.floats.of(numbers)
         notes.wait = True
         for i, count in effect.versions:
             increment_version([args[i]] * count)
-        of: dict[str, Any] = {"given": args, "drawn": drawn, "made": made}
+        of: dict[str, Any] = {"given": args, "drawn": drawn, "made": made, "number": numbers}
         return tuple([of[kind][at] if kind in of else at for kind, at in effect.results])
 
 
@@ -176,15 +234,15 @@ class _Start:
 
     path: int
     values: int
-    floats: int
 
 
 class _Reader:
     """Reads off the notes what a graph has done."""
 
-    def __init__(self, notes: Notes, graph: GraphModule, start: _Start, trace: Trace) -> None:
+    def __init__(self, notes: Notes, floats: Floats, start: _Start, trace: Trace) -> None:
         self.notes = notes
-        self.graph = graph
+        self.floats = floats
+        self.graph = floats.numbers.graph
         self.start = start
         self.trace = trace
         self.places = notes.path[start.path :]
@@ -192,12 +250,12 @@ class _Reader:
 
     def effect(self, args: tuple[Any, ...], results: Any) -> Effect | None:
         """Return it; None if it cannot be done again by what the notes have."""
-        floats = self.notes.floats[self.start.floats :]
-        effect = Effect(self.places, self.trace.draws, floats)
+        effect = Effect(self.places, self.trace.draws, self.floats)
         if not isinstance(results, tuple | list):
             return None
-        for result in results:
-            found = self._result(result, args)
+        output: Any = self.graph.graph.output_node().args[0]
+        for result, node in zip(results, output, strict=True):
+            found = self._result(result, node, args)
             if found is None:
                 return None
             effect.results.append(found)
@@ -214,10 +272,14 @@ class _Reader:
     def _root(self, at: int) -> int:
         return self.notes.region_of[at].value.at
 
-    def _result(self, t: Any, args: tuple[Any, ...]) -> tuple[str, Any] | None:
-        """Return what a result is: an argument, what was drawn or made, or a constant."""
+    def _result(self, t: Any, node: Any, args: tuple[Any, ...]) -> tuple[str, Any] | None:
+        """Return what a result is, which stands for itself or for a node of the graph."""
+        if not isinstance(node, Node):
+            return "constant", t
+        if node in self.floats.numbers.nodes:
+            return "number", node
         if not isinstance(t, Tensor):
-            return ("constant", t) if t is None or type(t) is int else None
+            return None
         for kind, known in (("given", args), ("drawn", self.trace.drawn)):
             for i, one in enumerate(known):
                 if one is t:

@@ -194,7 +194,7 @@ class Recorder:
             return result
         elif operation.kind == "note":
             return func(*args, **kwargs)
-        if trace is not None:
+        if trace is not None and not trace.reads(func, args):
             trace.spoiled = True
         return self._now(func, operation, args, kwargs)
 

@@ -309,7 +309,7 @@ class Steps:
         """Record the whole of the steps from now on, where such values keep their low words."""
         if self.whole:
             return
-        self.record_whole()
+        self.record_whole(traced=True)
         self.warn(
             f"{self.subject} computes the new value of {name} in one compiled graph and stores it "
             "in another, or not in place at all, which drops its low word in this step; the steps "

@@ -70,7 +70,7 @@ def _classified(func: Any) -> Operation:
     odd = any(t.name.startswith(_ODD) for t in func.tags)
     # A tensor of numbers is read on the host.
     odd |= any(a.name == "scalars" and str(a.type) == "Tensor" for a in arguments)
-    if func.namespace != "aten" or solves or not tensors or odd:
+    if func.namespace not in ("aten", "prims") or solves or not tensors or odd:
         return Operation("now", places)
     numbers = frozenset(
         key

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import collage_fx
-from collage_fx.record import graph_notes
+from collage_fx.record import graph_notes, graph_numbers
 
 SCALE = torch.full((3,), 0.5)
 
@@ -128,14 +128,77 @@ def test_a_line_does_what_its_operations_do(
     assert not equal(found, other)
 
 
-def test_numbers_that_a_graph_reads_are_read_in_each_step() -> None:
-    def reads(p: Tensor, g: Tensor, m: Tensor, z: Tensor) -> Tensor:
-        return m.add_(g, alpha=0.1) * g.float().sum().item()
+def by_count(p: Tensor, g: Tensor, m: Tensor, z: Tensor, lr: float, k: int) -> tuple[Tensor, int]:
+    m.lerp_(g, 1 - 0.9**k)
+    z.mul_(0.5).addcmul_(g, g, value=0.5)
+    return m.mul(lr / (1 - 0.9**k)).sub_(z, alpha=1e-3 * lr), k + 1
 
+
+def rolled(p: Tensor, g: Tensor, m: Tensor, z: Tensor, lr: float, k: int) -> tuple[Tensor, int]:
+    m.add_(g.roll(k, 0), alpha=0.1)
+    return m * lr, k + 1
+
+
+def read_back(p: Tensor, g: Tensor, m: Tensor, z: Tensor, lr: float, k: int) -> tuple[Tensor, int]:
+    return m.add_(g, alpha=0.1) * (lr * g.float().sum().item()), k + 1
+
+
+class Numbered(Nested):
+    """Gives the part that is compiled its rate and the count of steps, and takes this back."""
+
+    def __init__(self, params: list[Tensor], update: Callable[..., Any]) -> None:
+        super().__init__(params, update)
+
+        def all_updates(lr: float, k: int, *lists: list[Tensor]) -> tuple[list[Tensor], int]:
+            found = [update(*one, lr, k) for one in zip(*lists, strict=True)]
+            return [move for move, _ in found], found[0][1]
+
+        self.updates = torch.compile(all_updates, fullgraph=True)
+        self.counts = [1]
+
+    @torch.compiler.disable(recursive=False)
+    def _step(self) -> None:
+        (group,) = self.param_groups
+        for p in group["params"]:
+            if not self.state[p]:
+                self.state[p].update(m=torch.zeros_like(p), z=torch.zeros_like(p))
+        states = [self.state[p] for p in group["params"]]
+        lists = group["params"], [p.grad for p in group["params"]], [s["m"] for s in states]
+        zeros = [s["z"] for s in states]
+        moves, self.counts[0] = self.updates(group["lr"], self.counts[0], *lists, zeros)
+        for p, move in zip(group["params"], moves, strict=True):
+            p.data.add_(move, alpha=-1)
+
+
+def numbered(update: Callable[..., Any]) -> tuple[list[Any], list[int]]:
+    torch.compiler.reset()
+    optimizer = Numbered(start(torch.bfloat16), update)
+    step = collage_fx.compile(optimizer, arithmetic="wide")
+    counts = []
+    for k in range(16):
+        optimizer.param_groups[0]["lr"] = LR if k in (0, 1, 7, 8, 9) else LR / (1 + k)
+        counts += train(optimizer, step, k, k + 1)
+    return list(found_in(optimizer)), counts
+
+
+@pytest.mark.parametrize("update", [by_count, rolled, read_back])
+def test_numbers_of_a_graph_are_those_of_each_step(
+    update: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
-        found, counts = run(reads)
-    assert counts[-1] > 2
-    assert all(isinstance(t, list) or bool(t.isfinite().all()) for t in found)
+        found, counts = numbered(update)
+        assert (counts[-1] == 2) == (update is by_count), "the others are noted one by one"
+        monkeypatch.setattr(graph_notes, "MOST", 0)
+        one_by_one, all_counts = numbered(update)
+    assert all_counts[-1] > 2
+    assert equal(found, one_by_one)
+
+
+def test_a_float_that_is_taken_for_a_constant_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_numbers, "same_number", lambda a, b: False)  # none is recognised
+    assert numbered(by_count)[1][-1] > 2
+    monkeypatch.undo()
+    assert numbered(by_count)[1][-1] == 2
 
 
 def test_a_loaded_run_goes_on_as_the_unbroken_one() -> None:
