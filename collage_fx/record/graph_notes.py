@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from collage_fx.segments.trie import Constant, Layout, Meta, Place, layout_of, m
 aten = torch.ops.aten
 
 MOST = 16
-"""In so many structures a graph is noted as a whole; one with more is another in each step."""
+"""A graph that does something else in each of so many steps is noted operation by operation."""
 _GONE = Region((None, (), (), 0))
 """What a graph makes and gives up."""
 
@@ -99,6 +98,22 @@ class Effect:
 
 
 @dataclass(eq=False)
+class _Known:
+    """What is known of a graph."""
+
+    numbers: GraphNumbers
+    row: int = 0
+    """In how many steps in a row it was noted operation by operation."""
+    last: int = -1
+    """The last of them."""
+
+    def count(self, step: int) -> None:
+        """Note that it is noted operation by operation in a step."""
+        self.row += step != self.last
+        self.last = step
+
+
+@dataclass(eq=False)
 class GraphNotes:
     """Notes graphs of Dynamo's as single lines.
 
@@ -111,9 +126,9 @@ class GraphNotes:
     at_once: AtOnce
     trace: Trace | None = None
     """Of the graph that is being noted operation by operation."""
-    seen: WeakKeyDictionary[GraphModule, int] = field(default_factory=WeakKeyDictionary)
-    """Graph -> in how many structures it was noted."""
-    numbers: WeakKeyDictionary[GraphModule, GraphNumbers] = field(default_factory=WeakKeyDictionary)
+    known: dict[GraphModule, _Known] = field(default_factory=dict)
+    steps: int = 0
+    """How many have begun."""
 
     def run(self, graph: GraphModule, args: tuple[Any, ...]) -> tuple[Any, int]:
         """Note a graph; return its results, and how many operations it is, noted as a whole."""
@@ -129,9 +144,12 @@ class GraphNotes:
 
     def _line(self, graph: GraphModule, args: tuple[Any, ...]) -> Any:
         """Return the line that a graph is; None if it is to be noted operation by operation."""
-        if self.trace is not None or self.seen.get(graph, 0) >= MOST:
+        known = self.known.get(graph)
+        if known is None:
+            known = self.known[graph] = _Known(GraphNumbers(graph))
+        numbers = known.numbers
+        if self.trace is not None or known.row >= MOST:
             return None
-        numbers = self._numbers(graph)
         if not numbers.known or not all(isinstance(a, Tensor | int | float | None) for a in args):
             return None
         if any(not is_readable(args[i]) or self._waits(args[i]) for i in numbers.read):
@@ -148,12 +166,6 @@ class GraphNotes:
         region = self.notes.region(t)
         return region is not None and region.pending
 
-    def _numbers(self, graph: GraphModule) -> GraphNumbers:
-        found = self.numbers.get(graph)
-        if found is None:
-            found = self.numbers[graph] = GraphNumbers(graph)
-        return found
-
     def _first(self, line: Any, args: tuple[Any, ...], known: Effect | None) -> tuple[Any, int]:
         """Note the operations of a graph; from now on they are a line at this place.
 
@@ -162,8 +174,9 @@ class GraphNotes:
             args: the arguments of the graph.
             known: what the graph did with other numbers: if it does not do so, it is no line.
         """
-        notes, graph = self.notes, line[0]
-        numbers = self._numbers(graph)
+        notes, graph = self.notes, self.known[line[0]]
+        numbers = graph.numbers
+        graph.count(self.steps)
         before, taken = notes.at, notes.taken
         start = _Start(len(notes.path), len(notes.region_of))
         versions = [_version(a) for a in args]
@@ -174,7 +187,6 @@ class GraphNotes:
             results = tracer.run(*args)
         finally:
             self.trace = None
-        self.seen[graph] = self.seen.get(graph, 0) + 1
         effect = None
         if not trace.spoiled and notes.taken == taken:
             floats = Floats(numbers, tracer.values, begun)
@@ -182,7 +194,7 @@ class GraphNotes:
         if effect is not None and known is not None:
             effect = known.proven_by(effect, args)
         if effect is None:
-            self.seen[graph] = MOST
+            graph.row = MOST
             return results, 0
         changed = [
             (i, _version(a) - v) for i, (a, v) in enumerate(zip(args, versions, strict=True))
@@ -198,6 +210,7 @@ class GraphNotes:
     def _again(self, place: Place, args: tuple[Any, ...]) -> Any:
         """Note a graph as it was noted before; return its results."""
         notes, effect = self.notes, place.effect
+        self.known[place.line[0]].row = 0
         notes.go(place)
         drawn = []
         for func, given, named in effect.draws:

@@ -120,6 +120,7 @@ class Recorder:
         """Note what happens within, and have it done at the end, whatever ends it."""
         self.beside_dynamo = beside_dynamo
         self.in_graphs = self.apart = 0
+        self.graphs.steps += 1
         mode = _BesideDynamo(self) if beside_dynamo else _Mode(self)
         with mode, contextlib.ExitStack() as self.reads:
             if not self.asleep:
