@@ -11,13 +11,13 @@ from torch.utils._python_dispatch import _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from collage_fx.record.at_once import AtOnce
-from collage_fx.record.graph_numbers import Floats, GraphNumbers, Tracer, is_readable
-from collage_fx.record.notes import CannotNote, Notes, Region
+from collage_fx.record.graph_numbers import Floats, GraphNumbers, Tracer, is_readable, own_tensors
+from collage_fx.record.notes import Notes, Region
 from collage_fx.runtime.residuals.memory import has_memory, new_memory
 from collage_fx.segments.memory import storage_key
 from collage_fx.segments.operations import OPERATIONS
 from collage_fx.segments.segment_graph import same_number
-from collage_fx.segments.trie import Constant, Layout, Meta, Place, layout_of, meta_of
+from collage_fx.segments.trie import Layout, Meta, Place, layout_of, meta_of
 
 aten = torch.ops.aten
 
@@ -36,6 +36,8 @@ class Trace:
     drawn: list[Tensor] = field(default_factory=list)
     spoiled: bool = False
     """Whether something was done that is to be done again in each step."""
+    constants: list[Tensor] = field(default_factory=list)
+    """What torch.tensor has made."""
     readable: frozenset[int] = frozenset()
     """The ids of the tensors whose data are read as numbers."""
 
@@ -66,6 +68,28 @@ class _Looks:
         return new_memory(*self.meta)
 
 
+@dataclass
+class _Gone:
+    """Values that are given up within the graph."""
+
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class _View:
+    """A view of a value that is not given up."""
+
+    root: int
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """What was done at once, by its position among the draws."""
+
+    at: int
+
+
 @dataclass(eq=False)
 class Effect:
     """What a graph does at a place in the trie, to operands of certain numbers."""
@@ -75,9 +99,8 @@ class Effect:
     draws: list[tuple[Any, Any, Any]]
     floats: Floats
     values: list[Any] = field(default_factory=list)
-    """What its values are, in the order of their numbers: how many are given up; the root and the
-    layout of a view; the looks of what is made; what was drawn, by its position; a tensor of the
-    graph's own."""
+    """What its values are, in the order of their numbers, which are the same wherever the line
+    stands at this place: `_Looks` is what is made, a tensor one of the graph's own."""
     written: list[int] = field(default_factory=list)
     """The numbers of the memory that it writes and has not made."""
     results: list[tuple[str, Any]] = field(default_factory=list)
@@ -86,9 +109,10 @@ class Effect:
     versions: list[tuple[int, int]] = field(default_factory=list)
     """Arguments, with how often it writes them."""
 
-    def proven_by(self, other: "Effect", args: tuple[Any, ...]) -> "Effect | None":
-        """Return this, if it is what the graph did with these arguments too; else None."""
-        numbers = self.floats.numbers.of(args)
+    def proven_by(
+        self, other: "Effect", numbers: dict[Node, Any], args: tuple[Any, ...]
+    ) -> "Effect | None":
+        """Return this, if it is what the graph did with these numbers too; else None."""
         expected, found = self.floats.of(numbers), other.floats.of(numbers)
         same = all(map(same_number, expected, found)) and len(expected) == len(found)
         if self.places != other.places or self.results != other.results or not same:
@@ -133,31 +157,40 @@ class GraphNotes:
     def run(self, graph: GraphModule, args: tuple[Any, ...]) -> tuple[Any, int]:
         """Note a graph; return its results, and how many operations it is, noted as a whole."""
         with _pop_mode_temporarily():
-            line = self._line(graph, args)
+            line, numbers = self._line(graph, args)
             place = None if line is None else self.notes.at.next.get(line)
-            changed = place.effect.floats.changed(args) if place is not None else set()
-            if place is not None and changed <= place.effect.floats.proven:
-                return self._again(place, args), len(place.effect.places)
+            if place is not None and place.effect.floats.hold(numbers, args):
+                return self._again(place, args, numbers), len(place.effect.places)
         if line is None:
             return graph(*args), 0
-        return self._first(line, args, place.effect if place is not None else None)
+        return self._first(line, args, numbers, place)
 
-    def _line(self, graph: GraphModule, args: tuple[Any, ...]) -> Any:
-        """Return the line that a graph is; None if it is to be noted operation by operation."""
+    def _line(self, graph: GraphModule, args: tuple[Any, ...]) -> tuple[Any, dict[Node, Any]]:
+        """Return the line that a graph is, and its numbers.
+
+        The line is None if the graph is to be noted operation by operation. All that its operations
+        depend on is in the line, on the way to it in the trie, or a number.
+        """
         known = self.known.get(graph)
         if known is None:
             known = self.known[graph] = _Known(GraphNumbers(graph))
         numbers = known.numbers
-        if self.trace is not None or known.row >= MOST:
-            return None
-        if not numbers.known or not all(isinstance(a, Tensor | int | float | None) for a in args):
-            return None
+        if self.trace is not None or known.row >= MOST or not numbers.known:
+            return None, {}
+        if not all(isinstance(a, Tensor | int | float | None) for a in args):
+            return None, {}
         if any(not is_readable(args[i]) or self._waits(args[i]) for i in numbers.read):
-            return None
+            return None, {}
         try:
-            return graph, tuple([self._operand(a) for a in args]), ()
-        except CannotNote:
-            return None
+            given = tuple([self._operand(a) for a in args])
+            own = tuple([self._own(t) for t in own_tensors(graph)])
+            return (graph, given, own), numbers.of(args)
+        except Exception:  # numbers that raise do so where they stand: when the graph is run
+            return None, {}
+
+    def _own(self, t: Tensor) -> Any:
+        """Return what a tensor of the graph's own is in the notes; None if they do not know it."""
+        return self.notes.operand(t) if storage_key(t) in self.notes.regions else None
 
     def _operand(self, a: Any) -> Any:
         return type(a) if type(a) in (int, float) else self.notes.operand(a)
@@ -166,79 +199,87 @@ class GraphNotes:
         region = self.notes.region(t)
         return region is not None and region.pending
 
-    def _first(self, line: Any, args: tuple[Any, ...], known: Effect | None) -> tuple[Any, int]:
+    def _first(
+        self, line: Any, args: tuple[Any, ...], numbers: dict[Node, Any], place: Place | None
+    ) -> tuple[Any, int]:
         """Note the operations of a graph; from now on they are a line at this place.
 
         Args:
             line: the line.
             args: the arguments of the graph.
-            known: what the graph did with other numbers: if it does not do so, it is no line.
+            numbers: those of the graph.
+            place: where it was noted before, with other numbers: if it does not do the same with
+                these, it is no line.
         """
-        notes, graph = self.notes, self.known[line[0]]
-        numbers = graph.numbers
-        graph.count(self.steps)
-        before, taken = notes.at, notes.taken
-        start = _Start(len(notes.path), len(notes.region_of))
+        notes, known, before = self.notes, self.known[line[0]], self.notes.at
         versions = [_version(a) for a in args]
-        begun = numbers.begin(args)
+        known.count(self.steps)
+        results, effect = self._traced(known.numbers, args)
+        if effect is not None and place is not None and place.effect.floats.fixed_are(numbers):
+            effect = place.effect.proven_by(effect, numbers, args)
+        if effect is None:
+            known.row = MOST
+            return results, 0
+        changed = [_version(a) - v for a, v in zip(args, versions, strict=True)]
+        effect.versions = [(i, n) for i, n in enumerate(changed) if n]
+        place = place or Place(line)
+        place.effect = effect
+        before.next[line] = place
+        del notes.path[len(notes.path) - len(effect.places) :]
+        notes.path.append(place)
+        return results, len(effect.places)
+
+    def _traced(self, numbers: GraphNumbers, args: tuple[Any, ...]) -> tuple[Any, Effect | None]:
+        """Note the operations of a graph; return its results, and its effect, None if unknown."""
+        notes, begun, taken = self.notes, numbers.begin(args), self.notes.taken
+        start = _Start(len(notes.path), len(notes.region_of))
         trace = self.trace = Trace(readable=frozenset(id(args[i]) for i in numbers.read))
-        tracer = Tracer(numbers, notes)
+        tracer = Tracer(numbers, notes, trace.constants)
         try:
             results = tracer.run(*args)
         finally:
             self.trace = None
-        effect = None
-        if not trace.spoiled and notes.taken == taken:
-            floats = Floats(numbers, tracer.values, begun)
-            effect = _Reader(notes, floats, start, trace).effect(args, results)
-        if effect is not None and known is not None:
-            effect = known.proven_by(effect, args)
-        if effect is None:
-            graph.row = MOST
-            return results, 0
-        changed = [
-            (i, _version(a) - v) for i, (a, v) in enumerate(zip(args, versions, strict=True))
-        ]
-        effect.versions = [(i, n) for i, n in changed if n]
-        place = before.next.get(line)
-        if place is None:
-            place = before.next[line] = Place(line, effect=effect)
-        del notes.path[start.path :]
-        notes.go(place)
-        return results, len(effect.places)
+        if trace.spoiled or notes.taken != taken:
+            return results, None
+        floats = Floats(numbers, tracer.values, begun, tracer.fixed)
+        return results, _Reader(notes, floats, start, trace).effect(args, results)
 
-    def _again(self, place: Place, args: tuple[Any, ...]) -> Any:
+    def _again(self, place: Place, args: tuple[Any, ...], numbers: dict[Node, Any]) -> Any:
         """Note a graph as it was noted before; return its results."""
         notes, effect = self.notes, place.effect
         self.known[place.line[0]].row = 0
-        notes.go(place)
+        notes.path.append(place)
+        if effect.places:  # what follows is the same after a line and after its operations
+            notes.at = effect.places[-1]
         drawn = []
         for func, given, named in effect.draws:
             given, named = tree_map_only(_Looks, _Looks.like, (given, named))
             drawn.append(self.at_once.born(func, func(*given, **named)))
         made = {}
         for value in effect.values:
-            if type(value) is int:
-                notes.region_of += [_GONE] * value
+            if type(value) is _Gone:
+                notes.region_of += [_GONE] * value.count
             elif type(value) is _Looks:
                 at = len(notes.region_of)
                 made[at] = notes.make(value.meta)
-            elif isinstance(value, Tensor):
-                notes.take_input(value)
-            elif type(value) is Constant:
-                notes.take_input(drawn[value.value])
+            elif type(value) is _View:
+                notes.add_view(notes.region_of[value.root], value.layout)
             else:
-                root, layout = value
-                notes.add_view(notes.region_of[root], layout)
+                notes.take_input(drawn[value.at] if type(value) is _Drawn else value)
         for at in effect.written:
             notes.region_of[at].pending = True
-        numbers = effect.floats.numbers.of(args)
         notes.floats += effect.floats.of(numbers)
         notes.wait = True
-        for i, count in effect.versions:
-            increment_version([args[i]] * count)
+        _count_versions([(args[i], count) for i, count in effect.versions])
         of: dict[str, Any] = {"given": args, "drawn": drawn, "made": made, "number": numbers}
         return tuple([of[kind][at] if kind in of else at for kind, at in effect.results])
+
+
+def _count_versions(written: list[tuple[Tensor, int]]) -> None:
+    """Count versions up, of tensors that may have one counter."""
+    wanted = [(t, t._version + count) for t, count in written]
+    for t, version in wanted:
+        increment_version([t] * (version - t._version))
 
 
 @dataclass(frozen=True)
@@ -323,12 +364,12 @@ class _Reader:
         for at in range(self.start.values, len(regions)):
             root = self._root(at)
             if root in made and root not in kept:
-                if found and type(found[-1]) is int:
-                    found[-1] += 1
+                if found and type(found[-1]) is _Gone:
+                    found[-1].count += 1
                 else:
-                    found.append(1)
+                    found.append(_Gone())
             elif root != at:
-                found.append((root, _layout(regions[at], at)))
+                found.append(_View(root, _layout(regions[at], at)))
             elif at in made:
                 found.append(_Looks(made[at]))
             else:
@@ -342,13 +383,13 @@ class _Reader:
         """Return what a graph reads that is none of its arguments; None if that is not known."""
         key = next(k for k, found in self.notes.regions.items() if region in found)
         if key in self.drawn:
-            return Constant(int, self.drawn[key])
-        nodes = self.graph.graph.find_nodes(op="get_attr")
-        own = [getattr(self.graph, node.target, None) for node in nodes]
-        known = (t for t in own if isinstance(t, Tensor) and has_memory(t))
-        return next(
-            (t for t in known if storage_key(t) == key and layout_of(t) == region.layout), None
-        )
+            return _Drawn(self.drawn[key])
+        if region.pending and any(storage_key(t) == key for t in self.trace.constants):
+            return None  # it is written, and another in each step
+        for t in own_tensors(self.graph) + self.trace.constants:
+            if storage_key(t) == key and layout_of(t) == region.layout:
+                return t
+        return None
 
 
 def _layout(region: Region, at: int) -> Layout:

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
 
 from collage_fx.record.notes import Notes
+from collage_fx.runtime.residuals.memory import has_memory
 from collage_fx.segments.segment_graph import same_number
 
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
@@ -81,8 +83,19 @@ class Floats:
     """Each a constant, or the node of the graph that it is."""
     first: list[Any]
     """What the graph began with when it was noted."""
+    fixed: dict[Node, Any]
+    """Numbers that operations depend on in another way than by one float: it is no line with
+    others."""
     proven: set[int] = field(default_factory=set)
     """Which of these have changed since, and the floats were found to be as expected."""
+
+    def hold(self, numbers: dict[Node, Any], args: tuple[Any, ...]) -> bool:
+        """Tell whether it is known what the floats are for these numbers."""
+        return self.fixed_are(numbers) and self.changed(args) <= self.proven
+
+    def fixed_are(self, numbers: dict[Node, Any]) -> bool:
+        """Tell whether the numbers that are to be as they were are so."""
+        return all(same_number(numbers[n], value) for n, value in self.fixed.items())
 
     def changed(self, args: tuple[Any, ...]) -> set[int]:
         """Return which numbers are others than the first that the graph was noted with."""
@@ -99,27 +112,62 @@ class Tracer(Interpreter):
 
     extra_traceback = False
 
-    def __init__(self, numbers: GraphNumbers, notes: Notes) -> None:
+    def __init__(self, numbers: GraphNumbers, notes: Notes, constants: list[Tensor]) -> None:
         super().__init__(numbers.graph)
         self.extra_traceback = False
         self.numbers = numbers
         self.notes = notes
+        self.constants = constants
+        """Where what torch.tensor makes of numbers that do not change is put."""
         self.values: list[Any] = []
+        """What the floats are, as `Floats` has it."""
+        self.fixed: dict[Node, Any] = {}
+        """Likewise."""
 
     def run_node(self, n: Node) -> Any:
-        """Run a node; what it is noted with are its operands that are numbers, or constants."""
+        """Run a node; find out which of its numbers the floats are that it is noted with."""
         before = len(self.notes.floats)
         result = super().run_node(n)
-        operands = [a for a in n.all_input_nodes if a in self.numbers.nodes]
-        for value in self.notes.floats[before:]:
-            fits = (a for a in operands if same_number(self.env[a], value))
-            found = next(fits, None)
-            if found is not None:
-                operands.remove(found)
-            self.values.append(value if found is None else found)
+        if n.target is torch.tensor and not n.all_input_nodes:
+            self.constants.append(result)
+        if n.op != "output" and n not in self.numbers.nodes:
+            self._see(n, self.notes.floats[before:])
         return result
+
+    def _see(self, n: Node, floats: list[float]) -> None:
+        """Note what the floats of an operation are.
+
+        A number is a float if nothing else among the operands is equal to it, and if every other
+        float is a number or a constant as well: an operation may compute some, 1 - x of x.
+        """
+        operands = [a for a in n.all_input_nodes if a in self.numbers.nodes]
+        leaves = tree_leaves((n.args, n.kwargs))
+        known = [self.env[a] if isinstance(a, Node) else a for a in leaves if _is_operand(a, self)]
+        found = dict.fromkeys(operands, -1)
+        for a in operands:
+            places = [i for i, x in enumerate(floats) if same_number(x, self.env[a])]
+            if sum(same_number(x, self.env[a]) for x in known) == len(places) == 1:
+                found[a] = places[0]
+        computed = any(not any(same_number(x, y) for y in known) for x in floats)
+        if computed or -1 in found.values():
+            self.fixed.update({a: self.env[a] for a in operands})
+            found = {}
+        source = {i: a for a, i in found.items()}
+        self.values += [source.get(i, x) for i, x in enumerate(floats)]
+
+
+def _is_operand(a: Any, tracer: Tracer) -> bool:
+    """Tell whether an argument of a node is a number."""
+    return a in tracer.numbers.nodes if isinstance(a, Node) else type(a) in (int, float)
 
 
 def is_readable(t: Any) -> bool:
     """Tell whether a tensor is a number on the host, such as a rate."""
     return isinstance(t, Tensor) and not t.dim() and t.is_cpu and t.dtype is torch.float64
+
+
+def own_tensors(graph: GraphModule) -> list[Tensor]:
+    """Return the tensors with memory that a graph has as attributes."""
+    nodes = graph.graph.find_nodes(op="get_attr")
+    found = [getattr(graph, node.target, None) for node in nodes]
+    return [t for t in found if isinstance(t, Tensor) and has_memory(t)]

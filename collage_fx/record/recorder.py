@@ -95,6 +95,7 @@ class Recorder:
 
     def graph(self, graph: GraphModule, args: tuple[Any, ...]) -> Any:
         """Note a graph of Dynamo's, of which nothing else can read results on the way."""
+        beside_dynamo = self.beside_dynamo
         with self._set("beside_dynamo", False):
             if self.all_at_once or self.passes_by:
                 return graph(*args)
@@ -105,7 +106,9 @@ class Recorder:
             result, count = self.graphs.run(graph, args)
             if count:
                 self.in_graphs, self.apart = self.in_graphs + count, apart
-            return result
+        if beside_dynamo and any(map(_is_number, result)):
+            self.flush_outside()
+        return result
 
     def graphs_do_most(self) -> bool:
         """Tell whether most operations of this step are parts of graphs noted as a whole."""
@@ -169,7 +172,7 @@ class Recorder:
             return NotImplemented  # it comes again, for what such a tensor is made of
         operation, trace = OPERATIONS[func], self.graphs.trace
         if self.asleep:
-            if operation.kind == "view":
+            if self._needs_no_states(operation, args, kwargs):
                 return func(*args, **kwargs)
             self._wake_up()
         if operation.kind == "note" and (trace or not self._on_host(operation, args, kwargs)):
@@ -198,6 +201,13 @@ class Recorder:
         if trace is not None and not trace.reads(func, args):
             trace.spoiled = True
         return self._now(func, operation, args, kwargs)
+
+    def _needs_no_states(self, operation: Operation, args: Any, kwargs: Any) -> bool:
+        """Tell whether an operation has nothing to do with low words: a view, or numbers."""
+        if operation.kind == "read":
+            return all(t.dtype not in self.words.wide for t in tensors_in(args, kwargs))
+        on_host = operation.kind == "note" and self._on_host(operation, args, kwargs)
+        return operation.kind == "view" or on_host
 
     def _on_host(self, operation: Operation, args: Any, kwargs: Any) -> bool:
         """Tell whether this is arithmetic of numbers on the host, such as a count of steps."""

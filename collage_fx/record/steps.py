@@ -189,7 +189,7 @@ class Steps:
         self.accounts.begin(present)
         at_once = self.session.keep or (self.steps == 1 and _resumed(present))
         # What is recorded beside graphs of Dynamo's is soon recorded with them, or over.
-        beside = self.traces and self.steps <= TRIED
+        beside = self.compiles and self.steps <= TRIED
         joins = self.session.config.on_unsupported == "join"
         soon_over = beside and joins
         only = self.interpreted or self.forced or soon_over or self.recorder.all_at_once
