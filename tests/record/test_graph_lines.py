@@ -135,7 +135,14 @@ def by_count(p: Tensor, g: Tensor, m: Tensor, z: Tensor, lr: float, k: int) -> t
 
 
 def rolled(p: Tensor, g: Tensor, m: Tensor, z: Tensor, lr: float, k: int) -> tuple[Tensor, int]:
-    m.add_(g.roll(k, 0), alpha=0.1)
+    m.add_(g.roll(k // 6, 0), alpha=0.1)  # the same for six steps, and then another
+    return m * lr, k + 1
+
+
+def equal_at_first(
+    p: Tensor, g: Tensor, m: Tensor, z: Tensor, lr: float, k: int
+) -> tuple[Tensor, int]:
+    m.add_(g.clamp(max=2500 * lr * k, min=0.25 * k), alpha=0.1)
     return m * lr, k + 1
 
 
@@ -181,13 +188,13 @@ def numbered(update: Callable[..., Any]) -> tuple[list[Any], list[int]]:
     return list(found_in(optimizer)), counts
 
 
-@pytest.mark.parametrize("update", [by_count, rolled, read_back])
+@pytest.mark.parametrize("update", [by_count, rolled, equal_at_first, read_back])
 def test_numbers_of_a_graph_are_those_of_each_step(
     update: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         found, counts = numbered(update)
-        assert (counts[-1] == 2) == (update is by_count), "the others are noted one by one"
+        assert (counts[-1] == 2) == (update is not read_back)
         monkeypatch.setattr(graph_notes, "MOST", 0)
         one_by_one, all_counts = numbered(update)
     assert all_counts[-1] > 2
@@ -199,6 +206,67 @@ def test_a_float_that_is_taken_for_a_constant_is_found_out(monkeypatch: pytest.M
     assert numbered(by_count)[1][-1] > 2
     monkeypatch.undo()
     assert numbered(by_count)[1][-1] == 2
+
+
+class Measured(Nested):
+    """Makes a tensor of numbers out of a result."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        super().__init__(params, average)
+        self.made: list[float] = []
+        self.norms = torch.compile(lambda gs: [torch.stack([g.norm() for g in gs]).sum()])
+
+    @torch.compiler.disable(recursive=False)
+    def _step(self) -> None:
+        super()._step()
+        (norm,) = self.norms([p.grad for p in self.param_groups[0]["params"]])
+        self.made.append(float(torch.tensor([norm, 2.0])[0]))
+
+
+def test_what_is_read_behind_the_dispatcher_has_its_data() -> None:
+    optimizer = Measured(start(torch.bfloat16))
+    step, expected = collage_fx.compile(optimizer, arithmetic="wide"), []
+    for k in range(6):
+        train(optimizer, step, k, k + 1)
+        norms = [p.grad.float().norm() for p in optimizer.param_groups[0]["params"]]
+        expected.append(float(sum(norms)))
+    assert optimizer.made == pytest.approx(expected, rel=0.01)
+
+
+class Shares(Nested):
+    """Multiplies a tensor that its graph has as its own, or another."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        super().__init__(params, average)
+        self.own = torch.full((3,), 0.5)
+        other = torch.full((3,), 0.25)
+        self.turns = [self.own, other, self.own, self.own, other] * 2
+        constant = torch.compiler.assume_constant_result(lambda: self.own)
+
+        def all_updates(*lists: list[Tensor]) -> list[Tensor]:
+            found = [m.lerp_(g, 0.1) * constant() - z for _, g, m, z in zip(*lists, strict=True)]
+            return [f + 0.5 * f * f for f in found]
+
+        self.updates = torch.compile(all_updates, fullgraph=True)
+
+    @torch.compiler.disable(recursive=False)
+    def _step(self) -> None:
+        self.turns.pop().mul_(1.25)
+        super()._step()
+
+
+def test_a_tensor_of_the_graph_s_own_is_what_it_is_in_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run() -> list[Any]:
+        torch.compiler.reset()
+        optimizer = Shares(start(torch.bfloat16))
+        train(optimizer, collage_fx.compile(optimizer, arithmetic="wide"), 0, 10)
+        return list(found_in(optimizer))
+
+    found = run()
+    monkeypatch.setattr(graph_notes, "MOST", 0)
+    assert equal(found, run())
 
 
 def test_a_loaded_run_goes_on_as_the_unbroken_one() -> None:
