@@ -128,7 +128,7 @@ class Tracer(Interpreter):
         """Run a node; find out which of its numbers the floats are that it is noted with."""
         before = len(self.notes.floats)
         result = super().run_node(n)
-        if n.target is torch.tensor and not n.all_input_nodes:
+        if n.target in (torch.tensor, torch.as_tensor) and not n.all_input_nodes:
             self.constants.append(result)
         if n.op != "output" and n not in self.numbers.nodes:
             self._see(n, self.notes.floats[before:])
