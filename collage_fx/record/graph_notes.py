@@ -109,15 +109,13 @@ class Effect:
     versions: list[tuple[int, int]] = field(default_factory=list)
     """Arguments, with how often it writes them."""
 
-    def proven_by(
-        self, other: "Effect", numbers: dict[Node, Any], args: tuple[Any, ...]
-    ) -> "Effect | None":
+    def proven_by(self, other: "Effect", numbers: dict[Node, Any]) -> "Effect | None":
         """Return this, if it is what the graph did with these numbers too; else None."""
         expected, found = self.floats.of(numbers), other.floats.of(numbers)
         same = all(map(same_number, expected, found)) and len(expected) == len(found)
         if self.places != other.places or self.results != other.results or not same:
             return None
-        self.floats.proven |= self.floats.changed(args)
+        self.floats.proven |= self.floats.changed(numbers)
         return self
 
 
@@ -159,7 +157,7 @@ class GraphNotes:
         with _pop_mode_temporarily():
             line, numbers = self._line(graph, args)
             place = None if line is None else self.notes.at.next.get(line)
-            if place is not None and place.effect.floats.hold(numbers, args):
+            if place is not None and place.effect.floats.hold(numbers):
                 return self._again(place, args, numbers), len(place.effect.places)
         if line is None:
             return graph(*args), 0
@@ -175,9 +173,7 @@ class GraphNotes:
         if known is None:
             known = self.known[graph] = _Known(GraphNumbers(graph))
         numbers = known.numbers
-        if self.trace is not None or known.row >= MOST or not numbers.known:
-            return None, {}
-        if not all(isinstance(a, Tensor | int | float | None) for a in args):
+        if self.trace is not None or known.row >= MOST or not numbers.fit(args):
             return None, {}
         if any(not is_readable(args[i]) or self._waits(args[i]) for i in numbers.read):
             return None, {}
@@ -214,9 +210,9 @@ class GraphNotes:
         notes, known, before = self.notes, self.known[line[0]], self.notes.at
         versions = [_version(a) for a in args]
         known.count(self.steps)
-        results, effect = self._traced(known.numbers, args)
+        results, effect = self._traced(known.numbers, args, known.numbers.given(numbers))
         if effect is not None and place is not None and place.effect.floats.fixed_are(numbers):
-            effect = place.effect.proven_by(effect, numbers, args)
+            effect = place.effect.proven_by(effect, numbers)
         if effect is None:
             known.row = MOST
             return results, 0
@@ -229,9 +225,11 @@ class GraphNotes:
         notes.path.append(place)
         return results, len(effect.places)
 
-    def _traced(self, numbers: GraphNumbers, args: tuple[Any, ...]) -> tuple[Any, Effect | None]:
+    def _traced(
+        self, numbers: GraphNumbers, args: tuple[Any, ...], given: dict[Node, Any]
+    ) -> tuple[Any, Effect | None]:
         """Note the operations of a graph; return its results, and its effect, None if unknown."""
-        notes, begun, taken = self.notes, numbers.begin(args), self.notes.taken
+        notes, taken = self.notes, self.notes.taken
         start = _Start(len(notes.path), len(notes.region_of))
         trace = self.trace = Trace(readable=frozenset(id(args[i]) for i in numbers.read))
         tracer = Tracer(numbers, notes, trace.constants)
@@ -241,7 +239,7 @@ class GraphNotes:
             self.trace = None
         if trace.spoiled or notes.taken != taken:
             return results, None
-        floats = Floats(numbers, tracer.values, begun, tracer.fixed)
+        floats = Floats(numbers, tracer.values, given, tracer.fixed)
         return results, _Reader(notes, floats, start, trace).effect(args, results)
 
     def _again(self, place: Place, args: tuple[Any, ...], numbers: dict[Node, Any]) -> Any:

@@ -50,10 +50,16 @@ class GraphNumbers:
             for node in self.nodes
         )
 
-    def begin(self, args: tuple[Any, ...]) -> list[Any]:
-        """Return the numbers among some arguments, and those that 0-d tensors hold."""
-        numbers = [a for a in args if type(a) in (int, float)]
-        return numbers + [args[i].item() for i in self.read]
+    def fit(self, args: tuple[Any, ...]) -> bool:
+        """Tell whether they can be computed of arguments, which are tensors otherwise, or None."""
+        places = [self.places[n] for n in self.nodes if n.op == "placeholder"]
+        same = places == [i for i, a in enumerate(args) if type(a) in (int, float)]
+        others = (a for a in args if type(a) not in (int, float))
+        return self.known and same and all(isinstance(a, Tensor | bool | None) for a in others)
+
+    def given(self, numbers: dict[Node, Any]) -> dict[Node, Any]:
+        """Return those of its numbers that the arguments are or hold, which it does not compute."""
+        return {n: x for n, x in numbers.items() if n.op != "call_function"}
 
     def of(self, args: tuple[Any, ...]) -> dict[Node, Any]:
         """Return the numbers for some arguments."""
@@ -81,26 +87,25 @@ class Floats:
     numbers: GraphNumbers
     values: list[Any]
     """Each a constant, or the node of the graph that it is."""
-    first: list[Any]
-    """What the graph began with when it was noted."""
+    first: dict[Node, Any]
+    """The numbers that the arguments had when the graph was noted."""
     fixed: dict[Node, Any]
     """Numbers that operations depend on in another way than by one float: it is no line with
     others."""
-    proven: set[int] = field(default_factory=set)
+    proven: set[Node] = field(default_factory=set)
     """Which of these have changed since, and the floats were found to be as expected."""
 
-    def hold(self, numbers: dict[Node, Any], args: tuple[Any, ...]) -> bool:
+    def hold(self, numbers: dict[Node, Any]) -> bool:
         """Tell whether it is known what the floats are for these numbers."""
-        return self.fixed_are(numbers) and self.changed(args) <= self.proven
+        return self.fixed_are(numbers) and self.changed(numbers) <= self.proven
 
     def fixed_are(self, numbers: dict[Node, Any]) -> bool:
         """Tell whether the numbers that are to be as they were are so."""
         return all(same_number(numbers[n], value) for n, value in self.fixed.items())
 
-    def changed(self, args: tuple[Any, ...]) -> set[int]:
+    def changed(self, numbers: dict[Node, Any]) -> set[Node]:
         """Return which numbers are others than the first that the graph was noted with."""
-        now = zip(self.numbers.begin(args), self.first, strict=True)
-        return {i for i, (a, b) in enumerate(now) if not same_number(a, b)}
+        return {n for n, x in self.first.items() if not same_number(numbers[n], x)}
 
     def of(self, numbers: dict[Node, Any]) -> list[float]:
         """Return the floats, where the graph has these numbers."""
@@ -109,8 +114,6 @@ class Floats:
 
 class Tracer(Interpreter):
     """Runs a graph, and finds out which of the floats that are noted are numbers of the graph."""
-
-    extra_traceback = False
 
     def __init__(self, numbers: GraphNumbers, notes: Notes, constants: list[Tensor]) -> None:
         super().__init__(numbers.graph)

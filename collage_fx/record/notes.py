@@ -160,13 +160,9 @@ class Notes:
             self.places += 1
         if place.at_once:
             raise CannotNote
-        self.go(place)
-        return place
-
-    def go(self, place: Place) -> None:
-        """Note what stands at a place that follows the present one."""
         self.path.append(place)
         self.at = place
+        return place
 
     def _infer(self, place: Place, args: Any, kwargs: Any) -> bool:
         """Infer what an operation writes and makes; tell whether that is known.
