@@ -72,7 +72,7 @@ class Compiled:
     source_code: str = ""
 
 
-@dataclass
+@dataclass(eq=False)
 class Session:
     """What one user of the backend (an optimizer, a function) has asked for and got."""
 

@@ -36,7 +36,7 @@ from collage_fx.runtime.storage.registry import compensable_dtypes
 from collage_fx.segments.memory import storage_key
 
 
-@dataclass
+@dataclass(eq=False)
 class Backend(Session):
     """A session that Dynamo calls for each of its graphs: what torch.compile gets as backend."""
 

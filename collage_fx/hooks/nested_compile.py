@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -9,19 +10,91 @@ from typing import Any
 import torch
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch._C._dynamo.guards import GlobalStateGuard
+from torch._dynamo import eval_frame
 from torch._dynamo.callback import callback_handler
+from torch._dynamo.convert_frame import CatchErrorsWrapper
+from torch._dynamo.types import ConvertFrameReturn
 from torch.compiler import set_stance
 
 from collage_fx.hooks.counted import Counted
 
 _current = threading.local()
-_inductor = torch._TorchCompileInductorWrapper.__call__
+_by_stance = eval_frame._callback_from_stance
+_ONE_BY_ONE = "torch._dynamo.backends.debugging"
+"""Where the backends are that do the operations of a graph one by one: they are recorded."""
 
 
-def _compile(self: Any, gm: Any, inputs: Any, **kwargs: Any) -> Any:
-    """Compile a graph for Inductor, or with the backend of the step that is running."""
+class _Backend:
+    """The backend of a step in place of the one that the step asks for, within it.
+
+    Dynamo keeps what it has compiled by function and backend. What it compiled outside of steps
+    reads memory that may have no data yet while a step is recorded, and what it compiled in
+    another step has that one's options.
+    """
+
+    def __init__(self, session: Any, asked_for: Any) -> None:
+        self.session = weakref.ref(session)
+        self.asked_for = asked_for
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Backend):
+            return False
+        return self.session == other.session and bool(self.asked_for == other.asked_for)
+
+    def __hash__(self) -> int:
+        return hash(_Backend)
+
+    def __call__(self, gm: Any, inputs: Any) -> Any:
+        session = self.session()
+        assert session is not None, "its step is running"
+        return session(gm, inputs)
+
+
+class _Known:
+    """A callback of Dynamo's that compiles nothing, but what is known of a backend runs."""
+
+    def __init__(self, backend: _Backend) -> None:
+        self._torchdynamo_orig_backend = backend  # where Dynamo looks for it
+
+    def __call__(self, *_: Any, **__: Any) -> ConvertFrameReturn:
+        return ConvertFrameReturn(apply_to_code=False)
+
+
+_OF_STEPS: Any = weakref.WeakKeyDictionary()
+"""A callback of Dynamo's, which compiles frames -> session -> what does so within its steps."""
+
+
+def _of_step(callback: Any, session: Any) -> Any:
+    """Return a callback that compiles frames for the backend of a step that is running."""
+    if not isinstance(callback, CatchErrorsWrapper):
+        return callback
+    asked_for: Any = eval_frame.innermost_backend(callback)
+    compiler = getattr(asked_for, "compiler_fn", None)
+    if (
+        not isinstance(asked_for, torch._TorchCompileInductorWrapper | torch._TorchCompileWrapper)
+        or isinstance(compiler, type(session))
+        or getattr(compiler, "__module__", None) == _ONE_BY_ONE
+    ):
+        return callback
+    known = _OF_STEPS.setdefault(callback, weakref.WeakKeyDictionary())
+    if session not in known:
+        frames: Any = callback._torchdynamo_orig_backend
+        backend = _Backend(session, asked_for)
+        known[session] = CatchErrorsWrapper(frames._clone_with_backend(backend), callback.hooks)
+    return known[session]
+
+
+def _callback(callback: Any) -> Any:
+    """Return what compiles frames by torch.compiler.set_stance; see _of_step within a step."""
     session = getattr(_current, "session", None)
-    return _inductor(self, gm, inputs, **kwargs) if session is None else session(gm, inputs)
+    if session is None:
+        return _by_stance(callback)
+    callback = _of_step(callback, session)
+    chosen = _by_stance(callback)
+    backend = eval_frame.innermost_backend(callback)
+    if chosen is False and isinstance(backend, _Backend):  # it takes what any backend compiled
+        return _Known(backend)
+    return _of_step(chosen, session)
 
 
 _stances: list[Any] = []
@@ -111,7 +184,7 @@ def _stance() -> Any:
 @contextmanager
 def step_of(session: Any, *, compiled: bool) -> Iterator[None]:
     """Within a step: compile with session, or nothing at all, what the step compiles itself."""
-    torch._TorchCompileInductorWrapper.__call__ = _compile  # type: ignore[method-assign, assignment]
+    eval_frame._callback_from_stance = _callback
     with _set(session, forced=not compiled), nullcontext() if compiled else _FORCED.used():
         yield
 

@@ -25,8 +25,8 @@ from torch.optim import Optimizer, optimizer
 def state():
     hooks = optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks
     places = torch, math, builtins, torch.Tensor, Optimizer, torch.optim.AdamW, torch.nn.Module
-    wrapper = torch._TorchCompileInductorWrapper.__call__
-    return [*map(len, hooks), wrapper, sys.excepthook, *({**vars(p)} for p in places)]
+    stance = torch._dynamo.eval_frame._callback_from_stance
+    return [*map(len, hooks), stance, sys.excepthook, *({**vars(p)} for p in places)]
 
 before = state()
 import collage_fx

@@ -1,0 +1,99 @@
+"""A function that the step compiles itself, and that Dynamo has compiled for others before."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._inductor.compile_fx import compile_fx
+from torch.optim import Optimizer
+
+import collage_fx
+
+LR = 1e-3
+STEPS = 5
+
+
+class Momentum(Optimizer):
+    """Moves parameters by what a function that is compiled returns, or writes."""
+
+    def __init__(self, params: list[Tensor], direction: Callable[..., Tensor]) -> None:
+        super().__init__(params, {"lr": LR})
+        self.direction = direction
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        self._step()
+
+    @torch.compiler.disable(recursive=False)
+    def _step(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            if not self.state[p]:
+                self.state[p]["m"] = torch.zeros_like(p)
+            p.data.sub_(self.direction(self.state[p]["m"], p.grad) * self.param_groups[0]["lr"])
+
+
+def direction(m: Tensor, g: Tensor) -> Tensor:
+    m.lerp_(g, 0.1)
+    return m.clone()
+
+
+def by_hand(gm: Any, inputs: Any) -> Any:
+    return compile_fx(gm, inputs)
+
+
+def train(function: Any, dtype: torch.dtype, stance: str = "", **options: Any) -> list[Tensor]:
+    """Return where the parameters have moved; collage_fx does the steps if it has options."""
+    generator = torch.Generator().manual_seed(3)
+    start = [torch.rand(6, generator=generator).bfloat16().double() + 1 for _ in range(2)]
+    params = [nn.Parameter(s.bfloat16().to(dtype)) for s in start]
+    start = [p.detach().double().clone() for p in params]
+    optimizer = Momentum(params, function)
+    step = collage_fx.compile(optimizer, **options) if options else optimizer.step
+    for i in range(STEPS):
+        for p in params:
+            p.grad = (torch.randn(p.shape, generator=generator) + 1).bfloat16().to(dtype)
+        with torch.compiler.set_stance(stance if i >= STEPS - 2 and stance else "default"):
+            step()
+    values = [collage_fx.value(p) if options else p.detach() for p in params]
+    return [v.double() - s for v, s in zip(values, start, strict=True)]
+
+
+def lost(moved: list[Tensor], exact: list[Tensor]) -> float:
+    """How much of the way is missing, in the 2-norm."""
+    return float((torch.cat(moved) - torch.cat(exact)).norm() / torch.cat(exact).norm())
+
+
+@pytest.mark.parametrize("backend", ["inductor", by_hand, "collage", "aot_eager", None])
+@pytest.mark.filterwarnings("ignore:collage_fx. nothing needed compensation")  # of plain steps
+def test_a_function_compiled_before_for_plain_steps_is_compiled_anew(backend: Any) -> None:
+    """What was compiled then would read memory that has no data yet: NaN."""
+    torch.compiler.reset()
+    compiled = torch.compile(direction, fullgraph=True, backend=backend) if backend else direction
+    exact = train(compiled, torch.float64)
+    plain = train(compiled, torch.bfloat16)
+    assert lost(plain, exact) > 0.5
+    assert lost(train(compiled, torch.bfloat16, storage="mcf3"), exact) < 5e-3
+    again = train(compiled, torch.bfloat16)
+    assert all(map(torch.equal, again, plain)), "steps outside of collage_fx are as they were"
+
+
+def test_each_optimizer_has_its_own_options() -> None:
+    """Optimizers that share a compiled function."""
+    torch.compiler.reset()
+    compiled = torch.compile(direction, fullgraph=True)
+    exact = train(compiled, torch.float64)
+    errors = [
+        lost(train(compiled, torch.bfloat16, storage=s), exact) for s in ("ulp8", "mcf3", "ulp8")
+    ]
+    assert errors[0] == errors[2] > 1.2 * errors[1]
+
+
+def test_eager_on_recompile_runs_what_was_compiled_for_the_step_only() -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(direction, fullgraph=True)
+    exact = train(compiled, torch.float64)
+    train(compiled, torch.bfloat16)
+    options = {"storage": "mcf3", "stance": "eager_on_recompile"}
+    assert lost(train(compiled, torch.bfloat16, **options), exact) < 5e-3
