@@ -10,6 +10,7 @@ import oracle
 import pytest
 import runs
 import torch
+from as_traced import differing, recorded_and_traced
 from known import MENDED
 from oracle import judge
 from programs import Line, Program
@@ -41,6 +42,17 @@ def test_random_programs_lose_nothing_in_silence(seed: int, count: int) -> None:
 def test_random_programs_lose_nothing_when_they_are_recorded(count: int) -> None:
     counts = fuzz.run(100, 2 * count, fuzz.RECORDED)
     assert counts["programs"] > count
+    assert count == 3 or counts["recorded: the bits of Dynamo's graphs"] > 0
+
+
+def test_a_recorded_run_with_other_roundings_differs_from_the_traced_graphs() -> None:
+    ours, theirs = AVERAGE.lines[0], Line('p.sub_(g / (st["v"].sqrt() + 1e-8), alpha=lr)')
+    program = replace(AVERAGE, lines=(ours, theirs))
+    recorded, traced = recorded_and_traced(program) or pytest.fail("not by the passes alone")
+    assert not differing(recorded, traced)
+    wide = replace(program, options=(("arithmetic", "wide"),))
+    other, _ = recorded_and_traced(wide) or pytest.fail("not by the passes alone")
+    assert differing(other, traced)
 
 
 @pytest.mark.parametrize("name", MENDED)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import hypothesis
 import torch
+from as_traced import differing, recorded_and_traced
 from generated import programs
 from hypothesis import HealthCheck, Phase
 from interpreter import untimed_guards
@@ -60,6 +61,19 @@ def check(program: Program, counts: Counter[str]) -> None:
         counts[f"said so: {verdict.excuse}"] += 1
     elif verdict.lost > 1:
         counts["plain 16-bit training would fail"] += 1
+    if program.way == "record":
+        check_beside_traced(program, counts)
+
+
+def check_beside_traced(program: Program, counts: Counter[str]) -> None:
+    """Count whether a recorded program has the bits of Dynamo's graphs; raise if it has others."""
+    if (both := recorded_and_traced(program)) is None:
+        counts["recorded: not by the passes alone"] += 1
+    elif names := differing(*both):
+        others = f"{', '.join(names)}: other bits than by the graphs that Dynamo traces"
+        raise AssertionError("\n".join(["", program.script(), others]))
+    else:
+        counts["recorded: the bits of Dynamo's graphs"] += 1
 
 
 def run(seed: int, count: int, ways: tuple[str, ...] = WAYS) -> Counter[str]:

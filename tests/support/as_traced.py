@@ -1,0 +1,48 @@
+"""A recorded step beside the graphs that Dynamo traces of the same program: bit for bit."""
+
+from dataclasses import replace
+from unittest.mock import patch
+
+import torch
+from programs import Program
+from runs import Run, compensated
+from torch import Tensor
+
+from collage_fx.segments.executors import Executors
+
+
+def recorded_and_traced(program: Program) -> tuple[Run, Run] | None:
+    """Run a program recorded, and by Dynamo's graphs; None where other passes served them.
+
+    That is where collage_fx refuses it, and where more of it runs on whole values than the first
+    step of states. Other programs where Dynamo looks at them are optimizers of torch's, and
+    `addcdiv_`, which it makes three operations.
+    """
+    if program.torch_optim or "addcdiv" in program.script():
+        return None
+    first = 1 if program.states and not program.in_init else 0
+    begin, begun = Executors.begin, list[Executors]()
+
+    def begin_as_traced(self: Executors, *, interpreted_only: bool, at_once: bool) -> None:
+        """Do the first step of states on whole values, and the others by the passes at first."""
+        anew = all(self is not one for one in begun)
+        begun.append(self)
+        begin(self, interpreted_only=interpreted_only or (anew and first == 1), at_once=True)
+
+    runs = []
+    for way in ("record", "compile"):
+        with patch.object(Executors, "begin", begin_as_traced):
+            runs.append(compensated(replace(program, way=way)))
+        begun.clear()
+    if any(run.error is not None or run.joined > first for run in runs):
+        return None
+    return runs[0], runs[1]
+
+
+def differing(one: Run, other: Run) -> list[str]:
+    """Return the states that have other bits in one run than in the other."""
+    return [name for name, x in one.values.items() if not _same(x, other.values[name])]
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    return torch.equal(x.nan_to_num(), y.nan_to_num()) and torch.equal(x.isnan(), y.isnan())
