@@ -300,7 +300,7 @@ class Executors:
     def _rewrite(self, segment: Segment, given: Given, numbers: Numbers) -> Made | str:
         gm = graph_of_segment(segment, numbers)
         args = (*given.args, *map(number_tensor, numbers.given))
-        mode, fakes = with_fakes(gm, given.args, numbers.given)
+        mode, fakes = with_fakes(gm, given, numbers)
         propagate(gm, mode, fakes)
         for node, t in zip(gm.graph.find_nodes(op="placeholder"), given.args, strict=False):
             node._dynamo_source = SimpleNamespace(name=self._name(t))

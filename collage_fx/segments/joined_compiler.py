@@ -28,7 +28,7 @@ from collage_fx.segments.segment_graph import (
     Made,
     Numbers,
     float_guard,
-    joined_graph,
+    graph_of_segment,
     with_fakes,
 )
 from collage_fx.segments.trie import layout_of
@@ -101,10 +101,8 @@ class Joining:
 
     def compile(self, segment: Segment, given: Given, numbers: Numbers) -> Made:
         """Return what runs a segment with these numbers, and for which others it is right."""
-        dtypes = [t.dtype for t in given.args]
-        wide, computed = self.words.wide, segment.computed(self.words)
-        gm = joined_graph(segment, numbers, wide, computed, dtypes, given.parts)
-        mode, fakes = with_fakes(gm, given.args, numbers.given, given.lows)
+        gm = graph_of_segment(segment, numbers, self.words, given.parts)
+        mode, fakes = with_fakes(gm, given, numbers)
         function = compile_joined(self.session, gm, mode, fakes)
 
         def run(args: list[Any]) -> bool:
