@@ -1,12 +1,12 @@
 """Which way a segment is done: compiled by the passes, or on whole values as it stands."""
 
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakSet
 
 from torch import Tensor, is_inference_mode_enabled
@@ -48,6 +48,12 @@ MOST = 64
 """How often segments of one step are compiled at most; others are interpreted."""
 
 
+_Find: TypeAlias = Callable[[Segment, Call], Given | str]
+"""Returns the tensors of a call, or why it cannot be done in a way."""
+_Compile: TypeAlias = Callable[[Segment, Given, Numbers], Made | str]
+"""Compiles a segment for these, or returns why not."""
+
+
 @dataclass
 class _Way:
     """What is known of one way of doing a segment."""
@@ -61,8 +67,7 @@ class _Way:
 class _History(SeenNumbers):
     """What is known of the runs of a segment."""
 
-    rewritten: _Way = field(default_factory=_Way)
-    joined: _Way = field(default_factory=_Way)
+    ways: defaultdict[str, _Way] = field(default_factory=lambda: defaultdict(_Way))
     row: list[int] = field(default_factory=list)
     """How many floats it has, and which of them change."""
     noted: Numbers | None = None
@@ -105,7 +110,11 @@ class Executors:
     """Tensor -> its verdict, of the states that rewritten segments wrote in this step."""
 
     def __post_init__(self) -> None:
-        self.joining = Joining(self.session, self.words)
+        joining = Joining(self.session, self.words)
+        self.ways: dict[str, tuple[_Find, _Compile]] = {
+            "rewritten": (self._for_passes, self._rewrite),
+            "joined": (joining.given, joining.compile),
+        }
         # Who wants an error for an operation without a rule gets it in the first step.
         self.seen = SEEN if self.session.config.on_unsupported == "join" else 1
 
@@ -139,12 +148,8 @@ class Executors:
         if obstacle:
             self.left[segment] = obstacle
         elif history.runs >= self.seen:
-            ways = (
-                ("rewritten", history.rewritten, self._for_passes, self._rewrite),
-                ("joined", history.joined, self.joining.given, self.joining.compile),
-            )
-            for name, way, find, compile_ in ways:
-                why = way.refused or self._done(way, find, compile_, segment, history, call)
+            for name in self.ways:
+                why = self._done(name, segment, history, call)
                 if not why:
                     self.runs[name] += 1
                     return
@@ -191,17 +196,10 @@ class Executors:
         self.changing.append(history.row)
         return history
 
-    def _done(
-        self,
-        way: _Way,
-        find: Callable[[Segment, Call], Given | str],
-        compile_: Callable[[Segment, Given, Numbers], Made | str],
-        segment: Segment,
-        history: _History,
-        call: Call,
-    ) -> str:
+    def _done(self, name: str, segment: Segment, history: _History, call: Call) -> str:
         """Do a segment in one way, compiled for the call if need be; return why not if it fails."""
-        given = find(segment, call)
+        way, (find, compile_) = history.ways[name], self.ways[name]
+        given = way.refused or find(segment, call)
         if isinstance(given, str):
             return given
         compiled = next(
@@ -228,18 +226,11 @@ class Executors:
         return "" if done else "a state has got a residual since it was compiled"
 
     def _compile(
-        self,
-        compile_: Callable[[Segment, Given, Numbers], Made | str],
-        segment: Segment,
-        history: _History,
-        given: Given,
-        call: Call,
+        self, compile_: _Compile, segment: Segment, history: _History, given: Given, call: Call
     ) -> Compiled | str:
-        same = list(history.same)
-        changing = sorted({same[i] for i in history.changing})
         made: Made | str = ""
-        for inputs in (changing, []):
-            numbers = Numbers(call.floats, inputs, same)
+        wanted = numbers = history.with_inputs(call.floats)
+        for numbers in (wanted, replace(wanted, changing=[])):
             try:
                 with compile_lock, no_full_collection():
                     made = compile_(segment, given, numbers)
@@ -253,10 +244,10 @@ class Executors:
                 return f"compiling it failed: {type(error).__name__}"
         if isinstance(made, str):
             return made
-        if numbers.changing == changing:
+        if numbers.changing == wanted.changing:
             history.numbers = numbers
         compiled = Compiled(*made, numbers, given.structure)
-        compiled.take([call.floats[i] for i in numbers.changing])
+        compiled.take(numbers.given)
         return compiled
 
     # Rewritten by the passes.
