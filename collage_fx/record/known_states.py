@@ -8,8 +8,8 @@ from torch import Tensor
 
 from collage_fx.optimizer.discovery import FunctionStates, StateStorage
 from collage_fx.optimizer.ownership import Owned
-from collage_fx.record.accounts import memory_key
 from collage_fx.runtime.residuals.store import STORE
+from collage_fx.segments.memory import memory_key
 
 
 @dataclass

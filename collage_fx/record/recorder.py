@@ -110,10 +110,6 @@ class Recorder:
             self.flush_outside()
         return result
 
-    def graphs_do_most(self) -> bool:
-        """Tell whether most operations of this step are parts of graphs noted as a whole."""
-        return self.in_graphs > 2 * self.apart
-
     def _wake_up(self) -> None:
         self.wake()
         self._watch_reads()
