@@ -246,7 +246,7 @@ class _Step:
             self.layouts.check(args)
             self.session.patterns.after_graph(self, self.session.warn_once)
             return self.code.run(args)
-        supervisor.before_graph()
+        supervisor.recorder.flush_outside()  # what the graph may need
         self._compile_again(supervisor.sources[self], args)
         if supervisor.switches:
             self.code.refused |= supervisor.executors.computes_anew(self.code, args)

@@ -1,6 +1,5 @@
 """What a graph of Dynamo's does in a step: its operations, and the numbers they depend on."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -39,7 +38,8 @@ class KnownGraph:
     @cached_property
     def nodes(self) -> dict[Node, None]:
         """Those with numbers, in order."""
-        return dict.fromkeys(n for n in self.graph.graph.nodes if _is_number(n))
+        nodes = (n for n in self.graph.graph.nodes if n.op != "output")
+        return dict.fromkeys(n for n in nodes if isinstance(n.meta.get("example_value"), _NUMBERS))
 
     @cached_property
     def places(self) -> dict[Node, int]:
@@ -83,10 +83,6 @@ class KnownGraph:
                 target: Any = node.target
                 found[node] = target(*given, **named)
         return found
-
-
-def _is_number(node: Node) -> bool:
-    return node.op != "output" and isinstance(node.meta.get("example_value"), _NUMBERS)
 
 
 @dataclass(eq=False)
@@ -177,7 +173,9 @@ class Tracer(Interpreter):
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         self.spoiled |= not isinstance(result, Tensor) or not all(map(has_memory, given))
         if not self.spoiled:
-            makers = tree_map_only(Tensor, _maker_of, (args, kwargs))
+            makers = tree_map_only(
+                Tensor, lambda t: partial(new_memory, *meta_of(t)), (args, kwargs)
+            )
             self.draws.append((func, *makers))
             self.drawn.append(result)
 
@@ -295,11 +293,6 @@ class Tracer(Interpreter):
             if storage_key(t) == key and layout_of(t) == region.layout:
                 return "own", t
         return None
-
-
-def _maker_of(t: Tensor) -> Callable[[], Tensor]:
-    """Return what makes memory like that of a tensor."""
-    return partial(new_memory, *meta_of(t))
 
 
 def is_readable(t: Any) -> bool:

@@ -90,7 +90,7 @@ class GraphNotes:
                 these, it is no line.
         """
         notes, known, before = self.notes, self.known[line[0]], self.notes.at
-        versions = [_version(a) for a in args]
+        given = [(i, a, version(a)) for i, a in enumerate(args) if isinstance(a, Tensor)]
         known.count(self.steps)
         trace = self.trace = Tracer(known, notes, args)
         try:
@@ -103,8 +103,7 @@ class GraphNotes:
         if effect is None:
             known.row = MOST
             return results, 0
-        changed = [_version(a) - v for a, v in zip(args, versions, strict=True)]
-        effect.versions = [(i, n) for i, n in enumerate(changed) if n]
+        effect.versions = [(i, n) for i, t, then in given if (n := version(t) - then)]
         place = place or Place(line)
         place.effect = effect
         before.next[line] = place
@@ -144,7 +143,3 @@ class GraphNotes:
             increment_version([t] * (expected - t._version))
         of: dict[str, Any] = {"given": args, "drawn": drawn, "made": made, "number": numbers}
         return tuple([of[kind][at] if kind in of else at for kind, at in effect.results])
-
-
-def _version(a: Any) -> int:
-    return version(a) if isinstance(a, Tensor) else 0

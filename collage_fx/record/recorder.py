@@ -186,7 +186,7 @@ class Recorder:
                             self.flush()
                         return result
         elif operation.kind == "view":
-            return self._view(func, operation, args, kwargs)
+            return self._view(func, args, kwargs)
         elif operation.kind == "metadata":
             result = self.at_once.born(func, func(*args, **kwargs))
             if trace is not None:
@@ -234,7 +234,7 @@ class Recorder:
 
     # Notes.
 
-    def _view(self, func: Any, operation: Operation, args: Any, kwargs: Any) -> Any:
+    def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Make a view, and note it if it is not one that is known."""
         source = args[0]
         if func is aten.view.dtype and source.dtype in self.words.wide and has_memory(source):

@@ -187,10 +187,9 @@ class Steps:
         present = self.states.find()
         self.service.begin(present)
         at_once = self.session.keep or (self.steps == 1 and _resumed(present))
-        # What is recorded beside graphs of Dynamo's is soon recorded with them, or over.
-        beside = self.compiles and self.steps <= TRIED
         joins = self.session.config.on_unsupported == "join"
-        soon_over = beside and joins
+        # What is recorded beside graphs of Dynamo's is soon recorded with them, or over.
+        soon_over = joins and self.compiles and self.steps <= TRIED
         only = self.interpreted or self.forced or soon_over or self.recorder.all_at_once
         self.words.begin(present)
         self.executors.begin(interpreted_only=only, at_once=at_once)
@@ -237,10 +236,6 @@ class Steps:
                 self.words.adopt(owned)
 
     # Graphs of Dynamo's.
-
-    def before_graph(self) -> None:
-        """Have done what was recorded, for a graph that may need it."""
-        self.recorder.flush_outside()
 
     def recorded(self, graph: Any, args: tuple[Any, ...]) -> Any:
         """Record what a graph of Dynamo's does; return its results."""

@@ -70,8 +70,6 @@ class _History(SeenNumbers):
     ways: defaultdict[str, _Way] = field(default_factory=lambda: defaultdict(_Way))
     row: list[int] = field(default_factory=list)
     """How many floats it has, and which of them change."""
-    noted: Numbers | None = None
-    """The numbers of which this is so."""
 
 
 @dataclass(eq=False)
@@ -184,14 +182,14 @@ class Executors:
         if history is None:
             history = segment.history = _History()
             self.histories.add(segment)
+        before = history.numbers
         history.see(floats)
         if history.runs == 1 and call.at < len(self.changed_before):
             count, *changed = self.changed_before[call.at]
             if count == len(floats):
                 history.changing.update(changed)
                 history.numbers = None
-        if history.numbers is not history.noted or history.numbers is None:
-            history.noted = history.numbers
+        if history.numbers is not before or before is None:
             history.row = [len(floats), *sorted(history.changing)]
         self.changing.append(history.row)
         return history

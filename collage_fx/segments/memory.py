@@ -24,8 +24,6 @@ class Piece:
     residual: Residual | None
     layout: Layout
     """That of the data."""
-    key: int
-    """The storage of the data."""
 
     @property
     def moved(self) -> bool:
@@ -69,11 +67,6 @@ class Part:
     def view(self) -> tuple[Any, ...]:
         """Size, stride, and offset from the beginning of the piece."""
         return (*self.layout[1:3], self.layout[3] - self.within[3])
-
-    @property
-    def structure(self) -> tuple[Any, ...]:
-        """What a graph depends on."""
-        return self.view, self.storage
 
 
 @dataclass(eq=False, slots=True)

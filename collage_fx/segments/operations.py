@@ -31,6 +31,11 @@ class Operation:
     numbers: frozenset[int | str] = frozenset()
     """Positions and names of arguments that are numbers of the arithmetic, and no sizes or axes."""
 
+    def written_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Return those of the arguments of a call, as dispatch has them, that it writes."""
+        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        return [given.get(key) for key in self.written]
+
 
 _READS = ("_local_scalar_dense", "equal", "is_nonzero")
 _ODD = ("inplace_view", "data_dependent", "dynamic_output", "nondeterministic_seeded")

@@ -207,14 +207,17 @@ class _Joiner:
             return x
         dtype = value_of(x).dtype
         if storage:
-            (joined,) = self._inlined(join_in, self.wide[dtype], storage, [x, *lows])
+            joined: Node = self._inlined(join_in, self.wide[dtype], storage, [x, *lows])
             return joined
         return self._converted(x, self.computed.get(dtype, dtype))
 
     def _operation(self, node: Node) -> Any:
         """Append an operation in the wider dtypes; return its result, a tuple if there are some."""
         new = self.graph.node_copy(node, self.env.__getitem__)
-        args, kwargs = map_aggregate((new.args, new.kwargs), self._widened)
+        args, kwargs = map_aggregate(
+            (new.args, new.kwargs),
+            lambda a: self.computed.get(a, a) if isinstance(a, torch.dtype) else a,
+        )
         new.args, new.kwargs = args, kwargs
         before = node.meta.get("val")
         if not isinstance(before, Tensor | list | tuple):
@@ -226,14 +229,11 @@ class _Joiner:
             return new  # a list, of which the items come next
         return self._converted(new, self.computed.get(before.dtype, before.dtype))
 
-    def _widened(self, a: Any) -> Any:
-        return self.computed.get(a, a) if isinstance(a, torch.dtype) else a
-
     def _stored(self, node: Node, new: Node) -> list[Node]:
         """Return the words of the new value of an input."""
         dtype, x = value_of(node).dtype, self.env[new]
         if node in self.storages:
-            return self._inlined(split_into, dtype, self.storages[node], [x])
+            return list(self._inlined(split_into, dtype, self.storages[node], [x]))
         return [self._converted(x, dtype)]
 
     def _results(self, given: dict[Node, Node]) -> None:
@@ -261,8 +261,8 @@ class _Joiner:
 
     def _inlined(
         self, function: Callable[..., Any], dtype: torch.dtype, storage: str, xs: Sequence[Node]
-    ) -> list[Node]:
-        """Append what joins or splits; return its results.
+    ) -> Any:
+        """Append what joins or splits; return the node of what it returns, or a tuple of nodes.
 
         Args:
             function: `join_in`, for the dtype of the result, or `split_into`, of the words.
@@ -273,7 +273,7 @@ class _Joiner:
 
         def call(*tensors: Tensor) -> Any:
             if function is join_in:
-                return (join_in(dtype, storage, *tensors),)
+                return join_in(dtype, storage, *tensors)
             return split_into(storage, tensors[0], dtype)
 
         vals = [value_of(x) for x in xs]
@@ -287,8 +287,7 @@ class _Joiner:
             if not symbolic:
                 self.traced[key] = traced
         env = dict(zip(traced.find_nodes(op="placeholder"), xs, strict=True))
-        results: Any = self.graph.graph_copy(traced, env)
-        return list(results)
+        return self.graph.graph_copy(traced, env)
 
     def _verdict(self, state: StatePlan, carried: Carried, storage: str) -> StatePlan:
         """Return the verdict on a state that has a residual in this graph."""
