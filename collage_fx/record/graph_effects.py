@@ -64,11 +64,20 @@ class KnownGraph:
         )
 
     def fit(self, args: tuple[Any, ...]) -> bool:
-        """Tell whether they can be computed of arguments, which are tensors otherwise, or None."""
+        """Tell whether they can be computed of arguments, which are tensors otherwise, or None.
+
+        Those whose data it reads have to be numbers on the host, such as rates.
+        """
         places = [self.places[n] for n in self.nodes if n.op == "placeholder"]
         same = places == [i for i, a in enumerate(args) if type(a) in (int, float)]
         others = (a for a in args if type(a) not in (int, float))
-        return self.known and same and all(isinstance(a, Tensor | bool | None) for a in others)
+        if not (self.known and same and all(isinstance(a, Tensor | bool | None) for a in others)):
+            return False
+        read = (args[i] for i in self.read)
+        return all(
+            isinstance(t, Tensor) and not t.dim() and t.is_cpu and t.dtype is torch.float64
+            for t in read
+        )
 
     def of(self, args: tuple[Any, ...]) -> dict[Node, Any]:
         """Return the numbers for some arguments."""
@@ -163,6 +172,7 @@ class Tracer(Interpreter):
         self.fixed: dict[Node, Any] = {}
         """As `Effect` has both."""
         self.before = len(notes.path), len(notes.region_of), len(notes.made), notes.taken
+        """How much was noted before."""
 
     def reads(self, func: Any, args: Any) -> bool:
         """Tell whether an operation reads a number that the graph begins with."""
@@ -293,11 +303,6 @@ class Tracer(Interpreter):
             if storage_key(t) == key and layout_of(t) == region.layout:
                 return "own", t
         return None
-
-
-def is_readable(t: Any) -> bool:
-    """Tell whether a tensor is a number on the host, such as a rate."""
-    return isinstance(t, Tensor) and not t.dim() and t.is_cpu and t.dtype is torch.float64
 
 
 def own_tensors(graph: GraphModule) -> list[Tensor]:

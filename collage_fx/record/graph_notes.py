@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _pop_mode_temporarily
 from torch.utils._pytree import tree_map_only
 
 from collage_fx.record.at_once import AtOnce
-from collage_fx.record.graph_effects import KnownGraph, Tracer, is_readable, own_tensors
+from collage_fx.record.graph_effects import KnownGraph, Tracer, own_tensors
 from collage_fx.record.notes import Notes, Region
 from collage_fx.runtime.residuals.store import version
 from collage_fx.segments.memory import storage_key
@@ -62,10 +62,8 @@ class GraphNotes:
             known = self.known[graph] = KnownGraph(graph)
         if self.trace is not None or known.row >= MOST or not known.fit(args):
             return None, {}
-        read = [args[i] for i in known.read]
-        if not all(map(is_readable, read)):
-            return None, {}
-        if any(region is not None and region.pending for region in map(notes.region, read)):
+        read = (notes.region(args[i]) for i in known.read)
+        if any(region is not None and region.pending for region in read):
             return None, {}
         try:
             given = tuple([type(a) if type(a) in (int, float) else notes.operand(a) for a in args])

@@ -277,8 +277,8 @@ class Recorder:
             return self.notes.clear()
         segment, call = self.notes.take()
         self.words.results(call.memory)
-        given = zip(segment.inputs, call.inputs, strict=True)
-        written = [i.data for at, i in given if at in segment.written]
+        given = zip(segment.writes, call.inputs, strict=True)
+        written = [i.data for is_written, i in given if is_written]
         self.words.settle(written)  # what was noted has counted up versions
         with torch.no_grad():
             self.run(segment, call)

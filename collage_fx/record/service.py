@@ -102,7 +102,11 @@ class Service:
         self.written = []
         for key, (tensor, plan) in self.by_graph.items():
             account = self.of_tensor.get(key) or self.of_memory.get(_memory(tensor))
-            served = account.served if account else self._unknown(tensor, plan)
+            if account is not None:
+                served = account.served
+            else:  # none of the states found
+                new = Served(plan.name, tensor.dtype, plan.shape)
+                served = self.served.setdefault(plan.name, new)
             self.written.append(served)
             self._count_graph(served, plan)
 
@@ -112,14 +116,9 @@ class Service:
         """Return the record of a state."""
         found = self.served.get(owned.place)
         if found is None:
-            tensor = owned.tensor
-            found = Served(owned.name, tensor.dtype, tuple(tensor.shape))
-            self.served[owned.place] = found
+            new = Served(owned.name, owned.tensor.dtype, tuple(owned.tensor.shape))
+            found = self.served[owned.place] = new
         return found
-
-    def _unknown(self, tensor: Tensor, plan: StatePlan) -> Served:
-        """Return the record of what a graph writes that is none of the states found."""
-        return self.served.setdefault(plan.name, Served(plan.name, tensor.dtype, plan.shape))
 
     def _count_graph(self, served: Served, plan: StatePlan) -> None:
         """Note that a compiled graph has written a state, in a step."""

@@ -216,9 +216,9 @@ class Steps:
 
     def _run(self, segment: Segment, call: Call) -> None:
         """Do a segment; see whether it stores in a state what a graph of Dynamo's has computed."""
-        given = zip(segment.inputs, call.inputs, strict=True)
+        given = zip(segment.writes, call.inputs, strict=True)
         # States that the step has made are looked for where memory is written that is no state.
-        unknown = any(at in segment.written and not i.pieces for at, i in given)
+        unknown = any(written and not i.pieces for written, i in given)
         if unknown and self.discovery.changed():
             for owned in self.states.find():
                 self.words.take_up(owned)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, TypeAlias
-from weakref import WeakSet
 
 from torch import Tensor, is_inference_mode_enabled
 from torch._dynamo.convert_frame import compile_lock
@@ -31,11 +30,11 @@ from collage_fx.segments.segment_graph import (
     Given,
     Made,
     Numbers,
+    Propagation,
     SeenNumbers,
     float_guard,
     graph_of_segment,
     number_tensor,
-    propagate,
     why_compiled,
     with_fakes,
 )
@@ -88,8 +87,6 @@ class Executors:
     unseen: Callable[[Tensor], None]
     """Told of what may be a parameter, is written, and is none of the states."""
     interpreted_only: bool = False
-    histories: WeakSet[Segment] = field(default_factory=WeakSet)
-    """The segments that were run, each of which knows its history."""
     changing: list[list[int]] = field(default_factory=list)
     """For each segment of this step how many floats it has, and which of them change."""
     changed_before: list[list[int]] = field(default_factory=list)
@@ -181,7 +178,6 @@ class Executors:
         floats, history = call.floats, segment.history
         if history is None:
             history = segment.history = _History()
-            self.histories.add(segment)
         before = history.numbers
         history.see(floats)
         if history.runs == 1 and call.at < len(self.changed_before):
@@ -208,10 +204,8 @@ class Executors:
                 return f"{MOST} parts of the step have been compiled, and no more are"
             self.count += 1
             if logs.LOG.isEnabledFor(logging.INFO):
-                last = way.compiled[0] if way.compiled else None
-                alike = last is not None and last.structure == given.structure
-                before = last.numbers if last else None
-                logs.LOG.info("%s", why_compiled(segment, before, call.floats, alike=alike))
+                last = next(iter(way.compiled), None)
+                logs.LOG.info("%s", why_compiled(segment, last, given, call.floats))
             made = self._compile(compile_, segment, history, given, call)
             if isinstance(made, str):
                 way.refused = made
@@ -290,7 +284,8 @@ class Executors:
         gm = graph_of_segment(segment, numbers)
         args = (*given.args, *map(number_tensor, numbers.given))
         mode, fakes = with_fakes(gm, given, numbers)
-        propagate(gm, mode, fakes)
+        with mode:
+            Propagation(gm).run(*fakes)
         for node, t in zip(gm.graph.find_nodes(op="placeholder"), given.args, strict=False):
             node._dynamo_source = SimpleNamespace(name=self._name(t))
         with tracing(TracingContext(mode)):

@@ -145,22 +145,14 @@ class Compiled:
         self.tensors = list(map(number_tensor, values))
 
 
-def why_compiled(
-    segment: Segment, before: Numbers | None, floats: list[float], *, alike: bool
-) -> str:
-    """Return why a segment is compiled for a call, for the log.
-
-    Args:
-        segment: what is compiled.
-        before: the numbers for which it was compiled last; None for the first time.
-        floats: the numbers of the call.
-        alike: whether the states had low words in the same way then.
-    """
+def why_compiled(segment: Segment, last: Compiled | None, given: Given, floats: list[float]) -> str:
+    """Return why a segment is compiled for a call, maybe not for the first time, for the log."""
     what = f"a recorded segment of {len(segment.lines)} operations is compiled"
-    if before is None:
+    if last is None:
         return what
-    if not alike:
+    if last.structure != given.structure:
         return f"{what} again, as the low words of its states are others"
+    before = last.numbers
     changed = [
         f"{old} -> {new}"
         for i, (old, new) in enumerate(zip(before.floats, floats, strict=True))
@@ -217,8 +209,8 @@ def graph_of_segment(
     items = {i: graph.call_method("item", (node,)) for i, node in floats.items()}
     given = [items.get(k, x) for k, x in zip(numbers.same, numbers.floats, strict=True)]
     _add_lines(graph, segment, env, given, computed)
-    for at, hi in places.items():
-        dtype, result = segment.dtype[at], at in segment.live
+    for i, (at, hi) in enumerate(places.items()):
+        dtype, result = segment.dtype[at], i >= len(segment.inputs)
         if dtype in wide and (result or at in segment.written):
             _split(graph, env[at], hi, dtype, lows[at])
         elif result or (dtype in computed and at in segment.written):
@@ -291,14 +283,11 @@ def with_fakes(gm: GraphModule, given: Given, numbers: Numbers) -> tuple[FakeTen
     return mode, fakes
 
 
-def propagate(gm: GraphModule, mode: FakeTensorMode, fakes: Sequence[Any]) -> None:
-    """Note what each node makes of fake tensors, as Dynamo does: classes are found by that."""
-    with mode:
-        _Propagation(gm).run(*fakes)
+class Propagation(Interpreter):
+    """Notes what each node makes of fake tensors, as Dynamo does: classes are found by that."""
 
-
-class _Propagation(Interpreter):
     def run_node(self, n: Node) -> Any:
+        """Run a node."""
         result = super().run_node(n)
         if n.op == "call_function":
             n.meta["example_value"] = result
