@@ -184,37 +184,35 @@ class _Step:
             supervisor.sources[self] = gm
             if session.stand_ins is None and session.hands_on(gm):
                 supervisor.record_rest(_end_of(gm))
-        refused = Code(gm, None, [], [], refused=True)
         recorded = self.waits or (supervisor is not None and not supervisor.compiles)
-        self.code = refused if recorded else self._compile(gm, example_inputs)
+        self.code = _left_out(gm) if recorded else self._compile(gm, example_inputs)
 
-    def _compile(self, gm: GraphModule, inputs: Sequence[Any], args: tuple[Any, ...] = ()) -> Code:
-        """Compile the graph; if that fails in a supervised step, leave it to the recorder."""
+    def _compile(
+        self, gm: GraphModule, inputs: Sequence[Any], args: tuple[Any, ...] | None = None
+    ) -> Code:
+        """Compile the graph; if that fails in a supervised step, leave it to the recorder.
+
+        For the arguments of a call it is so when Dynamo has done with the graph.
+        """
         supervisor = self.session.supervisor()
         try:
             with supervisor.recorder.paused() if supervisor is not None else nullcontext():
                 joins = supervisor is not None and self.session.config.on_unsupported == "join"
-                return compile_graph(self.session, gm, inputs, args, joins=joins)
+                return compile_graph(self.session, gm, inputs, args or (), joins=joins)
         except Exception as error:
-            if supervisor is None or isinstance(error, TorchDynamoException):
+            if supervisor is None or (args is None and isinstance(error, TorchDynamoException)):
                 raise  # Dynamo's own ask it to trace again
             if isinstance(error, CollageError):
                 self.error = error
             else:
                 supervisor.failures.note(error)
-            return Code(gm, None, [], [], refused=True)
+            return _left_out(gm)
 
     def _again(self, gm: GraphModule, args: tuple[Any, ...], why: str) -> Code:
         """Compile the graph for the tensors of a call, its symbols being what they were."""
         logs.LOG.info("%s: compiled %s", self.session.subject, why)
         with self.symbols.compiling_again(args) as inputs:
-            try:
-                return self._compile(gm, inputs, args)
-            except TorchDynamoException as error:  # asks Dynamo to trace again, which is over
-                if (supervisor := self.session.supervisor()) is None:
-                    raise
-                supervisor.failures.note(error)
-                return Code(gm, None, [], [], refused=True)
+            return self._compile(gm, inputs, args)
 
     @progress.apart
     def __call__(self, *args: Any) -> Any:
@@ -248,7 +246,7 @@ class _Step:
             self.layouts.check(args)
             self.session.patterns.after_graph(self, self.session.warn_once)
             return self.code.run(args)
-        supervisor.before_graph()
+        supervisor.recorder.flush_outside()  # what the graph may need
         self._compile_again(supervisor.sources[self], args)
         if supervisor.switches:
             self.code.refused |= supervisor.executors.computes_anew(self.code, args)
@@ -282,6 +280,11 @@ class _Step:
             self.code.refused |= self.code.misses_residual(args)
         if self.error is not None:
             raise self.error
+
+
+def _left_out(gm: GraphModule) -> Code:
+    """Return what stands for a graph that is not compiled."""
+    return Code(gm, None, [], [], refused=True)
 
 
 def _of_whole_step(

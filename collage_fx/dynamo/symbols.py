@@ -28,9 +28,9 @@ class Symbols:
         """For 0-d tensors, as Dynamo hands in floats that change, the symbol of their value."""
         self.sources = sources_of(gm)
         """Where each argument comes from, by Dynamo's name of it."""
-        modes = [x.fake_mode for x in self.examples if isinstance(x, FakeTensor)]
+        fakes = (x for x in self.examples if isinstance(x, FakeTensor))
         # Dynamo's own, not the one that it begins for a backend: that has not seen these tensors.
-        self.fake_mode: Any = next(iter(modes), None)
+        self.fake_mode: Any = next((x.fake_mode for x in fakes), None)
         self.assumed: list[sympy.Expr] = []
         """What compiling it again has assumed of the symbols, beyond Dynamo's guards."""
 

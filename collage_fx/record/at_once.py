@@ -1,6 +1,6 @@
 """Operations that are not noted, but done when they are called: on whole values, and low words."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from collage_fx.passes.rewrite.op_schema import COLLECTIVE, TURNS, by_name, received, written
+from collage_fx.passes.rewrite.op_schema import COLLECTIVE, TURNS, received
 from collage_fx.record.notes import Notes
 from collage_fx.runtime.residuals.memory import has_memory
 from collage_fx.segments.low_words import LowWords
@@ -71,7 +71,7 @@ class AtOnce:
         given = tree_map_only(Tensor, joined, (args, kwargs))
         given = tree_map_only(torch.dtype, lambda d: self.words.wide.get(d, d), given)
         result = func(*given[0], **given[1])
-        for t in _written(operation, func, args, kwargs):
+        for t in filter(has_memory, tensors_in(operation.written_of(args, kwargs), {})):
             if id(t) in wide:
                 value, memory = wide[id(t)]
                 assert memory is not None
@@ -128,7 +128,7 @@ class AtOnce:
         return result
 
 
-def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+def tensors_in(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the tensors among the arguments of an operation: themselves, and in lists."""
     found = []
     for a in (*args, *kwargs.values()):
@@ -137,13 +137,3 @@ def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         elif isinstance(a, (list, tuple)):
             found += [t for t in a if isinstance(t, Tensor)]
     return found
-
-
-def _written(operation: Operation, func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Return the tensors with memory that an operation writes."""
-    if not operation.written:
-        return []
-    given = by_name(func, args, kwargs)
-    return [
-        t for name in written(func) for t in tensors_in((given.get(name),), {}) if has_memory(t)
-    ]

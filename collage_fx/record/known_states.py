@@ -8,55 +8,50 @@ from torch import Tensor
 
 from collage_fx.optimizer.discovery import FunctionStates, StateStorage
 from collage_fx.optimizer.ownership import Owned
-from collage_fx.record.accounts import memory_key
 from collage_fx.runtime.residuals.store import STORE
-
-
-@dataclass
-class _Found:
-    """What there was when states were looked for; it must not keep a tensor alive."""
-
-    generation: int = -1
-    """That of the store."""
-    memory: list[int] = field(default_factory=list)
-    """The storage of each tensor."""
-    tensors: list[weakref.ref[Tensor]] = field(default_factory=list)
-    states: list[int] = field(default_factory=list)
-    """Which of the tensors may be compensated."""
+from collage_fx.segments.memory import memory_key
 
 
 @dataclass(eq=False)
 class KnownStates:
-    """The states of an optimizer or function that may be compensated."""
+    """The states of an optimizer or function that may be compensated.
+
+    What there was when they were looked for must not be kept alive.
+    """
 
     discovery: FunctionStates
     storages: StateStorage
     """Tells which of them may be compensated."""
     warn: Callable[[str], None]
-    last: _Found = field(default_factory=_Found)
+    generation: int = -1
+    """That of the store when they were looked for."""
+    memory: list[int] = field(default_factory=list)
+    """The storage of each tensor that there was then."""
+    tensors: list[weakref.ref[Tensor]] = field(default_factory=list)
+    states: list[int] = field(default_factory=list)
+    """Which of the tensors may be compensated."""
 
     def find(self) -> list[Owned]:
         """Return the states that there are now: those of before, if all tensors are the same."""
         found = list(self.discovery.all())
         memory = [memory_key(o.tensor) for o in found]
-        last = self.last
-        same = (STORE.generation, memory) == (last.generation, last.memory) and all(
-            tensor() is o.tensor for tensor, o in zip(last.tensors, found, strict=True)
+        same = (STORE.generation, memory) == (self.generation, self.memory) and all(
+            tensor() is o.tensor for tensor, o in zip(self.tensors, found, strict=True)
         )
         if not same:
             at = {id(o.tensor): i for i, o in reversed(list(enumerate(found)))}
             states = self.discovery.find(self.storages.is_compensable, self.warn)
-            tensors = [weakref.ref(o.tensor) for o in found]
-            places = [at[id(o.tensor)] for o in states]
+            self.tensors = [weakref.ref(o.tensor) for o in found]
+            self.states = [at[id(o.tensor)] for o in states]
             # Looking for them may have dropped residuals.
-            self.last = _Found(STORE.generation, memory, tensors, places)
-        return [found[i] for i in self.last.states]
+            self.generation, self.memory = STORE.generation, memory
+        return [found[i] for i in self.states]
 
     def __len__(self) -> int:
         """Return how many were found last."""
-        return len(self.last.states)
+        return len(self.states)
 
     def alive(self) -> Iterator[Tensor]:
         """Yield those that were found last, and are still there."""
-        found = (self.last.tensors[i]() for i in self.last.states)
+        found = (self.tensors[i]() for i in self.states)
         return (t for t in found if t is not None)

@@ -170,9 +170,9 @@ class Notes:
         What is wrong with its operands it says when it is done at once.
         """
         func, spec, more = place.line
-        operation, by_name = OPERATIONS[func], dict(more)
-        given = [by_name.get(k) if isinstance(k, str) else spec[k] for k in operation.written]
-        place.writes = [v for v in leaves(tuple(given)) if type(v) is Value]
+        operation = OPERATIONS[func]
+        written = operation.written_of(spec, dict(more))
+        place.writes = [v for v in leaves(tuple(written)) if type(v) is Value]
         if self._overlaps(place):
             return False
         try:
@@ -271,12 +271,10 @@ class Notes:
     def _foreign_view(self, region: Region, layout: Layout) -> Value:
         """Note a view that no operation has made, such as `p.data.view(-1)` of what was known."""
         _, size, stride, offset = layout
-        shape = tuple(map(_constant, size)), tuple(map(_constant, stride))
-        start = _constant(offset - region.layout[3])
-        if _is_contiguous(region.layout) and _is_contiguous(layout):
-            self._enter((flat_piece, (region.value, shape[0], start), ()))
-        else:
-            self._enter((piece_of, (region.value, *shape, start), ()))
+        flat = _is_contiguous(region.layout) and _is_contiguous(layout)
+        shape = (tuple(size),) if flat else (tuple(size), stride)
+        args = self.operand((*shape, offset - region.layout[3]))
+        self._enter((flat_piece if flat else piece_of, (region.value, *args), ()))
         return self.add_view(region, layout)
 
     def make(self, meta: Meta) -> Tensor:
@@ -313,7 +311,3 @@ def _is_floating(args: Any) -> bool:
     first = args[0] if args else None
     first = first[0] if isinstance(first, (list, tuple)) and first else first
     return isinstance(first, Tensor) and first.is_floating_point()
-
-
-def _constant(x: int) -> Constant:
-    return Constant(int, x)

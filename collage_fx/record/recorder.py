@@ -110,10 +110,6 @@ class Recorder:
             self.flush_outside()
         return result
 
-    def graphs_do_most(self) -> bool:
-        """Tell whether most operations of this step are parts of graphs noted as a whole."""
-        return self.in_graphs > 2 * self.apart
-
     def _wake_up(self) -> None:
         self.wake()
         self._watch_reads()
@@ -190,7 +186,7 @@ class Recorder:
                             self.flush()
                         return result
         elif operation.kind == "view":
-            return self._view(func, operation, args, kwargs)
+            return self._view(func, args, kwargs)
         elif operation.kind == "metadata":
             result = self.at_once.born(func, func(*args, **kwargs))
             if trace is not None:
@@ -238,7 +234,7 @@ class Recorder:
 
     # Notes.
 
-    def _view(self, func: Any, operation: Operation, args: Any, kwargs: Any) -> Any:
+    def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Make a view, and note it if it is not one that is known."""
         source = args[0]
         if func is aten.view.dtype and source.dtype in self.words.wide and has_memory(source):
@@ -281,8 +277,8 @@ class Recorder:
             return self.notes.clear()
         segment, call = self.notes.take()
         self.words.results(call.memory)
-        given = zip(segment.inputs, call.inputs, strict=True)
-        written = [i.data for at, i in given if at in segment.written]
+        given = zip(segment.writes, call.inputs, strict=True)
+        written = [i.data for is_written, i in given if is_written]
         self.words.settle(written)  # what was noted has counted up versions
         with torch.no_grad():
             self.run(segment, call)

@@ -1,5 +1,6 @@
-"""What served each state of an optimizer or function, and what is to be said of it."""
+"""What serves each state, in a step and in all of them, and what is to be said of it."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,16 +12,31 @@ from collage_fx.optimizer.ownership import Owned
 from collage_fx.optimizer.served import RETURNED, Served, left_by_level, nothing_compensated
 from collage_fx.passes.ir.program import StatePlan
 from collage_fx.runtime.errors import listed
-from collage_fx.runtime.residuals.store import STORE
+from collage_fx.runtime.residuals.store import STORE, version
 from collage_fx.runtime.storage.registry import STORAGES, compensable_dtypes, refusal
+from collage_fx.segments.memory import memory_key
+from collage_fx.segments.trie import layout_of
 
 TRIED = 2
 """Steps after which it is known what becomes of the states."""
 
 
 @dataclass(eq=False)
+class _Account:
+    """One state in a step."""
+
+    served: Served
+    """What has served it in all steps."""
+    version: int | None
+    """Its version at the beginning of the step; None for one that was not there."""
+
+
+@dataclass(eq=False)
 class Service:
-    """Records what served each state, and warns of what is not compensated."""
+    """Records what serves each state, and warns of what is not compensated.
+
+    That is a graph of Dynamo's, a segment, or nobody knows what.
+    """
 
     session: Session
     discovery: FunctionStates
@@ -32,21 +48,79 @@ class Service:
     """What the graphs of the last step wrote."""
     repeats: int = 0
     """How often that has been done again since."""
+    of_tensor: dict[int, _Account] = field(default_factory=dict)
+    """The states of a step, by their tensors."""
+    of_memory: dict[Any, _Account] = field(default_factory=dict)
+    """The same by memory: a graph may write p.detach() in the place of p."""
+    places: set[Any] = field(default_factory=set)
+    """Those that had a state when the step began."""
+    by_graph: dict[int, tuple[Tensor, StatePlan]] = field(default_factory=dict)
+    """What Dynamo's graphs have written in this step, with its verdict."""
 
-    def of(self, owned: Owned) -> Served:
+    # A step.
+
+    def begin(self, states: Sequence[Owned]) -> None:
+        """Begin a step with these states."""
+        self.of_tensor = {
+            id(o.tensor): _Account(self._served(o), version(o.tensor)) for o in states
+        }
+        self.places = {o.place for o in states}
+
+    def begin_again(self, states: Iterable[Tensor]) -> None:
+        """Begin a step with the states of the last one."""
+        for tensor in states:
+            self.of_tensor[id(tensor)].version = version(tensor)
+
+    def take_up(self, states: Sequence[Owned]) -> list[Owned]:
+        """Know these states at the end of a step; return those that were not there before."""
+        before = self.of_tensor
+        new = [o for o in states if id(o.tensor) not in before]
+        self.of_tensor = {
+            id(o.tensor): before.get(id(o.tensor)) or _Account(self._served(o), None)
+            for o in states
+        }
+        self.of_memory = {_memory(o.tensor): self.of_tensor[id(o.tensor)] for o in states}
+        return new
+
+    def not_by_graphs(self, states: Iterable[Owned]) -> list[Owned]:
+        """Return the states that no graph has written in this step."""
+        by_graph = {_memory(tensor) for tensor, _ in self.by_graph.values()}
+        return [o for o in states if _memory(o.tensor) not in by_graph]
+
+    def unaccounted(self, states: Iterable[Tensor]) -> list[str]:
+        """Count and name those of these states that something has written nevertheless."""
+        names = []
+        for tensor in states:
+            account = self.of_tensor[id(tensor)]
+            if account.version not in (None, version(tensor)):
+                account.served.unaccounted += 1
+                names.append(account.served.name)
+        return names
+
+    def count_graphs(self) -> None:
+        """Count what graphs have written in this step."""
+        self.written = []
+        for key, (tensor, plan) in self.by_graph.items():
+            account = self.of_tensor.get(key) or self.of_memory.get(_memory(tensor))
+            if account is not None:
+                served = account.served
+            else:  # none of the states found
+                new = Served(plan.name, tensor.dtype, plan.shape)
+                served = self.served.setdefault(plan.name, new)
+            self.written.append(served)
+            self._count_graph(served, plan)
+
+    # All steps.
+
+    def _served(self, owned: Owned) -> Served:
         """Return the record of a state."""
         found = self.served.get(owned.place)
         if found is None:
-            tensor = owned.tensor
-            found = Served(owned.name, tensor.dtype, tuple(tensor.shape))
-            self.served[owned.place] = found
+            new = Served(owned.name, owned.tensor.dtype, tuple(owned.tensor.shape))
+            found = self.served[owned.place] = new
         return found
 
-    def unknown(self, tensor: Tensor, plan: StatePlan) -> Served:
-        """Return the record of what a graph writes that is none of the states found."""
-        return self.served.setdefault(plan.name, Served(plan.name, tensor.dtype, plan.shape))
-
-    def count_graph(self, served: Served, plan: StatePlan) -> None:
+    def _count_graph(self, served: Served, plan: StatePlan) -> None:
         """Note that a compiled graph has written a state, in a step."""
         served.graph += 1
         served.judged += 1
@@ -66,9 +140,9 @@ class Service:
 
     def note(self, owned: Owned, plan: StatePlan | None) -> None:
         """Note that a segment has written a state: by the passes, with this verdict, or joined."""
-        served, tensor = self.of(owned), owned.tensor
+        served, tensor = self._served(owned), owned.tensor
         if plan is not None:
-            return self.count_graph(served, plan)
+            return self._count_graph(served, plan)
         served.joined += 1
         residual = STORE.get(tensor)
         if residual is not None and served.joined > 2 * TRIED and not served.judged:
@@ -115,3 +189,7 @@ class Service:
             warn(nothing_compensated(dtypes, reasons))
         elif left := left_by_level(reasons, unknown=True):
             warn(left)
+
+
+def _memory(tensor: Tensor) -> tuple[Any, ...]:
+    return memory_key(tensor), layout_of(tensor)

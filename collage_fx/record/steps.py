@@ -1,7 +1,7 @@
 """The steps of one optimizer or function: which states there are, and what serves them."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +18,6 @@ from collage_fx.optimizer.discovery import FunctionStates, OptimizerStates, Stat
 from collage_fx.optimizer.ownership import Owned
 from collage_fx.optimizer.served import RETURNED, not_given
 from collage_fx.passes.ir.program import REPLACED, StatePlan
-from collage_fx.record.accounts import Accounts, memory_key
 from collage_fx.record.known_states import KnownStates
 from collage_fx.record.recorder import Recorder
 from collage_fx.record.service import TRIED, Service
@@ -27,6 +26,7 @@ from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import compensable_dtypes
 from collage_fx.segments.executors import Executors
 from collage_fx.segments.low_words import LowWords
+from collage_fx.segments.memory import memory_key
 from collage_fx.segments.segment import Call, Segment
 
 
@@ -49,7 +49,6 @@ class Steps:
         self.storages = StateStorage(config, self.warn)
         self.states = KnownStates(discovery, self.storages, self.warn)
         self.service = Service(session, discovery, subject)
-        self.accounts = Accounts(self.service)
         self.steps = 0
         self.history = History()
         """Of the optimizer, from the first step on."""
@@ -163,12 +162,12 @@ class Steps:
         if isinstance(self.discovery, OptimizerStates):
             check_loads(self.discovery.optimizer())
         self.history.taken += 1
-        self.accounts.by_graph.clear()
+        self.service.by_graph.clear()
         self.returned.clear()
         self.forced = nested_compile.stance_is_eager()
         if self.quiet and self.traces and not self.discovery.changed():
             self.recorder.asleep = True
-            self.accounts.begin_again(self.states.alive())
+            self.service.begin_again(self.states.alive())
         else:
             self._find_states()
 
@@ -186,12 +185,11 @@ class Steps:
     def _find_states(self) -> None:
         self.recorder.asleep = False
         present = self.states.find()
-        self.accounts.begin(present)
+        self.service.begin(present)
         at_once = self.session.keep or (self.steps == 1 and _resumed(present))
-        # What is recorded beside graphs of Dynamo's is soon recorded with them, or over.
-        beside = self.compiles and self.steps <= TRIED
         joins = self.session.config.on_unsupported == "join"
-        soon_over = beside and joins
+        # What is recorded beside graphs of Dynamo's is soon recorded with them, or over.
+        soon_over = joins and self.compiles and self.steps <= TRIED
         only = self.interpreted or self.forced or soon_over or self.recorder.all_at_once
         self.words.begin(present)
         self.executors.begin(interpreted_only=only, at_once=at_once)
@@ -218,9 +216,9 @@ class Steps:
 
     def _run(self, segment: Segment, call: Call) -> None:
         """Do a segment; see whether it stores in a state what a graph of Dynamo's has computed."""
-        given = zip(segment.inputs, call.inputs, strict=True)
+        given = zip(segment.writes, call.inputs, strict=True)
         # States that the step has made are looked for where memory is written that is no state.
-        unknown = any(at in segment.written and not i.pieces for at, i in given)
+        unknown = any(written and not i.pieces for written, i in given)
         if unknown and self.discovery.changed():
             for owned in self.states.find():
                 self.words.take_up(owned)
@@ -238,10 +236,6 @@ class Steps:
                 self.words.adopt(owned)
 
     # Graphs of Dynamo's.
-
-    def before_graph(self) -> None:
-        """Have done what was recorded, for a graph that may need it."""
-        self.recorder.flush_outside()
 
     def recorded(self, graph: Any, args: tuple[Any, ...]) -> Any:
         """Record what a graph of Dynamo's does; return its results."""
@@ -263,32 +257,22 @@ class Steps:
 
     def run_graph(self, code: Code, args: tuple[Any, ...]) -> Any:
         """Run a compiled graph, and note what it has written and returned."""
-        with self.graph(code.written(args), args) as outputs:
-            result = code.run(args)
-            outputs(result)
-        return result
-
-    @contextlib.contextmanager
-    def graph(
-        self, written: list[tuple[Tensor, StatePlan]], args: tuple[Any, ...]
-    ) -> Iterator[Callable[[Any], None]]:
-        """Let a compiled graph run that writes these states; give it a function for its results."""
+        written = code.written(args)
         self._look_for_chain(written, args)
         if not self.recorder.asleep:
             self.words.settle()
         try:
             with self.recorder.paused():
-                yield self._results
+                result = code.run(args)
         finally:
             for tensor, plan in written:
-                self.accounts.by_graph[id(tensor)] = tensor, plan
+                self.service.by_graph[id(tensor)] = tensor, plan
                 if not self.recorder.asleep:
                     self.words.wrote(tensor)
-
-    def _results(self, results: Any) -> None:
-        """Note what a graph returned: states that are put in the place of others, maybe."""
-        tensors = (t for t in tree_leaves(results) if isinstance(t, Tensor))
+        # States that are put in the place of others, maybe.
+        tensors = (t for t in tree_leaves(result) if isinstance(t, Tensor))
         self.returned.update(memory_key(t) for t in tensors if t.dtype in self.words.wide)
+        return result
 
     def _look_for_chain(
         self, written: list[tuple[Tensor, StatePlan]], args: tuple[Any, ...]
@@ -298,7 +282,7 @@ class Steps:
         Of that only the high word is known. Where it comes from is not: a parameter that is
         replaced as a whole in a later graph is taken for such a state.
         """
-        if not (self.accounts.by_graph or self.returned):
+        if not (self.service.by_graph or self.returned):
             return
         handed = any(isinstance(a, Tensor) and memory_key(a) in self.returned for a in args)
         for tensor, plan in written:
@@ -322,7 +306,7 @@ class Steps:
         """Take up the states that the step has made or replaced, and note what served each."""
         unaccounted = self._account_asleep() if self.recorder.asleep else self._account()
         self.recorder.asleep = False
-        self.accounts.by_graph.clear()
+        self.service.by_graph.clear()
         if failed:  # what was counted as written need not have been
             return
         if unaccounted:
@@ -338,31 +322,31 @@ class Steps:
 
     def _account_asleep(self) -> list[str]:
         """Count what graphs have written in a step like the last; name what others have."""
-        accounts = self.accounts
-        rest = [t for t in self.states.alive() if id(t) not in accounts.by_graph]
-        unaccounted = accounts.unaccounted(rest)
-        accounts.count_graphs()
+        service = self.service
+        rest = [t for t in self.states.alive() if id(t) not in service.by_graph]
+        unaccounted = service.unaccounted(rest)
+        service.count_graphs()
         return unaccounted
 
     def _account(self) -> list[str]:
         """Note what was written; return the names of what nobody accounts for."""
-        accounts, present = self.accounts, self.states.find()
-        replaced = accounts.take_up(present)
+        service, present = self.service, self.states.find()
+        replaced = service.take_up(present)
         for owned in replaced:
-            taken = memory_key(owned.tensor) in self.returned and owned.place in accounts.places
+            taken = memory_key(owned.tensor) in self.returned and owned.place in service.places
             if taken and owned.tensor.dim():  # else a norm, say, that somebody looks at
                 self._chained(owned.name)
         for owned in present:
             self.words.adopt(owned)
         self.words.settle()
-        rest = accounts.not_by_graphs(present)
+        rest = service.not_by_graphs(present)
         outside = {id(o.tensor): o for o in rest if self.words.has_written(o.tensor)}
         for key, owned in outside.items():
-            self.service.note(owned, self.executors.plans.get(key))
-        unaccounted = accounts.unaccounted(o.tensor for o in rest if id(o.tensor) not in outside)
-        accounts.count_graphs()
+            service.note(owned, self.executors.plans.get(key))
+        unaccounted = service.unaccounted(o.tensor for o in rest if id(o.tensor) not in outside)
+        service.count_graphs()
         lasting = not any(o.tensor.dim() for o in replaced)
-        self.quiet = bool(accounts.by_graph) and not outside and lasting
+        self.quiet = bool(service.by_graph) and not outside and lasting
         settled = self.steps >= TRIED and self.switches and not (self.waited or self.forced)
         if outside and settled and self.traces:
             self._go_on_recording()
@@ -371,7 +355,7 @@ class Steps:
 
     def _go_on_recording(self) -> None:
         """Record steps whole of which a part was; ask Dynamo no more, unless its graphs do most."""
-        traced = self.recorder.graphs_do_most()
+        traced = self.recorder.in_graphs > 2 * self.recorder.apart
         if not self.whole:
             breaks = graph_breaks(self.breaks_before)
             self.session.notes.add(_SWITCH + (f": {breaks[0]}" if breaks else ""))

@@ -1,13 +1,12 @@
 """Which way a segment is done: compiled by the passes, or on whole values as it stands."""
 
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
-from weakref import WeakSet
+from typing import Any, TypeAlias
 
 from torch import Tensor, is_inference_mode_enabled
 from torch._dynamo.convert_frame import compile_lock
@@ -31,11 +30,11 @@ from collage_fx.segments.segment_graph import (
     Given,
     Made,
     Numbers,
+    Propagation,
     SeenNumbers,
     float_guard,
     graph_of_segment,
     number_tensor,
-    propagate,
     why_compiled,
     with_fakes,
 )
@@ -46,6 +45,12 @@ SEEN = 2
 _PASSED_ON = "16-bit values go on from it to other parts of the step, which would be rounded"
 MOST = 64
 """How often segments of one step are compiled at most; others are interpreted."""
+
+
+_Find: TypeAlias = Callable[[Segment, Call], Given | str]
+"""Returns the tensors of a call, or why it cannot be done in a way."""
+_Compile: TypeAlias = Callable[[Segment, Given, Numbers], Made | str]
+"""Compiles a segment for these, or returns why not."""
 
 
 @dataclass
@@ -61,12 +66,9 @@ class _Way:
 class _History(SeenNumbers):
     """What is known of the runs of a segment."""
 
-    rewritten: _Way = field(default_factory=_Way)
-    joined: _Way = field(default_factory=_Way)
+    ways: defaultdict[str, _Way] = field(default_factory=lambda: defaultdict(_Way))
     row: list[int] = field(default_factory=list)
     """How many floats it has, and which of them change."""
-    noted: Numbers | None = None
-    """The numbers of which this is so."""
 
 
 @dataclass(eq=False)
@@ -85,8 +87,6 @@ class Executors:
     unseen: Callable[[Tensor], None]
     """Told of what may be a parameter, is written, and is none of the states."""
     interpreted_only: bool = False
-    histories: WeakSet[Segment] = field(default_factory=WeakSet)
-    """The segments that were run, each of which knows its history."""
     changing: list[list[int]] = field(default_factory=list)
     """For each segment of this step how many floats it has, and which of them change."""
     changed_before: list[list[int]] = field(default_factory=list)
@@ -105,7 +105,11 @@ class Executors:
     """Tensor -> its verdict, of the states that rewritten segments wrote in this step."""
 
     def __post_init__(self) -> None:
-        self.joining = Joining(self.session, self.words)
+        joining = Joining(self.session, self.words)
+        self.ways: dict[str, tuple[_Find, _Compile]] = {
+            "rewritten": (self._for_passes, self._rewrite),
+            "joined": (joining.given, joining.compile),
+        }
         # Who wants an error for an operation without a rule gets it in the first step.
         self.seen = SEEN if self.session.config.on_unsupported == "join" else 1
 
@@ -139,12 +143,8 @@ class Executors:
         if obstacle:
             self.left[segment] = obstacle
         elif history.runs >= self.seen:
-            ways = (
-                ("rewritten", history.rewritten, self._for_passes, self._rewrite),
-                ("joined", history.joined, self.joining.given, self.joining.compile),
-            )
-            for name, way, find, compile_ in ways:
-                why = way.refused or self._done(way, find, compile_, segment, history, call)
+            for name in self.ways:
+                why = self._done(name, segment, history, call)
                 if not why:
                     self.runs[name] += 1
                     return
@@ -178,30 +178,22 @@ class Executors:
         floats, history = call.floats, segment.history
         if history is None:
             history = segment.history = _History()
-            self.histories.add(segment)
+        before = history.numbers
         history.see(floats)
         if history.runs == 1 and call.at < len(self.changed_before):
             count, *changed = self.changed_before[call.at]
             if count == len(floats):
                 history.changing.update(changed)
                 history.numbers = None
-        if history.numbers is not history.noted or history.numbers is None:
-            history.noted = history.numbers
+        if history.numbers is not before or before is None:
             history.row = [len(floats), *sorted(history.changing)]
         self.changing.append(history.row)
         return history
 
-    def _done(
-        self,
-        way: _Way,
-        find: Callable[[Segment, Call], Given | str],
-        compile_: Callable[[Segment, Given, Numbers], Made | str],
-        segment: Segment,
-        history: _History,
-        call: Call,
-    ) -> str:
+    def _done(self, name: str, segment: Segment, history: _History, call: Call) -> str:
         """Do a segment in one way, compiled for the call if need be; return why not if it fails."""
-        given = find(segment, call)
+        way, (find, compile_) = history.ways[name], self.ways[name]
+        given = way.refused or find(segment, call)
         if isinstance(given, str):
             return given
         compiled = next(
@@ -212,10 +204,8 @@ class Executors:
                 return f"{MOST} parts of the step have been compiled, and no more are"
             self.count += 1
             if logs.LOG.isEnabledFor(logging.INFO):
-                last = way.compiled[0] if way.compiled else None
-                alike = last is not None and last.structure == given.structure
-                before = last.numbers if last else None
-                logs.LOG.info("%s", why_compiled(segment, before, call.floats, alike=alike))
+                last = next(iter(way.compiled), None)
+                logs.LOG.info("%s", why_compiled(segment, last, given, call.floats))
             made = self._compile(compile_, segment, history, given, call)
             if isinstance(made, str):
                 way.refused = made
@@ -228,18 +218,11 @@ class Executors:
         return "" if done else "a state has got a residual since it was compiled"
 
     def _compile(
-        self,
-        compile_: Callable[[Segment, Given, Numbers], Made | str],
-        segment: Segment,
-        history: _History,
-        given: Given,
-        call: Call,
+        self, compile_: _Compile, segment: Segment, history: _History, given: Given, call: Call
     ) -> Compiled | str:
-        same = list(history.same)
-        changing = sorted({same[i] for i in history.changing})
         made: Made | str = ""
-        for inputs in (changing, []):
-            numbers = Numbers(call.floats, inputs, same)
+        wanted = numbers = history.with_inputs(call.floats)
+        for numbers in (wanted, replace(wanted, changing=[])):
             try:
                 with compile_lock, no_full_collection():
                     made = compile_(segment, given, numbers)
@@ -253,10 +236,10 @@ class Executors:
                 return f"compiling it failed: {type(error).__name__}"
         if isinstance(made, str):
             return made
-        if numbers.changing == changing:
+        if numbers.changing == wanted.changing:
             history.numbers = numbers
         compiled = Compiled(*made, numbers, given.structure)
-        compiled.take([call.floats[i] for i in numbers.changing])
+        compiled.take(numbers.given)
         return compiled
 
     # Rewritten by the passes.
@@ -300,8 +283,9 @@ class Executors:
     def _rewrite(self, segment: Segment, given: Given, numbers: Numbers) -> Made | str:
         gm = graph_of_segment(segment, numbers)
         args = (*given.args, *map(number_tensor, numbers.given))
-        mode, fakes = with_fakes(gm, given.args, numbers.given)
-        propagate(gm, mode, fakes)
+        mode, fakes = with_fakes(gm, given, numbers)
+        with mode:
+            Propagation(gm).run(*fakes)
         for node, t in zip(gm.graph.find_nodes(op="placeholder"), given.args, strict=False):
             node._dynamo_source = SimpleNamespace(name=self._name(t))
         with tracing(TracingContext(mode)):

@@ -28,10 +28,10 @@ from collage_fx.segments.segment_graph import (
     Made,
     Numbers,
     float_guard,
-    joined_graph,
+    graph_of_segment,
     with_fakes,
 )
-from collage_fx.segments.trie import layout_of
+from collage_fx.segments.trie import Layout, layout_of
 
 
 @dataclass(eq=False)
@@ -66,7 +66,10 @@ class Joining:
             if parts is None:
                 return "a state has moved in memory"
             found.append(parts)
-        found += [self._parts_of_result(t, lows) for t in call.memory]
+        for t in call.memory:
+            mine = self.words.lows_of_result(t)
+            lows += mine
+            found.append(self._all_of(layout_of(t), mine))
         before = self.before[call.at] = _Before.of(segment, call, found, wide)
         return Given(tensors, lows, before.structure, found)
 
@@ -78,7 +81,7 @@ class Joining:
         layout = given.layout
         if mine := self.words.between(given, written=written):
             lows += mine
-            return [Part(layout, layout, self.words.transient[layout[0]].name, len(mine))]
+            return self._all_of(layout, mine)
         found = []
         for piece in given.pieces:
             if piece.moved and written:
@@ -91,20 +94,16 @@ class Joining:
                 found.append(Part(layout, piece.layout, r.storage, len(r.components)))
         return found
 
-    def _parts_of_result(self, t: Tensor, lows: list[Tensor]) -> list[Part]:
-        """Return the part of memory that a segment makes which gets low words; add these."""
-        mine, layout = self.words.lows_of_result(t), layout_of(t)
-        if not mine:
-            return []
-        lows += mine
-        return [Part(layout, layout, self.words.transient[t.dtype].name, len(mine))]
+    def _all_of(self, layout: Layout, lows: tuple[Tensor, ...]) -> list[Part]:
+        """Return all of some memory as a part, which has these low words; nothing without any."""
+        return (
+            [Part(layout, layout, self.words.transient[layout[0]].name, len(lows))] if lows else []
+        )
 
     def compile(self, segment: Segment, given: Given, numbers: Numbers) -> Made:
         """Return what runs a segment with these numbers, and for which others it is right."""
-        dtypes = [t.dtype for t in given.args]
-        wide, computed = self.words.wide, segment.computed(self.words)
-        gm = joined_graph(segment, numbers, wide, computed, dtypes, given.parts)
-        mode, fakes = with_fakes(gm, given.args, numbers.given, given.lows)
+        gm = graph_of_segment(segment, numbers, self.words, given.parts)
+        mode, fakes = with_fakes(gm, given, numbers)
         function = compile_joined(self.session, gm, mode, fakes)
 
         def run(args: list[Any]) -> bool:
@@ -136,7 +135,7 @@ class _Before:
             if given.layout[0] in wide:
                 states = list(map(_looks, given.pieces)) if given.pieces or not parts[i] else None
                 inputs.append((i, written, states))
-        structure = tuple(tuple(part.structure for part in some) for some in parts)
+        structure = tuple(tuple((part.view, part.storage) for part in some) for some in parts)
         return cls(segment, STORE.generation, inputs, parts, structure)
 
     def lows(self, call: Call, words: LowWords) -> list[Tensor] | None:

@@ -71,8 +71,6 @@ class LowWords:
             d: STORAGES[FINEST[d]] if d in FP8 else TRANSIENT[wide] for d, wide in self.wide.items()
         }
         """dtype -> the layout of values on the way."""
-        self.lows_of = {d: storage.residuals[d] for d, storage in self.transient.items()}
-        """dtype -> the dtypes of their low words."""
 
     def begin(self, states: Iterable[Owned]) -> None:
         """Begin a step with these states; clear residuals that do not belong to their values."""
@@ -134,11 +132,11 @@ class LowWords:
             return given
         if self.is_state(t, key):
             (o,) = memory.states
-            given.pieces.append(Piece(o, given.data, self.of_state(o), given.layout, key))
+            given.pieces.append(Piece(o, given.data, self.of_state(o), given.layout))
             return given
         for o in self.states_in(t):
             data, layout = o.tensor.data, layout_of(o.tensor)
-            given.pieces.append(Piece(o, data, self.of_state(o), layout, key))
+            given.pieces.append(Piece(o, data, self.of_state(o), layout))
         return given
 
     def is_state(self, t: Tensor, key: int) -> bool:
@@ -323,7 +321,9 @@ class LowWords:
         if dtype not in self.wide:
             return ()
         storage = t.untyped_storage()
-        return self.memory[storage._cdata].hold_result(t, storage, self.lows_of[dtype])
+        return self.memory[storage._cdata].hold_result(
+            t, storage, self.transient[dtype].residuals[dtype]
+        )
 
     def wrote(self, tensor: Tensor) -> list[Owned]:
         """Note that a compiled graph has written a state, and its residual; return what it is."""
@@ -349,8 +349,7 @@ class LowWords:
 
     def overwritten(self, t: Tensor) -> None:
         """Drop the low words of memory that something has written which knows none."""
-        if self._memory_of(t).between is not None:
-            self.memory[storage_key(t)].between = None
+        self._memory_of(t).between = None
         for owned in self.states_in(t):
             self.mark_written(owned)
         for residual in self.say_lost(t):

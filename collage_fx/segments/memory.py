@@ -9,7 +9,7 @@ from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from collage_fx.optimizer.ownership import Owned
-from collage_fx.runtime.residuals.memory import new_memory, span
+from collage_fx.runtime.residuals.memory import has_memory, new_memory, span
 from collage_fx.runtime.residuals.store import STORE, Residual
 from collage_fx.segments.trie import Layout, layout_of
 
@@ -24,8 +24,6 @@ class Piece:
     residual: Residual | None
     layout: Layout
     """That of the data."""
-    key: int
-    """The storage of the data."""
 
     @property
     def moved(self) -> bool:
@@ -69,11 +67,6 @@ class Part:
     def view(self) -> tuple[Any, ...]:
         """Size, stride, and offset from the beginning of the piece."""
         return (*self.layout[1:3], self.layout[3] - self.within[3])
-
-    @property
-    def structure(self) -> tuple[Any, ...]:
-        """What a graph depends on."""
-        return self.view, self.storage
 
 
 @dataclass(eq=False, slots=True)
@@ -154,6 +147,11 @@ class KnownState:
 def storage_key(t: Tensor) -> int:
     """Return the storage of a tensor with memory, as a key."""
     return t.untyped_storage()._cdata
+
+
+def memory_key(t: Tensor) -> int:
+    """Return the storage of a tensor as a key; 0 for one without memory."""
+    return storage_key(t) if has_memory(t) else 0
 
 
 def covers(t: Tensor, part: Tensor) -> bool:

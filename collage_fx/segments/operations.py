@@ -31,16 +31,23 @@ class Operation:
     numbers: frozenset[int | str] = frozenset()
     """Positions and names of arguments that are numbers of the arithmetic, and no sizes or axes."""
 
+    def written_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Return those of the arguments of a call, as dispatch has them, that it writes."""
+        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        return [given.get(key) for key in self.written]
+
 
 _READS = ("_local_scalar_dense", "equal", "is_nonzero")
 _ODD = ("inplace_view", "data_dependent", "dynamic_output", "nondeterministic_seeded")
-_EMPTY = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
+_METADATA = (
+    *("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"),
+    *("rand_like", "randn_like", "randint_like"),
+)
 _SOLVES = (
     *("linalg_", "cholesky", "inverse", "index_select", "gather", "take", "embedding"),
     *("floor_divide", "remainder", "fmod"),  # of integers, by zero
 )
 """How the names of operations begin that may fail by the values of their operands."""
-_RANDOM_LIKE = ("rand_like", "randn_like", "randint_like")
 
 
 class _Operations(dict[Any, Operation]):
@@ -62,7 +69,7 @@ def _classified(func: Any) -> Operation:
         return Operation("view")
     if name in _READS:
         return Operation("read")
-    if name in _EMPTY or name in _RANDOM_LIKE:
+    if name in _METADATA:
         return Operation("metadata")
     # What may fail by the values is done at once: the step may catch the error.
     solves = name.removeprefix("_").startswith(_SOLVES) and name != "linalg_vector_norm"

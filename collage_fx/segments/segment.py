@@ -130,17 +130,13 @@ class Segment:
         written = {self.root[v.at] for v in place.writes}
         self.written |= written
         if getattr(func, "_opname", "") in ("copy_", "_foreach_copy_"):
-            self._add_copies(args[0], args[1])
+            inputs = set(self.inputs)
+            for to, source in zip(leaves(args[0]), leaves(args[1]), strict=True):
+                if inputs.issuperset(pair := (self.root[to.at], self.root[source.at])):
+                    self.copies.append(pair)
         made = range(first, len(self.root))
         dtypes = tuple(meta[2] for meta in place.made)
         return Line(func, args, kwargs, made, place.many, dtypes, written, where=place.where)
-
-    def _add_copies(self, targets: Any, sources: Any) -> None:
-        inputs = set(self.inputs)
-        for to, source in zip(leaves(targets), leaves(sources), strict=True):
-            pair = self.root[to.at], self.root[source.at]
-            if inputs.issuperset(pair):
-                self.copies.append(pair)
 
     def _find_ends(self) -> None:
         """Find after which line each value is over, and each piece of memory."""

@@ -17,6 +17,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from collage_fx.runtime.storage.registry import join_in, split_into
+from collage_fx.segments.low_words import LowWords
 from collage_fx.segments.memory import Part
 from collage_fx.segments.operations import piece_of
 from collage_fx.segments.segment import Operands, Segment
@@ -144,22 +145,14 @@ class Compiled:
         self.tensors = list(map(number_tensor, values))
 
 
-def why_compiled(
-    segment: Segment, before: Numbers | None, floats: list[float], *, alike: bool
-) -> str:
-    """Return why a segment is compiled for a call, for the log.
-
-    Args:
-        segment: what is compiled.
-        before: the numbers for which it was compiled last; None for the first time.
-        floats: the numbers of the call.
-        alike: whether the states had low words in the same way then.
-    """
+def why_compiled(segment: Segment, last: Compiled | None, given: Given, floats: list[float]) -> str:
+    """Return why a segment is compiled for a call, maybe not for the first time, for the log."""
     what = f"a recorded segment of {len(segment.lines)} operations is compiled"
-    if before is None:
+    if last is None:
         return what
-    if not alike:
+    if last.structure != given.structure:
         return f"{what} again, as the low words of its states are others"
+    before = last.numbers
     changed = [
         f"{old} -> {new}"
         for i, (old, new) in enumerate(zip(before.floats, floats, strict=True))
@@ -175,159 +168,126 @@ def same_number(a: float, b: float) -> bool:
     return isnan(a) and isnan(b)
 
 
-def graph_of_segment(segment: Segment, numbers: Numbers) -> GraphModule:
-    """Return a graph of operations that write their operands, as the step did them.
-
-    Its inputs are those of the segment, the memory that results are stored in, and the floats that
-    change, as 0-d tensors. It returns nothing.
-    """
-    builder = _Builder(segment, numbers)
-    for at, node in zip(segment.inputs, builder.inputs, strict=True):
-        builder.env[at] = node
-    builder.lines({})
-    for place, at in zip(builder.memory, segment.live, strict=True):
-        builder.graph.call_function(aten.copy_.default, (place, builder.env[at]))
-    return builder.finish()
+Lows: TypeAlias = list[tuple[Part, list[Node]]]
+"""The parts of a piece of memory, with their low words."""
 
 
-def joined_graph(
+def graph_of_segment(
     segment: Segment,
     numbers: Numbers,
-    wide: dict[torch.dtype, torch.dtype],
-    computed: dict[torch.dtype, torch.dtype],
-    dtypes: Sequence[torch.dtype],
-    parts: Sequence[list[Part]],
+    words: LowWords | None = None,
+    parts: Sequence[list[Part]] = (),
 ) -> GraphModule:
-    """Return the graph of `run_joined`; behind its other inputs it takes the low words.
+    """Return a graph of operations that write their operands, as the step did them.
+
+    Its inputs are those of the segment, the memory that results are stored in, the floats that
+    change, as 0-d tensors, and the low words, if it is the graph of `run_joined`. It returns
+    nothing.
 
     Args:
         segment: what it does.
         numbers: those of a call.
-        wide: dtype that may have low words -> what is computed in for it.
-        computed: dtype -> what is computed in for it.
-        dtypes: those of the inputs, and of the memory that results are stored in.
-        parts: for each of them the parts that have low words.
+        words: for a graph on whole values, what these are computed in.
+        parts: for each input, and each memory of a result, the parts that have low words.
     """
-    builder = _Builder(segment, numbers)
-    graph, places = builder.graph, [*builder.inputs, *builder.memory]
-    lows = [
-        [[graph.placeholder(f"low{i}_{k}_{n}") for n in range(p.count)] for k, p in enumerate(ps)]
-        for i, ps in enumerate(parts)
-    ]
-    for i, at in enumerate(segment.inputs):
-        hi = places[i]
-        if dtypes[i] in wide:
-            builder.env[at] = _join(graph, hi, wide[dtypes[i]], parts[i], lows[i])
-        elif dtypes[i] in computed:
-            builder.env[at] = graph.call_method("to", (hi, computed[dtypes[i]]))
+    graph, env = Graph(), list[Any]([None] * len(segment.root))
+    places = {at: graph.placeholder(f"input{i}") for i, at in enumerate(segment.inputs)}
+    places |= {at: graph.placeholder(f"result{i}") for i, at in enumerate(segment.live)}
+    floats = {i: graph.placeholder(f"float{i}") for i in numbers.changing}
+    lows: dict[int, Lows] = {}
+    for i, (at, some) in enumerate(zip(places, parts or [[]] * len(places), strict=True)):
+        names = [[f"low{i}_{k}_{n}" for n in range(part.count)] for k, part in enumerate(some)]
+        lows[at] = [(p, list(map(graph.placeholder, n))) for p, n in zip(some, names, strict=True)]
+    wide = words.wide if words is not None else {}
+    computed = segment.computed(words) if words is not None else {}
+    for at in segment.inputs:
+        hi, dtype = places[at], segment.dtype[at]
+        if dtype in wide:
+            env[at] = _join(graph, hi, wide[dtype], lows[at])
         else:
-            builder.env[at] = hi
-    builder.lines(computed)
-    for i, at in enumerate([*segment.inputs, *segment.live]):
-        result = i >= len(segment.inputs)
-        if dtypes[i] in wide and (result or at in segment.written):
-            _split(graph, builder.env[at], places[i], dtypes[i], parts[i], lows[i])
-        elif result or (dtypes[i] in computed and at in segment.written):
-            graph.call_function(aten.copy_.default, (places[i], builder.env[at]))
-    return builder.finish()
+            env[at] = graph.call_method("to", (hi, computed[dtype])) if dtype in computed else hi
+    items = {i: graph.call_method("item", (node,)) for i, node in floats.items()}
+    given = [items.get(k, x) for k, x in zip(numbers.same, numbers.floats, strict=True)]
+    _add_lines(graph, segment, env, given, computed)
+    for i, (at, hi) in enumerate(places.items()):
+        dtype, result = segment.dtype[at], i >= len(segment.inputs)
+        if dtype in wide and (result or at in segment.written):
+            _split(graph, env[at], hi, dtype, lows[at])
+        elif result or (dtype in computed and at in segment.written):
+            graph.call_function(aten.copy_.default, (hi, env[at]))
+    graph.output(())
+    return GraphModule(torch.nn.Module(), graph)
 
 
-def _join(graph: Graph, hi: Node, wide: torch.dtype, parts: list[Part], lows: Any) -> Node:
-    if len(parts) == 1 and parts[0].exact:
-        return graph.call_function(join_in, (wide, parts[0].storage, hi, *lows[0]))
+def _add_lines(
+    graph: Graph,
+    segment: Segment,
+    env: list[Any],
+    numbers: list[Any],
+    dtypes: dict[torch.dtype, torch.dtype],
+) -> None:
+    """Add the operations, with other dtypes in the place of those that they name."""
+
+    def cast(x: Any, dtype: torch.dtype) -> Node:
+        return graph.call_method("to", (x, dtype))
+
+    operands = Operands(segment, dtypes, env.__getitem__, numbers.__getitem__, cast)
+    for line in segment.lines:
+        args, kwargs = operands.of(line)
+        node = graph.call_function(line.func, tuple(args), kwargs)
+        node.stack_trace = line.where
+        for k, at in enumerate(line.made):
+            env[at] = graph.call_function(operator.getitem, (node, k)) if line.many else node
+            if dtypes and k < len(line.dtypes):
+                env[at] = cast(env[at], dtypes.get(line.dtypes[k], line.dtypes[k]))
+
+
+def _join(graph: Graph, hi: Node, wide: torch.dtype, lows: Lows) -> Node:
+    if len(lows) == 1 and lows[0][0].exact:
+        ((part, words),) = lows
+        return graph.call_function(join_in, (wide, part.storage, hi, *words))
     whole = graph.call_method("to", (hi, wide))
-    for part, words in zip(parts, lows, strict=True):
-        at = graph.call_function(piece_of, (whole, *part.view))
-        high = graph.call_function(piece_of, (hi, *part.view))
-        value = graph.call_function(join_in, (wide, part.storage, high, *words))
+    for part, words in lows:
+        at = _piece(graph, whole, part)
+        value = graph.call_function(join_in, (wide, part.storage, _piece(graph, hi, part), *words))
         graph.call_function(aten.copy_.default, (at, value))
     return whole
 
 
-def _split(
-    graph: Graph, x: Node, hi: Node, dtype: torch.dtype, parts: list[Part], lows: Any
-) -> None:
-    if not (len(parts) == 1 and parts[0].exact):
+def _split(graph: Graph, x: Node, hi: Node, dtype: torch.dtype, lows: Lows) -> None:
+    if not (len(lows) == 1 and lows[0][0].exact):
         graph.call_function(aten.copy_.default, (hi, x))
-    for part, words in zip(parts, lows, strict=True):
-        value, high = x, hi
-        if not part.exact:
-            value = graph.call_function(piece_of, (x, *part.view))
-            high = graph.call_function(piece_of, (hi, *part.view))
+    for part, words in lows:
+        value, high = _piece(graph, x, part), _piece(graph, hi, part)
         results = graph.call_function(split_into, (part.storage, value, dtype))
         for k, to in enumerate((high, *words)):
             one = graph.call_function(operator.getitem, (results, k))
             graph.call_function(aten.copy_.default, (to, one))
 
 
-class _Builder:
-    """Builds the graph of a segment."""
-
-    def __init__(self, segment: Segment, numbers: Numbers) -> None:
-        self.graph = Graph()
-        self.segment = segment
-        self.numbers = numbers
-        graph = self.graph
-        self.inputs = [graph.placeholder(f"input{i}") for i in range(len(segment.inputs))]
-        self.memory = [graph.placeholder(f"result{i}") for i in range(len(segment.live))]
-        self.given = {i: graph.placeholder(f"float{i}") for i in numbers.changing}
-        self.env: list[Any] = [None] * len(segment.root)
-
-    def lines(self, dtypes: dict[torch.dtype, torch.dtype]) -> None:
-        """Add the operations, with other dtypes in the place of those that they name."""
-        graph, numbers = self.graph, self.numbers
-        items = {i: graph.call_method("item", (node,)) for i, node in self.given.items()}
-
-        def number(at: int) -> Any:
-            return items.get(numbers.same[at], numbers.floats[at])
-
-        def cast(x: Any, dtype: torch.dtype) -> Node:
-            return graph.call_method("to", (x, dtype))
-
-        operands = Operands(self.segment, dtypes, self.env.__getitem__, number, cast)
-        for line in self.segment.lines:
-            args, kwargs = operands.of(line)
-            node = graph.call_function(line.func, tuple(args), kwargs)
-            node.stack_trace = line.where
-            for k, at in enumerate(line.made):
-                many = line.many
-                self.env[at] = graph.call_function(operator.getitem, (node, k)) if many else node
-                if dtypes and k < len(line.dtypes):
-                    self.env[at] = cast(self.env[at], dtypes.get(line.dtypes[k], line.dtypes[k]))
-
-    def finish(self) -> GraphModule:
-        """Return the graph."""
-        self.graph.output(())
-        return GraphModule(torch.nn.Module(), self.graph)
+def _piece(graph: Graph, x: Node, part: Part) -> Node:
+    return x if part.exact else graph.call_function(piece_of, (x, *part.view))
 
 
-def with_fakes(
-    gm: GraphModule,
-    args: Sequence[Tensor],
-    floats: Sequence[float],
-    lows: Sequence[Tensor] = (),
-) -> tuple[FakeTensorMode, list[Any]]:
+def with_fakes(gm: GraphModule, given: Given, numbers: Numbers) -> tuple[FakeTensorMode, list[Any]]:
     """Return fake tensors of arguments, floats as Dynamo has them, and note them in a graph."""
     mode = FakeTensorMode(shape_env=ShapeEnv())
-    fakes: list[Any] = [mode.from_tensor(a, static_shapes=True) for a in args]
-    for i, number in enumerate(floats):
+    fakes: list[Any] = [mode.from_tensor(a, static_shapes=True) for a in given.args]
+    for i, number in enumerate(numbers.given):
         source = FloatTensorSource(LocalSource(f"float{i}"))
         fakes.append(mode.from_tensor(number_tensor(number), source=source))
-    fakes += [mode.from_tensor(a, static_shapes=True) for a in lows]
+    fakes += [mode.from_tensor(a, static_shapes=True) for a in given.lows]
     placeholders: list[Node] = gm.graph.find_nodes(op="placeholder")
     for node, value in zip(placeholders, fakes, strict=True):
         node.meta["example_value"] = value
     return mode, fakes
 
 
-def propagate(gm: GraphModule, mode: FakeTensorMode, fakes: Sequence[Any]) -> None:
-    """Note what each node makes of fake tensors, as Dynamo does: classes are found by that."""
-    with mode:
-        _Propagation(gm).run(*fakes)
+class Propagation(Interpreter):
+    """Notes what each node makes of fake tensors, as Dynamo does: classes are found by that."""
 
-
-class _Propagation(Interpreter):
     def run_node(self, n: Node) -> Any:
+        """Run a node."""
         result = super().run_node(n)
         if n.op == "call_function":
             n.meta["example_value"] = result

@@ -79,8 +79,8 @@ class UserRounding:
             source = next((b for b in known if b.value is not None), _Bits())
             random = any(b.random for b in known)
             if target is not None and source.value is not None and root[source.value] == target:
-                kept = self._copy(source.value)
-                source = _Bits(kept, 0, source.random)
+                kept = self.segment.insert(aten.clone.default, (Value(source.value),))
+                source = _Bits(kept.at, 0, source.random)  # as it was before it is changed in place
             made = _Bits(source.value, source.version, random)
             for memory in written or {root[at] for at in line.made}:
                 self.bits[memory] = made
@@ -111,7 +111,3 @@ class UserRounding:
         value = self.segment.insert(undone, (operand, Value(found.value)))
         line.args = tuple(value if a is operand else a for a in line.args)
         self.found = True
-
-    def _copy(self, at: int) -> int:
-        """Copy a value before it is changed in place."""
-        return self.segment.insert(aten.clone.default, (Value(at),)).at

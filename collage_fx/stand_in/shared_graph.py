@@ -214,7 +214,7 @@ class SharedStandIns(StandIns):
         groups = self.few.optimizer.param_groups
         found = [groups[g][key] for g, key in self.graph.numbers]
         numbers = tuple(map(number_tensor, found))
-        supervisor.before_graph()
+        supervisor.recorder.flush_outside()
         tensors = (*self.params, *self.tensors, *(p.grad for p in self.params), *numbers)
         if (
             not (supervisor.active and supervisor.compiles)

@@ -123,14 +123,12 @@ def _obstacle(program: Program, read: dict[Node, Carried]) -> str:
 
 def _is_copy(node: Node, states: set[Node]) -> bool:
     """Tell whether a result is the value of an input that is no state: it has no low word."""
-    while node.target in SAME_VALUE and value_of(node).dtype == value_of(_operand(node)).dtype:
-        node = _operand(node)
+    while node.target in SAME_VALUE:
+        (operand,) = node.all_input_nodes
+        if value_of(operand).dtype != value_of(node).dtype:
+            break
+        node = operand
     return node.op == "placeholder" and node not in states
-
-
-def _operand(node: Node) -> Node:
-    (operand,) = node.all_input_nodes
-    return operand
 
 
 def _widens(target: Any) -> bool:
@@ -207,14 +205,20 @@ class _Joiner:
             return x
         dtype = value_of(x).dtype
         if storage:
-            (joined,) = self._inlined(join_in, self.wide[dtype], storage, [x, *lows])
+            wide = self.wide[dtype]
+            joined: Node = self._inlined(
+                lambda *words: join_in(wide, storage, *words), ("join", wide, storage), [x, *lows]
+            )
             return joined
         return self._converted(x, self.computed.get(dtype, dtype))
 
     def _operation(self, node: Node) -> Any:
         """Append an operation in the wider dtypes; return its result, a tuple if there are some."""
         new = self.graph.node_copy(node, self.env.__getitem__)
-        args, kwargs = map_aggregate((new.args, new.kwargs), self._widened)
+        args, kwargs = map_aggregate(
+            (new.args, new.kwargs),
+            lambda a: self.computed.get(a, a) if isinstance(a, torch.dtype) else a,
+        )
         new.args, new.kwargs = args, kwargs
         before = node.meta.get("val")
         if not isinstance(before, Tensor | list | tuple):
@@ -226,15 +230,15 @@ class _Joiner:
             return new  # a list, of which the items come next
         return self._converted(new, self.computed.get(before.dtype, before.dtype))
 
-    def _widened(self, a: Any) -> Any:
-        return self.computed.get(a, a) if isinstance(a, torch.dtype) else a
-
     def _stored(self, node: Node, new: Node) -> list[Node]:
         """Return the words of the new value of an input."""
-        dtype, x = value_of(node).dtype, self.env[new]
-        if node in self.storages:
-            return self._inlined(split_into, dtype, self.storages[node], [x])
-        return [self._converted(x, dtype)]
+        dtype, storage = value_of(node).dtype, self.storages.get(node)
+        if storage is None:
+            return [self._converted(self.env[new], dtype)]
+        words: tuple[Node, ...] = self._inlined(
+            lambda x: split_into(storage, x, dtype), ("split", dtype, storage), [self.env[new]]
+        )
+        return list(words)
 
     def _results(self, given: dict[Node, Node]) -> None:
         """Append the output of the graph."""
@@ -260,35 +264,21 @@ class _Joiner:
         return x if value_of(x).dtype == dtype else self._call(CONVERT, x, dtype)
 
     def _inlined(
-        self, function: Callable[..., Any], dtype: torch.dtype, storage: str, xs: Sequence[Node]
-    ) -> list[Node]:
-        """Append what joins or splits; return its results.
-
-        Args:
-            function: `join_in`, for the dtype of the result, or `split_into`, of the words.
-            dtype: that dtype.
-            storage: how the words are laid out.
-            xs: the operands.
-        """
-
-        def call(*tensors: Tensor) -> Any:
-            if function is join_in:
-                return (join_in(dtype, storage, *tensors),)
-            return split_into(storage, tensors[0], dtype)
-
+        self, function: Callable[..., Any], name: tuple[Any, ...], xs: Sequence[Node]
+    ) -> Any:
+        """Append what a function, of this name, does to values; return nodes as it does tensors."""
         vals = [value_of(x) for x in xs]
-        key = (function, dtype, storage, *((v.shape, v.stride(), v.dtype, v.device) for v in vals))
+        key = (*name, *((v.shape, v.stride(), v.dtype, v.device) for v in vals))
         symbolic = any(isinstance(s, torch.SymInt) for v in vals for s in (*v.shape, *v.stride()))
         traced = None if symbolic else self.traced.get(key)
         if traced is None:
             # Tracing tells operands by the tensors, and `like` has one for all that are alike.
             own = [torch.empty_like(v) for v in vals]
-            traced = make_fx(call, decomposition_table=select_decomp_table())(*own).graph
+            traced = make_fx(function, decomposition_table=select_decomp_table())(*own).graph
             if not symbolic:
                 self.traced[key] = traced
         env = dict(zip(traced.find_nodes(op="placeholder"), xs, strict=True))
-        results: Any = self.graph.graph_copy(traced, env)
-        return list(results)
+        return self.graph.graph_copy(traced, env)
 
     def _verdict(self, state: StatePlan, carried: Carried, storage: str) -> StatePlan:
         """Return the verdict on a state that has a residual in this graph."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import collage_fx
-from collage_fx.record import graph_notes, graph_numbers
+from collage_fx.record import graph_effects, graph_notes
 
 SCALE = torch.full((3,), 0.5)
 
@@ -202,7 +202,7 @@ def test_numbers_of_a_graph_are_those_of_each_step(
 
 
 def test_a_float_that_is_taken_for_a_constant_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_numbers, "same_number", lambda a, b: False)  # none is recognised
+    monkeypatch.setattr(graph_effects, "same_number", lambda a, b: False)  # none is recognised
     assert numbered(by_count)[1][-1] > 2
     monkeypatch.undo()
     assert numbered(by_count)[1][-1] == 2
