@@ -13,7 +13,7 @@ import jinja2
 from markupsafe import Markup, escape
 
 from collage_fx.errors import PageError
-from collage_fx.inspection.page.classes import ClassView, class_view
+from collage_fx.inspection.page.classes import ClassView
 from collage_fx.inspection.page.kernels import LARGEST
 from collage_fx.inspection.page.plot import HEIGHT, LEFT, RIGHT, WIDTH, panels_of
 from collage_fx.inspection.page.readable import Piece
@@ -125,7 +125,7 @@ def _classes(explanation: "Explanation") -> list[ClassView]:
         (r, one) for one in explanation.compiled for r in one.program.rewritten if r.lowered
     ]
     return [
-        class_view(rewritten, one.program, one.source_code, number)
+        ClassView(rewritten, one.program, one.source_code, number)
         for number, (rewritten, one) in enumerate(found)
     ]
 
