@@ -5,7 +5,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from collage_fx.inspection.page.kernels import kernels_of
-from collage_fx.inspection.page.member import member_of, short_names
+from collage_fx.inspection.page.member import Member, short_names
 from collage_fx.inspection.page.operations import stands_for
 from collage_fx.inspection.page.readable import Column, Text
 from collage_fx.inspection.page.sources import Source, source_of
@@ -27,7 +27,7 @@ class ClassView:
         """
         self.number = number
         self.rewritten = rewritten
-        self.member = member = member_of(rewritten, program)
+        self.member = member = Member(rewritten, program)
         self._source = {n.name: n for n in program.source.graph.nodes}
         self._canonical = {n.name: n for n in graph_of(program.canonical).graph.nodes}
         self._expanded = {n.name: n for n in graph_of(rewritten.expanded).graph.nodes}

@@ -83,18 +83,14 @@ def code(pieces: Iterable[Piece]) -> Markup:
 
 def in_bytes(count: int) -> str:
     """Return a number of bytes with a unit that fits."""
-    size = float(count)
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
+    if count < 1024:
+        return f"{count:,} bytes"
+    size = count / 1024
+    for unit in ("KiB", "MiB", "GiB"):
         if size < 1024 or unit == "GiB":
             break
         size /= 1024
-    return (
-        f"{count:,} bytes"
-        if unit == "bytes"
-        else f"{size:.3g} {unit}"
-        if size < 1000
-        else f"{size:.0f} {unit}"
-    )
+    return f"{size:.3g} {unit}" if size < 1000 else f"{size:.0f} {unit}"
 
 
 def _content(explanation: "Explanation") -> dict[str, Any]:
@@ -111,7 +107,7 @@ def _content(explanation: "Explanation") -> dict[str, Any]:
         "states": states,
         "plain": PLAIN,
         "groups": _groups(classes, states),
-        "counts": _counts(explanation),
+        "counts": Counter(state.verdict for state in explanation.plan),
         "links": {view.number: view.stems for view in classes},
         "panels": _panels(explanation, classes, states),
         "plot": {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": WIDTH - RIGHT},
@@ -121,13 +117,8 @@ def _content(explanation: "Explanation") -> dict[str, Any]:
 
 
 def _classes(explanation: "Explanation") -> list[ClassView]:
-    found: list[tuple[Rewritten, Any]] = [
-        (r, one) for one in explanation.compiled for r in one.program.rewritten if r.lowered
-    ]
-    return [
-        ClassView(rewritten, one.program, one.source_code, number)
-        for number, (rewritten, one) in enumerate(found)
-    ]
+    found = [(r, one) for one in explanation.compiled for r in one.program.rewritten if r.lowered]
+    return [ClassView(r, one.program, one.source_code, i) for i, (r, one) in enumerate(found)]
 
 
 def _groups(classes: list[ClassView], states: States) -> list[dict[str, Any]]:
@@ -155,11 +146,6 @@ def _kernel(rewritten: Rewritten) -> str:
     if rewritten.apart:
         return f"a kernel for each member: {rewritten.apart}"
     return "one kernel for all members"
-
-
-def _counts(explanation: "Explanation") -> dict[str, int]:
-    found = Counter(state.verdict for state in explanation.plan)
-    return {word: found[word] for word in ("compensated", "plain", "refused")}
 
 
 def _panels(
