@@ -71,7 +71,7 @@ class Inputs:
     """The inputs of a graph that Dynamo made."""
 
     gm: GraphModule
-    args: Sequence[Any]
+    args: tuple[Any, ...]
     """The arguments of the call for which it is compiled."""
     owners: dict[int, tuple[Any, Owned]]
     """See `owners_of`."""
@@ -107,13 +107,7 @@ class Inputs:
 
     def tensor(self, source: Source) -> Any:
         """Return what the call that is being compiled has there."""
-        if isinstance(source, AbsentInput):
-            return source.find(())
-        if isinstance(source, Part):
-            return source.of(self.tensor(source.whole))
-        if isinstance(source, str):
-            return functools.reduce(getattr, source.split("."), self.gm)
-        return self.args[source]
+        return self.locate(source)(self.args)
 
     def locate(self, source: Source) -> Locate:
         """Return how to find the tensor from the arguments of a call."""
@@ -123,7 +117,8 @@ class Inputs:
             find = self.locate(source.whole)
             return lambda args: None if (whole := find(args)) is None else source.of(whole)
         if isinstance(source, str):
-            guarded: Any = weakref.ref(self.tensor(source))  # which is not to be kept alive
+            attribute = functools.reduce(getattr, source.split("."), self.gm)
+            guarded: Any = weakref.ref(attribute)  # which is not to be kept alive
             return lambda args: guarded()
         return operator.itemgetter(source)
 

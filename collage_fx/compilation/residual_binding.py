@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -13,6 +13,7 @@ from collage_fx.optimizer.checkpoints import state_dicts
 from collage_fx.optimizer.ownership import Owned, owners_of
 from collage_fx.passes.ir.program import Carried, StatePlan
 from collage_fx.runtime.residuals.store import STORE, Residual, clear_stale
+from collage_fx.runtime.storage.registry import STORAGES
 
 Locate: TypeAlias = Callable[[tuple[Any, ...]], Tensor | None]
 """How to find a tensor from the arguments of a call."""
@@ -41,6 +42,12 @@ class Gathered:
             residual.settle(tensor)
 
 
+def of_size(plan: StatePlan, tensor: Tensor) -> StatePlan:
+    """Return the verdict on a state for one of the size of a tensor."""
+    size = STORAGES[plan.storage].residual_bytes(tensor) if plan.compensated else 0
+    return replace(plan, shape=tuple(tensor.shape), residual_bytes=size)
+
+
 def conclude(state: StatePlan, tensor: Tensor | None) -> None:
     """Keep or drop the residual that a state was made with, now that there is a verdict."""
     residual = STORE.get(tensor) if tensor is not None else None
@@ -55,8 +62,8 @@ class Residuals:
     """Finds the residuals of a graph's carried states at each call, before it; see `SideInputs`."""
 
     session: Session
-    carried: list[Carried]
-    locate: list[Locate]
+    carried: list[tuple[Locate, Carried]]
+    """How to find each of the states, and what is known of it."""
     others: list[Locate]
     """How to find the 16-bit states that this graph writes without compensation."""
     plan: dict[int, StatePlan]
@@ -67,7 +74,7 @@ class Residuals:
 
     def gather(self, args: tuple[Any, ...]) -> "Gathered":
         """Find the residuals for a call and make sure that each belongs to its tensor."""
-        tensors = [tensor for f in self.locate if (tensor := f(args)) is not None]
+        tensors = [tensor for f, _ in self.carried if (tensor := f(args)) is not None]
         generation, known = self.last
         # The shapes are the same too: Dynamo guards them.
         if generation != STORE.generation or any(
@@ -77,11 +84,8 @@ class Residuals:
             new = not known or any(r is None for r in found)
             ownerless = self._introduce(tensors) if new else []
             known = [
-                (
-                    weakref.ref(tensor),
-                    STORE.ensure(tensor, self._storage(c), c.name, residual),
-                )
-                for tensor, c, residual in zip(tensors, self.carried, found, strict=True)
+                (weakref.ref(tensor), STORE.ensure(tensor, self._storage(c), c.name, residual))
+                for tensor, (_, c), residual in zip(tensors, self.carried, found, strict=True)
             ]
             for tensor in ownerless:
                 STORE.share_by_memory(tensor)
@@ -101,7 +105,7 @@ class Residuals:
         owners = owners_of(self.session.optimizers())
         found: list[tuple[Optimizer, Owned]] = []
         ownerless: dict[str, Tensor] = {}
-        for tensor, c in zip(tensors, self.carried, strict=True):
+        for tensor, (_, c) in zip(tensors, self.carried, strict=True):
             if id(tensor) in owners:
                 found.append(owners[id(tensor)])
                 # Known only now, for a state that Dynamo passes as an argument.

@@ -14,6 +14,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
+from collage_fx.compilation.residual_binding import of_size
 from collage_fx.compilation.session import Compiled
 from collage_fx.config import CollageConfig
 from collage_fx.dynamo.backend import Backend
@@ -32,7 +33,7 @@ from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS
 from collage_fx.passes.ir.program import Program, Rewritten, StatePlan
 from collage_fx.runtime.errors import CollageError, OptionError
 from collage_fx.runtime.residuals.store import STORE
-from collage_fx.runtime.storage.registry import FINEST, STORAGES, chosen
+from collage_fx.runtime.storage.registry import FINEST, chosen
 from collage_fx.step.compiled_step import compile_function, compile_optimizer, report_of
 from collage_fx.step.distributed_wrappers import wrapped_optimizers
 from collage_fx.step.optimizer_clone import clone_of, with_some_gradient
@@ -125,17 +126,7 @@ def _sized(plan: list[StatePlan], owner: Any) -> list[StatePlan]:
     """Return states with the sizes that they have, which may be symbols in a graph."""
     owned = owned_tensors(owner) if isinstance(owner, Optimizer) else ()
     tensors = {o.name: o.tensor for o in owned}
-    known = [(state, tensors.get(state.name)) for state in plan]
-    return [
-        state
-        if t is None
-        else replace(
-            state,
-            shape=tuple(t.shape),
-            residual_bytes=STORAGES[state.storage].residual_bytes(t) if state.compensated else 0,
-        )
-        for state, t in known
-    ]
+    return [of_size(s, tensors[s.name]) if s.name in tensors else s for s in plan]
 
 
 def _parameters(owner: Any) -> list[tuple[str, Tensor]]:
