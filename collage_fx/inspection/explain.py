@@ -25,7 +25,12 @@ from collage_fx.inspection.replay import closure_for
 from collage_fx.inspection.replay import replay as replay_steps
 from collage_fx.inspection.values import value as full_value
 from collage_fx.optimizer.fused import as_its_kernel
-from collage_fx.optimizer.ownership import bytes_by_kind, owned_tensors, tensors_of_callable
+from collage_fx.optimizer.ownership import (
+    Owned,
+    bytes_by_kind,
+    owned_tensors,
+    tensors_of_callable,
+)
 from collage_fx.optimizer.parameter_names import names_of, renamed
 from collage_fx.optimizer.served import Served
 from collage_fx.optimizer.state_table import sort_key
@@ -33,10 +38,11 @@ from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS
 from collage_fx.passes.ir.program import Program, Rewritten, StatePlan
 from collage_fx.runtime.errors import CollageError, OptionError
 from collage_fx.runtime.residuals.store import STORE
-from collage_fx.runtime.storage.registry import FINEST, chosen
+from collage_fx.runtime.storage.registry import chosen
 from collage_fx.step.compiled_step import compile_function, compile_optimizer, report_of
 from collage_fx.step.distributed_wrappers import wrapped_optimizers
 from collage_fx.step.optimizer_clone import clone_of, with_some_gradient
+from collage_fx.step.small_updates import median_update, moving_parameters
 from collage_fx.step.subject import innermost, name_of, step_made_here, subject_of
 
 
@@ -93,9 +99,10 @@ def explain(
             replayed = replay_steps(owner, config, inductor, replay)
             # Twice: some optimizers make their states in the first step and carry them later.
             supervised(*_copied(args))
-            before = {name: full_value(p) for name, p in _parameters(owner)}
+            before = [(o, full_value(o.tensor)) for o in _moving(owner)]
             supervised(*_copied(args))
-            updates = _updates(owner, before)
+            found = ((o.name, median_update(o, old, full_value(o.tensor))) for o, old in before)
+            updates = {name: update for name, update in found if update is not None}
         except OptionError:
             raise
         except Exception as error:
@@ -129,28 +136,10 @@ def _sized(plan: list[StatePlan], owner: Any) -> list[StatePlan]:
     return [of_size(s, tensors[s.name]) if s.name in tensors else s for s in plan]
 
 
-def _parameters(owner: Any) -> list[tuple[str, Tensor]]:
-    """Return the 16-bit parameters that a step of an optimizer moves, with their names."""
-    if not isinstance(owner, Optimizer):
-        return []
-    moving = {id(p) for g in owner.param_groups if g.get("lr", 1) != 0 for p in g["params"]}
-    return [
-        (o.name, o.tensor)
-        for o in owned_tensors(owner)
-        if o.owner == "param" and id(o.tensor) in moving and o.tensor.dtype in FINEST
-    ]
-
-
-def _updates(owner: Any, before: dict[str, Tensor]) -> dict[str, float]:
-    """Return the median size of each update, of elements that have a gradient and are not zero."""
-    found = {}
-    for name, p in _parameters(owner):
-        old = before[name]
-        if p.grad is not None and p.grad.layout == torch.strided:
-            moved = ((full_value(p) - old) / old).abs()[(p.grad != 0) & (old != 0)]
-            if moved.numel():
-                found[name] = float(moved.median())
-    return found
+def _moving(owner: Any) -> list[Owned]:
+    """Return the 16-bit parameters that a step of an optimizer moves, but for sharded ones."""
+    found = moving_parameters(owner) if isinstance(owner, Optimizer) else []
+    return [o for o in found if o.whole is o.tensor]
 
 
 def _prepare(
