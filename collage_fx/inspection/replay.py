@@ -5,6 +5,7 @@ import math
 import types
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 from collage_fx.config import CollageConfig
 from collage_fx.dynamo.backend import Backend
 from collage_fx.errors import OptionError, SubjectError
-from collage_fx.inspection.gradients import GradientRecorder, Gradients
+from collage_fx.inspection.gradients import GradientRecorder, Gradients, gradients_of
 from collage_fx.inspection.values import value
 from collage_fx.optimizer.ownership import owned_tensors, params_of
 from collage_fx.step.compiled_step import compile_optimizer
@@ -97,8 +98,7 @@ def _steps(optimizer: Optimizer, asked: GradientRecorder | int) -> tuple[list[Gr
             raise OptionError(
                 f"replay={asked}: a number of steps, or what record_gradients returned"
             )
-        now = [None if p.grad is None else p.grad.detach().clone() for p in params]
-        return [now] * asked, f"the gradients of now, {asked} times"
+        return [gradients_of(optimizer)] * asked, f"the gradients of now, {asked} times"
     if not len(asked):
         raise OptionError("replay=: no step has been recorded yet")
     fits = all(
@@ -127,11 +127,8 @@ def _run(
     for gradients in steps:
         for twin, step in ((plain, _own(plain)), (better, compiled), (exact, _own(exact))):
             _give(twin, gradients)
-            if twin is better:
+            with nullcontext() if twin is better else set_stance("force_eager"):
                 step(*closure_for(step))
-            else:
-                with set_stance("force_eager"):
-                    step(*closure_for(step))
         _note(plain, better, exact, result)
 
 
