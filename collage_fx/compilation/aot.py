@@ -84,26 +84,24 @@ def compile_graph(
 def _compiled_code(session: Session, inputs: Inputs, example_inputs: Sequence[Any]) -> Code:
     if session.stand_ins is not None:
         return _compile_for_others(session, session.stand_ins, inputs, example_inputs)
-    code = _compile_narrow(session, inputs, example_inputs)
-    if code is not None:
-        return code
-    whole = Compilation(session, inputs, None).run(example_inputs)
-    assert isinstance(whole, Code)
-    return whole
+    narrow_code = _compile_narrow(session, inputs, example_inputs)
+    code = narrow_code or Compilation(session, inputs, None).run(example_inputs)
+    assert isinstance(code, Code)
+    return code
 
 
 def _compile_for_others(
     session: Session, stand_ins: StandsForOthers, inputs: Inputs, example_inputs: Sequence[Any]
 ) -> Code:
     """Compile a graph for parameters that Dynamo has not seen too; note it if that cannot be."""
+    found: Narrow | Code | Unlike
     with no_full_collection():
-        narrowed = stand_ins.whole_graph(inputs, session.settings)
-    if not isinstance(narrowed, Unlike):
-        code = _first_alike(session, inputs, narrowed, example_inputs)
-        if not isinstance(code, Unlike):
-            return code
-        narrowed = code
-    stand_ins.unlike = narrowed
+        found = stand_ins.whole_graph(inputs, session.settings)
+    if isinstance(found, Narrow):
+        found = _first_alike(session, inputs, found, example_inputs)
+    if isinstance(found, Code):
+        return found
+    stand_ins.unlike = found
     return Code(inputs.gm, None, [], [], refused=True)
 
 

@@ -35,7 +35,7 @@ from collage_fx.optimizer.parameter_names import names_of, renamed
 from collage_fx.optimizer.served import Served
 from collage_fx.optimizer.state_table import sort_key
 from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS
-from collage_fx.passes.ir.program import Program, Rewritten, StatePlan
+from collage_fx.passes.ir.program import Program, StatePlan
 from collage_fx.runtime.errors import CollageError, OptionError
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import chosen
@@ -203,6 +203,8 @@ def _explanation(
             states[state.name] = state.planned(storage)
     programs: list[Program] = [c.program for c in latest]
     rewritten = [r for p in programs for r in p.rewritten if r.lowered is not None]
+    kernels = [MULTI_TENSOR_KERNELS.get(r.multi_tensor) for r in rewritten]
+    devices = [r.members[0].states[0][0].val.device.type for r in rewritten]
     return Explanation(
         subject=subject,
         config=config,
@@ -215,9 +217,9 @@ def _explanation(
         snapshots=[p.snapshots for p in programs],
         seconds=[p.seconds for p in programs],
         members=[r.count for r in rewritten],
-        kernels=[_kernel(r) for r in rewritten],
+        kernels=[k.sources.get(d, "") if k else "" for k, d in zip(kernels, devices, strict=True)],
         apart=[r.apart for r in rewritten],
-        by_inductor=[_by_inductor(r) for r in rewritten],
+        by_inductor=[k.by_inductor if k else "" for k in kernels],
         joined=[op for r in rewritten for op in r.joined],
         notes=notes,
         engine={one.name: one.engine for one in served},
@@ -226,13 +228,3 @@ def _explanation(
         else "",
         compiled=latest,
     )
-
-
-def _by_inductor(rewritten: Rewritten) -> str:
-    kernel = MULTI_TENSOR_KERNELS.get(rewritten.multi_tensor)
-    return kernel.by_inductor if kernel else ""
-
-
-def _kernel(rewritten: Rewritten) -> str:
-    sources = MULTI_TENSOR_KERNELS[rewritten.multi_tensor].sources if rewritten.multi_tensor else {}
-    return sources.get(rewritten.members[0].states[0][0].val.device.type, "")

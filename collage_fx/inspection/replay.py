@@ -126,7 +126,8 @@ def _run(
     compiled = compile_optimizer(better, session)
     for gradients in steps:
         for twin, step in ((plain, _own(plain)), (better, compiled), (exact, _own(exact))):
-            _give(twin, gradients)
+            for p, gradient in zip(params_of(twin), gradients, strict=True):
+                p.grad = None if gradient is None else gradient.to(p.dtype, copy=True)
             with nullcontext() if twin is better else set_stance("force_eager"):
                 step(*closure_for(step))
         _note(plain, better, exact, result)
@@ -141,11 +142,6 @@ def closure_for(step: Callable[..., Any]) -> tuple[Any, ...]:
     closure = inspect.signature(step).parameters.get("closure")
     needed = closure is not None and closure.default is inspect.Parameter.empty
     return (lambda: torch.zeros(()),) if needed else ()
-
-
-def _give(optimizer: Optimizer, gradients: Gradients) -> None:
-    for p, gradient in zip(params_of(optimizer), gradients, strict=True):
-        p.grad = None if gradient is None else gradient.to(p.dtype, copy=True)
 
 
 def _note(plain: Optimizer, better: Optimizer, exact: Optimizer, result: Replay) -> None:

@@ -18,7 +18,6 @@ from collage_fx.inspection.page.kernels import LARGEST
 from collage_fx.inspection.page.plot import HEIGHT, LEFT, RIGHT, WIDTH, panels_of
 from collage_fx.inspection.page.readable import Piece
 from collage_fx.inspection.page.states import PLAIN, States, states_of
-from collage_fx.passes.ir.program import Rewritten
 
 if TYPE_CHECKING:
     from collage_fx.inspection.explanation import Explanation
@@ -128,7 +127,9 @@ def _groups(classes: list[ClassView], states: States) -> list[dict[str, Any]]:
             "number": view.number,
             "title": f"Class {view.number + 1}",
             "about": view.title,
-            "kernel": _kernel(view.rewritten),
+            "kernel": f"a kernel for each member: {view.rewritten.apart}"
+            if view.rewritten.apart
+            else "one kernel for all members",
             "rows": states.of(view.number),
         }
         for view in classes
@@ -142,12 +143,6 @@ def _groups(classes: list[ClassView], states: States) -> list[dict[str, Any]]:
     return found
 
 
-def _kernel(rewritten: Rewritten) -> str:
-    if rewritten.apart:
-        return f"a kernel for each member: {rewritten.apart}"
-    return "one kernel for all members"
-
-
 def _panels(
     explanation: "Explanation", classes: list[ClassView], states: States
 ) -> list[tuple[str, str, list[Any]]]:
@@ -155,8 +150,7 @@ def _panels(
     if replayed is None or replayed.failure:
         return []
     numbered = [(f"Class {v.number + 1}", v.title, v.number) for v in classes]
-    if not classes:
-        numbered = [("All states", "", PLAIN)]
+    numbered = numbered or [("All states", "", PLAIN)]
     return [(t, about, panels_of(replayed, states, n)) for t, about, n in numbered]
 
 
