@@ -292,12 +292,12 @@ class Compilation:
 
     def _side_inputs(self, program: Program) -> SideInputs:
         """Return what brings residuals, and members that were left out, to the graph."""
-        locate = self.inputs.locate
-        carried = [(locate[c.index], c) for c in program.residual_inputs]
+        locate, carried = self.inputs.locate, program.residual_inputs
+        where = [locate[c.index] for c in carried]
         left = [s.index for s in program.plan if s.compensable and not s.compensated]
         others = [locate[index] for index in left if index in locate]
         plan = {s.index: s for s in program.plan}
-        residuals = Residuals(self.session, carried, others, plan)
+        residuals = Residuals(self.session, carried, where, others, plan)
         seed, exact = self.session.config.seed, ExactGraph.of(program)
         return SideInputs(residuals, self.inputs.members, seed, exact)
 

@@ -62,8 +62,8 @@ class Residuals:
     """Finds the residuals of a graph's carried states at each call, before it; see `SideInputs`."""
 
     session: Session
-    carried: list[tuple[Locate, Carried]]
-    """How to find each of the states, and what is known of it."""
+    carried: list[Carried]
+    locate: list[Locate]
     others: list[Locate]
     """How to find the 16-bit states that this graph writes without compensation."""
     plan: dict[int, StatePlan]
@@ -74,7 +74,7 @@ class Residuals:
 
     def gather(self, args: tuple[Any, ...]) -> "Gathered":
         """Find the residuals for a call and make sure that each belongs to its tensor."""
-        tensors = [tensor for f, _ in self.carried if (tensor := f(args)) is not None]
+        tensors = [tensor for f in self.locate if (tensor := f(args)) is not None]
         generation, known = self.last
         # The shapes are the same too: Dynamo guards them.
         if generation != STORE.generation or any(
@@ -85,7 +85,7 @@ class Residuals:
             ownerless = self._introduce(tensors) if new else []
             known = [
                 (weakref.ref(tensor), STORE.ensure(tensor, self._storage(c), c.name, residual))
-                for tensor, (_, c), residual in zip(tensors, self.carried, found, strict=True)
+                for tensor, c, residual in zip(tensors, self.carried, found, strict=True)
             ]
             for tensor in ownerless:
                 STORE.share_by_memory(tensor)
@@ -105,7 +105,7 @@ class Residuals:
         owners = owners_of(self.session.optimizers())
         found: list[tuple[Optimizer, Owned]] = []
         ownerless: dict[str, Tensor] = {}
-        for tensor, (_, c) in zip(tensors, self.carried, strict=True):
+        for tensor, c in zip(tensors, self.carried, strict=True):
             if id(tensor) in owners:
                 found.append(owners[id(tensor)])
                 # Known only now, for a state that Dynamo passes as an argument.

@@ -107,7 +107,7 @@ class SharedGraph:
         written = {i for call in direct.calls for i in call.operands[0]}
         self.written = sorted(i for i in written if i < count)
         residuals = side.residuals
-        carried = residuals.carried
+        carried = zip(residuals.locate, residuals.carried, strict=True)
         self.carried = [(self._place_of(find(observed.args)), c) for find, c in carried]
         self.plain = [self._place_of(find(observed.args)) for find in residuals.others]
         self.plans = residuals.plan
@@ -152,7 +152,8 @@ class SharedGraph:
             conclude(plan, tensor(place))
         residuals = Residuals(
             session,
-            [(find(place), replace(c)) for place, c in self.carried],
+            [replace(c) for _, c in self.carried],
+            [find(place) for place, _ in self.carried],
             [find(place) for place in self.plain],
             plans,
         )
