@@ -46,16 +46,6 @@ def _names(option: str, value: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _check_chance(storage: str) -> None:
-    """Raise OptionError if a storage leaves nothing to be rounded by chance."""
-    if STORAGES[storage].split_by_chance is None:
-        can = ", ".join(repr(s.name) for s in STORAGES.values() if s.split_by_chance)
-        raise OptionError(
-            f"stochastic_rounding=True with storage={storage!r}, which holds what is computed as it"
-            f" is and rounds nothing; it is for {can}"
-        )
-
-
 @dataclass(frozen=True)
 class CollageConfig(Settings):
     """What is compensated and how. Raises OptionError for a value that does not exist."""
@@ -138,9 +128,13 @@ class CollageConfig(Settings):
                 raise OptionError(f"{name}={value!r} is not an integer")
         if self.verify < 0:
             raise OptionError(f"verify={self.verify!r} is no number of steps")
-        exact = isinstance(self.storage, str) and self.storage in STORAGES
-        if self.stochastic_rounding and exact:
-            _check_chance(str(self.storage))
+        one = isinstance(self.storage, str) and self.storage in STORAGES
+        if self.stochastic_rounding and one and not self.rounds_by_chance(str(self.storage)):
+            can = ", ".join(repr(s.name) for s in STORAGES.values() if s.split_by_chance)
+            raise OptionError(
+                f"stochastic_rounding=True with storage={self.storage!r}, which holds what is "
+                f"computed as it is and rounds nothing; it is for {can}"
+            )
 
     @property
     def wide(self) -> bool:

@@ -68,7 +68,7 @@ def compile_graph(
     owners = owners_of(optimizers)
     inputs = Inputs(
         gm,
-        args or example_inputs,
+        args or tuple(example_inputs),
         owners,
         of_optimizer=session.optimizer() is not None,
         again=bool(args),
@@ -84,26 +84,24 @@ def compile_graph(
 def _compiled_code(session: Session, inputs: Inputs, example_inputs: Sequence[Any]) -> Code:
     if session.stand_ins is not None:
         return _compile_for_others(session, session.stand_ins, inputs, example_inputs)
-    code = _compile_narrow(session, inputs, example_inputs)
-    if code is not None:
-        return code
-    whole = Compilation(session, inputs, None).run(example_inputs)
-    assert isinstance(whole, Code)
-    return whole
+    narrow_code = _compile_narrow(session, inputs, example_inputs)
+    code = narrow_code or Compilation(session, inputs, None).run(example_inputs)
+    assert isinstance(code, Code)
+    return code
 
 
 def _compile_for_others(
     session: Session, stand_ins: StandsForOthers, inputs: Inputs, example_inputs: Sequence[Any]
 ) -> Code:
     """Compile a graph for parameters that Dynamo has not seen too; note it if that cannot be."""
+    found: Narrow | Code | Unlike
     with no_full_collection():
-        narrowed = stand_ins.whole_graph(inputs, session.settings)
-    if not isinstance(narrowed, Unlike):
-        code = _first_alike(session, inputs, narrowed, example_inputs)
-        if not isinstance(code, Unlike):
-            return code
-        narrowed = code
-    stand_ins.unlike = narrowed
+        found = stand_ins.whole_graph(inputs, session.settings)
+    if isinstance(found, Narrow):
+        found = _first_alike(session, inputs, found, example_inputs)
+    if isinstance(found, Code):
+        return found
+    stand_ins.unlike = found
     return Code(inputs.gm, None, [], [], refused=True)
 
 
@@ -120,9 +118,13 @@ def _first_alike(
 
 def _compile_narrow(session: Session, inputs: Inputs, example_inputs: Sequence[Any]) -> Code | None:
     """Compile one member of each class; return None where the graph has to be compiled whole."""
+    config = session.config
+    if not session.deduplicates:
+        return None
     try:
+        least, dtypes = least_members(config), compensable_dtypes(config.storage)
         with no_full_collection():
-            narrowed = _narrowed(session, inputs)
+            narrowed = narrow(inputs.gm, lambda n: inputs.fact(n, config), least, dtypes)
         if narrowed is not None:
             code = _first_alike(session, inputs, narrowed, example_inputs)
             return None if isinstance(code, Unlike) else code
@@ -134,14 +136,6 @@ def _compile_narrow(session: Session, inputs: Inputs, example_inputs: Sequence[A
             "narrowing it: a defect of collage_fx, please report it"
         )
     return None
-
-
-def _narrowed(session: Session, inputs: Inputs) -> Narrow | None:
-    if not session.deduplicates:
-        return None
-    settings = session.config
-    least, dtypes = least_members(settings), compensable_dtypes(settings.storage)
-    return narrow(inputs.gm, lambda node: inputs.fact(node, settings), least, dtypes)
 
 
 @dataclass(eq=False)
@@ -294,7 +288,7 @@ class Compilation:
         """Keep or drop the residuals that states were made with, now that there is a verdict."""
         for state in plan:
             find = self.inputs.locate.get(state.index)
-            conclude(state, find(tuple(self.whole.args)) if find is not None else None)
+            conclude(state, find(self.whole.args) if find is not None else None)
 
     def _side_inputs(self, program: Program) -> SideInputs:
         """Return what brings residuals, and members that were left out, to the graph."""
@@ -304,9 +298,8 @@ class Compilation:
         others = [locate[index] for index in left if index in locate]
         plan = {s.index: s for s in program.plan}
         residuals = Residuals(self.session, carried, where, others, plan)
-        side = SideInputs(residuals, self.inputs.members, self.session.config.seed)
-        side.exact = ExactGraph.of(program)
-        return side
+        seed, exact = self.session.config.seed, ExactGraph.of(program)
+        return SideInputs(residuals, self.inputs.members, seed, exact)
 
     def _by_inductor(
         self, program: Program, example_inputs: Sequence[Any], kwargs: dict[str, Any]

@@ -71,7 +71,7 @@ class Inputs:
     """The inputs of a graph that Dynamo made."""
 
     gm: GraphModule
-    args: Sequence[Any]
+    args: tuple[Any, ...]
     """The arguments of the call for which it is compiled."""
     owners: dict[int, tuple[Any, Owned]]
     """See `owners_of`."""
@@ -107,13 +107,7 @@ class Inputs:
 
     def tensor(self, source: Source) -> Any:
         """Return what the call that is being compiled has there."""
-        if isinstance(source, AbsentInput):
-            return source.find(())
-        if isinstance(source, Part):
-            return source.of(self.tensor(source.whole))
-        if isinstance(source, str):
-            return functools.reduce(getattr, source.split("."), self.gm)
-        return self.args[source]
+        return self.locate(source)(self.args)
 
     def locate(self, source: Source) -> Locate:
         """Return how to find the tensor from the arguments of a call."""
@@ -123,7 +117,8 @@ class Inputs:
             find = self.locate(source.whole)
             return lambda args: None if (whole := find(args)) is None else source.of(whole)
         if isinstance(source, str):
-            guarded: Any = weakref.ref(self.tensor(source))  # which is not to be kept alive
+            attribute = functools.reduce(getattr, source.split("."), self.gm)
+            guarded: Any = weakref.ref(attribute)  # which is not to be kept alive
             return lambda args: guarded()
         return operator.itemgetter(source)
 
@@ -137,8 +132,13 @@ class Inputs:
             called: its name where Dynamo has none.
         """
         whole = source.whole if isinstance(source, Part) else source
-        path = "" if isinstance(whole, AbsentInput) else self._path(whole)
         static = whole.static if isinstance(whole, AbsentInput) else isinstance(whole, str)
+        path = ""
+        if isinstance(whole, int):
+            path = self.sources[whole]
+        elif isinstance(whole, str):
+            known: Any = self.gm._param_name_to_source
+            path = source_name(known.get(whole)) or whole
         tensor = self.tensor(source)
         carried = self._named(index, path, called, tensor, val)
         carried.static = static
@@ -169,12 +169,6 @@ class Inputs:
         path = self.sources[source] if isinstance(source, int) else ""
         words = re.findall(r"[A-Za-z_]\w*", path)
         return words[-1] if words else ""
-
-    def _path(self, source: int | str) -> str:
-        if isinstance(source, int):
-            return self.sources[source]
-        known: Any = self.gm._param_name_to_source
-        return source_name(known.get(source)) or source
 
     def _named(self, index: int, path: str, called: str, tensor: Any, val: Tensor) -> Carried:
         """Return a carried state by the name that its optimizer has for it, else by its source."""
@@ -253,7 +247,8 @@ class AotInputs:
         place = {self._source(n): i for i, n in enumerate(placeholders)}
         self.members.written = []
         found = []
-        seen = _seen_by_autograd()
+        metadata = aot_metadata()
+        seen = set(metadata.mutated_graph_handled_indices_seen_by_autograd if metadata else ())
         for group in self.members.narrow.groups:
             stayed, *others = [[self.whole.source_of(n) for n in m] for m in group.inputs]
             if any(source not in place for source in stayed):
@@ -299,9 +294,3 @@ def aot_metadata() -> Any:
     """Return what AOTAutograd knows of the graph that it traces now; None if it traces none."""
     context = TracingContext.try_get()
     return context.fw_metadata if context is not None else None
-
-
-def _seen_by_autograd() -> set[int]:
-    """Return the inputs of which AOTAutograd counts up the versions when the graph runs."""
-    metadata = aot_metadata()
-    return set(metadata.mutated_graph_handled_indices_seen_by_autograd if metadata else ())

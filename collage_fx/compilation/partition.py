@@ -97,15 +97,10 @@ class Direct:
         return len(results)
 
     @property
-    def writes(self) -> bool:
-        """Whether `rest` writes something."""
-        nodes = self.rest.graph.nodes if self.rest is not None else ()
-        return any(n.target is aten.copy_.default for n in nodes)
-
-    @property
     def only_kernels(self) -> bool:
         """Whether the graph writes nothing but by kernels, and returns nothing."""
-        return not self.results and not self.writes
+        nodes = self.rest.graph.nodes if self.rest is not None else ()
+        return not self.results and all(n.target is not aten.copy_.default for n in nodes)
 
     def make(self, values: Sequence[Any] | dict[int, Any]) -> list[Any]:
         """Return what `rest` makes of the graph's inputs."""

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -13,6 +13,7 @@ from collage_fx.optimizer.checkpoints import state_dicts
 from collage_fx.optimizer.ownership import Owned, owners_of
 from collage_fx.passes.ir.program import Carried, StatePlan
 from collage_fx.runtime.residuals.store import STORE, Residual, clear_stale
+from collage_fx.runtime.storage.registry import STORAGES
 
 Locate: TypeAlias = Callable[[tuple[Any, ...]], Tensor | None]
 """How to find a tensor from the arguments of a call."""
@@ -39,6 +40,12 @@ class Gathered:
         """Record that nothing was written, whatever versions AOTAutograd has counted up."""
         for tensor, residual in self.current:
             residual.settle(tensor)
+
+
+def of_size(plan: StatePlan, tensor: Tensor) -> StatePlan:
+    """Return the verdict on a state for one of the size of a tensor."""
+    size = STORAGES[plan.storage].residual_bytes(tensor) if plan.compensated else 0
+    return replace(plan, shape=tuple(tensor.shape), residual_bytes=size)
 
 
 def conclude(state: StatePlan, tensor: Tensor | None) -> None:
@@ -77,10 +84,7 @@ class Residuals:
             new = not known or any(r is None for r in found)
             ownerless = self._introduce(tensors) if new else []
             known = [
-                (
-                    weakref.ref(tensor),
-                    STORE.ensure(tensor, self._storage(c), c.name, residual),
-                )
+                (weakref.ref(tensor), STORE.ensure(tensor, self._storage(c), c.name, residual))
                 for tensor, c, residual in zip(tensors, self.carried, found, strict=True)
             ]
             for tensor in ownerless:

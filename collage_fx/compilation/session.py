@@ -103,7 +103,7 @@ class Session:
     patterns: Patterns = field(init=False)
 
     def __post_init__(self) -> None:
-        self.patterns = Patterns.of(self.config)
+        self.patterns = Patterns(self.config.storage, self.config.states)
         warn_if_untested()
         logs.register()
 

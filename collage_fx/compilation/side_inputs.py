@@ -2,13 +2,12 @@
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from collage_fx.compilation.partition import Direct
 from collage_fx.compilation.residual_binding import Gathered, Locate, Residuals
@@ -81,38 +80,37 @@ class _Calls(threading.local):
         self.running: list[_Call] = []
 
 
-class Look(Protocol):
+class Look:
     """Looks at the calls of graphs."""
 
     def enter(self) -> None:
         """A graph is about to be called."""
 
-    def take(self, exact: ExactGraph, observed: Observed) -> None:
+    def take(self, exact: ExactGraph | None, observed: Observed) -> None:
         """It takes these inputs, and has not written any."""
 
     def leave(self) -> None:
         """It is done, and so is all that is noted of what it wrote."""
 
 
-class _Observing(threading.local):
-    """Where the calls of a thread are noted, if they are, and who looks at them."""
+class Noted(Look):
+    """Notes the calls of graphs."""
 
-    calls: list[Observed] | None = None
+    def __init__(self) -> None:
+        self.calls: list[Observed] = []
+
+    def take(self, exact: ExactGraph | None, observed: Observed) -> None:
+        """Note what a graph takes."""
+        self.calls.append(observed)
+
+
+class _Observing(threading.local):
+    """Who looks at the calls of a thread."""
+
     looks: tuple[Look, ...] = ()
 
 
 _OBSERVING = _Observing()
-
-
-@contextmanager
-def observed_calls() -> Iterator[list[Observed]]:
-    """Within, the calls of graphs by this thread are noted in the list."""
-    before, found = _OBSERVING.calls, list[Observed]()
-    _OBSERVING.calls = found
-    try:
-        yield found
-    finally:
-        _OBSERVING.calls = before
 
 
 @contextmanager
@@ -130,6 +128,7 @@ def is_looked_at() -> bool:
     return bool(_OBSERVING.looks)
 
 
+@dataclass(eq=False)
 class SideInputs:
     """Brings residuals, seeds and the tensors of members that were left out past AOTAutograd.
 
@@ -137,14 +136,13 @@ class SideInputs:
     of some mutated inputs before it runs the graph, so that residuals are gathered before that.
     """
 
-    def __init__(self, residuals: Residuals, members: Members | None, seed: int) -> None:
-        self.residuals = residuals
-        self.members = members
-        self.seed = seed
-        self.calls = _Calls()
-        self.seeds: Seeds | None = None
-        self.exact: ExactGraph | None = None
-        """The graph, to be done again in float64."""
+    residuals: Residuals
+    members: Members | None
+    seed: int
+    exact: ExactGraph | None
+    """The graph, to be done again in float64."""
+    calls: _Calls = field(default_factory=_Calls)
+    seeds: Seeds | None = None
 
     def draw(self, residuals: Sequence[Residual], devices: Sequence[torch.device]) -> list[Tensor]:
         """Return a seed for each device, which is another in each call."""
@@ -171,9 +169,8 @@ class SideInputs:
         finally:
             self.calls.running.pop()
         gathered.settle()
-        with _disable_current_modes() if _OBSERVING.looks else nullcontext():
-            for look in _OBSERVING.looks:
-                look.leave()
+        for look in _OBSERVING.looks:
+            look.leave()
         return result
 
     def bind(self, inner: Any, devices: Sequence[torch.device]) -> Callable[[list[Any]], Any]:
@@ -189,7 +186,10 @@ class SideInputs:
             call = self.calls.running[-1]
             residuals = [residual for _, residual in call.residuals.current]
             full = [*args, *call.members, *(c for r in residuals for c in r.components)]
-            self._show(call, full)
+            if _OBSERVING.looks:
+                observed = Observed(call.args, call.residuals, full.copy())
+                for look in _OBSERVING.looks:
+                    look.take(self.exact, observed)
             full += self.draw(residuals, devices)
             args.clear()
             results = inner(full)
@@ -200,18 +200,6 @@ class SideInputs:
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
-
-    def _show(self, call: _Call, inputs: list[Any]) -> None:
-        """Show the inputs of a call to who wants to see them."""
-        if _OBSERVING.calls is None and not _OBSERVING.looks:
-            return
-        observed = Observed(call.args, call.residuals, list(inputs))
-        if _OBSERVING.calls is not None:
-            _OBSERVING.calls.append(observed)
-        if self.exact is not None:
-            with _disable_current_modes():
-                for look in _OBSERVING.looks:
-                    look.take(self.exact, observed)
 
 
 @dataclass

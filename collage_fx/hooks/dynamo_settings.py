@@ -49,11 +49,6 @@ def recompile_reason() -> str:
     return " ".join(str(found).split()).partition(" User stack trace:")[0] if found else ""
 
 
-def _first_words(error: BaseException) -> str:
-    """Return the beginning of an error's message, on one line."""
-    return " ".join(str(error).split()).partition(" Set TORCHDYNAMO_VERBOSE")[0][:240]
-
-
 class _Kept:
     """What the user has set, while steps run: in torch 2.11 one setting for all threads.
 
@@ -117,8 +112,8 @@ class Failures(logging.Filter):
         """Count an error of torch.compile and warn of it."""
         self.count += 1
         error = getattr(error, "inner_exception", error)
+        words = " ".join(str(error).split()).partition(" Set TORCHDYNAMO_VERBOSE")[0][:240]
         self.warn(
-            f"torch.compile fails on a part of the step, with {type(error).__name__}: "
-            f"{_first_words(error)}. That part is done operation by operation, more slowly and as "
-            "precisely"
+            f"torch.compile fails on a part of the step, with {type(error).__name__}: {words}. "
+            "That part is done operation by operation, more slowly and as precisely"
         )

@@ -14,7 +14,7 @@ from torch._dynamo.variables import builder
 from torch.optim import Optimizer
 
 from collage_fx.hooks.counted import Counted
-from collage_fx.optimizer.checkpoints.history import History, history_of
+from collage_fx.optimizer.checkpoints.history import history_of
 from collage_fx.optimizer.ownership import groups_of
 
 _BUILDER: Any = builder
@@ -67,9 +67,13 @@ def _decide(tx: Any, name: str, entry: Any, **kwargs: Any) -> Any:
 
 def _varies(optimizer: Optimizer, place: str, value: float) -> bool:
     """Tell whether a number of this place is an input of a graph that is traced now."""
-    history, name = history_of(optimizer), place.partition(_AT)[2]
-    first = None if _scheduled(optimizer, name) else _began_with(history, name, value)
-    return history.numbers.get(place, first) != value
+    history, groups, name = history_of(optimizer), groups_of(optimizer), place.partition(_AT)[2]
+    if any(n.search(name) and any(key in group for group in groups) for key, n in _SCHEDULED):
+        first = None
+    else:  # what it was in a first step that was not traced, if there was one
+        found = _in_groups(history.began or [], name)
+        first = value if found is None else found
+    return bool(history.numbers.get(place, first) != value)
 
 
 def numbers_if_traced(
@@ -85,19 +89,13 @@ def numbers_if_traced(
     """
     found: dict[str, float | None] = {}
     for place, constant in of_another.items():
-        value = _value_at(optimizer, place.partition(_AT)[2])
-        if value is None:
+        value = _in_groups(groups_of(optimizer), place.partition(_AT)[2])
+        if type(value) not in (int, float):
             return None
         found[place] = None if _varies(optimizer, place, value) else value
         if repr(found[place]) != repr(constant):  # also of another type: 1 is not 1.0
             return None
     return found
-
-
-def _value_at(optimizer: Optimizer, name: str) -> float | None:
-    """Return the number of a parameter group that has this name; None if there is none."""
-    found = _in_groups(groups_of(optimizer), name)
-    return found if type(found) in (int, float) else None
 
 
 def _in_groups(groups: list[dict[str, Any]], name: str) -> Any:
@@ -109,19 +107,6 @@ def _in_groups(groups: list[dict[str, Any]], name: str) -> Any:
     if at["index"]:
         return found[int(at["index"])] if isinstance(found, list | tuple) else None
     return found
-
-
-def _scheduled(optimizer: Optimizer, name: str) -> bool:
-    groups = groups_of(optimizer)
-    return any(
-        number.search(name) and any(key in group for group in groups) for key, number in _SCHEDULED
-    )
-
-
-def _began_with(history: History, name: str, value: float) -> Any:
-    """Return what a number was in a first step that was not traced; value if there was none."""
-    found = _in_groups(history.began or [], name)
-    return value if found is None else found
 
 
 def _replace() -> None:

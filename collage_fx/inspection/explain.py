@@ -14,6 +14,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
+from collage_fx.compilation.residual_binding import of_size
 from collage_fx.compilation.session import Compiled
 from collage_fx.config import CollageConfig
 from collage_fx.dynamo.backend import Backend
@@ -24,18 +25,24 @@ from collage_fx.inspection.replay import closure_for
 from collage_fx.inspection.replay import replay as replay_steps
 from collage_fx.inspection.values import value as full_value
 from collage_fx.optimizer.fused import as_its_kernel
-from collage_fx.optimizer.ownership import bytes_by_kind, owned_tensors, tensors_of_callable
+from collage_fx.optimizer.ownership import (
+    Owned,
+    bytes_by_kind,
+    owned_tensors,
+    tensors_of_callable,
+)
 from collage_fx.optimizer.parameter_names import names_of, renamed
 from collage_fx.optimizer.served import Served
 from collage_fx.optimizer.state_table import sort_key
 from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS
-from collage_fx.passes.ir.program import Program, Rewritten, StatePlan
+from collage_fx.passes.ir.program import Program, StatePlan
 from collage_fx.runtime.errors import CollageError, OptionError
 from collage_fx.runtime.residuals.store import STORE
-from collage_fx.runtime.storage.registry import FINEST, STORAGES, chosen
+from collage_fx.runtime.storage.registry import chosen
 from collage_fx.step.compiled_step import compile_function, compile_optimizer, report_of
 from collage_fx.step.distributed_wrappers import wrapped_optimizers
 from collage_fx.step.optimizer_clone import clone_of, with_some_gradient
+from collage_fx.step.small_updates import median_update, moving_parameters
 from collage_fx.step.subject import innermost, name_of, step_made_here, subject_of
 
 
@@ -92,9 +99,10 @@ def explain(
             replayed = replay_steps(owner, config, inductor, replay)
             # Twice: some optimizers make their states in the first step and carry them later.
             supervised(*_copied(args))
-            before = {name: full_value(p) for name, p in _parameters(owner)}
+            before = [(o, full_value(o.tensor)) for o in _moving(owner)]
             supervised(*_copied(args))
-            updates = _updates(owner, before)
+            found = ((o.name, median_update(o, old, full_value(o.tensor))) for o, old in before)
+            updates = {name: update for name, update in found if update is not None}
         except OptionError:
             raise
         except Exception as error:
@@ -125,41 +133,13 @@ def _sized(plan: list[StatePlan], owner: Any) -> list[StatePlan]:
     """Return states with the sizes that they have, which may be symbols in a graph."""
     owned = owned_tensors(owner) if isinstance(owner, Optimizer) else ()
     tensors = {o.name: o.tensor for o in owned}
-    known = [(state, tensors.get(state.name)) for state in plan]
-    return [
-        state
-        if t is None
-        else replace(
-            state,
-            shape=tuple(t.shape),
-            residual_bytes=STORAGES[state.storage].residual_bytes(t) if state.compensated else 0,
-        )
-        for state, t in known
-    ]
+    return [of_size(s, tensors[s.name]) if s.name in tensors else s for s in plan]
 
 
-def _parameters(owner: Any) -> list[tuple[str, Tensor]]:
-    """Return the 16-bit parameters that a step of an optimizer moves, with their names."""
-    if not isinstance(owner, Optimizer):
-        return []
-    moving = {id(p) for g in owner.param_groups if g.get("lr", 1) != 0 for p in g["params"]}
-    return [
-        (o.name, o.tensor)
-        for o in owned_tensors(owner)
-        if o.owner == "param" and id(o.tensor) in moving and o.tensor.dtype in FINEST
-    ]
-
-
-def _updates(owner: Any, before: dict[str, Tensor]) -> dict[str, float]:
-    """Return the median size of each update, of elements that have a gradient and are not zero."""
-    found = {}
-    for name, p in _parameters(owner):
-        old = before[name]
-        if p.grad is not None and p.grad.layout == torch.strided:
-            moved = ((full_value(p) - old) / old).abs()[(p.grad != 0) & (old != 0)]
-            if moved.numel():
-                found[name] = float(moved.median())
-    return found
+def _moving(owner: Any) -> list[Owned]:
+    """Return the 16-bit parameters that a step of an optimizer moves, but for sharded ones."""
+    found = moving_parameters(owner) if isinstance(owner, Optimizer) else []
+    return [o for o in found if o.whole is o.tensor]
 
 
 def _prepare(
@@ -223,6 +203,8 @@ def _explanation(
             states[state.name] = state.planned(storage)
     programs: list[Program] = [c.program for c in latest]
     rewritten = [r for p in programs for r in p.rewritten if r.lowered is not None]
+    kernels = [MULTI_TENSOR_KERNELS.get(r.multi_tensor) for r in rewritten]
+    devices = [r.members[0].states[0][0].val.device.type for r in rewritten]
     return Explanation(
         subject=subject,
         config=config,
@@ -235,9 +217,9 @@ def _explanation(
         snapshots=[p.snapshots for p in programs],
         seconds=[p.seconds for p in programs],
         members=[r.count for r in rewritten],
-        kernels=[_kernel(r) for r in rewritten],
+        kernels=[k.sources.get(d, "") if k else "" for k, d in zip(kernels, devices, strict=True)],
         apart=[r.apart for r in rewritten],
-        by_inductor=[_by_inductor(r) for r in rewritten],
+        by_inductor=[k.by_inductor if k else "" for k in kernels],
         joined=[op for r in rewritten for op in r.joined],
         notes=notes,
         engine={one.name: one.engine for one in served},
@@ -246,13 +228,3 @@ def _explanation(
         else "",
         compiled=latest,
     )
-
-
-def _by_inductor(rewritten: Rewritten) -> str:
-    kernel = MULTI_TENSOR_KERNELS.get(rewritten.multi_tensor)
-    return kernel.by_inductor if kernel else ""
-
-
-def _kernel(rewritten: Rewritten) -> str:
-    sources = MULTI_TENSOR_KERNELS[rewritten.multi_tensor].sources if rewritten.multi_tensor else {}
-    return sources.get(rewritten.members[0].states[0][0].val.device.type, "")

@@ -4,10 +4,10 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.fx import GraphModule
 
 from collage_fx.compilation.session import Compiled
@@ -104,16 +104,10 @@ class Explanation:
 
     def _too_small(self) -> list[str]:
         """Say which updates are too small for the storage they are kept in, and what keeps more."""
-        small: dict[tuple[torch.dtype, str], list[str]] = {}
-        for state in self.plan:
-            update = self.updates.get(state.name)
-            held = state.dtype, state.storage
-            by_chance = self.config.rounds_by_chance(state.storage)
-            if by_chance or not state.compensated or update is None:
-                continue
-            if update < kept(*held):
-                small.setdefault(held, []).append(state.name)
-        return [too_small(*held, names) for held, names in small.items()]
+        measured = [s for s in self.plan if s.compensated and s.name in self.updates]
+        to_nearest = [s for s in measured if not self.config.rounds_by_chance(s.storage)]
+        losing = [s for s in to_nearest if self.updates[s.name] < kept(s.dtype, s.storage)]
+        return list(too_small((s.dtype, s.storage, s.name) for s in losing))
 
     def to_dict(self) -> dict[str, Any]:
         """Return all but the graphs as values that JSON can hold, a row for each state."""
@@ -169,18 +163,14 @@ class Explanation:
 
     def _table(self, width: int) -> list[str]:
         """Return the states, those of one kind of which all is the same as one row."""
-        states = [(state, self._row(state)) for state in self.plan]
         told = ("dtype", "recurrence", "verdict", "reason", "storage", "keeps", "served_by")
-
-        def says(state: tuple[StatePlan, dict[str, Any]]) -> tuple[Any, ...]:
-            return tuple(state[1][k] for k in (*told, *(("name",) if self.verbose else ())))
-
-        groups = grouped(states, lambda state: state[0].name, says)
+        says = itemgetter(*told, *(("name",) if self.verbose else ()))
+        groups = grouped(list(map(self._row, self.plan)), itemgetter("name"), says)
         shown, more = shortened(groups, verbose=self.verbose)
         rows = [("state", "dtype", "recurrence", "verdict", "storage", "keeps", "bytes", "in")]
         for group in shown:
-            row = group.states[0][1]
-            stored = sum(state.residual_bytes for state, _ in group.states)
+            row = group.states[0]
+            stored = sum(one["residual_bytes"] for one in group.states)
             rows.append(
                 (
                     group.label,

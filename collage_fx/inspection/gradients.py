@@ -1,6 +1,5 @@
 """`record_gradients`: the gradients of the last steps, to replay them."""
 
-import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -12,13 +11,18 @@ from torch.optim import Optimizer
 from collage_fx.errors import OptionError, SubjectError
 from collage_fx.optimizer.ownership import params_of
 from collage_fx.step.subject import innermost, step_made_here
-from collage_fx.step.watches import add_watch, remove_watch
+from collage_fx.step.watches import Watch, add_watch, remove_watch
 
 Gradients = list[Tensor | None]
 """One for each parameter, in the order of the groups."""
 
 
-class GradientRecorder:
+def gradients_of(optimizer: Optimizer) -> Gradients:
+    """Return copies of the gradients of now."""
+    return [None if p.grad is None else p.grad.detach().clone() for p in params_of(optimizer)]
+
+
+class GradientRecorder(Watch):
     """Keeps copies of the gradients that the last steps of an optimizer got.
 
     Use it as a context manager, or call `remove` when enough has been recorded; what was recorded
@@ -26,7 +30,7 @@ class GradientRecorder:
     """
 
     def __init__(self, optimizer: Optimizer, last: int) -> None:
-        self._optimizer = weakref.ref(optimizer)
+        super().__init__(optimizer)
         self._steps: deque[Gradients] = deque(maxlen=last)
         self._hook: Any = None
 
@@ -59,16 +63,6 @@ class GradientRecorder:
         self.note()
         return run(*args, **kwargs)
 
-    def __enter__(self) -> "GradientRecorder":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
-
-    def __deepcopy__(self, memo: Any) -> "GradientRecorder":
-        """A copy of the optimizer has the hook too; its steps are not what is recorded."""
-        return self
-
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # Where a step is being traced, what it notes would be no gradients but parts of the graph.
         if not torch.compiler.is_compiling() and optimizer is self._optimizer():
@@ -77,8 +71,7 @@ class GradientRecorder:
     def note(self) -> None:
         """Copy the gradients of now, if there are any."""
         optimizer = self._optimizer()
-        params = params_of(optimizer) if optimizer is not None else []
-        found = [None if p.grad is None else p.grad.detach().clone() for p in params]
+        found = gradients_of(optimizer) if optimizer is not None else []
         if any(g is not None for g in found):
             self._steps.append(found)
 

@@ -10,7 +10,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,18 +30,17 @@ from collage_fx.optimizer.state_table import PARAMETER, split_name
 from collage_fx.passes.ir.program import LOW_PRECISION
 from collage_fx.step.first_steps import exact_step, in_float64
 from collage_fx.step.subject import innermost, step_made_here
-from collage_fx.step.watches import add_watch, remove_watch
+from collage_fx.step.watches import Watch, add_watch, remove_watch
 
 KEPT = 1000
 """How many measurements a monitor keeps, if they are of no more states than that."""
-Pairs: TypeAlias = dict[str, tuple[Tensor, Tensor]]
-"""State -> its high word, and its value with the residual."""
 
 
-class Monitor:
+class Monitor(Watch):
     """Measures every n-th step of an optimizer; `monitor` makes it."""
 
     def __init__(self, optimizer: Optimizer, every: int, to: Any, model: Module | None) -> None:
+        super().__init__(optimizer)
         self.every = every
         self.steps = 0
         """The steps that it has seen."""
@@ -50,7 +49,6 @@ class Monitor:
         self.problem = ""
         """Why the last step that was due could not be measured."""
         self._write = _writer(to)
-        self._optimizer = weakref.ref(optimizer)
         self._names = names_of(optimizer, model)
         self._said: set[str] = set()
         # Weakly, as the optimizer: `WATCHES` would keep that alive.
@@ -95,16 +93,6 @@ class Monitor:
         ours: Any = self._plain()
         if ours is not None and getattr(vars(optimizer).get("step"), "__func__", None) is ours:
             optimizer.step = vars(ours)["_replaced"]  # type: ignore[method-assign]
-
-    def __enter__(self) -> "Monitor":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
-
-    def __deepcopy__(self, memo: Any) -> "Monitor":
-        """Return itself: a copy of the optimizer is not looked at."""
-        return self
 
     @torch.compiler.disable
     def measured(
@@ -199,7 +187,8 @@ class _Copy:
             self.args, self.kwargs, loss = (known,), {}, known.loss_alone
         self.exact: dict[str, Tensor] | str
         """The values of the states after it, or why they cannot be known."""
-        self.before: Pairs = {}
+        self.before: dict[str, tuple[Tensor, Tensor]] = {}
+        """State -> its high word, and its value with the residual."""
         try:
             self.exact = exact_step(optimizer, () if loss else args, kwargs, loss)
             if not isinstance(self.exact, str):

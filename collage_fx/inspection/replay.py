@@ -5,6 +5,7 @@ import math
 import types
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 from collage_fx.config import CollageConfig
 from collage_fx.dynamo.backend import Backend
 from collage_fx.errors import OptionError, SubjectError
-from collage_fx.inspection.gradients import GradientRecorder, Gradients
+from collage_fx.inspection.gradients import GradientRecorder, Gradients, gradients_of
 from collage_fx.inspection.values import value
 from collage_fx.optimizer.ownership import owned_tensors, params_of
 from collage_fx.step.compiled_step import compile_optimizer
@@ -97,8 +98,7 @@ def _steps(optimizer: Optimizer, asked: GradientRecorder | int) -> tuple[list[Gr
             raise OptionError(
                 f"replay={asked}: a number of steps, or what record_gradients returned"
             )
-        now = [None if p.grad is None else p.grad.detach().clone() for p in params]
-        return [now] * asked, f"the gradients of now, {asked} times"
+        return [gradients_of(optimizer)] * asked, f"the gradients of now, {asked} times"
     if not len(asked):
         raise OptionError("replay=: no step has been recorded yet")
     fits = all(
@@ -126,12 +126,10 @@ def _run(
     compiled = compile_optimizer(better, session)
     for gradients in steps:
         for twin, step in ((plain, _own(plain)), (better, compiled), (exact, _own(exact))):
-            _give(twin, gradients)
-            if twin is better:
+            for p, gradient in zip(params_of(twin), gradients, strict=True):
+                p.grad = None if gradient is None else gradient.to(p.dtype, copy=True)
+            with nullcontext() if twin is better else set_stance("force_eager"):
                 step(*closure_for(step))
-            else:
-                with set_stance("force_eager"):
-                    step(*closure_for(step))
         _note(plain, better, exact, result)
 
 
@@ -144,11 +142,6 @@ def closure_for(step: Callable[..., Any]) -> tuple[Any, ...]:
     closure = inspect.signature(step).parameters.get("closure")
     needed = closure is not None and closure.default is inspect.Parameter.empty
     return (lambda: torch.zeros(()),) if needed else ()
-
-
-def _give(optimizer: Optimizer, gradients: Gradients) -> None:
-    for p, gradient in zip(params_of(optimizer), gradients, strict=True):
-        p.grad = None if gradient is None else gradient.to(p.dtype, copy=True)
 
 
 def _note(plain: Optimizer, better: Optimizer, exact: Optimizer, result: Replay) -> None:

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
-from collage_fx.compilation.side_inputs import Observed, looked_at
+from collage_fx.compilation.side_inputs import Look, Observed, looked_at
 from collage_fx.optimizer.ownership import Owned
 from collage_fx.optimizer.state_table import PARAMETER, split_name
 from collage_fx.passes.codegen.printers.measured_kernel import sums_of
@@ -81,7 +82,7 @@ class UpdateStats:
 _all_of = operator.attrgetter(*(f.name for f in fields(UpdateStats)))
 
 
-class GraphUpdates:
+class GraphUpdates(Look):
     """What the graphs of a step do to the states of an optimizer, each graph done again."""
 
     def __init__(self, states: Sequence[Owned], *, measure: bool = True) -> None:
@@ -125,8 +126,11 @@ class GraphUpdates:
         """Note what was written since the last graph."""
         self.missed |= self._written()
 
-    def take(self, exact: ExactGraph, observed: Observed) -> None:
+    @_disable_current_modes()
+    def take(self, exact: ExactGraph | None, observed: Observed) -> None:
         """Look at the inputs of a graph; copy those that it overwrites."""
+        if exact is None:
+            return
         residuals = [(r.storage, r.components) for _, r in observed.residuals.current]
         count = len(observed.inputs) - sum(len(components) for _, components in residuals)
         inputs = observed.inputs[:count]
@@ -138,6 +142,7 @@ class GraphUpdates:
         except Exception as error:  # memory for copies, say: no reason to end a training
             self._note(error)
 
+    @_disable_current_modes()
     def leave(self) -> None:
         """Note what the graph has written, done again."""
         found: dict[Any, UpdateStats] = {}

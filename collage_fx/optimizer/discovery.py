@@ -1,7 +1,6 @@
 """The states that a step may carry, as its supervisor looks for them."""
 
 from collections.abc import Callable, Iterable
-from typing import TypeAlias
 
 from torch.optim import Optimizer
 
@@ -11,9 +10,6 @@ from collage_fx.passes.ir.program import LOW_PRECISION, Carried, compensable_in
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import FINEST, check_compensable
 
-Pick: TypeAlias = Callable[[Owned], bool]
-"""Tells which states are wanted."""
-
 
 class FunctionStates:
     """What a function is given: the tensors among its arguments."""
@@ -22,7 +18,7 @@ class FunctionStates:
         self.all = arguments
         self.counted = 0
 
-    def find(self, pick: Pick, warn: Callable[[str], None]) -> list[Owned]:
+    def find(self, pick: Callable[[Owned], bool], warn: Callable[[str], None]) -> list[Owned]:
         """Return the states that may be compensated; see `compensable`."""
         self.counted = self.count()
         return compensable(self.all(), pick, warn)

@@ -42,8 +42,8 @@ def load_master_weights(
         StorageError: a parameter of a dtype that the storage cannot hold.
         OptionError: a storage that does not exist.
     """
-    if storage is not None:
-        _check_storage(storage)
+    if storage is not None and not (isinstance(storage, str) and storage in STORAGES):
+        raise OptionError(f"storage={storage!r} is not one of {', '.join(map(repr, STORAGES))}")
     targets = _tensors(model_or_optimizer)
     if not isinstance(weights, Mapping):
         weights = _in_order(targets, model_or_optimizer, weights)
@@ -126,11 +126,6 @@ def _chosen_for(owned: Owned, residual: Residual, choice: Choice) -> str:
         return str(choice)
     name = chosen(choice, owned.name, owned.tensor.dtype, is_param=owned.owner == "param")
     return name or residual.storage
-
-
-def _check_storage(storage: str) -> None:
-    if not isinstance(storage, str) or storage not in STORAGES:
-        raise OptionError(f"storage={storage!r} is not one of {', '.join(map(repr, STORAGES))}")
 
 
 def _residual(tensor: Tensor) -> Residual | None:

@@ -68,9 +68,9 @@ class Owned:
 
 def owned_tensors(optimizer: Optimizer) -> Iterator[Owned]:
     """Yield every parameter of the optimizer and every tensor of its per-parameter states."""
-    groups, states = _parts_of(optimizer)
+    states = _states_of(optimizer)
     index = 0
-    for g, group in enumerate(groups):
+    for g, group in enumerate(groups_of(optimizer)):
         for p, param in enumerate(group["params"]):
             name = f"param_groups[{g}].params[{p}]"
             yield Owned(shard_of(param), g, index, PARAM, name, sharded=param)
@@ -87,19 +87,19 @@ def compensated_tensors(optimizer: Optimizer) -> Iterator[tuple[Owned, Residual]
             yield owned, residual
 
 
-def _parts_of(optimizer: Optimizer) -> tuple[list[dict[str, Any]], Any]:
-    """Return groups and states; none of one that wraps another and never was an Optimizer."""
-    return groups_of(optimizer), getattr(optimizer, "state", {})
+def _states_of(optimizer: Optimizer) -> Any:
+    """Return the states of an optimizer; none of one that wraps another, as `groups_of`."""
+    return getattr(optimizer, "state", {})
 
 
 def groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the groups of an optimizer; none of one that wraps another, as `_parts_of`."""
+    """Return the groups; none of one that wraps another and never was an Optimizer."""
     groups: list[dict[str, Any]] = getattr(optimizer, "param_groups", [])
     return groups
 
 
 def params_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters of an optimizer; none of one that wraps another, as `_parts_of`."""
+    """Return the parameters of an optimizer; none of one that wraps another, as `groups_of`."""
     return [p for group in groups_of(optimizer) for p in group["params"]]
 
 
@@ -126,10 +126,10 @@ def all_tensors_of(optimizer: Optimizer) -> Iterator[Owned]:
     for n, one in enumerate(together):
         for owned in owned_tensors(one):
             yield owned if one is optimizer else replace(owned, group=1000 * n + owned.group)
-        groups, states = _parts_of(one)
+        rest = [{k: v for k, v in g.items() if k != "params"} for g in groups_of(one)]
         elsewhere = {
-            "state": {k: v for k, v in states.items() if id(k) not in params},
-            "param_groups": [{k: v for k, v in g.items() if k != "params"} for g in groups],
+            "state": {k: v for k, v in _states_of(one).items() if id(k) not in params},
+            "param_groups": rest,
             **{k: v for k, v in vars(one).items() if k not in ("state", "param_groups")},
         }
         for path, tensor in tensors_in(elsewhere):
@@ -177,7 +177,7 @@ def state_count(optimizer: Optimizer) -> int:
     return sum(
         len(state)
         for one in family(optimizer)
-        for state in _parts_of(one)[1].values()
+        for state in _states_of(one).values()
         if isinstance(state, dict)
     )
 
@@ -186,7 +186,7 @@ def stateless(optimizer: Optimizer) -> set[int]:
     """Return the ids of the parameters with a gradient that have no state of their size."""
     found = set()
     for one in family(optimizer):
-        _, states = _parts_of(one)
+        states = _states_of(one)
         for p in (p for p in params_of(one) if p.grad is not None):
             if not any(t.shape == p.shape for _, t in tensors_in(states.get(p, {}))):
                 found.add(id(p))
@@ -202,8 +202,7 @@ def makes_states(optimizer: Optimizer) -> bool:
     if state_count(optimizer) or not stateless(optimizer):
         return False
     if hasattr(optimizer, "_init_group"):
-        groups, _ = _parts_of(optimizer)
-        return isinstance(optimizer, SGD) and any(group["momentum"] for group in groups)
+        return isinstance(optimizer, SGD) and any(g["momentum"] for g in groups_of(optimizer))
     step = inspect.unwrap(type(optimizer).step)
     return "state" in getattr(getattr(step, "__code__", None), "co_names", ())
 
@@ -219,8 +218,7 @@ def init_states(optimizer: Optimizer, groups: Iterable[dict[str, Any]]) -> None:
 
 def rates(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return the numbers of each parameter group, such as `lr` and `betas`."""
-    groups, _ = _parts_of(optimizer)
-    return [{k: v for k, v in group.items() if _is_number(v)} for group in groups]
+    return [{k: v for k, v in g.items() if _is_number(v)} for g in groups_of(optimizer)]
 
 
 def _is_number(value: Any) -> bool:

@@ -1,6 +1,6 @@
 """What served each carried state, and how often."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
@@ -80,25 +80,27 @@ RETURNED = (
 """What to say of a function that is not seen to carry its states."""
 
 
-def too_small(dtype: torch.dtype, storage: str, names: Sequence[str]) -> str:
-    """Return what to say of parameters of which a storage loses half the updates.
+def too_small(losing: Iterable[tuple[torch.dtype, str, str]]) -> Iterator[str]:
+    """Yield what to say of parameters of which a storage loses half the updates.
 
     Args:
-        dtype: theirs.
-        storage: which keeps too little.
-        names: theirs.
+        losing: of each the dtype, the storage, which keeps too little, and the name.
     """
-    least = kept(dtype, storage)
-    fitting = (s.name for s in STORAGES.values() if dtype in s.residuals)
-    finer = [repr(s) for s in fitting if kept(dtype, s) < least]
-    more = f" and of {len(names) - 1} more" if names[1:] else ""
-    would = f"{' or '.join(finer)} keeps more" if finer else "no storage keeps more"
-    if STORAGES[storage].split_by_chance is not None:
-        would += ", and stochastic_rounding=True keeps them on average"
-    return (
-        f"storage {storage!r} keeps changes of {least:.1e} of a value and more: at the "
-        f"learning rate of now half the updates of {names[0]}{more} are smaller; {would}"
-    )
+    alike: dict[tuple[torch.dtype, str], list[str]] = {}
+    for dtype, storage, name in losing:
+        alike.setdefault((dtype, storage), []).append(name)
+    for (dtype, storage), names in alike.items():
+        least = kept(dtype, storage)
+        fitting = (s.name for s in STORAGES.values() if dtype in s.residuals)
+        finer = [repr(s) for s in fitting if kept(dtype, s) < least]
+        more = f" and of {len(names) - 1} more" if names[1:] else ""
+        would = f"{' or '.join(finer)} keeps more" if finer else "no storage keeps more"
+        if STORAGES[storage].split_by_chance is not None:
+            would += ", and stochastic_rounding=True keeps them on average"
+        yield (
+            f"storage {storage!r} keeps changes of {least:.1e} of a value and more: at the "
+            f"learning rate of now half the updates of {names[0]}{more} are smaller; {would}"
+        )
 
 
 def not_given(subject: str, tensor: Tensor, how: str) -> str:

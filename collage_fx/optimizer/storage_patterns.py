@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from collage_fx.config import CollageConfig
 from collage_fx.optimizer.discovery import FunctionStates
 from collage_fx.passes.analysis.plan import is_named
 from collage_fx.passes.ir.program import Program
@@ -33,11 +32,6 @@ class Patterns:
         """How many states there were after the last step."""
         self.ran: set[int] = set()
         """The ids of the graphs that have run."""
-
-    @classmethod
-    def of(cls, config: CollageConfig) -> "Patterns":
-        """Return those of a configuration."""
-        return cls(config.storage, config.states)
 
     def see(self, name: str, *, is_param: bool) -> None:
         """Note that there is a state of this name."""

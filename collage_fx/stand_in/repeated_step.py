@@ -102,10 +102,9 @@ class RepeatedStep:
         low = {id(t) for t in contents.others}
         written = (tensors[i] for call in direct.calls for i in call.operands[0])
         self.written = [t for t in written if id(t) not in low]
-        order = {number: k for k, number in enumerate(numbers)}
-        if any(id(observed.inputs[i]) not in order for i in direct.inputs):
+        if any(id(observed.inputs[i]) not in numbers for i in direct.inputs):
             raise Unrepeatable("what Inductor has compiled takes a tensor, such as a rate")
-        self.given = {i: order[id(observed.inputs[i])] for i in direct.inputs}
+        self.given = {i: place[id(observed.inputs[i])] - self.first for i in direct.inputs}
         """Input of what Inductor has compiled -> which of the numbers it is."""
 
     def run(self, optimizer: Optimizer) -> bool:

@@ -17,19 +17,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from collage_fx.compilation.residual_binding import Locate, Residuals, conclude
+from collage_fx.compilation.residual_binding import Locate, Residuals, conclude, of_size
 from collage_fx.compilation.session import Outcome, Session
 from collage_fx.compilation.side_inputs import Code, Observed, SideInputs
 from collage_fx.hooks.nested_compile import GlobalState
 from collage_fx.hooks.symbolic_numbers import numbers_if_traced
 from collage_fx.optimizer.checkpoints.history import history_of
 from collage_fx.optimizer.ownership import params_of
-from collage_fx.passes.ir.program import StatePlan
 from collage_fx.record.steps import Steps
 from collage_fx.runtime import logs, progress
 from collage_fx.runtime.residuals.memory import overlapping
 from collage_fx.runtime.residuals.store import STORE
-from collage_fx.runtime.storage.registry import STORAGES
 from collage_fx.segments.segment_graph import number_tensor
 from collage_fx.stand_in.alike import residuals_of, shares, signature
 from collage_fx.stand_in.members import Member
@@ -148,7 +146,7 @@ class SharedGraph:
             found: Tensor = members[place.param].tensors()[place.at]
             return found
 
-        states = [(find(place), _of_size(plan, tensor(place))) for place, plan in self.states]
+        states = [(find(place), of_size(plan, tensor(place))) for place, plan in self.states]
         plans = self.plans | {plan.index: plan for _, plan in states}
         for place, plan in self.states:
             conclude(plan, tensor(place))
@@ -159,8 +157,7 @@ class SharedGraph:
             [find(place) for place in self.plain],
             plans,
         )
-        side = SideInputs(residuals, None, session.config.seed)
-        side.exact = self.exact
+        side = SideInputs(residuals, None, session.config.seed, self.exact)
         kernels = side.bind(self.direct.bind(self.direct.compiled), self.seeded)
         locate = [x if isinstance(x, int) else find(x) for x in self.inputs]
 
@@ -172,11 +169,6 @@ class SharedGraph:
             return ()
 
         return Code(function, side, states, [], False, self.direct, self.seeded)
-
-
-def _of_size(plan: StatePlan, tensor: Tensor) -> StatePlan:
-    size = STORAGES[plan.storage].residual_bytes(tensor) if plan.compensated else 0
-    return replace(plan, shape=tuple(tensor.shape), residual_bytes=size)
 
 
 class SharedStandIns(StandIns):

@@ -1,28 +1,74 @@
 """Which parameters stand for which others while a step is traced, and whether they still do."""
 
+import contextlib
 import itertools
 import operator
-from collections.abc import Hashable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 from torch.optim import Optimizer
 
-from collage_fx.compilation.graph_inputs import Inputs
+from collage_fx.compilation.graph_inputs import AbsentInput, Inputs
 from collage_fx.compilation.layout_guards import guards_of, is_plain
 from collage_fx.compilation.session import Outcome, Session
 from collage_fx.compilation.side_inputs import Code
+from collage_fx.optimizer.ownership import STAND_IN, params_of
 from collage_fx.passes.codegen.multi_tensor_kernel import least_members
-from collage_fx.passes.dedup.deduplicate import Narrow
+from collage_fx.passes.dedup.deduplicate import Group, Narrow, represented
 from collage_fx.passes.ir.program import Settings, Unlike
-from collage_fx.runtime.residuals.memory import overlapping
+from collage_fx.runtime.residuals.memory import empty_as, overlapping
 from collage_fx.runtime.storage.registry import compensable_dtypes
-from collage_fx.stand_in.members import NO_STATE, Member
-from collage_fx.stand_in.optimizer import StandIn
+from collage_fx.stand_in.members import GRAD, NO_STATE, Member
 from collage_fx.stand_in.torch_steps import copy_of_step
-from collage_fx.stand_in.whole_graph import narrowed
+
+
+class StandIn:
+    """An optimizer that has some of another's parameters, and shares their states."""
+
+    def __init__(self, optimizer: Optimizer, wanted: Callable[[Tensor], bool]) -> None:
+        few: Optimizer = object.__new__(type(optimizer))
+        few.__dict__[STAND_IN] = True
+        few.param_groups = [
+            {"params": [p for p in group["params"] if wanted(p)]}
+            for group in optimizer.param_groups
+        ]
+        few.state = defaultdict(dict)
+        few.state.update((p, optimizer.state[p]) for p in params_of(few) if p in optimizer.state)
+        self.optimizer = few
+
+    @contextlib.contextmanager
+    def of(self, optimizer: Optimizer) -> Iterator[None]:
+        """Within, it has what else the optimizer has, its rates and so on, and gives it back."""
+        few = self.optimizer
+        own = {k: vars(few)[k] for k in (STAND_IN, "param_groups", "state")}
+        few.__dict__.update({k: v for k, v in vars(optimizer).items() if k not in (*own, "step")})
+        groups = list(zip(few.param_groups, optimizer.param_groups, strict=True))
+        for mine, group in groups:
+            params = mine["params"]
+            mine.clear()
+            mine.update({**group, "params": params})
+        try:
+            yield
+        finally:
+            for mine, group in groups:
+                group.update((k, v) for k, v in mine.items() if k != "params")
+                params = mine["params"]
+                mine.clear()  # what the user replaces is let go of
+                mine["params"] = params
+            for p, state in few.state.items():
+                optimizer.state.setdefault(p, state)
+            few.__dict__.clear()
+            few.__dict__.update(own)
+
+    def shares(self, optimizer: Optimizer) -> bool:
+        """Tell whether the states of its parameters are still the optimizer's."""
+        mine, its = self.optimizer.state, optimizer.state
+        return all(mine.get(p) is its.get(p) for p in params_of(self.optimizer))
 
 
 class StandIns:
@@ -121,8 +167,64 @@ class StandIns:
         return bool(self.guards.check(*self.plain, *self.tensors, *_grads(self.plain)))
 
     def whole_graph(self, inputs: Inputs, settings: Settings) -> Narrow | Unlike:
-        """See `StandsForOthers`."""
-        return narrowed(self.classes, settings, inputs)
+        """See `StandsForOthers`: or say why it does not do to all what it does to the few."""
+        place = {
+            id(t): (k, at)
+            for k, one in enumerate(self.classes)
+            for at, t in enumerate(one[0].tensors())
+        }
+
+        def where(node: Node) -> tuple[int, int] | None:
+            return place.get(id(inputs.tensor(inputs.source_of(node))))
+
+        def stands(node: Node) -> int | None:
+            return found[0] if (found := where(node)) is not None else None
+
+        dtypes = compensable_dtypes(settings.storage)
+        parts = represented(inputs.gm, stands, len(self.classes), dtypes)
+        if isinstance(parts, Unlike):
+            return parts
+        fakes: dict[Any, Tensor] = {}
+        groups = []
+        for k, nodes in parts:
+            members: list[list[Any]] = [nodes]
+            facts = [inputs.fact(node, settings) for node in nodes]
+            places = [found[1] for node in nodes if (found := where(node)) is not None]
+            assert len(places) == len(nodes)
+            for member in self.classes[k][1:]:
+                if len(member.tensors()) <= max(places):
+                    return Unlike("a parameter got its states while the step was traced")
+                pairs = zip(nodes, places, strict=True)
+                row = [_absent(inputs, fakes, node, member, at) for node, at in pairs]
+                if None in facts or [inputs.fact(one, settings) for one in row] != facts:
+                    return Unlike("parameters of one shape are kept in different ways")
+                members.append(row)
+            groups.append(Group(members, [[] for _ in members], set()))
+        count = len(inputs.gm.graph.find_nodes(op="placeholder"))
+        return Narrow(inputs.gm, list(range(count)), [], {}, groups)
+
+
+def _absent(
+    inputs: Inputs, fakes: dict[Any, Tensor], node: Node, member: Member, at: int
+) -> AbsentInput:
+    """Return what another member has in the place of an input, one of a member's tensors.
+
+    Args:
+        inputs: those of the graph.
+        fakes: the fake tensors that were made, one for each layout.
+        node: the input.
+        member: the other one.
+        at: which of its tensors.
+    """
+    tensor = member.tensors()[at]
+    key = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    if key not in fakes:
+        with inputs.value(node).fake_mode:
+            fakes[key] = empty_as(tensor)
+    static = isinstance(inputs.source_of(node), str)
+    _, param = inputs.owners[id(member.param)]
+    name = f"{param.name}.grad" if at == GRAD else node.name
+    return AbsentInput(member.finder(at), static, fakes[key], name)
 
 
 def _same(found: list[Any], expected: list[Any]) -> bool:

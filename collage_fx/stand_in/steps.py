@@ -12,7 +12,7 @@ what they were is checked here, before each step, as its guards would.
 import inspect
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from collage_fx.compilation.session import Outcome, Session
-from collage_fx.compilation.side_inputs import Observed, is_looked_at, observed_calls
+from collage_fx.compilation.side_inputs import Noted, Observed, is_looked_at, looked_at
 from collage_fx.hooks.optimizer_hooks import has_foreign_hooks
 from collage_fx.passes.ir.program import Unlike
 from collage_fx.record.steps import Steps
@@ -156,21 +156,20 @@ class StandInSteps:
         self.session.stand_ins = stand_ins
         before = stand_ins.code
         repeats = before is not None and before.side is not None and not self.wait
-        looks: AbstractContextManager[list[Observed]] = nullcontext([])
-        if repeats or stand_ins.pooled:
-            looks = observed_calls()
+        noted = Noted()
+        looks = looked_at(noted) if repeats or stand_ins.pooled else nullcontext()
         residuals = residuals_of(optimizer) if stand_ins.pooled else None
         self.wait -= self.wait > 0
         try:
-            with looks as found, stand_ins.few.of(optimizer), torch.no_grad():
+            with looks, stand_ins.few.of(optimizer), torch.no_grad():
                 stand_ins.step()
         finally:
             self.session.stand_ins = None
-        if stand_ins.outcome is Outcome.DONE and len(found) == 1:
+        if stand_ins.outcome is Outcome.DONE and len(noted.calls) == 1:
             if repeats:
-                self.observed = stand_ins, found[0]
+                self.observed = stand_ins, noted.calls[0]
             if stand_ins.pooled and stand_ins.code is not before:
-                self.shared = share(optimizer, self.session, stand_ins, found[0], residuals)
+                self.shared = share(optimizer, self.session, stand_ins, noted.calls[0], residuals)
                 if self.shared is None:
                     withdraw(optimizer, self.session)
         return stand_ins.outcome

@@ -42,13 +42,12 @@ def code_of_step(optimizer: Optimizer) -> tuple[Any, ...] | None:
     # Dynamo puts what it has compiled there too, under names that begin so.
     named = {k: v for k, v in around[-1].__globals__.items() if not k.startswith("__")}
     called = [v for v in named.values() if callable(v) and not isinstance(v, type | GenericAlias)]
-    if not all(isinstance(v, FunctionType) and _is_of_torch(v) for v in called):
+    ours = ("torch.", "typing")
+    if not all(
+        isinstance(v, FunctionType) and v.__globals__["__name__"].startswith(ours) for v in called
+    ):
         return None
     return kind, kind._init_group, *around, *(f.__code__ for f in around), *called
-
-
-def _is_of_torch(function: FunctionType) -> bool:
-    return function.__globals__["__name__"].startswith(("torch.", "typing"))
 
 
 def without_hooks(optimizer: Optimizer) -> Callable[..., Any]:

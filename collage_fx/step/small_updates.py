@@ -67,37 +67,43 @@ class SmallUpdates:
 
     def _lost(self, owned: Owned, old: Tensor) -> bool:
         """Tell whether a step has lost half the updates of a parameter."""
-        gradient, p = owned.whole.grad, owned.tensor
-        if gradient is None or gradient.layout != torch.strided:
-            return False
-        moving = (shard_of(gradient) != 0) & (old != 0)
-        moved = ((in_float64(p) - old) / old).abs()[moving]
-        return bool(moved.numel()) and float(moved.median()) < kept(p.dtype, self._storage(p))
+        p = owned.tensor
+        update = median_update(owned, old, in_float64(p))
+        return update is not None and update < kept(p.dtype, self._storage(p))
 
     def _warn(self, optimizer: Optimizer, small: list[Owned]) -> None:
-        alike: dict[tuple[torch.dtype, str], list[str]] = {}
-        for owned in small:
-            held = owned.tensor.dtype, self._storage(owned.tensor)
-            alike.setdefault(held, []).append(owned.name)
-        for held, of_these in alike.items():
-            self.session.warn_once(renamed(too_small(*held, of_these), names_of(optimizer)))
+        losing = [(o.tensor.dtype, self._storage(o.tensor), o.name) for o in small]
+        for message in too_small(losing):
+            self.session.warn_once(renamed(message, names_of(optimizer)))
 
     def _storage(self, p: Tensor) -> str:
         residual = STORE.get(p)
         return "" if residual is None else residual.storage
 
     def _chosen(self, optimizer: Optimizer) -> list[Owned]:
-        groups = groups_of(optimizer)
-        moving = {id(p) for g in groups if g.get("lr", 1) != 0 for p in g["params"]}
-        found = [
-            o
-            for o in owned_tensors(optimizer)
-            if o.owner == "param"
-            and id(o.whole) in moving
-            and o.tensor.dtype in FINEST
-            and self._storage(o.tensor)
-            and not self.session.config.rounds_by_chance(self._storage(o.tensor))
-        ]
+        by_chance = self.session.config.rounds_by_chance
+        stored = ((o, self._storage(o.tensor)) for o in moving_parameters(optimizer))
+        found = [o for o, storage in stored if storage and not by_chance(storage)]
         found.sort(key=lambda one: one.tensor.numel())
         few = [one for one in found if one.tensor.numel() <= ELEMENTS]
         return few[: -PARAMETERS - 1 : -1] or found[:1]
+
+
+def moving_parameters(optimizer: Optimizer) -> list[Owned]:
+    """Return the 16-bit parameters that a step of an optimizer moves."""
+    groups = groups_of(optimizer)
+    moving = {id(p) for g in groups if g.get("lr", 1) != 0 for p in g["params"]}
+    params = (o for o in owned_tensors(optimizer) if o.owner == "param" and id(o.whole) in moving)
+    return [o for o in params if o.tensor.dtype in FINEST]
+
+
+def median_update(owned: Owned, old: Tensor, new: Tensor) -> float | None:
+    """Return the median of the updates of a parameter by a step, each relative to the value.
+
+    Of elements that have a gradient and were not zero; None if there are none.
+    """
+    gradient = owned.whole.grad
+    if gradient is None or gradient.layout != torch.strided:
+        return None
+    moved = ((new - old) / old).abs()[(shard_of(gradient) != 0) & (old != 0)]
+    return float(moved.median()) if moved.numel() else None

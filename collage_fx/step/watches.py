@@ -1,14 +1,37 @@
 """What looks at the steps of an optimizer, whoever compiles them: monitors."""
 
 import functools
+import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 WATCHES = WeakIdKeyDictionary()
 """Optimizer -> what is given it, a function that does its step, and the arguments of that."""
+
+
+class Watch(ABC):
+    """Looks at the steps of an optimizer until it is removed, or left as a context manager."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+
+    @abstractmethod
+    def remove(self) -> None:
+        """Look at no more steps."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        """Return itself, which a copy of the optimizer may have too: that is not looked at."""
+        return self
 
 
 def add_watch(optimizer: Optimizer, watch: Callable[..., Any]) -> None:

@@ -11,7 +11,7 @@ import torch
 
 import collage_fx
 from collage_fx.errors import CollageError, PageError
-from collage_fx.inspection.page.classes import class_view
+from collage_fx.inspection.page.classes import ClassView
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_all_values_are_linked(adamw: Any, arithmetic: str) -> None:
     links = pages.data(text)["links"]["0"]
     (program,) = (one.program for one in explanation.compiled)
     (rewritten,) = program.rewritten
-    view = class_view(rewritten, program, "", 0)
+    view = ClassView(rewritten, program, "", 0)
     for column, module in ((view.expanded, rewritten.expanded), (view.lowered, rewritten.lowered)):
         assert module is not None
         assert {n for n in module.graph.nodes if n.op != "output"} <= set(column.ids)
@@ -106,7 +106,7 @@ def test_what_is_stored_reaches_its_line(adamw: Any) -> None:
     stored = pages.stored(text)
     assert stored.keys() == names
     (program,) = (one.program for one in explanation.compiled)
-    before = class_view(program.rewritten[0], program, "", 0).before
+    before = ClassView(program.rewritten[0], program, "", 0).before
     last = {name: i for n, name in before.names.items() if (i := before.ids[n])}
     for name, values in stored.items():
         assert {"c", "g"} <= {v[1] for v in values}, f"{name}: in C++ and in Triton"

@@ -163,8 +163,7 @@ def _pieces(text: str, ids: dict[str, str]) -> list[Piece]:
 
 def _states_by_input(rewritten: Rewritten) -> dict[int, str]:
     """Return input of the lowered graph -> the state or residual that it is."""
-    places = graph_of(rewritten.expanded).graph.find_nodes(op="placeholder")
-    names = [n.name for n in places]
+    names = [n.name for n in graph_of(rewritten.expanded).graph.find_nodes(op="placeholder")]
     count = len(rewritten.model.inputs)
     written = [at for _, at, _ in rewritten.model.states]
     written += range(count, count + rewritten.residual_count)
@@ -205,13 +204,10 @@ def _arguments(rewritten: Rewritten) -> Iterable[tuple[str, str, int]]:
     model = rewritten.members[0]
     for _, at, new in model.states:
         yield model.inputs[at].name, names[at], model.outputs.index(new)
-    k = 0
-    for i in rewritten.compensated:
-        _, at, _ = model.states[i]
-        for j in range(len(rewritten.residuals(i))):
-            place = len(model.inputs) + k
-            yield f"{model.inputs[at].name}_lo{j or ''}", names[place], len(model.outputs) + k
-            k += 1
+    lows = [(i, j) for i in rewritten.compensated for j in range(len(rewritten.residuals(i)))]
+    for k, (i, j) in enumerate(lows):
+        argument = f"{model.inputs[model.states[i][1]].name}_lo{j or ''}"
+        yield argument, names[len(model.inputs) + k], len(model.outputs) + k
 
 
 def _storing_lines(code: str, argument: str) -> list[int]:

@@ -1,11 +1,12 @@
 """The part of a source graph that updates one member of a class."""
 
 import operator
-from dataclasses import dataclass, field
+from itertools import chain, count
 from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.utils._pytree import tree_leaves
 
 from collage_fx.inspection.page.operations import name_of
 from collage_fx.passes.ir.graph_memory import mutations
@@ -16,58 +17,69 @@ LIMIT = 2000
 """Operations of a member at most; one that has more is shown as far as that."""
 
 
-@dataclass
 class Member:
     """The operations of one member, in graph order, and what they start from."""
 
-    nodes: list[Node]
-    inputs: dict[Node, str]
-    """What the member takes, with short names."""
-    results: dict[Node, str]
-    """New value -> the state that it is stored in."""
-    picked: dict[Node, int] = field(default_factory=dict)
-    """Of an operation on lists, which of the tensors is the member's."""
+    def __init__(self, rewritten: Rewritten, program: Program) -> None:
+        """Take the operations that update the representative of a class, as they came."""
+        source = program.source.graph
+        by_name = {n.name: n for n in source.nodes}
+        inputs: dict[Node, str] = {}
+        for node, name in zip(rewritten.model.inputs, short_names(rewritten), strict=True):
+            origin = by_name.get(node.meta.get(ORIGIN, node.name))
+            if origin is not None and origin.op == "placeholder":
+                inputs[origin] = name or _label(program, origin)
+        stored = mutations(source)
+        self.results = {stored[n]: name for n, name in inputs.items() if n in stored}
+        """New value -> the state that it is stored in."""
+        self.picked: dict[Node, int] = {}
+        """Of an operation on lists, which of the tensors is the member's."""
+        self._found: set[Node] = set()
+        self._reached: set[Node] = set()
+        """Where the walk ended: placeholders, and what is made of the tensors of many members."""
+        wanted = list(self.results)
+        for node in rewritten.model.outputs:  # results that are no state's
+            origin = by_name.get(node.meta.get(ORIGIN, ""))
+            if origin is not None:
+                wanted.append(origin)
+        for node in wanted:
+            self._visit(node)
+        # A step count, say, that the member has of its own.
+        for n in source.find_nodes(op="placeholder"):
+            if n in self._reached and n not in inputs:
+                inputs[n] = _label(program, n)
+                if (new := stored.get(n)) is not None:
+                    self.results.setdefault(new, inputs[n])
+        inputs |= {n: n.name for n in self._reached - set(inputs)}
+        self.nodes = [n for n in source.nodes if n in self._found and n not in inputs]
+        self.inputs = _told_apart(inputs)
+        """What the member takes, with short names."""
 
     def pick(self, node: Node, operand: Any) -> Any:
         """Return of a list of operands of a node that of the member, anything else as it is."""
         place = self.picked.get(node)
-        return (
-            operand[place] if isinstance(operand, list | tuple) and place is not None else operand
-        )
+        listed = isinstance(operand, list | tuple)
+        return operand[place] if listed and place is not None else operand
 
-
-def member_of(rewritten: Rewritten, program: Program) -> Member:
-    """Return the operations that update the representative of a class, as they came."""
-    source = program.source.graph
-    placeholders = list(source.find_nodes(op="placeholder"))
-    by_name = {n.name: n for n in source.nodes}
-    short = short_names(rewritten)
-    inputs = {}
-    for node, name in zip(rewritten.model.inputs, short, strict=True):
-        origin = by_name.get(node.meta.get(ORIGIN, node.name))
-        if origin is not None and origin.op == "placeholder":
-            inputs[origin] = name or _label(program, origin)
-    stored = mutations(source)
-    results = {stored[n]: name for n, name in inputs.items() if n in stored}
-    finder = _Finder(inputs)
-    wanted = list(results)
-    for node in rewritten.model.outputs:  # results that are no state's
-        origin = by_name.get(node.meta.get(ORIGIN, ""))
-        if origin is not None and origin not in finder.found:
-            wanted.append(origin)
-    for node in wanted:
-        finder.visit(node)
-    # A step count, say, that the member has of its own.
-    for n in placeholders:
-        if n in finder.reached and n not in inputs:
-            inputs[n] = _label(program, n)
-            new = stored.get(n)
-            if new is not None:
-                results.setdefault(new, inputs[n])
-    for n in finder.reached - set(inputs):
-        inputs[n] = n.name
-    nodes = [n for n in source.nodes if n in finder.found and n not in inputs]
-    return Member(nodes, _told_apart(inputs), results, finder.picked)
+    def _visit(self, start: Node) -> None:
+        """Note all operations that a value is made by."""
+        waiting = [start]
+        while waiting:
+            node = waiting.pop()
+            if node in self._found or node in self._reached:
+                continue
+            if node.op != "call_function" or _gathers(node) or len(self._found) > LIMIT:
+                self._reached.add(node)
+                continue
+            self._found.add(node)
+            if node.target is operator.getitem and isinstance(_val(node.args[0]), list | tuple):
+                of, place = node.args
+                assert isinstance(of, Node) and isinstance(place, int)
+                self.picked.setdefault(of, place)
+            operands: Any = [*node.args, *node.kwargs.values()]
+            if (at := self.picked.get(node)) is not None:
+                operands = [o[at : at + 1] if isinstance(o, list | tuple) else o for o in operands]
+            waiting += [o for o in tree_leaves(operands) if isinstance(o, Node)]
 
 
 def short_names(rewritten: Rewritten) -> list[str]:
@@ -87,55 +99,11 @@ def _label(program: Program, placeholder: Node) -> str:
 
 def _told_apart(inputs: dict[Node, str]) -> dict[Node, str]:
     """Number names that several inputs have."""
-    taken: set[str] = set()
-    found = {}
+    found: dict[Node, str] = {}
     for node, name in inputs.items():
-        number, one = 1, name
-        while one in taken:
-            number += 1
-            one = f"{name}_{number}"
-        taken.add(one)
-        found[node] = one
+        names = chain([name], (f"{name}_{number}" for number in count(2)))
+        found[node] = next(one for one in names if one not in found.values())
     return found
-
-
-class _Finder:
-    """Walks from new values to what they are made of."""
-
-    def __init__(self, inputs: dict[Node, str]) -> None:
-        self.inputs = inputs
-        self.found: set[Node] = set()
-        self.reached: set[Node] = set()
-        """Where the walk ended: placeholders, and what is made of the tensors of many members."""
-        self.picked: dict[Node, int] = {}
-
-    def visit(self, start: Node) -> None:
-        """Note all operations that a value is made by."""
-        waiting = [start]
-        while waiting:
-            node = waiting.pop()
-            if node in self.found or node in self.reached:
-                continue
-            if node.op != "call_function" or _gathers(node) or len(self.found) > LIMIT:
-                self.reached.add(node)
-                continue
-            self.found.add(node)
-            if node.target is operator.getitem and isinstance(_val(node.args[0]), list | tuple):
-                of, place = node.args
-                assert isinstance(of, Node) and isinstance(place, int)
-                self.picked.setdefault(of, place)
-            waiting += self._operands(node)
-
-    def _operands(self, node: Node) -> list[Node]:
-        place = self.picked.get(node)
-        found: list[Node] = []
-        for operand in (*node.args, *node.kwargs.values()):
-            if isinstance(operand, list | tuple):
-                chosen = operand[place : place + 1] if place is not None else operand
-                found += [o for o in chosen if isinstance(o, Node)]
-            elif isinstance(operand, Node):
-                found.append(operand)
-        return found
 
 
 def _val(node: Any) -> Any:

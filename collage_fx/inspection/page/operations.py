@@ -162,21 +162,9 @@ def _where(node: Node, args: list[Any], kwargs: dict[str, Any]) -> Form | None:
     return Form("{0} if {1} else {2}", CHOICE, [yes, condition, no], (COMPARISON,) * 3)
 
 
-def _neg(node: Node, args: list[Any], kwargs: dict[str, Any]) -> Form:
-    return Form("-{0}", SIGN, args[:1], (SIGN,))
-
-
-def _rsub(node: Node, args: list[Any], kwargs: dict[str, Any]) -> Form:
-    return _infix("sub", [args[1], args[0]], {})
-
-
-def _reciprocal(node: Node, args: list[Any], kwargs: dict[str, Any]) -> Form:
-    return Form("1 / {0}", PRODUCT, args[:1], (SIGN,))
-
-
-def _constant(at: int) -> Callable[..., Form]:
-    """Return what writes a number that is a tensor."""
-    return lambda node, args, kwargs: Form("{0}", ATOM, args[at : at + 1], (CHOICE,))
+def _of_one(text: str, binding: int, needs: int, at: int = 0) -> Callable[..., Form]:
+    """Return what writes an operation on one operand, the one at this place."""
+    return lambda node, args, kwargs: Form(text, binding, args[at : at + 1], (needs,))
 
 
 _SPECIAL: dict[str, Callable[..., Form | None]] = {
@@ -187,11 +175,11 @@ _SPECIAL: dict[str, Callable[..., Form | None]] = {
     "addcdiv": _scaled("/"),
     "fma": _fma,
     "where": _where,
-    "neg": _neg,
-    "rsub": _rsub,
-    "reciprocal": _reciprocal,
-    "full": _constant(1),
-    "scalar_tensor": _constant(0),
+    "neg": _of_one("-{0}", SIGN, SIGN),
+    "rsub": lambda node, args, kwargs: _infix("sub", [args[1], args[0]], {}),
+    "reciprocal": _of_one("1 / {0}", PRODUCT, SIGN),
+    "full": _of_one("{0}", ATOM, CHOICE, at=1),
+    "scalar_tensor": _of_one("{0}", ATOM, CHOICE),
 }
 
 

@@ -13,12 +13,11 @@ import jinja2
 from markupsafe import Markup, escape
 
 from collage_fx.errors import PageError
-from collage_fx.inspection.page.classes import ClassView, class_view
+from collage_fx.inspection.page.classes import ClassView
 from collage_fx.inspection.page.kernels import LARGEST
 from collage_fx.inspection.page.plot import HEIGHT, LEFT, RIGHT, WIDTH, panels_of
 from collage_fx.inspection.page.readable import Piece
 from collage_fx.inspection.page.states import PLAIN, States, states_of
-from collage_fx.passes.ir.program import Rewritten
 
 if TYPE_CHECKING:
     from collage_fx.inspection.explanation import Explanation
@@ -83,18 +82,14 @@ def code(pieces: Iterable[Piece]) -> Markup:
 
 def in_bytes(count: int) -> str:
     """Return a number of bytes with a unit that fits."""
-    size = float(count)
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
+    if count < 1024:
+        return f"{count:,} bytes"
+    size = count / 1024
+    for unit in ("KiB", "MiB", "GiB"):
         if size < 1024 or unit == "GiB":
             break
         size /= 1024
-    return (
-        f"{count:,} bytes"
-        if unit == "bytes"
-        else f"{size:.3g} {unit}"
-        if size < 1000
-        else f"{size:.0f} {unit}"
-    )
+    return f"{size:.3g} {unit}" if size < 1000 else f"{size:.0f} {unit}"
 
 
 def _content(explanation: "Explanation") -> dict[str, Any]:
@@ -111,7 +106,7 @@ def _content(explanation: "Explanation") -> dict[str, Any]:
         "states": states,
         "plain": PLAIN,
         "groups": _groups(classes, states),
-        "counts": _counts(explanation),
+        "counts": Counter(state.verdict for state in explanation.plan),
         "links": {view.number: view.stems for view in classes},
         "panels": _panels(explanation, classes, states),
         "plot": {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": WIDTH - RIGHT},
@@ -121,13 +116,8 @@ def _content(explanation: "Explanation") -> dict[str, Any]:
 
 
 def _classes(explanation: "Explanation") -> list[ClassView]:
-    found: list[tuple[Rewritten, Any]] = [
-        (r, one) for one in explanation.compiled for r in one.program.rewritten if r.lowered
-    ]
-    return [
-        class_view(rewritten, one.program, one.source_code, number)
-        for number, (rewritten, one) in enumerate(found)
-    ]
+    found = [(r, one) for one in explanation.compiled for r in one.program.rewritten if r.lowered]
+    return [ClassView(r, one.program, one.source_code, i) for i, (r, one) in enumerate(found)]
 
 
 def _groups(classes: list[ClassView], states: States) -> list[dict[str, Any]]:
@@ -137,7 +127,9 @@ def _groups(classes: list[ClassView], states: States) -> list[dict[str, Any]]:
             "number": view.number,
             "title": f"Class {view.number + 1}",
             "about": view.title,
-            "kernel": _kernel(view.rewritten),
+            "kernel": f"a kernel for each member: {view.rewritten.apart}"
+            if view.rewritten.apart
+            else "one kernel for all members",
             "rows": states.of(view.number),
         }
         for view in classes
@@ -151,17 +143,6 @@ def _groups(classes: list[ClassView], states: States) -> list[dict[str, Any]]:
     return found
 
 
-def _kernel(rewritten: Rewritten) -> str:
-    if rewritten.apart:
-        return f"a kernel for each member: {rewritten.apart}"
-    return "one kernel for all members"
-
-
-def _counts(explanation: "Explanation") -> dict[str, int]:
-    found = Counter(state.verdict for state in explanation.plan)
-    return {word: found[word] for word in ("compensated", "plain", "refused")}
-
-
 def _panels(
     explanation: "Explanation", classes: list[ClassView], states: States
 ) -> list[tuple[str, str, list[Any]]]:
@@ -169,8 +150,7 @@ def _panels(
     if replayed is None or replayed.failure:
         return []
     numbered = [(f"Class {v.number + 1}", v.title, v.number) for v in classes]
-    if not classes:
-        numbered = [("All states", "", PLAIN)]
+    numbered = numbered or [("All states", "", PLAIN)]
     return [(t, about, panels_of(replayed, states, n)) for t, about, n in numbered]
 
 

@@ -1,12 +1,13 @@
 """A graph as code that reads like the optimizer: a statement for each line that the user wrote."""
 
 import string
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import count, groupby
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, count, groupby
 from typing import Any, TypeAlias
 
 from torch.fx import Node
+from torch.utils._pytree import tree_leaves
 
 from collage_fx.inspection.page.operations import (
     ATOM,
@@ -63,7 +64,7 @@ class Column:
 
 @dataclass
 class Text:
-    """What a graph, or a part of one, is to be written with."""
+    """A graph, or a part of one, that is to be written."""
 
     nodes: Sequence[Node]
     """Operations, in an order in which they can run."""
@@ -76,87 +77,77 @@ class Text:
     pick: Pick = lambda node, operand: operand
     """Of a list of operands of a node that of the member which is shown."""
     source: Callable[[Node], Source | None] = lambda n: source_of(n.meta.get("stack_trace"))
-    names: Callable[[Node], str] = lambda n: ""
+    name: Callable[[Node], str] = lambda n: ""
     """What else a value may be called."""
     brief: bool = True
     """Whether what one line of the user's does is put into one statement."""
 
-
-def write(text: Text) -> Column:
-    """Return a graph as code."""
-    return _Writer(text).column()
-
-
-@dataclass
-class _Writer:
-    text: Text
-    forms: dict[Node, Form] = field(default_factory=dict)
-    operands: dict[Node, list[Node]] = field(default_factory=dict)
-    users: dict[Node, list[Node]] = field(default_factory=dict)
-    inlined: set[Node] = field(default_factory=set)
-    parts: dict[Node, list[Node]] = field(default_factory=dict)
-    """Operation with several results -> these."""
-
-    def column(self) -> Column:
-        self._read()
-        self._inline()
-        roots = [n for n in self.forms if n not in self.inlined]
-        names = self._names(roots)
-        ids = self._ids()
-        lines = [(self.text.source(n), self._statement(n, names, ids)) for n in roots]
-        groups = [Group(s, [one for _, one in g]) for s, g in groupby(lines, lambda x: x[0])]
-        parts = (p for ps in self.parts.values() for p in ps)
-        return Column(groups, ids, names, {*self.text.inputs, *self.forms, *parts})
-
-    def _resolve(self, node: Node) -> Node:
-        """Return the value that a node passes on, itself if it makes one."""
-        while node not in self.text.inputs:
-            passed = stands_for(node, self.text.pick, exact=not self.text.brief)
-            if passed is None:
-                return node
-            node = passed
-        return node
-
-    def _read(self) -> None:
+    def __post_init__(self) -> None:
         """Find out how each operation is written and who uses what."""
-        for node in self.text.nodes:
+        self.forms: dict[Node, Form] = {}
+        self.operands: dict[Node, list[Node]] = {}
+        self.users: dict[Node, list[Node]] = {}
+        self.parts: dict[Node, list[Node]] = {}
+        """Operation with several results -> these."""
+        for node in self.nodes:
             if self._resolve(node) is not node:
                 continue
             if name_of(node) == "getitem":
                 of: Any = node.args[0]
                 self.parts.setdefault(of, []).append(node)
                 continue
-            self.forms[node] = form_of(node, self.text.pick)
-            self.operands[node] = []
-            for operand in _nodes_in(self.forms[node].operands):
-                self._use(operand, node)
-        self.results: dict[Node, str] = {}
-        for node, name in self.text.results.items():
-            self.results.setdefault(self._resolve(node), name)
+            self.forms[node] = form = form_of(node, self.pick)
+            nodes = (o for o in tree_leaves(form.operands) if isinstance(o, Node))
+            self.operands[node] = list(map(self._resolve, nodes))
+            for operand in self.operands[node]:
+                self.users.setdefault(operand, []).append(node)
+        self.stored: dict[Node, str] = {}
+        """The same as `results`, of the values that are not merely passed on."""
+        for node, name in self.results.items():
+            self.stored.setdefault(self._resolve(node), name)
 
-    def _use(self, operand: Node, user: Node) -> None:
-        operand = self._resolve(operand)
-        self.operands[user].append(operand)
-        self.users.setdefault(operand, []).append(user)
+    def column(self) -> Column:
+        """Return it as code."""
+        self.inlined = self._inlined()
+        roots = [n for n in self.forms if n not in self.inlined]
+        self.names = self._names(roots)
+        made = [*self.inputs, *self.forms, *chain.from_iterable(self.parts.values())]
+        self.ids = {node: f"{self.prefix}{i}" for i, node in enumerate(made)}
+        passed = {n: self._resolve(n) for n in self.nodes if n not in self.ids}
+        self.ids |= {n: self.ids[to] for n, to in passed.items() if to in self.ids}
+        lines = [(self.source(n), self._statement(n)) for n in roots]
+        groups = [Group(s, [one for _, one in g]) for s, g in groupby(lines, lambda x: x[0])]
+        return Column(groups, self.ids, self.names, set(made))
 
-    def _inline(self) -> None:
+    def _resolve(self, node: Node) -> Node:
+        """Return the value that a node passes on, itself if it makes one."""
+        while node not in self.inputs:
+            passed = stands_for(node, self.pick, exact=not self.brief)
+            if passed is None:
+                return node
+            node = passed
+        return node
+
+    def _inlined(self) -> set[Node]:
         """Choose which operations are written within the one that takes their result."""
+        found: set[Node] = set()
         length: dict[Node, int] = {}
         for node, form in self.forms.items():
             size = len(form.text) + 6 * len(form.operands)
             for o in self.operands[node]:
                 if self._fits(o, node) and size + length[o] <= LONGEST:
-                    self.inlined.add(o)
+                    found.add(o)
                     size += length[o]
             length[node] = size
+        return found
 
     def _fits(self, inner: Node, outer: Node) -> bool:
-        if inner not in self.forms or inner in self.results or inner in self.parts:
+        if inner not in self.forms or inner in self.stored or inner in self.parts:
             return False
         if len(self.users[inner]) > 1:
             return False
-        if self.text.brief:
-            return self.text.source(inner) == self.text.source(outer)
+        if self.brief:
+            return self.source(inner) == self.source(outer)
         name = name_of(outer)
         return name in _ROUNDINGS or (name in _CHOICES and name_of(inner) in _CHOICES - {"where"})
 
@@ -174,10 +165,10 @@ class _Writer:
             n: max((place[self._root(u)] for u in users), default=-1)
             for n, users in self.users.items()
         }
-        last |= dict.fromkeys(self.results, end)
-        final = {self.text.source(n): n for n in roots}
-        holders = {name: node for node, name in self.text.inputs.items()}
-        names = dict(self.text.inputs)
+        last |= dict.fromkeys(self.stored, end)
+        final = {self.source(n): n for n in roots}
+        holders = {name: node for node, name in self.inputs.items()}
+        names = dict(self.inputs)
         for at, root in enumerate(roots):
             for value in self.parts.get(root, [root]):
                 free = (
@@ -185,87 +176,57 @@ class _Writer:
                     for name in self._wishes(value, root, final)
                     if name not in holders or last.get(holders[name], -1) <= at
                 )
-                names[value] = next(free, "") or self._other_name(holders)
+                others = (name for i in count(1) if (name := f"t{i}") not in holders)
+                names[value] = next(free, "") or next(others)
                 holders[names[value]] = value
         return names
 
-    def _other_name(self, taken: Iterable[str]) -> str:
-        return next(name for i in count(1) if (name := f"t{i}") not in taken)
-
     def _wishes(self, value: Node, root: Node, final: dict[Source | None, Node]) -> Iterator[str]:
         """Yield names for a value, the best first."""
-        if value in self.results:
-            yield self.results[value]
-            yield from (f"new_{self.results[value]}{i or ''}" for i in range(9))
-        if other := self.text.names(value):
+        if value in self.stored:
+            yield self.stored[value]
+            yield from (f"new_{self.stored[value]}{i or ''}" for i in range(9))
+        if other := self.name(value):
             yield other
-        source = self.text.source(root)
-        if source is not None and self.text.brief and value is root and final[source] is root:
+        source = self.source(root)
+        if source is not None and self.brief and value is root and final[source] is root:
             name = source.variable
             yield from (
                 f"{name}{f'_{i}' * bool(i)}" for i in range(1 if source.in_place else 9) if name
             )
 
-    def _ids(self) -> dict[Node, str]:
-        """Number all values."""
-        ids: dict[Node, str] = {}
-        for node in [
-            *self.text.inputs,
-            *self.forms,
-            *(p for ps in self.parts.values() for p in ps),
-        ]:
-            ids[node] = f"{self.text.prefix}{len(ids)}"
-        passed = {n: self._resolve(n) for n in self.text.nodes if n not in ids}
-        return ids | {n: ids[to] for n, to in passed.items() if to in ids}
-
-    def _statement(
-        self, root: Node, names: dict[Node, str], ids: dict[Node, str]
-    ) -> tuple[Piece, ...]:
-        made = self.parts.get(root, [root])
+    def _statement(self, root: Node) -> tuple[Piece, ...]:
         left: list[Piece] = []
-        for i, value in enumerate(made):
-            left += [", "] * bool(i) + [Span(ids[value], (names[value],), defines=True)]
-        right = self._expression(root, names, ids)
-        whole = (Span(ids[root], right),) if root in self.parts else right
+        for i, value in enumerate(self.parts.get(root, [root])):
+            left += [", "] * bool(i) + [Span(self.ids[value], (self.names[value],), defines=True)]
+        right = self._expression(root)
+        whole = (Span(self.ids[root], right),) if root in self.parts else right
         return (*left, " = ", *whole)
 
-    def _expression(
-        self, node: Node, names: dict[Node, str], ids: dict[Node, str]
-    ) -> tuple[Piece, ...]:
+    def _expression(self, node: Node) -> tuple[Piece, ...]:
         form = self.forms[node]
         pieces: list[Piece] = []
         for literal, at, _, _ in string.Formatter().parse(form.text):
             pieces += [literal] if literal else []
             if at is not None:
                 needs = form.needs[int(at)] if form.needs else 0
-                pieces += self._operand(form.operands[int(at)], needs, names, ids)
+                pieces += self._operand(form.operands[int(at)], needs)
         return tuple(pieces)
 
-    def _operand(
-        self, operand: Any, needs: int, names: dict[Node, str], ids: dict[Node, str]
-    ) -> list[Piece]:
+    def _operand(self, operand: Any, needs: int) -> list[Piece]:
         if isinstance(operand, list | tuple):
             pieces: list[Piece] = []
             for i, o in enumerate(operand):
                 pieces += [", "] if i else []
-                pieces += self._operand(o, 0, names, ids)
+                pieces += self._operand(o, 0)
             return ["[", *pieces, "]"]
         if not isinstance(operand, Node):
             text = number(operand)
             return [f"({text})" if text.startswith("-") and needs > SIGN else text]
         value = self._resolve(operand)
         if value not in self.inlined:
-            name = names.get(value, value.name)
-            return [Span(ids[value], (name,)) if value in ids else name]
-        span = Span(ids[value], self._expression(value, names, ids))
+            name = self.names.get(value, value.name)
+            return [Span(self.ids[value], (name,)) if value in self.ids else name]
+        span = Span(self.ids[value], self._expression(value))
         loose = self.forms[value].binding < min(needs, ATOM)
         return ["(", span, ")"] if loose else [span]
-
-
-def _nodes_in(operands: Iterable[Any]) -> Iterator[Node]:
-    """Yield the nodes among operands, those in lists too."""
-    for operand in operands:
-        if isinstance(operand, Node):
-            yield operand
-        elif isinstance(operand, list | tuple):
-            yield from _nodes_in(operand)

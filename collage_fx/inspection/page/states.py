@@ -1,7 +1,8 @@
 """The verdicts by class and layer, as few rows as say something different."""
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any
 
 from collage_fx.inspection.page.operations import dtype_name
@@ -72,13 +73,7 @@ class States:
 
 def _runs(row: Row) -> list[Any]:
     """Return the shapes of a row: each once, with how many states in turn have it."""
-    found: list[Any] = []
-    for _, shape in row.layers:
-        if found and found[-1][0] == shape:
-            found[-1][1] += 1
-        else:
-            found.append([shape, 1])
-    return found
+    return [[shape, len(list(same))] for shape, same in groupby(shape for _, shape in row.layers)]
 
 
 def states_of(explanation: "Explanation", classes: list[Rewritten]) -> States:
@@ -88,67 +83,61 @@ def states_of(explanation: "Explanation", classes: list[Rewritten]) -> States:
         explanation: what was found out.
         classes: those of the page, in order.
     """
-    places = _Places(explanation, classes)
+    place_of = _places(explanation, classes)
     rows: dict[tuple[Any, ...], Row] = {}
     layers: dict[str, int] = {}
     for state in explanation.plan:
-        place = places.of(state)
+        place = place_of(state)
         first, _, owner = state.name.partition(" of ")
         layer = owner or (first if place.is_param else "")
         kind = first if owner or not place.is_param else PARAMETER
         engine = explanation.engine.get(state.name, explanation.engine.get(place.name, "graph"))
-        dtype, recurrence, verdict, reason, storage, keeps = _facts(state)
-        row = Row(place.number, kind, dtype, recurrence, verdict, reason, storage, keeps, engine)
+        row = Row(
+            number=place.number,
+            kind=kind,
+            dtype=dtype_name(state.dtype),
+            recurrence=state.recurrence,
+            verdict=state.verdict,
+            reason=state.reason,
+            storage=state.storage,
+            keeps="" if state.keeps is None else f"{state.keeps:.1e}",
+            engine=engine,
+        )
         key = tuple(v for v in vars(row).values() if not isinstance(v, list))
         row = rows.setdefault(key, row)
         row.names.append(place.name)
         row.residual_bytes += state.residual_bytes
-        row.layers.append((layers.setdefault(layer, len(layers)), _shape(state.shape)))
+        shape = " x ".join(map(str, state.shape)) or "0-d"
+        row.layers.append((layers.setdefault(layer, len(layers)), shape))
     order = {PLAIN: len(classes)}
     found = sorted(rows.values(), key=lambda r: (order.get(r.number, r.number), -len(r.names)))
     return States(found, list(layers))
 
 
-def _shape(shape: Iterable[int]) -> str:
-    return " x ".join(str(s) for s in shape) or "0-d"
+def _places(explanation: "Explanation", classes: list[Rewritten]) -> Callable[[StatePlan], Place]:
+    """Return what tells where a state is."""
+    by_identity: dict[int, Place] = {}
+    by_name: dict[str, Place] = {}
+    by_index: dict[int, Place] = {}
+    for program in (one.program for one in explanation.compiled):
+        number: dict[int, int] = {}
+        for rewritten in (r for r in program.rewritten if r in classes):
+            for state in (s for member in rewritten.members for s, _, _ in member.states):
+                for c in (state, *program.others.get(state.index, [])):
+                    number[c.index] = classes.index(rewritten)
+        known = {
+            c.index: Place(number.get(c.index, PLAIN), c.name, c.owner == "param")
+            for c in (*program.carried, *chain.from_iterable(program.others.values()))
+        }
+        by_index |= known
+        by_name |= {place.name: place for place in known.values()}
+        by_identity |= {id(s): known[s.index] for s in program.plan if s.index in known}
 
-
-def _facts(state: StatePlan) -> tuple[str, str, str, str, str, str]:
-    """Return dtype, recurrence, verdict, reason, storage and what it keeps, in words."""
-    keeps = "" if state.keeps is None else f"{state.keeps:.1e}"
-    dtype = dtype_name(state.dtype)
-    return dtype, state.recurrence, state.verdict, state.reason, state.storage, keeps
-
-
-class _Places:
-    """Knows the class of each state."""
-
-    def __init__(self, explanation: "Explanation", classes: list[Rewritten]) -> None:
-        self.by_identity: dict[int, Place] = {}
-        self.by_name: dict[str, Place] = {}
-        self.by_index: dict[int, Place] = {}
-        self.alone = len(explanation.compiled) == 1
-        for one in explanation.compiled:
-            program = one.program
-            number: dict[int, int] = {}
-            carried = [*program.carried, *(c for cs in program.others.values() for c in cs)]
-            for rewritten in (r for r in program.rewritten if r in classes):
-                for member in rewritten.members:
-                    for state, _, _ in member.states:
-                        others = program.others.get(state.index, [])
-                        for c in (state, *others):
-                            number[c.index] = classes.index(rewritten)
-            known = {
-                c.index: Place(number.get(c.index, PLAIN), c.name, c.owner == "param")
-                for c in carried
-            }
-            self.by_index |= known
-            self.by_name |= {place.name: place for place in known.values()}
-            self.by_identity |= {id(s): known[s.index] for s in program.plan if s.index in known}
-
-    def of(self, state: StatePlan) -> Place:
-        """Return where a state is; names of the model may stand in the plan for the optimizer's."""
-        found = self.by_identity.get(id(state)) or self.by_name.get(state.name)
-        if found is None and self.alone:
-            found = self.by_index.get(state.index)
+    def place_of(state: StatePlan) -> Place:
+        # Names of the model may stand in the plan for the optimizer's.
+        found = by_identity.get(id(state)) or by_name.get(state.name)
+        if found is None and len(explanation.compiled) == 1:
+            found = by_index.get(state.index)
         return found or Place(PLAIN, state.name, " of " not in state.name)
+
+    return place_of

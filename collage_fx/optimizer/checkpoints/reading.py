@@ -80,7 +80,7 @@ def read_residuals(
     Raises CheckpointError for another format, and for residuals that do not fit.
     """
     payloads = [*others, *(payload for group in groups if (payload := group.get(ENTRY)))]
-    loaded = Loaded()
+    loaded = Loaded(states=states)
     for index, state in states.items():
         for key, residual in read_entries(state).items():
             loaded.residuals[index, key] = residual

@@ -181,7 +181,6 @@ def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
         return None
     note_load(optimizer, states, loaded.history.taken)
     _LOADING[optimizer] = loaded
-    loaded.states.update(states)
     stripped = {}
     for name, state in state_dict["state"].items():
         own = without_entries(state) if isinstance(state, dict) else state
@@ -233,10 +232,7 @@ def _take_from_states(optimizer: Optimizer, payloads: Sequence[Any] = ()) -> Loa
     known = getattr(optimizer, "state", {})
     states = {i: known[p] for i, p in enumerate(params) if p in known}
     with torch.no_grad(), _disable_current_modes():
-        loaded = read_residuals(states, optimizer.param_groups, params, payloads)
-    if loaded is not None:
-        loaded.states.update(states)
-    return loaded
+        return read_residuals(states, optimizer.param_groups, params, payloads)
 
 
 def _adopt(
