@@ -1,6 +1,7 @@
 """torch.compile within a step: what an optimizer compiles itself gets the step's own backend."""
 
 import dataclasses
+import itertools
 import threading
 import weakref
 from collections.abc import Iterator
@@ -18,8 +19,20 @@ from torch.compiler import set_stance
 
 from collage_fx.hooks.counted import Counted
 
-_current = threading.local()
+
+class _Current(threading.local):
+    """What this thread does."""
+
+    session: Any = None
+    """That of the step that is running."""
+    forced: bool = False
+    """Whether nothing is to be compiled in it."""
+
+
+_current = _Current()
 _by_stance = eval_frame._callback_from_stance
+# Before torch 2.13 all that is compiled of a function counts towards one limit.
+_set_region = getattr(eval_frame, "set_eval_frame_isolate_recompiles_id", lambda region: None)
 _ONE_BY_ONE = "torch._dynamo.backends.debugging"
 """Where the backends are that do the operations of a graph one by one: they are recorded."""
 
@@ -32,9 +45,11 @@ class _Backend:
     another step has that one's options.
     """
 
-    def __init__(self, session: Any, asked_for: Any) -> None:
+    def __init__(self, session: Any, asked_for: Any, region: int) -> None:
         self.session = weakref.ref(session)
         self.asked_for = asked_for
+        self.region = region
+        """Where Dynamo keeps, and counts, what it compiles for the session."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Backend):
@@ -53,48 +68,62 @@ class _Backend:
 class _Known:
     """A callback of Dynamo's that compiles nothing, but what is known of a backend runs."""
 
-    def __init__(self, backend: _Backend) -> None:
+    def __init__(self, backend: Any) -> None:
         self._torchdynamo_orig_backend = backend  # where Dynamo looks for it
 
     def __call__(self, *_: Any, **__: Any) -> ConvertFrameReturn:
         return ConvertFrameReturn(apply_to_code=False)
 
 
-_OF_STEPS: Any = weakref.WeakKeyDictionary()
-"""A callback of Dynamo's, which compiles frames -> session -> what does so within its steps."""
+@dataclasses.dataclass
+class _Nested:
+    """What the steps of a session compile themselves."""
+
+    region: int
+    callbacks: Any = dataclasses.field(default_factory=weakref.WeakKeyDictionary)
+    """What compiles frames for Dynamo outside of steps -> what does so within the session's."""
+
+
+_NESTED: Any = weakref.WeakKeyDictionary()
+_regions = getattr(eval_frame, "_next_isolate_recompiles_id", itertools.count())
 
 
 def _of_step(callback: Any, session: Any) -> Any:
     """Return a callback that compiles frames for the backend of a step that is running."""
     if not isinstance(callback, CatchErrorsWrapper):
         return callback
-    asked_for: Any = eval_frame.innermost_backend(callback)
-    compiler = getattr(asked_for, "compiler_fn", None)
-    if (
-        not isinstance(asked_for, torch._TorchCompileInductorWrapper | torch._TorchCompileWrapper)
-        or isinstance(compiler, type(session))
-        or getattr(compiler, "__module__", None) == _ONE_BY_ONE
-    ):
-        return callback
-    known = _OF_STEPS.setdefault(callback, weakref.WeakKeyDictionary())
-    if session not in known:
+    if session not in _NESTED:
+        _NESTED[session] = _Nested(next(_regions))
+    nested = _NESTED[session]
+    if callback not in nested.callbacks:
+        asked_for: Any = eval_frame.innermost_backend(callback)
+        compiler = getattr(asked_for, "compiler_fn", asked_for)
         frames: Any = callback._torchdynamo_orig_backend
-        backend = _Backend(session, asked_for)
-        known[session] = CatchErrorsWrapper(frames._clone_with_backend(backend), callback.hooks)
-    return known[session]
+        by_us = isinstance(compiler, type(session) | _Backend)
+        known = by_us or getattr(frames, "_export", False)
+        if known or getattr(compiler, "__module__", None) == _ONE_BY_ONE:
+            return callback
+        backend = _Backend(session, asked_for, nested.region)
+        converter = frames._clone_with_backend(backend)
+        nested.callbacks[callback] = CatchErrorsWrapper(converter, callback.hooks)
+    return nested.callbacks[callback]
 
 
 def _callback(callback: Any) -> Any:
     """Return what compiles frames by torch.compiler.set_stance; see _of_step within a step."""
-    session = getattr(_current, "session", None)
+    session = _current.session
     if session is None:
         return _by_stance(callback)
-    callback = _of_step(callback, session)
-    chosen = _by_stance(callback)
-    backend = eval_frame.innermost_backend(callback)
-    if chosen is False and isinstance(backend, _Backend):  # it takes what any backend compiled
-        return _Known(backend)
-    return _of_step(chosen, session)
+    ours = _of_step(callback, session)
+    chosen = _by_stance(ours)
+    if chosen is False:  # it takes what any backend compiled
+        compiles = isinstance(ours, CatchErrorsWrapper)
+        chosen = _Known(eval_frame.innermost_backend(ours)) if compiles else None
+    elif chosen is not ours:
+        chosen = _of_step(chosen, session)
+    if isinstance(backend := eval_frame.innermost_backend(chosen), _Backend):
+        _set_region(backend.region)
+    return chosen
 
 
 _stances: list[Any] = []
@@ -192,17 +221,15 @@ def step_of(session: Any, *, compiled: bool) -> Iterator[None]:
 @contextmanager
 def outside() -> Iterator[None]:
     """Within a closure that a step calls: compile as if there were no step."""
-    forced = getattr(_current, "forced", False)
-    with _set(None, forced=False), _FORCED.lifted() if forced else nullcontext():
+    with _set(None, forced=False), _FORCED.lifted() if _current.forced else nullcontext():
         yield
 
 
 @contextmanager
 def _set(session: Any, *, forced: bool) -> Iterator[None]:
-    before = dict(vars(_current))
-    vars(_current).update(session=session, forced=forced)
+    before = _current.session, _current.forced
+    _current.session, _current.forced = session, forced
     try:
         yield
     finally:
-        vars(_current).clear()
-        vars(_current).update(before)
+        _current.session, _current.forced = before

@@ -1,6 +1,7 @@
 """A function that the step compiles itself, and that Dynamo has compiled for others before."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -54,7 +55,8 @@ def train(function: Any, dtype: torch.dtype, stance: str = "", **options: Any) -
     for i in range(STEPS):
         for p in params:
             p.grad = (torch.randn(p.shape, generator=generator) + 1).bfloat16().to(dtype)
-        with torch.compiler.set_stance(stance if i >= STEPS - 2 and stance else "default"):
+        late = stance and i >= STEPS - 2
+        with torch.compiler.set_stance(stance) if late else nullcontext():
             step()
     values = [collage_fx.value(p) if options else p.detach() for p in params]
     return [v.double() - s for v, s in zip(values, start, strict=True)]
@@ -97,3 +99,33 @@ def test_eager_on_recompile_runs_what_was_compiled_for_the_step_only() -> None:
     train(compiled, torch.bfloat16)
     options = {"storage": "mcf3", "stance": "eager_on_recompile"}
     assert lost(train(compiled, torch.bfloat16, **options), exact) < 5e-3
+
+
+def test_what_many_optimizers_compile_leaves_plain_steps_their_limit() -> None:
+    """Dynamo counts what it compiles of a function; a fullgraph function raises at the eighth."""
+    if not hasattr(torch._dynamo.eval_frame, "set_eval_frame_isolate_recompiles_id"):
+        pytest.skip("this torch counts all of a function together")
+    torch.compiler.reset()
+    compiled = torch.compile(direction, fullgraph=True, dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for _ in range(3):
+            train(compiled, torch.bfloat16, storage="mcf3")
+        train(compiled, torch.bfloat16)
+
+
+@pytest.mark.parametrize("backend", ["inductor", by_hand, "collage", "eager"])
+def test_a_backend_that_is_forced_is_the_steps(backend: Any) -> None:
+    torch.compiler.reset()
+    exact = train(direction, torch.float64)
+    with torch.compiler.set_stance(force_backend=backend):
+        moved = train(torch.compile(direction), torch.bfloat16, storage="mcf3")
+    assert lost(moved, exact) < 5e-3
+
+
+@pytest.mark.filterwarnings("ignore:collage_fx. nothing needed compensation")
+def test_a_function_that_dynamo_optimizes_is_compiled_anew() -> None:
+    torch.compiler.reset()
+    optimized = torch._dynamo.optimize("inductor")(direction)
+    exact, plain = train(optimized, torch.float64), train(optimized, torch.bfloat16)
+    moved = train(optimized, torch.bfloat16, storage="mcf3")
+    assert lost(moved, exact) < 5e-3 < 0.5 < lost(plain, exact)
