@@ -210,6 +210,12 @@ def _stance() -> Any:
     return torch._dynamo.eval_frame._stance
 
 
+@torch.compiler.disable  # what Dynamo traces of a step may be called outside of it
+def within_step() -> bool:
+    """Tell whether this thread runs a step, and not a closure that the step calls."""
+    return _current.session is not None
+
+
 @contextmanager
 def step_of(session: Any, *, compiled: bool) -> Iterator[None]:
     """Within a step: compile with session, or nothing at all, what the step compiles itself."""

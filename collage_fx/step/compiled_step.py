@@ -42,6 +42,7 @@ from collage_fx.step.subject import name_of, step_made_here
 from collage_fx.step.watches import watched
 
 TRACING = "Dynamo traces"
+_PART = "within a step of another it is a part of that step, which has its own options"
 
 
 def compile_optimizer(
@@ -66,14 +67,15 @@ def compile_optimizer(
     check = StepCheck(supervisor, session, session.config.verify)
     repeat, prepare_repeat = disable(few.repeat), disable(few.prepare_repeat)
 
-    def run_fused(*args: Any, **kwargs: Any) -> Any:
+    def unfused(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not is_fused(optimizer := _alive(reference)):
+            return run(*args, **kwargs)
         session.notes.add(note_of(session.config))
-        with traceable(_alive(reference)) as wanted:
+        with traceable(optimizer) as wanted:
             return run(*args, **kwargs) if wanted else None
 
     def in_full(*args: Any, **kwargs: Any) -> Any:
-        optimizer = _alive(reference)
-        done = run_fused if is_fused(optimizer) else run
+        optimizer, done = _alive(reference), functools.partial(unfused, run)
         if check.wanted:
             result = check.step(optimizer, done, args, kwargs)
         else:
@@ -94,6 +96,10 @@ def compile_optimizer(
 
     @functools.wraps(type(optimizer).step)
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if nested_compile.within_step():
+            session.notes.add(_PART)
+            plain_steps.called(family(self))
+            return unfused(plain, *args, **kwargs)
         if not supervisor.steps:
             plain_steps.called(family(self))
             distributed_state_dicts.know_residuals()
@@ -119,6 +125,9 @@ def compile_function(function: Callable[..., Any], session: Backend) -> Callable
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if nested_compile.within_step():
+            session.notes.add(_PART)
+            return function(*args, **kwargs)
         arguments[:] = [*argument_tensors(names, args, kwargs), *tensors_of_callable(function)]
         try:
             return run(*args, **kwargs)
