@@ -26,7 +26,7 @@ from collage_fx.passes.codegen.inductor_lowering import region_graph, register_r
 from collage_fx.passes.codegen.printers.cpp_kernel import Unprintable, print_cpp_kernel
 from collage_fx.passes.codegen.printers.triton_kernel import print_triton_kernel
 from collage_fx.passes.codegen.scalar_kernel import Scalars
-from collage_fx.passes.ir.graph_memory import base_of, writes_only
+from collage_fx.passes.ir.graph_memory import base_of, with_memory, writes_only
 from collage_fx.passes.ir.program import (
     Program,
     Rewritten,
@@ -222,16 +222,6 @@ def register_multi_tensor(rewritten: Rewritten, vectors: Sequence[int] = ()) -> 
     return _register(graph_of(rewritten.lowered), new, scalar, written, results, list(vectors))
 
 
-def _with_memory(lowered: GraphModule, dtypes: list[torch.dtype]) -> GraphModule:
-    """Return a lowered graph with more inputs, unused: memory for what it makes."""
-    graph = Graph()
-    env = {n: graph.node_copy(n) for n in lowered.graph.find_nodes(op="placeholder")}
-    for k, dtype in enumerate(dtypes):
-        graph.placeholder(f"out{k}").meta["dtype"] = dtype
-    graph.output(graph.graph_copy(lowered.graph, env))
-    return GraphModule(torch.nn.Module(), graph)
-
-
 def register_scalar_kernel(scalars: Scalars) -> str:
     """Return the key under which collage::multi_tensor finds the 0-d work of a class."""
     part, new = scalars.members[0], other_outputs(scalars.members[0])
@@ -252,11 +242,10 @@ def _register(
     *,
     single: bool = False,
 ) -> str:
-    lowered = _with_memory(lowered, [value_of(n).dtype for n in new])
-    dtypes = [n.meta["dtype"] for n in lowered.graph.find_nodes(op="placeholder")]
-    kernel = MultiTensorKernel(
-        register_region(lowered), dtypes, scalar, written, results, vectors, single=single
-    )
+    graph = with_memory(lowered.graph, (value_of(n).dtype for n in new))
+    dtypes = [n.meta["dtype"] for n in graph.find_nodes(op="placeholder")]
+    region = register_region(GraphModule(torch.nn.Module(), graph))
+    kernel = MultiTensorKernel(region, dtypes, scalar, written, results, vectors, single=single)
     if kernel.key not in MULTI_TENSOR_KERNELS:
         MULTI_TENSOR_KERNELS[kernel.key] = kernel
         progress.expect("kernel")

@@ -48,6 +48,16 @@ def base_of(node: Node, *, items: bool = True) -> Node:
     return node
 
 
+def with_memory(graph: Graph, dtypes: Iterable[torch.dtype]) -> Graph:
+    """Return a lowered graph with more inputs, unused: memory of these dtypes for what it makes."""
+    made = Graph()
+    env = {n: made.node_copy(n) for n in graph.find_nodes(op="placeholder")}
+    for k, dtype in enumerate(dtypes):
+        made.placeholder(f"out{k}").meta["dtype"] = dtype
+    made.output(made.graph_copy(graph, env))
+    return made
+
+
 @functools.cache
 def _is_view(target: Any) -> bool:
     if not hasattr(target, "_schema"):
