@@ -312,7 +312,7 @@ class Program:
     seconds: dict[str, float] = field(default_factory=dict)
     """Time spent in each pass."""
     snapshots: dict[str, str] = field(default_factory=dict)
-    """What each pass left, where that was asked for: `snapshot.snapshot`, or `unchanged`."""
+    """What each pass left, where that was asked for: `listing.snapshot`, or `unchanged`."""
 
     @functools.cached_property
     def others(self) -> dict[int, list[Carried]]:
