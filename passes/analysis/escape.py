@@ -81,12 +81,7 @@ def _states(program: Program, owners: tuple[Owner, ...]) -> dict[Node, Carried]:
 
 def _place(program: Program) -> dict[Node, set[Node]]:
     """Return, for each state that is compensated, the nodes of its slice."""
-    return {
-        part.inputs[at]: set(part.nodes)
-        for rewritten in program.rewritten
-        for part in rewritten.members
-        for _, at, _ in (part.states[i] for i in rewritten.compensated)
-    }
+    return {part.old(i): set(part.nodes) for part, i in program.compensated()}
 
 
 def _sums(program: Program, states: dict[Node, Carried]) -> Iterator[str]:

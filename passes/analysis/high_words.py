@@ -30,10 +30,8 @@ def entering(
         place: of those that the graph compensates, the nodes of their slices.
     """
     targets: dict[Node, list[Node]] = {}
-    for rewritten in program.rewritten:
-        for part in rewritten.members:
-            for _, at, new in (part.states[i] for i in rewritten.compensated):
-                targets.setdefault(new, []).append(part.inputs[at])
+    for part, i in program.compensated():
+        targets.setdefault(part.states[i][2], []).append(part.old(i))
     if not targets:
         return
     order = {node: i for i, node in enumerate(graph_of(program.canonical).graph.nodes)}

@@ -1,4 +1,4 @@
-"""What the passes have made of one graph, as text: for logs, the trace of tlparse, and `explain`."""
+"""What the passes have made of one graph, as text: for logs, tlparse and `explain`."""
 
 from collections.abc import Iterator
 from functools import partial

@@ -79,9 +79,7 @@ def _plan(program: Program) -> None:
     _demand(sorted(planned) == sorted(expected), "a carried state has no verdict")
     _demand(all(s.reason for s in program.plan), "a verdict has no reason")
     compensated = {s.index for s in program.plan if s.compensated}
-    rewritten = {
-        m.states[i][0].index for r in program.rewritten for m in r.members for i in r.compensated
-    }
+    rewritten = {part.states[i][0].index for part, i in program.compensated()}
     rewritten |= {other.index for i in rewritten for other in program.others.get(i, [])}
     _demand(compensated == rewritten, "what is compensated by plan is not what is rewritten")
 
