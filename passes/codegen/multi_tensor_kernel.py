@@ -25,8 +25,8 @@ from collage_fx.passes.codegen.inductor_kernel import compile_by_inductor
 from collage_fx.passes.codegen.inductor_lowering import region_graph, register_region
 from collage_fx.passes.codegen.printers.cpp_kernel import Unprintable, print_cpp_kernel
 from collage_fx.passes.codegen.printers.triton_kernel import print_triton_kernel
-from collage_fx.passes.codegen.scalar_kernel import Scalars
-from collage_fx.passes.ir.graph_memory import base_of, with_memory, writes_only
+from collage_fx.passes.codegen.scalar_kernel import Scalars, only_taken_by
+from collage_fx.passes.ir.graph_memory import base_of, with_memory
 from collage_fx.passes.ir.program import (
     Program,
     Rewritten,
@@ -209,14 +209,12 @@ def register_multi_tensor(rewritten: Rewritten, vectors: Sequence[int] = ()) -> 
     """
     part, residuals, seeds = rewritten.members[0], rewritten.residual_count, rewritten.seeded
     new = other_outputs(part)
+    lows, memory = len(part.inputs), len(part.inputs) + residuals + seeds
     written = [at for _, at, _ in part.states]
+    written += [*range(lows, lows + residuals), *range(memory, memory + len(new))]
     results = [part.outputs.index(value) for _, _, value in part.states]
-    for k in range(residuals):
-        written.append(len(part.inputs) + k)
-        results.append(len(part.outputs) + k)
-    for k, node in enumerate(new):
-        written.append(len(part.inputs) + residuals + seeds + k)
-        results.append(part.outputs.index(node))
+    results += range(len(part.outputs), len(part.outputs) + residuals)
+    results += map(part.outputs.index, new)
     scalar = [value_of(n).dim() == 0 for n in part.inputs] + [False] * residuals
     scalar += [True] * seeds + [False] * len(new)
     return _register(graph_of(rewritten.lowered), new, scalar, written, results, list(vectors))
@@ -259,7 +257,7 @@ def obstacle(rewritten: Rewritten) -> str:
     walk over its memory. What else reads their states is `conflicts`' affair.
     """
     members = rewritten.members
-    if not all(_ends(m) for m in members):
+    if not all(only_taken_by(m, m, or_returned=True) for m in members):
         return "the graph goes on with what a member computes"
     if not all(flat(m) for m in members):
         return "the tensors of a member differ in shape or strides, or are not dense"
@@ -306,17 +304,6 @@ def conflicts(readers: Readers, parts: Sequence[Slice]) -> set[Slice]:
         )
 
     return {p for p in parts if any(conflicting(p, p.inputs[at]) for _, at, _ in p.states)}
-
-
-def _ends(member: Slice) -> bool:
-    """Tell whether what a member computes is a new value of its states or a result of the graph."""
-    inside = set(member.nodes)
-    writes = {(member.inputs[at], new) for _, at, new in member.states}
-    return all(
-        user in inside or user.op == "output" or (user.args in writes and writes_only(user))
-        for node in member.outputs
-        for user in node.users
-    )
 
 
 def _on_one_device(values: list[Tensor]) -> bool:

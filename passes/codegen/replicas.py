@@ -48,8 +48,6 @@ class LeftOutMembers:
         self.inputs: dict[Copies, list[LeftOutMember]] = {}
         self.made: dict[Node, list[Node]] = {}
         """What such a member makes, before `emit` -> what the others make."""
-        self.unlike: Unlike | None = None
-        """The first reason found why a member cannot stand for others."""
 
     def add_inputs(self, env: dict[Node, Node]) -> None:
         """Append the inputs of the members.
@@ -73,11 +71,15 @@ class LeftOutMembers:
                 self.inputs[copies].append(LeftOutMember(instead, full))
 
     def mixes(self, member: Slice) -> bool:
-        """Tell whether a member takes what belongs to several that stand for others."""
+        """Tell whether a member takes what belongs to several that stand for others; note that."""
         if len(self._copies_of(member)) < 2:
             return False
-        self.unlike = Unlike("members that have nothing in common are updated together")
+        self._note(Unlike("members that have nothing in common are updated together"))
         return True
+
+    def _note(self, unlike: Unlike | None) -> None:
+        """Note the first reason found why a member cannot stand for others."""
+        self.program.unlike = self.program.unlike or unlike
 
     def _copies_of(self, member: Slice) -> set[Copies]:
         return {self.copies[n] for n in member.inputs if n in self.copies}
@@ -105,7 +107,7 @@ class LeftOutMembers:
             others: those that it stands for.
         """
         for other in others:
-            self.unlike = self.unlike or other.unlike(written, read)
+            self._note(other.unlike(written, read))
         return (
             [*written, *(n for other in others for n in other.operands(written))],
             [*read, *(n for other in others for n in other.operands(read))],
@@ -128,13 +130,13 @@ class LeftOutMembers:
         new.args = (tuple(results),)
 
     def check(self) -> None:
-        """Note it in `unlike` if something is done to a member that stayed, but not to others."""
+        """Note it if something is done to a member that stayed, but not to others."""
         placeholders = list(self.graph.find_nodes(op="placeholder"))
         for copies in self.program.copies:
             for k, index in enumerate(copies.inputs):
                 users = placeholders[index].users if k not in copies.shared else ()
                 if any(user.target is not collage.multi_tensor.default for user in users):
-                    self.unlike = self.unlike or Unlike("a member is updated by itself")
+                    self._note(Unlike("a member is updated by itself"))
 
 
 def _full(node: Node) -> bool:

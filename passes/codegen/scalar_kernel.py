@@ -4,6 +4,7 @@ A step count and its bias corrections are 0-d, and each parameter has its own. T
 slice, whose kernel would compute them once for each element. Left to Inductor, they are unrolled.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -54,10 +55,7 @@ def scalars_of(
             it takes. What it computes from none of them is that of all.
     """
     cones = [_cone(member, others) for member in rewritten.members]
-    seen: dict[Node, int] = {}
-    for cone in cones:
-        for node in cone:
-            seen[node] = seen.get(node, 0) + 1
+    seen = Counter(node for cone in cones for node in cone)
     device = next(value_of(n).device for n in rewritten.members[0].inputs if value_of(n).dim())
     # What comes of numbers of the host alone, such as a learning rate that changes, is made there.
     own = [
@@ -71,7 +69,7 @@ def scalars_of(
     alike = all(p.key == parts[0].key for p in parts) and all(f == feeds[0] for f in feeds)
     # A launch brings such numbers along.
     given = {value_of(n).device for part in parts for n in part.inputs}
-    closed = all(map(_closed, parts, rewritten.members))
+    closed = all(map(only_taken_by, parts, rewritten.members))
     if not (alike and closed and given <= {device, torch.device("cpu")}):
         return None
     lowered = _lower(parts[0])
@@ -120,13 +118,21 @@ def _feeds(member: Slice, part: Slice) -> dict[int, int]:
     return {i: where[n] for i, n in enumerate(member.inputs) if n in where}
 
 
-def _closed(part: Slice, member: Slice) -> bool:
-    """Tell whether nothing but the member and the states of the part takes its results."""
+def only_taken_by(part: Slice, member: Slice, *, or_returned: bool = False) -> bool:
+    """Tell whether nothing but a member and the states of a part takes what the part computes.
+
+    Args:
+        part: the part, which may be the member.
+        member: the member.
+        or_returned: whether it may be a result of the graph too.
+    """
     inside = {*part.nodes, *member.nodes}
     new = {(part.inputs[at], value) for _, at, value in part.states}
     return all(
-        user in inside or (user.args in new and writes_only(user))
-        for node in part.nodes
+        user in inside
+        or (or_returned and user.op == "output")
+        or (user.args in new and writes_only(user))
+        for node in part.outputs
         for user in node.users
     )
 
