@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from collage_fx.passes.ir.graph_memory import mutations
+from collage_fx.passes.ir.graph_memory import Connected, mutations
 from collage_fx.passes.ir.program import (
     LOW_PRECISION,
     SAME_VALUE,
@@ -88,39 +88,31 @@ def _components(
     What reads the old value of a state and what makes its new one are connected too, although the
     new value may come from another state: buffers that change places are one system.
     """
-    parent: dict[Node, Node] = {}
-
-    def find(node: Node) -> Node:
-        while parent[node] is not node:
-            parent[node] = parent[parent[node]]
-            node = parent[node]
-        return node
-
+    together: Connected[Node] = Connected()
+    sliceable: dict[Node, None] = {}
     first_user: dict[Node, Node] = {}
     for node in nodes:
         if not elementwise(node):
             continue
         near = [a for a in node.all_input_nodes if is_tensor(a)]
-        if value_of(node).dim() == 0 and not any(_carries(a, parent, states) for a in near):
+        if value_of(node).dim() == 0 and not any(
+            a in sliceable or a in states or value_of(a).dtype in LOW_PRECISION for a in near
+        ):
             continue
-        parent[node] = node
+        sliceable[node] = None
         for a in near:
             # Users of one carried state belong together; other inputs may be shared freely.
             link = first_user.setdefault(a, node) if a in states else a
-            if link in parent and _shape(link) == _shape(node):
-                parent[find(link)] = find(node)
+            if link in sliceable and _shape(link) == _shape(node):
+                together.join(link, node)
     for state in states:
         old, new = first_user.get(state), new_value[state]
-        if old is not None and new in parent and _shape(old) == _shape(new):
-            parent[find(old)] = find(new)
+        if old is not None and new in sliceable and _shape(old) == _shape(new):
+            together.join(old, new)
     groups: dict[Node, list[Node]] = {}
-    for node in parent:
-        groups.setdefault(find(node), []).append(node)
+    for node in sliceable:
+        groups.setdefault(together.root(node), []).append(node)
     return list(groups.values())
-
-
-def _carries(node: Node, parent: dict[Node, Node], states: dict[Node, Carried]) -> bool:
-    return node in parent or node in states or value_of(node).dtype in LOW_PRECISION
 
 
 def _path_refusal(placeholder: Node, new: Node, where: dict[Node, list[Node]]) -> str:

@@ -3,10 +3,12 @@
 import functools
 import operator
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.fx import Graph, Node
+
+T = TypeVar("T")
 
 
 def mutations(graph: Graph) -> dict[Any, Any]:
@@ -27,6 +29,23 @@ def closure(node: Node, near: Callable[[Node], Iterable[Node]]) -> set[Node]:
                 found.add(one)
                 waiting.append(one)
     return found
+
+
+class Connected(Generic[T]):
+    """What belongs together: disjoint sets, as union-find keeps them."""
+
+    def __init__(self) -> None:
+        self._parent: dict[T, T] = {}
+
+    def root(self, x: T) -> T:
+        """Return the one that stands for all with which x belongs together."""
+        while (parent := self._parent.get(x, x)) is not x:
+            self._parent[x] = x = self._parent.get(parent, parent)
+        return x
+
+    def join(self, a: T, b: T) -> None:
+        """Make one set of those of a and b; what stands for that of b stands for it."""
+        self._parent[self.root(a)] = self.root(b)
 
 
 def writes_only(node: Node) -> bool:
