@@ -9,6 +9,7 @@ import sympy
 import torch
 from torch.fx import Node
 
+from collage_fx.passes.ir.graph_memory import behind
 from collage_fx.passes.ir.program import (
     CONVERT,
     SAME_VALUE,
@@ -187,9 +188,7 @@ def coefficient(value: Any, depth: int = 6) -> Coefficient:
     """
     if not isinstance(value, Node):
         return value
-    filled: Any = value
-    while filled.target is CONVERT:
-        filled = filled.args[0]
+    filled: Any = behind(value, (CONVERT,))
     if filled.target is aten.full.default and isinstance(filled.args[1], int | float):
         return filled.args[1]
     if value_of(value).dim() > 0:

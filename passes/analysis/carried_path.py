@@ -67,7 +67,9 @@ def beside(x: Node, path: tuple[Node, ...], forms: Mapping[Node, Form]) -> float
         return 1.0
     last = forms[path[-1]]
     off = bound(last.a - _along(x, path)) if last.a != 0 else 0.0
-    return max(off, *_selected_terms(x, path, forms), 0.0)
+    # What each term that is a selection and is added on the path may have of x.
+    terms = (term for _, others in _others(x, path, forms) for term in others)
+    return max(off, *(bound(branch.a) for term in terms for branch in forms[term].branches), 0.0)
 
 
 def _along(x: Node, path: tuple[Node, ...]) -> Coefficient:
@@ -86,16 +88,6 @@ def _others(
         (node, [a for a in node.all_input_nodes if a is not previous and a in forms])
         for previous, node in pairwise((x, *path))
         if node.args.count(previous) == 1
-    ]
-
-
-def _selected_terms(x: Node, path: tuple[Node, ...], forms: Mapping[Node, Form]) -> list[float]:
-    """Return what each term that is a selection and is added on the path may have of x."""
-    return [
-        bound(branch.a)
-        for _, terms in _others(x, path, forms)
-        for term in terms
-        for branch in forms[term].branches
     ]
 
 

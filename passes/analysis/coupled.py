@@ -16,6 +16,7 @@ from torch.fx import Node
 from collage_fx.passes.analysis.affine import FREE, LERP, Form, bound, cancels, is_number, written
 from collage_fx.passes.analysis.carried_path import beside, carried_path
 from collage_fx.passes.analysis.criticality import critical
+from collage_fx.passes.ir.graph_memory import behind
 from collage_fx.passes.ir.program import Coefficient, Recurrence, Slice
 
 Walk = dict[Node, Form]
@@ -130,13 +131,8 @@ def _taken(part: Slice, walks: Sequence[Walk], found: Recurrence, i: int, lead: 
 
 def _same_value(a: Node, b: Node) -> bool:
     """Tell whether two new values are one, be it by way of a clone."""
-    return _cloned(a) is _cloned(b)
-
-
-def _cloned(node: Node) -> Node:
-    while node.target is torch.ops.aten.clone.default:
-        node = node.args[0]  # type: ignore[assignment]
-    return node
+    clones = (torch.ops.aten.clone.default,)
+    return behind(a, clones) is behind(b, clones)
 
 
 def _form(part: Slice, walks: Sequence[Walk], i: int, j: int) -> Form:

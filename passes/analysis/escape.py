@@ -1,7 +1,6 @@
 """Pass 6: what a graph would pass on of a state with its high word only."""
 
 from collections.abc import Container, Iterable, Iterator
-from typing import Any
 
 import torch
 from torch.fx import Node
@@ -11,7 +10,7 @@ from collage_fx.passes.analysis.carried_path import walk
 from collage_fx.passes.analysis.high_words import entering
 from collage_fx.passes.analysis.plan import verdict
 from collage_fx.passes.analysis.recurrence import recurrence_of
-from collage_fx.passes.ir.graph_memory import closure, mutations
+from collage_fx.passes.ir.graph_memory import behind, closure, mutations
 from collage_fx.passes.ir.program import (
     LOW_PRECISION,
     Carried,
@@ -107,11 +106,10 @@ def _missed(
     """
     for x in dict.fromkeys(found):
         if x in certain:
-            for name in _names(program, states[x]):
-                yield f"{name} enters a sum or difference with its high word only"
+            for state in program.alike(states[x]):
+                yield f"{state.name} enters a sum or difference with its high word only"
         else:
-            others = program.others.get(states[x].index, [])
-            program.reads |= {c.index: c.name for c in (states[x], *others)}
+            program.reads |= {c.index: c.name for c in program.alike(states[x])}
 
 
 def _operands(
@@ -121,20 +119,9 @@ def _operands(
     for node in graph_of(program.canonical).graph.nodes:
         if node.target in ADDING and node.users:
             for operand in filter(is_tensor, node.args):
-                origin = _origin(operand)
+                origin = behind(operand, STRUCTURE)
                 if origin in states and node not in place.get(origin, ()):
                     yield origin
-
-
-def _names(program: Program, state: Carried) -> list[str]:
-    return [state.name, *(other.name for other in program.others.get(state.index, []))]
-
-
-def _origin(node: Any) -> Node:
-    """Return the tensor of which node is a view or a conversion."""
-    while node.op == "call_function" and node.target in STRUCTURE and is_tensor(node.args[0]):
-        node = node.args[0]
-    return node
 
 
 def _results(program: Program, states: dict[Node, Carried]) -> Iterator[tuple[int, str]]:
@@ -150,8 +137,9 @@ def _results(program: Program, states: dict[Node, Carried]) -> Iterator[tuple[in
                 continue
             found = recurrence_of(form), program.settings.level, has_param
             if states[x].owner == "param" or verdict(states[x], *found)[0]:
-                for name in _names(program, states[x]):
-                    yield taker, f"a result takes over the value of {name}, without its low word"
+                for state in program.alike(states[x]):
+                    text = f"a result takes over the value of {state.name}, without its low word"
+                    yield taker, text
 
 
 def _candidates(program: Program) -> dict[Node, tuple[bool, int]]:

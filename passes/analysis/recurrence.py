@@ -2,12 +2,10 @@
 
 from torch.fx import Node
 
-from collage_fx.passes.analysis.affine import Form, transfer, written
+from collage_fx.passes.analysis.affine import Form, written
 from collage_fx.passes.analysis.carried_path import beside, carried_path, walk
 from collage_fx.passes.analysis.coupled import joint
 from collage_fx.passes.ir.program import Program, Recurrence, Slice
-
-__all__ = ["Form", "recurrence", "recurrence_of", "transfer"]
 
 
 def recurrence(program: Program) -> None:

@@ -1,7 +1,5 @@
 """Pass 3: cut the graph into slices, and group isomorphic slices into classes."""
 
-from typing import Any
-
 import torch
 from torch.fx import Node
 
@@ -184,7 +182,9 @@ def _key(part: Slice) -> str:
     lines = [f"{number[n]} {value_of(n).dtype} {_role(n, shape)}" for n in part.inputs]
     for i, node in enumerate(part.nodes):
         number[node] = f"n{i}"
-        operands = torch.fx.node.map_aggregate((node.args, node.kwargs), lambda a: _text(a, number))
+        operands = torch.fx.node.map_aggregate(
+            (node.args, node.kwargs), lambda a: number[a] if isinstance(a, Node) else repr(a)
+        )
         lines.append(f"{node.target} {operands} {value_of(node).dtype}")
     lines += [f"out {number[n]}" for n in part.outputs]
     lines += [f"state in{at} -> {number[new]} {c.owner}" for c, at, new in part.states]
@@ -193,7 +193,3 @@ def _key(part: Slice) -> str:
 
 def _role(node: Node, shape: tuple[str, ...]) -> str:
     return "full" if _shape(node) == shape else f"{value_of(node).dim()}-d"
-
-
-def _text(a: Any, number: dict[Node, str]) -> Any:
-    return number[a] if isinstance(a, Node) else repr(a)

@@ -91,9 +91,7 @@ class ExactGraph:
         self.place = {n: i for i, n in enumerate(placeholders)}
         self.classes = program.classes
         self.copies = program.copies
-        written = {c.index for c in program.carried}
-        others = {other.index for i in written for other in program.others.get(i, ())}
-        self.written = sorted(written | others)
+        self.written = [c.index for own in program.carried for c in program.alike(own)]
         """The inputs that the graph overwrites, those of members left out among them."""
         self.residuals = [c.index for c in program.residual_inputs]
         self.operations: dict[Node, tuple[Any, Any, Any]] = {}

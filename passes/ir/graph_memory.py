@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -46,6 +46,13 @@ class Connected(Generic[T]):
     def join(self, a: T, b: T) -> None:
         """Make one set of those of a and b; what stands for that of b stands for it."""
         self._parent[self.root(a)] = self.root(b)
+
+
+def behind(node: Node, targets: Container[Any]) -> Node:
+    """Return what a node is made of by these operations alone, each on its first operand."""
+    while node.target in targets and isinstance(first := node.args[0], Node):
+        node = first
+    return node
 
 
 def writes_only(node: Node) -> bool:

@@ -339,6 +339,10 @@ class Program:
             for i, index in enumerate(copies.inputs)
         }
 
+    def alike(self, carried: Carried) -> list[Carried]:
+        """Return a state of the graph, and those of members left out that are in its place."""
+        return [carried, *self.others.get(carried.index, [])]
+
     def compensated(self) -> Iterator[tuple[Slice, int]]:
         """Yield each slice with the position of each of its states that get residuals."""
         for rewritten in self.rewritten:

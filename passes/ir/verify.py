@@ -74,13 +74,12 @@ def _slices(program: Program) -> None:
 def _plan(program: Program) -> None:
     """Each carried state has one verdict with a reason, and those compensated are rewritten."""
     planned = [s.index for s in program.plan]
-    expected = [c.index for c in program.carried]
-    expected += [other.index for i in expected for other in program.others.get(i, [])]
+    expected = [c.index for own in program.carried for c in program.alike(own)]
     _demand(sorted(planned) == sorted(expected), "a carried state has no verdict")
     _demand(all(s.reason for s in program.plan), "a verdict has no reason")
     compensated = {s.index for s in program.plan if s.compensated}
-    rewritten = {part.states[i][0].index for part, i in program.compensated()}
-    rewritten |= {other.index for i in rewritten for other in program.others.get(i, [])}
+    states = (part.states[i][0] for part, i in program.compensated())
+    rewritten = {c.index for own in states for c in program.alike(own)}
     _demand(compensated == rewritten, "what is compensated by plan is not what is rewritten")
 
 
