@@ -223,13 +223,15 @@ def _without(scan: Scan, groups: list[list[Part]]) -> Narrow:
             graph.erase_node(env[node])
     placeholders = scan.gm.graph.find_nodes(op="placeholder")
     inputs = [i for i, n in enumerate(placeholders) if n in env]
-    found = [_group(parts) for parts in groups]
+    found = [
+        Group(
+            [[x.node for x in part.inputs] for part in parts],
+            [part.results for part in parts],
+            {i for i, x in enumerate(parts[0].inputs) if x.others},
+        )
+        for parts in groups
+    ]
     return Narrow(_module(scan.gm, graph), inputs, results, scan.returned, found)
-
-
-def _group(parts: list[Part]) -> Group:
-    shared = {i for i, x in enumerate(parts[0].inputs) if x.others}
-    return Group([[x.node for x in p.inputs] for p in parts], [p.results for p in parts], shared)
 
 
 def _module(gm: GraphModule, graph: Graph) -> GraphModule:

@@ -155,7 +155,7 @@ class Scan:
         tensor = value if isinstance(value, Tensor) else None
         writes, plain = _known(node)
         # A number to which a tensor is added is not overwritten.
-        writes &= isinstance(first := _first(args), Node) and first in self.atom_of
+        writes &= isinstance(first := next(iter(args[0]), None), Node) and first in self.atom_of
         odd = not plain or tensor is None
         for x in list(operands)[: None if odd else int(writes)]:
             self.written.add(memory_of(x.value))
@@ -244,11 +244,6 @@ class Scan:
 def memory_of(value: Tensor | None) -> int:
     """Return which memory a fake tensor is in; 0 for none."""
     return value.untyped_storage()._cdata if value is not None else 0
-
-
-def _first(args: Any) -> Any:
-    """Return the first operand, of (args, kwargs)."""
-    return next(iter(args[0]), None) if args and args[0] else None
 
 
 def _is_foreach(node: Node) -> bool:

@@ -274,19 +274,19 @@ def _graph_of(components: list[_Component], common: list[Node]) -> Graph:
         return new
 
     shared = {n: given(n) for n in common}
-    envs = [
-        ChainMap({n: given(n) for n in c.inputs if n not in shared}, shared) for c in components
+    pairs = [
+        (c, ChainMap({n: given(n) for n in c.inputs if n not in shared}, shared))
+        for c in components
     ]
-    for env, component in zip(envs, components, strict=True):
+    for component, env in pairs:
         for node in component.nodes:
             if node not in shared:
                 alike = shared.keys() >= {*node.all_input_nodes}
                 (shared if alike else env)[node] = graph.node_copy(node, env.__getitem__)
-    for env, component in zip(envs, components, strict=True):
+    for component, env in pairs:
         for write in component.writes:  # when all has been read
             graph.node_copy(write, env.__getitem__)
-    pairs = zip(envs, components, strict=True)
-    results = tuple(env[n] for env, c in pairs for _, n in c.results)
+    results = tuple(env[n] for c, env in pairs for _, n in c.results)
     graph.output(results)
     graph.output_node().meta = {"user_visible_output_idxs": list(range(len(results)))}
     return graph

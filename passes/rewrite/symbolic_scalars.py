@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import SymFloat, Tensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from collage_fx.passes.frontend.decompose import DECOMPOSITIONS
 from collage_fx.passes.frontend.torch_internals import suggest_memory_format
@@ -92,17 +92,13 @@ class _OnTensors:
 
     def call(self, target: Any, *args: Any, val: Tensor, **kwargs: Any) -> Value:
         """Do an operation."""
-        args, kwargs = tree_map(_of_value, (args, kwargs))
+        args, kwargs = tree_map_only(Value, value_of, (args, kwargs))
         return Value(target(*args, **kwargs))
 
     def convert(self, x: Value, dtype: torch.dtype) -> Value:
         """Return x in dtype."""
         val = value_of(x)
         return x if val.dtype == dtype else Value(val.to(dtype))
-
-
-def _of_value(x: Any) -> Any:
-    return value_of(x) if isinstance(x, Value) else x
 
 
 def _lerp(start: Tensor, end: Tensor, weight: Any) -> Tensor:
