@@ -254,12 +254,13 @@ class _Emitter:
         written: list[Node] = []
         read: list[Node] = []
         for inputs, others in calls:
-            ours = [inputs[i] for i in kernel.written], [inputs[i] for i in kernel.read]
-            new_written, new_read = self.others.operands(*ours, others)
-            written += new_written
-            read += new_read
-        operands = (written, read, vectors)
-        node = self.graph.call_function(collage.multi_tensor.default, (*operands, key))
+            for other in others:
+                self.others.note(other.unlike(inputs, kernel.written, kernel.read))
+            for own in (inputs, *(other.operands(inputs) for other in others)):
+                written += [own[i] for i in kernel.written]
+                read += [own[i] for i in kernel.read]
+        operands = (written, read, vectors, key)
+        node = self.graph.call_function(collage.multi_tensor.default, operands)
         node.meta["val"] = None
 
     def _vectors(self, scalars: Scalars, stamps: list[_Stamp]) -> dict[int, Node]:

@@ -37,7 +37,7 @@ from collage_fx.passes.ir.program import (
     value_of,
 )
 from collage_fx.runtime import logs, progress
-from collage_fx.runtime.kernels.argument_table import Column, Runner, check_sizes, device_of, select
+from collage_fx.runtime.kernels.argument_table import Column, Runner, check_sizes, device_of
 from collage_fx.runtime.kernels.cpp_loop import compile_loop
 from collage_fx.runtime.kernels.triton_launch import Launch
 
@@ -163,7 +163,7 @@ class MultiTensorKernel:
         """Update members; see `Runner.run`. Those without elements are left out."""
         if not all(sizes):
             inside = [m for m, size in enumerate(sizes) if size]
-            columns = [select(column, inside) for column in columns]
+            columns = [[column[m] for m in inside] for column in columns]
             sizes = [sizes[m] for m in inside]
         if sizes:
             device = device_of(columns[self.scalar.index(False)])
@@ -262,9 +262,11 @@ def obstacle(rewritten: Rewritten) -> str:
     if not all(flat(m) for m in members):
         return "the tensors of a member differ in shape or strides, or are not dense"
     values = [value_of(n) for m in members for n in m.inputs]
-    if not _on_one_device(values):
+    devices = {v.device for v in values if v.dim()}
+    scalars = {v.device for v in values if not v.dim()}
+    if len(devices) > 1 or not scalars <= devices | {torch.device("cpu")}:  # a launch brings those
         return "the members are not on one device"
-    return unreachable(next(v.device for v in values if v.dim()))
+    return unreachable(devices.pop())
 
 
 def unreachable(device: torch.device) -> str:
@@ -304,13 +306,6 @@ def conflicts(readers: Readers, parts: Sequence[Slice]) -> set[Slice]:
         )
 
     return {p for p in parts if any(conflicting(p, p.inputs[at]) for _, at, _ in p.states)}
-
-
-def _on_one_device(values: list[Tensor]) -> bool:
-    """Tell whether one kernel can reach all of them; a launch brings scalars of the CPU along."""
-    devices = {v.device for v in values if v.dim()}
-    scalars = {v.device for v in values if not v.dim()}
-    return len(devices) == 1 and scalars <= devices | {torch.device("cpu")}
 
 
 def run_multi_tensor(

@@ -24,15 +24,18 @@ class LeftOutMember:
         """Return what this member has in the places of these nodes."""
         return [self.instead.get(n, n) for n in nodes]
 
-    def unlike(self, written: Sequence[Node], read: Sequence[Node]) -> Unlike | None:
-        """Return why it cannot be updated by a kernel that writes and reads these nodes.
+    def unlike(
+        self, inputs: Sequence[Node], written: Sequence[int], read: Sequence[int]
+    ) -> Unlike | None:
+        """Return why it cannot be updated by a kernel that writes and reads some of these nodes.
 
         What it may have in common with the member that stayed are inputs, and 0-d tensors: these
         are computed from nothing that only one member has, which `narrow` made sure of.
         """
-        if any(n not in self.instead for n in written):
+        if any(inputs[i] not in self.instead for i in written):
             return Unlike("members overwrite the same")
-        if any(n not in self.instead and n.op != "placeholder" and _full(n) for n in read):
+        given = (inputs[i] for i in read if inputs[i] not in self.instead)
+        if any(n.op != "placeholder" and _full(n) for n in given):
             return Unlike("a member takes what is computed elsewhere")
         return None
 
@@ -74,10 +77,10 @@ class LeftOutMembers:
         """Tell whether a member takes what belongs to several that stand for others; note that."""
         if len(self._copies_of(member)) < 2:
             return False
-        self._note(Unlike("members that have nothing in common are updated together"))
+        self.note(Unlike("members that have nothing in common are updated together"))
         return True
 
-    def _note(self, unlike: Unlike | None) -> None:
+    def note(self, unlike: Unlike | None) -> None:
         """Note the first reason found why a member cannot stand for others."""
         self.program.unlike = self.program.unlike or unlike
 
@@ -95,23 +98,6 @@ class LeftOutMembers:
         """Return, before `emit`, what only this member takes; None if it stands for no others."""
         found = self._copies_of(member)
         return {n for n, copies in self.copies.items() if copies in found} if found else None
-
-    def operands(
-        self, written: list[Node], read: list[Node], others: Sequence[LeftOutMember]
-    ) -> tuple[list[Node], list[Node]]:
-        """Return what a kernel writes and reads for a member and for those that it stands for.
-
-        Args:
-            written: what it writes for that member.
-            read: what it reads for it.
-            others: those that it stands for.
-        """
-        for other in others:
-            self._note(other.unlike(written, read))
-        return (
-            [*written, *(n for other in others for n in other.operands(written))],
-            [*read, *(n for other in others for n in other.operands(read))],
-        )
 
     def add_results(self, output: Node) -> None:
         """Append what the members make to the results.
@@ -136,7 +122,7 @@ class LeftOutMembers:
             for k, index in enumerate(copies.inputs):
                 users = placeholders[index].users if k not in copies.shared else ()
                 if any(user.target is not collage.multi_tensor.default for user in users):
-                    self._note(Unlike("a member is updated by itself"))
+                    self.note(Unlike("a member is updated by itself"))
 
 
 def _full(node: Node) -> bool:

@@ -13,7 +13,7 @@ from torch._inductor.lowering import lowerings
 from torch.fx import Graph, GraphModule, Node
 
 from collage_fx.passes.frontend.slice import elementwise, make_slice
-from collage_fx.passes.ir.graph_memory import writes_only
+from collage_fx.passes.ir.graph_memory import depending, writes_only
 from collage_fx.passes.ir.program import (
     LOW_PRECISION,
     Carried,
@@ -56,12 +56,11 @@ def scalars_of(
     """
     cones = [_cone(member, others) for member in rewritten.members]
     seen = Counter(node for cone in cones for node in cone)
+    inputs = map(alone, rewritten.members)
+    cones = [c if i is None else depending(c, i) for c, i in zip(cones, inputs, strict=True)]
     device = next(value_of(n).device for n in rewritten.members[0].inputs if value_of(n).dim())
     # What comes of numbers of the host alone, such as a learning rate that changes, is made there.
-    own = [
-        [n for n in _depending(cone, alone(m)) if seen[n] == 1 and value_of(n).device == device]
-        for cone, m in zip(cones, rewritten.members, strict=True)
-    ]
+    own = [[n for n in cone if seen[n] == 1 and value_of(n).device == device] for cone in cones]
     if not all(own):
         return None
     parts = [make_slice(nodes, states, stored) for nodes in own]
@@ -91,17 +90,6 @@ def _cone(member: Slice, others: set[Node]) -> list[Node]:
     for node in member.inputs:
         if is_tensor(node) and value_of(node).dim() == 0:
             visit(node)
-    return list(found)
-
-
-def _depending(cone: list[Node], inputs: set[Node] | None) -> list[Node]:
-    """Return what is computed from these inputs; all, for None."""
-    if inputs is None:
-        return cone
-    found: dict[Node, None] = {}
-    for node in cone:
-        if any(a in inputs or a in found for a in node.all_input_nodes):
-            found[node] = None
     return list(found)
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch.fx import Node
 
-from collage_fx.passes.ir.graph_memory import Connected, mutations
+from collage_fx.passes.ir.graph_memory import Connected, depending, mutations
 from collage_fx.passes.ir.program import (
     LOW_PRECISION,
     SAME_VALUE,
@@ -119,14 +119,11 @@ def _path_refusal(placeholder: Node, new: Node, where: dict[Node, list[Node]]) -
     A new value that does not depend on the old one is no carried path: `recurrence` finds that out.
     """
     group = where.get(new, [])
-    reached = {placeholder}
-    for node in group:
-        if any(a in reached for a in node.all_input_nodes):
-            reached.add(node)
+    reached = depending(group, [placeholder])
     blocking = None if new in reached else _first_foreign(placeholder, new, group)
     if blocking is None:
         return ""
-    if len(reached) > 1 and _count(blocking) != _count(placeholder):
+    if reached and _count(blocking) != _count(placeholder):
         return ""  # a norm of it, say, by which it is replaced
     return f"its update passes through {blocking.target}, which is not elementwise"
 
@@ -137,17 +134,10 @@ def _count(node: Node) -> str:
 
 def _first_foreign(placeholder: Node, new: Node, group: list[Node]) -> Node | None:
     """Return the last node outside the slice on a way from placeholder to new, or None."""
-    inside = set(group)
-    dependent = {placeholder}
-    foreign = None
-    for node in placeholder.graph.nodes:
-        if node.op == "call_function" and any(a in dependent for a in node.all_input_nodes):
-            dependent.add(node)
-            if node not in inside and node.target is not aten.copy_.default:
-                foreign = node
-        if node is new:
-            break
-    return foreign if new in dependent else None
+    inside, nodes = set(group), list(placeholder.graph.nodes)
+    dependent = depending(nodes[: nodes.index(new) + 1], [placeholder])
+    foreign = [n for n in dependent if n not in inside and n.target is not aten.copy_.default]
+    return foreign[-1] if foreign and dependent[-1] is new else None
 
 
 def make_slice(

@@ -48,6 +48,16 @@ class Connected(Generic[T]):
         self._parent[self.root(a)] = self.root(b)
 
 
+def depending(nodes: Iterable[Node], on: Iterable[Node]) -> list[Node]:
+    """Return those of nodes, in an order in which they can run, that are computed from others."""
+    found, reached = [], set(on)
+    for node in nodes:
+        if not reached.isdisjoint(node.all_input_nodes):
+            found.append(node)
+            reached.add(node)
+    return found
+
+
 def behind(node: Node, targets: Container[Any]) -> Node:
     """Return what a node is made of by these operations alone, each on its first operand."""
     while node.target in targets and isinstance(first := node.args[0], Node):
