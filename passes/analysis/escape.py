@@ -5,7 +5,7 @@ from collections.abc import Container, Iterable, Iterator
 import torch
 from torch.fx import Node
 
-from collage_fx.passes.analysis.affine import ADDING, MUCH, Form, bound, is_number
+from collage_fx.passes.analysis.affine import ADDING, MUCH, bound, is_number
 from collage_fx.passes.analysis.carried_path import walk
 from collage_fx.passes.analysis.high_words import entering
 from collage_fx.passes.analysis.plan import verdict
@@ -133,7 +133,9 @@ def _results(program: Program, states: dict[Node, Carried]) -> Iterator[tuple[in
         before = sorted(closure(result, lambda n: n.all_input_nodes), key=order.__getitem__)
         for x in (n for n in before if n in states):
             form = walk(before, x).get(result)
-            if form is None or not _much(form, unknown=is_param):
+            if form is None or bound(form.share) < MUCH:
+                continue
+            if not is_param and not all(map(is_number, form.shares)):
                 continue
             found = recurrence_of(form), program.settings.level, has_param
             if states[x].owner == "param" or verdict(states[x], *found)[0]:
@@ -164,8 +166,3 @@ def _candidates(program: Program) -> dict[Node, tuple[bool, int]]:
         for n, found in results.items()
         if is_tensor(n) and (n in wide or value_of(n).dtype in _VALUES)
     }
-
-
-def _much(form: Form, *, unknown: bool) -> bool:
-    known = unknown or all(is_number(a) for a in form.shares)
-    return known and bound(form.share) >= MUCH

@@ -82,22 +82,20 @@ def _cone(member: Slice, others: set[Node]) -> list[Node]:
     def visit(node: Node) -> None:
         if node in found or node in others:
             return
-        if elementwise(node) and _is_scalar(node):
+        if elementwise(node) and all(map(_is_scalar, (node, *node.all_input_nodes))):
             for a in node.all_input_nodes:
                 visit(a)
             found[node] = None
 
-    for node in member.inputs:
-        if is_tensor(node) and value_of(node).dim() == 0:
-            visit(node)
+    for node in filter(_is_scalar, member.inputs):
+        visit(node)
     return list(found)
 
 
 def _is_scalar(node: Node) -> bool:
-    tensors = [node, *node.all_input_nodes]
-    return all(
-        is_tensor(n) and value_of(n).dim() == 0 and value_of(n).dtype not in LOW_PRECISION
-        for n in tensors
+    """Tell whether a node is a 0-d tensor that is no state of low precision."""
+    return (
+        is_tensor(node) and not value_of(node).dim() and value_of(node).dtype not in LOW_PRECISION
     )
 
 

@@ -79,7 +79,8 @@ def _single(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         out = op(*known[0], **known[1])
     if op in _OF_TENSORS:
         wide = WIDER.get(out.dtype, out.dtype)
-        operands = [x.to(wide) if isinstance(x, Tensor) else _tensor(x, out, wide) for x in args]
+        one = torch.ones((), dtype=wide, device=out.device)
+        operands = [x.to(wide) if isinstance(x, Tensor) else one * x for x in args]
         return _OF_TENSORS[op](*operands).to(out.dtype)
     operands, named = tree_map_only(Tensor, Value, (args, kwargs))
     if op in DECOMPOSITIONS:
@@ -113,10 +114,6 @@ def _lerp(start: Tensor, end: Tensor, weight: Any) -> Tensor:
     if near:
         return start + (end - start) * weight
     return _single(aten.add.Tensor, (end, end - start), {"alpha": factor})
-
-
-def _tensor(number: Any, like: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.ones((), dtype=dtype, device=like.device) * number
 
 
 def _symbolic(tree: Any) -> bool:
