@@ -1,4 +1,4 @@
-"""What is asked of a graph: which states it writes, what is a view, what follows from what."""
+"""What is asked of a graph: what it writes, what is a view, what follows or stems from what."""
 
 import functools
 import operator
@@ -9,6 +9,9 @@ import torch
 from torch.fx import Graph, Node
 
 T = TypeVar("T")
+ORIGIN = "origin"
+"""The key in a node's meta: the name of a node of the graph before, which is the source for the
+canonical graph, that for the expanded one, and that for the lowered one."""
 
 
 def mutations(graph: Graph) -> dict[Any, Any]:
@@ -103,3 +106,11 @@ def _is_view(target: Any) -> bool:
     return any(
         r.alias_info is not None and not r.alias_info.is_write for r in target._schema.returns
     )
+
+
+def note_origin(node: Node, origin: Node | None) -> None:
+    """Note which node of the graph before a node stems from, and where the user wrote that."""
+    if origin is not None:
+        node.meta[ORIGIN] = origin.name
+        if "stack_trace" in origin.meta:
+            node.meta["stack_trace"] = origin.meta["stack_trace"]

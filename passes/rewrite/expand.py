@@ -8,7 +8,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from collage_fx.passes.analysis.affine import LERP
-from collage_fx.passes.ir.graph_memory import mutations
+from collage_fx.passes.ir.graph_memory import mutations, note_origin
 from collage_fx.passes.ir.program import (
     CASTS,
     CONVERT,
@@ -21,7 +21,6 @@ from collage_fx.passes.ir.program import (
     is_tensor,
     value_of,
 )
-from collage_fx.passes.ir.provenance import note_origin
 from collage_fx.passes.rules import RULES
 from collage_fx.passes.rules.builder import Builder, Call, Components, Decayed, Expanded
 from collage_fx.passes.rules.join_split import join_op_split
