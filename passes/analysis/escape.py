@@ -63,18 +63,18 @@ def escape(program: Program) -> None:
 def _states(program: Program, owners: tuple[Owner, ...]) -> dict[Node, Carried]:
     """Return the states among the inputs that have a residual, or may have one."""
     compensated = {s.index for s in program.plan if s.compensated}
-    written = {c.index for c in program.carried}
+    carried = {c.index: c for c in program.carried}
     held = compensable_dtypes(program.settings.storage)
     found = {}
     for index, node in enumerate(graph_of(program.canonical).graph.find_nodes(op="placeholder")):
         if not is_tensor(node) or value_of(node).dtype not in held:
             continue
         if index in compensated:
-            found[node] = next(c for c in program.carried if c.index == index)
-        elif index not in written and node.users:
-            carried = program.describe(index, node)
-            if carried.owner in owners and compensable_in(carried, program.settings.storage):
-                found[node] = carried
+            found[node] = carried[index]
+        elif index not in carried and node.users:
+            read = program.describe(index, node)
+            if read.owner in owners and compensable_in(read, program.settings.storage):
+                found[node] = read
     return found
 
 

@@ -98,11 +98,6 @@ def feeding(group: StateClass) -> set[int]:
     return {j for j in feed if part.states[j][0].owner != "param"}
 
 
-def part_of(form: Form | None) -> bool:
-    """Tell whether a value with this form in an old value is a sum or selection that has it."""
-    return form is not None and any(a != 0 for a in form.shares)
-
-
 def enters(form: Form | None, own: Form | None, *, anew: bool) -> bool:
     """Tell whether a parameter is computed anew from x: as it is known to be, or as an average.
 
@@ -114,7 +109,7 @@ def enters(form: Form | None, own: Form | None, *, anew: bool) -> bool:
         anew: whether it is known to keep little of itself.
     """
     if anew or form is None or own is None:
-        return anew and part_of(form)
+        return anew and form is not None and any(a != 0 for a in form.shares)
     return any(b != 0 and cancels(b, a) for b in form.shares for a in own.shares)
 
 

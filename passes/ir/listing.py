@@ -6,6 +6,7 @@ from functools import partial
 from torch.fx import GraphModule
 
 from collage_fx.passes.ir.program import Program, StatePlan, Unlike
+from collage_fx.runtime.errors import listed
 from collage_fx.runtime.logs import GRAPHS, VERDICTS, show
 
 UNCHANGED = "unchanged"
@@ -62,13 +63,8 @@ def verdicts(program: Program) -> str:
     for state in program.plan:
         kind = state.name.rpartition(" of ")[0]  # which state of its parameter it is
         alike.setdefault(f"{kind}: {_verdict(state)}", []).append(state)
-    lines = [f"{_names(states)}: {_verdict(states[0])}" for states in alike.values()]
+    lines = [f"{listed([s.name for s in k], 1)}: {_verdict(k[0])}" for k in alike.values()]
     return "\n".join([*lines, *_of_classes(program)]) or "no states"
-
-
-def _names(states: list[StatePlan]) -> str:
-    more = f" and {len(states) - 1} more" if states[1:] else ""
-    return f"{states[0].name}{more}"
 
 
 def _verdict(state: StatePlan) -> str:
