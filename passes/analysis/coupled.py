@@ -215,8 +215,7 @@ def _on_cycle(
 
 
 def _weight(form: Form) -> float:
-    branches = form.alternatives
-    return float("inf") if branches is None else max(bound(b.a) for b in branches)
+    return inf if form.alternatives is None else bound(form.share)
 
 
 def _text(part: Slice, forms: dict[int, Form], i: int) -> str:

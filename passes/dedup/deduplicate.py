@@ -153,7 +153,8 @@ def _layout(part: Part, dtypes: Collection[torch.dtype]) -> Hashable | None:
             return None
         if not _full(atom) and any(_full(x) for x in atom.operands):
             return None  # a reduction
-    low = any(x.bound and _full(x) and _dtype(x) in dtypes for x in part.inputs)
+    states = (x.value for x in part.inputs if x.bound and x.value is not None and x.value.dim())
+    low = any(value.dtype in dtypes for value in states)
     return tuple(n == 1 for n in shape) if low else None
 
 
@@ -187,10 +188,6 @@ def _key(part: Part, scan: Scan, fact: Fact) -> Hashable | None:
 
 def _full(x: Atom) -> bool:
     return x.value is not None and x.value.dim() > 0
-
-
-def _dtype(x: Atom) -> torch.dtype | None:
-    return x.value.dtype if x.value is not None else None
 
 
 def _without(scan: Scan, groups: list[list[Part]]) -> Narrow:

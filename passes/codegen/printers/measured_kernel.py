@@ -55,8 +55,8 @@ extern "C" void measure(const int64_t* words, const int64_t* sizes, int64_t memb
     for (int64_t k = 0; k < SUMS; ++k) found[member[t] * SUMS + k] += parts[t * SUMS + k];
 }}
 """
-_SUM = """add_block<{type}>((const uint16_t*)words[{high}] + i, memory[{whole}],
-              (const uint16_t*)words[{now}] + i, memory[{after}], memory[{exact}],
+_SUM = """add_block<{type}>((const uint16_t*)words[{high}] + i, memory[3 * {k}],
+              (const uint16_t*)words[{now}] + i, memory[3 * {k} + 1], memory[3 * {k} + 2],
               least, count, found + {k} * COUNT);"""
 
 
@@ -221,15 +221,7 @@ def _driver(signature: Signature, order: Sequence[int]) -> str:
         return f"(char*)words[{i}] + i * {width}, "
 
     sums = [
-        _SUM.format(
-            high=starts[at],
-            type=TYPES[words[now].dtype],
-            now=now,
-            whole=3 * k,
-            after=3 * k + 1,
-            exact=3 * k + 2,
-            k=k,
-        )
+        _SUM.format(high=starts[at], type=TYPES[words[now].dtype], now=now, k=k)
         for k, (at, now) in enumerate(zip(signature.states, new, strict=True))
     ]
     return _DRIVER.format(
