@@ -237,11 +237,6 @@ class Rewritten:
     """How many members more it has, which are not in the graph."""
 
     @property
-    def compensated(self) -> tuple[int, ...]:
-        """The positions of the states that get residuals."""
-        return tuple(self.storages)
-
-    @property
     def count(self) -> int:
         """How many members it has."""
         return len(self.members) + self.left_out

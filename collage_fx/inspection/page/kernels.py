@@ -206,7 +206,7 @@ def _arguments(rewritten: Rewritten) -> Iterable[tuple[str, str, int]]:
     for _, at, new in model.states:
         yield model.inputs[at].name, names[at], model.outputs.index(new)
     k = 0
-    for i in rewritten.compensated:
+    for i in rewritten.storages:
         _, at, _ = model.states[i]
         for j in range(len(rewritten.residuals(i))):
             place = len(model.inputs) + k
