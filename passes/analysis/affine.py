@@ -244,7 +244,7 @@ _FACTORS = tuple(3.0**k for k in range(-8, 9))
 
 def cancels(b: Coefficient, a: Coefficient) -> bool:
     """Tell whether b is about 1 - a, or may be if tensors in it have the elements for that."""
-    has_tensor = not is_number(b) and any(not s.is_real for s in b.free_symbols)
+    has_tensor = any(not s.is_real for s in getattr(b, "free_symbols", ()))
     for factor in _FACTORS if has_tensor else _FACTORS[:1]:
         weight, rest = _at(b, factor), _at(1 - a - b, factor)
         if weight and abs(rest) <= abs(weight) / 2:

@@ -93,7 +93,7 @@ def _cone(member: Slice, others: set[Node]) -> list[Node]:
 
 
 def _is_scalar(node: Node) -> bool:
-    """Tell whether a node is a 0-d tensor that is no state of low precision."""
+    """Tell whether a node is a 0-d tensor, and not of low precision."""
     return (
         is_tensor(node) and not value_of(node).dim() and value_of(node).dtype not in LOW_PRECISION
     )
