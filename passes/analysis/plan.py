@@ -275,24 +275,22 @@ def _entry(carried: Carried, verdict: Verdict | None, program: Program) -> State
     outside = carried.refusal or _outside(carried, compensable=compensable)
     compensated, reason, text = verdict or (False, outside, "")
     storage = storage_of(carried, program.settings.storage) if compensated else ""
+    # A dtype in which updates may be lost, and for which there is no storage.
+    dtype = carried.val.dtype
+    unknown = dtype.is_complex or (dtype.is_floating_point and dtype.itemsize == 1)
     return StatePlan(
         name=carried.name,
-        dtype=carried.val.dtype,
+        dtype=dtype,
         shape=tuple(int(s) if isinstance(s, int) else -1 for s in carried.val.shape),
         recurrence=text,
         compensated=compensated,
         reason=reason,
         storage=storage,
         residual_bytes=STORAGES[storage].residual_bytes(carried.val) if storage else 0,
-        refused=bool(carried.refusal) and (compensable or _unknown(carried.val.dtype)),
+        refused=bool(carried.refusal) and (compensable or unknown),
         index=carried.index,
         compensable=compensable,
     )
-
-
-def _unknown(dtype: torch.dtype) -> bool:
-    """Tell whether there is no storage for a dtype in which updates may be lost."""
-    return dtype.is_complex or (dtype.is_floating_point and dtype.itemsize == 1)
 
 
 def _of_other(entry: StatePlan, other: Carried) -> StatePlan:
