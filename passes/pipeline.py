@@ -10,8 +10,8 @@ from collage_fx.passes.codegen.emit import emit
 from collage_fx.passes.frontend.canonicalize import canonicalize
 from collage_fx.passes.frontend.capture import capture
 from collage_fx.passes.frontend.slice import slice_
+from collage_fx.passes.ir.listing import UNCHANGED, snapshot
 from collage_fx.passes.ir.program import Program
-from collage_fx.passes.ir.snapshot import UNCHANGED, snapshot
 from collage_fx.passes.ir.verify import verify
 from collage_fx.passes.rewrite.expand import expand
 from collage_fx.passes.rewrite.join import join

@@ -14,9 +14,17 @@ from collage_fx.runtime.storage import layouts, registry
 _LIBRARY = torch.library.Library("collage", "DEF")
 
 
-def _define(schema: str, implementation: object) -> None:
+def _define(schema: str, implementation: object) -> Any:
+    """Define an operator, and return it."""
+    name = schema.partition("(")[0]
     _LIBRARY.define(schema)
-    _LIBRARY.impl(schema.partition("(")[0], implementation, "CompositeImplicitAutograd")
+    _LIBRARY.impl(name, implementation, "CompositeImplicitAutograd")
+    return _operator(name)
+
+
+def _operator(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.collage, packet), overload or "default")
 
 
 THREE: dict[Any, Any] = {}
@@ -33,11 +41,9 @@ def _define_arithmetic(n: int) -> None:
 
     def define(name: str, operands: str, function: Any, result: str = result) -> None:
         packet, dot, overload = name.partition(".")
-        _define(f"{packet}{digit}{dot}{overload}({operands}) -> {result}", function)
+        made = _define(f"{packet}{digit}{dot}{overload}({operands}) -> {result}", function)
         if n == 3:
-            of_two, of_three = (getattr(torch.ops.collage, p) for p in (packet, packet + digit))
-            overload = overload or "default"
-            THREE[getattr(of_two, overload)] = getattr(of_three, overload)
+            THREE[_operator(name)] = made
 
     define("grow", f"{x}, Tensor a", lambda *c: components.add(c[:n], c[n:]))
     define("add", f"{x}, {y}", lambda *c: components.add(c[:n], c[n:]))
@@ -70,16 +76,13 @@ def _define_storage(s: registry.Storage) -> None:
     overload = "" if s.name == "mcf2" else f".{s.name}"
     (count,) = {len(r) for r in s.residuals.values()}
     low = "".join(f", Tensor lo{i or ''}" for i in range(count))
-    _define(f"join{overload}(Tensor hi{low}) -> Tensor", s.join)
+    JOIN[s.name] = _define(f"join{overload}(Tensor hi{low}) -> Tensor", s.join)
     results = "Tensor" + ", Tensor" * count
-    _define(f"split{overload}(Tensor x, ScalarType dtype) -> ({results})", s.split)
-    JOIN[s.name] = getattr(torch.ops.collage.join, overload[1:] or "default")
-    SPLIT[s.name] = getattr(torch.ops.collage.split, overload[1:] or "default")
+    split = f"split{overload}(Tensor x, ScalarType dtype) -> ({results})"
+    SPLIT[s.name] = _define(split, s.split)
     if s.split_by_chance is not None:
-        signature = f"(Tensor x, ScalarType dtype, Tensor seed) -> ({results})"
-        _define(f"split_by_chance{overload}{signature}", s.split_by_chance)
-        named = getattr(torch.ops.collage.split_by_chance, overload[1:] or "default")
-        SPLIT_BY_CHANCE[s.name] = named
+        split = f"split_by_chance{overload}(Tensor x, ScalarType dtype, Tensor seed) -> ({results})"
+        SPLIT_BY_CHANCE[s.name] = _define(split, s.split_by_chance)
 
 
 for _storage in registry.STORAGES.values():

@@ -8,6 +8,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
+from types import MethodType
 from typing import Any
 
 from torch import Tensor
@@ -161,15 +162,21 @@ def compensable(
 
 
 def family(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizer and those that it wraps."""
+    """Return the optimizer and those that it wraps, or whose steps it keeps."""
     found = [optimizer]
     for one in found:
         for value in vars(one).values():
-            for inner in value if isinstance(value, list | tuple) else [value]:
+            for kept in value if isinstance(value, list | tuple) else [value]:
+                inner = _behind(kept)
                 known = any(inner is one for one in found)
                 if issubclass(type(inner), Optimizer) and not known:
                     found.append(inner)
     return found
+
+
+def _behind(kept: Any) -> Any:
+    """Return the object of a method, such as an optimizer's step; anything else as it is."""
+    return kept.__self__ if type(kept) is MethodType else kept
 
 
 def state_count(optimizer: Optimizer) -> int:
@@ -276,13 +283,14 @@ def _referred_to(function: Callable[..., Any]) -> dict[str, Any]:
     cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
     found = {name: cell.cell_contents for name, cell in cells if cell != types.CellType()}
     there = {n: function.__globals__[n] for n in code.co_names if n in function.__globals__}
-    states = Tensor | Module | Optimizer | list | dict
+    states = Tensor | Module | Optimizer | MethodType | list | dict
     return found | {name: value for name, value in there.items() if isinstance(value, states)}
 
 
 def _of_optimizers(tree: Any) -> Iterator[Owned]:
     """Yield what optimizers hold that are in a tree of containers."""
-    found = (leaf for _, leaf in _leaves(tree) if issubclass(type(leaf), Optimizer))
+    leaves = (_behind(leaf) for _, leaf in _leaves(tree))
+    found = (leaf for leaf in leaves if issubclass(type(leaf), Optimizer))
     for one in {id(leaf): leaf for leaf in found}.values():
         yield from all_tensors_of(one)
 

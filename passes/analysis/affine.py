@@ -9,6 +9,7 @@ import sympy
 import torch
 from torch.fx import Node
 
+from collage_fx.passes.ir.graph_memory import behind
 from collage_fx.passes.ir.program import (
     CONVERT,
     SAME_VALUE,
@@ -187,16 +188,15 @@ def coefficient(value: Any, depth: int = 6) -> Coefficient:
     """
     if not isinstance(value, Node):
         return value
-    filled: Any = value
-    while filled.target is CONVERT:
-        filled = filled.args[0]
+    filled: Any = behind(value, (CONVERT,))
     if filled.target is aten.full.default and isinstance(filled.args[1], int | float):
         return filled.args[1]
     if value_of(value).dim() > 0:
         return sympy.Symbol("t_" + value.name)
     if value.op == "placeholder":
-        name, fixed = value.meta.get("label", value.name), not _overwritten(value)
-        return sympy.Symbol(name, real=True) if fixed else sympy.Symbol(name)
+        name, copy = value.meta.get("label", value.name), aten.copy_.default
+        changes = any(u.target is copy and u.args[0] is value for u in value.users)
+        return sympy.Symbol(name) if changes else sympy.Symbol(name, real=True)
     written = _ARITHMETIC.get(value.target) if depth and not value.kwargs else None
     if written is None or any(isinstance(a, bool) for a in value.args):
         return sympy.Symbol(value.name)
@@ -212,12 +212,6 @@ _ARITHMETIC: dict[Any, Any] = {
     aten.neg.default: lambda a: -a,
     CONVERT: lambda a: a,
 }
-
-
-def _overwritten(placeholder: Node) -> bool:
-    return any(
-        u.target is aten.copy_.default and u.args[0] is placeholder for u in placeholder.users
-    )
 
 
 def is_number(a: Coefficient) -> bool:
@@ -250,15 +244,12 @@ _FACTORS = tuple(3.0**k for k in range(-8, 9))
 
 def cancels(b: Coefficient, a: Coefficient) -> bool:
     """Tell whether b is about 1 - a, or may be if tensors in it have the elements for that."""
-    for factor in _FACTORS if _has_tensor(b) else _FACTORS[:1]:
+    has_tensor = any(not s.is_real for s in getattr(b, "free_symbols", ()))
+    for factor in _FACTORS if has_tensor else _FACTORS[:1]:
         weight, rest = _at(b, factor), _at(1 - a - b, factor)
         if weight and abs(rest) <= abs(weight) / 2:
             return True
     return False
-
-
-def _has_tensor(a: Any) -> bool:
-    return not is_number(a) and any(not s.is_real for s in a.free_symbols)
 
 
 def _at(a: Any, factor: float) -> float:

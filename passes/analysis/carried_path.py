@@ -1,6 +1,7 @@
 """The carried path of a state through its slice, and what of the state comes by other ways."""
 
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from math import isfinite
 from typing import Any
 
@@ -66,14 +67,16 @@ def beside(x: Node, path: tuple[Node, ...], forms: Mapping[Node, Form]) -> float
         return 1.0
     last = forms[path[-1]]
     off = bound(last.a - _along(x, path)) if last.a != 0 else 0.0
-    return max(off, *_selected_terms(x, path, forms), 0.0)
+    # What each term that is a selection and is added on the path may have of x.
+    terms = (term for _, others in _others(x, path, forms) for term in others)
+    return max(off, *(bound(branch.a) for term in terms for branch in forms[term].branches), 0.0)
 
 
 def _along(x: Node, path: tuple[Node, ...]) -> Coefficient:
     """Return the coefficient of x along the path alone."""
-    form, previous = Form(1), x
-    for node in path:
-        form, previous = Form(transfer(node, {previous: form}).share), node
+    form = Form(1)
+    for previous, node in pairwise((x, *path)):
+        form = Form(transfer(node, {previous: form}).share)
     return form.a
 
 
@@ -81,21 +84,10 @@ def _others(
     x: Node, path: tuple[Node, ...], forms: Mapping[Node, Form]
 ) -> list[tuple[Node, list[Node]]]:
     """Return each node of the path with its operands that are not on it, but depend on x."""
-    before = (x, *path[:-1])
     return [
         (node, [a for a in node.all_input_nodes if a is not previous and a in forms])
-        for node, previous in zip(path, before, strict=True)
+        for previous, node in pairwise((x, *path))
         if node.args.count(previous) == 1
-    ]
-
-
-def _selected_terms(x: Node, path: tuple[Node, ...], forms: Mapping[Node, Form]) -> list[float]:
-    """Return what each term that is a selection and is added on the path may have of x."""
-    return [
-        bound(branch.a)
-        for _, terms in _others(x, path, forms)
-        for term in terms
-        for branch in forms[term].branches
     ]
 
 
@@ -109,10 +101,9 @@ def _tangled(x: Node, path: tuple[Node, ...], forms: Mapping[Node, Form]) -> boo
         for node, others in _others(x, path, forms)
     ):
         return True
-    before = (x, *path[:-1])
     return any(
         node.target in _SCALING and any(_computed(a, x) for a in node.args[:2] if a is not previous)
-        for node, previous in zip(path, before, strict=True)
+        for previous, node in pairwise((x, *path))
     )
 
 

@@ -16,6 +16,7 @@ from torch.fx import Node
 from collage_fx.passes.analysis.affine import FREE, LERP, Form, bound, cancels, is_number, written
 from collage_fx.passes.analysis.carried_path import beside, carried_path
 from collage_fx.passes.analysis.criticality import critical
+from collage_fx.passes.ir.graph_memory import behind
 from collage_fx.passes.ir.program import Coefficient, Recurrence, Slice
 
 Walk = dict[Node, Form]
@@ -72,7 +73,7 @@ def _average(
         a=max(round(sum(shares.values()), 12), bound(own.a)),
         text=_text(part, {j: forms[j] for j in shares}, i),
         side=max(own.side, *(share for j, share in shares.items() if j != i)),
-        together=f"together with {' and '.join(_name(part, j) for j in shares if j != i)}",
+        together=f"together with {' and '.join(part.states[j][0].kind for j in shares if j != i)}",
     )
     return together if critical(together, part.states[i][0].val.dtype, "plus")[0] else own
 
@@ -118,7 +119,7 @@ def _taken(part: Slice, walks: Sequence[Walk], found: Recurrence, i: int, lead: 
 
     It holds what that one accumulates, and has the same carried path.
     """
-    old, name = part.inputs[part.states[lead][1]], _name(part, lead)
+    old, name = part.old(lead), part.states[lead][0].kind
     return replace(
         found,
         carried_path=carried_path(part, old, part.states[i][2], walks[lead]),
@@ -130,13 +131,8 @@ def _taken(part: Slice, walks: Sequence[Walk], found: Recurrence, i: int, lead: 
 
 def _same_value(a: Node, b: Node) -> bool:
     """Tell whether two new values are one, be it by way of a clone."""
-    return _cloned(a) is _cloned(b)
-
-
-def _cloned(node: Node) -> Node:
-    while node.target is torch.ops.aten.clone.default:
-        node = node.args[0]  # type: ignore[assignment]
-    return node
+    clones = (torch.ops.aten.clone.default,)
+    return behind(a, clones) is behind(b, clones)
 
 
 def _form(part: Slice, walks: Sequence[Walk], i: int, j: int) -> Form:
@@ -203,10 +199,10 @@ def _on_cycle(
     # The same for all states that take over one value.
     first = min(j for j in cycle if _same_value(part.states[j][2], new))
     source = max(forms, key=lambda j: (_weight(forms[j]), j == first))
-    old = part.inputs[part.states[source][1]]
+    old = part.old(source)
     path = carried_path(part, old, new, walks[source])
     off = [_weight(f) for j, f in forms.items() if j != source]
-    names = " and ".join(_name(part, j) for j in cycle if j != i)
+    names = " and ".join(part.states[j][0].kind for j in cycle if j != i)
     return Recurrence(
         kind="linear",
         a=a,
@@ -219,24 +215,13 @@ def _on_cycle(
 
 
 def _weight(form: Form) -> float:
-    branches = form.alternatives
-    return float("inf") if branches is None else max(bound(b.a) for b in branches)
+    return inf if form.alternatives is None else bound(form.share)
 
 
 def _text(part: Slice, forms: dict[int, Form], i: int) -> str:
-    terms = [
-        f"B({_name(part, j) if j != i else 'x'})"
-        if form.b == "nonlinear"
-        else f"{written(form.a)}{_name(part, j) if j != i else 'x'}"
-        for j, form in sorted(forms.items(), key=lambda item: item[0] != i)
-    ]
+    terms = []
+    for j, form in sorted(forms.items(), key=lambda item: item[0] != i):
+        name = "x" if j == i else part.states[j][0].kind
+        terms.append(f"B({name})" if form.b == "nonlinear" else f"{written(form.a)}{name}")
     rest = [] if all(f.b == "zero" for f in forms.values()) else ["B"]
     return "x' = " + " + ".join(terms + rest)
-
-
-def _name(part: Slice, i: int) -> str:
-    """Return what a state is called in every slice of its class."""
-    carried = part.states[i][0]
-    if " of " in carried.name:
-        return carried.name.partition(" of ")[0]
-    return "param" if carried.owner == "param" else carried.name

@@ -1,17 +1,16 @@
 """Pass 6: what a graph would pass on of a state with its high word only."""
 
 from collections.abc import Container, Iterable, Iterator
-from typing import Any
 
 import torch
 from torch.fx import Node
 
-from collage_fx.passes.analysis.affine import ADDING, MUCH, Form, bound, is_number
+from collage_fx.passes.analysis.affine import ADDING, MUCH, bound, is_number
 from collage_fx.passes.analysis.carried_path import walk
 from collage_fx.passes.analysis.high_words import entering
 from collage_fx.passes.analysis.plan import verdict
 from collage_fx.passes.analysis.recurrence import recurrence_of
-from collage_fx.passes.ir.graph_memory import closure, mutations
+from collage_fx.passes.ir.graph_memory import behind, closure, mutations
 from collage_fx.passes.ir.program import (
     LOW_PRECISION,
     Carried,
@@ -64,29 +63,24 @@ def escape(program: Program) -> None:
 def _states(program: Program, owners: tuple[Owner, ...]) -> dict[Node, Carried]:
     """Return the states among the inputs that have a residual, or may have one."""
     compensated = {s.index for s in program.plan if s.compensated}
-    written = {c.index for c in program.carried}
+    carried = {c.index: c for c in program.carried}
     held = compensable_dtypes(program.settings.storage)
     found = {}
     for index, node in enumerate(graph_of(program.canonical).graph.find_nodes(op="placeholder")):
         if not is_tensor(node) or value_of(node).dtype not in held:
             continue
         if index in compensated:
-            found[node] = next(c for c in program.carried if c.index == index)
-        elif index not in written and node.users:
-            carried = program.describe(index, node)
-            if carried.owner in owners and compensable_in(carried, program.settings.storage):
-                found[node] = carried
+            found[node] = carried[index]
+        elif index not in carried and node.users:
+            read = program.describe(index, node)
+            if read.owner in owners and compensable_in(read, program.settings.storage):
+                found[node] = read
     return found
 
 
 def _place(program: Program) -> dict[Node, set[Node]]:
     """Return, for each state that is compensated, the nodes of its slice."""
-    return {
-        part.inputs[at]: set(part.nodes)
-        for rewritten in program.rewritten
-        for part in rewritten.members
-        for _, at, _ in (part.states[i] for i in rewritten.compensated)
-    }
+    return {part.old(i): set(part.nodes) for part, i in program.compensated()}
 
 
 def _sums(program: Program, states: dict[Node, Carried]) -> Iterator[str]:
@@ -112,11 +106,10 @@ def _missed(
     """
     for x in dict.fromkeys(found):
         if x in certain:
-            for name in _names(program, states[x]):
-                yield f"{name} enters a sum or difference with its high word only"
+            for state in program.alike(states[x]):
+                yield f"{state.name} enters a sum or difference with its high word only"
         else:
-            others = program.others.get(states[x].index, [])
-            program.reads |= {c.index: c.name for c in (states[x], *others)}
+            program.reads |= {c.index: c.name for c in program.alike(states[x])}
 
 
 def _operands(
@@ -126,20 +119,9 @@ def _operands(
     for node in graph_of(program.canonical).graph.nodes:
         if node.target in ADDING and node.users:
             for operand in filter(is_tensor, node.args):
-                origin = _origin(operand)
+                origin = behind(operand, STRUCTURE)
                 if origin in states and node not in place.get(origin, ()):
                     yield origin
-
-
-def _names(program: Program, state: Carried) -> list[str]:
-    return [state.name, *(other.name for other in program.others.get(state.index, []))]
-
-
-def _origin(node: Any) -> Node:
-    """Return the tensor of which node is a view or a conversion."""
-    while node.op == "call_function" and node.target in STRUCTURE and is_tensor(node.args[0]):
-        node = node.args[0]
-    return node
 
 
 def _results(program: Program, states: dict[Node, Carried]) -> Iterator[tuple[int, str]]:
@@ -151,12 +133,15 @@ def _results(program: Program, states: dict[Node, Carried]) -> Iterator[tuple[in
         before = sorted(closure(result, lambda n: n.all_input_nodes), key=order.__getitem__)
         for x in (n for n in before if n in states):
             form = walk(before, x).get(result)
-            if form is None or not _much(form, unknown=is_param):
+            if form is None or bound(form.share) < MUCH:
+                continue
+            if not is_param and not all(map(is_number, form.shares)):
                 continue
             found = recurrence_of(form), program.settings.level, has_param
             if states[x].owner == "param" or verdict(states[x], *found)[0]:
-                for name in _names(program, states[x]):
-                    yield taker, f"a result takes over the value of {name}, without its low word"
+                for state in program.alike(states[x]):
+                    text = f"a result takes over the value of {state.name}, without its low word"
+                    yield taker, text
 
 
 def _candidates(program: Program) -> dict[Node, tuple[bool, int]]:
@@ -181,8 +166,3 @@ def _candidates(program: Program) -> dict[Node, tuple[bool, int]]:
         for n, found in results.items()
         if is_tensor(n) and (n in wide or value_of(n).dtype in _VALUES)
     }
-
-
-def _much(form: Form, *, unknown: bool) -> bool:
-    known = unknown or all(is_number(a) for a in form.shares)
-    return known and bound(form.share) >= MUCH

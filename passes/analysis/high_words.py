@@ -30,10 +30,8 @@ def entering(
         place: of those that the graph compensates, the nodes of their slices.
     """
     targets: dict[Node, list[Node]] = {}
-    for rewritten in program.rewritten:
-        for part in rewritten.members:
-            for _, at, new in (part.states[i] for i in rewritten.compensated):
-                targets.setdefault(new, []).append(part.inputs[at])
+    for part, i in program.compensated():
+        targets.setdefault(part.states[i][2], []).append(part.old(i))
     if not targets:
         return
     order = {node: i for i, node in enumerate(graph_of(program.canonical).graph.nodes)}
@@ -59,7 +57,8 @@ def _forms(x: Node, inside: set[Node], order: dict[Node, int]) -> dict[Node, For
     """
     whole: dict[Node, Form] = {x: Form(1)}
     high: dict[Node, Form] = {}
-    for node in _reached(x, order):
+    reached = closure(x, lambda n: filter(_followed, n.users)) - {x}
+    for node in sorted(reached, key=order.__getitem__):
         if node in inside:
             _note(node, whole, whole)
         _note(node, high if node in inside else {**whole, **high}, high)
@@ -75,13 +74,8 @@ def _note(node: Node, operands: dict[Node, Form], into: dict[Node, Form]) -> Non
             into[node] = form
 
 
-def _reached(x: Node, order: dict[Node, int]) -> list[Node]:
-    """Return what is computed from x element by element, in the order of the graph."""
-    found = closure(x, lambda n: filter(_followed, n.users))
-    return sorted(found - {x}, key=order.__getitem__)
-
-
 def _followed(node: Node) -> bool:
+    """Tell whether a node is computed element by element, or moves elements."""
     return node.target in STRUCTURE or elementwise(node)
 
 

@@ -84,8 +84,8 @@ def feeding(group: StateClass) -> set[int]:
     where these states lose it.
     """
     part, found = group.representative, group.recurrences
-    walks = [walk(part.nodes, _old(part, j)) for j in range(len(found))]
-    sources = {_old(part, j): j for j in range(len(found))}
+    sources = {part.old(j): j for j in range(len(found))}
+    walks = [walk(part.nodes, part.old(j)) for j in range(len(found))]
     feed: set[int] = set()
     for i, ((carried, _, new), one) in enumerate(zip(part.states, found, strict=True)):
         if carried.owner != "param":
@@ -96,11 +96,6 @@ def feeding(group: StateClass) -> set[int]:
         new_forms = [forms.get(new) for forms in walks]
         feed |= {j for j, f in enumerate(new_forms) if enters(f, new_forms[i], anew=anew)}
     return {j for j in feed if part.states[j][0].owner != "param"}
-
-
-def part_of(form: Form | None) -> bool:
-    """Tell whether a value with this form in an old value is a sum or selection that has it."""
-    return form is not None and any(a != 0 for a in form.shares)
 
 
 def enters(form: Form | None, own: Form | None, *, anew: bool) -> bool:
@@ -114,7 +109,7 @@ def enters(form: Form | None, own: Form | None, *, anew: bool) -> bool:
         anew: whether it is known to keep little of itself.
     """
     if anew or form is None or own is None:
-        return anew and part_of(form)
+        return anew and form is not None and any(a != 0 for a in form.shares)
     return any(b != 0 and cancels(b, a) for b in form.shares for a in own.shares)
 
 
@@ -131,15 +126,14 @@ def _member(program: Program, group: StateClass, member: Slice) -> dict[int, Ver
     before: dict[Node, Node] = {}
     # What is linear in a state comes first: what is not may be computed from its new value.
     for i in sorted(range(len(found)), key=lambda i: _ORDER.index(found[i].kind)):
-        path = (found[i].source or _old(model, i), *found[i].carried_path)
-        steps = dict(zip(path[1:], path, strict=False))
+        steps = found[i].steps(model.old(i))
         if verdicts[i][0] and any(before.get(n, p) is not p for n, p in steps.items()):
             verdicts[i] = _second(member.states[i][0], found, verdicts, i, model)
         if verdicts[i][0]:
             verdicts[i] = _if_held(member.states[i][0], verdicts[i], program.settings.storage)
         if verdicts[i][0]:
             before.update(steps)
-    sources = {_old(model, i): i for i in range(len(found))}
+    sources = {model.old(i): i for i in range(len(found))}
     for _ in found:
         for i, one in enumerate(found):
             if verdicts[i][0] and one.source is not None and not verdicts[sources[one.source]][0]:
@@ -186,22 +180,18 @@ def _second(
     return False, carried.refusal
 
 
-def _old(part: Slice, which: int) -> Node:
-    return part.inputs[part.states[which][1]]
-
-
 def _by_compensated(
     group: StateClass, verdicts: dict[int, Verdict], choice: Choice
 ) -> list[Rewritten]:
     found: dict[Any, Rewritten] = {}
     for member in group.members:
-        which = tuple(i for i, (c, _, _) in enumerate(member.states) if verdicts[c.index][0])
-        if which:
-            storages = tuple(storage_of(member.states[i][0], choice) for i in which)
-            new = Rewritten([], which, group.recurrences, group.representative, storages)
+        states = enumerate(c for c, _, _ in member.states)
+        storages = {i: storage_of(c, choice) for i, c in states if verdicts[c.index][0]}
+        if storages:
+            new = Rewritten([], storages, group.recurrences, group.representative)
             # What cannot be updated together must not keep the others from it.
             layout = flat(member), value_of(member.nodes[0]).device
-            found.setdefault((which, storages, layout), new).members.append(member)
+            found.setdefault((*storages.items(), layout), new).members.append(member)
     return list(found.values())
 
 
@@ -285,24 +275,22 @@ def _entry(carried: Carried, verdict: Verdict | None, program: Program) -> State
     outside = carried.refusal or _outside(carried, compensable=compensable)
     compensated, reason, text = verdict or (False, outside, "")
     storage = storage_of(carried, program.settings.storage) if compensated else ""
+    # A dtype in which updates may be lost, and for which there is no storage.
+    dtype = carried.val.dtype
+    unknown = dtype.is_complex or (dtype.is_floating_point and dtype.itemsize == 1)
     return StatePlan(
         name=carried.name,
-        dtype=carried.val.dtype,
+        dtype=dtype,
         shape=tuple(int(s) if isinstance(s, int) else -1 for s in carried.val.shape),
         recurrence=text,
         compensated=compensated,
         reason=reason,
         storage=storage,
         residual_bytes=STORAGES[storage].residual_bytes(carried.val) if storage else 0,
-        refused=bool(carried.refusal) and (compensable or _unknown(carried.val.dtype)),
+        refused=bool(carried.refusal) and (compensable or unknown),
         index=carried.index,
         compensable=compensable,
     )
-
-
-def _unknown(dtype: torch.dtype) -> bool:
-    """Tell whether there is no storage for a dtype in which updates may be lost."""
-    return dtype.is_complex or (dtype.is_floating_point and dtype.itemsize == 1)
 
 
 def _of_other(entry: StatePlan, other: Carried) -> StatePlan:

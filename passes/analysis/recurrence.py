@@ -2,12 +2,10 @@
 
 from torch.fx import Node
 
-from collage_fx.passes.analysis.affine import Form, transfer, written
+from collage_fx.passes.analysis.affine import Form, written
 from collage_fx.passes.analysis.carried_path import beside, carried_path, walk
 from collage_fx.passes.analysis.coupled import joint
 from collage_fx.passes.ir.program import Program, Recurrence, Slice
-
-__all__ = ["Form", "recurrence", "recurrence_of", "transfer"]
 
 
 def recurrence(program: Program) -> None:
@@ -19,17 +17,16 @@ def recurrence(program: Program) -> None:
     """
     for group in program.classes:
         part = group.representative
-        walks = [walk(part.nodes, part.inputs[position]) for _, position, _ in part.states]
+        walks = [walk(part.nodes, part.old(i)) for i in range(len(part.states))]
         own = [_own(part, i, forms) for i, forms in enumerate(walks)]
         group.recurrences = joint(part, walks, own)
 
 
 def _own(part: Slice, which: int, forms: dict[Node, Form]) -> Recurrence:
     """Return the recurrence of one state by itself."""
-    _, position, new = part.states[which]
+    x, new = part.old(which), part.states[which][2]
     if new not in forms:
         return recurrence_of(Form(0, "free"))
-    x = part.inputs[position]
     path = carried_path(part, x, new, forms)
     return recurrence_of(forms[new], path, beside(x, path, forms))
 

@@ -1,12 +1,14 @@
 """Pass 10: put the lowered slices into one graph for Inductor, with residuals as inputs."""
 
+import functools
+import itertools
 import operator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from collage_fx.passes.analysis.affine import LERP
@@ -76,13 +78,14 @@ class _Stamp:
     """The members for which it stands."""
     seed: list[Node] = field(default_factory=list)
     """The seed, if it takes one."""
-    pending: list[int] = field(default_factory=list)
-    """Positions of the lowered graph's results that are not in the graph yet."""
-    new_residuals: dict[int, Node] = field(default_factory=dict)
-    """Position among the residuals -> its new value."""
+    made: dict[int, Node] = field(default_factory=dict)
+    """Positions of the lowered graph's results -> those of them that are in the graph."""
 
-    def __post_init__(self) -> None:
-        self.pending = list(range(len(self.member.outputs) + len(self.residuals)))
+    @property
+    def pending(self) -> list[int]:
+        """The positions of the results that are not in the graph yet."""
+        count = len(self.member.outputs) + len(self.residuals)
+        return [i for i in range(count) if i not in self.made]
 
 
 class _Emitter:
@@ -92,14 +95,17 @@ class _Emitter:
         self.graph = Graph()
         self.env: dict[Node, Node] = {}
         self.stamps: list[_Stamp] = []
-        self.together: list[tuple[Rewritten, list[_Stamp], Scalars | None]] = []
-        """Classes that run as one operation, with the 0-d work of their members."""
-        self.parts: dict[tuple[int, tuple[int, ...]], _Part] = {}
+        self.together: dict[Rewritten, list[_Stamp]] = {}
+        """Classes that run as one operation."""
+        self.scalars: dict[Rewritten, Scalars] = {}
+        """Of those of them that have some, the 0-d work of their members."""
+        self.needs = functools.cache(_needs)
+        self.region = functools.cache(_region_of)
         self.others = LeftOutMembers(program, self.graph)
         self.seeds: dict[torch.device, Node] = {}
 
     def run(self) -> None:
-        """Fill in `result` and `residual_inputs` of the program; or `unlike`, if that cannot be."""
+        """Fill in `result` and `residual_inputs` of the program; or nothing, if it is `unlike`."""
         nodes = list(self.canonical.graph.nodes)
         placeholders = [n for n in nodes if n.op == "placeholder"]
         with fake_mode_of(placeholders):
@@ -107,21 +113,18 @@ class _Emitter:
                 self._copy(node)
             self.others.add_inputs(self.env)
             if any(self.others.mixes(m) for r in self.program.rewritten for m in r.members):
-                self.program.unlike = self.others.unlike
                 return
             self._choose()
-            updated = [s.member for _, stamps, _ in self.together for s in stamps]
-            updated += [m for _, _, scalars in self.together if scalars for m in scalars.members]
+            updated = [s.member for stamps in self.together.values() for s in stamps]
+            updated += [m for scalars in self.scalars.values() for m in scalars.members]
             replaced = {n for s in self.stamps for n in s.member.nodes}
             replaced |= {n for member in updated for n in member.nodes}
             last = [n for n in nodes if n.op == "output" or n.target is aten.copy_.default]
             rest = set(nodes) - replaced - set(last) - set(placeholders)
             self._interleave([n for n in nodes if n in rest])
-            vectors = [
-                self._vectors(scalars, s) if scalars else [] for _, s, scalars in self.together
-            ]
-            for (rewritten, stamps, scalars), made_for in zip(self.together, vectors, strict=True):
-                self._multi_tensor(rewritten, stamps, scalars.feeds if scalars else {}, made_for)
+            vectors = {r: self._vectors(one, self.together[r]) for r, one in self.scalars.items()}
+            for rewritten, stamps in self.together.items():
+                self._multi_tensor(rewritten, stamps, vectors.get(rewritten, {}))
             done = {member.inputs[at] for member in updated for _, at, _ in member.states}
             for node in last[:-1]:
                 if node.args[0] in done:
@@ -132,7 +135,6 @@ class _Emitter:
             self._copy(last[-1])
             self.others.add_results(last[-1])
         self.others.check()
-        self.program.unlike = self.others.unlike
         if self.program.unlike is None:
             self.graph.lint()
             self.program.result = _LazyGraphModule(self.canonical, self.graph)
@@ -165,15 +167,15 @@ class _Emitter:
             if not rewritten.apart and conflicting.intersection(rewritten.members):
                 rewritten.apart = "a state of a member is read elsewhere, or through a view"
         together = [r for r in classes if not r.apart]
-        scalars = dict(zip(together, self._scalars(together, readers), strict=True))
+        self.scalars = self._scalars(together, readers)
         for rewritten in classes:
             stamps = [self._stamp(rewritten, member) for member in rewritten.members]
             if rewritten.apart:
                 self.stamps += stamps
             else:
-                self.together.append((rewritten, stamps, scalars[rewritten]))
-        stamps = [*self.stamps, *(s for _, found, _ in self.together for s in found)]
-        for stamp in stamps:  # the last inputs, behind all residuals
+                self.together[rewritten] = stamps
+        # The last inputs, behind all residuals.
+        for stamp in itertools.chain(self.stamps, *self.together.values()):
             if stamp.rewritten.seeded:
                 stamp.seed = [self._seed(value_of(stamp.residuals[0]).device)]
 
@@ -195,7 +197,7 @@ class _Emitter:
             return f"fewer than {MEMBERS} members"
         return obstacle(rewritten)
 
-    def _scalars(self, together: list[Rewritten], readers: Readers) -> list[Scalars | None]:
+    def _scalars(self, together: list[Rewritten], readers: Readers) -> dict[Rewritten, Scalars]:
         """Return the 0-d work of each class that can have a kernel of its own."""
         graph = self.canonical.graph
         placeholders = graph.find_nodes(op="placeholder")
@@ -204,23 +206,25 @@ class _Emitter:
         inside = {n for m in slices for n in m.nodes}
         stored = inverse(mutations(graph))
         alone = self.others.taken_alone
-        found = [scalars_of(r, states, stored, inside, alone) for r in together]
-        parts = [m for scalars in found if scalars for m in scalars.members]
+        every = {r: scalars_of(r, states, stored, inside, alone) for r in together}
+        found = {r: scalars for r, scalars in every.items() if scalars}
+        parts = [m for scalars in found.values() for m in scalars.members]
         conflicting = conflicts(readers, [*parts, *(m for r in together for m in r.members)])
-        return [s if s and not conflicting.intersection(s.members) else None for s in found]
+        return {r: s for r, s in found.items() if not conflicting.intersection(s.members)}
 
     def _multi_tensor(
-        self,
-        rewritten: Rewritten,
-        stamps: list[_Stamp],
-        feeds: dict[int, int],
-        vectors: list[Node],
+        self, rewritten: Rewritten, stamps: list[_Stamp], vectors: dict[int, Node]
     ) -> None:
         """Append one operation that updates all members of a class in place.
 
         After all else, so that whatever reads an old value comes before.
+
+        Args:
+            rewritten: the class.
+            stamps: its members.
+            vectors: inputs of their slices that come as one vector for all members.
         """
-        key = rewritten.multi_tensor = register_multi_tensor(rewritten, list(feeds))
+        key = rewritten.multi_tensor = register_multi_tensor(rewritten, list(vectors))
         calls = []
         for stamp in stamps:
             new = other_outputs(stamp.member)
@@ -234,7 +238,7 @@ class _Emitter:
                     other.instead[mine] = its
                     self.others.made.setdefault(n, []).append(its)
             calls.append((inputs, stamp.others))
-        self._call(key, calls, [vectors[k] for k in feeds.values()])
+        self._call(key, calls, list(vectors.values()))
 
     def _call(
         self, key: str, calls: list[tuple[list[Node], list[LeftOutMember]]], vectors: list[Node]
@@ -250,16 +254,20 @@ class _Emitter:
         written: list[Node] = []
         read: list[Node] = []
         for inputs, others in calls:
-            ours = [inputs[i] for i in kernel.written], [inputs[i] for i in kernel.read]
-            new_written, new_read = self.others.operands(*ours, others)
-            written += new_written
-            read += new_read
-        operands = (written, read, vectors)
-        node = self.graph.call_function(collage.multi_tensor.default, (*operands, key))
+            for other in others:
+                self.others.note(other.unlike(inputs, kernel.written, kernel.read))
+            for own in (inputs, *(other.operands(inputs) for other in others)):
+                written += [own[i] for i in kernel.written]
+                read += [own[i] for i in kernel.read]
+        operands = (written, read, vectors, key)
+        node = self.graph.call_function(collage.multi_tensor.default, operands)
         node.meta["val"] = None
 
-    def _vectors(self, scalars: Scalars, stamps: list[_Stamp]) -> list[Node]:
-        """Append the operation that does the 0-d work of all members; return what it makes."""
+    def _vectors(self, scalars: Scalars, stamps: list[_Stamp]) -> dict[int, Node]:
+        """Append the operation that does the 0-d work of all members.
+
+        Return the inputs of their slices that it makes, a vector each.
+        """
         key = register_scalar_kernel(scalars)
         kernel = MULTI_TENSOR_KERNELS[key]
         count = sum(1 + len(stamp.others) for stamp in stamps)
@@ -270,7 +278,7 @@ class _Emitter:
         ]
         inputs = [[self.env[n] for n in part.inputs] for part in scalars.members]
         self._call(key, list(zip(inputs, (s.others for s in stamps), strict=True)), vectors)
-        return vectors
+        return {i: vectors[k] for i, k in scalars.feeds.items()}
 
     def _memory(self, like: Tensor) -> Node:
         """Append an operation that allocates a tensor; return it."""
@@ -283,7 +291,7 @@ class _Emitter:
     def _stamp(self, rewritten: Rewritten, member: Slice) -> _Stamp:
         residuals: list[Node] = []
         others = self.others.of(member)
-        for i in rewritten.compensated:
+        for i in rewritten.storages:
             carried, at, _ = member.states[i]
             name, dtypes = f"{member.inputs[at].name}_lo", rewritten.residuals(i)
             ours = add_residuals(self.program, self.graph, carried, name, dtypes)
@@ -299,72 +307,57 @@ class _Emitter:
         """Append other nodes and regions in turn, each when its inputs are there."""
         stamps = list(self.stamps)
         while rest or stamps:
-            waiting = []
+            before, waiting = len(self.graph.nodes), []
             for node in rest:
                 if all(a in self.env for a in node.all_input_nodes):
                     self._copy(node)
                 else:
                     waiting.append(node)
-            before = len(rest) + sum(len(s.pending) for s in stamps)
             rest = waiting
             for stamp in stamps:
                 self._regions(stamp)
             stamps = [s for s in stamps if s.pending]
-            left = len(rest) + sum(len(s.pending) for s in stamps)
-            assert left < before, "nodes and regions wait for each other"
+            assert len(self.graph.nodes) > before, "nodes and regions wait for each other"
 
     def _regions(self, stamp: _Stamp) -> None:
         """Append one region for all pending results of a member whose inputs are there."""
-        count = len(stamp.member.inputs)
-        have = {i for i, n in enumerate(stamp.member.inputs) if n in self.env}
-        have |= set(range(count, count + len(stamp.residuals) + len(stamp.seed)))
-        needs = _needs(stamp.rewritten)
+        outputs = stamp.member.outputs
+        sources = [self.env.get(n) for n in stamp.member.inputs] + stamp.residuals + stamp.seed
+        have = {i for i, n in enumerate(sources) if n is not None}
+        needs = self.needs(stamp.rewritten)
         ready = tuple(i for i in stamp.pending if needs[i] <= have)
         if not ready:
             return
-        key = (id(stamp.rewritten), ready)
-        part = self.parts.get(key)
-        if part is None:
-            part = self.parts[key] = _Part(graph_of(stamp.rewritten.lowered), ready)
-        sources = [self.env.get(n) for n in stamp.member.inputs] + stamp.residuals + stamp.seed
-        inputs = [n for i in part.inputs if (n := sources[i]) is not None]
-        self._append_region(stamp, part, inputs)
-
-    def _append_region(self, stamp: _Stamp, part: "_Part", inputs: list[Node]) -> None:
-        region = self.graph.call_function(collage.region.default, (inputs, part.key))
-        region.meta["val"] = collage.region.default([value_of(n) for n in inputs], part.key)
-        for k, i in enumerate(part.results):
-            item = self.graph.call_function(operator.getitem, (region, k))
+        taken, key = self.region(stamp.rewritten, ready)
+        inputs = [n for i in taken if (n := sources[i]) is not None]
+        region = self.graph.call_function(collage.region.default, (inputs, key))
+        region.meta["val"] = collage.region.default([value_of(n) for n in inputs], key)
+        for k, i in enumerate(ready):
+            item = stamp.made[i] = self.graph.call_function(operator.getitem, (region, k))
             item.meta["val"] = region.meta["val"][k]
-            if i < len(stamp.member.outputs):
-                self.env[stamp.member.outputs[i]] = item
-                item.meta["stack_trace"] = stamp.member.outputs[i].meta.get("stack_trace")
-            else:
-                stamp.new_residuals[i - len(stamp.member.outputs)] = item
-            stamp.pending.remove(i)
+            if i < len(outputs):
+                self.env[outputs[i]] = item
+                item.meta["stack_trace"] = outputs[i].meta.get("stack_trace")
 
     def _write_residuals(self) -> None:
         for stamp in self.stamps:
-            for i, lo in enumerate(stamp.residuals):
-                node = self.graph.call_function(aten.copy_.default, (lo, stamp.new_residuals[i]))
+            for i, lo in enumerate(stamp.residuals, len(stamp.member.outputs)):
+                node = self.graph.call_function(aten.copy_.default, (lo, stamp.made[i]))
                 node.meta["val"] = lo.meta["val"]
 
 
-class _Part:
-    """Some results of a lowered graph, as a region of their own."""
-
-    def __init__(self, lowered: GraphModule, results: tuple[int, ...]) -> None:
-        self.results = results
-        graph = Graph()
-        all_results: Any = graph.graph_copy(lowered.graph, {})
-        graph.output(tuple(all_results[i] for i in results))
-        graph.eliminate_dead_code()
-        placeholders = list(graph.find_nodes(op="placeholder"))
-        self.inputs = [i for i, n in enumerate(placeholders) if n.users]
-        for node in placeholders:
-            if not node.users:
-                graph.erase_node(node)
-        self.key = register_region(_LazyGraphModule(torch.nn.Module(), graph))
+def _region_of(rewritten: Rewritten, results: tuple[int, ...]) -> tuple[list[int], str]:
+    """Make some results of a lowered graph a region of their own; return its inputs and its key."""
+    graph = Graph()
+    all_results: Any = graph.graph_copy(graph_of(rewritten.lowered).graph, {})
+    graph.output(tuple(all_results[i] for i in results))
+    graph.eliminate_dead_code()
+    placeholders = list(graph.find_nodes(op="placeholder"))
+    inputs = [i for i, n in enumerate(placeholders) if n.users]
+    for node in placeholders:
+        if not node.users:
+            graph.erase_node(node)
+    return inputs, register_region(_LazyGraphModule(torch.nn.Module(), graph))
 
 
 def _needs(rewritten: Rewritten) -> list[set[int]]:

@@ -73,16 +73,12 @@ def _dtype_of_value(node: Node, values: dict[Node, torch.dtype]) -> torch.dtype 
         return dtype if dtype in OVERFLOW else None
     if node.target not in _CHOOSING:
         return None
-    chosen = [a for a in operands if not _is_condition(a)]
-    dtypes = {values.get(a) for a in chosen if isinstance(a, Node)}
+    conditions = (a for a in node.all_input_nodes if a.meta["dtype"] == torch.bool)
+    dtypes = {values.get(a) for a in set(node.all_input_nodes).difference(conditions)}
     if len(dtypes) != 1 or (dtype := dtypes.pop()) is None:
         return None
-    numbers = (a for a in chosen if not isinstance(a, Node))
+    numbers = (a for a in operands if not isinstance(a, Node))
     return dtype if all(_represents(dtype, float(a)) for a in numbers) else None
-
-
-def _is_condition(operand: Any) -> bool:
-    return isinstance(operand, Node) and operand.meta["dtype"] == torch.bool
 
 
 def _represents(dtype: torch.dtype, number: float) -> bool:

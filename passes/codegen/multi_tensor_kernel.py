@@ -25,8 +25,8 @@ from collage_fx.passes.codegen.inductor_kernel import compile_by_inductor
 from collage_fx.passes.codegen.inductor_lowering import region_graph, register_region
 from collage_fx.passes.codegen.printers.cpp_kernel import Unprintable, print_cpp_kernel
 from collage_fx.passes.codegen.printers.triton_kernel import print_triton_kernel
-from collage_fx.passes.codegen.scalar_kernel import Scalars
-from collage_fx.passes.ir.graph_memory import base_of, writes_only
+from collage_fx.passes.codegen.scalar_kernel import Scalars, only_taken_by
+from collage_fx.passes.ir.graph_memory import base_of, with_memory
 from collage_fx.passes.ir.program import (
     Program,
     Rewritten,
@@ -37,7 +37,7 @@ from collage_fx.passes.ir.program import (
     value_of,
 )
 from collage_fx.runtime import logs, progress
-from collage_fx.runtime.kernels.argument_table import Column, Runner, check_sizes, device_of, select
+from collage_fx.runtime.kernels.argument_table import Column, Runner, check_sizes, device_of
 from collage_fx.runtime.kernels.cpp_loop import compile_loop
 from collage_fx.runtime.kernels.triton_launch import Launch
 
@@ -163,7 +163,7 @@ class MultiTensorKernel:
         """Update members; see `Runner.run`. Those without elements are left out."""
         if not all(sizes):
             inside = [m for m, size in enumerate(sizes) if size]
-            columns = [select(column, inside) for column in columns]
+            columns = [[column[m] for m in inside] for column in columns]
             sizes = [sizes[m] for m in inside]
         if sizes:
             device = device_of(columns[self.scalar.index(False)])
@@ -209,27 +209,15 @@ def register_multi_tensor(rewritten: Rewritten, vectors: Sequence[int] = ()) -> 
     """
     part, residuals, seeds = rewritten.members[0], rewritten.residual_count, rewritten.seeded
     new = other_outputs(part)
+    lows, memory = len(part.inputs), len(part.inputs) + residuals + seeds
     written = [at for _, at, _ in part.states]
+    written += [*range(lows, lows + residuals), *range(memory, memory + len(new))]
     results = [part.outputs.index(value) for _, _, value in part.states]
-    for k in range(residuals):
-        written.append(len(part.inputs) + k)
-        results.append(len(part.outputs) + k)
-    for k, node in enumerate(new):
-        written.append(len(part.inputs) + residuals + seeds + k)
-        results.append(part.outputs.index(node))
+    results += range(len(part.outputs), len(part.outputs) + residuals)
+    results += map(part.outputs.index, new)
     scalar = [value_of(n).dim() == 0 for n in part.inputs] + [False] * residuals
     scalar += [True] * seeds + [False] * len(new)
     return _register(graph_of(rewritten.lowered), new, scalar, written, results, list(vectors))
-
-
-def _with_memory(lowered: GraphModule, dtypes: list[torch.dtype]) -> GraphModule:
-    """Return a lowered graph with more inputs, unused: memory for what it makes."""
-    graph = Graph()
-    env = {n: graph.node_copy(n) for n in lowered.graph.find_nodes(op="placeholder")}
-    for k, dtype in enumerate(dtypes):
-        graph.placeholder(f"out{k}").meta["dtype"] = dtype
-    graph.output(graph.graph_copy(lowered.graph, env))
-    return GraphModule(torch.nn.Module(), graph)
 
 
 def register_scalar_kernel(scalars: Scalars) -> str:
@@ -252,11 +240,10 @@ def _register(
     *,
     single: bool = False,
 ) -> str:
-    lowered = _with_memory(lowered, [value_of(n).dtype for n in new])
-    dtypes = [n.meta["dtype"] for n in lowered.graph.find_nodes(op="placeholder")]
-    kernel = MultiTensorKernel(
-        register_region(lowered), dtypes, scalar, written, results, vectors, single=single
-    )
+    graph = with_memory(lowered.graph, (value_of(n).dtype for n in new))
+    dtypes = [n.meta["dtype"] for n in graph.find_nodes(op="placeholder")]
+    region = register_region(GraphModule(torch.nn.Module(), graph))
+    kernel = MultiTensorKernel(region, dtypes, scalar, written, results, vectors, single=single)
     if kernel.key not in MULTI_TENSOR_KERNELS:
         MULTI_TENSOR_KERNELS[kernel.key] = kernel
         progress.expect("kernel")
@@ -270,14 +257,16 @@ def obstacle(rewritten: Rewritten) -> str:
     walk over its memory. What else reads their states is `conflicts`' affair.
     """
     members = rewritten.members
-    if not all(_ends(m) for m in members):
+    if not all(only_taken_by(m, m, or_returned=True) for m in members):
         return "the graph goes on with what a member computes"
     if not all(flat(m) for m in members):
         return "the tensors of a member differ in shape or strides, or are not dense"
     values = [value_of(n) for m in members for n in m.inputs]
-    if not _on_one_device(values):
+    devices = {v.device for v in values if v.dim()}
+    scalars = {v.device for v in values if not v.dim()}
+    if len(devices) > 1 or not scalars <= devices | {torch.device("cpu")}:  # a launch brings those
         return "the members are not on one device"
-    return unreachable(next(v.device for v in values if v.dim()))
+    return unreachable(devices.pop())
 
 
 def unreachable(device: torch.device) -> str:
@@ -317,24 +306,6 @@ def conflicts(readers: Readers, parts: Sequence[Slice]) -> set[Slice]:
         )
 
     return {p for p in parts if any(conflicting(p, p.inputs[at]) for _, at, _ in p.states)}
-
-
-def _ends(member: Slice) -> bool:
-    """Tell whether what a member computes is a new value of its states or a result of the graph."""
-    inside = set(member.nodes)
-    writes = {(member.inputs[at], new) for _, at, new in member.states}
-    return all(
-        user in inside or user.op == "output" or (user.args in writes and writes_only(user))
-        for node in member.outputs
-        for user in node.users
-    )
-
-
-def _on_one_device(values: list[Tensor]) -> bool:
-    """Tell whether one kernel can reach all of them; a launch brings scalars of the CPU along."""
-    devices = {v.device for v in values if v.dim()}
-    scalars = {v.device for v in values if not v.dim()}
-    return len(devices) == 1 and scalars <= devices | {torch.device("cpu")}
 
 
 def run_multi_tensor(

@@ -24,15 +24,18 @@ class LeftOutMember:
         """Return what this member has in the places of these nodes."""
         return [self.instead.get(n, n) for n in nodes]
 
-    def unlike(self, written: Sequence[Node], read: Sequence[Node]) -> Unlike | None:
-        """Return why it cannot be updated by a kernel that writes and reads these nodes.
+    def unlike(
+        self, inputs: Sequence[Node], written: Sequence[int], read: Sequence[int]
+    ) -> Unlike | None:
+        """Return why it cannot be updated by a kernel that writes and reads some of these nodes.
 
         What it may have in common with the member that stayed are inputs, and 0-d tensors: these
         are computed from nothing that only one member has, which `narrow` made sure of.
         """
-        if any(n not in self.instead for n in written):
+        if any(inputs[i] not in self.instead for i in written):
             return Unlike("members overwrite the same")
-        if any(n not in self.instead and n.op != "placeholder" and _full(n) for n in read):
+        given = (inputs[i] for i in read if inputs[i] not in self.instead)
+        if any(n.op != "placeholder" and _full(n) for n in given):
             return Unlike("a member takes what is computed elsewhere")
         return None
 
@@ -48,8 +51,6 @@ class LeftOutMembers:
         self.inputs: dict[Copies, list[LeftOutMember]] = {}
         self.made: dict[Node, list[Node]] = {}
         """What such a member makes, before `emit` -> what the others make."""
-        self.unlike: Unlike | None = None
-        """The first reason found why a member cannot stand for others."""
 
     def add_inputs(self, env: dict[Node, Node]) -> None:
         """Append the inputs of the members.
@@ -73,11 +74,15 @@ class LeftOutMembers:
                 self.inputs[copies].append(LeftOutMember(instead, full))
 
     def mixes(self, member: Slice) -> bool:
-        """Tell whether a member takes what belongs to several that stand for others."""
+        """Tell whether a member takes what belongs to several that stand for others; note that."""
         if len(self._copies_of(member)) < 2:
             return False
-        self.unlike = Unlike("members that have nothing in common are updated together")
+        self.note(Unlike("members that have nothing in common are updated together"))
         return True
+
+    def note(self, unlike: Unlike | None) -> None:
+        """Note the first reason found why a member cannot stand for others."""
+        self.program.unlike = self.program.unlike or unlike
 
     def _copies_of(self, member: Slice) -> set[Copies]:
         return {self.copies[n] for n in member.inputs if n in self.copies}
@@ -93,23 +98,6 @@ class LeftOutMembers:
         """Return, before `emit`, what only this member takes; None if it stands for no others."""
         found = self._copies_of(member)
         return {n for n, copies in self.copies.items() if copies in found} if found else None
-
-    def operands(
-        self, written: list[Node], read: list[Node], others: Sequence[LeftOutMember]
-    ) -> tuple[list[Node], list[Node]]:
-        """Return what a kernel writes and reads for a member and for those that it stands for.
-
-        Args:
-            written: what it writes for that member.
-            read: what it reads for it.
-            others: those that it stands for.
-        """
-        for other in others:
-            self.unlike = self.unlike or other.unlike(written, read)
-        return (
-            [*written, *(n for other in others for n in other.operands(written))],
-            [*read, *(n for other in others for n in other.operands(read))],
-        )
 
     def add_results(self, output: Node) -> None:
         """Append what the members make to the results.
@@ -128,13 +116,13 @@ class LeftOutMembers:
         new.args = (tuple(results),)
 
     def check(self) -> None:
-        """Note it in `unlike` if something is done to a member that stayed, but not to others."""
+        """Note it if something is done to a member that stayed, but not to others."""
         placeholders = list(self.graph.find_nodes(op="placeholder"))
         for copies in self.program.copies:
             for k, index in enumerate(copies.inputs):
                 users = placeholders[index].users if k not in copies.shared else ()
                 if any(user.target is not collage.multi_tensor.default for user in users):
-                    self.unlike = self.unlike or Unlike("a member is updated by itself")
+                    self.note(Unlike("a member is updated by itself"))
 
 
 def _full(node: Node) -> bool:

@@ -4,6 +4,7 @@ A step count and its bias corrections are 0-d, and each parameter has its own. T
 slice, whose kernel would compute them once for each element. Left to Inductor, they are unrolled.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from torch._inductor.lowering import lowerings
 from torch.fx import Graph, GraphModule, Node
 
 from collage_fx.passes.frontend.slice import elementwise, make_slice
-from collage_fx.passes.ir.graph_memory import writes_only
+from collage_fx.passes.ir.graph_memory import depending, writes_only
 from collage_fx.passes.ir.program import (
     LOW_PRECISION,
     Carried,
@@ -54,16 +55,12 @@ def scalars_of(
             it takes. What it computes from none of them is that of all.
     """
     cones = [_cone(member, others) for member in rewritten.members]
-    seen: dict[Node, int] = {}
-    for cone in cones:
-        for node in cone:
-            seen[node] = seen.get(node, 0) + 1
+    seen = Counter(node for cone in cones for node in cone)
+    inputs = map(alone, rewritten.members)
+    cones = [c if i is None else depending(c, i) for c, i in zip(cones, inputs, strict=True)]
     device = next(value_of(n).device for n in rewritten.members[0].inputs if value_of(n).dim())
     # What comes of numbers of the host alone, such as a learning rate that changes, is made there.
-    own = [
-        [n for n in _depending(cone, alone(m)) if seen[n] == 1 and value_of(n).device == device]
-        for cone, m in zip(cones, rewritten.members, strict=True)
-    ]
+    own = [[n for n in cone if seen[n] == 1 and value_of(n).device == device] for cone in cones]
     if not all(own):
         return None
     parts = [make_slice(nodes, states, stored) for nodes in own]
@@ -71,7 +68,7 @@ def scalars_of(
     alike = all(p.key == parts[0].key for p in parts) and all(f == feeds[0] for f in feeds)
     # A launch brings such numbers along.
     given = {value_of(n).device for part in parts for n in part.inputs}
-    closed = all(map(_closed, parts, rewritten.members))
+    closed = all(map(only_taken_by, parts, rewritten.members))
     if not (alike and closed and given <= {device, torch.device("cpu")}):
         return None
     lowered = _lower(parts[0])
@@ -85,33 +82,20 @@ def _cone(member: Slice, others: set[Node]) -> list[Node]:
     def visit(node: Node) -> None:
         if node in found or node in others:
             return
-        if elementwise(node) and _is_scalar(node):
+        if elementwise(node) and all(map(_is_scalar, (node, *node.all_input_nodes))):
             for a in node.all_input_nodes:
                 visit(a)
             found[node] = None
 
-    for node in member.inputs:
-        if is_tensor(node) and value_of(node).dim() == 0:
-            visit(node)
-    return list(found)
-
-
-def _depending(cone: list[Node], inputs: set[Node] | None) -> list[Node]:
-    """Return what is computed from these inputs; all, for None."""
-    if inputs is None:
-        return cone
-    found: dict[Node, None] = {}
-    for node in cone:
-        if any(a in inputs or a in found for a in node.all_input_nodes):
-            found[node] = None
+    for node in filter(_is_scalar, member.inputs):
+        visit(node)
     return list(found)
 
 
 def _is_scalar(node: Node) -> bool:
-    tensors = [node, *node.all_input_nodes]
-    return all(
-        is_tensor(n) and value_of(n).dim() == 0 and value_of(n).dtype not in LOW_PRECISION
-        for n in tensors
+    """Tell whether a node is a 0-d tensor, and not of low precision."""
+    return (
+        is_tensor(node) and not value_of(node).dim() and value_of(node).dtype not in LOW_PRECISION
     )
 
 
@@ -120,13 +104,21 @@ def _feeds(member: Slice, part: Slice) -> dict[int, int]:
     return {i: where[n] for i, n in enumerate(member.inputs) if n in where}
 
 
-def _closed(part: Slice, member: Slice) -> bool:
-    """Tell whether nothing but the member and the states of the part takes its results."""
+def only_taken_by(part: Slice, member: Slice, *, or_returned: bool = False) -> bool:
+    """Tell whether nothing but a member and the states of a part takes what the part computes.
+
+    Args:
+        part: the part, which may be the member.
+        member: the member.
+        or_returned: whether it may be a result of the graph too.
+    """
     inside = {*part.nodes, *member.nodes}
     new = {(part.inputs[at], value) for _, at, value in part.states}
     return all(
-        user in inside or (user.args in new and writes_only(user))
-        for node in part.nodes
+        user in inside
+        or (or_returned and user.op == "output")
+        or (user.args in new and writes_only(user))
+        for node in part.outputs
         for user in node.users
     )
 

@@ -153,7 +153,8 @@ def _layout(part: Part, dtypes: Collection[torch.dtype]) -> Hashable | None:
             return None
         if not _full(atom) and any(_full(x) for x in atom.operands):
             return None  # a reduction
-    low = any(x.bound and _full(x) and _dtype(x) in dtypes for x in part.inputs)
+    states = (x.value for x in part.inputs if x.bound and x.value is not None and x.value.dim())
+    low = any(value.dtype in dtypes for value in states)
     return tuple(n == 1 for n in shape) if low else None
 
 
@@ -189,10 +190,6 @@ def _full(x: Atom) -> bool:
     return x.value is not None and x.value.dim() > 0
 
 
-def _dtype(x: Atom) -> torch.dtype | None:
-    return x.value.dtype if x.value is not None else None
-
-
 def _without(scan: Scan, groups: list[list[Part]]) -> Narrow:
     """Return the graph of the first part of each group, and of what is in none."""
     left = [part for parts in groups for part in parts[1:]]
@@ -223,13 +220,15 @@ def _without(scan: Scan, groups: list[list[Part]]) -> Narrow:
             graph.erase_node(env[node])
     placeholders = scan.gm.graph.find_nodes(op="placeholder")
     inputs = [i for i, n in enumerate(placeholders) if n in env]
-    found = [_group(parts) for parts in groups]
+    found = [
+        Group(
+            [[x.node for x in part.inputs] for part in parts],
+            [part.results for part in parts],
+            {i for i, x in enumerate(parts[0].inputs) if x.others},
+        )
+        for parts in groups
+    ]
     return Narrow(_module(scan.gm, graph), inputs, results, scan.returned, found)
-
-
-def _group(parts: list[Part]) -> Group:
-    shared = {i for i, x in enumerate(parts[0].inputs) if x.others}
-    return Group([[x.node for x in p.inputs] for p in parts], [p.results for p in parts], shared)
 
 
 def _module(gm: GraphModule, graph: Graph) -> GraphModule:

@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from collage_fx.passes.frontend.torch_internals import OpOverload, set_grad_enabled
+from collage_fx.passes.ir.graph_memory import Connected
 from collage_fx.passes.rewrite.op_schema import written as overwritten
 
 
@@ -38,8 +39,6 @@ class Atom:
     """Whether it cannot be part of a member that leaves the graph."""
     graded: bool = True
     """Whether gradients are recorded where it runs."""
-    parent: "Atom | None" = None
-    """Another one that it belongs together with."""
     home: "Atom | None" = None
     """One that is bound and belongs to the same part."""
     part: "Part | None" = None
@@ -83,6 +82,7 @@ class Scan:
         self.numbers_read: list[Atom] = []
         """The inputs of which the graph takes the value as a number."""
         self.graded = True
+        self.together: Connected[Atom] = Connected()
         self.written: set[int] = set()
         """The memory that the graph overwrites."""
         for node in gm.graph.nodes:
@@ -155,7 +155,7 @@ class Scan:
         tensor = value if isinstance(value, Tensor) else None
         writes, plain = _known(node)
         # A number to which a tensor is added is not overwritten.
-        writes &= isinstance(first := _first(args), Node) and first in self.atom_of
+        writes &= isinstance(first := next(iter(args[0]), None), Node) and first in self.atom_of
         odd = not plain or tensor is None
         for x in list(operands)[: None if odd else int(writes)]:
             self.written.add(memory_of(x.value))
@@ -193,33 +193,33 @@ class Scan:
                 where = memory_of(x.value)
                 if where in self.written or (x.odd and not x.is_input):
                     atom.bound = True
-                    _join(atom, memory.setdefault(where, x))
+                    self.together.join(atom, memory.setdefault(where, x))
         self._assign()
 
     def _assign(self) -> None:
         """Add to each part what only it uses, and join parts of which one alone uses the other."""
         users: dict[Atom, list[Atom | None]] = {}
         for atom in reversed(self.atoms):
-            parts = {_root(u) if u else None for u in users.get(atom, [])}
+            parts = {self.together.root(u) if u else None for u in users.get(atom, [])}
             only = next(iter(parts)) if len(parts) == 1 else None
             if not atom.bound:
                 atom.home = only
             else:
                 atom.home = atom
                 if only is not None:
-                    _join(only, atom)
-                elif parts - {_root(atom)}:
+                    self.together.join(only, atom)
+                elif parts - {self.together.root(atom)}:
                     atom.odd = True
             for x in atom.operands:
                 users.setdefault(x, []).append(atom.home)
         parts_of: dict[Atom, Part] = {}
         for x in self.inputs:
-            homes = {_root(u) if u else None for u in users.get(x, [])}
+            homes = {self.together.root(u) if u else None for u in users.get(x, [])}
             x.others = None in homes
             homes -= {None}
             x.home = x if x.bound else next(iter(homes)) if len(homes) == 1 else None
         for x in (*self.inputs, *self.atoms):
-            x.part = parts_of.setdefault(_root(x.home), Part()) if x.home else None
+            x.part = parts_of.setdefault(self.together.root(x.home), Part()) if x.home else None
 
     def parts(self) -> Iterable[Part]:
         """Return the parts, with what is in each."""
@@ -241,27 +241,9 @@ class Scan:
         return found
 
 
-def _join(a: Atom, b: Atom) -> None:
-    if _root(a) is not _root(b):
-        _root(a).parent = _root(b)
-
-
-def _root(x: Atom) -> Atom:
-    while x.parent is not None:
-        if x.parent.parent is not None:
-            x.parent = x.parent.parent
-        x = x.parent
-    return x
-
-
 def memory_of(value: Tensor | None) -> int:
     """Return which memory a fake tensor is in; 0 for none."""
     return value.untyped_storage()._cdata if value is not None else 0
-
-
-def _first(args: Any) -> Any:
-    """Return the first operand, of (args, kwargs)."""
-    return next(iter(args[0]), None) if args and args[0] else None
 
 
 def _is_foreach(node: Node) -> bool:

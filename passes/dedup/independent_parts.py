@@ -18,6 +18,7 @@ from torch.fx.node import map_arg
 
 from collage_fx.passes.dedup.single_tensors import on_single_tensors
 from collage_fx.passes.frontend.torch_internals import OpOverload
+from collage_fx.passes.ir.graph_memory import Connected
 
 aten = torch.ops.aten
 COPY = aten.copy_.default
@@ -75,7 +76,7 @@ def divide(graph: Graph) -> list[Repeated] | None:
     if not all(map(_is_known, graph.nodes)):
         return None
     graph = on_single_tensors(graph)
-    components, rest = _Connected(graph).components()
+    components, rest = _Components(graph).found()
     classes: dict[Hashable, list[_Component]] = {}
     for component in components:
         classes.setdefault(_traverse(component), []).append(component)
@@ -130,12 +131,12 @@ def _is_number(value: Any) -> bool:
     return value.dim() == 0 if isinstance(value, Tensor) else isinstance(value, _NUMBERS)
 
 
-class _Connected:
-    """The connected components of a graph (union-find)."""
+class _Components:
+    """The connected components of a graph."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.parent: dict[Node, Node] = {}
+        self.together: Connected[Node] = Connected()
         self.writes: list[Any] = [n for n in graph.nodes if n.target is COPY]
         self.written = {w.args[0]: w for w in self.writes}
         self.light = self._light()
@@ -144,7 +145,7 @@ class _Connected:
             if node.op == "call_function" and not self._is_light(node):
                 for a in set(node.all_input_nodes) - self.light:
                     if a.op != "placeholder" or a in self.written:
-                        self.parent[self.root(a)] = self.root(node)
+                        self.together.join(a, node)
 
     def _light(self) -> set[Node]:
         heavy: set[Node] = set()
@@ -166,26 +167,20 @@ class _Connected:
         """Tell whether a node is a number or a constant, or writes a number to a number."""
         return node in self.light or (node.target is COPY and self.light.issuperset(node.args))
 
-    def root(self, node: Node) -> Node:
-        """Return the node that stands for the component of a node."""
-        while (parent := self.parent.get(node, node)) is not node:
-            self.parent[node] = node = self.parent.get(parent, parent)
-        return node
-
-    def components(self) -> tuple[list[_Component], _Component]:
+    def found(self) -> tuple[list[_Component], _Component]:
         """Return the components that write or return something, and what belongs to none."""
         owner = self._owners()
         found: dict[Node, _Component] = {}
         rest = _Component()
         for write in self.writes:
-            root = owner.get(write, self.root(write))
+            root = owner.get(write, self.together.root(write))
             component = found.setdefault(root, _Component()) if root is not None else rest
             component.writes.append(write)
         results: Any = self.graph.output_node().args[0]
         for k, node in enumerate(results):
             if isinstance(node, Node) and node.op != "placeholder":
-                light = node in self.light
-                component = rest if light else found.setdefault(self.root(node), _Component())
+                root = None if node in self.light else self.together.root(node)
+                component = found.setdefault(root, _Component()) if root is not None else rest
                 component.results.append((k, node))
         return list(found.values()), rest
 
@@ -198,7 +193,7 @@ class _Connected:
         owner: dict[Node, Node | None] = {}
         for write in filter(self._is_light, self.writes):
             heavy = [r for r in readers[write.args[0]] if not self._is_light(r)]
-            roots = {None if r.op == "output" else self.root(r) for r in heavy}
+            roots = {None if r.op == "output" else self.together.root(r) for r in heavy}
             owner[write] = roots.pop() if len(roots) == 1 else None
         changed = True
         while changed:
@@ -279,19 +274,19 @@ def _graph_of(components: list[_Component], common: list[Node]) -> Graph:
         return new
 
     shared = {n: given(n) for n in common}
-    envs = [
-        ChainMap({n: given(n) for n in c.inputs if n not in shared}, shared) for c in components
+    pairs = [
+        (c, ChainMap({n: given(n) for n in c.inputs if n not in shared}, shared))
+        for c in components
     ]
-    for env, component in zip(envs, components, strict=True):
+    for component, env in pairs:
         for node in component.nodes:
             if node not in shared:
                 alike = shared.keys() >= {*node.all_input_nodes}
                 (shared if alike else env)[node] = graph.node_copy(node, env.__getitem__)
-    for env, component in zip(envs, components, strict=True):
+    for component, env in pairs:
         for write in component.writes:  # when all has been read
             graph.node_copy(write, env.__getitem__)
-    pairs = zip(envs, components, strict=True)
-    results = tuple(env[n] for env, c in pairs for _, n in c.results)
+    results = tuple(env[n] for c, env in pairs for _, n in c.results)
     graph.output(results)
     graph.output_node().meta = {"user_visible_output_idxs": list(range(len(results)))}
     return graph

@@ -86,15 +86,7 @@ def _scaled(b: Builder, wide: Tensor, x: Operand, scale: Any) -> Any:
     return x if scale == 1 else b.call(aten.mul.Tensor, x, scale, val=like(value_of(x), wide.dtype))
 
 
-def _add(b: Builder, out: Tensor, x: Any, y: Any, *, alpha: Any = 1) -> Any:
-    return _add_or_sub(b, out, aten.add.Tensor, x, y, alpha)
-
-
-def _sub(b: Builder, out: Tensor, x: Any, y: Any, *, alpha: Any = 1) -> Any:
-    return _add_or_sub(b, out, aten.sub.Tensor, x, y, alpha)
-
-
-def _add_or_sub(b: Builder, out: Tensor, op: Any, x: Any, y: Any, alpha: Any) -> Any:
+def _add_or_sub(op: Any, b: Builder, out: Tensor, x: Any, y: Any, *, alpha: Any = 1) -> Any:
     x, y = _scalar(x, out), _scalar(y, out)
     if not is_value(y):
         return _binary(b, out, op, x, y * alpha)
@@ -108,6 +100,9 @@ def _add_or_sub(b: Builder, out: Tensor, op: Any, x: Any, y: Any, alpha: Any) ->
     return once(
         b, out, lambda wide, x, y: b.call(op, x, _scaled(b, wide, y, alpha), val=wide), x, y
     )
+
+
+_add = functools.partial(_add_or_sub, aten.add.Tensor)
 
 
 def _binary(b: Builder, out: Tensor, op: Any, x: Any, y: Any) -> Any:
@@ -237,7 +232,7 @@ def _copy(b: Builder, out: Tensor, x: Operand, source: Any, *_: Any, **__: Any) 
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.add.Tensor: _add,
-    aten.sub.Tensor: _sub,
+    aten.sub.Tensor: functools.partial(_add_or_sub, aten.sub.Tensor),
     aten.mul.Tensor: _mul,
     aten.where.self: _where,
     aten.div.Tensor: _div,

@@ -1,11 +1,9 @@
 """Pass 3: cut the graph into slices, and group isomorphic slices into classes."""
 
-from typing import Any
-
 import torch
 from torch.fx import Node
 
-from collage_fx.passes.ir.graph_memory import mutations
+from collage_fx.passes.ir.graph_memory import Connected, depending, mutations
 from collage_fx.passes.ir.program import (
     LOW_PRECISION,
     SAME_VALUE,
@@ -88,39 +86,31 @@ def _components(
     What reads the old value of a state and what makes its new one are connected too, although the
     new value may come from another state: buffers that change places are one system.
     """
-    parent: dict[Node, Node] = {}
-
-    def find(node: Node) -> Node:
-        while parent[node] is not node:
-            parent[node] = parent[parent[node]]
-            node = parent[node]
-        return node
-
+    together: Connected[Node] = Connected()
+    sliceable: dict[Node, None] = {}
     first_user: dict[Node, Node] = {}
     for node in nodes:
         if not elementwise(node):
             continue
         near = [a for a in node.all_input_nodes if is_tensor(a)]
-        if value_of(node).dim() == 0 and not any(_carries(a, parent, states) for a in near):
+        if value_of(node).dim() == 0 and not any(
+            a in sliceable or a in states or value_of(a).dtype in LOW_PRECISION for a in near
+        ):
             continue
-        parent[node] = node
+        sliceable[node] = None
         for a in near:
             # Users of one carried state belong together; other inputs may be shared freely.
             link = first_user.setdefault(a, node) if a in states else a
-            if link in parent and _shape(link) == _shape(node):
-                parent[find(link)] = find(node)
+            if link in sliceable and _shape(link) == _shape(node):
+                together.join(link, node)
     for state in states:
         old, new = first_user.get(state), new_value[state]
-        if old is not None and new in parent and _shape(old) == _shape(new):
-            parent[find(old)] = find(new)
+        if old is not None and new in sliceable and _shape(old) == _shape(new):
+            together.join(old, new)
     groups: dict[Node, list[Node]] = {}
-    for node in parent:
-        groups.setdefault(find(node), []).append(node)
+    for node in sliceable:
+        groups.setdefault(together.root(node), []).append(node)
     return list(groups.values())
-
-
-def _carries(node: Node, parent: dict[Node, Node], states: dict[Node, Carried]) -> bool:
-    return node in parent or node in states or value_of(node).dtype in LOW_PRECISION
 
 
 def _path_refusal(placeholder: Node, new: Node, where: dict[Node, list[Node]]) -> str:
@@ -129,14 +119,11 @@ def _path_refusal(placeholder: Node, new: Node, where: dict[Node, list[Node]]) -
     A new value that does not depend on the old one is no carried path: `recurrence` finds that out.
     """
     group = where.get(new, [])
-    reached = {placeholder}
-    for node in group:
-        if any(a in reached for a in node.all_input_nodes):
-            reached.add(node)
+    reached = depending(group, [placeholder])
     blocking = None if new in reached else _first_foreign(placeholder, new, group)
     if blocking is None:
         return ""
-    if len(reached) > 1 and _count(blocking) != _count(placeholder):
+    if reached and _count(blocking) != _count(placeholder):
         return ""  # a norm of it, say, by which it is replaced
     return f"its update passes through {blocking.target}, which is not elementwise"
 
@@ -147,17 +134,10 @@ def _count(node: Node) -> str:
 
 def _first_foreign(placeholder: Node, new: Node, group: list[Node]) -> Node | None:
     """Return the last node outside the slice on a way from placeholder to new, or None."""
-    inside = set(group)
-    dependent = {placeholder}
-    foreign = None
-    for node in placeholder.graph.nodes:
-        if node.op == "call_function" and any(a in dependent for a in node.all_input_nodes):
-            dependent.add(node)
-            if node not in inside and node.target is not aten.copy_.default:
-                foreign = node
-        if node is new:
-            break
-    return foreign if new in dependent else None
+    inside, nodes = set(group), list(placeholder.graph.nodes)
+    dependent = depending(nodes[: nodes.index(new) + 1], [placeholder])
+    foreign = [n for n in dependent if n not in inside and n.target is not aten.copy_.default]
+    return foreign[-1] if foreign and dependent[-1] is new else None
 
 
 def make_slice(
@@ -192,7 +172,9 @@ def _key(part: Slice) -> str:
     lines = [f"{number[n]} {value_of(n).dtype} {_role(n, shape)}" for n in part.inputs]
     for i, node in enumerate(part.nodes):
         number[node] = f"n{i}"
-        operands = torch.fx.node.map_aggregate((node.args, node.kwargs), lambda a: _text(a, number))
+        operands = torch.fx.node.map_aggregate(
+            (node.args, node.kwargs), lambda a: number[a] if isinstance(a, Node) else repr(a)
+        )
         lines.append(f"{node.target} {operands} {value_of(node).dtype}")
     lines += [f"out {number[n]}" for n in part.outputs]
     lines += [f"state in{at} -> {number[new]} {c.owner}" for c, at, new in part.states]
@@ -201,7 +183,3 @@ def _key(part: Slice) -> str:
 
 def _role(node: Node, shape: tuple[str, ...]) -> str:
     return "full" if _shape(node) == shape else f"{value_of(node).dim()}-d"
-
-
-def _text(a: Any, number: dict[Node, str]) -> Any:
-    return number[a] if isinstance(a, Node) else repr(a)

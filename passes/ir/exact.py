@@ -42,21 +42,22 @@ class Words(NamedTuple):
     lows: tuple[Tensor, ...] = ()
     storage: str = ""
 
-    def copied(self) -> "Words":
-        """Return a copy in memory of its own."""
-        return Words(_copy(self.high), tuple(map(_copy, self.lows)), self.storage)
+    @property
+    def full(self) -> bool:
+        """Whether it is a tensor that is not 0-d; others stand for all elements."""
+        return isinstance(self.high, Tensor) and self.high.dim() > 0
+
+    def each(self, function: Callable[[Tensor], Tensor]) -> "Words":
+        """Return what a function makes of each component."""
+        return Words(function(self.high), tuple(map(function, self.lows)), self.storage)
 
     def piece(self, where: slice | None) -> "Words":
-        """Return some elements of a flat one, or all; 0-d ones stand for all elements."""
-        if where is None or not isinstance(self.high, Tensor) or not self.high.dim():
-            return self
-        return Words(self.high[where], tuple(c[where] for c in self.lows), self.storage)
+        """Return some elements of a flat one, or all."""
+        return self.each(lambda t: t[where]) if where is not None and self.full else self
 
     def flat(self) -> "Words":
         """Return a view of one dimension, in the order of the memory, of a dense tensor."""
-        if not isinstance(self.high, Tensor) or not self.high.dim():
-            return self
-        return Words(_flat(self.high), tuple(map(_flat, self.lows)), self.storage)
+        return self.each(lambda t: t.as_strided((t.numel(),), (1,))) if self.full else self
 
     def value(self) -> Any:
         """Return the value, in float64 if it is floating."""
@@ -90,9 +91,7 @@ class ExactGraph:
         self.place = {n: i for i, n in enumerate(placeholders)}
         self.classes = program.classes
         self.copies = program.copies
-        written = {c.index for c in program.carried}
-        others = {other.index for i in written for other in program.others.get(i, ())}
-        self.written = sorted(written | others)
+        self.written = [c.index for own in program.carried for c in program.alike(own)]
         """The inputs that the graph overwrites, those of members left out among them."""
         self.residuals = [c.index for c in program.residual_inputs]
         self.operations: dict[Node, tuple[Any, Any, Any]] = {}
@@ -127,7 +126,7 @@ class ExactGraph:
         words = [Words(x) for x in inputs]
         for index, (storage, components) in zip(self.residuals, residuals, strict=True):
             words[index] = Words(words[index].high, tuple(components), storage)
-        before = {i: words[i].copied() for i in self.written}
+        before = {i: words[i].each(_copy) for i in self.written}
         return ExactStep(self, self.functions, words, before)
 
     def updated(self, inputs: Sequence[Any]) -> Iterator[Tensor]:
@@ -230,8 +229,15 @@ class Member:
     @functools.cached_property
     def alike(self) -> bool:
         """Whether all that is not 0-d lies in memory in one and the same dense order."""
-        words = (*self.inputs, *self.new)
-        return _alike([w for w in words if isinstance(w.high, Tensor) and w.high.dim()])
+        words = [w for w in (*self.inputs, *self.new) if w.full]
+        if not words:  # of 0-d tensors
+            return False
+        first = words[0].high
+        return aten.is_non_overlapping_and_dense(first) and all(
+            t.size() == first.size() and t.stride() == first.stride()
+            for w in words
+            for t in (w.high, *w.lows)
+        )
 
     def updates(self) -> Iterator[Update]:
         """Yield what the call did to its 16-bit states, piece by piece.
@@ -297,20 +303,17 @@ def in_float64(nodes: Sequence[Node], inputs: Sequence[Node], wanted: Sequence[N
     graph = Graph()
     env: dict[Node, Any] = {n: graph.placeholder(f"input{i}") for i, n in enumerate(inputs)}
     for node in nodes:
-        operand: Any = node.args[0] if node.args else None
-        if node.target is CONVERT and _is_floating(node, operand):
-            env[node] = env[operand]
-            continue
+        if node.target is CONVERT:
+            operand: Any = node.args[0]
+            if value_of(node).is_floating_point() and value_of(operand).is_floating_point():
+                env[node] = env[operand]
+                continue
         target, args, kwargs = operation(node)
         args, kwargs = map_arg((args, kwargs), env.__getitem__)
         env[node] = graph.call_function(target, args, kwargs)
     graph.output(tuple(env[n] for n in wanted))
     graph.eliminate_dead_code()
     return GraphModule(torch.nn.Module(), graph)
-
-
-def _is_floating(*nodes: Any) -> bool:
-    return all(value_of(n).is_floating_point() for n in nodes)
 
 
 def _is_given(node: Node) -> bool:
@@ -359,19 +362,3 @@ def _copy(t: Tensor) -> Tensor:
     new = torch.empty_like(t)
     ctypes.memmove(new.data_ptr(), t.data_ptr(), t.nbytes)
     return new
-
-
-def _flat(t: Tensor) -> Tensor:
-    return t.as_strided((t.numel(),), (1,))
-
-
-def _alike(words: list[Words]) -> bool:
-    """Tell whether tensors lie in memory in one and the same dense order."""
-    if not words:  # of 0-d tensors
-        return False
-    first = words[0].high
-    return aten.is_non_overlapping_and_dense(first) and all(
-        t.size() == first.size() and t.stride() == first.stride()
-        for w in words
-        for t in (w.high, *w.lows)
-    )

@@ -1,12 +1,17 @@
-"""What is asked of a graph: which states it writes, what is a view, what follows from what."""
+"""What is asked of a graph: what it writes, what is a view, what follows or stems from what."""
 
 import functools
 import operator
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Container, Iterable
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.fx import Graph, Node
+
+T = TypeVar("T")
+ORIGIN = "origin"
+"""The key in a node's meta: the name of a node of the graph before, which is the source for the
+canonical graph, that for the expanded one, and that for the lowered one."""
 
 
 def mutations(graph: Graph) -> dict[Any, Any]:
@@ -29,6 +34,40 @@ def closure(node: Node, near: Callable[[Node], Iterable[Node]]) -> set[Node]:
     return found
 
 
+class Connected(Generic[T]):
+    """What belongs together: disjoint sets, as union-find keeps them."""
+
+    def __init__(self) -> None:
+        self._parent: dict[T, T] = {}
+
+    def root(self, x: T) -> T:
+        """Return the one that stands for all with which x belongs together."""
+        while (parent := self._parent.get(x, x)) is not x:
+            self._parent[x] = x = self._parent.get(parent, parent)
+        return x
+
+    def join(self, a: T, b: T) -> None:
+        """Make one set of those of a and b; what stands for that of b stands for it."""
+        self._parent[self.root(a)] = self.root(b)
+
+
+def depending(nodes: Iterable[Node], on: Iterable[Node]) -> list[Node]:
+    """Return those of nodes, in an order in which they can run, that are computed from others."""
+    found, reached = [], set(on)
+    for node in nodes:
+        if not reached.isdisjoint(node.all_input_nodes):
+            found.append(node)
+            reached.add(node)
+    return found
+
+
+def behind(node: Node, targets: Container[Any]) -> Node:
+    """Return what a node is made of by these operations alone, each on its first operand."""
+    while node.target in targets and isinstance(first := node.args[0], Node):
+        node = first
+    return node
+
+
 def writes_only(node: Node) -> bool:
     """Tell whether node writes a state, and nothing but the graph's caller sees what it returns."""
     return node.target is torch.ops.aten.copy_.default and all(u.op == "output" for u in node.users)
@@ -48,6 +87,16 @@ def base_of(node: Node, *, items: bool = True) -> Node:
     return node
 
 
+def with_memory(graph: Graph, dtypes: Iterable[torch.dtype]) -> Graph:
+    """Return a lowered graph with more inputs, unused: memory of these dtypes for what it makes."""
+    made = Graph()
+    env = {n: made.node_copy(n) for n in graph.find_nodes(op="placeholder")}
+    for k, dtype in enumerate(dtypes):
+        made.placeholder(f"out{k}").meta["dtype"] = dtype
+    made.output(made.graph_copy(graph, env))
+    return made
+
+
 @functools.cache
 def _is_view(target: Any) -> bool:
     if not hasattr(target, "_schema"):
@@ -57,3 +106,11 @@ def _is_view(target: Any) -> bool:
     return any(
         r.alias_info is not None and not r.alias_info.is_write for r in target._schema.returns
     )
+
+
+def note_origin(node: Node, origin: Node | None) -> None:
+    """Note which node of the graph before a node stems from, and where the user wrote that."""
+    if origin is not None:
+        node.meta[ORIGIN] = origin.name
+        if "stack_trace" in origin.meta:
+            node.meta["stack_trace"] = origin.meta["stack_trace"]

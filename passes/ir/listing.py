@@ -1,11 +1,16 @@
-"""What the passes have made of one graph, in the logs and in the trace that tlparse reads."""
+"""What the passes have made of one graph, as text: for logs, tlparse and `explain`."""
 
 from collections.abc import Iterator
+from functools import partial
 
 from torch.fx import GraphModule
 
 from collage_fx.passes.ir.program import Program, StatePlan, Unlike
+from collage_fx.runtime.errors import listed
 from collage_fx.runtime.logs import GRAPHS, VERDICTS, show
+
+UNCHANGED = "unchanged"
+"""The snapshot of a program that a pass has left as it was."""
 
 
 def show_program(program: Program) -> None:
@@ -14,19 +19,42 @@ def show_program(program: Program) -> None:
     show(GRAPHS, "source", lambda: text_of(program.source))
     rewritten = (r for r in program.rewritten if r.lowered is not None)
     for number, one in enumerate(rewritten, 1):
-        for name, graph in (("expanded", one.expanded), ("lowered", one.lowered)):
-            _show_graph(f"{name} class {number}", graph)
-    _show_graph("result", program.result)
+        show(GRAPHS, f"expanded class {number}", partial(text_of, one.expanded))
+        show(GRAPHS, f"lowered class {number}", partial(text_of, one.lowered))
+    if program.result is not None:
+        show(GRAPHS, "result", lambda: text_of(program.result))
 
 
-def _show_graph(title: str, graph: GraphModule | None) -> None:
-    if graph is not None:
-        show(GRAPHS, title, lambda: text_of(graph))
+def text_of(graph: GraphModule | None) -> str:
+    """Return the operations of a graph, one a line; nothing of none."""
+    return "" if graph is None else str(graph.graph).strip()
 
 
-def text_of(graph: GraphModule) -> str:
-    """Return the operations of a graph, one a line."""
-    return str(graph.graph).strip()
+def snapshot(program: Program) -> str:
+    """Return all that the passes have found out and made so far, one part under the other."""
+    return "\n\n".join(f"{title}:\n{text}" for title, text in _parts(program) if text)
+
+
+def _parts(program: Program) -> Iterator[tuple[str, str]]:
+    yield "states", "\n".join(f"{c.index}: {c.name}{_because(c.refusal)}" for c in program.carried)
+    for i, group in enumerate(program.classes):
+        nodes = ", ".join(n.name for n in group.representative.nodes)
+        found = "\n".join(r.text for r in group.recurrences)
+        yield f"class {i} of {len(group.members)}", "\n".join(filter(None, (nodes, found)))
+    yield (
+        "verdicts",
+        "\n".join(f"{s.name}: {s.compensated}{_because(s.reason)}" for s in program.plan),
+    )
+    yield "lost", "\n".join(program.lost)
+    yield "read with the high word only", "\n".join(program.reads.values())
+    for i, r in enumerate(program.rewritten):
+        yield f"rewritten {i} on expansions", text_of(r.expanded)
+        yield f"rewritten {i} in plain arithmetic", text_of(r.lowered)
+    yield "graph", text_of(program.result or program.canonical or program.source)
+
+
+def _because(reason: str) -> str:
+    return f" ({reason})" if reason else ""
 
 
 def verdicts(program: Program) -> str:
@@ -35,13 +63,8 @@ def verdicts(program: Program) -> str:
     for state in program.plan:
         kind = state.name.rpartition(" of ")[0]  # which state of its parameter it is
         alike.setdefault(f"{kind}: {_verdict(state)}", []).append(state)
-    lines = [f"{_names(states)}: {_verdict(states[0])}" for states in alike.values()]
+    lines = [f"{listed([s.name for s in k], 1)}: {_verdict(k[0])}" for k in alike.values()]
     return "\n".join([*lines, *_of_classes(program)]) or "no states"
-
-
-def _names(states: list[StatePlan]) -> str:
-    more = f" and {len(states) - 1} more" if states[1:] else ""
-    return f"{states[0].name}{more}"
 
 
 def _verdict(state: StatePlan) -> str:

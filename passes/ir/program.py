@@ -1,8 +1,9 @@
 """What flows through the passes: one optimizer-step graph and what has been found out about it."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import sympy
@@ -73,6 +74,13 @@ class Carried:
     feeds_parameter: bool = False
     """Whether it holds what a parameter is, which keeps too little of itself: see `feeding`."""
 
+    @property
+    def kind(self) -> str:
+        """What it is called in every slice of its class."""
+        if " of " in self.name:
+            return self.name.partition(" of ")[0]
+        return "param" if self.owner == "param" else self.name
+
 
 class Branch(NamedTuple):
     """One of the values that a selection may choose: a*x, or a*x + B if it adds."""
@@ -102,6 +110,10 @@ class Recurrence:
     curved: bool = False
     """Whether B has some of x in it, and is not linear in that."""
 
+    def steps(self, old: Node) -> dict[Node, Node]:
+        """Return each node of the path of a state with this old value -> the node before it."""
+        return {n: before for before, n in pairwise((self.source or old, *self.carried_path))}
+
 
 @dataclass(eq=False)
 class Slice:
@@ -114,6 +126,10 @@ class Slice:
     """Each carried state, the position of its old value in `inputs`, and its new value."""
     key: str = ""
     """Equal for isomorphic slices: everything but shapes and tensors."""
+
+    def old(self, i: int) -> Node:
+        """Return the old value of state i."""
+        return self.inputs[self.states[i][1]]
 
 
 def other_outputs(part: Slice) -> list[Node]:
@@ -198,13 +214,12 @@ class Rewritten:
     """One class with one set of compensated states: rewritten once, stamped out for its members."""
 
     members: list[Slice]
-    compensated: tuple[int, ...]
-    """Positions in `Slice.states` of the states that get residuals."""
+    storages: dict[int, str]
+    """Positions in `Slice.states` of the states that get residuals -> how their expansions are laid
+    out."""
     recurrences: list[Recurrence]
     model: Slice
     """The slice of which the recurrences speak: the representative of the class."""
-    storages: tuple[str, ...]
-    """How the expansions of these states are laid out."""
     expanded: GraphModule | None = None
     """Inputs: those of the slice, then the residuals of the compensated states in order, then the
     seed if there is one. Outputs: those of the slice, then the new residuals in the same order."""
@@ -229,16 +244,12 @@ class Rewritten:
     def residuals(self, i: int) -> tuple[torch.dtype, ...]:
         """Return the dtypes of the residuals of state i."""
         dtype = self.model.states[i][0].val.dtype
-        return STORAGES[self.storage_of(i)].residuals[dtype]
-
-    def storage_of(self, i: int) -> str:
-        """Return the storage of state i."""
-        return self.storages[self.compensated.index(i)]
+        return STORAGES[self.storages[i]].residuals[dtype]
 
     @property
     def residual_count(self) -> int:
         """How many residuals a member has."""
-        return sum(len(self.residuals(i)) for i in self.compensated)
+        return sum(len(self.residuals(i)) for i in self.storages)
 
 
 @dataclass(eq=False)
@@ -312,7 +323,7 @@ class Program:
     seconds: dict[str, float] = field(default_factory=dict)
     """Time spent in each pass."""
     snapshots: dict[str, str] = field(default_factory=dict)
-    """What each pass left, where that was asked for: `snapshot.snapshot`, or `unchanged`."""
+    """What each pass left, where that was asked for: `listing.snapshot`, or `unchanged`."""
 
     @functools.cached_property
     def others(self) -> dict[int, list[Carried]]:
@@ -322,6 +333,17 @@ class Program:
             for copies in self.copies
             for i, index in enumerate(copies.inputs)
         }
+
+    def alike(self, carried: Carried) -> list[Carried]:
+        """Return a state of the graph, and those of members left out that are in its place."""
+        return [carried, *self.others.get(carried.index, [])]
+
+    def compensated(self) -> Iterator[tuple[Slice, int]]:
+        """Yield each slice with the position of each of its states that get residuals."""
+        for rewritten in self.rewritten:
+            for part in rewritten.members:
+                for i in rewritten.storages:
+                    yield part, i
 
 
 def compensable_in(carried: Carried, choice: Choice) -> str:

@@ -1,7 +1,9 @@
 """The specification of the graph between passes, checked after each of them."""
 
+from typing import Any
+
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from collage_fx.passes.ir.graph_memory import mutations
 from collage_fx.passes.ir.program import CONVERT, LOW_PRECISION, Program, Rewritten, graph_of
@@ -74,15 +76,12 @@ def _slices(program: Program) -> None:
 def _plan(program: Program) -> None:
     """Each carried state has one verdict with a reason, and those compensated are rewritten."""
     planned = [s.index for s in program.plan]
-    expected = [c.index for c in program.carried]
-    expected += [other.index for i in expected for other in program.others.get(i, [])]
+    expected = [c.index for own in program.carried for c in program.alike(own)]
     _demand(sorted(planned) == sorted(expected), "a carried state has no verdict")
     _demand(all(s.reason for s in program.plan), "a verdict has no reason")
     compensated = {s.index for s in program.plan if s.compensated}
-    rewritten = {
-        m.states[i][0].index for r in program.rewritten for m in r.members for i in r.compensated
-    }
-    rewritten |= {other.index for i in rewritten for other in program.others.get(i, [])}
+    states = (part.states[i][0] for part, i in program.compensated())
+    rewritten = {c.index for own in states for c in program.alike(own)}
     _demand(compensated == rewritten, "what is compensated by plan is not what is rewritten")
 
 
@@ -95,38 +94,24 @@ def _lowered(program: Program) -> None:
     """16-bit values are only converted: no operation on them is left to the compiler."""
     for r in program.rewritten:
         _signature(r, r.lowered)
-        assert r.lowered is not None
-        for node in r.lowered.graph.nodes:
-            if node.op == "placeholder" and node.meta["dtype"] in LOW_PRECISION:
-                _demand(
-                    all(u.op == "output" or u.target == CONVERT for u in node.users),
-                    f"{node.name} is read without being widened",
-                )
-            if node.op != "call_function":
-                continue
-            _demand(
-                node.target == CONVERT or node.meta["dtype"] not in LOW_PRECISION,
-                f"{node.format_node()} computes in 16 bits",
-            )
-            _demand(
-                node.meta["dtype"] not in LOW_PRECISION
-                or all(u.op == "output" for u in node.users),
-                f"{node.format_node()} is narrowed and then used",
-            )
-            _demand(
-                "collage" not in str(node.target) or "round" in str(node.target),
-                f"{node.format_node()} was not lowered",
-            )
+        for node in graph_of(r.lowered).graph.nodes:
+            low = node.op != "output" and node.meta["dtype"] in LOW_PRECISION
+            if low and node.op == "placeholder":
+                widened = all(u.op == "output" or u.target == CONVERT for u in node.users)
+                _demand(widened, f"{node.name} is read without being widened")
+            elif node.op == "call_function":
+                text, target = node.format_node(), str(node.target)
+                _demand(not low or node.target == CONVERT, f"{text} computes in 16 bits")
+                stored = all(u.op == "output" for u in node.users)
+                _demand(not low or stored, f"{text} is narrowed and then used")
+                _demand("collage" not in target or "round" in target, f"{text} was not lowered")
 
 
-def _signature(r: Rewritten, module: torch.fx.GraphModule | None) -> None:
-    assert module is not None
-    extra = r.residual_count
-    part = r.model
-    inputs = len(module.graph.find_nodes(op="placeholder"))
+def _signature(r: Rewritten, module: GraphModule | None) -> None:
+    part, extra, graph = r.model, r.residual_count, graph_of(module).graph
+    inputs = len(graph.find_nodes(op="placeholder"))
     _demand(inputs == len(part.inputs) + extra + r.seeded, "a rewritten slice has other inputs")
-    outputs = module.graph.output_node().args[0]
-    assert isinstance(outputs, tuple | list)
+    outputs: Any = graph.output_node().args[0]
     _demand(len(outputs) == len(part.outputs) + extra, "a rewritten slice has other outputs")
 
 

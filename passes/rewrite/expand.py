@@ -8,19 +8,19 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from collage_fx.passes.analysis.affine import LERP
-from collage_fx.passes.ir.graph_memory import mutations
+from collage_fx.passes.ir.graph_memory import mutations, note_origin
 from collage_fx.passes.ir.program import (
     CASTS,
     CONVERT,
     LOW_PRECISION,
+    Carried,
+    OnUnsupported,
     Program,
     Rewritten,
-    Settings,
     graph_of,
     is_tensor,
     value_of,
 )
-from collage_fx.passes.ir.provenance import note_origin
 from collage_fx.passes.rules import RULES
 from collage_fx.passes.rules.builder import Builder, Call, Components, Decayed, Expanded
 from collage_fx.passes.rules.join_split import join_op_split
@@ -63,51 +63,53 @@ def expand(program: Program) -> None:
     stored = filter(is_tensor, mutations(graph_of(program.canonical).graph).values())
     wider = {n for n in stored if value_of(n).dtype not in LOW_PRECISION}
     for rewritten in program.rewritten:
-        wide = program.settings.arithmetic == "wide" or _storage_of(rewritten) is None
-        reason = "" if wide else _unfit(rewritten, wider)
-        rewritten.joined += [reason] if reason else []
         if program.settings.stochastic_rounding:
-            rewritten.seeded = any(s in SPLIT_BY_CHANCE for s in rewritten.storages)
-        expander = _Wide(rewritten) if wide or reason else Eft(rewritten, program.settings)
+            rewritten.seeded = any(s in SPLIT_BY_CHANCE for s in rewritten.storages.values())
+        storage = _storage_of(rewritten) if program.settings.arithmetic == "eft" else None
+        if storage and (reason := _unfit(rewritten, storage, wider)):
+            rewritten.joined.append(reason)
+            storage = None
+        on_paths = program.settings.on_unsupported
+        expander = Eft(rewritten, storage, on_paths) if storage else _Wide(rewritten)
         rewritten.expanded = expander.run()
 
 
 def _storage_of(rewritten: Rewritten) -> str | None:
     """Return how all compensated states are laid out, if eft arithmetic knows that."""
-    kept = zip(rewritten.compensated, rewritten.storages, strict=True)
-    known = all(transforms(rewritten.model.states[i][0].val.dtype, s) for i, s in kept)
-    storages = set(rewritten.storages)
+    kept, states = rewritten.storages.items(), rewritten.model.states
+    known = all(transforms(states[i][0].val.dtype, s) for i, s in kept)
+    storages = {s for _, s in kept}
     return storages.pop() if len(storages) == 1 and known else None
 
 
-def _unfit(rewritten: Rewritten, wider: set[Node]) -> str:
+def _unfit(rewritten: Rewritten, storage: str, wider: set[Node]) -> str:
     """Return what in a slice would lose by eft arithmetic; empty if nothing.
 
     Args:
         rewritten: the class.
+        storage: how its expansions are laid out.
         wider: what the graph stores in more than 16 bits. On a carried path it would be rounded to
             the words of that path: fp32 weights, say, that a parameter enters and then takes over.
     """
-    paths = (rewritten.recurrences[i].carried_path for i in rewritten.compensated)
+    paths = (rewritten.recurrences[i].carried_path for i in rewritten.storages)
     if not wider.isdisjoint(node for path in paths for node in path):
         return "a slice that stores in fp32 what a state passes through"
-    if _has_side_way(rewritten):
+    if _has_side_way(rewritten, EXPANSIONS[storage]):
         return "a slice in which a state enters an update beside the carried path"
     return ""
 
 
-def _has_side_way(rewritten: Rewritten) -> bool:
+def _has_side_way(rewritten: Rewritten, count: int) -> bool:
     """Tell whether a state comes into a compensated update beside the carried path, with weight.
 
     There eft rounds what it computes of the state to its dtype and would lose u * side of it; up to
     a side of 4u that is within the bounds of two components, as the weight decay that SGD adds to a
     gradient is, and up to 4u^2 within those of three.
     """
-    rest = EXPANSIONS[str(_storage_of(rewritten))] - 1
     return any(
-        abs(rewritten.recurrences[i].side) > 4 * (torch.finfo(state.val.dtype).eps / 2) ** rest
-        for i, (state, _, _) in enumerate(rewritten.model.states)
-        if i in rewritten.compensated
+        abs(rewritten.recurrences[i].side)
+        > 4 * (torch.finfo(value_of(rewritten.model.old(i)).dtype).eps / 2) ** (count - 1)
+        for i in rewritten.storages
     )
 
 
@@ -139,27 +141,24 @@ class _Expander:
         """Return x in dtype."""
         return x if x.meta["dtype"] == dtype else self.op(CONVERT, x, dtype, dtype=dtype)
 
-    def placeholders(self) -> list[tuple[Node, list[Node]]]:
+    def placeholders(self) -> dict[Node, list[Node]]:
         """Append the inputs; return each old value in the slice with its residual placeholders."""
-        names = {at: _short(c.name, c.owner) for c, at, _ in self.part.states}
-        taken: set[str] = set()
+        names = {at: _short(c) for c, at, _ in self.part.states}
         for at, node in enumerate(self.part.inputs):
-            new = self.graph.placeholder(_unique(names.get(at, f"in{at}"), taken))
-            new.meta["dtype"] = value_of(node).dtype
-            new.meta["scalar"] = value_of(node).dim() == 0
-            note_origin(new, node)
-            self.env[node] = new
-        residuals = []
-        for i in self.rewritten.compensated:
-            _, at, _ = self.part.states[i]
-            old = self.part.inputs[at]
-            lows = []
-            for dtype in self.rewritten.residuals(i):
-                lows.append(self.graph.placeholder(_unique(f"{self.env[old].target}_lo", taken)))
-                lows[-1].meta.update(dtype=dtype, scalar=self.env[old].meta["scalar"])
-                note_origin(lows[-1], old)
-            residuals.append((old, lows))
-        return residuals
+            self.env[node] = self._placeholder(names.get(at, f"in{at}"), value_of(node).dtype, node)
+        olds = {self.part.old(i): self.rewritten.residuals(i) for i in self.rewritten.storages}
+        return {
+            old: [self._placeholder(f"{self.env[old].target}_lo", d, old) for d in dtypes]
+            for old, dtypes in olds.items()
+        }
+
+    def _placeholder(self, name: str, dtype: torch.dtype, origin: Node) -> Node:
+        """Append an input of the shape of a node of the slice."""
+        new = self.graph.placeholder(name)
+        new.target = new.name  # which is another one where that is taken
+        new.meta.update(dtype=dtype, scalar=value_of(origin).dim() == 0)
+        note_origin(new, origin)
+        return new
 
     def finish(self, outputs: list[Node]) -> GraphModule:
         """Append the output and return the graph as a module."""
@@ -170,38 +169,28 @@ class _Expander:
 
     def new_values(self) -> list[Node]:
         """Return the new value of each compensated state, as a node of the slice."""
-        return [self.part.states[i][2] for i in self.rewritten.compensated]
+        return [self.part.states[i][2] for i in self.rewritten.storages]
 
 
-def _unique(name: str, taken: set[str]) -> str:
-    """Return name, with a number if it is taken, and take it."""
-    number, found = 0, name
-    while found in taken:
-        number += 1
-        found = f"{name}_{number}"
-    taken.add(found)
-    return found
-
-
-def _short(name: str, owner: str) -> str:
-    word = name.split(" of ")[0] if " of " in name else "param" if owner == "param" else name
-    return re.sub(r"\W+", "_", word).strip("_") or "state"
+def _short(carried: Carried) -> str:
+    return re.sub(r"\W+", "_", carried.kind).strip("_") or "state"
 
 
 class Eft(_Expander, Builder):
     """Every operation in the storage dtype, those on carried paths with their error caught."""
 
-    def __init__(self, rewritten: Rewritten, settings: Settings) -> None:
+    def __init__(self, rewritten: Rewritten, storage: str, on_unsupported: OnUnsupported) -> None:
         super().__init__(rewritten)
-        self.settings = settings
-        self.storage = str(_storage_of(rewritten))
+        self.storage = storage
+        self.on_unsupported = on_unsupported
 
     def run(self) -> GraphModule:
         """Return the expanded graph."""
-        residuals = self.placeholders()
-        for old, lows in residuals:
+        for old, lows in self.placeholders().items():
             self.env[old] = (self.env[old], *lows)
-        before = self._carried_paths()
+        before: dict[Node, Node] = {}
+        for i in self.rewritten.storages:
+            before |= self.rewritten.recurrences[i].steps(self.part.old(i))
         for node in self.part.nodes:
             self.origin = node
             self.env[node] = (
@@ -217,24 +206,12 @@ class Eft(_Expander, Builder):
         """Append an operation that returns an expansion of this dtype."""
         return self.several(target, *args, dtypes=(dtype,) * self.count)
 
-    def _carried_paths(self) -> dict[Node, Node]:
-        """Return, for each node on a carried path, the node before it on that path."""
-        before: dict[Node, Node] = {}
-        for i in self.rewritten.compensated:
-            _, at, _ = self.part.states[i]
-            found = self.rewritten.recurrences[i]
-            previous = found.source or self.part.inputs[at]
-            for node in found.carried_path:
-                before[node] = previous
-                previous = node
-        return before
-
     def _on_path(self, node: Node, previous: Node) -> Expanded:
         x: Expanded = self.env[previous]
         self.dtype = (x.pair if isinstance(x, Decayed) else x)[0].meta["dtype"]
         at = node.args.index(previous)
         rule = RULES.get(node.target)
-        if rule is None and self.settings.on_unsupported == "error":
+        if rule is None and self.on_unsupported == "error":
             raise UnsupportedError(f"{node.target} has no rule: {self._facts(node)}. {WAY_OUT}")
         try:
             return (rule or join_op_split)(self, node, x, at)
@@ -248,7 +225,7 @@ class Eft(_Expander, Builder):
         """Say which node it is, on whose carried path, and where the user wrote it."""
         states = [
             self.part.states[i][0].name
-            for i in self.rewritten.compensated
+            for i in self.rewritten.storages
             if node in self.rewritten.recurrences[i].carried_path
         ]
         trace = node.meta.get("stack_trace") or "unknown: it has no stack trace"
@@ -292,8 +269,8 @@ class _Wide(_Expander):
 
     def __init__(self, rewritten: Rewritten) -> None:
         super().__init__(rewritten)
-        states = (self.part.states[i][0] for i in rewritten.compensated)
-        self.double = any(WIDER[state.val.dtype] == torch.float64 for state in states)
+        dtypes = (self.part.states[i][0].val.dtype for i in rewritten.storages)
+        self.double = any(WIDER[dtype] == torch.float64 for dtype in dtypes)
 
     def _wide(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which values of a dtype are computed."""
@@ -301,8 +278,8 @@ class _Wide(_Expander):
 
     def run(self) -> GraphModule:
         """Return the expanded graph."""
-        residuals = dict(self.placeholders())
-        storages = dict(zip(residuals, self.rewritten.storages, strict=True))
+        residuals = self.placeholders()
+        storages = dict(zip(residuals, self.rewritten.storages.values(), strict=True))
         for node in self.part.inputs:
             self.origin, new = node, self.env[node]
             dtype = new.meta["dtype"]
@@ -336,11 +313,10 @@ class _Wide(_Expander):
 
     def _outputs(self, seed: Node | None) -> GraphModule:
         whole = {}
-        for i, new in zip(self.rewritten.compensated, self.new_values(), strict=True):
-            self.origin = new
+        for i, storage in self.rewritten.storages.items():
+            self.origin = new = self.part.states[i][2]
             dtype = value_of(new).dtype
             dtypes = (dtype, *self.rewritten.residuals(i))
-            storage = self.rewritten.storage_of(i)
             value = self.convert(self.env[new], WIDER[dtype])
             by_chance = SPLIT_BY_CHANCE.get(storage) if seed is not None else None
             args = (value, dtype, *((seed,) if by_chance else ()))

@@ -15,8 +15,8 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from collage_fx.passes.frontend.torch_internals import select_decomp_table, unset_fake_temporarily
+from collage_fx.passes.ir.graph_memory import ORIGIN, note_origin
 from collage_fx.passes.ir.program import CASTS, CONVERT, LOW_PRECISION, Program, graph_of
-from collage_fx.passes.ir.provenance import ORIGIN, note_origin
 from collage_fx.runtime.expansion.eft import WIDER, computed_in
 from collage_fx.runtime.ops import collage
 from collage_fx.runtime.storage.layouts import LAST

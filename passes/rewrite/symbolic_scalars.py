@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import SymFloat, Tensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from collage_fx.passes.frontend.decompose import DECOMPOSITIONS
 from collage_fx.passes.frontend.torch_internals import suggest_memory_format
@@ -79,7 +79,8 @@ def _single(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         out = op(*known[0], **known[1])
     if op in _OF_TENSORS:
         wide = WIDER.get(out.dtype, out.dtype)
-        operands = [x.to(wide) if isinstance(x, Tensor) else _tensor(x, out, wide) for x in args]
+        one = torch.ones((), dtype=wide, device=out.device)
+        operands = [x.to(wide) if isinstance(x, Tensor) else one * x for x in args]
         return _OF_TENSORS[op](*operands).to(out.dtype)
     operands, named = tree_map_only(Tensor, Value, (args, kwargs))
     if op in DECOMPOSITIONS:
@@ -92,17 +93,13 @@ class _OnTensors:
 
     def call(self, target: Any, *args: Any, val: Tensor, **kwargs: Any) -> Value:
         """Do an operation."""
-        args, kwargs = tree_map(_of_value, (args, kwargs))
+        args, kwargs = tree_map_only(Value, value_of, (args, kwargs))
         return Value(target(*args, **kwargs))
 
     def convert(self, x: Value, dtype: torch.dtype) -> Value:
         """Return x in dtype."""
         val = value_of(x)
         return x if val.dtype == dtype else Value(val.to(dtype))
-
-
-def _of_value(x: Any) -> Any:
-    return value_of(x) if isinstance(x, Value) else x
 
 
 def _lerp(start: Tensor, end: Tensor, weight: Any) -> Tensor:
@@ -117,10 +114,6 @@ def _lerp(start: Tensor, end: Tensor, weight: Any) -> Tensor:
     if near:
         return start + (end - start) * weight
     return _single(aten.add.Tensor, (end, end - start), {"alpha": factor})
-
-
-def _tensor(number: Any, like: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.ones((), dtype=dtype, device=like.device) * number
 
 
 def _symbolic(tree: Any) -> bool:

@@ -10,7 +10,7 @@ through the wide dtype on its way, such as a decay, is off by 2^-24 of itself mo
 if __name__ != "collage_fx.passes.rules":
     raise ImportError(f"this package is collage_fx.passes.rules, not {__name__!r}")
 
-from collage_fx.passes.rules import linear, product, select, structural
-from collage_fx.passes.rules.registry import RULES, Rule, rule
+from collage_fx.passes.rules import join_split, linear, product, structural
+from collage_fx.passes.rules.builder import RULES, Rule, rule
 
-__all__ = ["RULES", "Rule", "linear", "product", "rule", "select", "structural"]
+__all__ = ["RULES", "Rule", "join_split", "linear", "product", "rule", "structural"]

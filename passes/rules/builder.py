@@ -1,6 +1,7 @@
-"""What a rule may use: operands, expansions, and how to append operations on them."""
+"""What a rule may use: operands, expansions, how to append operations; and how it is registered."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,17 +23,9 @@ Components = tuple[Term, ...]
 class Call(Protocol):
     """The operation that a rule rewrites, on the operands of the user's program."""
 
-    @property
-    def target(self) -> Any:
-        """The operation."""
-
-    @property
-    def args(self) -> tuple[Any, ...]:
-        """Its positional operands."""
-
-    @property
-    def kwargs(self) -> Any:
-        """Its keyword operands."""
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Any
 
 
 @dataclass(frozen=True)
@@ -171,3 +164,25 @@ class Builder(ABC):
         """Do the operation of node on other operands, with its keyword arguments."""
         kwargs = torch.fx.node.map_arg(dict(node.kwargs), self.plain)
         return self.op(node.target, *args, dtype=dtype, **kwargs)
+
+
+Rule = Callable[[Builder, Call, Expanded, int], Expanded]
+"""(builder, operation, expansion on the path, its position in args) -> expansion.
+
+The same expansion may stand at other positions too. Where an operation takes a list of tensors the
+position is that of the list."""
+
+RULES: dict[Any, Rule] = {}
+
+
+def rule(*targets: Any) -> Callable[[Rule], Rule]:
+    """Register a rule for these operations; raises ValueError if one of them has a rule."""
+
+    def register(function: Rule) -> Rule:
+        for target in targets:
+            if target in RULES:
+                raise ValueError(f"{target} has a rule already: {RULES[target].__name__}")
+            RULES[target] = function
+        return function
+
+    return register

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from collage_fx.passes.rules.builder import Builder, Call, Components, Decayed, Expanded, Term
+from collage_fx.passes.rules.builder import Builder, Call, Components, Decayed, Expanded, Term, rule
 from collage_fx.passes.rules.join_split import apply_wide
 from collage_fx.passes.rules.product import decayed, near_one, times
-from collage_fx.passes.rules.registry import rule
 from collage_fx.runtime.expansion.eft import WIDER
 from collage_fx.runtime.ops import collage
 
@@ -73,9 +72,11 @@ def lerp(b: Builder, node: Call, x: Expanded, at: int) -> Expanded:
     number = b.is_number(weight)
     if at == 2 or (at == 1 and not number):
         return apply_wide(b, node, x, at)
-    if at == 1:
-        return _mostly_end(b, node, b.settle(x))
-    pair, wide, whole = b.settle(x), WIDER[b.dtype], b.expansion(node.args[1]) is not None
+    pair, wide = b.settle(x), WIDER[b.dtype]
+    if at == 1:  # x is the end
+        start = b.op(aten.mul.Tensor, b.widened(node.args[0]), 1 - weight, dtype=wide)
+        return _plus_wide(b, b.settle(times(b, pair, weight)), start)
+    whole = b.expansion(node.args[1]) is not None
     towards = b.op(aten.mul.Tensor, b.widened(node.args[1]), b.plain(weight), dtype=wide)
     if number and not near_one(b, 1 - weight):
         return _plus_wide(b, b.settle(times(b, pair, 1 - weight)), towards)
@@ -84,13 +85,6 @@ def lerp(b: Builder, node: Call, x: Expanded, at: int) -> Expanded:
     away = decayed(b, pair, gap, small=number)
     total = b.op(aten.add.Tensor, away.term, towards, dtype=wide)
     return b.settle(Decayed(pair, total, small=number and not whole))
-
-
-def _mostly_end(b: Builder, node: Call, x: Components) -> Components:
-    """lerp(start, x, w) for a number w."""
-    start, _, weight = node.args
-    term = b.op(aten.mul.Tensor, b.widened(start), 1 - weight, dtype=WIDER[b.dtype])
-    return _plus_wide(b, b.settle(times(b, x, weight)), term)
 
 
 def _plus_wide(b: Builder, x: Components, term: Term) -> Components:

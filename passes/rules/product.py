@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from collage_fx.passes.ir.program import CONVERT
-from collage_fx.passes.rules.builder import Builder, Call, Components, Decayed, Expanded, Term
+from collage_fx.passes.rules.builder import Builder, Call, Components, Decayed, Expanded, Term, rule
 from collage_fx.passes.rules.join_split import apply_wide
-from collage_fx.passes.rules.registry import rule
 from collage_fx.runtime.expansion.components import split_constant
 from collage_fx.runtime.expansion.eft import WIDER
 from collage_fx.runtime.ops import collage

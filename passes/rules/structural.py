@@ -5,9 +5,8 @@ from typing import Any
 import torch
 
 from collage_fx.passes.ir.program import CONVERT
-from collage_fx.passes.rules.builder import Builder, Call, Components, Expanded
+from collage_fx.passes.rules.builder import Builder, Call, Components, Expanded, rule
 from collage_fx.passes.rules.join_split import mapped
-from collage_fx.passes.rules.registry import rule
 
 aten = torch.ops.aten
 

@@ -39,11 +39,6 @@ def device_of(column: Column) -> torch.device:
     return column.device if isinstance(column, Tensor) else column[0].device
 
 
-def select(column: Column, members: list[int]) -> Column:
-    """Return the column of some of the members."""
-    return [column[m] for m in members]
-
-
 def check_sizes(sizes: Iterable[list[int]]) -> None:
     """Raise CollageError unless all tensors of each member have as many elements.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._inductor.codecache import PyCodeCache
 
 from collage_fx.runtime.errors import CaptureError
-from collage_fx.runtime.kernels.argument_table import Column, addresses, device_of, select
+from collage_fx.runtime.kernels.argument_table import Column, addresses, device_of
 
 CHUNKS = (1 << 12, 1 << 14)
 """Elements that one program works on; 12 bytes say which, a 680th of a 16-bit tensor's or less."""
@@ -90,7 +90,7 @@ class Launch:
             if len(members) == len(sizes):
                 self._launch(columns, sizes, aligned)
             elif members:
-                some = [select(column, members) for column in columns]
+                some = [[column[m] for m in members] for column in columns]
                 self._launch(some, [sizes[m] for m in members], aligned)
 
     def _launch(self, columns: Sequence[Column], sizes: Sequence[int], aligned: bool) -> None:

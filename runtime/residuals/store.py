@@ -4,6 +4,7 @@ import warnings
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import torch
@@ -41,41 +42,34 @@ def zeros(tensor: Tensor, storage: str) -> tuple[Tensor, ...]:
     return tuple(torch.zeros_like(tensor, dtype=d, requires_grad=False) for d in dtypes)
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Residual:
     """The residual components of one tensor, and what the tensor was when they were last valid.
 
     It never refers to its tensor, which is the weak key it is stored under.
     """
 
-    __slots__ = (
-        "_slot",
-        "_versions",
-        "address",
-        "components",
-        "draws",
-        "ensured",
-        "expected",
-        "lent",
-        "name",
-        "provisional",
-        "storage",
-    )
+    tensor: InitVar[Tensor]
+    storage: str
+    name: str
+    components: tuple[Tensor, ...] = field(init=False)
+    draws: int = 0
+    """How often the last component was rounded by chance; each time takes another seed."""
+    expected: Expected | None = None
+    """What is to hold of both at the next step, if the residual is from a checkpoint."""
+    ensured: Any = None
+    """For whom, as what and when a recorded step found that it is what its state is to have."""
+    lent: tuple[int, ...] = ()
+    """The versions of the components when a state dict was given them, until the next step."""
+    provisional: bool = False
+    """Whether the tensor was made with it, and nobody knows yet if its updates need one."""
+    address: int = field(init=False)
+    _versions: "array[int]" = field(init=False)
+    _slot: int = field(default=0, init=False)
 
-    def __init__(self, tensor: Tensor, storage: str, name: str) -> None:
-        self.storage = storage
-        self.name = name
-        self.components = zeros(tensor, storage)
-        self.draws = 0
-        """How often the last component was rounded by chance; each time takes another seed."""
-        self.expected: Expected | None = None
-        """What is to hold of both at the next step, if the residual is from a checkpoint."""
-        self.ensured: Any = None
-        """For whom, as what and when a recorded step found that it is what its state is to have."""
-        self.lent: tuple[int, ...] = ()
-        """The versions of the components when a state dict was given them, until the next step."""
-        self.provisional = False
-        """Whether the tensor was made with it, and nobody knows yet if its updates need one."""
-        self._versions, self._slot = array("q", [-1]), 0
+    def __post_init__(self, tensor: Tensor) -> None:
+        self.components = zeros(tensor, self.storage)
+        self._versions = array("q", [-1])
         self.settle(tensor)
 
     @property

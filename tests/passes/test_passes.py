@@ -48,7 +48,7 @@ def test_twelve_parameters_are_one_class(kind: type[Optimizer], options: dict[st
     (rewritten,) = program.rewritten
     assert len(rewritten.members) == len(TWELVE)
     assert rewritten.joined == []
-    assert len(program.residual_inputs) == len(TWELVE) * len(rewritten.compensated)
+    assert len(program.residual_inputs) == len(TWELVE) * len(rewritten.storages)
 
 
 def test_every_write_survives_and_every_residual_is_written() -> None:

@@ -10,8 +10,8 @@ from tensors import bf16, with_grads
 import collage_fx
 from collage_fx.errors import LegalityError, OptionError
 from collage_fx.passes import pipeline
+from collage_fx.passes.ir.listing import UNCHANGED
 from collage_fx.passes.ir.program import Program, Settings, graph_of
-from collage_fx.passes.ir.snapshot import UNCHANGED
 from collage_fx.passes.ir.verify import verify
 
 NAMES = [run.__name__ for run in pipeline.PASSES]

@@ -11,8 +11,9 @@ import collage_fx
 from collage_fx.config import CollageConfig
 from collage_fx.dynamo.backend import Backend
 from collage_fx.errors import CollageWarning, OptionError
+from collage_fx.passes.analysis.affine import Form
 from collage_fx.passes.analysis.plan import leave_alone, verdict
-from collage_fx.passes.analysis.recurrence import Form, recurrence_of
+from collage_fx.passes.analysis.recurrence import recurrence_of
 from collage_fx.passes.ir.program import Carried, StatePlan
 
 BF16 = torch.bfloat16

@@ -16,7 +16,7 @@ U2 = 2.0**-16
 def change_by_residual(r: Rewritten, which: int, inputs: list[Tensor]) -> tuple[Tensor, Tensor]:
     """The new value of a compensated state, and what it owes to the state's own residual."""
     assert r.expanded is not None
-    part, place = r.members[0], r.compensated.index(which)
+    part, place = r.members[0], list(r.storages).index(which)
     without = list(inputs)
     without[len(part.inputs) + place] = torch.zeros_like(inputs[len(part.inputs) + place])
     hi_at, lo_at = part.outputs.index(part.states[which][2]), len(part.outputs) + place
@@ -38,12 +38,12 @@ def test_residuals_pass_through_the_step(kind: type[Optimizer], options: dict[st
     # x' = a*x + B(x) has the residual in B(x) too, where the step widened x itself.
     linear = [
         i
-        for i in r.compensated
+        for i in r.storages
         if r.recurrences[i].kind == "linear" and "B(x)" not in r.recurrences[i].text
     ]
     assert linear
     for which in linear:
-        a, place = float(r.recurrences[which].a), r.compensated.index(which)
+        a, place = float(r.recurrences[which].a), list(r.storages).index(which)
         new, change = change_by_residual(r, which, inputs)
         expected = a * inputs[len(r.members[0].inputs) + place].double()
         error = (change - expected).abs() / new.abs().clamp(min=0.5)

@@ -88,7 +88,7 @@ def test_a_step_within_another_is_a_part_of_it(make: Any, inner: str) -> None:
 def test_a_step_within_a_compiled_function_is_a_part_of_it() -> None:
     def moved(dtype: torch.dtype, compiled: bool) -> Tensor:
         p = nn.Parameter(torch.ones(4, dtype=dtype))
-        optimizer = momentum([p])
+        optimizer = adamw([p])
         take = collage_fx.compile(optimizer) if compiled else optimizer.step
 
         def update(p: Tensor, average: Tensor) -> None:

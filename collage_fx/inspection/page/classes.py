@@ -9,8 +9,8 @@ from collage_fx.inspection.page.member import Member, short_names
 from collage_fx.inspection.page.operations import stands_for
 from collage_fx.inspection.page.readable import Column, Text
 from collage_fx.inspection.page.sources import Source, source_of
+from collage_fx.passes.ir.graph_memory import ORIGIN
 from collage_fx.passes.ir.program import Program, Rewritten, graph_of
-from collage_fx.passes.ir.provenance import ORIGIN
 
 
 class ClassView:

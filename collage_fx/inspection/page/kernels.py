@@ -204,7 +204,7 @@ def _arguments(rewritten: Rewritten) -> Iterable[tuple[str, str, int]]:
     model = rewritten.members[0]
     for _, at, new in model.states:
         yield model.inputs[at].name, names[at], model.outputs.index(new)
-    lows = [(i, j) for i in rewritten.compensated for j in range(len(rewritten.residuals(i)))]
+    lows = [(i, j) for i in rewritten.storages for j in range(len(rewritten.residuals(i)))]
     for k, (i, j) in enumerate(lows):
         argument = f"{model.inputs[model.states[i][1]].name}_lo{j or ''}"
         yield argument, names[len(model.inputs) + k], len(model.outputs) + k

@@ -9,9 +9,8 @@ from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
 from collage_fx.inspection.page.operations import name_of
-from collage_fx.passes.ir.graph_memory import mutations
+from collage_fx.passes.ir.graph_memory import ORIGIN, mutations
 from collage_fx.passes.ir.program import Program, Rewritten
-from collage_fx.passes.ir.provenance import ORIGIN
 
 LIMIT = 2000
 """Operations of a member at most; one that has more is shown as far as that."""

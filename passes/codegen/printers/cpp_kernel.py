@@ -88,9 +88,9 @@ def print_cpp_kernel(
     order = sorted({*read, *stored})
     casts = [f"auto* p{i} = static_cast<{_type(inputs[i])}*>(a{i});" for i in order]
     loops = [f"const {_type(inputs[i])} x{i} = p{i}[i];" for i in read if not scalar[i]]
-    casts += [
-        f"const {_type(inputs[i])} x{i} = {_scalar(inputs[i], i)};" for i in read if scalar[i]
-    ]
+    for i in (i for i in read if scalar[i]):
+        number = f"plain_nan(*p{i})" if inputs[i].meta["dtype"] in _FLOATS else f"*p{i}"
+        casts.append(f"const {_type(inputs[i])} x{i} = {number};")
     source = HELPERS + _KERNEL.format(
         pointers="".join(f"void* a{i}, " for i in order),
         casts="\n  ".join(casts),
@@ -113,7 +113,9 @@ def _printed(graph: Graph, scalar: Sequence[bool], single: bool, libm: bool = Fa
     known = _OPERATIONS | (_SINGLE if single or libm else {}) | (_LIBM if libm else {})
     printer = _Printer(graph, known, {"alpha", "value"} if libm else set())
     for i, node in enumerate(graph.find_nodes(op="placeholder")):
-        printer.read(node, i, scalar=scalar[i])
+        printer.names[node] = f"x{i}"
+        if node.meta["dtype"] in _FLOATS and not scalar[i]:
+            printer.payload.add(node)
     for node in graph.nodes:
         if node.op == "call_function":
             printer.operation(node)
@@ -130,10 +132,6 @@ def _type(node: Node) -> str:
 
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _scalar(node: Node, i: int) -> str:
-    return f"plain_nan(*p{i})" if node.meta["dtype"] in _FLOATS else f"*p{i}"
 
 
 def _literal(number: Any, dtype: torch.dtype) -> str:
@@ -163,12 +161,6 @@ class _Printer:
         self.written: dict[str, str] = {}
         self.payload: set[Node] = set()
         """fp32 and fp64 values whose NaN may have bits beyond bf16's."""
-
-    def read(self, node: Node, i: int, *, scalar: bool) -> None:
-        """Name an input."""
-        self.names[node] = f"x{i}"
-        if node.meta["dtype"] in _FLOATS and not scalar:
-            self.payload.add(node)
 
     def operation(self, node: Node) -> None:
         """Write the line of an operation, and name its result. Raises Unprintable."""

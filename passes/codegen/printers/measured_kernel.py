@@ -9,15 +9,17 @@ import ctypes
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from collage_fx.passes.codegen.printers.cpp_kernel import Unprintable, print_cpp_kernel
 from collage_fx.passes.ir.exact import Function, Member, Words
+from collage_fx.passes.ir.graph_memory import with_memory
 from collage_fx.passes.rewrite.lower import lowered_function
 from collage_fx.runtime import logs
 from collage_fx.runtime.kernels.cpp_loop import CHUNKS, PARALLEL
@@ -53,13 +55,12 @@ extern "C" void measure(const int64_t* words, const int64_t* sizes, int64_t memb
     for (int64_t k = 0; k < SUMS; ++k) found[member[t] * SUMS + k] += parts[t * SUMS + k];
 }}
 """
-_SUM = """add_block<{type}>((const uint16_t*)words[{high}] + i, memory[{whole}],
-              (const uint16_t*)words[{now}] + i, memory[{after}], memory[{exact}],
+_SUM = """add_block<{type}>((const uint16_t*)words[{high}] + i, memory[3 * {k}],
+              (const uint16_t*)words[{now}] + i, memory[3 * {k} + 1], memory[3 * {k} + 2],
               least, count, found + {k} * COUNT);"""
 
 
-@dataclass(frozen=True)
-class Word:
+class Word(NamedTuple):
     """What is known of one tensor among those that a kernel reads."""
 
     dtype: torch.dtype
@@ -83,12 +84,11 @@ class Signature:
         """All of them in the order in which their addresses are given."""
         return [word for _, words in (*self.given, *self.new) for word in words]
 
-    def starts(self) -> Iterator[int]:
-        """Yield where the words of each input and state begin in that order."""
-        at = 0
-        for _, words in (*self.given, *self.new):
-            yield at
-            at += len(words)
+    @property
+    def starts(self) -> list[int]:
+        """Where the words of each input and state begin in that order."""
+        counts = (len(words) for _, words in (*self.given, *self.new))
+        return list(accumulate(counts, initial=0))
 
 
 KERNELS: WeakKeyDictionary[Function, dict[Signature, Any]] = WeakKeyDictionary()
@@ -179,13 +179,13 @@ def print_measured_kernel(function: Function, signature: Signature) -> str:
         signature: what the inputs are.
     """
     words = signature.words
-    graph = lowered_function(_arrays(function, signature), [(w.dtype, w.scalar) for w in words])
+    graph = lowered_function(_arrays(function, signature), words)
     outputs = graph.output_node().args[0]
     arrays = 3 * len(signature.states)
     assert isinstance(outputs, tuple) and len(outputs) == arrays
     if any(not isinstance(x, Node) or x.meta["dtype"] is not torch.float64 for x in outputs):
         raise Unprintable("a value that is a number, or not in float64")
-    graph = _with_memory(graph, arrays)
+    graph = with_memory(graph, [torch.float64] * arrays)
     scalar = [w.scalar for w in words] + [False] * arrays
     stored = range(len(words), len(words) + arrays)
     source, order = print_cpp_kernel(graph, scalar, stored, range(arrays), libm=True)
@@ -209,20 +209,10 @@ def _arrays(function: Function, signature: Signature) -> Function:
     return arrays
 
 
-def _with_memory(graph: Graph, count: int) -> Graph:
-    """Return a graph with more inputs: memory for what it makes."""
-    made = Graph()
-    env = {n: made.node_copy(n) for n in graph.find_nodes(op="placeholder")}
-    for k in range(count):
-        made.placeholder(f"memory{k}").meta["dtype"] = torch.float64
-    made.output(made.graph_copy(graph, env))
-    return made
-
-
 def _driver(signature: Signature, order: Sequence[int]) -> str:
     words = signature.words
-    starts = list(signature.starts())
-    new = starts[len(signature.given) :]
+    starts = signature.starts
+    new = starts[len(signature.given) : -1]
 
     def argument(i: int) -> str:
         if i >= len(words):
@@ -231,15 +221,7 @@ def _driver(signature: Signature, order: Sequence[int]) -> str:
         return f"(char*)words[{i}] + i * {width}, "
 
     sums = [
-        _SUM.format(
-            high=starts[at],
-            type=TYPES[words[now].dtype],
-            now=now,
-            whole=3 * k,
-            after=3 * k + 1,
-            exact=3 * k + 2,
-            k=k,
-        )
+        _SUM.format(high=starts[at], type=TYPES[words[now].dtype], now=now, k=k)
         for k, (at, now) in enumerate(zip(signature.states, new, strict=True))
     ]
     return _DRIVER.format(
