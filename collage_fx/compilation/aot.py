@@ -19,7 +19,11 @@ from torch.compiler import config as compiler_config
 from torch.fx import GraphModule
 
 from collage_fx.compilation.graph_inputs import AotInputs, Inputs
-from collage_fx.compilation.inductor import compile_rewritten, separate_outputs
+from collage_fx.compilation.inductor import (
+    compile_rewritten,
+    separate_outputs,
+    with_present_symbols,
+)
 from collage_fx.compilation.partition import Direct, split
 from collage_fx.compilation.residual_binding import Residuals, conclude
 from collage_fx.compilation.session import Session, StandsForOthers
@@ -226,6 +230,7 @@ class Compilation:
         """
         if self.unlike is not None:  # the backward graph of one that was given up
             return gm
+        example_inputs = with_present_symbols(example_inputs)
         # Inductor's own again: ours are for AOTAutograd, and no cache can have them in its key.
         kwargs.pop("get_decomp_fn", None)
         self.refused |= written_outside(self.session, gm)

@@ -42,6 +42,22 @@ def separate_outputs(gm: GraphModule) -> None:
     gm.recompile()
 
 
+def with_present_symbols(inputs: Sequence[Any]) -> list[Any]:
+    """Return the inputs of a graph, with the symbols that stand for its sizes and counts by now.
+
+    Where two counts turn out to be equal one symbol takes the place of the other, in the graph but
+    not in what Inductor reads of an input: its code would use a name that it does not define.
+    """
+    return [_with_present_symbol(x) if isinstance(x, torch.SymInt) else x for x in inputs]
+
+
+def _with_present_symbol(number: torch.SymInt) -> Any:
+    node = number.node
+    if node._expr == node.expr:
+        return number
+    return node.shape_env.create_symintnode(node.expr, hint=node.hint)
+
+
 def compile_rewritten(
     gm: GraphModule,
     direct: Direct | None,

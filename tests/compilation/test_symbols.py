@@ -196,3 +196,41 @@ def test_what_asks_dynamo_to_trace_again_too_late_is_recorded(
     with pytest.warns(CollageWarning, match="TensorifyScalarRestartAnalysis.*by operation"):
         steps(4, 6)
     assert float(collage_fx.value(p).mean()) == pytest.approx(1 - 21e-3, rel=1e-4)
+
+
+class SharedFactor(Optimizer):
+    """Computes a factor for one parameter, and uses it for all that have taken as many steps."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-3})
+        self.last = [0, 0.0]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            st = self.state[p]
+            st.setdefault("k", 0)
+            st["k"] += 1
+            if st["k"] != self.last[0]:
+                self.last[:] = [st["k"], 1.5e-3 / (1 - 0.9 ** st["k"])]
+            p.sub_(p.grad, alpha=self.last[1])
+
+
+@pytest.mark.kernels
+def test_one_symbol_may_take_the_place_of_another() -> None:
+    """Inductor alone raises NameError: its code has the name of a symbol that no input has."""
+
+    def run(dtype: torch.dtype, *, compiled: bool) -> Tensor:
+        params = [nn.Parameter(torch.ones(n, dtype=dtype)) for n in (4, 6)]
+        optimizer = SharedFactor(params)
+        step = collage_fx.compile(optimizer) if compiled else optimizer.step
+        for i in range(5):
+            for p in params:
+                p.grad = torch.full_like(p, 0.25 + i / 8)
+            step()
+        return torch.cat([collage_fx.value(p) if compiled else p.detach() for p in params]).double()
+
+    exact = run(torch.float64, compiled=False)
+    moved = (exact - 1).norm()
+    assert float((run(torch.bfloat16, compiled=True) - exact).norm() / moved) < 1e-2
+    assert float((run(torch.bfloat16, compiled=False) - exact).norm() / moved) > 0.1
