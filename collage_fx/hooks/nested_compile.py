@@ -115,7 +115,7 @@ def _callback(callback: Any) -> Any:
     if session is None:
         return _by_stance(callback)
     ours = _of_step(callback, session)
-    chosen = _by_stance(ours)
+    chosen: Any = _by_stance(ours)
     if chosen is False:  # it takes what any backend compiled
         compiles = isinstance(ours, CatchErrorsWrapper)
         chosen = _Known(eval_frame.innermost_backend(ours)) if compiles else None
