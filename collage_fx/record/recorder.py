@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch._subclasses import FakeTensor
 from torch.fx import GraphModule
 from torch.nn import Parameter
@@ -29,6 +30,7 @@ from collage_fx.segments.operations import OPERATIONS, Operation
 from collage_fx.segments.segment import Call, Segment
 
 aten = torch.ops.aten
+cond = torch.ops.higher_order.cond
 _MANY_PLACES = 200_000
 """So many places are forgotten at the end of a step: its structure is another each time."""
 
@@ -110,6 +112,9 @@ class Recorder:
             self.flush_outside()
         return result
 
+    def _mode(self) -> TorchDispatchMode:
+        return _BesideDynamo(self) if self.beside_dynamo else _Mode(self)
+
     def _wake_up(self) -> None:
         self.wake()
         self._watch_reads()
@@ -120,8 +125,7 @@ class Recorder:
         self.beside_dynamo = beside_dynamo
         self.in_graphs = self.apart = 0
         self.graphs.steps += 1
-        mode = _BesideDynamo(self) if beside_dynamo else _Mode(self)
-        with mode, contextlib.ExitStack() as self.reads:
+        with self._mode(), contextlib.ExitStack() as self.reads:
             if not self.asleep:
                 self._watch_reads()
             try:
@@ -166,6 +170,8 @@ class Recorder:
             if FakeTensor in types:  # as DTensors use them, to find out how they are sharded
                 return func(*args, **kwargs)
             return NotImplemented  # it comes again, for what such a tensor is made of
+        if isinstance(func, HigherOrderOperator):
+            return self._higher_order(func, args, kwargs)
         operation, trace = OPERATIONS[func], self.graphs.trace
         if self.asleep:
             if self._needs_no_states(operation, args, kwargs):
@@ -197,6 +203,18 @@ class Recorder:
         if trace is not None and not trace.reads(func, args):
             trace.spoiled = True
         return self._now(func, operation, args, kwargs)
+
+    def _higher_order(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Do what takes functions: a branch of torch.cond by its operations, others at once."""
+        self.flush()
+        if (trace := self.graphs.trace) is not None:
+            trace.spoiled = True
+        if func is not cond:
+            return func(*args, **kwargs)
+        predicate, *branches, operands = args
+        branch = branches[0 if predicate else 1]
+        with self._mode():
+            return branch(*operands)
 
     def _needs_no_states(self, operation: Operation, args: Any, kwargs: Any) -> bool:
         """Tell whether an operation has nothing to do with low words: a view, or numbers."""
@@ -288,6 +306,8 @@ class Recorder:
 
 class _Mode(TorchDispatchMode):
     """A recorder where Dynamo is not asked, without a guard against it around each dispatch."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
