@@ -16,9 +16,10 @@ def recorded_and_traced(program: Program) -> tuple[Run, Run] | None:
 
     That is where collage_fx refuses it, and where more of it runs on whole values than the first
     step of states. Other programs where Dynamo looks at them are optimizers of torch's, and
-    `addcdiv_`, which it makes three operations.
+    `addcdiv_`, which it makes three operations; and a rate that changes is a constant of a recorded
+    segment until it has changed.
     """
-    if program.torch_optim or "addcdiv" in program.script():
+    if program.torch_optim or program.schedule or "addcdiv" in program.script():
         return None
     first = 1 if program.states and not program.in_init else 0
     begin, begun = Executors.begin, list[Executors]()
