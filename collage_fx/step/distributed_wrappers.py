@@ -23,7 +23,7 @@ def wrapped_optimizers(optimizer: Optimizer) -> list[Optimizer]:
     there is to compensate is done by the optimizer that it holds. A wrapper of the user's may have
     arithmetic of its own around that, and is compiled as a whole.
     """
-    module = getattr(type(optimizer).step, "__module__", "")
+    module = getattr(type(optimizer).step, "__module__", None) or ""  # None: made by exec()
     return family(optimizer)[1:] if module.startswith("torch.distributed.") else []
 
 

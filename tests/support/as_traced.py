@@ -26,9 +26,9 @@ def recorded_and_traced(program: Program) -> tuple[Run, Run] | None:
 
     def begin_as_traced(self: Executors, *, interpreted_only: bool, at_once: bool) -> None:
         """Do the first step of states on whole values, and the others by the passes at first."""
-        anew = all(self is not one for one in begun)
+        anew = first == 1 and not begun  # of a resumed run there are states
         begun.append(self)
-        begin(self, interpreted_only=interpreted_only or (anew and first == 1), at_once=True)
+        begin(self, interpreted_only=interpreted_only or anew, at_once=True)
 
     runs = []
     for way in ("record", "compile"):
