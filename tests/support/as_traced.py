@@ -17,9 +17,10 @@ def recorded_and_traced(program: Program) -> tuple[Run, Run] | None:
     That is where collage_fx refuses it, and where more of it runs on whole values than the first
     step of states. Other programs where Dynamo looks at them are optimizers of torch's, and
     `addcdiv_`, which it makes three operations; and a rate that changes is a constant of a recorded
-    segment until it has changed.
+    segment until it has changed. Of a resumed run only the end is reported.
     """
-    if program.torch_optim or program.schedule or "addcdiv" in program.script():
+    apart = program.torch_optim or program.schedule or program.resumed
+    if apart or "addcdiv" in program.script():
         return None
     first = 1 if program.states and not program.in_init else 0
     begin, begun = Executors.begin, list[Executors]()
@@ -35,7 +36,7 @@ def recorded_and_traced(program: Program) -> tuple[Run, Run] | None:
         with patch.object(Executors, "begin", begin_as_traced):
             runs.append(compensated(replace(program, way=way)))
         begun.clear()
-    if any(run.error is not None or run.joined > first for run in runs):
+    if any(run.error is not None or run.joined != first for run in runs):
         return None
     return runs[0], runs[1]
 
