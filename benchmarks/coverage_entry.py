@@ -174,16 +174,17 @@ def run_collage(row: Row, recipe: Recipe) -> Values | None:
     ]
     report = collage_fx.report(step)
     row.states = [{**vars(s), "dtype": str(s.dtype).removeprefix("torch.")} for s in report.states]
-    row.notes = list(dict.fromkeys([*said, *(f"collage_fx: {one_line(n)}" for n in report.notes)]))
+    notes = [*said, *(f"collage_fx: {one_line(n)}" for n in report.notes)]
+    row.notes = list(dict.fromkeys(map(_without_places, notes)))
     used = [e for e in ("graph", "joined") if any(s[e] for s in row.states)]
     row.engine = "both" if len(used) == 2 else "".join(used) or "none"
     return collage
 
 
 def _without_places(text: str) -> str:
-    """Return a traceback whose files are named from their package or this repository on."""
+    """Return a text in which files are named from their package or this repository on."""
     root = Path(__file__).resolve().parents[1]
-    for place in (sysconfig.get_path("purelib"), str(root)):
+    for place in (*map(sysconfig.get_path, ("purelib", "stdlib")), root):
         text = text.replace(f"{place}/", "")
     return text
 
