@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_fx.compilation.session import Session
-from collage_fx.hooks import optimizer_hooks
 from collage_fx.optimizer.checkpoints import state_dicts
 from collage_fx.optimizer.ownership import Owned, owners_of
 from collage_fx.passes.ir.program import Carried, StatePlan
@@ -104,8 +103,6 @@ class Residuals:
     def _introduce(self, tensors: list[Tensor]) -> list[Tensor]:
         """Attach the optimizers of tensors that are seen for the first time; return the others."""
         owners = owners_of(self.session.optimizers())
-        if not owners.keys() >= {id(t) for t in tensors}:  # of an optimizer that the step calls
-            owners = owners_of(optimizer_hooks.optimizers()) | owners
         found: list[tuple[Optimizer, Owned]] = []
         ownerless: dict[str, Tensor] = {}
         for tensor, c in zip(tensors, self.carried, strict=True):
