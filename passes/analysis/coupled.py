@@ -22,7 +22,9 @@ from collage_fx.passes.ir.program import Coefficient, Recurrence, Slice
 Walk = dict[Node, Form]
 
 
-def joint(part: Slice, walks: Sequence[Walk], own: list[Recurrence]) -> list[Recurrence]:
+def joint(
+    part: Slice, walks: Sequence[Walk], own: list[Recurrence], reads: Sequence[Walk] = ()
+) -> list[Recurrence]:
     """Return the recurrences of a slice's states, some of them judged together with others.
 
     States that are critical by themselves hold what accumulates, as do those that take over their
@@ -35,6 +37,7 @@ def joint(part: Slice, walks: Sequence[Walk], own: list[Recurrence]) -> list[Rec
         part: the representative of a class.
         walks: for each state, the forms in its old value.
         own: for each state, its recurrence by itself.
+        reads: the forms in each state that the graph only reads.
     """
     kept = [i for i, (state, _, _) in enumerate(part.states) if not state.always_plain]
     leads = {i: _lead(part, own, kept, i) for i in kept}
@@ -46,9 +49,11 @@ def joint(part: Slice, walks: Sequence[Walk], own: list[Recurrence]) -> list[Rec
         if own[i].kind == "linear":
             result[i] = _average(part, walks, own[i], i, lasting)
     led = [i for i in kept if leads[i] != i]
-    for i in {*kept} - {*loose}:
+    for i in kept:
         by_lerp = any(n.target in LERP for n in own[i].carried_path)
-        result[i] = _mean(part, walks, own[i], i, led if by_lerp else kept)
+        others = [_form(part, walks, i, j) for j in (led if by_lerp else kept) if j != i]
+        others += [forms.get(part.states[i][2], FREE) for forms in (() if by_lerp else reads)]
+        result[i] = _mean(part, result[i], i, others)
     for i, lead in leads.items():
         if lead != i:
             result[i] = _taken(part, walks, result[lead], i, lead)
@@ -78,20 +83,18 @@ def _average(
     return together if critical(together, part.states[i][0].val.dtype, "plus")[0] else own
 
 
-def _mean(
-    part: Slice, walks: Sequence[Walk], own: Recurrence, i: int, others: list[int]
-) -> Recurrence:
+def _mean(part: Slice, own: Recurrence, i: int, others: list[Form]) -> Recurrence:
     """Return the recurrence of a state, noting that others enter its update if it is a mean.
 
     In 0.99*x + 0.01*y, y is as large as x, and the product with it has an error of up to all that x
     moves by: averaged, u * sqrt(w/2) of x for a weight w. In lerp(x, y, 0.01) the difference of the
     two is small, and y has all its components; but not where y is overwritten with x, for then no
-    path begins at its old value, and what is added to that is rounded.
+    path begins at its old value, and what is added to that is rounded. What enters divided by a
+    tensor, as a momentum does, is another thing that is added, and no part of the mean.
     """
-    forms = {j: f for j in others if j != i and (f := _form(part, walks, i, j)).carries}
-    if own.kind != "linear" or not forms:
+    shares = [f.share for f in others if f.carries and bound(f.share) < inf]
+    if own.kind != "linear" or not shares:
         return own
-    shares = [f.share for f in forms.values()]
     unit = torch.finfo(part.states[i][0].val.dtype).eps / 2
     heavy = max(map(bound, shares)) > 4 * unit**2
     weight = sum(shares[1:], shares[0])

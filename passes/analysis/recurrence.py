@@ -5,7 +5,14 @@ from torch.fx import Node
 from collage_fx.passes.analysis.affine import Form, written
 from collage_fx.passes.analysis.carried_path import beside, carried_path, walk
 from collage_fx.passes.analysis.coupled import joint
-from collage_fx.passes.ir.program import Program, Recurrence, Slice
+from collage_fx.passes.ir.program import (
+    Program,
+    Recurrence,
+    Slice,
+    graph_of,
+    is_tensor,
+    value_of,
+)
 
 
 def recurrence(program: Program) -> None:
@@ -19,7 +26,22 @@ def recurrence(program: Program) -> None:
         part = group.representative
         walks = [walk(part.nodes, part.old(i)) for i in range(len(part.states))]
         own = [_own(part, i, forms) for i, forms in enumerate(walks)]
-        group.recurrences = joint(part, walks, own)
+        reads = [walk(part.nodes, x) for x in _only_read(program, part)]
+        group.recurrences = joint(part, walks, own, reads)
+
+
+def _only_read(program: Program, part: Slice) -> list[Node]:
+    """Return the inputs of a slice that are states of the step, and that the graph only reads."""
+    placeholders = graph_of(program.canonical).graph.find_nodes(op="placeholder")
+    index = {node: i for i, node in enumerate(placeholders)}
+    written = {c.index for c in program.carried}
+    inputs = [x for x in part.inputs if x in index and index[x] not in written and is_tensor(x)]
+    return [
+        x
+        for x in inputs
+        if value_of(x).is_floating_point()
+        and program.describe(index[x], x).owner in ("param", "state")
+    ]
 
 
 def _own(part: Slice, which: int, forms: dict[Node, Form]) -> Recurrence:
