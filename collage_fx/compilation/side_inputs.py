@@ -219,6 +219,8 @@ class Code:
     """Its kernels, where they are called without Inductor."""
     seeded: Sequence[torch.device] = ()
     """The devices on which it takes a seed."""
+    wanted: list[Locate] = field(default_factory=list)
+    """How to find those it reads that should get a low word if they have none."""
 
     def run(self, args: tuple[Any, ...]) -> Any:
         """Run the graph with its residuals."""

@@ -247,6 +247,9 @@ class _Step:
             self.session.patterns.after_graph(self, self.session.warn_once)
             return self.code.run(args)
         supervisor.recorder.flush_outside()  # what the graph may need
+        if self.code.wanted:
+            supervisor.want(find(args) for find in self.code.wanted)
+            self.code.wanted = []
         self._compile_again(supervisor.sources[self], args)
         if supervisor.switches:
             self.code.refused |= supervisor.executors.computes_anew(self.code, args)

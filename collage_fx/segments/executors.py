@@ -18,6 +18,7 @@ from collage_fx.compilation.session import Session
 from collage_fx.compilation.side_inputs import Code
 from collage_fx.errors import CollageError
 from collage_fx.hooks.gc_pause import no_full_collection
+from collage_fx.optimizer.ownership import Owned
 from collage_fx.passes.ir.program import StatePlan
 from collage_fx.runtime import logs
 from collage_fx.runtime.residuals.store import STORE
@@ -290,8 +291,9 @@ class Executors:
             node._dynamo_source = SimpleNamespace(name=self._name(t))
         with tracing(TracingContext(mode)):
             code = compile_graph(self.session, gm, fakes, args)
-        for state, _ in code.reads:
-            self._want(state(args))
+        for tensor in (t for find in code.wanted if (t := find(args)) is not None):
+            for owned in self.words.states_in(tensor):
+                self.want(owned)
         if code.refused or code.reads_residual(args):
             return _PASSED_ON
         if self.computes_anew(code, args):
@@ -310,12 +312,22 @@ class Executors:
             for owned in self.words.states_in(tensor)
         )
 
-    def _want(self, tensor: Tensor | None) -> None:
+    def want(self, owned: Owned) -> None:
         """Have a state keep a low word for who reads it, though its own updates need none."""
-        for owned in self.words.states_in(tensor) if tensor is not None else ():
-            self.wanted.add(owned.place)
-            if owned.place in self.written:
-                self.words.ensure(owned)
+        self.wanted.add(owned.place)
+        if owned.place in self.written:
+            self._keep(owned)
+
+    def wrote(self, owned: Owned) -> None:
+        """Note that a graph of the passes has written a state."""
+        self.written.add(owned.place)
+        if owned.place in self.wanted:
+            self._keep(owned)
+
+    def _keep(self, owned: Owned) -> None:
+        residual = self.words.ensure(owned)
+        if residual is not None:
+            residual.provisional = False  # else its own verdict would drop it
 
     def _run_code(self, rewritten: "_Rewritten", args: list[Any]) -> bool:
         """Run a graph; return False where a state has got a residual that it does not know."""
@@ -328,10 +340,7 @@ class Executors:
         for tensor, plan in written:
             self.plans[id(tensor)] = plan
             for owned in self.words.wrote(tensor):
-                place = owned.place
-                self.written.add(place)
-                if place in self.wanted:
-                    self.words.ensure(owned)
+                self.wrote(owned)
         return True
 
 

@@ -85,7 +85,9 @@ def _place(program: Program) -> dict[Node, set[Node]]:
 
 def _sums(program: Program, states: dict[Node, Carried]) -> Iterator[str]:
     place = _place(program)
-    found = [*_operands(program, states, place), *entering(program, states, place)]
+    weighty = list(entering(program, states, place))
+    program.weighty = frozenset(c.index for x in weighty for c in program.alike(states[x]))
+    found = [*_operands(program, states, place), *weighty]
     params = {x for x in states if states[x].owner == "param"}
     yield from _missed(program, states, found, params | place.keys())
 

@@ -303,6 +303,9 @@ class Program:
     reads: dict[int, str] = field(default_factory=dict)
     """Positions and names of states that the graph does not write, and of which it would need a
     low word."""
+    weighty: frozenset[int] = frozenset()
+    """Positions of those that enter the update of another state with weight: each needs a low word
+    whatever its own recurrence is."""
     unlike: Unlike | None = None
     """Why those in the graph cannot stand for the members left out, as `emit` finds; there is no
     `result` then."""

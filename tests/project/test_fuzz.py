@@ -11,7 +11,7 @@ import pytest
 import runs
 import torch
 from as_traced import differing, recorded_and_traced
-from known import MENDED
+from mended import MENDED
 from oracle import judge
 from programs import Line, Program
 
