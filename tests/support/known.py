@@ -8,7 +8,7 @@ from runs import Run
 KNOWN: dict[str, Callable[[Program, Run], bool]] = {
     "light rounds a state once, before a step that computes a parameter anew from it is compiled": (
         lambda program, run: (
-            program.way == "record"
+            program.way in ("record", "at once")
             and dict(program.options)["level"] == "light"
             and any(line.text.startswith("if k % 2") for line in program.lines)
         )

@@ -37,8 +37,9 @@ EXCUSES = {
 }
 """A part of a warning that says that something is not compensated -> its short name."""
 JUMPS = ("sign(", "clamp", "Rprop", "Adamax")
-FLOOR = 4.0
-"""In units of the last place of a state: what its error may be at any rate."""
+FLOOR = 6.0
+"""In units of the last place of a state: what its error may be at any rate. Half a unit in each
+step is five where a tenth of it is averaged away."""
 
 
 @dataclass
