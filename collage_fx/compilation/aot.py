@@ -181,12 +181,11 @@ class Compilation:
             return Code(function, None, [], [], self.refused)
         locate, plan = self.inputs.locate, self.program.plan
         states = [(locate[s.index], s) for s in plan if s.compensable and s.index in locate]
-        reads = {i: name for i, name in self.program.reads.items() if i in locate}
-        wanted = [locate[i] for i in reads if i in self.program.weighty]
+        reads = [(locate[i], name) for i, name in self.program.reads.items() if i in locate]
+        wanted = [locate[i] for i in self.program.weighty if i in locate]
         refused = self.refused or any(s.refused and s.compensable for s in plan)
         direct, seeds = self.direct, self.program.seeds
-        read = [(locate[i], name) for i, name in reads.items()]
-        return Code(function, self.side, states, read, refused, direct, seeds, wanted)
+        return Code(function, self.side, states, reads, refused, direct, seeds, wanted)
 
     def _log(self, seconds: float) -> None:
         """Log, in one line, what was compiled or why it was not."""

@@ -256,22 +256,14 @@ class Steps:
         )
 
     def want(self, tensors: Iterable[Tensor | None]) -> None:
-        """Have those of these that are states keep a low word; see `Executors.want`."""
+        """Have those of these that are states keep a low word for a graph that reads them.
+
+        Whether something has written them does not matter: resumed, nobody would know.
+        """
         states = {id(owned.tensor): owned for owned in self.states.find()}
         with self.recorder.paused():  # new residuals are zero now
             for owned in filter(None, (states.get(id(t)) for t in tensors)):
-                served = self.service.served.get(owned.place)
-                if served is not None and served.graph:
-                    self.executors.wrote(owned)
-                self.executors.want(owned)
-
-    def _written_by_graph(self, tensor: Tensor) -> list[Owned]:
-        """Note that a graph has written a tensor; return the states that it is."""
-        if not self.recorder.asleep:
-            return self.words.wrote(tensor)
-        if not self.executors.wanted or STORE.get(tensor) is not None:
-            return []
-        return [owned for owned in self.states.find() if owned.tensor is tensor]
+                self.executors.keep(owned)
 
     def run_graph(self, code: Code, args: tuple[Any, ...]) -> Any:
         """Run a compiled graph, and note what it has written and returned."""
@@ -279,14 +271,14 @@ class Steps:
         self._look_for_chain(written, args)
         if not self.recorder.asleep:
             self.words.settle()
-        with self.recorder.paused():
-            try:
+        try:
+            with self.recorder.paused():
                 result = code.run(args)
-            finally:
-                for tensor, plan in written:
-                    self.service.by_graph[id(tensor)] = tensor, plan
-                    for owned in self._written_by_graph(tensor):
-                        self.executors.wrote(owned)
+        finally:
+            for tensor, plan in written:
+                self.service.by_graph[id(tensor)] = tensor, plan
+                if not self.recorder.asleep:
+                    self.words.wrote(tensor)
         # States that are put in the place of others, maybe.
         tensors = (t for t in tree_leaves(result) if isinstance(t, Tensor))
         self.returned.update(memory_key(t) for t in tensors if t.dtype in self.words.wide)

@@ -25,7 +25,7 @@ from collage_fx.runtime.residuals.store import STORE
 from collage_fx.segments.joined_compiler import Joining
 from collage_fx.segments.low_words import LowWords
 from collage_fx.segments.memory import storage_key
-from collage_fx.segments.segment import Call, Segment, run_joined
+from collage_fx.segments.segment import Call, Readers, Segment, run_joined
 from collage_fx.segments.segment_graph import (
     Compiled,
     Given,
@@ -44,6 +44,8 @@ from collage_fx.segments.trie import on_one_line
 SEEN = 2
 """The run in which a structure is compiled: what runs once is not worth it."""
 _PASSED_ON = "16-bit values go on from it to other parts of the step, which would be rounded"
+PATIENCE = 3
+"""How many runs more a segment may wait to be compiled."""
 MOST = 64
 """How often segments of one step are compiled at most; others are interpreted."""
 
@@ -102,6 +104,8 @@ class Executors:
     """The places of the states that keep a low word whatever their own verdict is."""
     written: set[Any] = field(default_factory=set)
     """The places of the states that graphs of the passes have written."""
+    readers: Readers = field(default_factory=Readers)
+    """At level light, the segments that read states and are not compiled yet."""
     plans: dict[int, StatePlan] = field(default_factory=dict)
     """Tensor -> its verdict, of the states that rewritten segments wrote in this step."""
 
@@ -143,15 +147,29 @@ class Executors:
         obstacle = self._obstacle(segment)
         if obstacle:
             self.left[segment] = obstacle
-        elif history.runs >= self.seen:
+        elif history.runs >= self.seen and not self._waits(segment, history, call):
+            self.readers.discard(segment)
             for name in self.ways:
                 why = self._done(name, segment, history, call)
                 if not why:
                     self.runs[name] += 1
                     return
                 self.left.setdefault(segment, why)
+        elif self.session.config.level == "light":
+            self.readers.add(segment, call)
         self.runs["interpreted"] += 1
         run_joined(segment, call, self.words)
+
+    def _waits(self, segment: Segment, history: _History, call: Call) -> bool:
+        """Tell whether a segment is to be compiled after others that only read what it writes.
+
+        Level light would have it drop residuals that those turn out to need.
+        """
+        return history.runs < self.seen + PATIENCE and any(
+            residual.provisional
+            for owned in self.readers.of_written(segment, call)
+            if (residual := self.words.residual(owned.tensor)) is not None
+        )
 
     def _obstacle(self, segment: Segment) -> str:
         """Return why a segment is not to be compiled at all; empty if it is."""
@@ -291,9 +309,11 @@ class Executors:
             node._dynamo_source = SimpleNamespace(name=self._name(t))
         with tracing(TracingContext(mode)):
             code = compile_graph(self.session, gm, fakes, args)
-        for tensor in (t for find in code.wanted if (t := find(args)) is not None):
-            for owned in self.words.states_in(tensor):
-                self.want(owned)
+        # All of them, as the weight of a state is not known where others scale what it enters.
+        for find, _ in code.reads:
+            if (read := find(args)) is not None:
+                for owned in self.words.states_in(read):
+                    self._want(owned)
         if code.refused or code.reads_residual(args):
             return _PASSED_ON
         if self.computes_anew(code, args):
@@ -312,22 +332,18 @@ class Executors:
             for owned in self.words.states_in(tensor)
         )
 
-    def want(self, owned: Owned) -> None:
+    def _want(self, owned: Owned) -> None:
         """Have a state keep a low word for who reads it, though its own updates need none."""
+        if owned.place in self.written or self.words.residual(owned.tensor) is not None:
+            self.keep(owned)
         self.wanted.add(owned.place)
-        if owned.place in self.written:
-            self._keep(owned)
 
-    def wrote(self, owned: Owned) -> None:
-        """Note that a graph of the passes has written a state."""
-        self.written.add(owned.place)
-        if owned.place in self.wanted:
-            self._keep(owned)
-
-    def _keep(self, owned: Owned) -> None:
+    def keep(self, owned: Owned) -> None:
+        """Give a state a residual that no verdict on its own updates drops."""
+        self.wanted.add(owned.place)
         residual = self.words.ensure(owned)
         if residual is not None:
-            residual.provisional = False  # else its own verdict would drop it
+            residual.provisional = False
 
     def _run_code(self, rewritten: "_Rewritten", args: list[Any]) -> bool:
         """Run a graph; return False where a state has got a residual that it does not know."""
@@ -340,7 +356,9 @@ class Executors:
         for tensor, plan in written:
             self.plans[id(tensor)] = plan
             for owned in self.words.wrote(tensor):
-                self.wrote(owned)
+                self.written.add(owned.place)
+                if owned.place in self.wanted:
+                    self.keep(owned)
         return True
 
 

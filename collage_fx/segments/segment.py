@@ -1,12 +1,14 @@
 """A segment: operations that were recorded, and are done together."""
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from collage_fx.optimizer.ownership import Owned
 from collage_fx.segments.low_words import LowWords
 from collage_fx.segments.memory import Input
 from collage_fx.segments.operations import OPERATIONS
@@ -166,6 +168,37 @@ class Call:
     floats: list[float]
     at: int = -1
     """Which of the segments of the step it is."""
+
+
+@dataclass
+class Readers:
+    """Segments by the states that they read and do not write; parameters are no such states."""
+
+    of_place: defaultdict[Any, set[Segment]] = field(default_factory=lambda: defaultdict(set))
+    """Place of a state -> the segments."""
+
+    def add(self, segment: Segment, call: Call) -> None:
+        """Note a run of a segment."""
+        for owned in _states(segment, call, written=False):
+            self.of_place[owned.place].add(segment)
+
+    def discard(self, segment: Segment) -> None:
+        """Forget a segment."""
+        for segments in self.of_place.values():
+            segments.discard(segment)
+
+    def of_written(self, segment: Segment, call: Call) -> list[Owned]:
+        """Return the states that a segment writes and others read."""
+        if not self.of_place:
+            return []
+        written = _states(segment, call, written=True)
+        return [o for o in written if self.of_place.get(o.place, set()) - {segment}]
+
+
+def _states(segment: Segment, call: Call, *, written: bool) -> Iterator[Owned]:
+    for given, writes in zip(call.inputs, segment.writes, strict=True):
+        if writes is written:
+            yield from (p.owned for p in given.pieces if p.owned.owner == "state")
 
 
 @dataclass

@@ -86,10 +86,12 @@ def _place(program: Program) -> dict[Node, set[Node]]:
 def _sums(program: Program, states: dict[Node, Carried]) -> Iterator[str]:
     place = _place(program)
     weighty = list(entering(program, states, place))
-    program.weighty = frozenset(c.index for x in weighty for c in program.alike(states[x]))
-    found = [*_operands(program, states, place), *weighty]
     params = {x for x in states if states[x].owner == "param"}
-    yield from _missed(program, states, found, params | place.keys())
+    certain = params | place.keys()
+    needed = (x for x in weighty if x not in certain)
+    program.weighty = frozenset(c.index for x in needed for c in program.alike(states[x]))
+    found = [*_operands(program, states, place), *weighty]
+    yield from _missed(program, states, found, certain)
 
 
 def _missed(

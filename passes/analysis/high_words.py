@@ -6,7 +6,7 @@ from torch.fx import Node
 
 from collage_fx.passes.analysis.affine import MUCH, Form, cancels, is_number, transfer
 from collage_fx.passes.frontend.slice import elementwise
-from collage_fx.passes.ir.graph_memory import closure
+from collage_fx.passes.ir.graph_memory import closure, mutations
 from collage_fx.passes.ir.program import Carried, Program, graph_of
 from collage_fx.passes.rules.structural import STRUCTURE
 
@@ -29,7 +29,7 @@ def entering(
         states: the states that have a low word, or may get one, by their placeholders.
         place: of those that the graph compensates, the nodes of their slices.
     """
-    targets: dict[Node, list[Node]] = {}
+    targets: dict[Node, list[Node]] = {new: [] for new in _computed_anew(program)}
     for part, i in program.compensated():
         targets.setdefault(part.states[i][2], []).append(part.old(i))
     if not targets:
@@ -38,10 +38,20 @@ def entering(
     for x in states:
         forms = _forms(x, place.get(x, set()), order) if _leaves(x, place) else {}
         for node in forms.keys() & targets.keys():
-            own = (_forms(y, set(), order).get(node) for y in targets[node] if y is not x)
-            if any(_weighs(forms[node], form or Form(0)) for form in own):
+            own = [_forms(y, set(), order).get(node) for y in targets[node] if y is not x]
+            if any(_weighs(forms[node], form or Form(0)) for form in own or [None]):
                 yield x
                 break
+
+
+def _computed_anew(program: Program) -> Iterator[Node]:
+    """Return the new values of parameters that keep nothing of their own, and are no sums."""
+    graph = graph_of(program.canonical).graph
+    inputs, stored = list(graph.find_nodes(op="placeholder")), mutations(graph)
+    params = {c.index for c in program.carried if c.owner == "param"}
+    for state in program.plan:
+        if state.index in params and state.computed_anew and not state.compensated:
+            yield stored[inputs[state.index]]
 
 
 def _leaves(x: Node, place: dict[Node, set[Node]]) -> bool:

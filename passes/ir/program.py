@@ -305,7 +305,7 @@ class Program:
     low word."""
     weighty: frozenset[int] = frozenset()
     """Positions of those that enter the update of another state with weight: each needs a low word
-    whatever its own recurrence is."""
+    whatever its own recurrence is, and may have one by now."""
     unlike: Unlike | None = None
     """Why those in the graph cannot stand for the members left out, as `emit` finds; there is no
     `result` then."""

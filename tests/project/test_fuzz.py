@@ -61,6 +61,20 @@ def test_what_was_mended_holds(name: str) -> None:
     assert judge(MENDED[name]).failures == []
 
 
+def test_a_run_resumed_before_a_state_is_first_read_has_the_bits_of_the_unbroken_one() -> None:
+    turns = 'if k % 8:\n    st["slow"].lerp_(p, 0.1)\nelse:\n    p.lerp_(st["slow"], 0.2)'
+    program = Program(
+        lines=(*SUBTRACTION.lines, Line(turns)),
+        states=(("slow", "p.detach().clone()"),),
+        counter="state",
+        options=(("level", "light"),),
+    )
+    unbroken, resumed = runs.compensated(program), runs.compensated(replace(program, resumed=7))
+    assert "slow0" in unbroken.compensated and resumed.compensated == unbroken.compensated
+    for name, value in unbroken.values.items():
+        assert torch.equal(resumed.values[name], value), name
+
+
 @pytest.mark.parametrize("program", [SUBTRACTION, AVERAGE], ids=["subtraction", "average"])
 @pytest.mark.parametrize("way", ["compile", "string", "engine", "function"])
 def test_what_is_compensated_holds(program: Program, way: str) -> None:

@@ -6,9 +6,9 @@ from programs import Program
 from runs import Run
 
 KNOWN: dict[str, Callable[[Program, Run], bool]] = {
-    "light rounds a state once, before a step that computes a parameter anew from it is compiled": (
+    "light rounds a state once, before the graph that a parameter is computed in anew is traced": (
         lambda program, run: (
-            program.way in ("record", "at once")
+            program.way in ("compile", "string", "at once")
             and dict(program.options)["level"] == "light"
             and any(line.text.startswith("if k % 2") for line in program.lines)
         )

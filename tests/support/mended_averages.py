@@ -177,7 +177,7 @@ AVERAGES: dict[str, Program] = {
         rates=((0.001, 0.1),),
         options=(("level", "auto"),),
     ),
-    "light leaves what a parameter is computed anew from, in every second step": Program(
+    "light leaves what a parameter is computed anew from in every second step": Program(
         lines=(
             Line("p.sub_(g, alpha=lr)"),
             Line(
@@ -190,5 +190,32 @@ AVERAGES: dict[str, Program] = {
         near_one=False,
         rates=((0.001, 0.1),),
         options=(("level", "light"),),
+    ),
+    "light drops what a parameter will be computed anew from in every second step": Program(
+        lines=(
+            Line("p.sub_(g, alpha=lr)"),
+            Line(
+                'if k % 2 == 0:\n    st["slow"].lerp_(p, 0.1)\n'
+                'else:\n    p.mul_(0.8).add_(st["slow"], alpha=0.2)'
+            ),
+        ),
+        states=(("slow", "p.detach().clone()"),),
+        counter="state",
+        near_one=False,
+        rates=((0.001, 0.1),),
+        way="record",
+        options=(("level", "light"),),
+    ),
+    "a parameter takes over, every few steps, a state that its graph only reads": Program(
+        lines=(
+            Line("p.sub_(g, alpha=lr)"),
+            Line(
+                'if k % 3 == 0:\n    p.copy_(st["slow"])\nelif k % 3 == 1:\n    st["slow"].copy_(p)'
+            ),
+        ),
+        states=(("slow", "p.detach().clone()"),),
+        counter="state",
+        rates=((0.001, 0.1),),
+        options=(("level", "auto"),),
     ),
 }
