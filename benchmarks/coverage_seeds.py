@@ -85,7 +85,7 @@ def main() -> None:
     )
     given = parser.parse_args()
     conditions = {
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", *sys.argv]).replace(str(given.before), "DIR"),
         "date": time.strftime("%Y-%m-%d"),
         "device": f"cpu, {platform.machine()}, 1 of {os.cpu_count()} cores",
         "torch": torch.__version__,
