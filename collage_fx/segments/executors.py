@@ -336,7 +336,8 @@ class Executors:
         """Have a state keep a low word for who reads it, though its own updates need none."""
         if owned.place in self.written or self.words.residual(owned.tensor) is not None:
             self.keep(owned)
-        self.wanted.add(owned.place)
+        else:
+            self.wanted.add(owned.place)
 
     def keep(self, owned: Owned) -> None:
         """Give a state a residual that no verdict on its own updates drops."""

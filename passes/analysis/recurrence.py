@@ -22,26 +22,27 @@ def recurrence(program: Program) -> None:
     x carried as a number or a sympy expression in the slice's scalar inputs; then the states that
     are computed from each other as a system. The graph does not change.
     """
+    read = _only_read(program)
     for group in program.classes:
         part = group.representative
         walks = [walk(part.nodes, part.old(i)) for i in range(len(part.states))]
         own = [_own(part, i, forms) for i, forms in enumerate(walks)]
-        reads = [walk(part.nodes, x) for x in _only_read(program, part)]
+        reads = [walk(part.nodes, x) for x in part.inputs if x in read]
         group.recurrences = joint(part, walks, own, reads)
 
 
-def _only_read(program: Program, part: Slice) -> list[Node]:
-    """Return the inputs of a slice that are states of the step, and that the graph only reads."""
-    placeholders = graph_of(program.canonical).graph.find_nodes(op="placeholder")
-    index = {node: i for i, node in enumerate(placeholders)}
+def _only_read(program: Program) -> set[Node]:
+    """Return the placeholders of states of the step that the graph only reads."""
     written = {c.index for c in program.carried}
-    inputs = [x for x in part.inputs if x in index and index[x] not in written and is_tensor(x)]
-    return [
+    placeholders = graph_of(program.canonical).graph.find_nodes(op="placeholder")
+    return {
         x
-        for x in inputs
-        if value_of(x).is_floating_point()
-        and program.describe(index[x], x).owner in ("param", "state")
-    ]
+        for i, x in enumerate(placeholders)
+        if i not in written
+        and is_tensor(x)
+        and value_of(x).is_floating_point()
+        and program.describe(i, x).owner in ("param", "state")
+    }
 
 
 def _own(part: Slice, which: int, forms: dict[Node, Form]) -> Recurrence:
