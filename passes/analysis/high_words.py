@@ -38,8 +38,9 @@ def entering(
     for x in states:
         forms = _forms(x, place.get(x, set()), order) if _leaves(x, place) else {}
         for node in forms.keys() & targets.keys():
-            own = [_forms(y, set(), order).get(node) for y in targets[node] if y is not x]
-            if any(_weighs(forms[node], form or Form(0)) for form in own or [None]):
+            own = (_forms(y, set(), order).get(node) for y in targets[node] if y is not x)
+            # What is computed anew has nothing of its own.
+            if any(_weighs(forms[node], f or Form(0)) for f in (own if targets[node] else [None])):
                 yield x
                 break
 
