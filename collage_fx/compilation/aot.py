@@ -25,7 +25,7 @@ from collage_fx.compilation.inductor import (
     with_present_symbols,
 )
 from collage_fx.compilation.partition import Direct, split
-from collage_fx.compilation.residual_binding import Residuals, conclude
+from collage_fx.compilation.residual_binding import Residuals
 from collage_fx.compilation.session import Session, StandsForOthers
 from collage_fx.compilation.side_inputs import Code, SideInputs
 from collage_fx.compilation.uncompensated import (
@@ -42,7 +42,7 @@ from collage_fx.passes.codegen.multi_tensor_kernel import least_members, show_co
 from collage_fx.passes.dedup.deduplicate import Narrow, narrow
 from collage_fx.passes.ir.exact import ExactGraph
 from collage_fx.passes.ir.listing import show_program, summary
-from collage_fx.passes.ir.program import Program, StatePlan, Unlike, graph_of
+from collage_fx.passes.ir.program import Program, Unlike, graph_of
 from collage_fx.passes.pipeline import run_passes
 from collage_fx.passes.rewrite.symbolic_scalars import keep_symbols
 from collage_fx.runtime import logs, progress
@@ -248,7 +248,6 @@ class Compilation:
             return gm
         self.program = program
         compiled = self.session.note(program)
-        self._conclude(program.plan)
         self.refused |= bool(program.lost)
         warn_of_states(self.session, program)
         warn_of_results(self.session, gm, program.plan)
@@ -289,12 +288,6 @@ class Compilation:
             self.needs_inductor = True
             return Unlike("there is more in it")
         return program
-
-    def _conclude(self, plan: list[StatePlan]) -> None:
-        """Keep or drop the residuals that states were made with, now that there is a verdict."""
-        for state in plan:
-            find = self.inputs.locate.get(state.index)
-            conclude(state, find(self.whole.args) if find is not None else None)
 
     def _side_inputs(self, program: Program) -> SideInputs:
         """Return what brings residuals, and members that were left out, to the graph."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from collage_fx.compilation.partition import Direct
-from collage_fx.compilation.residual_binding import Gathered, Locate, Residuals
+from collage_fx.compilation.residual_binding import Gathered, Locate, Residuals, conclude
 from collage_fx.passes.dedup.deduplicate import Narrow
 from collage_fx.passes.ir.exact import ExactGraph
 from collage_fx.passes.ir.program import StatePlan
@@ -229,6 +229,14 @@ class Code:
     def written(self, args: tuple[Any, ...]) -> list[tuple[Tensor, StatePlan]]:
         """Return the tensors of 16 bits that a call writes."""
         return [(t, plan) for find, plan in self.states if (t := find(args)) is not None]
+
+    def conclude(self, args: tuple[Any, ...]) -> None:
+        """Keep or drop the residuals that the states of a call were made with.
+
+        Only when it is known that this graph will update them: another way may need what it drops.
+        """
+        for tensor, plan in self.written(args):
+            conclude(plan, tensor)
 
     def misses_residual(self, args: tuple[Any, ...]) -> bool:
         """Tell whether a state of a call has a residual that the graph would need or drop."""

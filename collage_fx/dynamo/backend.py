@@ -198,7 +198,10 @@ class _Step:
         try:
             with supervisor.recorder.paused() if supervisor is not None else nullcontext():
                 joins = supervisor is not None and self.session.config.on_unsupported == "join"
-                return compile_graph(self.session, gm, inputs, args or (), joins=joins)
+                code = compile_graph(self.session, gm, inputs, args or (), joins=joins)
+                if supervisor is None or not code.refused:
+                    code.conclude(args or tuple(inputs))
+                return code
         except Exception as error:
             if supervisor is None or (args is None and isinstance(error, TorchDynamoException)):
                 raise  # Dynamo's own ask it to trace again

@@ -318,6 +318,7 @@ class Executors:
             return _PASSED_ON
         if self.computes_anew(code, args):
             return "it computes a parameter anew instead of adding to it"
+        code.conclude(args)
         return partial(self._run_code, _Rewritten(code)), float_guard(mode, fakes)
 
     def computes_anew(self, code: Code, args: tuple[Any, ...]) -> bool:

@@ -218,4 +218,17 @@ AVERAGES: dict[str, Program] = {
         rates=((0.001, 0.1),),
         options=(("level", "auto"),),
     ),
+    "light drops a low word for a graph that is not used": Program(
+        lines=(
+            Line('d = p - st["old"]'),
+            Line('st["old"].copy_(p)'),
+            Line("p.sub_(g, alpha=lr)"),
+            Line('st["slow"].lerp_(p, 0.1)'),
+            Line("p.add_(d, alpha=0.5)"),
+        ),
+        states=(("slow", "p.detach().clone()"), ("old", "p.detach().clone()")),
+        rates=((0.001, 0.1),),
+        way="record",
+        options=(("level", "light"),),
+    ),
 }
