@@ -9,6 +9,7 @@ from collage_fx.passes.analysis.recurrence import recurrence
 from collage_fx.passes.codegen.emit import emit
 from collage_fx.passes.frontend.canonicalize import canonicalize
 from collage_fx.passes.frontend.capture import capture
+from collage_fx.passes.frontend.reductions import reductions
 from collage_fx.passes.frontend.slice import slice_
 from collage_fx.passes.ir.listing import UNCHANGED, snapshot
 from collage_fx.passes.ir.program import Program
@@ -21,6 +22,7 @@ from collage_fx.runtime import progress
 PASSES: tuple[Callable[[Program], None], ...] = (
     capture,
     canonicalize,
+    reductions,
     slice_,
     recurrence,
     plan,

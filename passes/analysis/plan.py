@@ -1,4 +1,4 @@
-"""Pass 5: decide which carried states get residuals, and say why."""
+"""Pass 6: decide which carried states get residuals, and say why."""
 
 from dataclasses import replace
 from fnmatch import fnmatchcase

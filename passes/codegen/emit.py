@@ -1,4 +1,4 @@
-"""Pass 10: put the lowered slices into one graph for Inductor, with residuals as inputs."""
+"""Pass 11: put the lowered slices into one graph for Inductor, with residuals as inputs."""
 
 import functools
 import itertools

@@ -146,6 +146,7 @@ def _emitted(program: Program) -> None:
 _CHECKS = {
     "capture": _captured,
     "canonicalize": _canonical,
+    "reductions": _canonical,
     "recurrence": _recurrences,
     "escape": _escaped,
     "join": _joined,

@@ -1,4 +1,4 @@
-"""Pass 8: rewrite the representative of each class on expansions."""
+"""Pass 9: rewrite the representative of each class on expansions."""
 
 import operator
 import re

@@ -1,4 +1,4 @@
-"""Pass 7: do the whole graph on joined values, where slices would lose a part of a state."""
+"""Pass 8: do the whole graph on joined values, where slices would lose a part of a state."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

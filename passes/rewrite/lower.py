@@ -1,4 +1,4 @@
-"""Pass 9: replace collage:: operations by their arithmetic and make every rounding explicit."""
+"""Pass 10: replace collage:: operations by their arithmetic and make every rounding explicit."""
 
 import functools
 import math

@@ -32,7 +32,7 @@ def test_each_pass_leaves_a_snapshot_and_a_time(captured: Captured) -> None:
     assert "ops.collage." not in program.snapshots["escape"] + program.snapshots["plan"]
     assert "collage.round" in program.snapshots["lower"]
     same = {n for n in NAMES if program.snapshots[n] == UNCHANGED}
-    assert same == {"escape", "join"}  # nothing leaves this graph, or would be lost in it
+    assert same == {"reductions", "escape", "join"}  # it has none, and nothing leaves or is lost
 
 
 def test_no_snapshot_is_made_unasked(captured: Captured) -> None:
@@ -44,7 +44,7 @@ def test_a_pass_is_left_out_by_its_name(captured: Captured) -> None:
     assert list(captured.of(Settings(without=("escape",))).seconds) == [
         n for n in NAMES if n != "escape"
     ]
-    names = "'denominator', 'deduplicate', 'escape', 'join', 'repeat', 'share'"
+    names = "'denominator', 'deduplicate', 'escape', 'join', 'reductions', 'repeat', 'share'"
     with pytest.raises(OptionError, match=f"only {names} can"):
         collage_fx.CollageConfig(without=("capture",))
 

@@ -1,0 +1,217 @@
+"""Pass 3: what a reduction of 16-bit tensors returns is not rounded before it is used."""
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from collage_fx.passes.frontend.decompose import like
+from collage_fx.passes.frontend.slice import elementwise
+from collage_fx.passes.ir.program import CASTS, CONVERT, Program, graph_of, is_tensor, value_of
+
+aten = torch.ops.aten
+WIDE, ROUNDED = torch.float32, (torch.bfloat16, torch.float16)
+SUMS = frozenset(
+    {
+        aten.mean.default,
+        aten.mean.dim,
+        aten.prod.default,
+        aten.prod.dim_int,
+        aten.sum.default,
+        aten.sum.dim_IntList,
+        aten._foreach_norm.Scalar,
+    }
+)
+"""Reductions that round what they return, and can be told not to. AOTAutograd has made sums of
+norms and of dot products."""
+CHOICES = frozenset({aten.amax.default, aten.amin.default, aten.max.default, aten.min.default})
+"""Reductions that return one of the numbers they are given."""
+MOVES = frozenset(
+    {
+        aten.cat.default,
+        aten.permute.default,
+        aten.select.int,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.unbind.int,
+        aten.unsqueeze.default,
+        aten.view.default,
+        operator.getitem,
+    }
+)
+"""What brings results of reductions together and apart again."""
+CONSTANTS = frozenset({aten.full.default, aten.scalar_tensor.default})
+
+
+def reductions(program: Program) -> None:
+    """Keep the results of reductions, and what is computed of them alone, in fp32.
+
+    A trust ratio, a global norm or a distance estimate is one number for many elements: what is
+    lost by rounding it to 16 bits does not average out over them. PyTorch adds up in fp32, rounds
+    the sum, and then each operation on it. Here it is rounded where it is stored in 16 bits, and
+    where an operation needs it in the dtype of larger tensors.
+
+    Before::
+
+        sum_1 = aten.sum.default(abs_1)                             # bfloat16
+        l1 = aten.add.Tensor(l1_old, sum_1)                         # float32
+
+    After::
+
+        sum_1 = aten.sum.default(abs_1, dtype=torch.float32)
+        l1 = aten.add.Tensor(l1_old, sum_1)
+    """
+    module = graph_of(program.canonical)
+    widening = _Widening(module.graph)
+    for node in list(module.graph.nodes):
+        widening.take(node)
+    for node in reversed(widening.replaced):
+        if not node.users:
+            module.graph.erase_node(node)
+    module.recompile()
+
+
+def _tensors(node: Node) -> tuple[Tensor, ...]:
+    """Return the tensors that a node stands for."""
+    val = node.meta.get("val")
+    vals = val if isinstance(val, list | tuple) else (val,)
+    return tuple(v for v in vals if isinstance(v, Tensor))
+
+
+def _is_16_bit(node: Node) -> bool:
+    vals = _tensors(node)
+    return bool(vals) and all(v.dtype in ROUNDED for v in vals)
+
+
+def _shape(node: Node) -> tuple[str, ...]:
+    # Strings, since a symbolic size must not be compared as a number: that would add a guard.
+    return tuple(str(s) for v in _tensors(node) for s in v.shape)
+
+
+class _Widening:
+    """Goes once through a graph, in the order of its nodes."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.wide: dict[Any, Node] = {}
+        """16-bit value, or list of such -> the fp32 value of which it is the rounding."""
+        self.reduced: set[Node] = set()
+        """Results of reductions in more than 16 bits, and what is computed of them and scalars."""
+        self.scalars: set[Node] = set()
+        """0-d inputs in more than 16 bits, constants, and what is computed of them alone."""
+        self.replaced: list[Node] = []
+        """What may have no use any more, in the order of the graph."""
+
+    def take(self, node: Node) -> None:
+        """Widen a 16-bit node that is a reduction or computed of such, else what it reads."""
+        if node.op == "placeholder":
+            if is_tensor(node) and value_of(node).dim() == 0 and not _is_16_bit(node):
+                self.scalars.add(node)
+        elif node.op != "call_function":
+            return
+        elif _is_16_bit(node) and (wide := self._rounded_from(node)) is not None:
+            self.wide[node] = wide
+            self.replaced.append(node)
+        elif _is_16_bit(node) and self._is_reduced(node):
+            self._widen(node)
+        else:
+            self._read_wide(node)
+            self._note(node)
+
+    def _rounded_from(self, node: Node) -> Node | None:
+        """Return the result of a reduction in fp32 of which a node is the rounding, or None."""
+        source = node.args[0]
+        if node.target is not CONVERT or not isinstance(source, Node):
+            return None
+        return source if source in self.reduced and value_of(source).dtype == WIDE else None
+
+    def _is_reduced(self, node: Node) -> bool:
+        """Tell whether a node is a reduction, or computed of their results and scalars alone."""
+        if node.target in SUMS or node.target in CHOICES:
+            return node.kwargs.get("dtype") is None
+        return node.target not in CASTS and bool(self._reduced_operands(node))
+
+    def _reduced_operands(self, node: Node) -> list[Node] | None:
+        """Return which operands are results of reductions, or None if a node is not of their kind.
+
+        It is if all others are scalars, and it is elementwise and no larger, or moves elements.
+        """
+        operands = [a for a in node.all_input_nodes if _tensors(a)]
+        of = [a for a in operands if a in self.wide or a in self.reduced]
+        if not operands or not all(a in of or a in self.scalars for a in operands):
+            return None
+        small = elementwise(node) and _shape(node) in map(_shape, of or operands)
+        return of if small or node.target in MOVES else None
+
+    def _widen(self, node: Node) -> None:
+        """Put a node in fp32 behind a 16-bit one, and its rounding in place of that."""
+        with self.graph.inserting_before(node.next):
+            wide = self.wide[node] = self._in_fp32(node)
+            self.reduced.add(wide)
+            if node.target in CHOICES or not is_tensor(node):
+                return  # the items of a list are widened one by one
+            val = value_of(node)
+            rounded = self._call(node, CONVERT, wide, val.dtype, val=val)
+        node.replace_all_uses_with(rounded)
+        self.wide[rounded] = wide
+        self.replaced.append(rounded)
+
+    def _in_fp32(self, node: Node) -> Node:
+        vals = [like(v, WIDE) for v in _tensors(node)]
+        val = vals[0] if is_tensor(node) else vals
+        if node.target in CHOICES:
+            return self._call(node, CONVERT, node, WIDE, val=val)
+        self.replaced.append(node)
+        if node.target in SUMS:
+            kwargs = {**node.kwargs, "dtype": WIDE}
+            return self._call(node, node.target, *node.args, val=val, **kwargs)
+        args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda a: self._operand(node, a))
+        return self._call(node, node.target, *args, val=val, **kwargs)
+
+    def _operand(self, node: Node, operand: Node) -> Node:
+        """Return what stands for an operand where a node is computed in fp32."""
+        if operand in self.wide or not _is_16_bit(operand):
+            return self.wide.get(operand, operand)
+        return self._call(node, CONVERT, operand, WIDE, val=like(value_of(operand), WIDE))
+
+    def _call(self, node: Node, target: Any, *args: Any, val: Any, **kwargs: Any) -> Node:
+        """Add an operation that stems from what a node stems from."""
+        new = self.graph.call_function(target, args, kwargs)
+        new.meta = {**node.meta, "val": val}
+        return new
+
+    def _read_wide(self, node: Node) -> None:
+        """Let a node read the fp32 values of what was widened, where it can take them."""
+        if not elementwise(node):
+            return
+        if _is_16_bit(node):
+            # PyTorch takes a 0-d factor as it is, in any dtype, if it comes second.
+            if node.target is aten.mul.Tensor and _is_factor(node) and node.args[1] in self.wide:
+                node.update_arg(1, self.wide[node.args[1]])
+        elif all(a in self.wide for a in node.all_input_nodes if _is_16_bit(a)):
+            node.args = map_arg(node.args, lambda a: self.wide.get(a, a))
+        if node.target is CONVERT and is_tensor(source := node.args[0]):
+            assert isinstance(source, Node)
+            if value_of(source).dtype == value_of(node).dtype:
+                node.replace_all_uses_with(source)
+                self.replaced.append(node)
+
+    def _note(self, node: Node) -> None:
+        """Note a node in more than 16 bits that is computed of reductions and scalars alone."""
+        if node.target in CONSTANTS:
+            self.scalars.add(node)
+        elif (node.target in SUMS or node.target in CHOICES) and not _is_16_bit(node):
+            self.reduced.add(node)
+        elif (of := self._reduced_operands(node)) is not None and not (of and _is_16_bit(node)):
+            (self.reduced if of else self.scalars).add(node)
+
+
+def _is_factor(node: Node) -> bool:
+    """Tell whether the second operand of a product is 0-d and the first is a larger tensor."""
+    first, second = node.args
+    tensors = is_tensor(first) and is_tensor(second)
+    return tensors and value_of(first).dim() > 0 and value_of(second).dim() == 0  # type: ignore[arg-type]

@@ -1,0 +1,186 @@
+"""Results of reductions stay in fp32 until they are stored or meet larger tensors."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from graphs import capture
+from torch import Tensor
+from torch.optim import Optimizer
+
+import collage_fx
+
+BF16, FP16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+UNIT = {BF16: 2.0**-8, FP16: 2.0**-11}
+LR, STEPS, COUNT = 0.02, 10, 1024
+
+
+class PerTensor(Optimizer):
+    """An optimizer that does `each` for every parameter."""
+
+    def __init__(self, params: list[Tensor], each: Callable[[Tensor, Tensor, Any], None]) -> None:
+        super().__init__(params, {})
+        self.each = each
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            self.each(p, p.grad, self.state[p])
+
+
+def by_mean(p: Tensor, g: Tensor, state: Any) -> None:
+    p.sub_(g * (g.abs().mean() / 3 + 1e-3), alpha=LR)
+
+
+def by_sum(p: Tensor, g: Tensor, state: Any) -> None:
+    if not state:
+        state["l1"] = torch.zeros(1)
+    state["l1"].add_(g.abs().sum(), alpha=0.01)
+    p.sub_(g * state["l1"].squeeze(), alpha=LR)
+
+
+def by_norms(p: Tensor, g: Tensor, state: Any) -> None:
+    ratio = p.norm() / (g.norm() + 1e-6)
+    p.sub_(g * torch.where(ratio > 0, 1 / ratio, torch.ones_like(ratio)), alpha=LR)
+
+
+def by_foreach_norms(p: Tensor, g: Tensor, state: Any) -> None:
+    ratios = torch.stack(torch._foreach_norm([p, g])) / torch.stack(torch._foreach_norm([g, p]))
+    p.sub_(g * ratios.unbind()[1], alpha=LR)
+
+
+def by_largest(p: Tensor, g: Tensor, state: Any) -> None:
+    p.sub_(g * (1 / (g.amax() * 3 - g.amin())), alpha=LR)
+
+
+def shrunk_by_dot(p: Tensor, g: Tensor, state: Any) -> None:
+    p.mul_(1 - LR * torch.dot(g, g) / COUNT)
+
+
+EACH = [by_mean, by_sum, by_norms, by_foreach_norms, by_largest, shrunk_by_dot]
+
+
+def way(
+    each: Any, inputs: torch.dtype, dtype: torch.dtype, wrap: Callable[[Optimizer], Any], seed: int
+) -> float:
+    """Return how far steps along one direction move a vector; both are numbers of a dtype."""
+    generator = torch.Generator().manual_seed(seed)
+    g = torch.randn(COUNT, generator=generator).abs().to(inputs).to(dtype)
+    start = torch.randn(COUNT, generator=generator).abs().add(1).to(inputs).to(dtype)
+    p = torch.nn.Parameter(start.clone())
+    step = wrap(PerTensor([p], each))
+    for _ in range(STEPS):
+        p.grad = g.clone()
+        step()
+    return float((collage_fx.value(p).double() - start.double()).sum())
+
+
+def error(each: Any, dtype: torch.dtype, **options: Any) -> float:
+    """Return how far off that is at most, relative to what it is in float64.
+
+    Roundings of single elements nearly cancel in it; one of a factor of all does not.
+    """
+
+    def compiled(optimizer: Optimizer) -> Any:
+        return collage_fx.compile(optimizer, **options)
+
+    return max(
+        abs(way(each, dtype, dtype, compiled, seed) / way(each, dtype, F64, plain, seed) - 1)
+        for seed in range(3)
+    )
+
+
+def plain(optimizer: Optimizer) -> Any:
+    return optimizer.step
+
+
+@pytest.mark.parametrize("each", EACH)
+@pytest.mark.parametrize("options", [{}, {"arithmetic": "wide"}], ids=["eft", "wide"])
+def test_a_factor_that_is_computed_of_reductions_is_not_rounded(
+    each: Any, options: dict[str, Any]
+) -> None:
+    assert error(each, BF16, **options) < UNIT[BF16] / 12
+    assert error(each, BF16, without=("reductions",), **options) > UNIT[BF16] / 3
+
+
+@pytest.mark.parametrize("each", [by_mean, by_norms])
+def test_nor_is_it_in_fp16(each: Any) -> None:
+    assert error(each, FP16) < UNIT[FP16] / 12
+    assert error(each, FP16, without=("reductions",)) > UNIT[FP16] / 3
+
+
+@pytest.mark.kernels
+def test_nor_do_kernels_round_it() -> None:
+    assert error(by_foreach_norms, BF16) < UNIT[BF16] / 12
+
+
+def canonical(each: Any, shape: tuple[int, ...] = (4, 3), **kept: torch.dtype) -> list[str]:
+    """Return the operations of a canonical graph after the pass, with the dtypes of their results.
+
+    Args:
+        each: the update.
+        shape: of the parameter.
+        kept: 0-d states, of these dtypes.
+    """
+    p = torch.nn.Parameter(torch.ones(shape, dtype=BF16))
+    p.grad = torch.ones_like(p)
+    optimizer = PerTensor([p], each)
+    optimizer.state[p] |= {name: torch.zeros((), dtype=dtype) for name, dtype in kept.items()}
+    program = capture(optimizer.step).program()
+    assert program.canonical is not None
+    return [
+        f"{node.target}: {str(node.meta['val'].dtype).removeprefix('torch.')}"
+        for node in program.canonical.graph.nodes
+        if node.op == "call_function"
+    ]
+
+
+def test_a_sum_that_is_stored_in_fp32_is_never_rounded() -> None:
+    def each(p: Tensor, g: Tensor, state: Any) -> None:
+        state["l1"].add_(g.sum())
+        p.sub_(g)
+
+    assert_expected_inline(
+        "\n".join(canonical(each, l1=F32)),
+        """\
+aten.sum.default: float32
+aten.add.Tensor: float32
+aten.sub.Tensor: bfloat16
+aten.copy_.default: bfloat16
+aten.copy_.default: float32""",
+    )
+
+
+def test_one_that_is_stored_in_16_bits_is_rounded_there() -> None:
+    def each(p: Tensor, g: Tensor, state: Any) -> None:
+        state["l1"].copy_(2 * g.sum() + 1)
+        p.sub_(g)
+
+    assert_expected_inline(
+        "\n".join(canonical(each, l1=BF16)),
+        """\
+aten.sum.default: float32
+aten.mul.Tensor: float32
+aten.add.Tensor: float32
+prims.convert_element_type.default: bfloat16
+aten.sub.Tensor: bfloat16
+aten.copy_.default: bfloat16
+aten.copy_.default: bfloat16""",
+    )
+
+
+def test_a_0d_parameter_stays_in_its_dtype() -> None:
+    def each(p: Tensor, g: Tensor, state: Any) -> None:
+        p.mul_(0.999).sub_(g.sum())
+
+    assert_expected_inline(
+        "\n".join(canonical(each, ())),
+        """\
+aten.mul.Tensor: bfloat16
+aten.sum.default: float32
+prims.convert_element_type.default: bfloat16
+aten.sub.Tensor: bfloat16
+aten.copy_.default: bfloat16""",
+    )
