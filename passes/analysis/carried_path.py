@@ -9,6 +9,7 @@ import torch
 from torch.fx import Node
 
 from collage_fx.passes.analysis.affine import ADDING, Form, bound, transfer
+from collage_fx.passes.ir.graph_memory import WIDENED
 from collage_fx.passes.ir.program import CASTS, LOW_PRECISION, Coefficient, Slice, value_of
 
 aten = torch.ops.aten
@@ -110,9 +111,12 @@ def _tangled(x: Node, path: tuple[Node, ...], forms: Mapping[Node, Form]) -> boo
 def _computed(operand: Any, x: Node) -> bool:
     """Tell whether operand is a 16-bit tensor of the step's own making, such as exp(-lr * g).
 
-    It may have been rounded to one on the way, so eft would multiply by nothing.
+    It may have been rounded to one on the way, so eft would multiply by nothing. One that is made
+    of reductions has not; but what else is scaled by it, in an average say, would be rounded.
     """
     if not isinstance(operand, Node) or operand.op == "placeholder" or operand is x:
         return False
+    if WIDENED in operand.meta:
+        return True
     near = operand.target in CASTS and isinstance(operand.args[0], Node)
     return value_of(operand).dtype in LOW_PRECISION or (near and _computed(operand.args[0], x))

@@ -10,6 +10,7 @@ from torch.fx.node import map_arg
 
 from collage_fx.passes.frontend.decompose import like
 from collage_fx.passes.frontend.slice import elementwise
+from collage_fx.passes.ir.graph_memory import WIDENED
 from collage_fx.passes.ir.program import CASTS, CONVERT, Program, graph_of, is_tensor, value_of
 
 aten = torch.ops.aten
@@ -115,6 +116,7 @@ class _Widening:
             return
         elif _is_16_bit(node) and (wide := self._rounded_from(node)) is not None:
             self.wide[node] = wide
+            wide.meta[WIDENED] = True
             self.replaced.append(node)
         elif _is_16_bit(node) and self._is_reduced(node):
             self._widen(node)
@@ -123,9 +125,12 @@ class _Widening:
             self._note(node)
 
     def _rounded_from(self, node: Node) -> Node | None:
-        """Return the result of a reduction in fp32 of which a node is the rounding, or None."""
+        """Return the result of a reduction in fp32 of which a node is the rounding, or None.
+
+        Who uses both splits it into two words.
+        """
         source = node.args[0]
-        if node.target is not CONVERT or not isinstance(source, Node):
+        if node.target is not CONVERT or not isinstance(source, Node) or len(source.users) > 1:
             return None
         return source if source in self.reduced and value_of(source).dtype == WIDE else None
 
@@ -181,7 +186,7 @@ class _Widening:
     def _call(self, node: Node, target: Any, *args: Any, val: Any, **kwargs: Any) -> Node:
         """Add an operation that stems from what a node stems from."""
         new = self.graph.call_function(target, args, kwargs)
-        new.meta = {**node.meta, "val": val}
+        new.meta = {**node.meta, "val": val, WIDENED: True}
         return new
 
     def _read_wide(self, node: Node) -> None:
@@ -197,15 +202,23 @@ class _Widening:
         if node.target is CONVERT and is_tensor(source := node.args[0]):
             assert isinstance(source, Node)
             if value_of(source).dtype == value_of(node).dtype:
-                node.replace_all_uses_with(source)
-                self.replaced.append(node)
+                self._leave_out(node, source)
+
+    def _leave_out(self, node: Node, source: Node) -> None:
+        """Take out a conversion that has become one to the same dtype, but for its memory."""
+        if all(elementwise(user) for user in node.users):
+            node.replace_all_uses_with(source)
+            self.replaced.append(node)
+        else:  # it may be a result, or viewed by one
+            node.target, node.args = aten.clone.default, (source,)
 
     def _note(self, node: Node) -> None:
         """Note a node in more than 16 bits that is computed of reductions and scalars alone."""
         if node.target in CONSTANTS:
             self.scalars.add(node)
-        elif (node.target in SUMS or node.target in CHOICES) and not _is_16_bit(node):
-            self.reduced.add(node)
+        elif node.target in SUMS or node.target in CHOICES:
+            if not any(v.dtype in ROUNDED for v in _tensors(node)):  # as in a list of both kinds
+                self.reduced.add(node)
         elif (of := self._reduced_operands(node)) is not None and not (of and _is_16_bit(node)):
             (self.reduced if of else self.scalars).add(node)
 

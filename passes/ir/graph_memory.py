@@ -12,6 +12,8 @@ T = TypeVar("T")
 ORIGIN = "origin"
 """The key in a node's meta: the name of a node of the graph before, which is the source for the
 canonical graph, that for the expanded one, and that for the lowered one."""
+WIDENED = "widened"
+"""The key in a node's meta: whether its value would be rounded to 16 bits but for `reductions`."""
 
 
 def mutations(graph: Graph) -> dict[Any, Any]:

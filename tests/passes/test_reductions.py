@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import collage_fx
+from collage_fx.passes.ir.program import is_tensor
 
 BF16, FP16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 UNIT = {BF16: 2.0**-8, FP16: 2.0**-11}
@@ -133,7 +134,7 @@ def canonical(each: Any, shape: tuple[int, ...] = (4, 3), **kept: torch.dtype) -
     return [
         f"{node.target}: {str(node.meta['val'].dtype).removeprefix('torch.')}"
         for node in program.canonical.graph.nodes
-        if node.op == "call_function"
+        if node.op == "call_function" and is_tensor(node)
     ]
 
 
@@ -184,3 +185,60 @@ prims.convert_element_type.default: bfloat16
 aten.sub.Tensor: bfloat16
 aten.copy_.default: bfloat16""",
     )
+
+
+def test_a_sum_that_a_step_splits_into_two_words_is_rounded_for_them() -> None:
+    def each(p: Tensor, g: Tensor, state: Any) -> None:
+        total = g.float().sum()
+        state["hi"].copy_(total.to(p.dtype))
+        state["lo"].copy_(total - total.to(p.dtype).float())
+        p.sub_(g)
+
+    sums = [op for op in canonical(each, hi=BF16, lo=BF16) if "convert" in op]
+    assert sums == [
+        "prims.convert_element_type.default: float32",  # the gradient
+        "prims.convert_element_type.default: bfloat16",
+        "prims.convert_element_type.default: float32",  # and not left out
+        "prims.convert_element_type.default: bfloat16",
+    ]
+
+
+def test_norms_of_a_list_of_two_dtypes_are_rounded_as_pytorch_does() -> None:
+    def each(p: Tensor, g: Tensor, state: Any) -> None:
+        norm, wide = torch._foreach_norm([g, state["l1"].view(1)])
+        state["l1"].copy_(norm.float() + wide)
+        p.sub_(g)
+
+    assert "<built-in function getitem>: bfloat16" in canonical(each, l1=F32)
+
+
+def test_results_of_one_sum_have_each_its_own_memory() -> None:
+    def each(p: Tensor, g: Tensor, state: Any) -> None:
+        if "a" in state:
+            state["a"].add_(1.0)
+        else:
+            rows = g.sum(1)
+            state["a"], state["b"] = rows.float(), rows.view(2, 1).float()
+        p.sub_(g, alpha=LR)
+
+    p = torch.nn.Parameter(torch.ones(2, 3, dtype=BF16))
+    optimizer = PerTensor([p], each)
+    step = torch.compile(optimizer.step, backend="collage")
+    for _ in range(2):
+        p.grad = torch.ones_like(p)
+        step()
+    state = optimizer.state[p]
+    assert (state["a"].tolist(), state["b"].tolist()) == ([4, 4], [[3], [3]])
+
+
+def test_a_state_that_is_scaled_by_reductions_of_it_is_computed_in_wide() -> None:
+    """In eft what else is scaled by the same factor, in an average say, would be rounded."""
+
+    def each(p: Tensor, g: Tensor, state: Any) -> None:
+        p.sub_(g)
+        p.mul_(1 / p.norm())
+
+    p = torch.nn.Parameter(torch.ones(4, 3, dtype=BF16))
+    p.grad = torch.ones_like(p)
+    (rewritten,) = capture(PerTensor([p], each).step).program().rewritten
+    assert any("beside the carried path" in text for text in rewritten.joined)

@@ -160,7 +160,7 @@ def test_constants_of_a_graph_are_found() -> None:
 
 def test_outside_of_regions_both_are_right_to_a_few_roundings() -> None:
     def step(p: Tensor, g: Tensor, trust: Tensor) -> None:
-        ratio = (p / (p.norm() + 1)) @ (g / (g.norm() + 1))
+        ratio = (p / (p.norm() + 1)) @ (g.sin() * g / (g.norm() + 1))
         trust.copy_(ratio.tanh())
         p.sub_(g * trust, alpha=0.01)
 
