@@ -221,6 +221,8 @@ class Code:
     """The devices on which it takes a seed."""
     wanted: list[Locate] = field(default_factory=list)
     """How to find those it reads that should get a low word if they have none."""
+    concluded: bool = False
+    """Whether the residuals that its states were made with are kept or dropped."""
 
     def run(self, args: tuple[Any, ...]) -> Any:
         """Run the graph with its residuals."""
@@ -231,12 +233,14 @@ class Code:
         return [(t, plan) for find, plan in self.states if (t := find(args)) is not None]
 
     def conclude(self, args: tuple[Any, ...]) -> None:
-        """Keep or drop the residuals that the states of a call were made with.
+        """Keep or drop the residuals that the states of the first call were made with.
 
         Only when it is known that this graph will update them: another way may need what it drops.
         """
-        for tensor, plan in self.written(args):
-            conclude(plan, tensor)
+        if not self.concluded:
+            for tensor, plan in self.written(args):
+                conclude(plan, tensor)
+            self.concluded = True
 
     def misses_residual(self, args: tuple[Any, ...]) -> bool:
         """Tell whether a state of a call has a residual that the graph would need or drop."""
@@ -252,5 +256,10 @@ class Code:
         return [
             plan.name
             for tensor, plan in self.written(args)
-            if not plan.compensated and not plan.replaced and STORE.get(tensor) is not None
+            if not plan.compensated and not plan.replaced and self._has_lasting(tensor)
         ]
+
+    def _has_lasting(self, tensor: Tensor) -> bool:
+        """Tell whether a state has a residual other than one that is yet to be concluded on."""
+        residual = STORE.get(tensor)
+        return residual is not None and (self.concluded or not residual.provisional)

@@ -198,10 +198,7 @@ class _Step:
         try:
             with supervisor.recorder.paused() if supervisor is not None else nullcontext():
                 joins = supervisor is not None and self.session.config.on_unsupported == "join"
-                code = compile_graph(self.session, gm, inputs, args or (), joins=joins)
-                if supervisor is None or not code.refused:
-                    code.conclude(args or tuple(inputs))
-                return code
+                return compile_graph(self.session, gm, inputs, args or (), joins=joins)
         except Exception as error:
             if supervisor is None or (args is None and isinstance(error, TorchDynamoException)):
                 raise  # Dynamo's own ask it to trace again
@@ -238,6 +235,7 @@ class _Step:
             return supervisor.recorded(self, args)
         self.layouts = self.layouts or Layouts(self.static, args)
         if supervisor is None or not supervisor.active:
+            self.code.conclude(args)
             if names := self.code.drops_residual(args):
                 self.session.warn_once(
                     f"{', '.join(names)}: updated by several graphs, of which one has no use for a "
@@ -264,6 +262,7 @@ class _Step:
                 stand_ins.outcome = Outcome.TO_RECORD
                 return ()
             return supervisor.recorded(self, args)
+        self.code.conclude(args)
         self.checked = STORE.generation
         result = supervisor.run_graph(self.code, args)
         if stand_ins is not None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from collage_fx.compilation.residual_binding import Locate, Residuals, conclude, of_size
+from collage_fx.compilation.residual_binding import Locate, Residuals, of_size
 from collage_fx.compilation.session import Outcome, Session
 from collage_fx.compilation.side_inputs import Code, Observed, SideInputs
 from collage_fx.hooks.nested_compile import GlobalState
@@ -148,8 +148,6 @@ class SharedGraph:
 
         states = [(find(place), of_size(plan, tensor(place))) for place, plan in self.states]
         plans = self.plans | {plan.index: plan for _, plan in states}
-        for place, plan in self.states:
-            conclude(plan, tensor(place))
         residuals = Residuals(
             session,
             [replace(c) for _, c in self.carried],
@@ -215,6 +213,7 @@ class SharedStandIns(StandIns):
         ):
             self.outcome = Outcome.TO_RECORD
             return
+        code.conclude(numbers)
         supervisor.run_graph(code, numbers)
         self.outcome = Outcome.DONE
 

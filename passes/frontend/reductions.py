@@ -45,6 +45,8 @@ MOVES = frozenset(
     }
 )
 """What brings results of reductions together and apart again."""
+ROUNDED_ONCE = frozenset({aten.add.Tensor, aten.div.Tensor, aten.mul.Tensor, aten.sub.Tensor})
+"""Operations that are exact but for one rounding, for which an operand need not be rounded too."""
 CONSTANTS = frozenset({aten.full.default, aten.scalar_tensor.default})
 
 
@@ -101,11 +103,11 @@ class _Widening:
         self.wide: dict[Any, Node] = {}
         """16-bit value, or list of such -> the fp32 value of which it is the rounding."""
         self.reduced: set[Node] = set()
-        """Results of reductions in more than 16 bits, and what is computed of them and scalars."""
+        """Results of reductions in other dtypes, and what is computed of them and scalars."""
         self.scalars: set[Node] = set()
-        """0-d inputs in more than 16 bits, constants, and what is computed of them alone."""
+        """Constants, 0-d inputs of other dtypes, and what is computed of them alone."""
         self.replaced: list[Node] = []
-        """What may have no use any more, in the order of the graph."""
+        """What may be of no use, in the order of the graph."""
 
     def take(self, node: Node) -> None:
         """Widen a 16-bit node that is a reduction or computed of such, else what it reads."""
@@ -129,10 +131,12 @@ class _Widening:
 
         Who uses both splits it into two words.
         """
-        source = node.args[0]
-        if node.target is not CONVERT or not isinstance(source, Node) or len(source.users) > 1:
+        if node.target is not CONVERT:
             return None
-        return source if source in self.reduced and value_of(source).dtype == WIDE else None
+        source = node.args[0]
+        assert isinstance(source, Node)
+        whole = source in self.reduced and value_of(source).dtype == WIDE
+        return source if whole and len(source.users) == 1 else None
 
     def _is_reduced(self, node: Node) -> bool:
         """Tell whether a node is a reduction, or computed of their results and scalars alone."""
@@ -157,24 +161,30 @@ class _Widening:
         with self.graph.inserting_before(node.next):
             wide = self.wide[node] = self._in_fp32(node)
             self.reduced.add(wide)
-            if node.target in CHOICES or not is_tensor(node):
-                return  # the items of a list are widened one by one
-            val = value_of(node)
-            rounded = self._call(node, CONVERT, wide, val.dtype, val=val)
+            self.replaced += [node, wide]
+            if wide.target is CONVERT or not is_tensor(node):
+                return  # nothing was rounded; or the items of a list are widened one by one
+            self.wide[self._round(node, wide)] = wide
+
+    def _round(self, node: Node, wide: Node) -> Node:
+        """Put the rounding of an fp32 value in place of a 16-bit one."""
+        val = value_of(node)
+        rounded = self._call(node, CONVERT, wide, val.dtype, val=val)
         node.replace_all_uses_with(rounded)
-        self.wide[rounded] = wide
         self.replaced.append(rounded)
+        return rounded
 
     def _in_fp32(self, node: Node) -> Node:
         vals = [like(v, WIDE) for v in _tensors(node)]
         val = vals[0] if is_tensor(node) else vals
-        if node.target in CHOICES:
+        if node.target in CHOICES and node.args[0] not in self.wide:
             return self._call(node, CONVERT, node, WIDE, val=val)
-        self.replaced.append(node)
         if node.target in SUMS:
+            args = map_arg(node.args, lambda a: self.wide.get(a, a))
             kwargs = {**node.kwargs, "dtype": WIDE}
-            return self._call(node, node.target, *node.args, val=val, **kwargs)
-        args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda a: self._operand(node, a))
+        else:
+            both = (node.args, dict(node.kwargs))
+            args, kwargs = map_arg(both, lambda a: self._operand(node, a))
         return self._call(node, node.target, *args, val=val, **kwargs)
 
     def _operand(self, node: Node, operand: Node) -> Node:
@@ -191,18 +201,23 @@ class _Widening:
 
     def _read_wide(self, node: Node) -> None:
         """Let a node read the fp32 values of what was widened, where it can take them."""
-        if not elementwise(node):
+        read = [a for a in node.all_input_nodes if a in self.wide]
+        if not read or not elementwise(node):
             return
-        if _is_16_bit(node):
+        if not _is_16_bit(node):
+            if all(a in read for a in node.all_input_nodes if _is_16_bit(a)):
+                node.args = map_arg(node.args, lambda a: self.wide.get(a, a))
+                if node.target is CONVERT and value_of(self.wide[read[0]]).dtype == node.args[1]:
+                    self._leave_out(node, self.wide[read[0]])
+        elif node.target is aten.mul.Tensor and _is_factor(node) and node.args[1] in self.wide:
             # PyTorch takes a 0-d factor as it is, in any dtype, if it comes second.
-            if node.target is aten.mul.Tensor and _is_factor(node) and node.args[1] in self.wide:
-                node.update_arg(1, self.wide[node.args[1]])
-        elif all(a in self.wide for a in node.all_input_nodes if _is_16_bit(a)):
-            node.args = map_arg(node.args, lambda a: self.wide.get(a, a))
-        if node.target is CONVERT and is_tensor(source := node.args[0]):
-            assert isinstance(source, Node)
-            if value_of(source).dtype == value_of(node).dtype:
-                self._leave_out(node, source)
+            node.update_arg(1, self.wide[node.args[1]])
+        elif node.target in ROUNDED_ONCE:
+            with self.graph.inserting_before(node.next):
+                args = map_arg(node.args, lambda a: self._operand(node, a))
+                val = like(value_of(node), WIDE)
+                self._round(node, self._call(node, node.target, *args, val=val))
+            self.replaced.append(node)
 
     def _leave_out(self, node: Node, source: Node) -> None:
         """Take out a conversion that has become one to the same dtype, but for its memory."""

@@ -172,7 +172,7 @@ aten.copy_.default: bfloat16""",
     )
 
 
-def test_a_0d_parameter_stays_in_its_dtype() -> None:
+def test_what_a_sum_is_taken_from_is_rounded_once() -> None:
     def each(p: Tensor, g: Tensor, state: Any) -> None:
         p.mul_(0.999).sub_(g.sum())
 
@@ -181,8 +181,9 @@ def test_a_0d_parameter_stays_in_its_dtype() -> None:
         """\
 aten.mul.Tensor: bfloat16
 aten.sum.default: float32
+prims.convert_element_type.default: float32
+aten.sub.Tensor: float32
 prims.convert_element_type.default: bfloat16
-aten.sub.Tensor: bfloat16
 aten.copy_.default: bfloat16""",
     )
 
