@@ -227,8 +227,21 @@ AVERAGES: dict[str, Program] = {
             Line("p.add_(d, alpha=0.5)"),
         ),
         states=(("slow", "p.detach().clone()"), ("old", "p.detach().clone()")),
+        near_one=False,
         rates=((0.001, 0.1),),
         way="record",
+        options=(("level", "light"),),
+    ),
+    "light drops a low word for a graph that is recorded when it is called": Program(
+        lines=(
+            Line('st["m"].mul_(0.9).add_(g, alpha=0.1)'),
+            Line('st["slow"].sub_(st["m"] * 0.01)'),
+            Line('p.copy_(torch.tanh(st["slow"]))'),
+            Line('st["q"] = g * 2'),
+        ),
+        states=(("m", "torch.zeros_like(p)"), ("slow", "p.detach().clone()")),
+        near_one=False,
+        rates=((0.001, 0.1),),
         options=(("level", "light"),),
     ),
 }
