@@ -17,10 +17,14 @@ def recorded_and_traced(program: Program) -> tuple[Run, Run] | None:
     That is where collage_fx refuses it, and where more of it runs on whole values than the first
     step of states. Other programs where Dynamo looks at them are optimizers of torch's, and
     `addcdiv_`, which it makes three operations; and a rate that changes is a constant of a recorded
-    segment until it has changed. Of a resumed run only the end is reported.
+    segment until it has changed. Of a resumed run only the end is reported. And a decay of 0 times
+    a tensor's rate is 0 in a graph of Dynamo's, so that nothing decays; a recorded segment has a
+    0-d tensor there, the product being done at once, and takes it for a factor near one.
     """
     apart = program.torch_optim or program.schedule or program.resumed
-    if apart or "addcdiv" in program.script():
+    decays = any("wd" in line.text for line in program.lines)
+    no_decay = program.tensor_lr and decays and any(wd == 0 for _, wd in program.rates)
+    if apart or no_decay or "addcdiv" in program.script():
         return None
     first = 1 if program.states and not program.in_init else 0
     begin, begun = Executors.begin, list[Executors]()
