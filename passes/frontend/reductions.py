@@ -9,7 +9,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from collage_fx.passes.frontend.decompose import like
-from collage_fx.passes.frontend.slice import elementwise
+from collage_fx.passes.frontend.slice import elementwise, shape_of
 from collage_fx.passes.ir.graph_memory import WIDENED
 from collage_fx.passes.ir.program import CASTS, CONVERT, Program, graph_of, is_tensor, value_of
 
@@ -90,13 +90,8 @@ def _is_16_bit(node: Node) -> bool:
     return bool(vals) and all(v.dtype in ROUNDED for v in vals)
 
 
-def _shape(node: Node) -> tuple[str, ...]:
-    # Strings, since a symbolic size must not be compared as a number: that would add a guard.
-    return tuple(str(s) for v in _tensors(node) for s in v.shape)
-
-
 class _Widening:
-    """Goes once through a graph, in the order of its nodes."""
+    """Goes once through a graph, in the order of its nodes, and changes it."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -153,7 +148,7 @@ class _Widening:
         of = [a for a in operands if a in self.wide or a in self.reduced]
         if not operands or not all(a in of or a in self.scalars for a in operands):
             return None
-        small = elementwise(node) and _shape(node) in map(_shape, of or operands)
+        small = elementwise(node) and shape_of(node) in map(shape_of, of or operands)
         return of if small or node.target in MOVES else None
 
     def _widen(self, node: Node) -> None:

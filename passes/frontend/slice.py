@@ -63,8 +63,8 @@ def inverse(new_value: dict[Node, Node]) -> dict[Node, list[Node]]:
     return stored
 
 
-def _shape(node: Node) -> tuple[str, ...]:
-    # Strings, since a symbolic size must not be compared as a number: that would add a guard.
+def shape_of(node: Node) -> tuple[str, ...]:
+    """Return the shape of a tensor as text: to compare a symbolic size would add a guard."""
     return tuple(str(s) for s in value_of(node).shape)
 
 
@@ -101,11 +101,11 @@ def _components(
         for a in near:
             # Users of one carried state belong together; other inputs may be shared freely.
             link = first_user.setdefault(a, node) if a in states else a
-            if link in sliceable and _shape(link) == _shape(node):
+            if link in sliceable and shape_of(link) == shape_of(node):
                 together.join(link, node)
     for state in states:
         old, new = first_user.get(state), new_value[state]
-        if old is not None and new in sliceable and _shape(old) == _shape(new):
+        if old is not None and new in sliceable and shape_of(old) == shape_of(new):
             together.join(old, new)
     groups: dict[Node, list[Node]] = {}
     for node in sliceable:
@@ -168,7 +168,7 @@ def make_slice(
 def _key(part: Slice) -> str:
     """Describe the slice but for its shapes and tensors."""
     number: dict[Node, str] = {n: f"in{i}" for i, n in enumerate(part.inputs)}
-    shape = _shape(part.nodes[0])
+    shape = shape_of(part.nodes[0])
     lines = [f"{number[n]} {value_of(n).dtype} {_role(n, shape)}" for n in part.inputs]
     for i, node in enumerate(part.nodes):
         number[node] = f"n{i}"
@@ -182,4 +182,4 @@ def _key(part: Slice) -> str:
 
 
 def _role(node: Node, shape: tuple[str, ...]) -> str:
-    return "full" if _shape(node) == shape else f"{value_of(node).dim()}-d"
+    return "full" if shape_of(node) == shape else f"{value_of(node).dim()}-d"
