@@ -129,8 +129,8 @@ def choose(cls: type[Optimizer], row: Row) -> tuple[Recipe | None, Values]:
 
 
 def one_line(text: object) -> str:
-    """Return the start of a message."""
-    return " ".join(str(text).split())[:300]
+    """Return the start of a message, without places: what is cut off of one is not found."""
+    return " ".join(_without_places(str(text)).split())[:300]
 
 
 def measure(module: str, name: str) -> Row:
@@ -175,7 +175,7 @@ def run_collage(row: Row, recipe: Recipe) -> Values | None:
     report = collage_fx.report(step)
     row.states = [{**vars(s), "dtype": str(s.dtype).removeprefix("torch.")} for s in report.states]
     notes = [*said, *(f"collage_fx: {one_line(n)}" for n in report.notes)]
-    row.notes = list(dict.fromkeys(map(_without_places, notes)))
+    row.notes = list(dict.fromkeys(notes))
     used = [e for e in ("graph", "joined") if any(s[e] for s in row.states)]
     row.engine = "both" if len(used) == 2 else "".join(used) or "none"
     return collage

@@ -48,10 +48,10 @@ def of_size(plan: StatePlan, tensor: Tensor) -> StatePlan:
     return replace(plan, shape=tuple(tensor.shape), residual_bytes=size)
 
 
-def conclude(state: StatePlan, tensor: Tensor | None) -> None:
+def conclude(state: StatePlan, tensor: Tensor) -> None:
     """Keep or drop the residual that a state was made with, now that there is a verdict."""
-    residual = STORE.get(tensor) if tensor is not None else None
-    if residual is not None and tensor is not None and residual.provisional:
+    residual = STORE.get(tensor)
+    if residual is not None and residual.provisional:
         residual.provisional = not (state.compensated or state.refused)
         if residual.provisional and not state.replaced:
             STORE.drop(tensor)

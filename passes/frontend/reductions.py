@@ -8,13 +8,14 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from collage_fx.passes.frontend.decompose import like
+from collage_fx.passes.frontend.decompose import is_scalar, like
 from collage_fx.passes.frontend.slice import elementwise, shape_of
 from collage_fx.passes.ir.graph_memory import WIDENED
 from collage_fx.passes.ir.program import CASTS, CONVERT, Program, graph_of, is_tensor, value_of
+from collage_fx.runtime.expansion.eft import SIXTEEN_BITS
 
 aten = torch.ops.aten
-WIDE, ROUNDED = torch.float32, (torch.bfloat16, torch.float16)
+WIDE = torch.float32
 SUMS = frozenset(
     {
         aten.mean.default,
@@ -87,7 +88,7 @@ def _tensors(node: Node) -> tuple[Tensor, ...]:
 
 def _is_16_bit(node: Node) -> bool:
     vals = _tensors(node)
-    return bool(vals) and all(v.dtype in ROUNDED for v in vals)
+    return bool(vals) and all(v.dtype in SIXTEEN_BITS for v in vals)
 
 
 class _Widening:
@@ -204,7 +205,7 @@ class _Widening:
                 node.args = map_arg(node.args, lambda a: self.wide.get(a, a))
                 if node.target is CONVERT and value_of(self.wide[read[0]]).dtype == node.args[1]:
                     self._leave_out(node, self.wide[read[0]])
-        elif node.target is aten.mul.Tensor and _is_factor(node) and node.args[1] in self.wide:
+        elif node.target is aten.mul.Tensor and self._is_factor(node.args[1], node):
             # PyTorch takes a 0-d factor as it is, in any dtype, if it comes second.
             node.update_arg(1, self.wide[node.args[1]])
         elif node.target in ROUNDED_ONCE:
@@ -213,6 +214,10 @@ class _Widening:
                 val = like(value_of(node), WIDE)
                 self._round(node, self._call(node, node.target, *args, val=val))
             self.replaced.append(node)
+
+    def _is_factor(self, operand: Any, node: Node) -> bool:
+        """Tell whether an operand of a larger result is 0-d and was widened."""
+        return operand in self.wide and is_scalar(operand, value_of(node))
 
     def _leave_out(self, node: Node, source: Node) -> None:
         """Take out a conversion that has become one to the same dtype, but for its memory."""
@@ -227,14 +232,8 @@ class _Widening:
         if node.target in CONSTANTS:
             self.scalars.add(node)
         elif node.target in SUMS or node.target in CHOICES:
-            if not any(v.dtype in ROUNDED for v in _tensors(node)):  # as in a list of both kinds
+            # A list of norms may be of both kinds.
+            if not any(v.dtype in SIXTEEN_BITS for v in _tensors(node)):
                 self.reduced.add(node)
         elif (of := self._reduced_operands(node)) is not None and not (of and _is_16_bit(node)):
             (self.reduced if of else self.scalars).add(node)
-
-
-def _is_factor(node: Node) -> bool:
-    """Tell whether the second operand of a product is 0-d and the first is a larger tensor."""
-    first, second = node.args
-    tensors = is_tensor(first) and is_tensor(second)
-    return tensors and value_of(first).dim() > 0 and value_of(second).dim() == 0  # type: ignore[arg-type]

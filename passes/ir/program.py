@@ -25,9 +25,9 @@ CASTS = frozenset({CONVERT, torch.ops.aten._to_copy.default})
 SAME_VALUE = CASTS | {torch.ops.aten.clone.default}
 """Those, and copies: what a value depends on is the same before and after."""
 OPTIONAL = ("denominator", "deduplicate", "escape", "join", "reductions", "repeat", "share")
-"""What may be left out, for debugging: two passes before AOTAutograd, two after it, `repeat`, which
-does a step again without looking at each tensor in Python, and `share`, by which optimizers that
-are alike use what was compiled for one of them."""
+"""What may be left out, for debugging: two passes before AOTAutograd, three after it, `repeat`,
+which does a step again without looking at each tensor in Python, and `share`, by which optimizers
+that are alike use what was compiled for one of them."""
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,11 @@ from torch.fx import GraphModule, Node
 
 from collage_fx.passes.ir.program import CONVERT
 from collage_fx.runtime import torch_versions
+from collage_fx.runtime.expansion.eft import SIXTEEN_BITS
 from collage_fx.runtime.ops import collage
 
 COPY = torch.ops.aten.copy_.default
-ROUNDED = (torch.bfloat16, torch.float16)
+ROUNDED = SIXTEEN_BITS
 """The dtypes of high words whose rounding Inductor can be made to carry out."""
 
 

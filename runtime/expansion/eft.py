@@ -13,7 +13,8 @@ from torch import Tensor
 
 FP8 = {torch.float8_e4m3fn: 4, torch.float8_e5m2: 3}
 """fp8 dtype -> its precision p. There is no arithmetic in them, only conversions."""
-LOW_PRECISION = (torch.bfloat16, torch.float16, *FP8)
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+LOW_PRECISION = (*SIXTEEN_BITS, *FP8)
 """dtypes of states that PyTorch computes with in fp32, and then rounds."""
 WIDER = {
     **dict.fromkeys(LOW_PRECISION, torch.float32),

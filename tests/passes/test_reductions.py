@@ -7,6 +7,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from graphs import capture
+from recorded_steps import Each
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -16,19 +17,6 @@ from collage_fx.passes.ir.program import is_tensor
 BF16, FP16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 UNIT = {BF16: 2.0**-8, FP16: 2.0**-11}
 LR, STEPS, COUNT = 0.02, 10, 1024
-
-
-class PerTensor(Optimizer):
-    """An optimizer that does `each` for every parameter."""
-
-    def __init__(self, params: list[Tensor], each: Callable[[Tensor, Tensor, Any], None]) -> None:
-        super().__init__(params, {})
-        self.each = each
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for p in self.param_groups[0]["params"]:
-            self.each(p, p.grad, self.state[p])
 
 
 def by_mean(p: Tensor, g: Tensor, state: Any) -> None:
@@ -71,7 +59,7 @@ def way(
     g = torch.randn(COUNT, generator=generator).abs().to(inputs).to(dtype)
     start = torch.randn(COUNT, generator=generator).abs().add(1).to(inputs).to(dtype)
     p = torch.nn.Parameter(start.clone())
-    step = wrap(PerTensor([p], each))
+    step = wrap(Each([p], each))
     for _ in range(STEPS):
         p.grad = g.clone()
         step()
@@ -127,7 +115,7 @@ def canonical(each: Any, shape: tuple[int, ...] = (4, 3), **kept: torch.dtype) -
     """
     p = torch.nn.Parameter(torch.ones(shape, dtype=BF16))
     p.grad = torch.ones_like(p)
-    optimizer = PerTensor([p], each)
+    optimizer = Each([p], each)
     optimizer.state[p] |= {name: torch.zeros((), dtype=dtype) for name, dtype in kept.items()}
     program = capture(optimizer.step).program()
     assert program.canonical is not None
@@ -223,7 +211,7 @@ def test_results_of_one_sum_have_each_its_own_memory() -> None:
         p.sub_(g, alpha=LR)
 
     p = torch.nn.Parameter(torch.ones(2, 3, dtype=BF16))
-    optimizer = PerTensor([p], each)
+    optimizer = Each([p], each)
     step = torch.compile(optimizer.step, backend="collage")
     for _ in range(2):
         p.grad = torch.ones_like(p)
@@ -241,5 +229,5 @@ def test_a_state_that_is_scaled_by_reductions_of_it_is_computed_in_wide() -> Non
 
     p = torch.nn.Parameter(torch.ones(4, 3, dtype=BF16))
     p.grad = torch.ones_like(p)
-    (rewritten,) = capture(PerTensor([p], each).step).program().rewritten
+    (rewritten,) = capture(Each([p], each).step).program().rewritten
     assert any("beside the carried path" in text for text in rewritten.joined)
