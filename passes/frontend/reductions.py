@@ -57,7 +57,9 @@ def reductions(program: Program) -> None:
     A trust ratio, a global norm or a distance estimate is one number for many elements: what is
     lost by rounding it to 16 bits does not average out over them. PyTorch adds up in fp32, rounds
     the sum, and then each operation on it. Here it is rounded where it is stored in 16 bits, and
-    where an operation needs it in the dtype of larger tensors.
+    where an operation needs it in the dtype of larger tensors. A state that it enters, a factored
+    second moment say, is read in fp32 too by what comes after its update: with its low word, where
+    it has one.
 
     Before::
 
@@ -91,6 +93,12 @@ def _is_16_bit(node: Node) -> bool:
     return bool(vals) and all(v.dtype in SIXTEEN_BITS for v in vals)
 
 
+def _is_handed_on(node: Node) -> bool:
+    """Tell whether a value is stored in a state, and read besides."""
+    stored = {u for u in node.users if u.target is aten.copy_.default}
+    return bool(stored) and len(stored) < len(node.users)
+
+
 class _Widening:
     """Goes once through a graph, in the order of its nodes, and changes it."""
 
@@ -102,6 +110,8 @@ class _Widening:
         """Results of reductions in other dtypes, and what is computed of them and scalars."""
         self.scalars: set[Node] = set()
         """Constants, 0-d inputs of other dtypes, and what is computed of them alone."""
+        self.small: set[Node] = set()
+        """What is computed of results of reductions and other tensors, and no larger."""
         self.replaced: list[Node] = []
         """What may be of no use, in the order of the graph."""
 
@@ -119,8 +129,12 @@ class _Widening:
         elif _is_16_bit(node) and self._is_reduced(node):
             self._widen(node)
         else:
-            self._read_wide(node)
+            rounded = self._read_wide(node)
             self._note(node)
+            if self._is_as_small(node):
+                self.small |= {node, rounded}
+                if _is_16_bit(rounded) and _is_handed_on(rounded):
+                    self._hand_on(rounded)
 
     def _rounded_from(self, node: Node) -> Node | None:
         """Return the result of a reduction in fp32 of which a node is the rounding, or None.
@@ -195,11 +209,27 @@ class _Widening:
         new.meta = {**node.meta, "val": val, WIDENED: True}
         return new
 
-    def _read_wide(self, node: Node) -> None:
-        """Let a node read the fp32 values of what was widened, where it can take them."""
+    def _is_as_small(self, node: Node) -> bool:
+        """Tell whether a result has the shape of a reduction's that it is computed of."""
+        known = (self.wide, self.reduced, self.small)
+        of = [a for a in node.all_input_nodes if any(a in some for some in known)]
+        return elementwise(node) and shape_of(node) in map(shape_of, of)
+
+    def _hand_on(self, node: Node) -> None:
+        """Put the value of a state in fp32 behind its new value, for what is computed of it."""
+        with self.graph.inserting_before(node.next):
+            whole = self._call(node, CONVERT, node, WIDE, val=like(value_of(node), WIDE))
+            self.wide[node] = whole
+            self.replaced.append(whole)
+
+    def _read_wide(self, node: Node) -> Node:
+        """Let a node read the fp32 values of what was widened, where it can take them.
+
+        Return the node that stands for it then.
+        """
         read = [a for a in node.all_input_nodes if a in self.wide]
         if not read or not elementwise(node):
-            return
+            return node
         if not _is_16_bit(node):
             if all(a in read for a in node.all_input_nodes if _is_16_bit(a)):
                 node.args = map_arg(node.args, lambda a: self.wide.get(a, a))
@@ -212,8 +242,10 @@ class _Widening:
             with self.graph.inserting_before(node.next):
                 args = map_arg(node.args, lambda a: self._operand(node, a))
                 val = like(value_of(node), WIDE)
-                self._round(node, self._call(node, node.target, *args, val=val))
+                rounded = self._round(node, self._call(node, node.target, *args, val=val))
             self.replaced.append(node)
+            return rounded
+        return node
 
     def _is_factor(self, operand: Any, node: Node) -> bool:
         """Tell whether an operand of a larger result is 0-d and was widened."""

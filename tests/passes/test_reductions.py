@@ -48,7 +48,15 @@ def shrunk_by_dot(p: Tensor, g: Tensor, state: Any) -> None:
     p.mul_(1 - LR * torch.dot(g, g) / COUNT)
 
 
-EACH = [by_mean, by_sum, by_norms, by_foreach_norms, by_largest, shrunk_by_dot]
+def by_average(p: Tensor, g: Tensor, state: Any) -> None:
+    """An average over the steps of a mean over the elements, as factored second moments are."""
+    if not state:
+        state["average"] = torch.ones(1, dtype=p.dtype)
+    state["average"].mul_(0.99).add_(g.mean(0, keepdim=True), alpha=0.01)
+    p.sub_(g * state["average"].squeeze().pow(8), alpha=LR)
+
+
+EACH = [by_mean, by_sum, by_norms, by_foreach_norms, by_largest, by_average, shrunk_by_dot]
 
 
 def way(
@@ -155,6 +163,27 @@ aten.mul.Tensor: float32
 aten.add.Tensor: float32
 prims.convert_element_type.default: bfloat16
 aten.sub.Tensor: bfloat16
+aten.copy_.default: bfloat16
+aten.copy_.default: bfloat16""",
+    )
+
+
+def test_a_state_that_a_sum_enters_is_handed_on_with_its_low_word() -> None:
+    def each(p: Tensor, g: Tensor, state: Any) -> None:
+        state["l1"].mul_(0.99).add_(g.sum())
+        p.mul_(state["l1"].rsqrt())
+
+    assert_expected_inline(
+        "\n".join(canonical(each, l1=BF16)),
+        """\
+aten.mul.Tensor: bfloat16
+aten.sum.default: float32
+prims.convert_element_type.default: float32
+aten.add.Tensor: float32
+prims.convert_element_type.default: bfloat16
+prims.convert_element_type.default: float32
+aten.rsqrt.default: float32
+aten.mul.Tensor: bfloat16
 aten.copy_.default: bfloat16
 aten.copy_.default: bfloat16""",
     )
