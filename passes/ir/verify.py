@@ -3,10 +3,18 @@
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
-from collage_fx.passes.ir.graph_memory import mutations
-from collage_fx.passes.ir.program import CONVERT, LOW_PRECISION, Program, Rewritten, graph_of
+from collage_fx.passes.ir.graph_memory import base_of, mutations
+from collage_fx.passes.ir.program import (
+    CONVERT,
+    LOW_PRECISION,
+    Program,
+    Rewritten,
+    graph_of,
+    is_tensor,
+    value_of,
+)
 from collage_fx.runtime.errors import LegalityError
 from collage_fx.runtime.ops import collage
 from collage_fx.runtime.storage.registry import STORAGES
@@ -33,7 +41,7 @@ def _captured(program: Program) -> None:
 
 
 def _canonical(program: Program) -> None:
-    """No sum rounds twice; inputs and overwritten states are those of the source."""
+    """No sum rounds twice; inputs, states and results are those of the source."""
     source, graph = program.source.graph, graph_of(program.canonical).graph
     for node in graph.nodes:
         scaled = node.target in (aten.add.Tensor, aten.sub.Tensor) and node.kwargs
@@ -43,6 +51,29 @@ def _canonical(program: Program) -> None:
     _demand(names[0] == names[1], "an input was lost")
     written = [sorted(n.name for n in mutations(g)) for g in (source, graph)]
     _demand(written[0] == written[1], "a state is not overwritten any more")
+    _stored(source, graph)
+    _returned(source, graph)
+
+
+def _stored(source: Graph, graph: Graph) -> None:
+    """What is stored has the dtype that it has in the source, or that of the state."""
+    before = {state.name: new for state, new in mutations(source).items()}
+    for state, new in mutations(graph).items():
+        dtypes = value_of(before[state.name]).dtype, value_of(state).dtype
+        _demand(value_of(new).dtype in dtypes, f"what is stored in {state} has another dtype")
+
+
+def _returned(source: Graph, graph: Graph) -> None:
+    """A result has the dtype that it has in the source, and shares no more memory than there."""
+    both: Any = [g.output_node().args[0] for g in (source, graph)]
+    olds, news = both
+    _demand(len(olds) == len(news), "a result was lost")
+    bases: dict[Node, Node] = {}
+    for old, new in zip(olds, news, strict=True):
+        if is_tensor(old):
+            _demand(value_of(old).dtype == value_of(new).dtype, f"result {new} has another dtype")
+            base = bases.setdefault(base_of(new), base_of(old))
+            _demand(base is base_of(old), f"result {new} shares the memory of another")
 
 
 def _recurrences(program: Program) -> None:

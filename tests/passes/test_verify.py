@@ -10,6 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.optim import SGD
 
 from collage_fx.errors import LegalityError
+from collage_fx.passes.ir.graph_memory import mutations
 from collage_fx.passes.ir.program import Program
 from collage_fx.passes.ir.verify import verify
 from collage_fx.runtime.ops import collage
@@ -32,6 +33,11 @@ def lowered_graph(p: Program) -> Graph:
     lowered = p.rewritten[0].lowered
     assert lowered is not None
     return lowered.graph
+
+
+def canonical_graph(p: Program) -> Graph:
+    assert p.canonical is not None
+    return p.canonical.graph
 
 
 def copies(p: Program) -> list[Node]:
@@ -112,6 +118,42 @@ def promise_without_rewriting(p: Program) -> None:
     p.rewritten[0].members.pop()
 
 
+def widen_a_state(p: Program) -> None:
+    graph = canonical_graph(p)
+    write = graph.find_nodes(op="call_function", target=aten.copy_.default)[0]
+    write.args[1].meta["val"] = torch.empty(SHAPES[0])  # type: ignore[union-attr]
+
+
+def _copied(graph: Graph) -> Graph:
+    new = Graph()
+    new.output(new.graph_copy(graph, {}))
+    return new
+
+
+def _return(p: Program, *results: int) -> None:
+    """Let the source return the first new values, and the canonical graph these of its own."""
+    p.source = GraphModule(p.source, _copied(p.source.graph))
+    for graph, chosen in ((p.source.graph, range(len(results))), (canonical_graph(p), results)):
+        new = list(mutations(graph).values())
+        graph.output_node().args = (tuple(new[i] for i in chosen),)
+
+
+def lose_a_result(p: Program) -> None:
+    _return(p, 0, 1)
+    verify(p, "reductions")
+    canonical_graph(p).output_node().args = ((),)
+
+
+def widen_a_result(p: Program) -> None:
+    _return(p, 0)
+    (result,) = p.source.graph.output_node().args[0]  # type: ignore[misc]
+    result.meta["val"] = torch.empty(SHAPES[0])  # type: ignore[union-attr]
+
+
+def share_the_memory_of_a_result(p: Program) -> None:
+    _return(p, 0, 0)
+
+
 def share_a_node(p: Program) -> None:
     first, second = p.classes[0].members
     second.nodes.append(first.nodes[0])
@@ -137,6 +179,10 @@ BROKEN: list[tuple[Callable[[Program], None], str, str]] = [
     (use_a_narrowed_value, "lower", "is narrowed and then used"),
     (leave_an_operation_unlowered, "lower", "was not lowered"),
     (lose_an_expanded_input, "expand", "other inputs"),
+    (widen_a_state, "canonicalize", "has another dtype"),
+    (lose_a_result, "reductions", "a result was lost"),
+    (widen_a_result, "reductions", "has another dtype"),
+    (share_the_memory_of_a_result, "reductions", "shares the memory of another"),
     (forget_a_verdict, "plan", "has no verdict"),
     (give_no_reason, "plan", "has no reason"),
     (promise_without_rewriting, "plan", "is not what is rewritten"),
