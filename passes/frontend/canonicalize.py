@@ -166,7 +166,7 @@ class _Builder:
         self.results: set[Node] = set()
         """The nodes of the source graph in whose memory its results are."""
         self.taken: set[Node] = set()
-        """What such nodes have become."""
+        """In whose memory such nodes are now."""
 
     def take(self, node: Node) -> None:
         """Translate one node of the source graph."""
@@ -174,7 +174,7 @@ class _Builder:
         self._translate(node)
         if node in self.results and is_tensor(node) and node.op != "placeholder":
             self.env[node] = self._memory_for(node, self.env[node])
-            self.taken.add(self.env[node])
+            self.taken.add(base_of(self.env[node], items=False))
 
     def _memory_for(self, node: Node, made: Node) -> Node:
         """Return what a result has become, as a clone where it would be in memory of another.
@@ -185,7 +185,8 @@ class _Builder:
         if _strides(value_of(made)) != _strides(val):
             layout = torch.contiguous_format if val.is_contiguous() else torch.preserve_format
             return self.call(aten.clone.default, made, val=val, memory_format=layout)
-        if made in self.taken or base_of(made).op == "placeholder":
+        base = base_of(made, items=False)
+        if base in self.taken or base.op == "placeholder":
             return self.call(aten.clone.default, made, val=val)
         return made
 

@@ -80,12 +80,13 @@ def base_of(node: Node, *, items: bool = True) -> Node:
 
     Args:
         node: the node of a tensor.
-        items: whether an item of a list counts as a view of the list.
+        items: whether an item of a list of tensors with memory of their own counts as a view of it.
     """
     while node.op == "call_function" and _is_view(node.target):
-        if node.target is operator.getitem and not items:
+        source = node.all_input_nodes[0]
+        if node.target is operator.getitem and not items and not _is_view(source.target):
             break
-        node = node.all_input_nodes[0]
+        node = source
     return node
 
 

@@ -65,15 +65,16 @@ def _stored(source: Graph, graph: Graph) -> None:
 
 def _returned(source: Graph, graph: Graph) -> None:
     """A result has the dtype that it has in the source, and shares no more memory than there."""
-    both: Any = [g.output_node().args[0] for g in (source, graph)]
-    olds, news = both
+    olds: Any = source.output_node().args[0]
+    news: Any = graph.output_node().args[0]
     _demand(len(olds) == len(news), "a result was lost")
-    bases: dict[Node, Node] = {}
+    stands_for: dict[Node, Node] = {}
     for old, new in zip(olds, news, strict=True):
         if is_tensor(old):
-            _demand(value_of(old).dtype == value_of(new).dtype, f"result {new} has another dtype")
-            base = bases.setdefault(base_of(new), base_of(old))
-            _demand(base is base_of(old), f"result {new} shares the memory of another")
+            _demand(value_of(old).dtype == value_of(new).dtype, f"result {old} has another dtype")
+            memory, base = (base_of(n, items=False) for n in (new, old))
+            alone = stands_for.setdefault(memory, base) is base
+            _demand(alone, f"result {old} shares the memory of another")
 
 
 def _recurrences(program: Program) -> None:
