@@ -111,7 +111,7 @@ class _Widening:
         self.scalars: set[Node] = set()
         """Constants, 0-d inputs of other dtypes, and what is computed of them alone."""
         self.small: set[Node] = set()
-        """What is computed of results of reductions and other tensors, and no larger."""
+        """What is computed of results of reductions, of whose shape it is, and of other tensors."""
         self.replaced: list[Node] = []
         """What may be of no use, in the order of the graph."""
 
@@ -220,14 +220,17 @@ class _Widening:
         with self.graph.inserting_before(node.next):
             whole = self._call(node, CONVERT, node, WIDE, val=like(value_of(node), WIDE))
             self.wide[node] = whole
+            self.reduced.add(whole)
             self.replaced.append(whole)
 
     def _read_wide(self, node: Node) -> Node:
         """Let a node read the fp32 values of what was widened, where it can take them.
 
-        Return the node that stands for it then.
+        Return the node that has its value then: its rounding, or itself.
         """
         read = [a for a in node.all_input_nodes if a in self.wide]
+        if node.target in SUMS and node.kwargs.get("dtype") == WIDE:
+            node.args = map_arg(node.args, lambda a: self.wide.get(a, a))
         if not read or not elementwise(node):
             return node
         if not _is_16_bit(node):

@@ -56,7 +56,26 @@ def by_average(p: Tensor, g: Tensor, state: Any) -> None:
     p.sub_(g * state["average"].squeeze().pow(8), alpha=LR)
 
 
-EACH = [by_mean, by_sum, by_norms, by_foreach_norms, by_largest, by_average, shrunk_by_dot]
+def by_average_of_average(p: Tensor, g: Tensor, state: Any) -> None:
+    """The same through a second state, and written in fp32."""
+    by_average(torch.zeros_like(p), g, state)
+    if "second" not in state:
+        state["second"] = torch.ones(1, dtype=p.dtype)
+    state["second"].mul_(0.99).add_(state["average"], alpha=0.01)
+    wide = (state["second"].float() + state["average"].mean(dtype=torch.float32)) / 2
+    p.sub_(g * wide.to(p.dtype).squeeze().pow(8), alpha=LR)
+
+
+EACH = [
+    by_mean,
+    by_sum,
+    by_norms,
+    by_foreach_norms,
+    by_largest,
+    by_average,
+    by_average_of_average,
+    shrunk_by_dot,
+]
 
 
 def way(
