@@ -93,6 +93,11 @@ def _is_16_bit(node: Node) -> bool:
     return bool(vals) and all(v.dtype in SIXTEEN_BITS for v in vals)
 
 
+def _is_done_by_element(node: Node, operands: list[Node]) -> bool:
+    """Tell whether a node is elementwise, and has the shape of one of these operands."""
+    return elementwise(node) and any(shape_of(node) == shape_of(a) for a in operands)
+
+
 def _is_handed_on(node: Node) -> bool:
     """Tell whether a value is stored in a state, and read besides."""
     stored = {u for u in node.users if u.target is aten.copy_.default}
@@ -163,7 +168,7 @@ class _Widening:
         of = [a for a in operands if a in self.wide or a in self.reduced]
         if not operands or not all(a in of or a in self.scalars for a in operands):
             return None
-        small = elementwise(node) and shape_of(node) in map(shape_of, of or operands)
+        small = _is_done_by_element(node, of or operands)
         return of if small or node.target in MOVES else None
 
     def _widen(self, node: Node) -> None:
@@ -212,8 +217,9 @@ class _Widening:
     def _is_as_small(self, node: Node) -> bool:
         """Tell whether a result has the shape of a reduction's that it is computed of."""
         known = (self.wide, self.reduced, self.small)
-        of = [a for a in node.all_input_nodes if any(a in some for some in known)]
-        return elementwise(node) and shape_of(node) in map(shape_of, of)
+        return _is_done_by_element(
+            node, [a for a in node.all_input_nodes if any(a in some for some in known)]
+        )
 
     def _hand_on(self, node: Node) -> None:
         """Put the value of a state in fp32 behind its new value, for what is computed of it."""
