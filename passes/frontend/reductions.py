@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from collage_fx.passes.frontend.decompose import is_scalar, like
+from collage_fx.passes.frontend.decompose import like
 from collage_fx.passes.frontend.slice import elementwise, shape_of
 from collage_fx.passes.ir.graph_memory import WIDENED
 from collage_fx.passes.ir.program import CASTS, CONVERT, Program, graph_of, is_tensor, value_of
@@ -48,6 +48,23 @@ MOVES = frozenset(
 """What brings results of reductions together and apart again."""
 ROUNDED_ONCE = frozenset({aten.add.Tensor, aten.div.Tensor, aten.mul.Tensor, aten.sub.Tensor})
 """Operations that are exact but for one rounding, for which an operand need not be rounded too."""
+PRODUCTS = frozenset({aten.div.Tensor, aten.mul.Tensor})
+"""Of these, those whose results are not rounded before the next of them either."""
+SMOOTH = frozenset(
+    {
+        *(ROUNDED_ONCE | SUMS | MOVES | CASTS),
+        aten.copy_.default,
+        aten.lerp.Scalar,
+        aten.lerp.Tensor,
+        aten.pow.Tensor_Scalar,
+        aten.reciprocal.default,
+        aten.rsqrt.default,
+        aten.sqrt.default,
+        "output",
+    }
+)
+"""What may read a product that is not rounded. A step that compares, clamps or chooses may rely on
+all of it being rounded: no quotient of a tensor and its largest element passes 1."""
 CONSTANTS = frozenset({aten.full.default, aten.scalar_tensor.default})
 
 
@@ -57,7 +74,8 @@ def reductions(program: Program) -> None:
     A trust ratio, a global norm or a distance estimate is one number for many elements: what is
     lost by rounding it to 16 bits does not average out over them. PyTorch adds up in fp32, rounds
     the sum, and then each operation on it. Here it is rounded where it is stored in 16 bits, and
-    where an operation needs it in the dtype of larger tensors. A state that it enters, a factored
+    where an operation needs it in the dtype of larger tensors. Its products with those, a clipped
+    gradient say, are not rounded before the next product either. A state that it enters, a factored
     second moment say, is read in fp32 too by what comes after its update: with its low word, where
     it has one.
 
@@ -98,10 +116,31 @@ def _is_done_by_element(node: Node, operands: list[Node]) -> bool:
     return elementwise(node) and any(shape_of(node) == shape_of(a) for a in operands)
 
 
+def _rounded_alone(node: Node) -> Node | None:
+    """Return the fp32 value of which a node is the rounding, if nothing else uses it.
+
+    Who uses both splits it into two words.
+    """
+    if node.target is not CONVERT or not _is_16_bit(node):
+        return None
+    source = node.args[0]
+    assert isinstance(source, Node)
+    return source if len(source.users) == 1 and value_of(source).dtype == WIDE else None
+
+
 def _is_handed_on(node: Node) -> bool:
     """Tell whether a value is stored in a state, and read besides."""
     stored = {u for u in node.users if u.target is aten.copy_.default}
     return bool(stored) and len(stored) < len(node.users)
+
+
+def _rough(graph: Graph) -> set[Node]:
+    """Return what an operation that is not smooth is computed of, but by a sum."""
+    rough: set[Node] = set()
+    for node in reversed(graph.nodes):
+        if any(u.target not in SMOOTH or (u in rough and u.target not in SUMS) for u in node.users):
+            rough.add(node)
+    return rough
 
 
 class _Widening:
@@ -111,6 +150,11 @@ class _Widening:
         self.graph = graph
         self.wide: dict[Any, Node] = {}
         """16-bit value, or list of such -> the fp32 value of which it is the rounding."""
+        self.products: dict[Any, Node] = {}
+        """16-bit product that such an fp32 value enters -> the fp32 value it is the rounding of."""
+        self.entered: set[Node] = set()
+        """Products in fp32 that such a value enters."""
+        self.rough = _rough(graph)
         self.reduced: set[Node] = set()
         """Results of reductions in other dtypes, and what is computed of them and scalars."""
         self.scalars: set[Node] = set()
@@ -127,7 +171,7 @@ class _Widening:
                 self.scalars.add(node)
         elif node.op != "call_function":
             return
-        elif _is_16_bit(node) and (wide := self._rounded_from(node)) is not None:
+        elif (wide := self._rounded_from(node)) is not None:
             self.wide[node] = wide
             wide.meta[WIDENED] = True
             self.replaced.append(node)
@@ -136,22 +180,16 @@ class _Widening:
         else:
             rounded = self._read_wide(node)
             self._note(node)
+            self._note_product(node)
             if self._is_as_small(node):
                 self.small |= {node, rounded}
                 if _is_16_bit(rounded) and _is_handed_on(rounded):
                     self._hand_on(rounded)
 
     def _rounded_from(self, node: Node) -> Node | None:
-        """Return the result of a reduction in fp32 of which a node is the rounding, or None.
-
-        Who uses both splits it into two words.
-        """
-        if node.target is not CONVERT:
-            return None
-        source = node.args[0]
-        assert isinstance(source, Node)
-        whole = source in self.reduced and value_of(source).dtype == WIDE
-        return source if whole and len(source.users) == 1 else None
+        """Return the result of a reduction in fp32 of which a node is the rounding, or None."""
+        source = _rounded_alone(node)
+        return source if source in self.reduced else None
 
     def _is_reduced(self, node: Node) -> bool:
         """Tell whether a node is a reduction, or computed of their results and scalars alone."""
@@ -186,6 +224,8 @@ class _Widening:
         val = value_of(node)
         rounded = self._call(node, CONVERT, wide, val.dtype, val=val)
         node.replace_all_uses_with(rounded)
+        if node in self.rough:
+            self.rough.add(rounded)
         self.replaced.append(rounded)
         return rounded
 
@@ -195,7 +235,7 @@ class _Widening:
         if node.target in CHOICES and node.args[0] not in self.wide:
             return self._call(node, CONVERT, node, WIDE, val=val)
         if node.target in SUMS:
-            args = map_arg(node.args, lambda a: self.wide.get(a, a))
+            args = map_arg(node.args, self._unrounded)
             kwargs = {**node.kwargs, "dtype": WIDE}
         else:
             both = (node.args, dict(node.kwargs))
@@ -204,9 +244,13 @@ class _Widening:
 
     def _operand(self, node: Node, operand: Node) -> Node:
         """Return what stands for an operand where a node is computed in fp32."""
-        if operand in self.wide or not _is_16_bit(operand):
-            return self.wide.get(operand, operand)
+        if (whole := self._unrounded(operand)) is not operand or not _is_16_bit(operand):
+            return whole
         return self._call(node, CONVERT, operand, WIDE, val=like(value_of(operand), WIDE))
+
+    def _unrounded(self, node: Node) -> Node:
+        """Return the fp32 value of which a node is the rounding, or the node."""
+        return self.wide.get(node) or self.products.get(node, node)
 
     def _call(self, node: Node, target: Any, *args: Any, val: Any, **kwargs: Any) -> Node:
         """Add an operation that stems from what a node stems from."""
@@ -234,34 +278,56 @@ class _Widening:
 
         Return the node that has its value then: its rounding, or itself.
         """
-        read = [a for a in node.all_input_nodes if a in self.wide]
         if node.target in SUMS and node.kwargs.get("dtype") == WIDE:
-            node.args = map_arg(node.args, lambda a: self.wide.get(a, a))
+            node.args = map_arg(node.args, self._unrounded)
+        read = [a for a in node.all_input_nodes if self._reads_unrounded(node, a)]
         if not read or not elementwise(node):
             return node
         if not _is_16_bit(node):
             if all(a in read for a in node.all_input_nodes if _is_16_bit(a)):
-                node.args = map_arg(node.args, lambda a: self.wide.get(a, a))
-                if node.target is CONVERT and value_of(self.wide[read[0]]).dtype == node.args[1]:
-                    self._leave_out(node, self.wide[read[0]])
-        elif node.target is aten.mul.Tensor and self._is_factor(node.args[1], node):
-            # PyTorch takes a 0-d factor as it is, in any dtype, if it comes second.
-            node.update_arg(1, self.wide[node.args[1]])
+                node.args = map_arg(node.args, self._unrounded)
+                if node.target is CONVERT:
+                    self._leave_out(node)
         elif node.target in ROUNDED_ONCE:
-            with self.graph.inserting_before(node.next):
-                args = map_arg(node.args, lambda a: self._operand(node, a))
-                val = like(value_of(node), WIDE)
-                rounded = self._round(node, self._call(node, node.target, *args, val=val))
-            self.replaced.append(node)
-            return rounded
+            return self._round_once(node)
         return node
 
-    def _is_factor(self, operand: Any, node: Node) -> bool:
-        """Tell whether an operand of a larger result is 0-d and was widened."""
-        return operand in self.wide and is_scalar(operand, value_of(node))
+    def _reads_unrounded(self, node: Node, operand: Node) -> bool:
+        """Tell whether an operand is a rounding that this node need not read.
 
-    def _leave_out(self, node: Node, source: Node) -> None:
-        """Take out a conversion that has become one to the same dtype, but for its memory."""
+        Sums of 16-bit products read them as they are: a step that adds may go on to compute what
+        its sum has lost, which is nothing where neither was rounded.
+        """
+        if operand in self.products:
+            return node.target in PRODUCTS or not _is_16_bit(node)
+        return operand in self.wide
+
+    def _round_once(self, node: Node) -> Node:
+        """Compute a 16-bit node in fp32 of what was not rounded; return its rounding."""
+        with self.graph.inserting_before(node.next):
+            args = map_arg(node.args, lambda a: self._operand(node, a))
+            wide = self._call(node, node.target, *args, val=like(value_of(node), WIDE))
+            self.replaced += [node, wide]
+            rounded = self._round(node, wide)
+        self._note_product(wide)
+        self._note_product(rounded)
+        return rounded
+
+    def _note_product(self, node: Node) -> None:
+        """Note an fp32 product that an unrounded value enters, or its rounding if none needs it."""
+        if (wide := _rounded_alone(node)) in self.entered and node not in self.rough:
+            self.products[node] = wide
+        elif node.target in PRODUCTS and any(
+            a in self.reduced or a in self.entered for a in node.all_input_nodes
+        ):
+            self.entered.add(node)
+
+    def _leave_out(self, node: Node) -> None:
+        """Take out a conversion if it has become one to the same dtype, but for its memory."""
+        source = node.args[0]
+        assert isinstance(source, Node)
+        if value_of(source).dtype != node.args[1]:
+            return
         if all(elementwise(user) for user in node.users):
             node.replace_all_uses_with(source)
             self.replaced.append(node)
