@@ -23,6 +23,7 @@ from collage_fx.hooks.dynamo_settings import Failures
 from collage_fx.record.at_once import AtOnce, tensors_in
 from collage_fx.record.graph_notes import GraphNotes
 from collage_fx.record.notes import CannotNote, Notes
+from collage_fx.record.unrecorded import Unrecorded
 from collage_fx.runtime.residuals.memory import has_memory
 from collage_fx.segments.low_words import LowWords
 from collage_fx.segments.memory import storage_key
@@ -76,6 +77,7 @@ class Recorder:
     """How many of them in this step as parts of graphs of Dynamo's that are noted as a whole."""
     apart: int = 0
     """How many others."""
+    unrecorded: Unrecorded = field(default_factory=Unrecorded)
 
     def __post_init__(self) -> None:
         self.notes = Notes(self.words)
@@ -125,7 +127,7 @@ class Recorder:
         self.beside_dynamo = beside_dynamo
         self.in_graphs = self.apart = 0
         self.graphs.steps += 1
-        with self._mode(), contextlib.ExitStack() as self.reads:
+        with self.unrecorded.step(), self._mode(), contextlib.ExitStack() as self.reads:
             if not self.asleep:
                 self._watch_reads()
             try:
@@ -210,7 +212,7 @@ class Recorder:
         if (trace := self.graphs.trace) is not None:
             trace.spoiled = True
         if func is not cond:
-            return func(*args, **kwargs)
+            return self.unrecorded.timed(func, lambda: func(*args, **kwargs))
         predicate, *branches, operands = args
         branch = branches[0 if predicate else 1]
         with self._mode():
@@ -248,7 +250,9 @@ class Recorder:
         at_once = operation.kind == "now" or operation.written
         if any(r is not None and (r.pending or at_once) for r in regions):
             self.flush()
-        return self.at_once.do(func, operation, args, kwargs)
+        if operation.kind == "read" or self.all_at_once:
+            return self.at_once.do(func, operation, args, kwargs)
+        return self.unrecorded.timed(func, lambda: self.at_once.do(func, operation, args, kwargs))
 
     # Notes.
 

@@ -271,5 +271,9 @@ def _report(supervisor: Steps, session: Backend) -> Report:
     return Report(
         supervisor.subject,
         sorted(written, key=lambda s: sort_key(s.name)),
-        [*sorted(session.warned | session.notes), *supervisor.executors.outside_graphs()],
+        [
+            *sorted(session.warned | session.notes),
+            *supervisor.executors.outside_graphs(),
+            *supervisor.recorder.unrecorded.notes(),
+        ],
     )
