@@ -1,5 +1,6 @@
 """Pass 3: what a reduction of 16-bit tensors returns is not rounded before it is used."""
 
+import math
 import operator
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch.fx.node import map_arg
 
 from collage_fx.passes.frontend.decompose import like
 from collage_fx.passes.frontend.slice import elementwise, shape_of
-from collage_fx.passes.ir.graph_memory import WIDENED
+from collage_fx.passes.ir.graph_memory import ORIGIN, WIDENED
 from collage_fx.passes.ir.program import CASTS, CONVERT, Program, graph_of, is_tensor, value_of
 from collage_fx.runtime.expansion.eft import SIXTEEN_BITS
 
@@ -49,22 +50,19 @@ MOVES = frozenset(
 ROUNDED_ONCE = frozenset({aten.add.Tensor, aten.div.Tensor, aten.mul.Tensor, aten.sub.Tensor})
 """Operations that are exact but for one rounding, for which an operand need not be rounded too."""
 PRODUCTS = frozenset({aten.div.Tensor, aten.mul.Tensor})
-"""Of these, those whose results are not rounded before the next of them either."""
-SMOOTH = frozenset(
-    {
-        *(ROUNDED_ONCE | SUMS | MOVES | CASTS),
-        aten.copy_.default,
-        aten.lerp.Scalar,
-        aten.lerp.Tensor,
-        aten.pow.Tensor_Scalar,
-        aten.reciprocal.default,
-        aten.rsqrt.default,
-        aten.sqrt.default,
-        "output",
-    }
-)
-"""What may read a product that is not rounded. A step that compares, clamps or chooses may rely on
-all of it being rounded: no quotient of a tensor and its largest element passes 1."""
+"""Of these, those whose results need not be rounded before the next of them either."""
+HOLDS = MOVES | {aten.copy_.default, "output"}
+"""What stores a product, or parts of it: the rest of the step is to compute with what is stored."""
+SMOOTH = (ROUNDED_ONCE | SUMS | HOLDS | CASTS) | {
+    aten.lerp.Scalar,
+    aten.lerp.Tensor,
+    aten.pow.Tensor_Scalar,
+    aten.reciprocal.default,
+    aten.rsqrt.default,
+    aten.sqrt.default,
+}
+"""What may follow on a product that is not rounded. A step that compares, clamps or chooses may
+rely on all of it being rounded: no quotient of a tensor and its largest element passes 1."""
 CONSTANTS = frozenset({aten.full.default, aten.scalar_tensor.default})
 
 
@@ -74,10 +72,11 @@ def reductions(program: Program) -> None:
     A trust ratio, a global norm or a distance estimate is one number for many elements: what is
     lost by rounding it to 16 bits does not average out over them. PyTorch adds up in fp32, rounds
     the sum, and then each operation on it. Here it is rounded where it is stored in 16 bits, and
-    where an operation needs it in the dtype of larger tensors. Its products with those, a clipped
-    gradient say, are not rounded before the next product either. A state that it enters, a factored
-    second moment say, is read in fp32 too by what comes after its update: with its low word, where
-    it has one.
+    where an operation needs it in the dtype of larger tensors. Products of it and those, a factored
+    update say, are not rounded before the next product either, unless the step may rely on their
+    roundings: stores them, casts them by itself, compares or clamps. A state that it enters, a
+    factored second moment say, is read in fp32 too by what comes after its update: with its low
+    word, where it has one.
 
     Before::
 
@@ -90,7 +89,8 @@ def reductions(program: Program) -> None:
         l1 = aten.add.Tensor(l1_old, sum_1)
     """
     module = graph_of(program.canonical)
-    widening = _Widening(module.graph)
+    casts = {n.name for n in program.source.graph.nodes if n.target in CASTS and _is_called(n)}
+    widening = _Widening(module.graph, casts)
     for node in list(module.graph.nodes):
         widening.take(node)
     for node in reversed(widening.replaced):
@@ -134,24 +134,39 @@ def _is_handed_on(node: Node) -> bool:
     return bool(stored) and len(stored) < len(node.users)
 
 
+def _is_called(node: Node) -> bool:
+    """Tell whether the step calls a cast itself: AOTAutograd makes such of norms, say."""
+    return node.meta.get("original_aten", node.target) in CASTS
+
+
 def _rough(graph: Graph) -> set[Node]:
-    """Return what an operation that is not smooth is computed of, but by a sum."""
+    """Return the nodes on which something depends that is not smooth, and not through a sum."""
     rough: set[Node] = set()
     for node in reversed(graph.nodes):
-        if any(u.target not in SMOOTH or (u in rough and u.target not in SUMS) for u in node.users):
+        if any(_is_choice(u) or (u in rough and u.target not in SUMS) for u in node.users):
             rough.add(node)
     return rough
+
+
+def _is_choice(node: Node) -> bool:
+    """Tell whether an operation is not smooth, as is a norm that is the largest element."""
+    of_largest = node.target is aten._foreach_norm.Scalar and any(
+        isinstance(a, float) and math.isinf(a) for a in (*node.args, *node.kwargs.values())
+    )
+    return of_largest or node.target not in SMOOTH
 
 
 class _Widening:
     """Goes once through a graph, in the order of its nodes, and changes it."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, casts: set[str]) -> None:
         self.graph = graph
+        self.casts = casts
+        """Names of the casts of the step itself, in its source."""
         self.wide: dict[Any, Node] = {}
         """16-bit value, or list of such -> the fp32 value of which it is the rounding."""
         self.products: dict[Any, Node] = {}
-        """16-bit product that such an fp32 value enters -> the fp32 value it is the rounding of."""
+        """Rounding of a product that such an fp32 value enters, in any dtype -> the product."""
         self.entered: set[Node] = set()
         """Products in fp32 that such a value enters."""
         self.rough = _rough(graph)
@@ -181,6 +196,8 @@ class _Widening:
             rounded = self._read_wide(node)
             self._note(node)
             self._note_product(node)
+            if node.target is CONVERT and not self._is_cast(node):
+                self._note_conversion(node)
             if self._is_as_small(node):
                 self.small |= {node, rounded}
                 if _is_16_bit(rounded) and _is_handed_on(rounded):
@@ -235,7 +252,7 @@ class _Widening:
         if node.target in CHOICES and node.args[0] not in self.wide:
             return self._call(node, CONVERT, node, WIDE, val=val)
         if node.target in SUMS:
-            args = map_arg(node.args, self._unrounded)
+            args = map_arg(node.args, lambda a: self.wide.get(a, a))
             kwargs = {**node.kwargs, "dtype": WIDE}
         else:
             both = (node.args, dict(node.kwargs))
@@ -244,8 +261,10 @@ class _Widening:
 
     def _operand(self, node: Node, operand: Node) -> Node:
         """Return what stands for an operand where a node is computed in fp32."""
-        if (whole := self._unrounded(operand)) is not operand or not _is_16_bit(operand):
-            return whole
+        if self._reads_unrounded(node, operand):
+            return self._unrounded(operand)
+        if not _is_16_bit(operand):
+            return operand
         return self._call(node, CONVERT, operand, WIDE, val=like(value_of(operand), WIDE))
 
     def _unrounded(self, node: Node) -> Node:
@@ -279,7 +298,7 @@ class _Widening:
         Return the node that has its value then: its rounding, or itself.
         """
         if node.target in SUMS and node.kwargs.get("dtype") == WIDE:
-            node.args = map_arg(node.args, self._unrounded)
+            node.args = map_arg(node.args, lambda a: self.wide.get(a, a))
         read = [a for a in node.all_input_nodes if self._reads_unrounded(node, a)]
         if not read or not elementwise(node):
             return node
@@ -295,12 +314,14 @@ class _Widening:
     def _reads_unrounded(self, node: Node, operand: Node) -> bool:
         """Tell whether an operand is a rounding that this node need not read.
 
-        Sums of 16-bit products read them as they are: a step that adds may go on to compute what
-        its sum has lost, which is nothing where neither was rounded.
+        Of products only products need not: a step that adds, or casts, may go on to compute what
+        it has lost by that, which is nothing where nothing was rounded.
         """
-        if operand in self.products:
-            return node.target in PRODUCTS or not _is_16_bit(node)
-        return operand in self.wide
+        return operand in self.wide or (operand in self.products and node.target in PRODUCTS)
+
+    def _is_cast(self, node: Node) -> bool:
+        """Tell whether a node is a cast that the step does, and not one that a pass has put in."""
+        return node.target in CASTS and node.meta.get(ORIGIN) in self.casts
 
     def _round_once(self, node: Node) -> Node:
         """Compute a 16-bit node in fp32 of what was not rounded; return its rounding."""
@@ -310,17 +331,32 @@ class _Widening:
             self.replaced += [node, wide]
             rounded = self._round(node, wide)
         self._note_product(wide)
-        self._note_product(rounded)
+        if wide in self.entered:
+            self._note_rounding(rounded, wide)
         return rounded
 
     def _note_product(self, node: Node) -> None:
-        """Note an fp32 product that an unrounded value enters, or its rounding if none needs it."""
-        if (wide := _rounded_alone(node)) in self.entered and node not in self.rough:
-            self.products[node] = wide
-        elif node.target in PRODUCTS and any(
-            a in self.reduced or a in self.entered for a in node.all_input_nodes
-        ):
+        """Note a product in fp32 that a value enters which was not rounded."""
+        if node.target not in PRODUCTS or value_of(node).dtype != WIDE:
+            return
+        if any(a in self.reduced or a in self.entered for a in node.all_input_nodes):
             self.entered.add(node)
+
+    def _note_conversion(self, node: Node) -> None:
+        """Note the rounding of such a product, or what is that in fp32 again."""
+        source = node.args[0]
+        if (wide := _rounded_alone(node)) in self.entered:
+            self._note_rounding(node, wide)
+        elif source in self.products and node.args[1] == WIDE:
+            self.products[node] = self.products[source]
+        if node in self.products:
+            self.replaced.append(node)
+
+    def _note_rounding(self, node: Node, wide: Node) -> None:
+        """Note the rounding of such a product, unless the step may rely on it."""
+        held = any(user.target in HOLDS or self._is_cast(user) for user in node.users)
+        if node not in self.rough and not held:
+            self.products[node] = wide
 
     def _leave_out(self, node: Node) -> None:
         """Take out a conversion if it has become one to the same dtype, but for its memory."""

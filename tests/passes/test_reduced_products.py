@@ -1,16 +1,21 @@
-"""Products that the result of a reduction enters are rounded where they are stored or added."""
+"""Products in a row that the result of a reduction enters are rounded once.
+
+That is unless the step stores, casts, compares or clamps them, and may rely on their roundings.
+"""
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from graphs import capture
 from recorded_steps import Each
 from torch import Tensor
 
 import collage_fx
 
-BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+BF16, F64 = torch.bfloat16, torch.float64
+aten = torch.ops.aten
 SHAPE = (8, 16)
 
 
@@ -37,7 +42,13 @@ def scaled(x: Tensor, g: Tensor) -> Tensor:
     return g * g.norm() * g * 0.3
 
 
-@pytest.mark.parametrize("of", [clipped, scaled])
+def normed(x: Tensor, g: Tensor) -> Tensor:
+    """Return products of which a norm is clamped, as in factored optimizers."""
+    u = g * g.abs().mean(0, keepdim=True) * g.abs().mean(1, keepdim=True)
+    return u / (u.norm() / 800).clamp(min=1) * 0.3
+
+
+@pytest.mark.parametrize("of", [clipped, scaled, normed])
 @pytest.mark.parametrize("options", [{}, {"arithmetic": "wide"}], ids=["eft", "wide"])
 def test_a_chain_of_products_is_rounded_once(of: Any, options: dict[str, Any]) -> None:
     def each(p: Tensor, g: Tensor, state: Any) -> None:
@@ -75,6 +86,7 @@ def test_what_a_sum_of_products_loses_can_be_computed() -> None:
     "largest",
     [
         lambda x: x.amax(),
+        lambda x: torch._foreach_norm([x], float("inf"))[0],
         lambda x: (x * x).amax().sqrt(),
         lambda x: x.view(-1).sort()[0][-1],
         lambda x: x.clamp(min=1).float().max(),
@@ -89,6 +101,123 @@ def test_no_product_passes_its_largest(largest: Callable[[Tensor], Tensor]) -> N
     (u,), _ = stored(each, "u")
     assert not u.isnan().any()
     assert (u == 0).any()
+
+
+def split(x: Tensor, n: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    return x, g.float() * n.float() - x.float()
+
+
+def split_by_promotion(x: Tensor, n: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    return x, g.float() * n.float() - x
+
+
+def fed_back(x: Tensor, n: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a message and what it has lost."""
+    whole = g.float() * n.float()
+    message = (whole / (0.7 * n)).to(g.dtype)
+    return message, whole - message.float() * (0.7 * n)
+
+
+@pytest.mark.parametrize("words", [split, split_by_promotion, fed_back])
+def test_what_a_product_that_is_stored_has_lost_can_be_computed(words: Any) -> None:
+    def each(p: Tensor, g: Tensor, state: Any) -> None:
+        n = g.norm()
+        high, low = words(g * n, n, g)
+        state["high"].copy_(high)
+        state["low"].copy_(low.to(g.dtype))
+        p.sub_(g, alpha=1e-3)
+
+    (high, low), g = stored(each, "high", "low")
+    n = g.double().norm()
+    exact = g.double() * n
+    found = high.double() * (0.7 * n if words is fed_back else 1) + low.double()
+    assert (found - exact).norm() / exact.norm() < 1e-4
+    assert low.count_nonzero() > 100
+
+
+def test_products_that_are_stored_are_what_the_step_computes_with() -> None:
+    def each(p: Tensor, g: Tensor, state: Any) -> None:
+        x = g.norm() * g
+        state["x"].copy_(x)
+        state["y"].copy_(0.3 * x)
+        p.sub_(g, alpha=1e-3)
+
+    (x, y), _ = stored(each, "x", "y")
+    assert torch.equal(y, 0.3 * x)
+
+
+def test_products_that_are_stored_are_what_the_next_step_sees() -> None:
+    def each(p: Tensor, g: Tensor, state: Any) -> None:
+        x = g.norm() * g
+        state["difference"].copy_(x.float() - state["before"].float())
+        state["before"].copy_(x)
+        p.sub_(g, alpha=1e-3)
+
+    p = torch.nn.Parameter(torch.ones(SHAPE, dtype=BF16))
+    optimizer = Each([p], each)
+    optimizer.state[p] |= {k: torch.zeros_like(p) for k in ("difference", "before")}
+    step = collage_fx.compile(optimizer)
+    for _ in range(2):
+        p.grad = torch.linspace(0.1, 1, p.numel()).view(SHAPE).to(BF16)
+        step()
+    assert not optimizer.state[p]["difference"].any()
+
+
+@pytest.mark.parametrize("arithmetic", ["eft", "wide"])
+def test_a_sum_is_no_less_than_what_it_is_of(arithmetic: str) -> None:
+    def each(p: Tensor, g: Tensor, state: Any) -> None:
+        x = g.norm() * g.abs() * 0.3 * state["mask"]
+        state["u"].copy_((x.sum(0) - x[0]).sqrt().expand(SHAPE))
+        state["mask"].copy_(torch.eye(*SHAPE)[:, :1].expand(SHAPE))
+        p.sub_(g, alpha=1e-3)
+
+    p = torch.nn.Parameter(torch.ones(SHAPE, dtype=BF16))
+    optimizer = Each([p], each)
+    optimizer.state[p] |= {k: torch.zeros_like(p) for k in ("u", "mask")}
+    step = collage_fx.compile(optimizer, arithmetic=arithmetic)  # type: ignore[arg-type]
+    for _ in range(2):
+        p.grad = torch.linspace(0.1, 1, p.numel()).view(SHAPE).to(BF16)
+        step()
+    assert not optimizer.state[p]["u"].any()  # and none of it is NaN
+
+
+def test_a_state_that_is_scaled_by_a_reduction_is_added_with_its_low_word() -> None:
+    def each(p: Tensor, g: Tensor, state: Any) -> None:
+        if not state:
+            state["r"] = torch.full((p.shape[0], 1), 1.0, dtype=p.dtype)
+        r = state["r"].mul_(1 - 1e-3 * g.abs().mean(1, keepdim=True))
+        p.copy_(p + (g - r) * 1e-2 * (g - r))
+
+    def value(dtype: torch.dtype, **options: Any) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        p = torch.nn.Parameter(torch.ones(SHAPE, dtype=dtype))
+        optimizer = Each([p], each)
+        wanted = collage_fx.compile(optimizer, **options) if dtype == BF16 else optimizer.step
+        for _ in range(20):
+            p.grad = torch.randn(SHAPE, generator=generator).to(BF16).to(dtype)
+            wanted()
+        return collage_fx.value(p).detach().double()
+
+    exact = value(F64)
+
+    def off(**options: Any) -> float:
+        return float(
+            (value(BF16, arithmetic="wide", **options) - exact).norm() / (exact - 1).norm()
+        )
+
+    assert off() < 1e-4 < 2e-4 < off(without=("reductions",))
+
+
+def test_roundings_that_nobody_reads_are_left_out() -> None:
+    def each(p: Tensor, g: Tensor, state: Any) -> None:
+        p.sub_(g * g.norm() / 3, alpha=1e-3)
+
+    p = torch.nn.Parameter(torch.ones(SHAPE, dtype=BF16))
+    p.grad = torch.ones_like(p)
+    canonical = capture(Each([p], each).step).program().canonical
+    assert canonical is not None
+    kept = {aten.copy_.default, "output"}
+    assert not [n for n in canonical.graph.nodes if not n.users and n.target not in kept]
 
 
 def test_comparisons_of_products_are_of_what_pytorch_compares() -> None:
