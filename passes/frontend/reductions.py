@@ -241,8 +241,6 @@ class _Widening:
         val = value_of(node)
         rounded = self._call(node, CONVERT, wide, val.dtype, val=val)
         node.replace_all_uses_with(rounded)
-        if node in self.rough:
-            self.rough.add(rounded)
         self.replaced.append(rounded)
         return rounded
 
@@ -325,14 +323,15 @@ class _Widening:
 
     def _round_once(self, node: Node) -> Node:
         """Compute a 16-bit node in fp32 of what was not rounded; return its rounding."""
+        relied_on = self._is_relied_on(node)
         with self.graph.inserting_before(node.next):
             args = map_arg(node.args, lambda a: self._operand(node, a))
             wide = self._call(node, node.target, *args, val=like(value_of(node), WIDE))
             self.replaced += [node, wide]
             rounded = self._round(node, wide)
         self._note_product(wide)
-        if wide in self.entered:
-            self._note_rounding(rounded, wide)
+        if wide in self.entered and not relied_on:
+            self.products[rounded] = wide
         return rounded
 
     def _note_product(self, node: Node) -> None:
@@ -345,18 +344,18 @@ class _Widening:
     def _note_conversion(self, node: Node) -> None:
         """Note the rounding of such a product, or what is that in fp32 again."""
         source = node.args[0]
-        if (wide := _rounded_alone(node)) in self.entered:
-            self._note_rounding(node, wide)
+        if (wide := _rounded_alone(node)) in self.entered and not self._is_relied_on(node):
+            self.products[node] = wide
         elif source in self.products and node.args[1] == WIDE:
             self.products[node] = self.products[source]
-        if node in self.products:
-            self.replaced.append(node)
+        else:
+            return
+        self.replaced.append(node)
 
-    def _note_rounding(self, node: Node, wide: Node) -> None:
-        """Note the rounding of such a product, unless the step may rely on it."""
+    def _is_relied_on(self, node: Node) -> bool:
+        """Tell whether the step may rely on the rounding of a product."""
         held = any(user.target in HOLDS or self._is_cast(user) for user in node.users)
-        if node not in self.rough and not held:
-            self.products[node] = wide
+        return held or node in self.rough
 
     def _leave_out(self, node: Node) -> None:
         """Take out a conversion if it has become one to the same dtype, but for its memory."""

@@ -19,14 +19,18 @@ aten = torch.ops.aten
 SHAPE = (8, 16)
 
 
-def stored(each: Callable[..., None], *names: str, **options: Any) -> tuple[list[Tensor], Tensor]:
-    """Return states of a parameter after a step of Dynamo's, and its gradient."""
+def stored(
+    each: Callable[..., None], *names: str, steps: int = 1, **options: Any
+) -> tuple[list[Tensor], Tensor]:
+    """Return states of a parameter after steps of Dynamo's, and its gradient in each of them."""
     g = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)).to(BF16)
     p = torch.nn.Parameter(torch.ones(SHAPE, dtype=BF16))
     p.grad = g.clone()
     optimizer = Each([p], each)
     optimizer.state[p] |= {name: torch.zeros(SHAPE, dtype=BF16) for name in names}
-    collage_fx.compile(optimizer, **options)()
+    step = collage_fx.compile(optimizer, **options)
+    for _ in range(steps):
+        step()
     return [optimizer.state[p][name] for name in names], g
 
 
@@ -153,14 +157,8 @@ def test_products_that_are_stored_are_what_the_next_step_sees() -> None:
         state["before"].copy_(x)
         p.sub_(g, alpha=1e-3)
 
-    p = torch.nn.Parameter(torch.ones(SHAPE, dtype=BF16))
-    optimizer = Each([p], each)
-    optimizer.state[p] |= {k: torch.zeros_like(p) for k in ("difference", "before")}
-    step = collage_fx.compile(optimizer)
-    for _ in range(2):
-        p.grad = torch.linspace(0.1, 1, p.numel()).view(SHAPE).to(BF16)
-        step()
-    assert not optimizer.state[p]["difference"].any()
+    (difference, _), _ = stored(each, "difference", "before", steps=2)
+    assert not difference.any()
 
 
 @pytest.mark.parametrize("arithmetic", ["eft", "wide"])
@@ -171,14 +169,8 @@ def test_a_sum_is_no_less_than_what_it_is_of(arithmetic: str) -> None:
         state["mask"].copy_(torch.eye(*SHAPE)[:, :1].expand(SHAPE))
         p.sub_(g, alpha=1e-3)
 
-    p = torch.nn.Parameter(torch.ones(SHAPE, dtype=BF16))
-    optimizer = Each([p], each)
-    optimizer.state[p] |= {k: torch.zeros_like(p) for k in ("u", "mask")}
-    step = collage_fx.compile(optimizer, arithmetic=arithmetic)  # type: ignore[arg-type]
-    for _ in range(2):
-        p.grad = torch.linspace(0.1, 1, p.numel()).view(SHAPE).to(BF16)
-        step()
-    assert not optimizer.state[p]["u"].any()  # and none of it is NaN
+    (u, _), _ = stored(each, "u", "mask", steps=2, arithmetic=arithmetic)
+    assert not u.any()  # and none of it is NaN
 
 
 def test_a_state_that_is_scaled_by_a_reduction_is_added_with_its_low_word() -> None:
