@@ -3,11 +3,12 @@
 For each optimizer and set of parameters: the median and the 95th percentile of a step as a multiple
 of plain bf16's median in the same run, steps of all ways taking turns, and the seconds to the end
 of the first and of the third step, with what they compile. An optimizer whose package is not
-installed is named as absent. Written to benchmarks/results/recorded_<device>.json; with --label,
-another run of the same command, say of an older version, under that name in the same file.
+installed is named as absent. With --before DIR another version (other_version.py) takes its turns
+in a process of its own. Written to benchmarks/results/recorded_<device>.json.
 """
 
 import argparse
+import contextlib
 import importlib
 import json
 import logging
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from other_version import OtherVersion, other_version
 from steps import conditions
 from torch import Tensor
 from torch.optim import Optimizer
@@ -105,25 +107,63 @@ class Run:
         self.times.append(time.perf_counter() - start)
 
 
-def measured(name: str, kind: str, device: str, steps: int) -> dict[str, Any]:
+RUNS: dict[str, Run] = {}  # in the process of the other version
+
+
+def begin(name: str, kind: str, way: str, device: str) -> None:
+    """Make a run here, for the process that has started this one."""
+    RUNS[way] = Run(name, kind, way, device)
+
+
+def step(way: str) -> float:
+    """Take a step of it, and return the seconds that it took."""
+    RUNS[way].step()
+    return RUNS[way].times[-1]
+
+
+class RunBefore:
+    """One optimizer in one way of the other version."""
+
+    def __init__(self, other: OtherVersion, name: str, kind: str, way: str, device: str) -> None:
+        self.other, self.way = other, way
+        self.other.call("recorded", "begin", name=name, kind=kind, way=way, device=device)
+        self.times: list[float] = []
+
+    def step(self) -> None:
+        """Take one step there, and note how long it took."""
+        self.times.append(self.other.call("recorded", "step", way=self.way))
+
+
+def measured(name: str, kind: str, device: str, steps: int, before: Path | None) -> dict[str, Any]:
     """Return the figures of all ways for one optimizer and set of parameters."""
     torch.compiler.reset()
-    runs = {way: Run(name, kind, way, device) for way in WAYS}
-    for _ in range(4 + steps):
-        for run in runs.values():
-            run.step()
+    runs: dict[str, Run | RunBefore] = {way: Run(name, kind, way, device) for way in WAYS}
+    with contextlib.ExitStack() as stack:
+        if before is not None:
+            other = stack.enter_context(other_version(before, torch.get_num_threads()))
+            for way, options in WAYS.items():
+                if options is not None:
+                    runs[f"before, {way}"] = RunBefore(other, name, kind, way, device)
+        for _ in range(4 + steps):
+            for run in runs.values():
+                run.step()
     plain = statistics.median(runs["plain"].times[4:])
     found: dict[str, Any] = {"plain, ms": round(1e3 * plain, 2)}
     for way, run in runs.items():
-        late = sorted(run.times[4:])
         if way != "plain":
-            found[way] = {
-                "median": round(statistics.median(late) / plain, 2),
-                "95th": round(late[int(0.95 * (len(late) - 1))] / plain, 2),
-                "first, s": round(run.times[0], 2),
-                "first three, s": round(sum(run.times[:3]), 2),
-            }
+            found[way] = figures(run.times, plain)
     return found
+
+
+def figures(times: list[float], plain: float) -> dict[str, float]:
+    """Return what the results say of one way, plain's median being given."""
+    late = sorted(times[4:])
+    return {
+        "median": round(statistics.median(late) / plain, 2),
+        "95th": round(late[int(0.95 * (len(late) - 1))] / plain, 2),
+        "first, s": round(times[0], 2),
+        "first three, s": round(sum(times[:3]), 2),
+    }
 
 
 def main() -> None:
@@ -132,21 +172,21 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--only", nargs="+", choices=list(OPTIMIZERS), default=list(OPTIMIZERS))
-    parser.add_argument("--label", default="this version")
+    parser.add_argument("--before", type=Path, help="folder with another version's package")
     given = parser.parse_args()
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     out = Path(__file__).parent / f"results/recorded_{given.device}.json"
-    results = json.loads(out.read_text()) if out.exists() else {}
     rows: dict[str, Any] = {}
     for name in given.only:
         for kind in SETS:
+            row = f"{name}, {kind}"
             try:
-                rows[f"{name}, {kind}"] = measured(name, kind, given.device, given.steps)
+                rows[row] = measured(name, kind, given.device, given.steps, given.before)
             except ImportError as error:
-                rows[f"{name}, {kind}"] = {"absent": str(error)}
-            print(f"{name}, {kind}: {rows[f'{name}, {kind}']}", flush=True)
-    results[given.label] = {"conditions": conditions(given.device), "rows": rows}
+                rows[row] = {"absent": str(error)}
+            print(f"{row}: {rows[row]}", flush=True)
+    results = {"conditions": conditions(given.device), "rows": rows}
     out.write_text(json.dumps(results, indent=1) + "\n")
 
 
