@@ -183,8 +183,9 @@ def coefficient(value: Any, depth: int = 6) -> Coefficient:
     """Return a number, or for a tensor an expression in symbols.
 
     A 0-d input of the graph is a symbol with its name, assumed real; what is computed from such by
-    a few operations is written out, as 1 - lr*weight_decay; any other 0-d value is a symbol of
-    which nothing is known, and so is a tensor (`t_`), unless one number fills it.
+    a few operations is written out, as 1 - lr*weight_decay. A power of a number up to 1, as in a
+    bias correction, is like an input. Any other 0-d value is a symbol of which nothing is known,
+    and so is a tensor (`t_`), unless one number fills it.
     """
     if not isinstance(value, Node):
         return value
@@ -197,6 +198,9 @@ def coefficient(value: Any, depth: int = 6) -> Coefficient:
         name, copy = value.meta.get("label", value.name), aten.copy_.default
         changes = any(u.target is copy and u.args[0] is value for u in value.users)
         return sympy.Symbol(name) if changes else sympy.Symbol(name, real=True)
+    if depth and value.target in _POWERS:
+        base, exponent = (coefficient(a, depth - 1) for a in value.args)
+        return sympy.Symbol(value.name, real=_decays(base, exponent) or None)
     written = _ARITHMETIC.get(value.target) if depth and not value.kwargs else None
     if written is None or any(isinstance(a, bool) for a in value.args):
         return sympy.Symbol(value.name)
@@ -212,6 +216,14 @@ _ARITHMETIC: dict[Any, Any] = {
     aten.neg.default: lambda a: -a,
     CONVERT: lambda a: a,
 }
+_POWERS = (aten.pow.Tensor_Tensor, aten.pow.Scalar)
+
+
+def _decays(base: Coefficient, exponent: Coefficient) -> bool:
+    """Tell whether a power stays between 0 and 1: 0.9**step, steps being positive."""
+    terms = sympy.Add.make_args(sympy.expand(exponent))
+    positive = all(term.as_coeff_Mul()[0] > 0 for term in terms)
+    return is_number(base) and 0 <= float(base) <= 1 and positive
 
 
 def is_number(a: Coefficient) -> bool:

@@ -55,6 +55,24 @@ def test_a_recorded_run_with_other_roundings_differs_from_the_traced_graphs() ->
     assert differing(other, traced)
 
 
+def test_a_bias_correction_is_judged_alike_in_traced_graphs_and_recorded_ones() -> None:
+    """0.9**k, an operation in the one and part of a number in the other, is at most 1."""
+    program = Program(
+        lines=(
+            Line('st["m"].mul_(0.9).add_(g.add(p, alpha=wd))'),
+            Line("p.mul_(1 - lr * wd)"),
+            Line('p.sub_(lr * (st["m"] / (1 - 0.9**k) / (g.abs() + 1e-8)))'),
+        ),
+        states=(("m", "torch.zeros_like(p)"),),
+        rates=((1e-3, 0.1),),
+        counter="state",
+        options=(("level", "light"),),
+    )
+    recorded, traced = recorded_and_traced(program) or pytest.fail("not by the passes alone")
+    assert not differing(recorded, traced)
+    assert recorded.compensated == traced.compensated == {"p0"}
+
+
 @pytest.mark.parametrize("name", MENDED)
 def test_what_was_mended_holds(name: str) -> None:
     """Its states are as they should be, or a warning says that they are not."""
