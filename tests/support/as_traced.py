@@ -17,14 +17,16 @@ def recorded_and_traced(program: Program) -> tuple[Run, Run] | None:
     That is where collage_fx refuses it, and where more of it runs on whole values than the first
     step of states. Other programs where Dynamo looks at them are optimizers of torch's, and
     `addcdiv_`, which it makes three operations; and a rate that changes is a constant of a recorded
-    segment until it has changed. Of a resumed run only the end is reported. And a decay of 0 times
-    a tensor's rate is 0 in a graph of Dynamo's, so that nothing decays; a recorded segment has a
-    0-d tensor there, the product being done at once, and takes it for a factor near one.
+    segment until it has changed. Of a resumed run only the end is reported. And a tensor's rate
+    times a decay is 0 in a graph of Dynamo's if the decay is, and small if it is written out; a
+    recorded segment has one 0-d tensor there, the product being done at once, and takes it for a
+    factor near one: it is computed on whole values.
     """
     apart = program.torch_optim or program.schedule or program.resumed
     decays = any("wd" in line.text for line in program.lines)
-    no_decay = program.tensor_lr and decays and any(wd == 0 for _, wd in program.rates)
-    if apart or no_decay or "addcdiv" in program.script():
+    no_decay = decays and any(wd == 0 for _, wd in program.rates)
+    subtracted = any("lr * wd * p" in line.text for line in program.lines)
+    if apart or (program.tensor_lr and (no_decay or subtracted)) or "addcdiv" in program.script():
         return None
     first = 1 if program.states and not program.in_init else 0
     begin, begun = Executors.begin, list[Executors]()
