@@ -110,6 +110,8 @@ def flushed_by(flush: Callable[[], None], *, beside_dynamo: bool) -> Iterator[No
 
 @functools.cache
 def _flushing(method: Callable[..., Any]) -> Callable[..., Any]:
+    # Dynamo would trace it, and have what it compiles for numpy() call it again, without an end.
+    @torch.compiler.disable
     @functools.wraps(method)
     def read(*args: Any, **kwargs: Any) -> Any:
         if _RECORDERS.flushes:

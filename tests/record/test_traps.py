@@ -1,6 +1,7 @@
 """Recorded steps that would go wrong if data came too early, too late, or with one word only."""
 
 import copy
+import ctypes
 import io
 from collections.abc import Callable
 from typing import Any
@@ -126,7 +127,7 @@ READERS: dict[str, Callable[[Tensor], Any]] = {
     "item": lambda x: x.sum().item(),
     "deepcopy": lambda x: copy.deepcopy(x).sum(),
     "data_ptr": lambda x: torch.frombuffer(
-        (__import__("ctypes").c_byte * (2 * x.numel())).from_address(x.data_ptr()),
+        (ctypes.c_byte * (2 * x.numel())).from_address(x.data_ptr()),
         dtype=torch.bfloat16,
     ).sum(),
     "save": lambda x: _saved(x).sum(),
@@ -143,8 +144,10 @@ def _saved(x: Tensor) -> Tensor:
     return torch.load(file)
 
 
+@pytest.mark.parametrize("record", [True, "auto", False])
 @pytest.mark.parametrize("reader", READERS)
-def test_data_that_are_read_are_there(reader: str) -> None:
+def test_data_that_are_read_are_there(reader: str, record: Any) -> None:
+    """Also where Dynamo traces what reads them."""
     seen: list[float] = []
 
     def update(p: Tensor, g: Tensor, state: Any) -> None:
@@ -154,7 +157,7 @@ def test_data_that_are_read_are_there(reader: str) -> None:
         seen.append(float(READERS[reader](x)))
         p.sub_(LR * g)
 
-    train(update, record=True, steps=3)
+    train(update, record=record, steps=3)
     expected = 0.0 if reader == "bool" else 24.0
     assert seen == [expected] * 6
 
