@@ -127,10 +127,27 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if _is_for_backend():
             _compile_step(optimizer, traced=True)
     # Within a compiled function, but Dynamo may only run what it has, or is to do nothing.
-    elif get_eval_frame_callback() is False or stance_is_eager():
+    elif get_eval_frame_callback() is False or stance_is_eager() or _is_left_out(optimizer):
         _compile_step(optimizer, traced=False)
     else:
         leave(optimizer)
+
+
+def _is_left_out(optimizer: Optimizer) -> bool:
+    """Tell whether Dynamo is to leave out this step alone, and not a function that it is a part of.
+
+    PyTorch makes LBFGS and SparseAdam so, when torch.compile is first called.
+    """
+    if getattr(type(optimizer).step, "__code__", None) is not _DISABLED:
+        return False
+    above = [frame.f_code for frame, _ in traceback.walk_stack(sys._getframe())]
+    names = [code.co_name for code in above]
+    end = names.index("compile_wrapper") if "compile_wrapper" in names else 0
+    return above[:end].count(_DISABLED) == 1
+
+
+_DISABLED = torch.compiler.disable(lambda: None).__code__
+"""What runs a function that Dynamo leaves out."""
 
 
 # Dynamo calls functions with this mark while it traces, and puts their result into the graph.
@@ -160,6 +177,8 @@ def _compile_step(optimizer: Optimizer, *, traced: bool) -> None:
             "than torch.compile runs it; use collage_fx.compile",
             optimizer,
         )
+    else:
+        leave(optimizer)
 
 
 def _running_compiler() -> Any:

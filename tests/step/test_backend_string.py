@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from backend_string import LR, Data, lbfgs, sparse_adam, string, trained, within
 from torch import Tensor, optim
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ConstantLR
@@ -16,20 +17,6 @@ from torch.optim.lr_scheduler import ConstantLR
 import collage_fx
 from collage_fx.errors import CollageWarning
 from collage_fx.hooks import optimizer_hooks
-
-LR = 1e-4
-
-
-class Data(Optimizer):
-    """Written as ten years ago."""
-
-    def __init__(self, params: list[Tensor], lr: float = LR) -> None:
-        super().__init__(params, {"lr": lr})
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.data.add_(p.grad.data, alpha=-group["lr"])
 
 
 class Helped(Data):
@@ -50,50 +37,8 @@ class Derived(Data):
         super().step()
 
 
-def sparse_adam(params: list[Tensor], lr: float) -> Optimizer:
-    return optim.SparseAdam(params, lr=lr)
-
-
 def fused(params: list[Tensor], lr: float) -> Optimizer:
     return optim.AdamW(params, lr=lr, fused=True)
-
-
-def lbfgs(params: list[Tensor], lr: float) -> Optimizer:
-    return optim.LBFGS(params, lr=lr, max_iter=2)
-
-
-def string(optimizer: Optimizer) -> Callable[..., Any]:
-    step: Callable[..., Any] = torch.compile(optimizer.step, backend="collage")
-    return step
-
-
-def within(optimizer: Optimizer) -> Callable[..., Any]:
-    step: Callable[..., Any] = torch.compile(lambda *a: optimizer.step(*a), backend="collage")
-    return step
-
-
-def trained(
-    make: Callable[..., Optimizer], way: Callable[[Optimizer], Callable[..., Any]], steps: int = 6
-) -> tuple[Tensor, Optimizer]:
-    """Return how far parameters of one came, residuals included."""
-    torch.compiler.reset()
-    params = [torch.ones(4, 3).bfloat16().requires_grad_() for _ in range(2)]
-    optimizer = make(params, lr=LR)
-    step = way(optimizer)
-
-    def closure() -> Tensor:
-        for p in params:
-            g = torch.linspace(0.5, 1.5, 12).view(4, 3).bfloat16()
-            p.grad = g.to_sparse() if make is sparse_adam else g
-        return torch.tensor(1.0)
-
-    for _ in range(steps):
-        if make is lbfgs:
-            step(closure)
-        else:
-            closure()
-            step()
-    return torch.cat([1 - collage_fx.value(p).detach() for p in params]), optimizer
 
 
 class Counts(Data):
@@ -132,7 +77,7 @@ def test_without_it_such_a_step_runs_plain(monkeypatch: pytest.MonkeyPatch) -> N
     assert not bool(found.any())
 
 
-@pytest.mark.parametrize("make", [optim.Adafactor, Data])
+@pytest.mark.parametrize("make", [optim.Adafactor, Data, lbfgs, sparse_adam])
 def test_so_does_a_function_that_dynamo_cuts_at_the_step(make: Any) -> None:
     assert torch.equal(trained(make, within)[0], trained(make, string)[0])
 
