@@ -36,7 +36,7 @@ from collage_fx.compilation.uncompensated import (
 )
 from collage_fx.hooks.gc_pause import no_full_collection
 from collage_fx.optimizer.checkpoints import state_dicts
-from collage_fx.optimizer.ownership import owners_of
+from collage_fx.optimizer.ownership import kept_elsewhere, owners_of
 from collage_fx.passes.codegen import inductor_compile
 from collage_fx.passes.codegen.multi_tensor_kernel import least_members, show_code
 from collage_fx.passes.dedup.deduplicate import Narrow, narrow
@@ -69,12 +69,13 @@ def compile_graph(
     """
     optimizers = session.optimizers()
     state_dicts.take_up(optimizers)
-    owners = owners_of(optimizers)
+    optimizer = session.optimizer()
     inputs = Inputs(
         gm,
         args or tuple(example_inputs),
-        owners,
-        of_optimizer=session.optimizer() is not None,
+        owners_of(optimizers),
+        kept_elsewhere(optimizer) if optimizer is not None else frozenset(),
+        of_optimizer=optimizer is not None,
         again=bool(args),
         joins=joins,
     )

@@ -75,6 +75,8 @@ class Inputs:
     """The arguments of the call for which it is compiled."""
     owners: dict[int, tuple[Any, Owned]]
     """See `owners_of`."""
+    elsewhere: frozenset[int]
+    """See `kept_elsewhere`, of the optimizer whose step it is a part of."""
     _: KW_ONLY
     of_optimizer: bool
     """Whether it is a part of an optimizer's step."""
@@ -177,7 +179,9 @@ class Inputs:
             return Carried(index, owned[1].name, owned[1].owner, False, val, owned=True)
         name = pretty(path) or called
         owner: Owner = "buffer" if is_buffer(path) else owner_of(tensor)
-        # An attribute of the optimizer being compiled, though not in its state.
+        if owner == "tensor" and id(tensor) in self.elsewhere:
+            owner = "state"
+        # Of the optimizer being compiled, though not in its state.
         own = self.of_optimizer and not (owner == "buffer" or name.endswith(".grad"))
         return Carried(index, name, owner, False, val, owned=own)
 

@@ -138,6 +138,11 @@ def all_tensors_of(optimizer: Optimizer) -> Iterator[Owned]:
                 yield Owned(shard_of(tensor), n, -1, path, f"{path} of {type(one).__name__}")
 
 
+def kept_elsewhere(optimizer: Optimizer) -> frozenset[int]:
+    """Return id(tensor) of what an optimizer keeps that is no parameter, nor a state of one."""
+    return frozenset(id(o.tensor) for o in all_tensors_of(optimizer) if o.param < 0)
+
+
 def compensable(
     found: Iterable[Owned], held: Callable[[Owned], bool], warn: Callable[[str], None]
 ) -> list[Owned]:
