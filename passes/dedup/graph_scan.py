@@ -274,7 +274,8 @@ def _each(args: Any, i: int, count: int) -> Any:
 _IN_PLACE = [f"i{name}" for name in ("add", "sub", "mul", "truediv", "pow", "and", "or", "xor")]
 _IN_PLACE += ["ifloordiv", "imod", "ilshift", "irshift", "iconcat", "imatmul", "setitem"]
 _DUNDERS = {f"__{name}__" for name in _IN_PLACE}
-_PYTHONS = {"to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "bool"}
+_DTYPES = {"float", "double", "half", "bfloat16", "int", "long", "bool"}
+_PYTHONS = {"to", "type", "type_as", "_get_data_attr", *_DTYPES}
 """What PyTorch's operations do under other names."""
 _BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 

@@ -41,6 +41,8 @@ _WITH_NUMBER: dict[Any, Any] = {
 }
 
 
+_THE_SAME = (aten.clone.default, aten.alias.default)
+
 _WITH_TENSOR = {number: tensor for tensor, number in _WITH_NUMBER.items()}
 """The other way round, where the number is symbolic and becomes a 0-d tensor."""
 
@@ -201,7 +203,7 @@ class _Builder:
         ):
             args, kwargs = self._map(node.args), self._map(node.kwargs)
             self.env[node] = self._single(node.target, value_of(node), args, kwargs)
-        elif node.target is aten.clone.default and self._is_laid_out_alike(node):
+        elif node.target in _THE_SAME and self._is_laid_out_alike(node):
             self.env[node] = self.env[node.args[0]]  # type: ignore[index]
         elif node.target is aten.copy_.default and self._is_old(node.args[1]):
             written, taken = (self.env[a] for a in node.args[:2])  # type: ignore[index]
@@ -214,7 +216,10 @@ class _Builder:
             self.env[node] = new
 
     def _is_laid_out_alike(self, clone: Node) -> bool:
-        """Tell whether a clone, where nothing is overwritten, is the very thing it is made of."""
+        """Tell whether a clone, or `p.data`, is the very thing it is made of.
+
+        It is where nothing is overwritten.
+        """
         source: Any = clone.args[0]
         return is_tensor(self.env[source]) and (
             _strides(value_of(self.env[source])) == _strides(value_of(clone))

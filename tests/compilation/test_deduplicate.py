@@ -16,6 +16,7 @@ from narrow_steps import (
     in_fp32,
     sizes,
     sums,
+    through_data,
 )
 from tensors import bf16, with_grads
 from torch import Tensor
@@ -73,11 +74,11 @@ def states_after(
 @pytest.mark.parametrize(
     "update",
     [
-        *(ALIKE[1:2] + UNLIKE[1:2]),
+        *(ALIKE[1:3] + UNLIKE[1:2]),
         pytest.param(ALIKE[0], marks=[pytest.mark.kernels, pytest.mark.slow]),
         *(
             pytest.param(update, marks=pytest.mark.slow)
-            for update in ALIKE[2:] + UNLIKE[:1] + UNLIKE[2:]
+            for update in ALIKE[3:] + UNLIKE[:1] + UNLIKE[2:]
         ),
     ],
 )
@@ -104,7 +105,11 @@ def test_that_members_are_unlike_is_found_out_once(monkeypatch: pytest.MonkeyPat
         return original(self, *args)
 
     monkeypatch.setattr(aot.Compilation, "run", run)
-    for update, expected in ((sums, ["alone", "whole"]), (clipped, ["alone", "narrow"])):
+    for update, expected in (
+        (sums, ["alone", "whole"]),
+        (clipped, ["alone", "narrow"]),
+        (through_data, ["alone"]),
+    ):
         attempts.clear()
         optimizer = Written(with_grads([bf16(*s) for s in narrow_steps.SHAPES * 2]), update)
         collage_fx.compile(optimizer, level="all")()

@@ -156,7 +156,23 @@ def from_a_master(self: Any, p: Tensor, g: Tensor, s: Any) -> None:
     p.copy_(s["w"])
 
 
-ALIKE = [momentum, clipped, lists, in_fp32, counted, numbered, halved, of_one_gradient]
+@each
+def through_data(self: Any, p: Tensor, g: Tensor, s: Any) -> None:
+    s["m"].data.mul_(0.99).add_(g.data, alpha=0.01)
+    p.data.add_(s["m"].data, alpha=-1e-3)
+
+
+ALIKE = [
+    momentum,
+    clipped,
+    through_data,
+    lists,
+    in_fp32,
+    counted,
+    numbered,
+    halved,
+    of_one_gradient,
+]
 ALIKE += [from_a_master]
 UNLIKE = [norm_of_its_own, sizes, norms, sums, noise]
 """In the order of what they tell: `make test` takes some of the first."""
