@@ -146,7 +146,7 @@ def _is_left_out(optimizer: Optimizer) -> bool:
     return above[:end].count(_DISABLED) == 1
 
 
-_DISABLED = torch.compiler.disable(lambda: None).__code__
+_DISABLED: Any = torch.compiler.disable(lambda: None).__code__
 """What runs a function that Dynamo leaves out."""
 
 

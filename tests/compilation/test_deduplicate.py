@@ -105,13 +105,15 @@ def test_that_members_are_unlike_is_found_out_once(monkeypatch: pytest.MonkeyPat
         return original(self, *args)
 
     monkeypatch.setattr(aot.Compilation, "run", run)
-    for update, expected in (
-        (sums, ["alone", "whole"]),
-        (clipped, ["alone", "narrow"]),
-        (through_data, ["alone"]),
+    shapes = narrow_steps.SHAPES * 2
+    for update, of, expected in (
+        (sums, shapes, ["alone", "whole"]),
+        (clipped, shapes, ["alone", "narrow"]),
+        (through_data, [(4, 3)] * 9, ["alone"]),
     ):
         attempts.clear()
-        optimizer = Written(with_grads([bf16(*s) for s in narrow_steps.SHAPES * 2]), update)
+        torch.compiler.reset()
+        optimizer = Written(with_grads([bf16(*s) for s in of]), update)
         collage_fx.compile(optimizer, level="all")()
         assert attempts == expected, update
 
