@@ -140,13 +140,13 @@ def _is_left_out(optimizer: Optimizer) -> bool:
     """
     if getattr(type(optimizer).step, "__code__", None) is not _DISABLED:
         return False
-    above = [frame.f_code for frame, _ in traceback.walk_stack(sys._getframe())]
+    above: list[Any] = [frame.f_code for frame, _ in traceback.walk_stack(sys._getframe())]
     names = [code.co_name for code in above]
     end = names.index("compile_wrapper") if "compile_wrapper" in names else 0
     return above[:end].count(_DISABLED) == 1
 
 
-_DISABLED: Any = torch.compiler.disable(lambda: None).__code__
+_DISABLED = torch.compiler.disable(lambda: None).__code__
 """What runs a function that Dynamo leaves out."""
 
 
