@@ -12,6 +12,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from itertools import takewhile
 from types import CodeType
 from typing import Any
 
@@ -140,10 +141,9 @@ def _is_left_out(optimizer: Optimizer) -> bool:
     """
     if getattr(type(optimizer).step, "__code__", None) is not _DISABLED:
         return False
-    above: list[Any] = [frame.f_code for frame, _ in traceback.walk_stack(sys._getframe())]
-    names = [code.co_name for code in above]
-    end = names.index("compile_wrapper") if "compile_wrapper" in names else 0
-    return above[:end].count(_DISABLED) == 1
+    codes = (frame.f_code for frame, _ in traceback.walk_stack(sys._getframe()))
+    within = takewhile(lambda code: code.co_name != "compile_wrapper", codes)
+    return sum(code is _DISABLED for code in within) == 1
 
 
 _DISABLED = torch.compiler.disable(lambda: None).__code__

@@ -42,6 +42,7 @@ _WITH_NUMBER: dict[Any, Any] = {
 
 
 _THE_SAME = (aten.clone.default, aten.alias.default)
+"""What is its operand where nothing is overwritten, if it is laid out alike."""
 
 _WITH_TENSOR = {number: tensor for tensor, number in _WITH_NUMBER.items()}
 """The other way round, where the number is symbolic and becomes a 0-d tensor."""
