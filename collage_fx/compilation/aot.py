@@ -40,6 +40,7 @@ from collage_fx.optimizer.ownership import kept_elsewhere, owners_of
 from collage_fx.passes.codegen import inductor_compile
 from collage_fx.passes.codegen.multi_tensor_kernel import least_members, show_code
 from collage_fx.passes.dedup.deduplicate import Narrow, narrow
+from collage_fx.passes.dedup.equal_counts import unify_equal_counts
 from collage_fx.passes.ir.exact import ExactGraph
 from collage_fx.passes.ir.listing import show_program, summary
 from collage_fx.passes.ir.program import Program, Unlike, graph_of
@@ -129,6 +130,7 @@ def _compile_narrow(session: Session, inputs: Inputs, example_inputs: Sequence[A
     try:
         least, dtypes = least_members(config), compensable_dtypes(config.storage)
         with no_full_collection():
+            unify_equal_counts(inputs.gm, least)
             narrowed = narrow(inputs.gm, lambda n: inputs.fact(n, config), least, dtypes)
         if narrowed is not None:
             code = _first_alike(session, inputs, narrowed, example_inputs)

@@ -11,3 +11,9 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_t
 
 set_grad_enabled = torch._C._set_grad_enabled
 """What Dynamo writes into its graphs for torch.no_grad() and torch.enable_grad()."""
+
+
+def hint_of(number: torch.SymInt) -> int | None:
+    """Return its value where the graph is compiled, without a guard; None if it has none."""
+    hint: int | None = number.node.hint
+    return hint
