@@ -20,6 +20,7 @@ from collage_fx.runtime.storage.registry import (
     TRANSIENT,
     Storage,
     join_in,
+    rounds_residuals,
     split_into,
 )
 from collage_fx.segments.memory import (
@@ -296,13 +297,25 @@ class LowWords:
 
     def adopt(self, owned: Owned) -> None:
         """Make the low words of a value that the step has put in a state's place the state's."""
-        tensor, key = owned.tensor, storage_key(owned.tensor)
+        tensor, data = owned.tensor, owned.tensor.data
         lows = self._lows(tensor)
-        wide = self.joined(Input(tensor.data, layout_of(tensor), key, [])) if lows else None
         if lows is not None:  # else its low words would be looked for in two places
-            self.memory[key].between = None
-        if wide is not None:
-            self._store_state(owned, wide)
+            self.memory[storage_key(tensor)].between = None
+        if not lows:
+            return
+        residual = self.ensure(owned)
+        if residual is not None and self._rounds_residuals(residual.storage, data.dtype):
+            self.mark_written(owned)
+            residual.expected = None
+            residual.components[0].copy_(lows[0])
+        else:
+            layout = self.transient[data.dtype].name
+            self._store_state(owned, join_in(self.wide[data.dtype], layout, data, *lows))
+
+    def _rounds_residuals(self, name: str, dtype: torch.dtype) -> bool:
+        """Tell whether the low word in a storage is the exact one of a value on the way, rounded to
+        nearest."""
+        return rounds_residuals(name, dtype) and not self.by_chance(name)
 
     def between(self, given: Input, *, written: bool) -> tuple[Tensor, ...]:
         """Return the low words of memory that is no state; where it is written, all that it is to

@@ -195,6 +195,11 @@ def split_into(storage: str, x: Tensor, dtype: torch.dtype) -> Components:
     return _LAYOUTS[storage].split(x, dtype)
 
 
+def rounds_residuals(storage: str, dtype: torch.dtype) -> bool:
+    """Tell whether a storage holds a value x as RN(x) and RN(x - RN(x)), both of dtype."""
+    return _LAYOUTS[storage].split is split and dtype not in FP8
+
+
 def kept(dtype: torch.dtype, storage: str = "") -> float:
     """Return the smallest change, relative to a state, that a storage does not round away.
 
