@@ -319,5 +319,5 @@ class Compilation:
         tag = compiler_config.cache_key_tag + "collage_fx:" + self.session.settings.fingerprint
         with compiler_config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
             inputs = [*example_inputs, *fakes]
-            divides = program.joined and self.session.divides
+            divides = self.session.divides
             return compile_rewritten(result, self.direct, inputs, kwargs, divides=divides)

@@ -75,15 +75,16 @@ def compile_rewritten(
         kwargs: for Inductor.
         divides: whether to compile once what it does over and over, see `compile_divided`.
     """
+    compile_ = compile_divided if divides else compile_exactly
     if direct is None:
-        inner = (compile_divided if divides else compile_exactly)(gm, inputs, kwargs)
+        inner = compile_(gm, inputs, kwargs)
         return inner, getattr(inner, "source_code", "")
     if direct.rest is None:
         return direct.bind(None), ""
     place = {i: k for k, i in enumerate(direct.inputs)}
     static = kwargs.get("static_input_idxs", ())
     kwargs = {**kwargs, "static_input_idxs": [place[i] for i in static if i in place]}
-    inner = compile_exactly(direct.rest, [inputs[i] for i in direct.inputs], kwargs)
+    inner = compile_(direct.rest, [inputs[i] for i in direct.inputs], kwargs)
     return direct.bind(inner), getattr(inner, "source_code", "")
 
 

@@ -122,7 +122,7 @@ class Session:
 
     @property
     def divides(self) -> bool:
-        """Whether what a graph on joined values does over and over may be compiled once for all."""
+        """Whether what a graph does over and over may be compiled once for all."""
         return "deduplicate" not in self.config.without
 
     @property

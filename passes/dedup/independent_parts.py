@@ -22,6 +22,7 @@ from collage_fx.passes.ir.graph_memory import Connected
 
 aten = torch.ops.aten
 COPY = aten.copy_.default
+CHECKS = (aten._assert_async.default, aten._assert_async.msg)
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 LEAST = 8
 """So many isomorphic components are worth a graph of their own: to compile one takes as long as to
@@ -51,13 +52,14 @@ class Repeated:
 
 @dataclass(eq=False)
 class _Component:
-    """A connected component: what it writes and returns, and what is computed for that."""
+    """A connected component: what it checks, writes and returns, and what is computed for that."""
 
+    checks: list[Node] = field(default_factory=list)
     writes: list[Any] = field(default_factory=list)
     results: list[tuple[int, Node]] = field(default_factory=list)
     """Each with its position among the results of the graph."""
     inputs: list[Node] = field(default_factory=list)
-    """In the order in which a traversal that begins at the writes comes to them; no two isomorphic
+    """In the order in which a traversal that begins at the checks comes to them; no two isomorphic
     components differ in it."""
     nodes: list[Node] = field(default_factory=list)
     """Likewise."""
@@ -84,11 +86,12 @@ def divide(graph: Graph) -> list[Repeated] | None:
     if not many:
         return None
     for component in (c for alike in classes.values() if len(alike) < LEAST for c in alike):
+        rest.checks += component.checks
         rest.writes += component.writes
         rest.results += component.results
     place = {n: i for i, n in enumerate(graph.find_nodes(op="placeholder"))}
     divided = [_stacked(alike, place) for alike in many]
-    if rest.writes or rest.results:
+    if rest.checks or rest.writes or rest.results:
         _traverse(rest)
         divided.append(_stacked([rest], place))
     return divided
@@ -96,6 +99,8 @@ def divide(graph: Graph) -> list[Repeated] | None:
 
 def _is_known(node: Node) -> bool:
     """Tell whether it is known what an operation does, and it does the same in each run."""
+    if node.target in CHECKS:
+        return True
     if node.op in ("get_attr", "output"):
         return all(n.target is not COPY for n in node.all_input_nodes)
     value = node.meta.get("val")
@@ -168,10 +173,13 @@ class _Components:
         return node in self.light or (node.target is COPY and self.light.issuperset(node.args))
 
     def found(self) -> tuple[list[_Component], _Component]:
-        """Return the components that write or return something, and what belongs to none."""
+        """Return the components that check, write or return something, and what belongs to none."""
         owner = self._owners()
         found: dict[Node, _Component] = {}
         rest = _Component()
+        for check in self.graph.nodes:  # they come first: before others write
+            if check.target in CHECKS:
+                found.setdefault(self.together.root(check), _Component()).checks.append(check)
         for write in self.writes:
             root = owner.get(write, self.together.root(write))
             component = found.setdefault(root, _Component()) if root is not None else rest
@@ -220,7 +228,8 @@ class _Components:
 
 def _traverse(component: _Component) -> Hashable:
     """Fill in the nodes of a component; return what it has in common with isomorphic ones."""
-    ends = [a for w in component.writes for a in w.args[::-1]] + [n for _, n in component.results]
+    written = [a for w in component.writes for a in w.args[::-1]]
+    ends = [*component.checks, *written, *(n for _, n in component.results)]
     number: dict[Node, str] = {}
     lines: list[Hashable] = []
     for node in _postorder(ends):
@@ -231,7 +240,7 @@ def _traverse(component: _Component) -> Hashable:
         target = "" if is_input else str(node.target)
         lines.append((node.op, target, operands, _description(node.meta.get("val"))))
     lines.append(tuple(number[n] for n in ends))
-    return len(component.writes), *lines
+    return len(component.checks), len(component.writes), *lines
 
 
 def _postorder(ends: Iterable[Node]) -> Iterable[Node]:

@@ -146,6 +146,21 @@ def concatenated_otherwise(x: Inputs) -> Any:
     return [(p, p - n) for p, n in zip(x.params, whole.unbind(), strict=True)], []
 
 
+def checked(x: Inputs) -> Any:
+    """What is computed for each is checked, and the rate."""
+    torch._assert_async(x.rate > 0, "no rate")
+    new = alone(x)[0]
+    for _, value in new:
+        torch._assert_async(value.isfinite().all(), "not finite")
+    return new, []
+
+
+def with_checked_gradients(x: Inputs) -> Any:
+    for g in x.grads:
+        torch._assert_async(g.isfinite().all(), "not finite")
+    return alone(x)
+
+
 def drawn(x: Inputs) -> Any:
     return [(p, p + torch.rand_like(p)) for p in x.params], []
 
@@ -165,6 +180,8 @@ def drawn(x: Inputs) -> Any:
         (on_lists, [3]),
         (concatenated, [3]),
         (put_together, [3]),
+        (checked, [3, 1]),
+        (with_checked_gradients, [3, 3]),
         (concatenated_otherwise, None),
         (drawn, None),
     ],
@@ -200,6 +217,21 @@ def test_a_number_that_all_read_is_written_last(monkeypatch: pytest.MonkeyPatch)
     assert same == [False] * COUNT + [True] * (len(same) - COUNT)
 
 
+@pytest.mark.parametrize("place", [1, -1])
+def test_what_is_checked_before_all_writes_is_checked_first(
+    place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then nothing is written. Control: the other way around everything is."""
+    gm = graph_of(with_checked_gradients, Inputs.make())
+    inputs = Inputs.make()
+    inputs.grads[-1][0] = torch.nan
+    monkeypatch.setattr(inductor, "divide", lambda graph: (divide(graph) or [])[::place])
+    with without_compiler(), pytest.raises(RuntimeError, match="not finite"):
+        compile_divided(gm, inputs.all(), {})(inputs.all())
+    same = map(torch.equal, inputs.params, Inputs.make().params)
+    assert [*same] == [place == 1] * COUNT
+
+
 def test_inputs_that_do_not_change_are_told_to_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a part that do not in any of its calls."""
     given: list[Any] = []
@@ -231,7 +263,7 @@ def rows(p: Tensor, g: Tensor, state: Any) -> None:
 @pytest.mark.parametrize("record", [False, True])
 @pytest.mark.parametrize("update", [from_state, rows])
 def test_steps_have_the_same_bits(update: Any, record: bool) -> None:
-    """Of graphs on joined values and of recorded segments."""
+    """Of rewritten graphs, of graphs on joined values and of recorded segments."""
     found, sizes = [], []
     for without in (("deduplicate",), ()):
         with without_compiler() as compiled:
@@ -241,7 +273,8 @@ def test_steps_have_the_same_bits(update: Any, record: bool) -> None:
         sizes.append([len(gm.graph.find_nodes(op="placeholder")) for gm in compiled])
     assert torch.equal(*found)
     whole, parts = sizes
-    assert parts == [*whole[:-1], whole[-1] // 3], sizes
+    assert len(parts) == len(whole) and parts[-1] == whole[-1] // 3, sizes
+    assert all(some in (all_, all_ // 3) for some, all_ in zip(parts, whole, strict=True)), sizes
 
 
 @pytest.mark.kernels
