@@ -57,7 +57,7 @@ def test_one_kernel_reads_and_writes_each_tensor_once_and_rounds_every_result(ca
     assert matching(counts, r"div\.full\.f32") < PER_THREAD
 
 
-def test_a_gpu_without_fp8_leaves_such_states_to_the_eager_engine() -> None:
+def test_a_gpu_without_fp8_leaves_such_states_to_joined_values() -> None:
     case = CASES["adam-e4m3fn"]
     old = mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     capture = captured(case, ((4, 3),))

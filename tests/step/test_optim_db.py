@@ -14,11 +14,11 @@ from optim_cases import (
     Way,
     cases,
     compiled,
-    eager,
     error,
     plain,
     rounded,
     trained,
+    untraced,
 )
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -35,7 +35,7 @@ RANGE = {
 EVERY = list(cases())
 RICHEST = [c for c in EVERY if c.options == len(c.info.optim_inputs_func(device="cpu")) - 1]
 """The last input of each optimizer, which mostly combines options."""
-EAGER = [c for c in EVERY if c.impl != "capturable"]
+UNTRACED = [c for c in EVERY if c.impl != "capturable"]
 """Without a GPU, capturable steps run in compiled graphs only."""
 
 
@@ -69,7 +69,7 @@ dtypes = pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
 scales = pytest.mark.parametrize("scale", [0.05, 1.0])
 
 
-@each([c for c in RICHEST if c in EAGER])
+@each([c for c in RICHEST if c in UNTRACED])
 @pytest.mark.parametrize(
     "dtype",
     [
@@ -77,8 +77,8 @@ scales = pytest.mark.parametrize("scale", [0.05, 1.0])
         pytest.param(FP16, id="fp16", marks=pytest.mark.slow),
     ],
 )
-def test_eager_engine_on_the_richest_options(case: Case, dtype: torch.dtype) -> None:
-    check(case, dtype, 1.0, eager)
+def test_untraced_on_the_richest_options(case: Case, dtype: torch.dtype) -> None:
+    check(case, dtype, 1.0, untraced)
 
 
 @each([Case("AdamW", 4, "foreach"), Case("NAdam", 6, "capturable"), Case("SGD", 8, "single")])
@@ -87,25 +87,25 @@ def test_compiled_on_the_richest_options(case: Case) -> None:
 
 
 @pytest.mark.slow
-@each(EAGER)
+@each(UNTRACED)
 @dtypes
 @scales
-def test_eager_engine_on_every_option(case: Case, dtype: torch.dtype, scale: float) -> None:
+def test_untraced_on_every_option(case: Case, dtype: torch.dtype, scale: float) -> None:
     if dtype is FP16 and case.name == "Muon":
         pytest.xfail(
             "level auto keeps its momentum plain; what it rounds, orthogonalising magnifies"
         )
-    check(case, dtype, scale, eager, PLAIN_STATES if scale == 0.05 else 1.0)
+    check(case, dtype, scale, untraced, PLAIN_STATES if scale == 0.05 else 1.0)
 
 
 @pytest.mark.slow
-@each([c for c in EAGER if c.name not in NOT_AFFINE or c.name == "Muon"])
+@each([c for c in UNTRACED if c.name not in NOT_AFFINE or c.name == "Muon"])
 @dtypes
 @scales
 def test_every_state_compensated_on_every_option(
     case: Case, dtype: torch.dtype, scale: float
 ) -> None:
-    check(case, dtype, scale, lambda optimizer: eager(optimizer, level="all"))
+    check(case, dtype, scale, lambda optimizer: untraced(optimizer, level="all"))
 
 
 @pytest.mark.slow

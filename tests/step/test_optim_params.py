@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from optim_cases import STEPS, Way, compiled, eager, error, plain, rounded
+from optim_cases import STEPS, Way, compiled, error, plain, rounded, untraced
 from torch import Tensor, nn
 
 import collage_fx
@@ -18,7 +18,7 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "channels_last": lambda x: x.contiguous(memory_format=torch.channels_last),
     "expanded_and_copied": lambda x: x[0, 0, 0].expand(3, 4).contiguous(),
 }
-ways = pytest.mark.parametrize("way", [eager, compiled])
+ways = pytest.mark.parametrize("way", [untraced, compiled])
 
 
 def trained(start: list[Tensor], dtype: torch.dtype, way: Way, **options: float) -> list[Tensor]:
@@ -48,8 +48,8 @@ def weights() -> Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_layouts_in_the_eager_engine(kind: str) -> None:
-    check([KINDS[kind](weights())], eager)
+def test_layouts_untraced(kind: str) -> None:
+    check([KINDS[kind](weights())], untraced)
 
 
 @ways

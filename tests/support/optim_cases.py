@@ -102,8 +102,8 @@ def compiled(optimizer: Optimizer) -> Callable[..., Any]:
     return collage_fx.compile(optimizer)
 
 
-def eager(optimizer: Optimizer, **options: str) -> Callable[..., Any]:
-    """Without a compiler."""
+def untraced(optimizer: Optimizer, **options: str) -> Callable[..., Any]:
+    """Without Dynamo: every step is recorded."""
     step = collage_fx.compile(optimizer, **options)
 
     def run(*args: Any) -> Any:

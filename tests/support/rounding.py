@@ -110,8 +110,8 @@ def modelled(program: Program, run: Run, bits: dict[str, int], seed: int) -> dic
         seed: of the random errors.
     """
     options, low = dict(program.options), LOW_BITS[program.dtype]
-    # The eager engine, which does first steps, graphs where nothing is compensated, as are those of
-    # first steps that make states, and what is between a norm and an update compute in the dtype.
+    # Graphs where nothing is compensated, as are those of first steps that make states, and what is
+    # between a norm and an update compute in the dtype.
     begins_anew = program.resumed or program.by_turns
     rounded = run.joined > 1 or bool(begins_anew) or "norm" in text_of(program)
     wide = options.get("arithmetic") == "wide" and not rounded
