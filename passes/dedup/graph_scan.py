@@ -66,6 +66,12 @@ class Part:
 _SCALAR_MODULES = ("_operator", "math", "builtins", "torch.fx.experimental.sym_node")
 
 
+def _is_of_numbers(target: Any) -> bool:
+    """Tell whether a function is one of Python's numbers, or of symbols: `torch.sym_max`."""
+    name = getattr(target, "__name__", "").lstrip("_")
+    return getattr(target, "__module__", None) in _SCALAR_MODULES or name.startswith("sym_")
+
+
 class Scan:
     """What each operation of a graph reads and overwrites."""
 
@@ -168,7 +174,7 @@ class Scan:
 
     def _scalar(self, node: Node) -> None:
         """Give what is no tensor a name that it shares with what is computed in the same way."""
-        if getattr(node.target, "__module__", None) not in _SCALAR_MODULES:
+        if not _is_of_numbers(node.target):
             raise UnknownOperation
         text = repr(map_aggregate((node.args, node.kwargs), self._name))
         line = f"{node.target} {text}"

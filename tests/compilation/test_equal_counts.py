@@ -17,10 +17,10 @@ from collage_fx.passes.dedup.equal_counts import unify_equal_counts
 
 @each
 def counted_apart(self: Any, p: Tensor, g: Tensor, s: Any) -> None:
-    """Adam as it was written before there were tensors for counts."""
+    """Momentum as it was written before there were tensors for counts, with a warmup."""
     s["k"] += 1
     s["m"].mul_(0.9).add_(g, alpha=0.1)
-    p.add_(s["m"], alpha=-0.01 / (1 - 0.9 ** s["k"]))
+    p.add_(s["m"], alpha=-0.01 / (1 - 0.9 ** max(s["k"], 3)))
 
 
 def after_steps(late: Sequence[int]) -> tuple[list[Tensor], list[int], list[int]]:
