@@ -81,6 +81,8 @@ def compile_graph(
         joins=joins,
     )
     try:
+        if session.supervisor() is not None and inputs.share_memory_of_states():
+            return Code(gm, None, [], [], refused=True)  # recorded: the parts of a memory are known
         with progress.work(lambda: f"compiling {session.subject}", "AOTAutograd"):
             return _compiled_code(session, inputs, example_inputs)
     finally:

@@ -34,6 +34,7 @@ from collage_fx.passes.ir.program import (
     Unlike,
     compensable_in,
 )
+from collage_fx.runtime.residuals.memory import has_memory
 from collage_fx.runtime.residuals.store import STORE
 
 
@@ -96,6 +97,18 @@ class Inputs:
         nodes = (n for n in self.gm.graph.nodes if n.op.startswith("call"))
         values = (v for n in nodes for v in tree_leaves(n.meta.get("example_value")))
         return any(isinstance(v, Tensor) and v.requires_grad for v in values)
+
+    def share_memory_of_states(self) -> bool:
+        """Tell whether an input that is no state lies in memory of states: their flat buffer, say.
+
+        A low word of its own would be lost to them.
+        """
+        nodes = (*self.place, *self.gm.graph.find_nodes(op="get_attr"))
+        given = [t for t in (self.tensor(self.source_of(n)) for n in nodes) if _is_plain(t)]
+        tensors = (owned.tensor for _, owned in self.owners.values())
+        states = {t.untyped_storage()._cdata for t in tensors if _is_plain(t)}
+        others = (t for t in given if id(t) not in self.owners)
+        return any(t.untyped_storage()._cdata in states for t in others)
 
     def release(self) -> None:
         """Let go of tensors and optimizers, which what is compiled must not keep alive."""
@@ -184,6 +197,11 @@ class Inputs:
         # Of the optimizer being compiled, though not in its state.
         own = self.of_optimizer and not (owner == "buffer" or name.endswith(".grad"))
         return Carried(index, name, owner, False, val, owned=own)
+
+
+def _is_plain(t: Any) -> bool:
+    """Tell whether it is a tensor of PyTorch's own with memory, and no part of a subclass."""
+    return type(t) in (Tensor, Parameter) and has_memory(t)
 
 
 def sources_of(gm: GraphModule) -> list[str]:

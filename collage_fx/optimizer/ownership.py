@@ -18,7 +18,7 @@ from torch.optim import SGD, Optimizer
 from collage_fx.optimizer.checkpoints.saved_residuals import is_entry
 from collage_fx.passes.ir.program import Owner
 from collage_fx.runtime.residuals.dtensor import shard_of
-from collage_fx.runtime.residuals.memory import has_memory, overlapping
+from collage_fx.runtime.residuals.memory import has_memory, is_expanded, overlapping
 from collage_fx.runtime.residuals.store import STORE, Residual
 
 PARAM = "<param>"
@@ -160,9 +160,13 @@ def compensable(
     # What an optimizer keeps elsewhere may be views of its parameters.
     low = [o for o in low if o.named or o.tensor.untyped_storage()._cdata not in named]
     shared = overlapping(o.tensor for o in low)
+    shared |= {id(o.tensor) for o in low if is_expanded(o.tensor)}
     if shared:
         names = ", ".join(o.name for o in low if id(o.tensor) in shared)
-        warn(f"not compensated: {names} overlap in memory; give each memory of its own")
+        warn(
+            f"not compensated: {names} overlap in memory, one another or (if expanded) themselves; "
+            "give each memory of its own, by .clone()"
+        )
     return [o for o in low if id(o.tensor) not in shared]
 
 

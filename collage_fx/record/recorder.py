@@ -174,6 +174,8 @@ class Recorder:
             return NotImplemented  # it comes again, for what such a tensor is made of
         if isinstance(func, HigherOrderOperator):
             return self._higher_order(func, args, kwargs)
+        if func is aten._assert_async.default:  # which FX drops, as if it had no effect
+            func, args = aten._assert_async.msg, (*args, "a tensor is not true, as asserted")
         operation, trace = OPERATIONS[func], self.graphs.trace
         if self.asleep:
             if self._needs_no_states(operation, args, kwargs):

@@ -220,8 +220,7 @@ class Steps:
         # States that the step has made are looked for where memory is written that is no state.
         unknown = any(written and not i.pieces for written, i in given)
         if unknown and self.discovery.changed():
-            for owned in self.states.find():
-                self.words.take_up(owned)
+            self.words.take_up(self.states.find())
             call.inputs = [
                 i if i.pieces or i.parameter is not None else self.words.input(i.data)
                 for i in call.inputs
@@ -231,9 +230,8 @@ class Steps:
             if memory_key(by_value[source].data) in self.returned and by_value[to].pieces:
                 self._chained(by_value[to].pieces[0].owned.name)
         self.executors.run(segment, call)
-        for t in call.memory:  # a new state is known before it has been computed
-            for owned in self.words.states_in(t):
-                self.words.adopt(owned)
+        # A new state is known before it has been computed.
+        self.words.adopt(owned for t in call.memory for owned in self.words.states_in(t))
 
     # Graphs of Dynamo's.
 
@@ -346,8 +344,7 @@ class Steps:
             taken = memory_key(owned.tensor) in self.returned and owned.place in service.places
             if taken and owned.tensor.dim():  # else a norm, say, that somebody looks at
                 self._chained(owned.name)
-        for owned in present:
-            self.words.adopt(owned)
+        self.words.adopt(present)
         self.words.settle()
         rest = service.not_by_graphs(present)
         outside = {id(o.tensor): o for o in rest if self.words.has_written(o.tensor)}

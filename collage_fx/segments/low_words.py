@@ -89,12 +89,15 @@ class LowWords:
                 fitting.append((tensor, residual))
         clear_stale(fitting)
 
-    def take_up(self, owned: Owned) -> None:
-        """Know a state that the step has made, if it is not known yet."""
-        states = self.memory[storage_key(owned.tensor)].states
-        if all(known.tensor is not owned.tensor for known in states):
-            states.append(owned)
-            self.adopt(owned)
+    def take_up(self, found: Iterable[Owned]) -> None:
+        """Know states that the step has made, if they are not known yet."""
+        new = []
+        for owned in found:
+            states = self.memory[storage_key(owned.tensor)].states
+            if all(known.tensor is not owned.tensor for known in states):
+                states.append(owned)
+                new.append(owned)
+        self.adopt(new)
 
     def forget(self) -> None:
         """Drop what is known of a step."""
@@ -295,14 +298,21 @@ class LowWords:
         for mine, lo in zip(known.like(t), lows, strict=True):
             mine.copy_(lo)
 
-    def adopt(self, owned: Owned) -> None:
-        """Make the low words of a value that the step has put in a state's place the state's."""
-        tensor, data = owned.tensor, owned.tensor.data
-        lows = self._lows(tensor)
-        if lows is not None:  # else its low words would be looked for in two places
-            self.memory[storage_key(tensor)].between = None
-        if not lows:
-            return
+    def adopt(self, states: Iterable[Owned]) -> None:
+        """Make the low words of values that the step has put in states' places the states'."""
+        adopted = set()
+        for owned in states:
+            lows = self._lows(owned.tensor)
+            if lows is not None:
+                adopted.add(storage_key(owned.tensor))
+                if lows:
+                    self._adopt(owned, lows)
+        # Else they would be looked for in two places. Several states may be parts of one result.
+        for key in adopted:
+            self.memory[key].between = None
+
+    def _adopt(self, owned: Owned, lows: tuple[Tensor, ...]) -> None:
+        data = owned.tensor.data
         residual = self.ensure(owned)
         if residual is not None and self._rounds_residuals(residual.storage, data.dtype):
             self.mark_written(owned)

@@ -48,6 +48,13 @@ def overlapping(tensors: Iterable[Tensor], *, by_address: bool = False) -> set[i
     return found
 
 
+def is_expanded(t: Tensor) -> bool:
+    """Tell whether elements of a strided tensor are one in memory, as of `x.expand(...)`."""
+    if t.layout is not torch.strided:
+        return False
+    return any(s == 0 and n > 1 for n, s in zip(t.shape, t.stride(), strict=True))
+
+
 def span(size: Sequence[int], stride: Sequence[int], offset: int = 0) -> tuple[int, int]:
     """Return the first element of a view, and the one after its last."""
     if 0 in size:
