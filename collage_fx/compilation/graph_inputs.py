@@ -37,6 +37,9 @@ from collage_fx.passes.ir.program import (
 from collage_fx.runtime.residuals.memory import has_memory
 from collage_fx.runtime.residuals.store import STORE
 
+_PLAIN = (Tensor, Parameter)
+"""The tensors of PyTorch's own, which are no subclass's with parts."""
+
 
 class Part(NamedTuple):
     """A tensor that a subclass is made of, such as the shard of a DTensor."""
@@ -173,7 +176,7 @@ class Inputs:
         That is what `plan` makes a difference by.
         """
         source = self.source_of(node)
-        if type(self.tensor(source)) not in (Tensor, Parameter):
+        if type(self.tensor(source)) not in _PLAIN:
             return None
         c = self.describe(0, source, self.value(node), node.name)
         storage, named = compensable_in(c, settings.storage), is_named(c.name, settings.states)
@@ -200,8 +203,7 @@ class Inputs:
 
 
 def _is_plain(t: Any) -> bool:
-    """Tell whether it is a tensor of PyTorch's own with memory, and no part of a subclass."""
-    return type(t) in (Tensor, Parameter) and has_memory(t)
+    return type(t) in _PLAIN and has_memory(t)
 
 
 def sources_of(gm: GraphModule) -> list[str]:

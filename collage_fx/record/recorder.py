@@ -37,6 +37,7 @@ _MANY_PLACES = 200_000
 
 
 _PLAIN = frozenset({Tensor, Parameter})
+_ASSERT, _ASSERT_WITH_MESSAGE = aten._assert_async.default, aten._assert_async.msg
 
 
 def _dispatches(kind: type) -> bool:
@@ -174,8 +175,8 @@ class Recorder:
             return NotImplemented  # it comes again, for what such a tensor is made of
         if isinstance(func, HigherOrderOperator):
             return self._higher_order(func, args, kwargs)
-        if func is aten._assert_async.default:  # which FX drops, as if it had no effect
-            func, args = aten._assert_async.msg, (*args, "a tensor is not true, as asserted")
+        if func is _ASSERT:  # which FX drops, as if it had no effect
+            func, args = _ASSERT_WITH_MESSAGE, (*args, "a tensor is not true, as asserted")
         operation, trace = OPERATIONS[func], self.graphs.trace
         if self.asleep:
             if self._needs_no_states(operation, args, kwargs):

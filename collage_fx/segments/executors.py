@@ -24,7 +24,7 @@ from collage_fx.runtime import logs
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.segments.joined_compiler import Joining
 from collage_fx.segments.low_words import LowWords
-from collage_fx.segments.memory import storage_key
+from collage_fx.segments.memory import gradients, storage_key
 from collage_fx.segments.segment import Call, Readers, Segment, run_joined
 from collage_fx.segments.segment_graph import (
     Compiled,
@@ -297,7 +297,9 @@ class Executors:
     def _name(self, t: Tensor) -> str:
         """Return the name of a state, or of the gradient of one; empty for other memory."""
         state = next(iter(self.words.states_in(t)), None)
-        return state.name if state is not None else self.words.gradients().get(storage_key(t), "")
+        if state is not None:
+            return state.name
+        return gradients(self.words.memory.values()).get(storage_key(t), "")
 
     def _rewrite(self, segment: Segment, given: Given, numbers: Numbers) -> Made | str:
         gm = graph_of_segment(segment, numbers)

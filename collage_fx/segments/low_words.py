@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from collage_fx.optimizer.ownership import Owned
 from collage_fx.runtime.expansion.eft import FP8, WIDER, wider_dtypes
 from collage_fx.runtime.expansion.stochastic import Seeds
-from collage_fx.runtime.residuals.memory import empty_as, has_memory
+from collage_fx.runtime.residuals.memory import empty_as
 from collage_fx.runtime.residuals.store import STORE, Residual, clear_stale, next_draw
 from collage_fx.runtime.storage.registry import (
     FINEST,
@@ -148,16 +148,6 @@ class LowWords:
         known = self.memory.get(key)
         return known is not None and len(known.states) == 1 and known.states[0].tensor is t
 
-    def gradients(self) -> dict[int, str]:
-        """Return storage -> name, of the gradients of parameters."""
-        found = {}
-        for memory in self.memory.values():
-            for owned in memory.states:
-                grad = owned.tensor.grad if owned.tensor.is_leaf else None
-                if grad is not None and has_memory(grad):
-                    found[storage_key(grad)] = f"{owned.name}.grad"
-        return found
-
     def _near(self, t: Tensor) -> list[Owned]:
         """Return the states that are in the storage of t by now, of its dtype."""
         key = storage_key(t)
@@ -214,12 +204,12 @@ class LowWords:
     def joined(self, given: Input) -> Tensor:
         """Return the whole value in the wide dtype, in memory of its own, of the same strides."""
         t = given.data
+        lows = self._lows(t) or ()
         if 0 in t.stride() and not given.pieces:  # an expanded one, whose elements share memory
-            dtype, words = self.wide[t.dtype], self._lows(t) or ()
-            return join_in(dtype, self.transient[t.dtype].name, t, *words) if words else t.to(dtype)
+            return self._whole(t, lows)
         wide = empty_as(t, self.wide[t.dtype])
-        if lows := self._lows(t):
-            return wide.copy_(join_in(wide.dtype, self.transient[t.dtype].name, t, *lows))
+        if lows:
+            return wide.copy_(self._whole(t, lows))
         found = [piece for piece in given.pieces if piece.residual is not None]
         if not any(piece.layout == given.layout for piece in found):
             wide.copy_(t)
@@ -229,6 +219,10 @@ class LowWords:
             words = piece.data, *residual.components
             part_of(wide, piece.data, t).copy_(join_in(wide.dtype, residual.storage, *words))
         return wide
+
+    def _whole(self, t: Tensor, lows: tuple[Tensor, ...]) -> Tensor:
+        dtype = self.wide[t.dtype]
+        return join_in(dtype, self.transient[t.dtype].name, t, *lows) if lows else t.to(dtype)
 
     def born(self, t: Tensor, storage: Storage | None = None) -> None:
         """Note memory without a value yet: it gets low words when a segment writes it, or now."""
@@ -312,20 +306,14 @@ class LowWords:
             self.memory[key].between = None
 
     def _adopt(self, owned: Owned, lows: tuple[Tensor, ...]) -> None:
-        data = owned.tensor.data
-        residual = self.ensure(owned)
-        if residual is not None and self._rounds_residuals(residual.storage, data.dtype):
-            self.mark_written(owned)
-            residual.expected = None
-            residual.components[0].copy_(lows[0])
-        else:
-            layout = self.transient[data.dtype].name
-            self._store_state(owned, join_in(self.wide[data.dtype], layout, data, *lows))
-
-    def _rounds_residuals(self, name: str, dtype: torch.dtype) -> bool:
-        """Tell whether the low word in a storage is the exact one of a value on the way, rounded to
-        nearest."""
-        return rounds_residuals(name, dtype) and not self.by_chance(name)
+        data, residual = owned.tensor.data, self.ensure(owned)
+        name = "" if residual is None else residual.storage
+        if residual is None or not rounds_residuals(name, data.dtype) or self.by_chance(name):
+            return self._store_state(owned, self._whole(data, lows))
+        self.mark_written(owned)
+        residual.expected = None
+        residual.components[0].copy_(lows[0])  # the exact one, rounded to nearest
+        return None
 
     def between(self, given: Input, *, written: bool) -> tuple[Tensor, ...]:
         """Return the low words of memory that is no state; where it is written, all that it is to

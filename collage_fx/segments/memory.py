@@ -1,6 +1,6 @@
 """Pieces of memory: the states in them, the parts that have low words, and where these lie."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -152,6 +152,16 @@ def storage_key(t: Tensor) -> int:
 def memory_key(t: Tensor) -> int:
     """Return the storage of a tensor as a key; 0 for one without memory."""
     return storage_key(t) if has_memory(t) else 0
+
+
+def gradients(memory: Iterable[KnownMemory]) -> dict[int, str]:
+    """Return storage -> name, of the gradients of the parameters that are in some memory."""
+    found = {}
+    for owned in (owned for known in memory for owned in known.states):
+        grad = owned.tensor.grad if owned.tensor.is_leaf else None
+        if grad is not None and has_memory(grad):
+            found[storage_key(grad)] = f"{owned.name}.grad"
+    return found
 
 
 def covers(t: Tensor, part: Tensor) -> bool:

@@ -21,9 +21,10 @@ def unify_equal_counts(gm: GraphModule, least: int) -> None:
         gm: a graph of Dynamo's, which is changed.
         least: how many there are at least where one does.
     """
-    sizes = {s.node.expr for node in gm.graph.nodes for s in _symbolic_sizes(node)}
+    inputs = gm.graph.find_nodes(op="placeholder")
+    sizes = {s.node.expr for node in inputs for s in _symbolic_sizes(node)}
     equal: dict[int | None, list[Node]] = {}
-    for node in gm.graph.find_nodes(op="placeholder"):
+    for node in inputs:
         count = node.meta.get("example_value")
         if isinstance(count, SymInt) and count.node.expr not in sizes:
             equal.setdefault(hint_of(count), []).append(node)

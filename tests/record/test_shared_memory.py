@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from narrow_steps import Written
 from recorded_steps import LR, off, start, train
 from torch import Tensor
-from torch.optim import Optimizer
 
 import collage_fx
 from collage_fx.compilation import aot
@@ -46,24 +46,22 @@ def test_states_that_are_parts_of_one_result(
     assert off(one_by_one, exact, begin) > 0.2
 
 
-class Flat(Optimizer):
-    """Updates the buffer of which all parameters are views."""
-
-    def __init__(self, params: list[Tensor], flat: Tensor) -> None:
-        super().__init__(params, {})
-        self.flat = flat
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        grads = [p.grad.flatten() for p in self.param_groups[0]["params"]]
-        self.flat.sub_(torch.cat(grads) * LR)
+@torch.no_grad()
+def by_the_buffer(self: Any, params: Any, grads: Any, states: Any) -> None:
+    """Update the buffer of which all parameters are views."""
+    self.flat.sub_(torch.cat([g.flatten() for g in grads]) * LR)
 
 
-def flat_steps(dtype: torch.dtype, way: Callable[[Flat], Callable[[], Any]]) -> Tensor:
+Way = Callable[[Any], Callable[[], Any]]
+
+
+def flat_steps(dtype: torch.dtype, way: Way) -> Tensor:
     torch.compiler.reset()
     flat = torch.cat([p.detach().flatten() for p in start(dtype)])
     params = [torch.nn.Parameter(v) for v in flat.split(12)]
-    step = way(Flat(params, flat))
+    optimizer: Any = Written(params, by_the_buffer)
+    optimizer.flat = flat
+    step = way(optimizer)
     for _ in range(8):
         for p in params:
             p.grad = torch.ones_like(p)
@@ -76,9 +74,7 @@ def flat_steps(dtype: torch.dtype, way: Callable[[Flat], Callable[[], Any]]) -> 
     [collage_fx.compile, lambda optimizer: torch.compile(optimizer.step, backend="collage")],
     ids=["compile", "string"],
 )
-def test_a_buffer_of_which_parameters_are_views(
-    way: Callable[[Flat], Callable[[], Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_buffer_of_which_parameters_are_views(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step counts. Control: a low word of the buffer's own is none of theirs."""
     begin = torch.cat([p.detach().double().flatten() for p in start(torch.float64)])
     exact = flat_steps(torch.float64, lambda optimizer: optimizer.step)
