@@ -10,7 +10,7 @@ FRAMEWORKS := $(VENV)/.frameworks
 # Two processes for two cores, of one thread each.
 PYTEST := -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test test-all test-torch tested-version fuzz lint bench bench-peers gpu gpu-here a-gpu \
+.PHONY: demo test test-all test-torch tested-version fuzz lint bench bench-peers gpu gpu-here gpu-prepared a-gpu \
 	coverage engine-times clean
 
 demo: $(READY)
@@ -60,11 +60,11 @@ bench: $(READY)
 	$(BIN)/python benchmarks/replay.py
 	$(BIN)/python benchmarks/compile_time.py
 
-# Optimizers of others that step_time.py then measures too; without their dependencies, so that
-# torch stays what it is.
+# Optimizers of others that step_time.py then measures too.
+PEERS := benchmarks/peers-requirements.txt
+
 bench-peers: $(READY)
-	$(BIN)/python -m pip install --quiet --no-deps torchao==0.18.0 torch-optimi==0.3.3 \
-		flashoptim==0.1.4
+	$(BIN)/python -m pip install --quiet --no-deps --requirement $(PEERS)
 
 # All that needs a GPU: tests of bits and of CUDA graphs, then time, memory and a training run.
 gpu: a-gpu $(READY)
@@ -75,15 +75,33 @@ gpu: a-gpu $(READY)
 	$(BIN)/python benchmarks/memory.py --device cuda
 	$(BIN)/python benchmarks/train_gpt.py --device cuda
 
-# What a GPU has to show, in ten minutes, with the Python that is there: it needs torch, triton and
-# pytest, installs nothing, and asks no network. DRY=--dry for the CPU.
+# What a GPU has to show, in two runs of six minutes, with the Python that is there: it needs torch,
+# triton, numpy and pytest, and asks no network. What `make gpu-prepared` has made is used.
+#   make gpu-here RUN=A        make gpu-here RUN=B ARGS="--commit 85bc725"
+#   make gpu-here ARGS=--dry   for the CPU
 SITE := build/site
+WHEELS := build/wheels
+WORDS := build/gpu_words.pt
+CACHE := $(CURDIR)/build/gpu_cache
+# Later places on the path are kept: somebody's own packages.
+ON_SITE = PYTHONPATH=$(CURDIR)/$(SITE):$(CURDIR)/build/peers$${PYTHONPATH:+:$$PYTHONPATH} \
+	TRITON_CACHE_DIR=$(CACHE)/triton TORCHINDUCTOR_CACHE_DIR=$(CACHE)
 
-gpu-here:
+gpu-here: site
+	@ls $(WHEELS)/*.whl >/dev/null 2>&1 && $(PYTHON) -m pip install --quiet --no-index --no-deps \
+		--upgrade --target build/peers $(WHEELS)/*.whl || echo "no peers in $(WHEELS)"
+	$(ON_SITE) $(PYTHON) benchmarks/gpu_check.py $(if $(RUN),--run $(RUN)) $(ARGS)
+
+.PHONY: site
+site:
 	rm -rf $(SITE) && mkdir -p $(SITE)
 	cp -r collage_fx $(SITE) && rm -f $(SITE)/collage_fx/passes $(SITE)/collage_fx/runtime
 	cp -r passes runtime $(SITE)/collage_fx
-	PYTHONPATH=$(CURDIR)/$(SITE) $(PYTHON) benchmarks/gpu_check.py $(DRY)
+
+# What is carried to the machine with the GPU beside the checkout: expected words, and peers' wheels.
+gpu-prepared: $(READY)
+	$(BIN)/python benchmarks/gpu_words.py --out $(WORDS)
+	$(BIN)/python -m pip download --quiet --no-deps --dest $(WHEELS) --requirement $(PEERS)
 
 # Before anything is installed.
 a-gpu:

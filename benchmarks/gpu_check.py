@@ -1,12 +1,14 @@
-"""What there is to know of a GPU, in under ten minutes: bits, kernels, steps, graphs, memory.
+"""All that a GPU has to show, in two runs of six minutes each, the most valued parts first.
 
-Needs PyTorch with CUDA, Triton and pytest, and nothing installed of this project: `make gpu-here`
-lays the packages out under build/site and runs this. Each part is a process of its own, with a time
-of its own: one that fails, crashes or hangs says so in its place and the others run. The results
-are written after each part to benchmarks/results/gpu_check.json (with `--dry`, to
-build/gpu_check_dry.json). Ends with 1 if a part has failed, or if there is no CUDA device.
+    python benchmarks/gpu_check.py --run A        words, kernels, whole steps, graphs, limits
+    python benchmarks/gpu_check.py --run B        peers, training, sizes, tests
 
-`--dry` runs all parts that need no CUDA on the CPU, on tensors of a few elements.
+Needs torch with CUDA, triton, numpy and pytest, and nothing installed of this project: `make
+gpu-here RUN=A` lays the packages out under build/site. A part is a process of its own, which
+imports while the part before it runs; one that raises, hangs or dies leaves a row with its error,
+and the rows that it has written. Rows of all parts are written to `--out` after each, and printed
+as a table at the end; the exit status is 1 if a row has an error or a verdict that is not as it
+should be. `--dry` runs on the CPU all that needs no CUDA, on tensors of a few elements.
 """
 
 import argparse
@@ -21,135 +23,262 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, NamedTuple, Protocol
 
 ROOT = Path(__file__).parents[1]
-Found = dict[str, Any]
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 class Part(NamedTuple):
     """A part of the check."""
 
-    module: str
     function: str
+    """Module and name; it takes a Setup, Rows, and the argument if there is one."""
     seconds: int
     """After which it is given up."""
+    argument: str = ""
 
 
-PARTS = {
-    "device": Part("gpu_parts", "device", 60),
-    "kernels": Part("gpu_parts", "kernels", 120),
-    "bits": Part("gpu_steps", "bits", 240),
-    "step": Part("gpu_steps", "whole_step", 150),
-    "graphs": Part("gpu_steps", "graphs", 90),
-    "rates": Part("gpu_steps", "rates", 60),
-    "peers": Part("gpu_parts", "peers", 120),
-    "tests": Part("gpu_steps", "tests", 240),
-    "variants": Part("gpu_parts", "variants", 120),
-    "memory": Part("gpu_parts", "held", 90),
-    "training": Part("gpu_steps", "training", 90),
+VARIANTS = (
+    *("plus eft", "remainder16", "plus wide", "light eft", "by chance"),
+    *("ulp8", "mcf3", "SGD", "Lion", "light wide"),
+)
+PEERS = (
+    *("plus eft", "remainder16", "plain fused", "master", "plus wide", "light eft"),
+    *("optimi", "flashoptim", "torchao rounding"),
+)
+SLOW_PEERS = ("torchao 8-bit", "heavyball")
+"""They compile for more than half a minute."""
+WHOLE = ("plus eft", "master", "remainder16", "plain fused")
+"""They train models."""
+LARGEST = ("plus eft", "master")
+RUNS: dict[str, dict[str, Part]] = {
+    "A": {
+        "A1 device": Part("gpu_steps.device", 40),
+        "A2 words": Part("gpu_words.words", 100),
+        **{f"A3 {way}": Part("gpu_kernels.variant", 30, way) for way in VARIANTS},
+        "A4 steps": Part("gpu_steps.whole_steps", 80),
+        "A5 graphs": Part("gpu_steps.graphs", 60),
+        "A6 limits": Part("gpu_limits.large", 70),
+    },
+    "B": {
+        **{f"B1 {way}": Part("gpu_training.peer", 45, way) for way in PEERS},
+        **{f"B2 {way}": Part("gpu_training.losses", 45, way) for way in WHOLE},
+        **{f"B3 {way}": Part("gpu_training.trained", 40, way) for way in WHOLE},
+        **{f"B3 batch, {way}": Part("gpu_training.batch", 40, way) for way in LARGEST},
+        "B4 profile": Part("gpu_kernels.profile", 60, "plus eft"),
+        "B4 chunks": Part("gpu_kernels.chunks", 60),
+        "B5 tests": Part("gpu_steps.tests", 100),
+        **{f"B6 {way}": Part("gpu_training.peer", 60, way) for way in SLOW_PEERS},
+        "B7 graphs of Inductor": Part("gpu_steps.inductors_graphs", 60),
+        "B8 stock": Part("gpu_steps.stock", 100),
+    },
 }
-"""What would be missed most comes first."""
+"""The parts of both runs; what would be missed most comes first."""
+PARTS = {name: part for run in RUNS.values() for name, part in run.items()}
+Row = dict[str, object]
 
 
-def run_here(name: str, dry: bool, file: Path) -> None:
-    """Run a part in this process; what it finds, or the traceback, is written to a file."""
-    from gpu_parts import Record, Setup
+class Begun(Protocol):
+    """A process of a part, which waits."""
 
-    part, found = PARTS[name], Record(file)
+    def run(self, seconds: float) -> list[Row]:
+        """Run the part; return its rows, and one more with the error if there is one."""
+
+    def end(self) -> None:
+        """End it, whether it has run or not."""
+
+
+class Process:
+    """A process that imports what its part needs, and runs it when it is told to."""
+
+    def __init__(self, name: str, command: Sequence[str]) -> None:
+        """Start it.
+
+        Args:
+            name: of the part.
+            command: what is run, with the path of a file for its rows at the end. It reads a line
+                from its standard input before it begins.
+        """
+        self.name = name
+        self.folder = tempfile.TemporaryDirectory()
+        self.file, self.log = (Path(self.folder.name) / n for n in ("rows.json", "log"))
+        self.output: IO[str] = self.log.open("w")
+        # What it starts holds its output open; together they are a session that can be ended.
+        self.process = subprocess.Popen(
+            [*command, str(self.file)],
+            stdin=subprocess.PIPE,
+            stdout=self.output,
+            stderr=self.output,
+            start_new_session=True,
+            text=True,
+        )
+
+    def run(self, seconds: float) -> list[Row]:
+        """See `Begun.run`."""
+        try:
+            with contextlib.suppress(BrokenPipeError):
+                self.process.communicate("go\n", timeout=seconds)
+            code = self.process.returncode
+            why = f"ended with {code}" if code else ""
+        except subprocess.TimeoutExpired:
+            why = f"not done after {seconds:.0f} seconds"
+        rows: list[Row] = json.loads(self.file.read_text()) if self.file.exists() else []
+        if why and not any("error" in row for row in rows[-1:]):
+            said = self.log.read_text()[-1500:]
+            rows.append({"part": self.name, "name": "the part", "error": why, "output": said})
+        return rows
+
+    def end(self) -> None:
+        """See `Begun.end`."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        if self.process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.close()
+        self.output.close()
+        self.folder.cleanup()
+
+
+def run_here(name: str, args: argparse.Namespace, file: Path) -> int:
+    """Run a part in this process; what it raises is a row with the traceback. Return 1 then."""
+    from gpu_rows import Rows
+    from gpu_timing import Setup
+
+    part = PARTS[name]
+    module, _, function = part.function.rpartition(".")
+    device = "cpu" if args.dry else "cuda"
+    run = getattr(importlib.import_module(module), function)
+    if not args.at_once:
+        sys.stdin.readline()
+    rows = Rows(file, name, device, args.command, args.commit)
+    setup = Setup(device, args.dry, args.out.parent, args.words)
     try:
-        function = getattr(importlib.import_module(part.module), part.function)
-        function(Setup("cpu" if dry else "cuda", dry), found)
-    except Exception:
-        found["failed"] = traceback.format_exc()[-4000:]
-
-
-def run_apart(command: list[str], seconds: float) -> Found:
-    """Run a command with the path of a file at its end; return what that has, and how it ended."""
-    with tempfile.TemporaryDirectory() as folder:
-        file, log = Path(folder) / "found.json", Path(folder) / "log"
-        with log.open("w") as output:
-            # What it starts holds its output open; together they are a session that can be ended.
-            process = subprocess.Popen(
-                [*command, str(file)], stdout=output, stderr=output, start_new_session=True
-            )
-            try:
-                code, why = process.wait(seconds), ""
-            except subprocess.TimeoutExpired:
-                code, why = -1, f"not done after {seconds:.0f} seconds"
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        found: Found = json.loads(file.read_text()) if file.exists() else {}
-        if code:
-            found |= {"failed": why or f"ended with {code}", "output": log.read_text()[-2000:]}
-        return found
+        setup.copied()  # before the memory is full
+        rows.copied = setup.copied
+        run(setup, rows, *([part.argument] if part.argument else []))
+    except Exception as error:
+        rows.copied = dict
+        rows.add("the part", error=repr(error), traceback=traceback.format_exc()[-3000:])
+        return 1
+    return 0
 
 
 def run_all(
-    names: list[str], out: Path, seconds: float, run: Callable[[str, float], Found]
-) -> list[str]:
-    """Run parts, writing what all have found after each; return those that failed.
+    names: Sequence[str], out: Path, seconds: float, begin: "type[Process] | object"
+) -> list[Row]:
+    """Run parts, writing the rows of all after each; return them.
 
     Args:
-        names: of the parts.
-        out: where the results are written.
+        names: of the parts, in order.
+        out: where the rows are written.
         seconds: for all of them; what would begin later is left out.
-        run: takes a name, and the seconds after which the part is to be given up.
+        begin: takes the name of a part, and returns its waiting process (`Begun`).
     """
     start = time.monotonic()
-    results: Found = {"command": " ".join(["python", *sys.argv]), "date": time.strftime("%Y-%m-%d")}
-    for name in names:
-        left = seconds - (time.monotonic() - start)
-        begun = time.monotonic()
-        if left > 5:
-            results[name] = run(name, min(left, PARTS[name].seconds))
-        else:
-            results[name] = {"failed": f"left out: {seconds:.0f} seconds were over"}
-        results[name]["took, s"] = round(time.monotonic() - begun, 1)
-        why = str(results[name].get("failed", "")).strip().splitlines()
-        print(
-            f"{name:10} {results[name]['took, s']:6.1f} s  {why[-1] if why else 'done'}", flush=True
-        )
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(results, indent=1, default=str) + "\n")
-    return [name for name in names if "failed" in results[name]]
+    rows: list[Row] = []
+    parts: dict[str, float] = {}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    waiting: list[Begun] = [begin(name) for name in names[:1]]  # type: ignore[operator]
+    try:
+        for i, name in enumerate(names):
+            waiting += [begin(later) for later in names[i + 1 : i + 2]]  # type: ignore[operator]
+            begun = time.monotonic()
+            left = seconds - (begun - start)
+            if left > 2:
+                found = waiting[0].run(min(left, PARTS[name].seconds))
+            else:
+                found = [{"part": name, "name": "the part", "error": "left out: no time was left"}]
+            waiting.pop(0).end()
+            rows += found
+            parts[name] = round(time.monotonic() - begun, 1)
+            _write(out, rows, parts)
+            _say(name, parts[name], found)
+    finally:
+        for process in waiting:
+            process.end()
+    return rows
+
+
+def _write(out: Path, rows: list[Row], parts: dict[str, float]) -> None:
+    new = out.with_suffix(".new")
+    new.write_text(json.dumps({"seconds": parts, "rows": rows}, indent=1, default=str) + "\n")
+    new.replace(out)
+
+
+def _say(name: str, took: float, rows: list[Row]) -> None:
+    from gpu_rows import wrong
+
+    bad = [f"{row['name']}: {row.get('error', 'not as it should be')}" for row in wrong(rows)]
+    said = f"{len(rows)} rows" + (f", {len(bad)} wrong: {'; '.join(bad)[:300]}" if bad else "")
+    print(f"{name:22} {took:6.1f} s  {said}", flush=True)
+
+
+def arguments() -> argparse.Namespace:
+    """Return the command line's."""
+    parser = argparse.ArgumentParser(description="all that a GPU has to show, in two runs")
+    parser.add_argument("--run", choices=RUNS, help="A or B; both without it")
+    parser.add_argument("--parts", nargs="+", metavar="PART", help="names of parts, or beginnings")
+    parser.add_argument("--seconds", type=float, help="for all parts together")
+    parser.add_argument("--out", type=Path, help="rows, JSON; in $OUT where that is set")
+    parser.add_argument("--words", type=Path, default=ROOT / "build/gpu_words.pt")
+    parser.add_argument("--commit", help="of the sources, where git is not there to say")
+    parser.add_argument("--dry", action="store_true", help="on the CPU, as far as that goes")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--command", default=" ".join(["python", *sys.argv]), help=argparse.SUPPRESS
+    )
+    parser.add_argument("--at-once", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("file", nargs="?", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.out is None:
+        file = f"gpu_check{f'_{args.run}' if args.run else ''}{'_dry' if args.dry else ''}.json"
+        near = ROOT / ("build" if args.dry else "benchmarks/results")
+        args.out = Path(os.environ.get("OUT") or near) / file
+    return args
+
+
+def chosen(args: argparse.Namespace) -> list[str]:
+    """Return the names of the parts to run; exit with those that there are where one is unknown."""
+    names = list(RUNS[args.run] if args.run else PARTS)
+    wanted = args.parts or [""]
+    for word in wanted:
+        if not any(name.startswith(word) for name in names):
+            sys.exit(f"gpu_check: no part begins with {word!r}; there are {', '.join(names)}")
+    return [name for name in names if name.startswith(tuple(wanted))]
 
 
 def main() -> int:
     """Run the check; return the exit status."""
-    parser = argparse.ArgumentParser(description="all that needs a GPU, in ten minutes")
-    parser.add_argument("--dry", action="store_true", help="on the CPU, as far as that goes")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--seconds", type=float, default=540, help="for all parts together")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--part", nargs=2, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = arguments()
+    os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
     if args.part:
         warnings.simplefilter("ignore")
-        run_here(args.part[0], args.dry, Path(args.part[1]))
-        return 0
+        return run_here(args.part, args, args.file)
     import torch
+    from gpu_rows import commit, table, wrong
+    from steps import command as given
 
-    if not args.dry and not torch.cuda.is_available():
+    names = chosen(args)
+    if not (args.dry or torch.cuda.is_available()):
         print(
             f"gpu_check: torch {torch.__version__} finds no CUDA device here; with --dry, what "
             "needs none is run on the CPU",
             file=sys.stderr,
         )
         return 1
-    name = "build/gpu_check_dry.json" if args.dry else "benchmarks/results/gpu_check.json"
-    out = args.out or ROOT / name
+    seconds = args.seconds or {"A": 310, "B": 380}.get(args.run, 690)
     os.environ["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
-    command = [sys.executable, __file__, *(["--dry"] if args.dry else []), "--part"]
-    failed = run_all(
-        args.parts, out, args.seconds, lambda part, seconds: run_apart([*command, part], seconds)
-    )
-    print(f"written: {out}" + (f"; failed: {', '.join(failed)}" if failed else ""))
-    return int(bool(failed))
+    command = [sys.executable, __file__, *(["--dry"] if args.dry else [])]
+    command += ["--out", str(args.out), "--words", str(args.words), "--command", given()]
+    command += ["--commit", args.commit or commit(ROOT)]
+    rows = run_all(names, args.out, seconds, lambda n: Process(n, [*command, "--part", n]))
+    bad = wrong(rows)
+    print(f"\n{table(rows)}\n\nwritten: {args.out}, {len(rows)} rows, {len(bad)} wrong")
+    return int(bool(bad))
 
 
 if __name__ == "__main__":

@@ -1,254 +1,274 @@
-"""The parts of gpu_check.py that look at whole steps: bits, launches, graphs, training."""
+"""The parts of gpu_check.py on whole steps: host time, launches, CUDA graphs, the tests."""
 
-import statistics
+import itertools
+import os
 import subprocess
 import sys
-import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_parts import Found, Record, Setup, free, profiled
-from steps import parameters
+from gpu_rows import Row, Rows, spread
+from gpu_timing import (
+    Setup,
+    Step,
+    between_events,
+    free,
+    graph_of,
+    host_times,
+    profiled,
+)
+from gpu_words import SHAPES, WHOLE, Words, compare, words_of
+from steps import Shapes, parameters
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from torch.optim import SGD, AdamW, Optimizer
-from ways import LR, WAYS, Step, adamw
+from torch.optim import AdamW, Optimizer
+from ways import LR, WAYS, adamw
 
 import collage_fx
 from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS
 
 ROOT = Path(__file__).parents[1]
-STORAGES: dict[str, Found] = {
-    "light": {"level": "light"},
-    "plus": {"level": "plus"},
-    "wide": {"level": "plus", "arithmetic": "wide"},
-    "all": {"level": "all"},
-    "mcf3": {"level": "plus", "storage": "mcf3"},
-    "remainder16": {"level": "plus", "storage": "remainder16"},
-    "ulp8": {"level": "plus", "storage": "ulp8"},
-    "by chance": {"level": "plus", "arithmetic": "wide", "stochastic_rounding": True},
-}
 
 
-def words(device: str, kind: type[Optimizer], options: Found, **more: Any) -> Any:
-    """Return all words of all states after ten steps, on the CPU."""
-    params = parameters([(64, 48), (7,), (130, 131), (1,), (3, 5, 7), (1024,), (33, 3), (9, 9)])
-    params = [p.detach().to(device).requires_grad_() for p in params]
-    optimizer = kind(params, lr=1e-3, **more)  # type: ignore[call-arg]
-    step = collage_fx.compile(optimizer, multi_tensor=True, **options)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(10):
-        for p in params:
-            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype).to(device)
-        step()
-    states = [t for p in params for t in (p.detach(), *optimizer.state[p].values())]
-    residuals = (r for t in states for r in collage_fx.residuals(t))
-    return [t.cpu() for t in (*states, *residuals)]
+def device(setup: Setup, rows: Rows) -> None:
+    """Measure a copy, and note the device."""
+    found: Row = {"threads": torch.get_num_threads(), "cores": os.cpu_count()}
+    if setup.device == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        found["multiprocessors"] = properties.multi_processor_count
+        found["GiB"] = round(properties.total_memory / 2**30, 1)
+        found["cache, MiB"] = round(properties.L2_cache_size / 2**20)
+    rows.add("device", **found)
+    for size in (1 << 10,) if setup.dry else (1 << 26, 1 << 28, 1 << 30, 1 << 32):
+        a, b = (torch.empty(size // 2, dtype=torch.int16, device=setup.device) for _ in "ab")
+        a.random_(-(1 << 15), (1 << 15) - 1)
+        times = between_events(setup, lambda a=a, b=b: b.copy_(a), calls=4)
+        rows.measure(f"copy of {size >> 20} MiB", [2 * size / 1e6 / t for t in times], "GB/s")
 
 
-def differing(ours: list[Tensor], theirs: list[Tensor]) -> int:
-    """Return at how many elements two lists of tensors differ."""
-    return sum(int((a != b).sum()) for a, b in zip(ours, theirs, strict=True))
-
-
-def bits(setup: Setup, found: Record) -> None:
-    """At how many elements ten steps on the device differ from those on the CPU: at none."""
-    chosen = {"plus": STORAGES["plus"]} if setup.dry else STORAGES
-    for name, options in chosen.items():
-        for foreach in (False, True) if name in ("plus", "wide") else (False,):
-            both = (words(d, AdamW, options, foreach=foreach) for d in ("cpu", setup.device))
-            found[f"AdamW, {name}{', foreach' * foreach}"] = differing(*both)
-            free(setup)
-    ours, theirs = (words(d, SGD, STORAGES["plus"], momentum=0.9) for d in (setup.device, "cpu"))
-    found["SGD, plus"] = differing(ours, theirs)
-    wrong = [name for name, n in found.items() if n]
-    other = words("cpu", SGD, STORAGES["plus"], momentum=0.8)
-    found["SGD with another momentum, which must differ"] = control = differing(ours, other)
-    if wrong or not control:
-        found["failed"] = f"other bits: {wrong}"
-
-
-def tests(setup: Setup, found: Record) -> None:
-    """The tests that need a GPU, which have the eager reference on the CPU and on the device."""
-    command = [sys.executable, "-P", "-m", "pytest", "-q", "-m", "gpu", "tests/devices/test_gpu.py"]
-    command += ["--collect-only"] if setup.dry else []
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    found["command"], found["output"] = " ".join(command[1:]), done.stdout[-4000:]
-    if done.returncode:
-        found["failed"] = f"pytest ended with {done.returncode}"
-
-
-def hosted(setup: Setup, step: Step) -> Found:
-    """Return what a step asks of the host: time, launches, copies, synchronisations."""
-    times = []
-    for _ in range(3):
-        step()
-    for _ in range(setup.repeats):
-        setup.wait()
-        start = time.perf_counter()
-        step()
-        times.append(1e3 * (time.perf_counter() - start))
+def _work(setup: Setup, step: Step) -> Row:
+    """Return the kernels, copies and synchronisations of a step."""
     with profiled(setup) as seen:
         step()
-    row: Found = {"host, ms": statistics.median(times), "seen": dict(seen.most_common(12))}
+    found: Row = {k: n for k, n in seen.items() if not k.endswith(", us")}
     if setup.device == "cuda":
         torch.cuda.set_sync_debug_mode("warn")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             step()
         torch.cuda.set_sync_debug_mode("default")
-        row["synchronising"] = [str(w.message)[:200] for w in caught]
-    return row
+        found["synchronising calls"] = len(caught)
+    return found
 
 
-def whole_step(setup: Setup, found: Record) -> None:
-    """A whole step of 300 tensors, small ones and those of a 7B model."""
-    for name in ("plus eft", "plus wide", "plain fused"):
-        found[name] = hosted(setup, WAYS[name].make(parameters(setup.many, setup.device)))
-        free(setup)
-    on_host = AdamW(parameters(setup.many, setup.device), lr=LR)
-    found["plus eft, step counts on the host"] = hosted(setup, collage_fx.compile(on_host))
-    free(setup)
-    large = WAYS["plus eft"].make(parameters(setup.large, setup.device))
-    found["plus eft, 7B shapes"] = hosted(setup, large)
-    del large
-    free(setup)
-    found["plain"] = hosted(setup, WAYS["plain"].make(parameters(setup.many, setup.device)))
+def hosted(setup: Setup, rows: Rows, name: str, step: Step) -> None:
+    """Add a row for a step's host time, with its work, a step waited for, and steps in a row."""
+    more = {
+        "waiting step, ms": spread(host_times(setup, step, waiting=True))["median"],
+        "back to back, ms": spread(between_events(setup, step))["median"],
+        **_work(setup, step),
+    }
+    rows.measure(f"{name}: host", host_times(setup, step), **more)
 
 
-def rates(setup: Setup, found: Record) -> None:
-    """A learning rate that is another float in each step: it must not compile anew each time."""
-    for foreach in (True,) if setup.dry else (False, True):
-        optimizer = adamw(parameters(setup.many, setup.device), foreach=foreach)
-        step = collage_fx.compile(optimizer)
-        taken = 0
+def _made(setup: Setup, shapes: Shapes, name: str) -> tuple[Step, Optimizer]:
+    """Return a step of ours or of torch's fused kernel, and its optimizer."""
+    fused = name == "torch fused"
+    optimizer = adamw(parameters(shapes, setup.device), **({"fused": True} if fused else {}))
+    if fused:
+        return optimizer.step, optimizer
+    return collage_fx.compile(optimizer, level="plus", multi_tensor=True), optimizer
 
-        def scheduled(optimizer: Any = optimizer, step: Step = step) -> None:
-            nonlocal taken
-            taken += 1
-            optimizer.param_groups[0]["lr"] = LR / taken
-            step()
 
-        row = hosted(setup, scheduled)
-        row["kernels made"] = len(MULTI_TENSOR_KERNELS)
-        for _ in range(3):
+def whole_steps(setup: Setup, rows: Rows) -> None:
+    """Measure steps of many tensors: as usual, with changing rates, with gradients that move."""
+    for title, shapes in (
+        ("300 of 64", setup.small),
+        ("579 of GPT-1.5B", setup.gpt),
+        ("1000 of 64", setup.many),
+    ):
+        for name in ("plus", "torch fused"):
+            step, optimizer = _made(setup, shapes, name)
+            hosted(setup, rows, f"{name}, {title}", step)
+            hosted(setup, rows, f"{name}, {title}, new rates", _scheduled(optimizer, step))
+            if shapes is not setup.gpt:  # three sets of gradients
+                moved = _with_new_gradients(optimizer, step)
+                hosted(setup, rows, f"{name}, {title}, new gradients", moved)
+            del step, optimizer
+            free(setup)
+    _rates_compile_nothing(setup, rows)
+
+
+def _scheduled(optimizer: Optimizer, step: Step) -> Step:
+    """Return a step that gives the optimizer another rate, a float, first."""
+    taken = itertools.count(1)
+
+    def scheduled() -> None:
+        optimizer.param_groups[0]["lr"] = LR / next(taken)
+        step()
+
+    return scheduled
+
+
+def _with_new_gradients(optimizer: Optimizer, step: Step) -> Step:
+    """Return a step that gives each parameter a gradient at another address first."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    sets = itertools.cycle([[p.grad.clone() for p in params] for _ in range(3)])
+
+    def moved() -> None:
+        for p, grad in zip(params, next(sets), strict=True):
+            p.grad = grad
+        step()
+
+    return moved
+
+
+def _rates_compile_nothing(setup: Setup, rows: Rows) -> None:
+    for foreach in (False, True):
+        optimizer = adamw(parameters(setup.small, setup.device), foreach=foreach)
+        scheduled = _scheduled(optimizer, collage_fx.compile(optimizer))
+        for _ in range(4):
             scheduled()
-        row["kernels made since"] = len(MULTI_TENSOR_KERNELS) - row["kernels made"]
-        found["foreach" if foreach else "one by one"] = row
+        made = len(MULTI_TENSOR_KERNELS)
+        for _ in range(4):
+            scheduled()
+        since = len(MULTI_TENSOR_KERNELS) - made
+        rows.check(f"new rates compile nothing, foreach={foreach}", not since, since=since)
         free(setup)
-    late = [name for name, row in found.items() if row["kernels made since"]]
-    if late:
-        found["failed"] = f"compiles at each rate: {late}"
 
 
-def captured(setup: Setup, options: Found, *, replayed: bool) -> tuple[list[Tensor], Found]:
-    """Return the words after eight steps, the last five by a CUDA graph or not, and its times."""
-    params = parameters([(64, 48), (7,), (130, 131), (1,), (3, 5, 7), (1024,), (33, 3), (9, 9)])
-    params = [p.detach().to(setup.device).requires_grad_() for p in params]
+def _optimizer(setup: Setup, name: str) -> tuple[Optimizer, Step]:
+    kind, own, options = WHOLE[name]
+    params = [p.detach().to(setup.device).requires_grad_() for p in parameters(SHAPES)]
     for p in params:
         p.grad = torch.ones_like(p)
-    optimizer = adamw(params)
-    step = collage_fx.compile(optimizer, multi_tensor=True, **options)
-    side, row = torch.cuda.Stream(), Found()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
+    own = own | ({"capturable": True} if kind is AdamW and setup.device == "cuda" else {})
+    optimizer = kind(params, lr=1e-3, **own)
+    return optimizer, collage_fx.compile(optimizer, multi_tensor=True, **options)
+
+
+def _after(setup: Setup, name: str, *, replayed: bool) -> tuple[Words, Words]:
+    """Return all words after eight steps, the last five replays of a CUDA graph or steps.
+
+    Returns:
+        The words, and those of the last step done again from the same words.
+    """
+    optimizer, step = _optimizer(setup, name)
     if replayed:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step()
-        step = graph.replay
-    states = [t for p in params for t in (p.detach(), *optimizer.state[p].values())]
-    states += [r for t in states for r in collage_fx.residuals(t)]
+        step = graph_of(setup, step)
+    for _ in range(0 if replayed and setup.device == "cuda" else 3):
+        step()
+    live, before = words_of(optimizer), {}
     for k in range(5):
-        for p in params:
-            p.grad.fill_(0.1 * k - 0.2)
-        before = [t.clone() for t in states]
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad.fill_(0.1 * k - 0.2)
+        before = {key: t.clone() for key, t in live.items()}
         step()
-    found = [t.cpu() for t in states]
-    if replayed:
-        for t, old in zip(states, before, strict=True):
-            t.copy_(old)
-        step()
-        row["other words of the same step again"] = differing(found, [t.cpu() for t in states])
-        row["replay, ms"] = setup.milliseconds(step)
-    return found, row
+    once = {key: t.clone() for key, t in live.items()}
+    for key, t in live.items():
+        t.copy_(before[key])
+    step()
+    return once, {key: t.clone() for key, t in live.items()}
 
 
-def graphs(setup: Setup, found: Record) -> None:
-    """A user's own CUDA graph of a step, and Inductor's: the same bits as launched steps."""
-    if setup.device != "cuda":
-        found["skipped"] = "CUDA graphs need a CUDA device"
-        return
-    for name in ("plus", "wide", "remainder16", "by chance"):
-        both = [captured(setup, STORAGES[name], replayed=replayed) for replayed in (False, True)]
-        row = {"differing": differing(both[0][0], both[1][0]), **both[1][1]}
-        # A seed of another draw is another seed, in a graph or not.
-        row["as it should be"] = (
-            (name == "by chance")
-            == bool(row["differing"])
-            == bool(row["other words of the same step again"])
-        )
+def replays(setup: Setup, rows: Rows, name: str) -> None:
+    """Compare the words of replays with those of steps, and of a replay with itself done again."""
+    launched, _ = _after(setup, name, replayed=False)
+    once, again = _after(setup, name, replayed=True)
+    compare(rows, f"{name}: replayed as launched", once, launched, setup.folder)
+    compare(rows, f"{name}: replayed again as once", again, once, setup.folder)
+
+
+def graphs(setup: Setup, rows: Rows) -> None:
+    """Compare the words of replays of a user's CUDA graph with those of launched steps."""
+    for name in ("AdamW, plus", "AdamW, wide", "AdamW, remainder16", "SGD, plus", "Lion, plus"):
+        replays(setup, rows, name)
         free(setup)
-    plain, ours = (
-        words("cuda", AdamW, {"level": "plus", "mode": mode}, capturable=True)
-        for mode in (None, "reduce-overhead")
-    )
-    row = {k: n for k, n in counters["inductor"].items() if "cudagraph" in k}
-    row |= {"differing": (n := differing(plain, ours)), "as it should be": not n}
-    found["reduce-overhead"] = row
-    wrong = [name for name, row in found.items() if not row["as it should be"]]
-    if wrong:
-        found["failed"] = f"other than launched steps: {wrong}"
+    once, again = _after(setup, "AdamW, by chance", replayed=True)
+    unequal = sum(int((once[key] != again[key]).sum()) for key in once)
+    rows.check("AdamW, by chance: each replay has another seed", unequal > 0, differing=unequal)
+    free(setup)
+    _training_graph(setup, rows)
+
+
+def inductors_graphs(setup: Setup, rows: Rows) -> None:
+    """Compare steps by Inductor's own CUDA graphs with launched ones."""
+    if setup.device != "cuda":
+        rows.add("reduce-overhead", skipped="CUDA graphs need a CUDA device")
+        return
+    found = []
+    for mode in (None, "reduce-overhead"):
+        optimizer, _ = _optimizer(setup, "AdamW, plus")
+        # A kernel for each parameter: those of classes are launched beside Inductor's graphs.
+        step = collage_fx.compile(optimizer, level="plus", mode=mode, multi_tensor=False)
+        for _ in range(6):
+            step()
+        found.append({key: t.clone() for key, t in words_of(optimizer).items()})
+        free(setup)
+    seen = {k: n for k, n in counters["inductor"].items() if "cudagraph" in k}
+    compare(rows, "reduce-overhead as launched", found[1], found[0], setup.folder, **seen)
 
 
 class Model(nn.Module):
-    """Predicts the next byte from those before it."""
+    """A few layers whose training step is captured."""
 
-    def __init__(self, width: int, layers: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.bytes = nn.Embedding(256, width)
-        layer = nn.TransformerEncoderLayer(
-            width, max(1, width // 64), 4 * width, dropout=0.0, batch_first=True, norm_first=True
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6))
         )
-        self.blocks = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
-        self.head = nn.Linear(width, 256)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the scores of the next byte."""
-        mask = nn.Transformer.generate_square_subsequent_mask(
-            x.shape[1], device=x.device, dtype=self.head.weight.dtype
-        )
-        scores: Tensor = self.head(self.blocks(self.bytes(x), mask=mask, is_causal=True))
-        return scores
+        """(batch, 64) to the same."""
+        found: Tensor = self.layers(x)
+        return found
 
 
-def training(setup: Setup, found: Record) -> None:
-    """A few hundred steps of a small transformer over this project's own source."""
-    files = sorted((ROOT / "passes").rglob("*.py"))
-    text = torch.tensor(list(b"".join(f.read_bytes() for f in files)), device=setup.device)
-    width, layers, length, batch, steps = (16, 1, 8, 2, 3) if setup.dry else (512, 6, 128, 32, 300)
-    for name in ("plain", "plus eft", "plus wide", "remainder16", "master"):
+def _training_graph(setup: Setup, rows: Rows) -> None:
+    """Compare a training step captured whole with one that is launched."""
+    found = []
+    for replayed in (False, True):
         torch.manual_seed(0)
-        model = Model(width, layers).to(setup.device, torch.bfloat16)
-        for p in model.parameters():
-            p.grad = torch.zeros_like(p)
-        update = WAYS[name].make(list(model.parameters()))
-        generator = torch.Generator().manual_seed(0)
-        losses = []
-        for _ in range(steps):
-            at = torch.randint(len(text) - length - 1, (batch, 1), generator=generator)
-            seen = text[(at + torch.arange(length + 1)).to(setup.device)].long()
-            scores = model(seen[:, :-1]).float()
-            loss = nn.functional.cross_entropy(scores.flatten(0, 1), seen[:, 1:].flatten())
-            model.zero_grad(set_to_none=False)
-            loss.backward()
-            update()
-            losses.append(loss.detach())
-        last = torch.stack(losses[-20:]).mean().item()
-        found[name] = {"first loss": losses[0].item(), "mean of the last 20": last}
+        model = Model().to(setup.device, torch.bfloat16)
+        x = torch.linspace(-1, 1, 512).view(8, 64).to(setup.device, torch.bfloat16)
+        optimizer = adamw(list(model.parameters()))
+        step = collage_fx.compile(optimizer, level="plus")
+        train = _train(model, x, optimizer, step)
+        if replayed:
+            train = graph_of(setup, train)
+        for _ in range(5 if replayed and setup.device == "cuda" else 8):
+            train()
+        found.append({key: t.clone() for key, t in words_of(optimizer).items()})
+    compare(rows, "a training step captured whole", found[1], found[0], setup.folder)
+
+
+def _train(model: nn.Module, x: Tensor, optimizer: Optimizer, step: Step) -> Callable[[], None]:
+    def train() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        model(x).float().square().mean().backward()
+        step()
+
+    return train
+
+
+def tests(setup: Setup, rows: Rows) -> None:
+    """Run tests/devices/test_gpu.py; its output goes to a file as it comes."""
+    command = [sys.executable, "-P", "-m", "pytest", "-v", "-m", "gpu", "tests/devices/test_gpu.py"]
+    command += ["--collect-only"] if setup.dry else []
+    log = setup.folder / "gpu_tests.log"
+    with log.open("w") as file:
+        done = subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+    last = log.read_text().strip().splitlines()[-1]
+    rows.check("tests/devices/test_gpu.py", done.returncode == 0, said=last, log=log.name)
+
+
+def stock(setup: Setup, rows: Rows) -> None:
+    """Time torch.compile's own step and fp32 masters compiled, which compile for a minute."""
+    for name in ("plain", "master compiled"):
+        step: Any = WAYS[name].make(parameters(setup.small, setup.device))
+        hosted(setup, rows, f"{name}, 300 of 64", step)
         free(setup)

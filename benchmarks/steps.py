@@ -91,15 +91,20 @@ def parameters(shapes: Shapes, device: str = "cpu", dtype: torch.dtype = torch.b
     return params
 
 
-def conditions(device: str = "cpu") -> dict[str, Any]:
-    """Return what a result was measured under."""
-    name = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
+def command() -> str:
+    """Return the command line, without `--out` and with no place of this machine."""
     pairs = zip(sys.argv, ["", *sys.argv[:-1]], strict=True)
     given = [word for word, before in pairs if "--out" not in (word, before)]
     # What lies elsewhere on this machine has another name on the next.
     words = ["DIR" if Path(word).is_absolute() else word for word in given]
+    return " ".join(["python", *words])
+
+
+def conditions(device: str = "cpu") -> dict[str, Any]:
+    """Return what a result was measured under."""
+    name = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
     return {
-        "command": " ".join(["python", *words]),
+        "command": command(),
         "date": time.strftime("%Y-%m-%d"),
         "load": round(LOAD, 1),
         "device": f"{device}, {name}, {torch.get_num_threads()} threads",

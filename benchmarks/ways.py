@@ -129,7 +129,9 @@ WAYS: dict[str, Way] = {
 }
 
 
-def _peer(module: str, kind: str, **options: Any) -> Callable[[list[Tensor]], Step]:
+def peer_of(module: str, kind: str, **options: Any) -> Callable[[list[Tensor]], Step]:
+    """Return what makes a step of an optimizer of another package."""
+
     def make(params: list[Tensor]) -> Step:
         optimizer = getattr(importlib.import_module(module), kind)(params, lr=LR, **options)
         return optimizer.step
@@ -139,10 +141,10 @@ def _peer(module: str, kind: str, **options: Any) -> Callable[[list[Tensor]], St
 
 # Both 8-bit peers have a scale for each block of a state: fp32 for 256 elements, fp16 for 32.
 PEERS: dict[str, Way] = {
-    "torchao 8-bit": Way(_peer("torchao.optim", "AdamW8bit"), 10.0625, 6.03125),
-    "torchao rounding": Way(_peer("torchao.optim", "_AdamW", bf16_stochastic_round=True), 14, 8),
-    "optimi": Way(_peer("optimi", "AdamW", betas=(0.9, 0.999), eps=1e-8), 18, 10),
-    "flashoptim": Way(_peer("flashoptim", "FlashAdamW"), 12.25, 7.125),
+    "torchao 8-bit": Way(peer_of("torchao.optim", "AdamW8bit"), 10.0625, 6.03125),
+    "torchao rounding": Way(peer_of("torchao.optim", "_AdamW", bf16_stochastic_round=True), 14, 8),
+    "optimi": Way(peer_of("optimi", "AdamW", betas=(0.9, 0.999), eps=1e-8), 18, 10),
+    "flashoptim": Way(peer_of("flashoptim", "FlashAdamW"), 12.25, 7.125),
 }
 
 

@@ -1,0 +1,243 @@
+"""The words of kernels and of whole steps on a device beside those that a CPU makes beforehand.
+
+    python benchmarks/gpu_words.py --out build/gpu_words.pt
+
+writes the expected words: for each case of tests/support/kernels.py those of the eager reference
+after three launches, and for whole steps of AdamW, SGD and Lion those of ten steps on the CPU, of
+parameters, states and all residuals. gpu_check.py reads the file, which is carried to the machine
+with the GPU, or makes it there where it is missing or of other sources or other random numbers.
+"""
+
+import argparse
+import hashlib
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_rows import Rows
+from gpu_timing import Setup, free
+from steps import Lion, parameters
+from torch import Tensor
+from torch.optim import SGD, AdamW, Optimizer
+
+import collage_fx
+from collage_fx.passes.ir.cache_key import digest_of, sources
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
+from interpreted import members_of, reference, renewed
+from kernels import CASES, Case, kernel_of, misaligned, rewritten
+
+SUPPORT = Path(__file__).parents[1] / "tests/support"
+LAUNCHES, STEPS = 3, 10
+SHAPES = [(64, 48), (7,), (130, 131), (1,), (3, 5, 7), (1024,), (33, 3), (9, 9)]
+Words = dict[str, Tensor]
+PLUS: dict[str, Any] = {"level": "plus"}
+WHOLE: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "AdamW, plus": (AdamW, {}, PLUS),
+    "AdamW, remainder16": (AdamW, {}, PLUS | {"storage": "remainder16"}),
+    "AdamW, light": (AdamW, {}, {"level": "light"}),
+    "AdamW, wide": (AdamW, {}, PLUS | {"arithmetic": "wide"}),
+    "AdamW, all": (AdamW, {}, {"level": "all"}),
+    "AdamW, mcf3": (AdamW, {}, PLUS | {"storage": "mcf3"}),
+    "AdamW, ulp8": (AdamW, {}, PLUS | {"storage": "ulp8"}),
+    "AdamW, by chance": (AdamW, {}, PLUS | {"arithmetic": "wide", "stochastic_rounding": True}),
+    "AdamW, plus, foreach": (AdamW, {"foreach": True}, PLUS),
+    "SGD, plus": (SGD, {"momentum": 0.9}, PLUS),
+    "SGD, remainder16": (SGD, {"momentum": 0.9}, PLUS | {"storage": "remainder16"}),
+    "Lion, plus": (Lion, {}, PLUS),
+    "Lion, remainder16": (Lion, {}, PLUS | {"storage": "remainder16"}),
+}
+"""Class, its options, and those of collage_fx."""
+
+
+def _made_of() -> str:
+    """Return a digest of the sources that the expected words follow from."""
+    own = [Path(__file__), *(SUPPORT / name for name in ("kernels.py", "interpreted.py"))]
+    return digest_of([*sources(), *own])
+
+
+def words_of(optimizer: Optimizer) -> Words:
+    """Return parameters, states and all residuals by name, not copied.
+
+    A residual belongs to a tensor itself: an alias of a parameter, as `detach` makes, has none.
+    """
+    found: Words = {}
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for i, p in enumerate(params):
+        held = {"param": p, **{k: t for k, t in optimizer.state[p].items() if torch.is_tensor(t)}}
+        for key, tensor in held.items():
+            found[f"{i} {key}"] = tensor.data
+            for n, low in enumerate(collage_fx.residuals(tensor)):
+                found[f"{i} {key}, residual {n}"] = low.data
+    return found
+
+
+def steps_of(device: str, name: str) -> Words:
+    """Return all words after ten steps, on the CPU; gradients have other addresses in each."""
+    kind, own, options = WHOLE[name]
+    params = [p.detach().to(device).requires_grad_() for p in parameters(SHAPES)]
+    optimizer = kind(params, lr=1e-3, **own)
+    step = collage_fx.compile(optimizer, multi_tensor=True, **options)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(STEPS):
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype).to(device)
+        step()
+    return {key: t.cpu() for key, t in words_of(optimizer).items()}
+
+
+def _launched(case: Case, device: str, *, aligned: bool) -> tuple[list[list[Tensor]], str]:
+    """Return the members of a class after three launches, and a digest of what they began with."""
+    of_class = rewritten(case)
+    kernel, members = kernel_of(of_class), members_of(of_class)
+    begun = _digest(t for inputs in members for t in inputs)
+    place = (lambda x: x) if aligned else (lambda x: misaligned(x) if x.dim() else x)
+    members = [[place(x.clone().to(device)) for x in inputs] for inputs in members]
+    for step in range(LAUNCHES):
+        sizes = [max(x.numel() for x in inputs) for inputs in members]
+        kernel.run([list(column) for column in zip(*members, strict=True)], sizes)
+        for inputs in members:
+            for i in kernel.read:
+                renewed(inputs[i], step)
+    return [[x.cpu() for x in inputs] for inputs in members], begun
+
+
+def _referred(case: Case) -> tuple[list[list[Tensor]], str]:
+    """Return the same by the eager reference on the CPU."""
+    of_class = rewritten(case)
+    kernel, members = kernel_of(of_class), members_of(of_class)
+    begun = _digest(t for inputs in members for t in inputs)
+    for step in range(LAUNCHES):
+        for inputs in members:
+            reference(of_class, inputs)
+            for i in kernel.read:
+                renewed(inputs[i], step)
+    return members, begun
+
+
+def _flat(members: list[list[Tensor]]) -> Words:
+    return {f"{m} input {i}": x for m, row in enumerate(members) for i, x in enumerate(row)}
+
+
+def _digest(tensors: Any) -> str:
+    found = hashlib.sha256()
+    for t in tensors:
+        found.update(t.contiguous().view(torch.uint8).numpy().tobytes() if t.dim() else _bytes(t))
+    return found.hexdigest()[:16]
+
+
+def _bytes(number: Tensor) -> bytes:
+    return repr((number.item(), number.dtype)).encode()
+
+
+def differing(ours: Tensor, theirs: Tensor) -> Tensor:
+    """Return the flat indices of elements of other bits; any NaN is another's equal."""
+    a, b = ours.cpu().flatten(), theirs.cpu().flatten()
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    unequal = a.view(integers) != b.view(integers)
+    if a.is_floating_point():
+        unequal &= ~(a.float().isnan() & b.float().isnan())
+    return unequal.nonzero().flatten()
+
+
+def compare(
+    rows: Rows, name: str, ours: Words, theirs: Words, dump: Path | None = None, **more: Any
+) -> bool:
+    """Add the verdict on words that should be equal; keep up to a thousand that differ.
+
+    Args:
+        rows: to which it is added.
+        name: of the row.
+        ours: words by name.
+        theirs: those that are expected.
+        dump: a folder for the file of elements that differ, of each name index, ours and theirs.
+        more: what else the row has.
+    """
+    absent = sorted(set(ours) ^ set(theirs))
+    found = {key: differing(ours[key], theirs[key]) for key in ours if key not in absent}
+    unequal = {key: at for key, at in found.items() if len(at)}
+    ok = not (unequal or absent)
+    more |= {
+        "differing": sum(map(len, unequal.values())),
+        "words": sum(t.numel() for t in ours.values()),
+    }
+    if not ok:
+        more["where"] = {key: len(at) for key, at in [*unequal.items()][:8]} | dict.fromkeys(
+            absent, "absent"
+        )
+    if dump is not None and unequal:
+        kept = {
+            key: (
+                at[:1000],
+                ours[key].cpu().flatten()[at[:1000]],
+                theirs[key].cpu().flatten()[at[:1000]],
+            )
+            for key, at in unequal.items()
+        }
+        file = dump / "gpu_words_differing.pt"
+        before = torch.load(file) if file.exists() else {}
+        torch.save({**before, f"{rows.part}: {name}": kept}, file)
+    rows.check(name, ok, **more)
+    return ok
+
+
+def expected(names: list[str] | None = None) -> dict[str, Any]:
+    """Make the expected words on the CPU.
+
+    Args:
+        names: of cases and whole steps; all of them where there are none.
+    """
+    found: dict[str, Any] = {"sources": _made_of(), "torch": str(torch.__version__)}
+    for name in names or [*CASES, *WHOLE]:
+        if name in CASES:
+            members, begun = _referred(CASES[name])
+            found[name] = {"words": _flat(members), "begun": begun}
+        else:
+            found[name] = {"words": steps_of("cpu", name), "begun": ""}
+        torch.compiler.reset()
+    return found
+
+
+def words(setup: Setup, rows: Rows, names: list[str] | None = None) -> None:
+    """Compare the words of launches, aligned and not, and of whole steps with the expected ones."""
+    known = torch.load(setup.words) if setup.words.is_file() else {}
+    if known.get("sources") != _made_of():
+        rows.add("expected words", note="made here: there is no file of these sources")
+        known = expected(names)
+    chosen = names or [*CASES, *WHOLE]
+    for name in (n for n in chosen if n in CASES):
+        for aligned in (True, False):
+            members, begun = _launched(CASES[name], setup.device, aligned=aligned)
+            if begun != known[name]["begun"]:
+                rows.add(name, note="made here: this torch draws other random numbers")
+                known[name] = expected([name])[name]
+            title = f"{name}, {'aligned' if aligned else 'misaligned'}"
+            compare(rows, title, _flat(members), known[name]["words"], setup.folder)
+    for name in (n for n in chosen if n in WHOLE):
+        compare(rows, name, steps_of(setup.device, name), known[name]["words"], setup.folder)
+        free(setup)
+    control = steps_of(setup.device, chosen[-1])
+    key = next(k for k in control if "residual" in k)
+    control[key].flatten()[0] += 1
+    unequal = sum(len(differing(control[k], t)) for k, t in known[chosen[-1]]["words"].items())
+    rows.check("control: a planted difference is found", unequal > 0, differing=unequal)
+
+
+def main() -> None:
+    """Write the expected words."""
+    parser = argparse.ArgumentParser(description="expected words for gpu_check.py")
+    parser.add_argument("--out", type=Path, default=Path("build/gpu_words.pt"))
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    begun = time.monotonic()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(expected(), args.out)
+    size = args.out.stat().st_size / 1e6
+    print(f"{args.out}: {size:.1f} MB, {time.monotonic() - begun:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
