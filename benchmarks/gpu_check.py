@@ -57,9 +57,10 @@ LARGEST = ("plus eft", "master")
 RUNS: dict[str, dict[str, Part]] = {
     "A": {
         "A1 device": Part("gpu_steps.device", 40),
-        "A2 words": Part("gpu_words.words", 100),
+        "A2 whole steps": Part("gpu_words.whole_steps", 70),
+        "A2 launches": Part("gpu_words.launches", 70),
         **{f"A3 {way}": Part("gpu_kernels.variant", 30, way) for way in VARIANTS},
-        "A4 steps": Part("gpu_steps.whole_steps", 80),
+        "A4 steps": Part("gpu_steps.host", 80),
         "A5 graphs": Part("gpu_steps.graphs", 60),
         "A6 limits": Part("gpu_limits.large", 70),
     },

@@ -83,7 +83,7 @@ def _made(setup: Setup, shapes: Shapes, name: str) -> tuple[Step, Optimizer]:
     return collage_fx.compile(optimizer, level="plus", multi_tensor=True), optimizer
 
 
-def whole_steps(setup: Setup, rows: Rows) -> None:
+def host(setup: Setup, rows: Rows) -> None:
     """Measure steps of many tensors: as usual, with changing rates, with gradients that move."""
     for title, shapes in (
         ("300 of 64", setup.small),

@@ -119,19 +119,19 @@ class Made:
 
 def test_rows_are_written_after_each_part_while_the_next_one_waits(tmp_path: Path) -> None:
     out, log, seen = tmp_path / "results/rows.json", [], []
-    names = ["A1 device", "A2 words", "A4 steps"]
+    names = ["A1 device", "A2 launches", "A4 steps"]
 
     def made(name: str) -> Made:
         def rows(seconds: float) -> list[Any]:
             seen.append(sorted(json.loads(out.read_text())["seconds"]) if out.exists() else [])
-            verdict = {"error": "as it should"} if name == "A2 words" else {"seconds": seconds}
+            verdict = {"error": "as it should"} if name == "A2 launches" else {"seconds": seconds}
             return [{"part": name, "name": "r", **verdict}]
 
         return Made(name, log, rows)
 
     rows = gpu_check.run_all(names, out, 1000, made)
     assert [row["name"] for row in gpu_rows.wrong(rows)] == ["r"]
-    assert seen == [[], ["A1 device"], ["A1 device", "A2 words"]]
+    assert seen == [[], ["A1 device"], ["A1 device", "A2 launches"]]
     assert json.loads(out.read_text())["rows"] == rows
     assert rows[0]["seconds"] == gpu_check.PARTS["A1 device"].seconds
     assert log[:5] == [
@@ -197,13 +197,13 @@ def test_one_bit_of_a_parameters_low_word_fails_the_words(tmp_path: Path) -> Non
         if planted:
             one_bit(known[SGD]["words"])
         torch.save(known, setup.words)
-        rows = Rows(tmp_path / "rows.json", "A2 words", "cpu", "python x")
-        gpu_words.words(setup, rows, [SGD])
+        rows = Rows(tmp_path / "rows.json", "A2 launches", "cpu", "python x")
+        gpu_words.whole_steps(setup, rows, [SGD])
         found = {row["name"]: row for row in rows.rows}
         assert found[SGD]["ok"] is not planted
-        assert found["control: a planted difference is found"]["ok"]
+        assert found["control: one bit of a low word is found"]["ok"]
     assert found[SGD]["differing"] == 1 and found[SGD]["where"] == {"0 param, residual 0": 1}
-    kept = torch.load(tmp_path / "gpu_words_differing.pt")[f"A2 words: {SGD}"]
+    kept = torch.load(tmp_path / "gpu_words_differing.pt")[f"A2 launches: {SGD}"]
     (at, ours, theirs) = kept["0 param, residual 0"]
     assert at.tolist() == [7] and (ours ^ theirs).tolist() == [1]
 
@@ -211,8 +211,8 @@ def test_one_bit_of_a_parameters_low_word_fails_the_words(tmp_path: Path) -> Non
 def test_words_of_other_sources_are_made_anew(tmp_path: Path) -> None:
     setup = Setup("cpu", dry=True, folder=tmp_path, words=tmp_path / "words.pt")
     torch.save({"sources": "others"}, setup.words)
-    rows = Rows(tmp_path / "rows.json", "A2 words", "cpu", "python x")
-    gpu_words.words(setup, rows, [SGD])
+    rows = Rows(tmp_path / "rows.json", "A2 launches", "cpu", "python x")
+    gpu_words.whole_steps(setup, rows, [SGD])
     assert "no file of these sources" in rows.rows[0]["note"] and not gpu_rows.wrong(rows.rows)
 
 
