@@ -116,12 +116,11 @@ def test_one_launch_does_what_a_kernel_for_each_does(capturable: bool) -> None:
     assert total(together, apart) == 0
 
 
-@pytest.mark.parametrize(
-    ("device", "multi_tensor"), [on("cpu", True, often=False), on("cuda", True), on("cuda", False)]
-)
-def test_a_replayed_cuda_graph_keeps_its_residuals(device: str, multi_tensor: bool) -> None:
+@pytest.mark.parametrize("device", [on("cpu", often=False), on("cuda")])
+def test_a_replayed_cuda_graph_keeps_its_residuals(device: str) -> None:
+    """Of kernels for single parameters: those of classes are launched beside Inductor's graphs."""
     launched, replayed = (
-        adamw(device, mode=mode, multi_tensor=multi_tensor) for mode in (None, "reduce-overhead")
+        adamw(device, mode=mode, multi_tensor=False) for mode in (None, "reduce-overhead")
     )
     assert total(launched, replayed) == 0
     assert sum(int(low.count_nonzero()) for low in replayed[1]) > 1000

@@ -137,7 +137,7 @@ def test_rows_are_written_after_each_part_while_the_next_one_waits(tmp_path: Pat
     assert log[:5] == [
         *(
             "A1 device waits",
-            "A2 words waits",
+            "A2 launches waits",
             "A1 device runs",
             "A1 device ended",
             "A4 steps waits",
