@@ -10,8 +10,8 @@ FRAMEWORKS := $(VENV)/.frameworks
 # Two processes for two cores, of one thread each.
 PYTEST := -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test test-all test-torch tested-version fuzz lint bench bench-peers gpu gpu-here gpu-prepared a-gpu \
-	coverage engine-times clean
+.PHONY: demo test test-all test-torch test-cuda-emulated tested-version fuzz lint bench bench-peers \
+	gpu gpu-here gpu-prepared a-gpu site coverage engine-times clean
 
 demo: $(READY)
 	$(BIN)/python examples/train_bytes.py
@@ -47,6 +47,20 @@ tested-version:
 	@tested="$$($(PYTHON) runtime/torch_versions.py)"; \
 	case " $$tested " in *" $(VERSION) "*) ;; *) echo "make test-torch: VERSION='$(VERSION)' is" \
 		"none of the versions that were tested: $$tested (runtime/torch_versions.py)"; exit 1;; esac
+
+# The host's part of GPU code (launches, copies, captures) on an emulated device, without a GPU: the
+# CUDA wheel of torch in an environment of its own, some 5 GB. tests/support/cuda_emulator.
+EMULATED := build/cuda-emulated
+
+test-cuda-emulated: $(EMULATED)/.ready
+	OMP_NUM_THREADS=1 PYTHONPATH=tests/support $(EMULATED)/bin/python -m cuda_emulator \
+		python -m pytest tests/emulated
+
+$(EMULATED)/.ready: requirements-cuda.txt pyproject.toml
+	$(PYTHON) -m venv $(EMULATED)
+	$(EMULATED)/bin/python -m pip install --quiet --requirement $<
+	$(EMULATED)/bin/python -m pip install --quiet --no-build-isolation --editable .
+	touch $@
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -92,7 +106,6 @@ gpu-here: site
 		--upgrade --target build/peers $(WHEELS)/*.whl || echo "no peers in $(WHEELS)"
 	$(ON_SITE) $(PYTHON) benchmarks/gpu_check.py $(if $(RUN),--run $(RUN)) $(ARGS)
 
-.PHONY: site
 site:
 	rm -rf $(SITE) && mkdir -p $(SITE)
 	cp -r collage_fx $(SITE) && rm -f $(SITE)/collage_fx/passes $(SITE)/collage_fx/runtime
