@@ -7,29 +7,17 @@ from collections.abc import Callable
 import cuda_emulator as emulator
 import pytest
 import torch
+from cuda_emulator import counted
+from emulated_steps import captured
 from torch import Tensor
 
 GIB = 1 << 30
 
 
-def counted(act: Callable[[], object]) -> dict[str, int]:
-    emulator.reset()
-    act()
-    return emulator.read()
-
-
-def captured(act: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        act()
-    return graph
-
-
 @pytest.fixture
 def x() -> Tensor:
-    x = torch.zeros(64, device="cuda")
-    torch.cuda.synchronize()
-    return x
+    """Return zeros that were copied there: no kernel could make them."""
+    return torch.zeros(64).to("cuda")
 
 
 def test_there_is_a_device() -> None:
@@ -108,7 +96,6 @@ def test_a_graph_is_counted_when_it_is_replayed(x: Tensor) -> None:
     graph = captured(lambda: [x.copy_(pinned, non_blocking=True), x.add_(1), x @ x])
     found = emulator.read()
     assert found["captures"] == found["copies captured"] == 1
-    # torch adds one that sets up the seeds of random numbers.
     assert found["kernels captured"] == 2 and "copy: H2D pinned" not in found
     assert emulator.kernels().get("CUDAFunctorOnSelf_add") is None
     assert x.tolist() == [0] * 64

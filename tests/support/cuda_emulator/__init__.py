@@ -19,6 +19,6 @@ Environment variables of its own, read when the process starts:
 """
 
 from cuda_emulator.build import missing
-from cuda_emulator.counters import host_ms, kernels, memory, read, reset, running
+from cuda_emulator.counters import counted, host_ms, kernels, memory, read, reset, running
 
-__all__ = ["host_ms", "kernels", "memory", "missing", "read", "reset", "running"]
+__all__ = ["counted", "host_ms", "kernels", "memory", "missing", "read", "reset", "running"]

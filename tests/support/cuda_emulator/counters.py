@@ -43,6 +43,13 @@ def read() -> dict[str, int]:
     return json.loads(_LIBRARY.cuda_emulator_counts())
 
 
+def counted(act: Callable[[], Any]) -> dict[str, int]:
+    """Return the counts of one call, from zero."""
+    reset()
+    act()
+    return read()
+
+
 def kernels() -> dict[str, int]:
     """Return how often each kernel ran, launched or replayed, by a shortened name."""
     found: dict[str, int] = {}
