@@ -6,6 +6,7 @@ from pathlib import Path
 import cuda_emulator
 import pytest
 import torch
+from torch._inductor import cpu_vec_isa
 
 HERE = Path(__file__).parent
 
@@ -28,9 +29,11 @@ def _quiet_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Leave to the device what a test is about.
 
     Dynamo of torch 2.11 prints tensors that it guards, which reads them from the device. cuDNN is
-    not emulated.
+    not emulated. Inductor tries out the host's vector instructions, which takes half a minute, for
+    kernels of single numbers.
     """
     monkeypatch.setattr(torch._tensor_str, "_str", lambda *_, **__: "tensor(...)")
+    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", lambda: [])
     monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
     yield
     torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Steps in CUDA graphs of the user's own: what is captured, how often, and what a replay does."""
+"""CUDA graphs that a user captures: their kernels and copies, how many, and their replays."""
 
 from typing import Any
 

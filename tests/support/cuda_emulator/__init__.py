@@ -10,7 +10,7 @@ done while a stream is captured is an error. So Python errors, launches, copies,
 captures, running out of memory and the host's time are those of the real code; values and the
 device's time are not. CUPTI sees nothing, and cuDNN has to be off.
 
-Environment variables of its own, read when the process starts:
+Its environment variables, which are read when the process starts:
 
 - CUDA_EMULATOR_GIB: memory of the device, 79 by default; fractions are allowed.
 - CUDA_EMULATOR_ONES: if set, reading four bytes of zeros from the device gives 1.0, for programs

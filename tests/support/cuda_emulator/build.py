@@ -27,9 +27,12 @@ def missing() -> str:
     """Return why programs cannot run on the emulator here; empty if they can."""
     if (here := (sys.platform, platform.machine())) != ("linux", "x86_64"):
         return f"the CUDA emulator is for Linux on x86_64, not {' on '.join(here)}"
-    found = importlib.metadata.version("torch")
+    try:
+        found = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        found = "none"
     if found.partition("+")[0] != TORCH or _include() is None:
-        return f"the CUDA emulator needs the CUDA wheel of torch {TORCH}, not torch {found}"
+        return f"the CUDA emulator needs the CUDA wheel of torch {TORCH}; here is {found}"
     if shutil.which("g++") is None:
         return "the CUDA emulator needs g++"
     return ""

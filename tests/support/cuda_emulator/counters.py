@@ -76,7 +76,7 @@ def host_ms(step: Callable[[], Any], repeats: int = 15) -> float:
 
 
 def _short(name: str) -> str:
-    """Return the functor, or else the template, that a kernel of torch's is an instance of."""
+    """Return the functor, or else the template, of which a kernel in torch is an instance."""
     for pattern in (r"\w+Functor\w*", r"\w+_kernel\w*", r"\w+Kernel\w*"):
         if found := re.search(pattern, name):
             return found.group()
