@@ -198,14 +198,15 @@ def coefficient(value: Any, depth: int = 6) -> Coefficient:
         name, copy = value.meta.get("label", value.name), aten.copy_.default
         changes = any(u.target is copy and u.args[0] is value for u in value.users)
         return sympy.Symbol(name) if changes else sympy.Symbol(name, real=True)
+    if value.target is CONVERT:
+        return coefficient(value.args[0], depth)
     if depth and value.target in _POWERS:
         base, exponent = (coefficient(a, depth - 1) for a in value.args)
         return sympy.Symbol(value.name, real=_decays(base, exponent) or None)
     written = _ARITHMETIC.get(value.target) if depth and not value.kwargs else None
     if written is None or any(isinstance(a, bool) for a in value.args):
         return sympy.Symbol(value.name)
-    operands = (a for a in value.args if not isinstance(a, torch.dtype))
-    return written(*(coefficient(a, depth - 1) for a in operands))
+    return written(*(coefficient(a, depth - 1) for a in value.args))
 
 
 _ARITHMETIC: dict[Any, Any] = {
@@ -214,7 +215,6 @@ _ARITHMETIC: dict[Any, Any] = {
     aten.rsub.Scalar: lambda a, b: b - a,
     aten.mul.Tensor: lambda a, b: a * b,
     aten.neg.default: lambda a: -a,
-    CONVERT: lambda a: a,
 }
 _POWERS = (aten.pow.Tensor_Tensor, aten.pow.Scalar)
 

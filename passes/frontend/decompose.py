@@ -4,6 +4,7 @@ The functions build on whatever the builder they are given stands for: nodes of 
 (`canonicalize`) or real tensors (`rewrite.symbolic_scalars`).
 """
 
+import ctypes
 import functools
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -224,6 +225,38 @@ def _fma(b: Builder, out: Tensor, x: Any, y: Any, z: Any) -> Any:
     return _add(b, out, z, x, alpha=y)
 
 
+def is_rounded_power(dtype: torch.dtype, exponent: Any) -> bool:
+    """Tell whether a power of 0-d operands is taken in float64, and then rounded to this dtype.
+
+    It is one of at most 24 bits; but numbers 0, 1 and 2 as exponents round at most once anywhere.
+    """
+    exact = isinstance(exponent, int | float) and exponent in (0, 1, 2)
+    return computed_in(dtype) == torch.float32 and not exact
+
+
+def _power(op: Any, b: Builder, out: Tensor, x: Any, y: Any) -> Any:
+    """Take a power of 0-d operands in float64, and round it once.
+
+    Each library has another fp32 power: that of a GPU is off by a unit in the last place at times.
+    In float64 theirs differ as well, which changes the rounding to fp32 once in some 10^8 powers.
+    """
+    if out.dim() or not is_rounded_power(out.dtype, y):
+        if op is aten.pow.Tensor_Scalar:
+            return _binary(b, out, op, x, y)
+        return b.call(op, x, y, val=out)
+    wide = computed_in(out.dtype)
+
+    def operand(z: Any) -> Any:
+        """Return an operand as the fp32 power would take it, in float64."""
+        if not is_value(z):
+            return ctypes.c_float(z).value
+        number = value_of(z).dtype == torch.float64  # a symbolic one
+        return b.convert(b.convert(z, wide) if number else z, torch.float64)
+
+    power = b.call(op, operand(x), operand(y), val=like(out, torch.float64))
+    return b.convert(b.convert(power, wide), out.dtype)
+
+
 def _copy(b: Builder, out: Tensor, x: Operand, source: Any, *_: Any, **__: Any) -> Any:
     if is_value(source) and value_of(source).shape == out.shape:
         return b.convert(source, out.dtype)
@@ -236,11 +269,14 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.mul.Tensor: _mul,
     aten.where.self: _where,
     aten.div.Tensor: _div,
-    aten.pow.Tensor_Scalar: lambda b, out, x, y: _binary(b, out, aten.pow.Tensor_Scalar, x, y),
     aten.addcmul.default: _addcmul,
     aten.addcdiv.default: _addcdiv,
     aten.copy.default: _copy,
     aten._to_copy.default: lambda b, out, x, **_: b.convert(x, out.dtype),
     CONVERT: lambda b, out, x, dtype: b.convert(x, dtype),
     prims.fma.default: _fma,
+    **{
+        op: functools.partial(_power, op)
+        for op in (aten.pow.Scalar, aten.pow.Tensor_Scalar, aten.pow.Tensor_Tensor)
+    },
 }

@@ -15,6 +15,11 @@ def rounded_sqrt(hi: Tensor, lo: Tensor) -> Tensor:
     return join(hi, lo).double().sqrt().float().to(hi.dtype)
 
 
+def power(base: float, exponent: Tensor) -> Tensor:
+    """Return the power that PyTorch has in fp32, of an fp32 number, rounded once from float64."""
+    return torch.pow(torch.tensor(base).double(), exponent.double()).float()
+
+
 @dataclass
 class AdamW:
     """One 16-bit parameter with its states at level plus, in torch.optim.AdamW's own order."""
@@ -52,11 +57,11 @@ class AdamW:
     def _denominator(self) -> Tensor:
         beta1, beta2 = self.betas
         if self.foreach:
-            step_size = torch.reciprocal((torch.pow(beta1, self.t) - 1) / self.lr)
-            root = torch.sqrt(-(torch.pow(beta2, self.t) - 1))
+            step_size = torch.reciprocal((power(beta1, self.t) - 1) / self.lr)
+            root = torch.sqrt(-(power(beta2, self.t) - 1))
         else:
-            step_size = -(torch.reciprocal(1 - torch.pow(beta1, self.t)) * self.lr)
-            root = torch.sqrt(1 - torch.pow(beta2, self.t))
+            step_size = -(torch.reciprocal(1 - power(beta1, self.t)) * self.lr)
+            root = torch.sqrt(1 - power(beta2, self.t))
         scaled = rounded_sqrt(self.v, self.v_lo) / root
         denominator = (scaled.float() + self.eps).to(self.p.dtype)
         # Beyond the range of fp16 at small rates, so it is not rounded to that.

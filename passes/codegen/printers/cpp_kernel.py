@@ -355,15 +355,17 @@ def _any_power(printer: _Printer, node: Node) -> str:
     return (_power if known else _of_floats("std::pow({}, {})"))(printer, node)
 
 
-_SINGLE: dict[Any, Print] = {aten.pow.Scalar: _elementwise("std::pow({}, {})")}
+_SINGLE: dict[Any, Print] = {
+    aten.pow.Scalar: _elementwise("std::pow({}, {})"),
+    aten.pow.Tensor_Scalar: _any_power,
+    aten.pow.Tensor_Tensor: _of_floats("std::pow({}, {})"),
+}
 """Functions of the C library, which eager PyTorch takes of single numbers and not in vectors."""
 _LIBM: dict[Any, Print] = {
     aten.add.Tensor: _scaled("{0} + {2} * {1}", "alpha"),
     aten.sub.Tensor: _scaled("{0} - {2} * {1}", "alpha"),
     aten.addcmul.default: _scaled("{0} + {3} * {1} * {2}", "value"),
     aten.addcdiv.default: _scaled("{0} + {3} * ({1} / {2})", "value"),
-    aten.pow.Tensor_Scalar: _any_power,
-    aten.pow.Tensor_Tensor: _of_floats("std::pow({}, {})"),
     aten.rsqrt.default: _of_floats("1 / std::sqrt({})"),
     aten.sigmoid.default: _of_floats("1 / (1 + std::exp(-{}))"),
 }
