@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import (
 
 from collage_fx.hooks import data_reads, nested_compile
 from collage_fx.hooks.dynamo_settings import Failures
+from collage_fx.passes.rewrite.powers import in_float64
 from collage_fx.record.at_once import AtOnce, tensors_in
 from collage_fx.record.graph_notes import GraphNotes
 from collage_fx.record.notes import CannotNote, Notes
@@ -70,6 +71,8 @@ class Recorder:
     """Whether Dynamo compiles parts of this step."""
     asleep: bool = False
     """Whether the states are not known in this step: the first operation wakes it up."""
+    plain: bool = False
+    """Whether no state may have low words: all is done as eager PyTorch does it."""
     passes_by: bool = False
     """Whether operations are done as they come, as within a compiled graph."""
     noted: int = 0
@@ -180,7 +183,7 @@ class Recorder:
         operation, trace = OPERATIONS[func], self.graphs.trace
         if self.asleep:
             if self._needs_no_states(operation, args, kwargs):
-                return func(*args, **kwargs)
+                return self._function(func)(*args, **kwargs)
             self._wake_up()
         if operation.kind == "note" and (trace or not self._on_host(operation, args, kwargs)):
             # What autograd saves of an operation that it follows it may read by itself.
@@ -204,7 +207,7 @@ class Recorder:
                 trace.draw(func, args, kwargs, result)
             return result
         elif operation.kind == "note":
-            return func(*args, **kwargs)
+            return self._function(func)(*args, **kwargs)
         if trace is not None and not trace.reads(func, args):
             trace.spoiled = True
         return self._now(func, operation, args, kwargs)
@@ -227,6 +230,10 @@ class Recorder:
             return all(t.dtype not in self.words.wide for t in tensors_in(args, kwargs))
         on_host = operation.kind == "note" and self._on_host(operation, args, kwargs)
         return operation.kind == "view" or on_host
+
+    def _function(self, func: Any) -> Callable[..., Any]:
+        """Return what does arithmetic on the host, as it is done in graphs and segments."""
+        return func if self.plain else in_float64(func)
 
     def _on_host(self, operation: Operation, args: Any, kwargs: Any) -> bool:
         """Tell whether this is arithmetic of numbers on the host, such as a count of steps."""

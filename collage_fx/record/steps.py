@@ -192,6 +192,7 @@ class Steps:
         soon_over = joins and self.compiles and self.steps <= TRIED
         only = self.interpreted or self.forced or soon_over or self.recorder.all_at_once
         self.words.begin(present)
+        self.recorder.plain = all(o.tensor.dtype not in self.words.wide for o in present)
         self.executors.begin(interpreted_only=only, at_once=at_once)
 
     def _storage_for(self, owned: Owned) -> str:

@@ -16,8 +16,9 @@ from torch.fx import GraphModule
 from collage_fx.compilation.inductor import compile_divided, compile_exactly
 from collage_fx.compilation.session import Session
 from collage_fx.passes.ir.listing import text_of
+from collage_fx.passes.rewrite.powers import powers_in_float64
 from collage_fx.passes.rewrite.roundings import ROUNDED, keep_roundings
-from collage_fx.passes.rewrite.symbolic_scalars import keep_symbols
+from collage_fx.passes.rewrite.symbolic_scalars import Table, keep_symbols
 from collage_fx.runtime import logs, progress
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.segments.low_words import LowWords
@@ -104,7 +105,10 @@ class Joining:
         """Return what runs a segment with these numbers, and for which others it is right."""
         gm = graph_of_segment(segment, numbers, self.words, given.parts)
         mode, fakes = with_fakes(gm, given, numbers)
-        function = compile_joined(self.session, gm, mode, fakes)
+        table = select_decomp_table()
+        if not segment.is_plain(self.words):
+            table = powers_in_float64(table)
+        function = compile_joined(self.session, gm, mode, fakes, keep_symbols(table))
 
         def run(args: list[Any]) -> bool:
             function(args)
@@ -179,11 +183,16 @@ def _can_be_written(piece: Piece, words: LowWords) -> bool:
 
 
 def compile_joined(
-    session: Session, gm: GraphModule, mode: FakeTensorMode, fakes: Sequence[Any]
+    session: Session,
+    gm: GraphModule,
+    mode: FakeTensorMode,
+    fakes: Sequence[Any],
+    table: Table,
 ) -> Callable[[list[Any]], Any]:
     """Return what runs a graph that joins its inputs at the beginning and splits at the end.
 
-    Its inputs are those fake tensors, of this mode. It returns nothing.
+    Its inputs are those fake tensors, of this mode. It returns nothing. AOTAutograd decomposes by
+    this table.
     """
     whole: list[Callable[[list[Any]], Any]] = []
 
@@ -209,7 +218,7 @@ def compile_joined(
             gm,
             list(fakes),
             inner_compile=inner,
-            decompositions=keep_symbols(select_decomp_table()),
+            decompositions=table,
             config_patches=session.inductor or None,
         )
     if len(whole) == 1:  # AOTAutograd has neither merged inputs nor left writes to its wrapper

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from collage_fx.optimizer.ownership import Owned
+from collage_fx.passes.rewrite.powers import in_float64
 from collage_fx.segments.low_words import LowWords
 from collage_fx.segments.memory import Input
 from collage_fx.segments.operations import OPERATIONS
@@ -95,10 +96,13 @@ class Segment:
         if place.line[-1]:
             random.add(at)
 
+    def is_plain(self, words: LowWords) -> bool:
+        """Tell whether nothing in it may have low words: fp32 alone is left as it is."""
+        return words.wide.keys().isdisjoint(self.dtype)
+
     def computed(self, words: LowWords) -> dict[Any, torch.dtype]:
         """Return dtype -> what is computed in for it, in this segment."""
-        plain = words.wide.keys().isdisjoint(self.dtype)  # fp32 alone is left as it is
-        return words.wide if plain or self.writes_bits else words.computed
+        return words.wide if self.is_plain(words) or self.writes_bits else words.computed
 
     def _writes_bits(self) -> bool:
         seen: set[int] = set()
@@ -253,11 +257,13 @@ def run_joined(segment: Segment, call: Call, words: LowWords) -> None:
         return env[at]
 
     operands = Operands(segment, dtypes, value, call.floats.__getitem__, Tensor.to)
+    plain = segment.is_plain(words)
     unstored: set[int] = set()
     for line in segment.lines:
         args, kwargs = operands.of(line)
         try:
-            result = line.func(*args, **kwargs)
+            func = line.func if plain else in_float64(line.func)
+            result = func(*args, **kwargs)
         except BaseException:
             for at in unstored:  # as after the same error in eager PyTorch
                 _store(env[at], given.get(at), made.get(at), words)

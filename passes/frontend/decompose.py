@@ -234,6 +234,11 @@ def is_rounded_power(dtype: torch.dtype, exponent: Any) -> bool:
     return computed_in(dtype) == torch.float32 and not exact
 
 
+def in_fp32(number: float) -> float:
+    """Return the fp32 number that PyTorch takes as an operand of an fp32 power."""
+    return ctypes.c_float(number).value
+
+
 def _power(op: Any, b: Builder, out: Tensor, x: Any, y: Any) -> Any:
     """Take a power of 0-d operands in float64, and round it once.
 
@@ -249,7 +254,7 @@ def _power(op: Any, b: Builder, out: Tensor, x: Any, y: Any) -> Any:
     def operand(z: Any) -> Any:
         """Return an operand as the fp32 power would take it, in float64."""
         if not is_value(z):
-            return ctypes.c_float(z).value
+            return in_fp32(z)
         number = value_of(z).dtype == torch.float64  # a symbolic one
         return b.convert(b.convert(z, wide) if number else z, torch.float64)
 

@@ -1,5 +1,6 @@
 """Pass 8: do the whole graph on joined values, where slices would lose a part of a state."""
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ from torch.fx import Graph, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_aggregate, map_arg
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from collage_fx.passes.analysis.plan import storage_of
 from collage_fx.passes.frontend.capture import not_held
@@ -27,6 +29,7 @@ from collage_fx.passes.ir.program import (
     is_tensor,
     value_of,
 )
+from collage_fx.passes.rewrite.powers import POWERS, in_float64
 from collage_fx.passes.rewrite.residual_inputs import add_residuals, fake_mode_of
 from collage_fx.passes.rewrite.roundings import keep_roundings
 from collage_fx.runtime.expansion.eft import FP8, wider_dtypes
@@ -214,6 +217,11 @@ class _Joiner:
 
     def _operation(self, node: Node) -> Any:
         """Append an operation in the wider dtypes; return its result, a tuple if there are some."""
+        if node.target in POWERS and all(map(is_tensor, node.all_input_nodes)):
+            return self._power(node)
+        of: Any = node.args[0] if node.target is operator.getitem else None
+        if isinstance(self.env.get(of), tuple):
+            return self.env[of][node.args[1]]
         new = self.graph.node_copy(node, self.env.__getitem__)
         args, kwargs = map_aggregate(
             (new.args, new.kwargs),
@@ -229,6 +237,27 @@ class _Joiner:
         if not isinstance(before, Tensor):
             return new  # a list, of which the items come next
         return self._converted(new, self.computed.get(before.dtype, before.dtype))
+
+    def _power(self, node: Node) -> Any:
+        """Append powers, of 0-d tensors in float64; return the result, or a tuple of them."""
+        operands, form = tree_flatten(map_arg(node.args, self.env.__getitem__))
+        xs = [x for x in operands if isinstance(x, Node)]
+        numbers = [None if isinstance(x, Node) else x for x in operands]
+
+        def power(*tensors: Tensor) -> Any:
+            given = iter(tensors)
+            args = [next(given) if x is None else x for x in numbers]
+            made = in_float64(node.target)(*tree_unflatten(args, form))
+            return tuple(made) if isinstance(made, list) else made
+
+        made = self._inlined(power, (node.target, str(form), *numbers), xs)
+        dtypes = self.computed
+        if isinstance(made, tuple):
+            before = (v.dtype for v in node.meta["val"])
+            return tuple(
+                self._converted(x, dtypes.get(d, d)) for x, d in zip(made, before, strict=True)
+            )
+        return self._converted(made, dtypes.get(value_of(node).dtype, value_of(node).dtype))
 
     def _stored(self, node: Node, new: Node) -> list[Node]:
         """Return the words of the new value of an input."""

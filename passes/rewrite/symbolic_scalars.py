@@ -18,11 +18,11 @@ from torch import SymFloat, Tensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from collage_fx.passes.frontend.decompose import DECOMPOSITIONS
+from collage_fx.passes.frontend.decompose import DECOMPOSITIONS, is_rounded_power
 from collage_fx.passes.frontend.torch_internals import suggest_memory_format
 from collage_fx.passes.ir.program import Value, value_of
 from collage_fx.passes.rewrite.op_schema import each, functional, is_foreach, written
-from collage_fx.runtime.expansion.eft import WIDER
+from collage_fx.runtime.expansion.eft import WIDER, computed_in
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -37,6 +37,7 @@ _OF_TENSORS = {
     aten.clamp_min.default: aten.maximum.default,
     aten.clamp_max.default: aten.minimum.default,
 }
+_POWERS = (aten.pow.Scalar, aten.pow.Tensor_Scalar)
 
 Table = dict[Any, Callable[..., Any]]
 
@@ -78,10 +79,12 @@ def _single(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         known = tree_map_only(SymFloat, lambda _: 1.0, (args, kwargs))
         out = op(*known[0], **known[1])
     if op in _OF_TENSORS:
-        wide = WIDER.get(out.dtype, out.dtype)
-        one = torch.ones((), dtype=wide, device=out.device)
-        operands = [x.to(wide) if isinstance(x, Tensor) else one * x for x in args]
-        return _OF_TENSORS[op](*operands).to(out.dtype)
+        power = op in _POWERS and not out.dim() and is_rounded_power(out.dtype, args[1])
+        wide = torch.float64 if power else WIDER.get(out.dtype, out.dtype)
+        narrow = computed_in(out.dtype) if power else wide
+        one = torch.ones((), dtype=narrow, device=out.device)
+        operands = [x.to(wide) if isinstance(x, Tensor) else (one * x).to(wide) for x in args]
+        return _OF_TENSORS[op](*operands).to(narrow).to(out.dtype)
     operands, named = tree_map_only(Tensor, Value, (args, kwargs))
     if op in DECOMPOSITIONS:
         return value_of(DECOMPOSITIONS[op](_OnTensors(), out, *operands, **named))
