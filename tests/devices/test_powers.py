@@ -1,0 +1,132 @@
+"""Bias corrections have equal bits in every way that a step is done, and are rounded once."""
+
+import os
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import interpreter
+import power_steps
+import pytest
+import torch
+from graphs import differing
+from power_steps import BETAS, CASES, COUNTS, EVERY, WAYS, powers, trained
+from torch import Tensor
+
+import collage_fx
+from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS
+
+pytestmark = pytest.mark.kernels
+
+aten = torch.ops.aten
+EVERY_DAY = ("capturable", "host")
+IN_PROCESS = tuple(way for way in WAYS if way != "Triton's")
+
+
+def by_triton(what: str, folder: Path) -> Any:
+    """Return what power_steps.py saves, run by Triton's interpreter, which is chosen at import."""
+    command = [sys.executable, power_steps.__file__, str(folder / "saved"), what]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return torch.load(folder / "saved")
+
+
+@pytest.mark.parametrize(
+    "case", [c if c in EVERY_DAY else pytest.param(c, marks=pytest.mark.slow) for c in CASES]
+)
+def test_steps_have_equal_words_in_every_way(case: str, tmp_path: Path) -> None:
+    expected = trained(case, IN_PROCESS[0])
+    for way in IN_PROCESS[1:]:
+        assert sum(map(differing, trained(case, way), expected)) == 0, way
+    assert sum(map(differing, by_triton(case, tmp_path), expected)) == 0
+
+
+def pushed(push: Callable[[Tensor], Tensor]) -> Any:
+    """Let the interpreter have powers that are off, by what is done to each in float64."""
+
+    def of(op: Any) -> Callable[..., Tensor]:
+        def power(x: Any, y: Any) -> Tensor:
+            exact: Tensor = op(x, y)
+            assert exact.dtype == torch.float64
+            return push(exact)
+
+        return power
+
+    ops = (aten.pow.Scalar, aten.pow.Tensor_Scalar)
+    return mock.patch.multiple(
+        interpreter,
+        LIKE_KERNELS=interpreter.LIKE_KERNELS | {op: of(op) for op in ops},
+        READY=weakref.WeakKeyDictionary(),
+    )
+
+
+def next_(x: Tensor) -> Tensor:
+    return torch.nextafter(x, torch.tensor(torch.inf, dtype=x.dtype))
+
+
+def test_a_power_off_by_an_ulp_of_fp32_is_seen_and_by_two_of_float64_is_not() -> None:
+    expected = trained("capturable", "interpreted")
+    with pushed(lambda x: next_(next_(x))):
+        assert sum(map(differing, trained("capturable", "interpreted"), expected)) == 0
+    with pushed(lambda x: next_(x.float()).double()):
+        found = trained("capturable", "interpreted")
+    # Parameter, its low word, average, second moment and its low word, for each parameter.
+    lows = list(zip(found[1::5], expected[1::5], strict=True))
+    assert sum(differing(a, b) for a, b in lows) > sum(a.numel() for a, _ in lows) / 2
+
+
+def in_fp32(beta: float, count: int) -> float:
+    """Return the power of an fp32 number, computed with integers and rounded once to fp32."""
+    exact = Fraction(torch.tensor(beta).item()) ** count
+    exponent = exact.numerator.bit_length() - exact.denominator.bit_length()
+    while Fraction(2) ** exponent > exact:
+        exponent -= 1
+    last = Fraction(2) ** (max(exponent, -126) - 23)
+    return float(round(exact / last) * last)  # round() takes ties to even
+
+
+@pytest.fixture(scope="module")
+def exact() -> Tensor:
+    return torch.tensor([[in_fp32(b, k) for b in BETAS] for k in range(1, COUNTS + 1)])
+
+
+@pytest.mark.parametrize("way", IN_PROCESS)
+def test_powers_are_rounded_correctly(way: str, exact: Tensor) -> None:
+    MULTI_TENSOR_KERNELS.clear()
+    assert differing(powers(way, range(1, COUNTS + 1)), exact) == 0
+    if way == "C++":
+        sources = [kernel.sources["cpu"] for kernel in MULTI_TENSOR_KERNELS.values()]
+        assert any("std::pow" in source for source in sources)
+
+
+def test_powers_of_triton_kernels_are_rounded_correctly(exact: Tensor, tmp_path: Path) -> None:
+    assert differing(by_triton("powers", tmp_path), exact[::EVERY]) == 0
+
+
+def test_the_oracle_can_fail(exact: Tensor) -> None:
+    """PyTorch's fp32 power on a CPU is off by a unit in the last place at times."""
+    counts = torch.arange(1.0, COUNTS + 1)
+    found = torch.stack([torch.pow(beta, counts) for beta in BETAS], 1)
+    assert differing(found, exact) > 0
+    assert torch.allclose(found, exact, rtol=2**-22, atol=2**-149)
+
+
+@pytest.mark.filterwarnings("ignore:collage_fx. nothing needed compensation")
+@pytest.mark.parametrize("record", ["auto", True])
+def test_a_step_without_compensation_has_the_powers_of_plain_pytorch(record: Any) -> None:
+    p = torch.ones(3, requires_grad=True)
+    p.grad = torch.zeros_like(p)
+    optimizer = power_steps.Powers([p])
+    step = collage_fx.compile(optimizer, record=record)
+    state = optimizer.state[p]
+    for count in range(1, 301):
+        state["step"].fill_(count - 1)
+        step()
+        for beta in BETAS:
+            assert state[str(beta)] == beta ** torch.tensor(float(count))
