@@ -10,7 +10,8 @@ What equality to expect, and what `test_interpreter.py` checks:
 
 - Within collage::region, and so within each kernel over a class, every operation is one of fp32 (or
   fp64) and every rounding is written down: bit for bit as Inductor, but for functions that
-  vectorized and scalar code compute differently by an ulp (exp, log, pow, tanh, ...).
+  vectorized and scalar code compute differently by an ulp (exp, log, tanh, powers of tensors that
+  are not 0-d, ...).
 - Operations outside of them (reductions, matrix products, graphs in which nothing is compensated)
   round each result to its dtype here, as eager PyTorch does; Inductor keeps fused bf16 and fp16
   values in fp32. There both are right to a few roundings of the dtype, and not equal.
