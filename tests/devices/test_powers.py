@@ -16,10 +16,13 @@ import pytest
 import torch
 from graphs import differing
 from power_steps import BETAS, CASES, COUNTS, EVERY, WAYS, powers, trained
+from tensors import bf16, with_grads
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import collage_fx
 from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS
+from collage_fx.passes.rewrite.powers import in_float64, powers_in_float64
 
 pytestmark = pytest.mark.kernels
 
@@ -107,6 +110,47 @@ def test_powers_are_rounded_correctly(way: str, exact: Tensor) -> None:
 
 def test_powers_of_triton_kernels_are_rounded_correctly(exact: Tensor, tmp_path: Path) -> None:
     assert differing(by_triton("powers", tmp_path), exact[::EVERY]) == 0
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_powers_beside_joined_values_are_rounded_correctly(foreach: bool, exact: Tensor) -> None:
+    p = with_grads([bf16(5)])[0]
+    optimizer = power_steps.ComputedAnew([p], foreach=foreach)
+    with interpreter.without_compiler():
+        step = collage_fx.compile(optimizer, arithmetic="wide")
+        for k in range(600):
+            step()
+            assert optimizer.state[p]["power"] == exact[k, 1]
+    assert all("joined" in s.reason for s in collage_fx.report(step).states[:1])
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_every_operation_that_takes_powers_is_rounded_correctly(
+    traced: bool, exact: Tensor
+) -> None:
+    counts = [torch.tensor(float(k)) for k in range(1, 601)]
+    base = torch.tensor(BETAS[1])
+
+    def taken(op: Any, *args: Any) -> list[Tensor]:
+        if not traced:
+            made = in_float64(op)(*args)
+        else:
+            table = powers_in_float64({})
+            made = make_fx(lambda *xs: op(*xs), decomposition_table=table)(*args)(*args)
+        return made if isinstance(made, list) else [made]
+
+    expected = list(exact[: len(counts), 1])
+    assert taken(aten._foreach_pow.ScalarAndTensor, BETAS[1], counts) == expected
+    assert taken(aten._foreach_pow.List, [base] * len(counts), counts) == expected
+    for count, power in zip(counts[::100], expected[::100], strict=True):
+        assert taken(aten.pow.Scalar, BETAS[1], count) == [power]
+        assert taken(aten.pow.Tensor_Tensor, base, count) == [power]
+        assert taken(aten.pow.Tensor_Scalar, base, int(count)) == [power]
+    if not traced:
+        written = [base.clone() for _ in counts]
+        in_float64(aten._foreach_pow_.List)(written, counts)
+        assert written == expected
+        assert in_float64(aten.pow_.Tensor)(base.clone(), counts[9]) == expected[9]
 
 
 def test_the_oracle_can_fail(exact: Tensor) -> None:

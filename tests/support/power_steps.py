@@ -74,6 +74,30 @@ class Powers(Optimizer):
             p.sub_(p.grad * (a + b + c + d))
 
 
+class ComputedAnew(Optimizer):
+    """Divides a state by its norm, which is done on joined values; keeps its last power."""
+
+    def __init__(self, params: list[Tensor], *, foreach: bool) -> None:
+        super().__init__(params, {"foreach": foreach})
+        for p in params:
+            z, count, power = p.detach().clone(), torch.zeros(()), torch.zeros(())
+            self.state[p].update(z=z, step=count, power=power)
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        (group,) = self.param_groups
+        for p in group["params"]:
+            state = self.state[p]
+            state["step"] += 1
+            if group["foreach"]:
+                (power,) = torch._foreach_pow(BETAS[1], [state["step"]])
+            else:
+                power = BETAS[1] ** state["step"]
+            state["power"].copy_(power)
+            state["z"].sub_(p.grad * power, alpha=1e-4)
+            p.copy_(state["z"] / state["z"].norm())
+
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "capturable": ("capturable", {"storage": "remainder16"}),
     "host": ("host", {"storage": "remainder16"}),
