@@ -51,7 +51,7 @@ def large(setup: Setup, rows: Rows) -> None:
             if key.startswith("0 ") and t.dim()
         }
         theirs = {key: t for key, t in _stepped(*pieces, **options).items() if t.dim()}
-        compare(rows, f"{name}, {size} elements", ours, theirs, setup.folder)
+        compare(rows, f"{name}, {size} elements", ours, theirs)
         del p, g, whole
         free(setup)
     sanitized(setup, rows)

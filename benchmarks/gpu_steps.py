@@ -68,7 +68,7 @@ def hosted(setup: Setup, rows: Rows, name: str, step: Step) -> None:
     """Add a row for a step's host time, with its work, a step waited for, and steps in a row."""
     more = {
         "waiting step, ms": spread(host_times(setup, step, waiting=True))["median"],
-        "back to back, ms": spread(between_events(setup, step))["median"],
+        "back to back, ms": spread(between_events(setup, step, calls=5))["median"],
         **_work(setup, step),
     }
     rows.measure(f"{name}: host", host_times(setup, step), **more)
@@ -179,8 +179,8 @@ def replays(setup: Setup, rows: Rows, name: str) -> None:
     """Compare the words of replays with those of steps, and of a replay with itself done again."""
     launched, _ = _after(setup, name, replayed=False)
     once, again = _after(setup, name, replayed=True)
-    compare(rows, f"{name}: replayed as launched", once, launched, setup.folder)
-    compare(rows, f"{name}: replayed again as once", again, once, setup.folder)
+    compare(rows, f"{name}: replayed as launched", once, launched)
+    compare(rows, f"{name}: replayed again as once", again, once)
 
 
 def graphs(setup: Setup, rows: Rows) -> None:
@@ -210,7 +210,7 @@ def inductors_graphs(setup: Setup, rows: Rows) -> None:
         found.append({key: t.clone() for key, t in words_of(optimizer).items()})
         free(setup)
     seen = {k: n for k, n in counters["inductor"].items() if "cudagraph" in k}
-    compare(rows, "reduce-overhead as launched", found[1], found[0], setup.folder, **seen)
+    compare(rows, "reduce-overhead as launched", found[1], found[0], **seen)
 
 
 class Model(nn.Module):
@@ -243,7 +243,7 @@ def _training_graph(setup: Setup, rows: Rows) -> None:
         for _ in range(5 if replayed and setup.device == "cuda" else 8):
             train()
         found.append({key: t.clone() for key, t in words_of(optimizer).items()})
-    compare(rows, "a training step captured whole", found[1], found[0], setup.folder)
+    compare(rows, "a training step captured whole", found[1], found[0])
 
 
 def _train(model: nn.Module, x: Tensor, optimizer: Optimizer, step: Step) -> Callable[[], None]:

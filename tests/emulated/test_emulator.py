@@ -2,6 +2,9 @@
 
 import ctypes
 import gc
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 
 import cuda_emulator as emulator
@@ -182,3 +185,11 @@ def test_a_capture_may_leave_other_work_alone(x: Tensor) -> None:
         query(x)
         allocate_apart(x)
     assert counted(graph.replay)["kernels replayed"] == 1
+
+
+@pytest.mark.parametrize(("variable", "read"), [("ONES", [7.0, 1.0]), ("ZEROS", [0.0, 0.0])])
+def test_small_reads_give_what_a_program_needs(variable: str, read: list[float]) -> None:
+    program = "import torch; print([torch.tensor(x).to('cuda').item() for x in (7.0, 0.0)])"
+    env = {**os.environ, f"CUDA_EMULATOR_{variable}": "1"}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
+    assert done.stdout.strip() == str(read), done.stderr

@@ -197,23 +197,24 @@ def test_one_bit_of_a_parameters_low_word_fails_the_words(tmp_path: Path) -> Non
         if planted:
             one_bit(known[SGD]["words"])
         torch.save(known, setup.words)
-        rows = Rows(tmp_path / "rows.json", "A2 launches", "cpu", "python x")
+        rows = Rows(tmp_path / "rows.json", "A2 launches", "cpu", "python x", folder=tmp_path)
         gpu_words.whole_steps(setup, rows, [SGD])
         found = {row["name"]: row for row in rows.rows}
         assert found[SGD]["ok"] is not planted
         assert found["control: one bit of a low word is found"]["ok"]
     assert found[SGD]["differing"] == 1 and found[SGD]["where"] == {"0 param, residual 0": 1}
-    kept = torch.load(tmp_path / "gpu_words_differing.pt")[f"A2 launches: {SGD}"]
+    kept = torch.load(tmp_path / "differing_A2_launches.pt")[SGD]
     (at, ours, theirs) = kept["0 param, residual 0"]
     assert at.tolist() == [7] and (ours ^ theirs).tolist() == [1]
 
 
-def test_words_of_other_sources_are_made_anew(tmp_path: Path) -> None:
+def test_words_of_another_torch_are_made_anew(tmp_path: Path) -> None:
     setup = Setup("cpu", dry=True, folder=tmp_path, words=tmp_path / "words.pt")
-    torch.save({"sources": "others"}, setup.words)
-    rows = Rows(tmp_path / "rows.json", "A2 launches", "cpu", "python x")
+    others = {"sources": gpu_words._made_of(), "torch": (2, 0)}  # a version of other graphs
+    torch.save(others, setup.words)
+    rows = Rows(tmp_path / "rows.json", "A2 launches", "cpu", "python x", folder=tmp_path)
     gpu_words.whole_steps(setup, rows, [SGD])
-    assert "no file of these sources" in rows.rows[0]["note"] and not gpu_rows.wrong(rows.rows)
+    assert "made here: the file has" in rows.rows[0]["note"] and not gpu_rows.wrong(rows.rows)
 
 
 @pytest.mark.parametrize("planted", [False, True])
@@ -239,7 +240,7 @@ def test_one_bit_of_a_parameters_low_word_fails_the_graphs(
 
     monkeypatch.setattr(gpu_steps, "_optimizer", noted)
     monkeypatch.setattr(gpu_steps, "graph_of", replay_of)
-    rows = Rows(tmp_path / "rows.json", "A5 graphs", "cpu", "python x")
+    rows = Rows(tmp_path / "rows.json", "A5 graphs", "cpu", "python x", folder=tmp_path)
     gpu_steps.replays(Setup("cpu", dry=True, folder=tmp_path), rows, SGD)
     as_launched, again = rows.rows
     # Done again, from the words of before, it has no planted bit.

@@ -15,6 +15,8 @@ Its environment variables, which are read when the process starts:
 - CUDA_EMULATOR_GIB: memory of the device, 79 by default; fractions are allowed.
 - CUDA_EMULATOR_ONES: if set, reading four bytes of zeros from the device gives 1.0, for programs
   that divide by what kernels would have computed.
+- CUDA_EMULATOR_ZEROS: if set, reading at most eight bytes from the device gives zeros, for programs
+  that read how many elements a kernel has found: memory that none has written is that of before.
 - CUDA_EMULATOR_TRACE: if set, synchronisations, and what a capture forbids, are printed to stderr.
 """
 

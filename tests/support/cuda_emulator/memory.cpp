@@ -31,6 +31,7 @@ static size_t limit_from_environment() {
 }
 
 static const bool ones = getenv("CUDA_EMULATOR_ONES") != nullptr;
+static const bool zeros = getenv("CUDA_EMULATOR_ZEROS") != nullptr;
 
 // Addresses that are handed out once only, so that a pointer tells what it points to. A page costs
 // nothing until it is written.
@@ -151,6 +152,10 @@ void copy_bytes(void* to, const void* from, size_t bytes) {
     int word;
     memcpy(&word, from, 4);
     memcpy(to, word ? from : static_cast<const void*>(&one), 4);
+    return;
+  }
+  if (zeros && reads && bytes <= 8) {
+    memset(to, 0, bytes);
     return;
   }
   bool within = is_device(from) && is_device(to);
