@@ -49,12 +49,13 @@ tested-version:
 		"none of the versions that were tested: $$tested (runtime/torch_versions.py)"; exit 1;; esac
 
 # The host's part of GPU code (launches, copies, captures) on an emulated device, without a GPU: the
-# CUDA wheel of torch in an environment of its own, some 5 GB. tests/support/cuda_emulator.
+# CUDA wheel of torch in an environment of its own, some 5 GB. tests/support/cuda_emulator. ALL=1 runs
+# every part of the GPU check too, for a quarter of an hour.
 EMULATED := build/cuda-emulated
 
 test-cuda-emulated: $(EMULATED)/.ready
 	OMP_NUM_THREADS=1 PYTHONPATH=tests/support $(EMULATED)/bin/python -m cuda_emulator \
-		python -m pytest tests/emulated
+		python -m pytest tests/emulated $(if $(ALL),,-m "not slow")
 
 $(EMULATED)/.ready: requirements-cuda.txt pyproject.toml
 	$(PYTHON) -m venv $(EMULATED)

@@ -47,9 +47,9 @@ VARIANTS = (
 )
 PEERS = (
     *("plus eft", "remainder16", "plain fused", "master", "plus wide", "light eft"),
-    *("optimi", "flashoptim", "torchao rounding"),
+    *("optimi", "flashoptim"),
 )
-SLOW_PEERS = ("torchao 8-bit", "heavyball")
+SLOW_PEERS = ("torchao rounding", "torchao 8-bit", "heavyball")
 """They compile for more than half a minute."""
 WHOLE = ("plus eft", "master", "remainder16", "plain fused")
 """They train models."""

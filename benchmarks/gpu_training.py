@@ -56,9 +56,9 @@ def _begin_peak(setup: Setup) -> None:
 def peer(setup: Setup, rows: Rows, name: str) -> None:
     """Measure a way over GPT-1.5B: time, bandwidth, bytes for each parameter held and at the peak.
 
-    heavyball, which compiles a kernel for each tensor, has as many elements in 24 tensors.
+    heavyball, which compiles a kernel for each tensor, has as many elements in six tensors.
     """
-    few: Shapes = [(65_000_000,)] * 24
+    few: Shapes = [(260_000_000,)] * 6
     shapes = few if name == "heavyball" and not setup.dry else setup.gpt
     way, elements, before = ALL[name], count(shapes), _held(setup)
     step = way.make(parameters(shapes, setup.device))
