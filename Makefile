@@ -11,7 +11,7 @@ FRAMEWORKS := $(VENV)/.frameworks
 PYTEST := -m pytest -n 2 --dist worksteal
 
 .PHONY: demo test test-all test-torch test-cuda-emulated tested-version fuzz lint bench bench-peers \
-	gpu gpu-here gpu-prepared gpu-emulated site peers a-gpu coverage engine-times clean
+	gpu gpu-here gpu-prepared gpu-emulated a-gpu coverage engine-times clean
 
 demo: $(READY)
 	$(BIN)/python examples/train_bytes.py
@@ -94,35 +94,21 @@ gpu: a-gpu $(READY)
 # triton, numpy and pytest, and asks no network. What the two targets below leave in build/ is used.
 #   make gpu-here RUN=A        make gpu-here RUN=B ARGS="--commit 85bc725"
 #   make gpu-here ARGS=--dry   for the CPU
-SITE := build/site
-WHEELS := build/wheels
-# Other places on the path come later: a user's own packages.
-ON_SITE = PYTHONPATH=$(CURDIR)/$(SITE):$(CURDIR)/build/peers$${PYTHONPATH:+:$$PYTHONPATH}
-CACHED := TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/build/gpu_cache TRITON_CACHE_DIR=$(CURDIR)/build/gpu_cache/triton
 CHECK = benchmarks/gpu_check.py $(if $(RUN),--run $(RUN)) $(ARGS)
 
-gpu-here: site peers
-	$(CACHED) $(ON_SITE) $(PYTHON) $(CHECK)
-
-site:
-	rm -rf $(SITE) && mkdir -p $(SITE)
-	cp -r collage_fx $(SITE) && rm -f $(SITE)/collage_fx/passes $(SITE)/collage_fx/runtime
-	cp -r passes runtime $(SITE)/collage_fx
-
-peers:
-	@if ls $(WHEELS)/*.whl >/dev/null 2>&1; then $(PYTHON) -m pip install --quiet --no-index --no-deps \
-		--upgrade --target build/peers $(WHEELS)/*.whl; else echo "no peers: $(WHEELS) is empty"; fi
+gpu-here:
+	$(PYTHON) $(CHECK)
 
 # What is carried to the machine with the GPU beside the checkout: the expected words, by its version
 # of torch, and the peers' wheels.
 gpu-prepared: $(EMULATED)/.ready
 	$(EMULATED)/bin/python benchmarks/gpu_words.py --out build/gpu_words.pt
-	$(EMULATED)/bin/python -m pip download --quiet --no-deps --dest $(WHEELS) --requirement $(PEERS)
+	$(EMULATED)/bin/python -m pip download --quiet --no-deps --dest build/wheels --requirement $(PEERS)
 
 # The same check on the emulated device; it leaves compiled kernels in build/gpu_cache.
 #   make gpu-emulated RUN=A
-gpu-emulated: $(EMULATED)/.ready site peers
-	$(CACHED) CUDA_EMULATOR_ZEROS=1 $(ON_SITE):tests/support $(EMULATED)/bin/python -m cuda_emulator \
+gpu-emulated: $(EMULATED)/.ready
+	CUDA_EMULATOR_ZEROS=1 PYTHONPATH=tests/support $(EMULATED)/bin/python -m cuda_emulator \
 		python $(CHECK) --out build/gpu_emulated$(RUN).json
 
 # Before anything is installed.

@@ -16,6 +16,7 @@ import contextlib
 import importlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple, Protocol
 
@@ -95,13 +96,16 @@ class Begun(Protocol):
 class Process:
     """A process that imports what its part needs, and runs it when it is told to."""
 
-    def __init__(self, name: str, command: Sequence[str]) -> None:
+    def __init__(
+        self, name: str, command: Sequence[str], env: Mapping[str, str] | None = None
+    ) -> None:
         """Start it.
 
         Args:
             name: of the part.
             command: what is run, with the path of a file for its rows at the end. It reads a line
                 from its standard input before it begins.
+            env: its environment; None for that of this process.
         """
         self.name = name
         self.folder = tempfile.TemporaryDirectory()
@@ -115,6 +119,7 @@ class Process:
             stderr=self.output,
             start_new_session=True,
             text=True,
+            env=env,
         )
 
     def run(self, seconds: float) -> list[Row]:
@@ -258,10 +263,33 @@ def chosen(args: argparse.Namespace) -> list[str]:
     return [name for name in names if name.startswith(tuple(wanted))]
 
 
+def lay_out() -> list[str]:
+    """Lay packages out as they are installed, and peers; return the folders to import from."""
+    site, peers = ROOT / "build/site", ROOT / "build/peers"
+    shutil.rmtree(site, ignore_errors=True)
+    linked = shutil.ignore_patterns("__pycache__", "passes", "runtime")
+    shutil.copytree(ROOT / "collage_fx", site / "collage_fx", ignore=linked)
+    for name in ("passes", "runtime"):
+        shutil.copytree(ROOT / name, site / "collage_fx" / name)
+    wheels = sorted(map(str, (ROOT / "build/wheels").glob("*.whl")))
+    if wheels:
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
+        subprocess.run([*command, "--upgrade", "--target", str(peers), *wheels], check=False)
+    return [str(site), str(peers)]
+
+
+def surroundings() -> dict[str, str]:
+    """Return the environment of the parts; compiled kernels are kept, and carried, in build/."""
+    cache = ROOT / "build/gpu_cache"
+    caches = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TRITON_CACHE_DIR": str(cache / "triton")}
+    paths = [*lay_out(), *filter(None, sys.path)]
+    fixed = {"TORCHINDUCTOR_VEC_ISA_OK": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    return {**os.environ, **caches, **fixed}
+
+
 def main() -> int:
     """Run the check; return the exit status."""
     args = arguments()
-    os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
     if args.part:
         warnings.simplefilter("ignore")
         return run_here(args.part, args, args.file)
@@ -278,11 +306,11 @@ def main() -> int:
         )
         return 1
     seconds = args.seconds or {"A": 310, "B": 380}.get(args.run, 690)
-    os.environ["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+    env = surroundings()
     command = [sys.executable, __file__, *(["--dry"] if args.dry else [])]
     command += ["--out", str(args.out), "--words", str(args.words), "--command", given()]
     command += ["--commit", args.commit or commit(ROOT)]
-    rows = run_all(names, args.out, seconds, lambda n: Process(n, [*command, "--part", n]))
+    rows = run_all(names, args.out, seconds, lambda n: Process(n, [*command, "--part", n], env))
     bad = wrong(rows)
     print(f"\n{table(rows)}\n\nwritten: {args.out}, {len(rows)} rows, {len(bad)} wrong")
     return int(bool(bad))
