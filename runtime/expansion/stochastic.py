@@ -52,7 +52,11 @@ class Seeds:
 
 
 def _capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    """Tell whether the current stream of a device is being captured."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):  # what is asked is the current device
+        return torch.cuda.is_current_stream_capturing()
 
 
 def advance(seed: Tensor) -> None:

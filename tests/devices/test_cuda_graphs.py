@@ -22,7 +22,14 @@ import collage_fx
 from collage_fx.compilation.session import Session
 from collage_fx.config import CollageConfig
 from collage_fx.errors import CaptureError
-from collage_fx.runtime.expansion.stochastic import Seeds, advance, chance, round_by_chance, seed_of
+from collage_fx.runtime.expansion.stochastic import (
+    Seeds,
+    _capturing,
+    advance,
+    chance,
+    round_by_chance,
+    seed_of,
+)
 from collage_fx.runtime.kernels import triton_launch
 from collage_fx.runtime.kernels.triton_launch import CHUNKS, Launch, Table
 from collage_fx.step.small_updates import AFTER, SmallUpdates
@@ -185,6 +192,21 @@ def test_a_captured_seed_advances_where_it_is(monkeypatch: pytest.MonkeyPatch) -
         advance(tensor)
     with pytest.raises(CaptureError, match="seed of stochastic rounding"):
         Seeds(0, [device])
+
+
+def test_a_seed_asks_the_stream_of_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = [0]
+
+    @contextlib.contextmanager
+    def device(wanted: torch.device) -> Iterator[None]:
+        current.append(wanted.index)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[-1] == 1)
+    assert [_capturing(torch.device("cuda", i)) for i in range(3)] == [False, True, False]
+    assert not _capturing(torch.device("cpu")) and current == [0]
 
 
 def test_seeds_that_advance_round_without_bias() -> None:
