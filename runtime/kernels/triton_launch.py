@@ -54,6 +54,15 @@ class Ready:
     geometry: Geometry
     spare: list[Table] = field(default_factory=list)
     """For CUDA graphs: while one is captured, nothing can be allocated outside of its memory."""
+    made: torch.cuda.Event | None = None
+    """What a launch on another stream than that of the first waits for; None on a CPU."""
+
+    def used_by(self, stream: torch.cuda.Stream) -> None:
+        """Let a stream read the geometry, which is not freed before it has."""
+        if self.made is not None:
+            stream.wait_event(self.made)
+        for tensor in self.geometry:
+            tensor.record_stream(stream)
 
 
 Key: TypeAlias = tuple[tuple[int, ...], bool, torch.device]
@@ -104,7 +113,10 @@ class Launch:
             else:
                 near = [_near(column, device, kept) for column in columns]
                 table = _moved(_table_of(near), device, kept)
-                geometry = self._ready(key, table.shape).geometry
+                ready = self._ready(key, table.shape)
+                if cuda:
+                    ready.used_by(torch.cuda.current_stream(device))
+                geometry = ready.geometry
             self.kernel[(geometry.members.numel(),)](
                 table,
                 *geometry,
@@ -127,7 +139,10 @@ class Launch:
         if key not in self.ready:
             if len(self.ready) == _KEPT:
                 self.ready.pop(next(iter(self.ready)))
-            self.ready[key] = Ready(Geometry(*(_moved(t, device, []) for t in _chunks(sizes))))
+            ready = Ready(Geometry(*(_moved(t, device, []) for t in _chunks(sizes))))
+            if device.type == "cuda":
+                ready.made = torch.cuda.current_stream(device).record_event()
+            self.ready[key] = ready
         ready = self.ready[key]
         while device.type == "cuda" and len(ready.spare) < _SPARE:
             ready.spare.append(_new_table(shape, device))

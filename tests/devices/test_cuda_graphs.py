@@ -53,6 +53,16 @@ class Stream:
     def __init__(self) -> None:
         self.capturing = False
         self.launches: list[tuple[Any, ...]] = []
+        self.waited: list[object] = []
+        """The events that it waits for, each of which is the stream that has recorded it."""
+        self.readers: dict[int, list[object]] = {}
+        """id(tensor) -> the streams that keep its memory."""
+
+    def record_event(self) -> object:
+        return self
+
+    def wait_event(self, event: object) -> None:
+        self.waited.append(event)
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
         return lambda *args, **options: self.launches.append(args)
@@ -80,7 +90,12 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
         assert not made.capturing
         return Table(*(torch.full(shape, -1) for _ in "ab"))
 
+    def record_stream(tensor: Tensor, stream: object) -> None:
+        made.readers.setdefault(id(tensor), []).append(stream)
+
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: made.capturing)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: made)
+    monkeypatch.setattr(Tensor, "record_stream", record_stream)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(triton_launch, "device_of", lambda column: torch.device("cuda", 0))
     monkeypatch.setattr(triton_launch, "_is_near", lambda column, device: True)
@@ -138,6 +153,23 @@ def test_a_number_on_the_host_is_no_part_of_a_graph(
     monkeypatch.setattr(triton_launch, "_is_near", lambda column, device: False)
     with stream.captured(), pytest.raises(CaptureError, match="capturable=True"):
         launch.run(columns, SIZES)
+
+
+def test_a_geometry_is_kept_for_each_stream_that_reads_it(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory belongs to the stream that has made it, which may use it again once it is free."""
+    launch, columns = launch_of(stream)
+    launch.run(columns, SIZES)
+    other = Stream()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: other)
+    launch.run(columns, SIZES)
+    geometries = [ready.geometry for ready in launch.ready.values()]
+    assert len(geometries) == 2  # of aligned members, and of the others
+    for tensor in (t for geometry in geometries for t in geometry):
+        assert stream.readers[id(tensor)] == [stream, other]
+    # Nor does it read what the first is still to write.
+    assert other.waited == [stream, stream]
 
 
 def test_the_check_on_allocations_can_fail() -> None:
