@@ -1,11 +1,25 @@
 """The states that a step may carry, as its supervisor looks for them."""
 
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_fx.config import CollageConfig
-from collage_fx.optimizer.ownership import Owned, all_tensors_of, compensable, state_count
+from collage_fx.optimizer.checkpoints.history import history_of
+from collage_fx.optimizer.ownership import (
+    STAND_IN,
+    Owned,
+    all_tensors_of,
+    compensable,
+    family,
+    groups_of,
+    init_states,
+    state_count,
+)
 from collage_fx.passes.ir.program import LOW_PRECISION, Carried, compensable_in
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import FINEST, check_compensable
@@ -42,6 +56,70 @@ class OptimizerStates(FunctionStates):
     def count(self) -> int:
         """Return a number that changes when a state is made."""
         return state_count(self.optimizer())
+
+    def note_numbers(self) -> None:
+        """Note, before the first step, which numbers plain PyTorch has on the host.
+
+        Dynamo sets `capturable` and moves step counts to the device, where its graphs read them.
+        """
+        optimizer = self.optimizer()
+        history = history_of(optimizer)
+        if history.on_host is None:
+            found = _groups(optimizer)
+            history.on_host = [(g.get("capturable"), _on_host(one, g)) for one, g in found]
+
+    def return_numbers(self) -> None:
+        """Undo that for steps without Dynamo, which would wait for the device at each of them."""
+        optimizer = self.optimizer()
+        noted = history_of(optimizer).on_host or ()  # of the groups that there were then
+        for (one, group), (capturable, names) in zip(_groups(optimizer), noted, strict=False):
+            if group.get("capturable"):
+                group["capturable"] = capturable
+            for state in _states(one, group) if names else ():
+                for name in names:
+                    if name in state and not state[name].is_cpu:
+                        state[name] = _moved_to_host(state[name])
+
+
+def _groups(optimizer: Optimizer) -> Iterator[tuple[Optimizer, dict[str, Any]]]:
+    return ((one, group) for one in family(optimizer) for group in groups_of(one))
+
+
+def _states(optimizer: Optimizer, group: dict[str, Any]) -> list[dict[str, Any]]:
+    found = (optimizer.state.get(p) for p in group["params"])
+    return [state for state in found if isinstance(state, dict)]
+
+
+def _on_host(optimizer: Optimizer, group: dict[str, Any]) -> list[str]:
+    """Return the names of 0-d states on the host, of parameters that are elsewhere."""
+    far = next((p for p in group["params"] if not p.is_cpu), None)
+    if far is None:
+        return []
+    states = _states(optimizer, group) or [_made_for_one_like(far, optimizer, group)]
+    named = (item for state in states for item in state.items())
+    return sorted({k for k, v in named if isinstance(v, Tensor) and not v.dim() and v.is_cpu})
+
+
+def _made_for_one_like(param: Tensor, optimizer: Optimizer, group: dict[str, Any]) -> Any:
+    """Return the states that a class of torch.optim makes of a parameter; {} for other classes."""
+    init: Any = getattr(type(optimizer), "_init_group", None)
+    if not getattr(init, "__module__", "").startswith("torch.optim."):
+        return {}
+    twin = object.__new__(type(optimizer))
+    p = torch.zeros(1, dtype=param.dtype, device=param.device, requires_grad=True)
+    p.grad = torch.zeros_like(p)
+    vars(twin).update(vars(optimizer), state=defaultdict(dict), **{STAND_IN: True})
+    with torch.no_grad():
+        init_states(twin, [{**group, "params": [p]}])
+    return twin.state[p]
+
+
+def _moved_to_host(number: Tensor) -> Tensor:
+    moved, residual = number.cpu(), STORE.get(number)
+    if residual is not None:
+        lows = tuple(low.cpu() for low in residual.components)
+        STORE.adopt(moved, lows, residual.storage, residual.name).draws = residual.draws
+    return moved
 
 
 class StateStorage:

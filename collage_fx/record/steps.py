@@ -52,6 +52,8 @@ class Steps:
         self.steps = 0
         self.history = History()
         """Of the optimizer, from the first step on."""
+        self.placed: Any = None
+        """The numbers that are back on the host: Dynamo moves them, and so may a checkpoint."""
         self.whole = config.record is True
         """Whether the steps are recorded whole, graphs of Dynamo's too, and none is compiled."""
         self.untraced = self.whole
@@ -128,6 +130,7 @@ class Steps:
             once: whether it does not for this once only.
         """
         self._begin()
+        self._place_numbers(traced=traced, once=once)
         self.active, self.waited = True, once
         failed = True
         try:
@@ -157,8 +160,6 @@ class Steps:
         """Take up the states as they are now, or at the first operation outside of graphs."""
         self.service.count_repeats()
         self.steps += 1
-        if self.steps == 1:
-            self._go_on()
         if isinstance(self.discovery, OptimizerStates):
             check_loads(self.discovery.optimizer())
         self.history.taken += 1
@@ -171,9 +172,9 @@ class Steps:
         else:
             self._find_states()
 
-    def _go_on(self) -> None:
+    def go_on(self) -> None:
         """Record steps as before a checkpoint, or as the optimizer that this one is a copy of."""
-        if not isinstance(self.discovery, OptimizerStates):
+        if self.steps or not isinstance(self.discovery, OptimizerStates):
             return
         self.history = history_of(self.discovery.optimizer())
         before = self.history.recorded
@@ -181,6 +182,17 @@ class Steps:
             self.executors.changed_before = before
         if before is not None or self.untraced:
             self.record_whole(traced=self.history.traced)
+
+    def _place_numbers(self, *, traced: bool, once: bool) -> None:
+        """Have step counts where the step, as it is done, reads them without waiting."""
+        if not isinstance(self.discovery, OptimizerStates):
+            return
+        self.discovery.note_numbers()
+        if traced:
+            self.placed = None
+        elif not once and self.placed is not self.history.on_host:
+            self.discovery.return_numbers()
+            self.placed = self.history.on_host
 
     def _find_states(self) -> None:
         self.recorder.asleep = False

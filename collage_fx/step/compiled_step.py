@@ -184,6 +184,7 @@ def _supervised(
 
     @disable  # where the whole training step is compiled
     def run(*args: Any, **kwargs: Any) -> Any:
+        steps.go_on()
         early = guard.calls < FIRST
         compiles = no_full_collection() if early else nullcontext()
         with compiles, guard.watch() as calm:

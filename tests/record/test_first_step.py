@@ -6,6 +6,7 @@ import pytest
 import torch
 from tensors import bf16, with_grads
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.optim import SGD, AdamW, Optimizer
 
 import collage_fx
@@ -96,3 +97,41 @@ def test_backend_string_comes_back_after_a_step_without_gradients(without: int) 
         step()
     assert float(1 - collage_fx.value(p)[0]) == pytest.approx(5e-3, rel=1e-2)
     assert not torch._dynamo.config.allow_empty_graphs
+
+
+class Untraced(Optimizer):
+    """Has Dynamo trace one of four operations."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        super().__init__(params, {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        (p,) = self.param_groups[0]["params"]
+        p.mul_(0.999)
+        self.rest(p)
+
+    @torch.compiler.disable
+    def rest(self, p: Tensor) -> None:
+        p.sub_(p.grad.sign() * self.param_groups[0]["lr"])
+
+
+def test_a_resumed_run_is_recorded_from_its_first_step_on() -> None:
+    """Dynamo would trace it in vain, and on a GPU have it do other formulas."""
+    (p,) = with_grads([bf16(4, 3)])
+    optimizer = Untraced([p])
+    step = collage_fx.compile(optimizer)
+    before = counters["frames"]["total"]
+    for _ in range(4):
+        step()
+    assert counters["frames"]["total"] > before
+    q = p.detach().clone().requires_grad_()
+    q.grad = p.grad
+    other = Untraced([q])
+    resumed = collage_fx.compile(other)
+    other.load_state_dict(optimizer.state_dict())
+    before = counters["frames"]["total"]
+    resumed()
+    assert counters["frames"]["total"] == before
+    step()
+    assert torch.equal(collage_fx.value(p), collage_fx.value(q))

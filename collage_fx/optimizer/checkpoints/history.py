@@ -23,6 +23,9 @@ class History:
     so far, None once it has changed and is an input."""
     taken: int = 0
     """How many steps it has taken."""
+    on_host: list[tuple[Any, list[str]]] | None = None
+    """Of each group its `capturable`, and the names of the numbers that plain PyTorch has on the
+    host, such as step counts; None before the first step."""
 
 
 _HISTORIES = WeakIdKeyDictionary()
