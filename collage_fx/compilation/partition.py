@@ -102,6 +102,11 @@ class Direct:
         nodes = self.rest.graph.nodes if self.rest is not None else ()
         return not self.results and all(n.target is not aten.copy_.default for n in nodes)
 
+    @property
+    def may_be_left_out(self) -> bool:
+        """Whether the kernels write nothing where `left_out` says so, and nothing else does."""
+        return self.only_kernels and all(call.device.type != "cpu" for call in self.calls)
+
     def make(self, values: Sequence[Any] | dict[int, Any]) -> list[Any]:
         """Return what `rest` makes of the graph's inputs."""
         if self.compiled is None:

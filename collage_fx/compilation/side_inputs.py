@@ -16,6 +16,7 @@ from collage_fx.passes.ir.exact import ExactGraph
 from collage_fx.passes.ir.program import StatePlan
 from collage_fx.runtime.errors import CollageError
 from collage_fx.runtime.expansion.stochastic import Seeds
+from collage_fx.runtime.kernels import left_out
 from collage_fx.runtime.residuals.store import STORE, Residual, next_draw
 
 
@@ -156,6 +157,8 @@ class SideInputs:
         """Call what AOTAutograd made, with the arguments of the whole graph."""
         members = self.members
         gathered = self.residuals.gather(args)
+        if gathered.replaced:  # which are cleared here, and not by a kernel
+            left_out.ask()
         absent = [find(args) for find in members.locate] if members else []
         call = _Call(args, gathered, absent)
         for look in _OBSERVING.looks:
@@ -226,7 +229,14 @@ class Code:
 
     def run(self, args: tuple[Any, ...]) -> Any:
         """Run the graph with its residuals."""
+        if left_out.is_open() and not self._may_be_left_out():
+            left_out.ask()
         return self.function(*args) if self.side is None else self.side.call(self.function, args)
+
+    def _may_be_left_out(self) -> bool:
+        """Tell whether nothing changes, here or on the device, where its kernels write nothing."""
+        quiet = not (self.seeded or is_looked_at())
+        return quiet and self.direct is not None and self.direct.may_be_left_out
 
     def written(self, args: tuple[Any, ...]) -> list[tuple[Tensor, StatePlan]]:
         """Return the tensors of 16 bits that a call writes."""

@@ -18,6 +18,7 @@ from torch.optim.optimizer import _use_grad_for_differentiable
 
 from collage_fx.config import CollageConfig
 from collage_fx.optimizer.ownership import family, init_states
+from collage_fx.runtime.kernels.left_out import left_out_if
 
 FUSED = (Adam, AdamW, SGD, Adagrad)
 """torch.optim's classes that have a fused kernel; a subclass's step is theirs, or made of it."""
@@ -61,15 +62,20 @@ def note_of(config: CollageConfig) -> str:
 
 
 @contextmanager
-def traceable(optimizer: Optimizer) -> Iterator[bool]:
+def traceable(optimizer: Optimizer, *, asks: bool) -> Iterator[bool]:
     """Within, a step of the optimizer is one that Dynamo traces; groups are restored after it.
 
     States are made first, as the fused kernel has them: step counts on the parameter's device,
     which a step under `capturable` reads there, without a synchronisation.
 
+    Args:
+        optimizer: whose step it is.
+        asks: whether to wait for what GradScaler has found, where it is on a device. Otherwise
+            kernels look there, and the step ends where something else would write memory.
+
     Yields:
-        Whether the step is to be done; not if GradScaler found a gradient that is not finite, which
-        is looked up on the host.
+        Whether the step is to be done; not if GradScaler is known to have found a gradient that is
+        not finite.
     """
     wanted = True
     with ExitStack() as restored:
@@ -82,8 +88,12 @@ def traceable(optimizer: Optimizer) -> Iterator[bool]:
             restored.callback(vars(one).update, {k: vars(one)[k] for k in _AMP if k in vars(one)})
             restored.callback(vars(one).pop, SCALE, None)
             found, scale = (vars(one).pop(k, None) for k in _AMP)
-            wanted &= found is None or not found.item()
-            if scale is not None and one is optimizer and _is_torchs(one):
+            within = one is optimizer and _is_torchs(one)
+            if found is not None and within and not asks and found.device.type != "cpu":
+                restored.enter_context(left_out_if(found))
+            else:
+                wanted &= found is None or not found.item()
+            if scale is not None and within:
                 setattr(one, SCALE, scale)
             elif scale is not None:
                 _unscale(groups, scale)

@@ -25,6 +25,7 @@ from collage_fx.record.at_once import AtOnce, tensors_in
 from collage_fx.record.graph_notes import GraphNotes
 from collage_fx.record.notes import CannotNote, Notes
 from collage_fx.record.unrecorded import Unrecorded
+from collage_fx.runtime.kernels import left_out
 from collage_fx.runtime.residuals.memory import has_memory
 from collage_fx.segments.low_words import LowWords
 from collage_fx.segments.memory import storage_key
@@ -103,6 +104,7 @@ class Recorder:
 
     def graph(self, graph: GraphModule, args: tuple[Any, ...]) -> Any:
         """Note a graph of Dynamo's, of which nothing else can read results on the way."""
+        left_out.ask()
         beside_dynamo = self.beside_dynamo
         with self._set("beside_dynamo", False):
             if self.all_at_once or self.passes_by:
@@ -176,6 +178,7 @@ class Recorder:
             if FakeTensor in types:  # as DTensors use them, to find out how they are sharded
                 return func(*args, **kwargs)
             return NotImplemented  # it comes again, for what such a tensor is made of
+        left_out.ask()
         if isinstance(func, HigherOrderOperator):
             return self._higher_order(func, args, kwargs)
         if func is _ASSERT:  # which FX drops, as if it had no effect

@@ -67,15 +67,17 @@ def compile_optimizer(
     check = StepCheck(supervisor, session, session.config.verify)
     repeat, prepare_repeat = disable(few.repeat), disable(few.prepare_repeat)
 
-    def unfused(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def unfused(asks: bool, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not is_fused(optimizer := _alive(reference)):
             return run(*args, **kwargs)
         session.notes.add(note_of(session.config))
-        with traceable(optimizer) as wanted:
+        with traceable(optimizer, asks=asks) as wanted:
             return run(*args, **kwargs) if wanted else None
+        return None
 
     def in_full(*args: Any, **kwargs: Any) -> Any:
-        optimizer, done = _alive(reference), functools.partial(unfused, run)
+        optimizer, asks = _alive(reference), check.wanted or not supervisor.quiet
+        done = functools.partial(unfused, asks, run)
         if check.wanted:
             result = check.step(optimizer, done, args, kwargs)
         else:
@@ -99,7 +101,7 @@ def compile_optimizer(
         if nested_compile.within_step():
             session.notes.add(_PART)
             plain_steps.called(family(self))
-            return unfused(plain, *args, **kwargs)
+            return unfused(True, plain, *args, **kwargs)
         if not supervisor.steps:
             plain_steps.called(family(self))
             distributed_state_dicts.know_residuals()

@@ -11,6 +11,7 @@ from torch._inductor.codecache import PyCodeCache
 
 from collage_fx.runtime.errors import CaptureError
 from collage_fx.runtime.kernels.argument_table import Column, addresses, device_of
+from collage_fx.runtime.kernels.left_out import number_on
 
 CHUNKS = (1 << 12, 1 << 14)
 """Elements that one program works on; 12 bytes say which, a 680th of a 16-bit tensor's or less."""
@@ -120,6 +121,7 @@ class Launch:
             self.kernel[(geometry.members.numel(),)](
                 table,
                 *geometry,
+                left_out=number_on(device),
                 ALIGNED=aligned,
                 CHUNK=chunk_of(sizes),
                 BLOCK=BLOCK,

@@ -25,7 +25,8 @@ _SIMPLE = """\
 import triton, triton.language as tl
 @triton.jit
 def multi_tensor(
-    table, members, starts, sizes, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
+    table, members, starts, sizes, left_out,
+    ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
 ):
     p = tl.load(table).to(tl.pointer_type(tl.float32)) + tl.arange(0, BLOCK)
     x = tl.load(p)

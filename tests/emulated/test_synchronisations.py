@@ -130,3 +130,52 @@ def test_all_numbers_return_from_the_device_and_once_only() -> None:
         state.update({name: state[name].cuda() for name in ("mu_product", "step")})
     step()
     assert set(numbers(optimizer).values()) == {"cuda"} and group["capturable"]
+
+
+def scaled(count: int, **options: Any) -> tuple[Optimizer, Callable[[], Any]]:
+    """Return a fused AdamW, and a step of it with GradScaler; bf16 is not for that on CUDA."""
+    made = [torch.zeros(64, dtype=torch.float16).cuda().requires_grad_() for _ in range(count)]
+    for p in made:
+        p.grad = torch.zeros(64, dtype=torch.float16).cuda()
+    optimizer = optim.AdamW(made, fused=True, capturable=True)
+    optimizer.step = collage_fx.compile(optimizer, **options)  # type: ignore[method-assign]
+    scaler = torch.amp.GradScaler("cuda")
+    scaler.scale(torch.zeros(()).cuda())  # whose memory found_inf will have, unwritten
+
+    def step() -> None:
+        scaler.step(optimizer)
+        scaler.update()
+
+    for _ in range(3):
+        step()
+    return optimizer, step
+
+
+def test_grad_scaler_with_a_fused_optimizer_waits_for_nothing() -> None:
+    _, step = scaled(COUNT)
+    assert waits(step) == 0
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        step()
+
+
+@pytest.mark.parametrize(
+    ("count", "options"),
+    [
+        pytest.param(2, {}, id="every parameter by itself"),
+        pytest.param(COUNT, {"stochastic_rounding": True}, id="by chance"),
+        pytest.param(COUNT, {"record": True}, id="recorded"),
+    ],
+)
+def test_what_kernels_of_classes_do_not_do_waits_once(count: int, options: Any) -> None:
+    optimizer, step = scaled(count, **options)
+    assert waits(step) == 1
+    optimizer.found_inf = torch.ones(()).cuda()  # type: ignore[attr-defined]
+    counters.reset()
+    optimizer.step()
+    assert not counters.read().get("kernels")
+
+
+def test_kernels_that_look_are_launched() -> None:
+    optimizer, _ = scaled(COUNT)
+    optimizer.found_inf = torch.ones(()).cuda()  # type: ignore[attr-defined]
+    assert waits(optimizer.step) == 0 and counters.read()["kernels"] == 2

@@ -1,5 +1,6 @@
 """The Triton kernel of a class run on CPU tensors by Triton's interpreter; see test_kernel.py."""
 
+import contextlib
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -28,6 +29,7 @@ from collage_fx.passes.codegen.inductor_lowering import _run
 from collage_fx.passes.ir.program import Rewritten, graph_of
 from collage_fx.runtime.expansion.eft import FP8, LOW_PRECISION, WIDER
 from collage_fx.runtime.expansion.stochastic import seed_of
+from collage_fx.runtime.kernels.left_out import left_out_if
 from collage_fx.runtime.kernels.triton_launch import BLOCK, CHUNKS, Launch
 
 pytestmark = pytest.mark.kernels
@@ -210,6 +212,35 @@ def test_the_comparison_can_fail() -> None:
     of_class = rewritten(CASES["adamw-plus"])
     source = kernel_of(of_class).triton()
     assert sum(steps(of_class, without_roundings(source), 2)) > 1000
+
+
+@pytest.mark.parametrize("case", often(CASES))
+def test_a_step_that_is_left_out_changes_nothing(case: Case) -> None:
+    of_class = rewritten(case)
+    kernel = kernel_of(of_class)
+    launch = Launch(kernel.triton(), kernel.scalar)
+
+    def after(number: float | None) -> list[Tensor]:
+        """Return all operands after a step with gradients that are not finite, if that is asked."""
+        members = members_of(of_class)
+        for m in members if number != 0 else ():
+            for i in kernel.read:
+                if m[i].is_floating_point() and m[i].dim():
+                    m[i].view(-1)[::2], m[i].view(-1)[1::2] = torch.inf, torch.nan
+        sizes = [max(x.numel() for x in m) for m in members]
+        found = contextlib.nullcontext() if number is None else left_out_if(torch.tensor(number))
+        with found:
+            launch.run([list(column) for column in zip(*members, strict=True)], sizes)
+        return [m[i] for m in members for i in kernel.written]
+
+    before = [m[i] for m in members_of(of_class) for i in kernel.written]
+    assert sum(map(differing, after(1.0), before)) == 0
+    assert sum(map(differing, after(None), before)) > 1000
+    theirs = members_of(of_class)
+    for inputs in theirs:
+        reference(of_class, inputs)
+    expected = [m[i] for m in theirs for i in kernel.written]
+    assert sum(map(differing, after(0.0), expected)) == 0
 
 
 def steps_of_inductor(case: Case, count: int, *, rounding: bool = True) -> list[int]:

@@ -132,7 +132,7 @@ def assembled(
 ) -> dict[str, Any]:
     """Compile the source of a kernel as `Launch` does; return what each stage left."""
     integers = {"table": "*i64", "members": "*i32", "starts": "*i64", "sizes": "*i64"}
-    constants = {"ALIGNED": aligned, "CHUNK": CHUNKS[0], "BLOCK": BLOCK}
+    constants = {"left_out": None, "ALIGNED": aligned, "CHUNK": CHUNKS[0], "BLOCK": BLOCK}
     kernel = ASTSource(
         PyCodeCache.load(source).multi_tensor,
         signature={**integers, **dict.fromkeys(constants, "constexpr")},

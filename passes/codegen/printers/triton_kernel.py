@@ -58,12 +58,15 @@ def body({inputs}):
 
 @triton.jit
 def multi_tensor(
-    table, members, starts, sizes, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
+    table, members, starts, sizes, left_out,
+    ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
 ):
     chunk = tl.program_id(0)
     member = tl.load(members + chunk)
     start = tl.load(starts + chunk)
     left = tl.minimum(tl.load(sizes + member) - start, CHUNK).to(tl.int32)
+    if left_out is not None:
+        left = tl.where(tl.load(left_out) == 0, left, 0)
     row = table + member * {arity}
     {scalars}
     {pointers}
@@ -98,7 +101,7 @@ def print_triton_kernel(
     inputs, scalars in device memory too), the elements of each member, and for each program the
     member and the first element that it works on: `CHUNK` elements, `BLOCK` at a time. `ALIGNED`
     promises that all tensors begin at multiples of 16 bytes; then whole blocks are read and written
-    16 bytes at a time.
+    16 bytes at a time. With a number `left_out`, fp32, that is not 0 it writes nothing.
 
     Args:
         region: the key of the lowered slice among the regions.
