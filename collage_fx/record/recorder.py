@@ -150,14 +150,14 @@ class Recorder:
         watch = data_reads.flushed_by(self.flush_outside, beside_dynamo=self.beside_dynamo)
         self.reads.enter_context(watch)
 
-    def suspended(self, closure: Callable[[], Any], failures: Failures) -> Callable[[], Any]:
+    def suspended(self, closure: Callable[..., Any], failures: Failures) -> Callable[..., Any]:
         """Return closure run as if this mode were not there: it computes gradients."""
 
-        def run() -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
             with _pop_mode_temporarily(), nested_compile.outside(), failures.raised():
                 self.flush()
                 self.words.settle()
-                return closure()
+                return closure(*args, **kwargs)
 
         return run
 

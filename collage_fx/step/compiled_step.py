@@ -177,7 +177,13 @@ def _supervised(
         # A closure runs the model, eagerly or as the user compiled it: no part of the step.
         if not is_closure(argument):
             return argument
-        return disable(steps.recorder.suspended(progress.apart(argument), steps.failures))
+        called = disable(steps.recorder.suspended(progress.apart(argument), steps.failures))
+
+        # Dynamo guards no disabled function, and would call None as one in the step after.
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            return called(*args, **kwargs)
+
+        return guarded
 
     def what() -> str:
         optimizer = session.optimizer()
