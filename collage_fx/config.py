@@ -1,12 +1,9 @@
-"""The user's configuration: frozen, validated, and part of the compile cache's key."""
+"""The user's configuration: frozen and validated."""
 
-import dataclasses
-import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from collage_fx.passes.ir.cache_key import source_digest
 from collage_fx.passes.ir.program import OPTIONAL, Arithmetic, Level, OnUnsupported, Settings
 from collage_fx.runtime.errors import OptionError
 from collage_fx.runtime.storage.registry import DEFAULT, EXPANSIONS, STORAGES, Choice
@@ -146,11 +143,3 @@ class CollageConfig(Settings):
         """Tell whether the last residual of a storage is rounded by chance."""
         known = STORAGES.get(storage)
         return self.stochastic_rounding and known is not None and known.split_by_chance is not None
-
-    @property
-    def fingerprint(self) -> str:
-        """A digest of this configuration and of the source of the passes and the arithmetic."""
-        # What is compiled does not depend on whether it is checked, or how it was traced.
-        same = dataclasses.replace(self, verify=0, record="auto")
-        text = repr(dataclasses.astuple(same)) + source_digest()
-        return hashlib.sha256(text.encode()).hexdigest()[:16]

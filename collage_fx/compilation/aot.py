@@ -15,7 +15,6 @@ from torch._functorch.aot_autograd import aot_module_simplified
 from torch._guards import TracingContext, tracing
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.decomposition import select_decomp_table
-from torch.compiler import config as compiler_config
 from torch.fx import GraphModule
 
 from collage_fx.compilation.graph_inputs import AotInputs, Inputs
@@ -318,8 +317,5 @@ class Compilation:
             *(count + i for i, same in enumerate(static) if same),
         ]
         fakes = [n.meta["val"] for n in placeholders[len(example_inputs) :]]
-        tag = compiler_config.cache_key_tag + "collage_fx:" + self.session.settings.fingerprint
-        with compiler_config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
-            inputs = [*example_inputs, *fakes]
-            divides = self.session.divides
-            return compile_rewritten(result, self.direct, inputs, kwargs, divides=divides)
+        inputs, divides = [*example_inputs, *fakes], self.session.divides
+        return compile_rewritten(result, self.direct, inputs, kwargs, divides=divides)

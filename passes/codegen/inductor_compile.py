@@ -1,13 +1,16 @@
 """Where a functional graph becomes machine code: the one call of Inductor's compiler.
 
-All that collage_fx compiles goes through here, so that tests can put an interpreter in its place.
+All that collage_fx compiles goes through here, so that the key of Inductor's cache covers our
+lowerings, and tests can put an interpreter in its place.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
+from torch.compiler import config as compiler_config
 from torch.fx import GraphModule
 
+from collage_fx.passes.ir.cache_key import source_digest
 from collage_fx.runtime import progress
 
 
@@ -21,5 +24,10 @@ def compile_functional(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) ->
     """
     from torch._inductor.compile_fx import compile_fx_inner
 
-    with progress.doing(progress.counted("Inductor's graph")):
+    # A graph of another version may have the same text, and other code.
+    tag = compiler_config.cache_key_tag + "collage_fx:" + source_digest()
+    with (
+        progress.doing(progress.counted("Inductor's graph")),
+        compiler_config.patch(cache_key_tag=tag),  # type: ignore[attr-defined]
+    ):
         return compile_fx_inner(gm, inputs, **kwargs)

@@ -3,8 +3,7 @@
 For what `printers/cpp_kernel.py` has no text for: exponentials and the like, fp8.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +12,10 @@ from torch import Tensor
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import config as inductor_config
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.compiler import config as compiler_config
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from collage_fx.passes.codegen import inductor_compile
-from collage_fx.passes.ir.cache_key import source_digest
 from collage_fx.passes.ir.program import value_of
 from collage_fx.runtime.kernels.argument_table import Column, Runner
 from collage_fx.runtime.kernels.cpp_loop import loop_over
@@ -55,7 +52,9 @@ def compile_by_inductor(
         graph.shape_env = None  # what Inductor cannot have in the key of its cache
         fakes = _with_size(graph, list(scalar).index(False))
         # Without assertions on sizes no tensor needs to be flat: the kernel takes addresses.
-        with inductor_config.patch(size_asserts=False), _cacheable(fakes):
+        # Inductor's cache of graphs keeps none without a context.
+        context = tracing(TracingContext(detect_fake_mode(fakes)))
+        with inductor_config.patch(size_asserts=False), context:
             compiled: Any = inductor_compile.compile_functional(graph, fakes)
         source: str = getattr(compiled, "source_code", "")
         function = getattr(compiled, "current_callable", None) or compiled
@@ -78,17 +77,6 @@ def _with_size(graph: GraphModule, first: int) -> list[Any]:
     size.meta["val"] = value_of(inputs[first]).shape[0]
     graph.recompile()
     return [n.meta["val"] for n in (size, *inputs)]
-
-
-@contextlib.contextmanager
-def _cacheable(fakes: list[Any]) -> Iterator[None]:
-    """Give Inductor's cache of graphs what it needs to keep this one; our version in its key."""
-    tag = compiler_config.cache_key_tag + "collage_fx:" + source_digest()
-    with (
-        compiler_config.patch(cache_key_tag=tag),  # type: ignore[attr-defined]
-        tracing(TracingContext(detect_fake_mode(fakes))),
-    ):
-        yield
 
 
 @dataclass
