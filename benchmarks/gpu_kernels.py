@@ -3,7 +3,6 @@
 import csv
 import io
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,7 +10,16 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from gpu_rows import Row, Rows, spread
-from gpu_timing import Setup, bandwidth, between_events, count, free, graph_of, timed
+from gpu_timing import (
+    Setup,
+    bandwidth,
+    between_events,
+    count,
+    free,
+    graph_of,
+    timed,
+    tool_of_cuda,
+)
 from steps import Lion, parameters
 from torch import Tensor
 from torch.optim import SGD
@@ -105,11 +113,11 @@ METRICS = {
 
 def profile(setup: Setup, rows: Rows, name: str = "plus eft") -> None:
     """Measure by hardware counters what limits the kernel of a variant at GPT-1.5B."""
-    if setup.device != "cuda" or shutil.which("ncu") is None:
+    if setup.device != "cuda" or (tool := tool_of_cuda("ncu")) is None:
         rows.add(name, skipped="Nsight Compute (ncu) and a CUDA device are needed")
         return
-    command = ["ncu", "--csv", "--kernel-name", "regex:multi_tensor", "--launch-skip", "3"]
-    command += ["--launch-count", "1", "--clock-control", "none"]
+    command = [tool, "--csv", "--kernel-name", "regex:multi_tensor", "--launch-skip", "3"]
+    command += ["--launch-count", "1", "--clock-control", "none", "--print-units", "base"]
     command += ["--metrics", ",".join(METRICS.values()), sys.executable, __file__, name]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ)
     rows.add(name, **_metrics(done.stdout), **({} if done.returncode == 0 else _said(done)))
@@ -126,7 +134,7 @@ def _metrics(text: str) -> Row:
         r["Metric Name"]: r["Metric Value"] for r in csv.DictReader(io.StringIO("\n".join(lines)))
     }
     found = {name: values.get(metric) for name, metric in METRICS.items()}
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value.replace(",", "") for name, value in found.items() if value is not None}
 
 
 def main() -> None:

@@ -1,13 +1,12 @@
 """The part of gpu_check.py at the limits: a tensor of more than 2^31 elements, and a sanitizer."""
 
-import shutil
 import subprocess
 import sys
 from typing import Any
 
 import torch
 from gpu_rows import Rows
-from gpu_timing import Setup, free
+from gpu_timing import Setup, free, tool_of_cuda
 from gpu_words import Words, compare, words_of
 from torch import Tensor
 from torch.optim import AdamW
@@ -59,7 +58,7 @@ def large(setup: Setup, rows: Rows) -> None:
 
 def sanitized(setup: Setup, rows: Rows) -> None:
     """Run a small step under compute-sanitizer, which finds accesses outside of tensors."""
-    tool = shutil.which("compute-sanitizer")
+    tool = tool_of_cuda("compute-sanitizer")
     if setup.device != "cuda" or tool is None:
         rows.add("compute-sanitizer", skipped="it and a CUDA device are needed")
         return

@@ -32,7 +32,7 @@ PARITY = Size(layers=13, width=1088, heads=17, context=512, batch=16)
 BILLION = Size(layers=24, width=2048, heads=16, context=1024, batch=8, vocabulary=1 << 16)
 """1.5 billion with its embeddings over pairs of bytes, close to GPT-3's 1.3B."""
 THREE = Size(layers=32, width=2560, heads=32, context=1024, batch=1, vocabulary=1 << 16)
-"""2.7 billion in its layers."""
+"""2.85 billion with its embeddings, called 2.7B."""
 TINY = Size(layers=1, width=16, heads=2, context=8, batch=2)
 STEPS, MEASURED = 500, 12
 ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
@@ -68,11 +68,12 @@ def peer(setup: Setup, rows: Rows, name: str) -> None:
     _begin_peak(setup)
     step()
     setup.wait()
+    peak = _peak(setup) - before
     row = timed(setup, rows, f"{name}, 1.5B in {len(shapes)} tensors", step, way.moved, elements)
     rows.add(
         f"{name}: bytes for each parameter",
         held=round(held / elements, 3),
-        peak=round((_peak(setup) - before) / elements, 3),
+        peak=round(peak / elements, 3),
         by_states=way.held,
         **{"ms": row["median"]},
     )
@@ -118,7 +119,10 @@ def losses(setup: Setup, rows: Rows, name: str) -> None:
     found = train(4)
     setup.wait()
     begun = time.perf_counter()
-    found += train(steps - 4)
+    while len(found) < steps:
+        found += train(min(100, steps - len(found)))
+        last = torch.stack(found[-50:]).mean().item()
+        rows.add(f"{name}: after {len(found)} steps", last=last)
     setup.wait()
     took = time.perf_counter() - begun
     curve = torch.stack(found).float().cpu()
@@ -171,6 +175,7 @@ def batch(setup: Setup, rows: Rows, name: str) -> None:
         if at < over:
             said = "fits" if ok else "out of memory"
             tried.append(f"{at}: {said}, {time.perf_counter() - begun:.1f} s")
+            rows.add(f"{name}: batch {at} at 2.7B", said=said)
         fits, step, over = (at, step, over) if ok else (fits, step // 2, min(over, at))
     more: dict[str, Any] = {"tried": tried, "peak, GiB": _peak(setup) / 2**30}
     rows.add(f"{name}: largest batch at 2.7B", batch=fits, **more)
