@@ -23,7 +23,7 @@ from collage_fx.compilation.inductor import (
     separate_outputs,
     with_present_symbols,
 )
-from collage_fx.compilation.partition import Direct, split
+from collage_fx.compilation.partition import Direct, kernels_in, split
 from collage_fx.compilation.residual_binding import Residuals
 from collage_fx.compilation.session import Session, StandsForOthers
 from collage_fx.compilation.side_inputs import Code, SideInputs
@@ -189,7 +189,8 @@ class Compilation:
         wanted = [locate[i] for i in self.program.weighty if i in locate]
         refused = self.refused or any(s.refused and s.compensable for s in plan)
         direct, seeds = self.direct, self.program.seeds
-        return Code(function, self.side, states, reads, refused, direct, seeds, wanted)
+        kernels = kernels_in(graph_of(self.program.result)) if self.program.result else []
+        return Code(function, self.side, states, reads, refused, direct, seeds, wanted, kernels)
 
     def _log(self, seconds: float) -> None:
         """Log, in one line, what was compiled or why it was not."""

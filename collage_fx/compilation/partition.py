@@ -114,6 +114,12 @@ class Direct:
         return list(self.compiled([values[i] for i in self.inputs]))
 
 
+def kernels_in(gm: GraphModule) -> list[tuple[str, torch.device]]:
+    """Return the keys of the kernels of classes in a graph, with the devices that they run on."""
+    calls = gm.graph.find_nodes(op="call_function", target=collage.multi_tensor.default)
+    return [(str(n.args[-1]), value_of(n.all_input_nodes[0]).device) for n in calls]
+
+
 def split(gm: GraphModule) -> Direct | None:
     """Take the kernels out of a rewritten graph; None if there are none, or they cannot be last."""
     placeholders = list(gm.graph.find_nodes(op="placeholder"))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from collage_fx.compilation.partition import Direct
 from collage_fx.compilation.residual_binding import Gathered, Locate, Residuals, conclude
+from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS
 from collage_fx.passes.dedup.deduplicate import Narrow
 from collage_fx.passes.ir.exact import ExactGraph
 from collage_fx.passes.ir.program import StatePlan
@@ -224,8 +225,15 @@ class Code:
     """The devices on which it takes a seed."""
     wanted: list[Locate] = field(default_factory=list)
     """How to find those it reads that should get a low word if they have none."""
+    kernels: list[tuple[str, torch.device]] = field(default_factory=list)
+    """The kernels of classes in it, with the devices that they run on."""
     concluded: bool = False
     """Whether the residuals that its states were made with are kept or dropped."""
+
+    def compile_kernels(self) -> None:
+        """Compile the kernels of classes; raise what the compiler raises before anything runs."""
+        for key, device in self.kernels:
+            MULTI_TENSOR_KERNELS[key].runner(device)
 
     def run(self, args: tuple[Any, ...]) -> Any:
         """Run the graph with its residuals."""

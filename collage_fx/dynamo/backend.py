@@ -255,7 +255,8 @@ class _Step:
         if supervisor.switches:
             self.code.refused |= supervisor.executors.computes_anew(self.code, args)
         fits = self.layouts.hold(args) and self.symbols.hold(args)
-        if self.code.refused or supervisor.expands(args, writes=bool(self.code.states)) or not fits:
+        recorded = self.code.refused or supervisor.expands(args, writes=bool(self.code.states))
+        if recorded or not fits or not self._has_kernels(supervisor):
             supervisor.waited |= bool(self.waits) or stand_ins is not None
             if stand_ins is not None and not self.returns:
                 # What Dynamo's code does after a graph without results is nothing to a state.
@@ -269,6 +270,15 @@ class _Step:
             stand_ins.outcome, stand_ins.code = Outcome.DONE, self.code
             stand_ins.sources = [] if self.symbols.guarded else self.symbols.sources
         return result
+
+    def _has_kernels(self, supervisor: Steps) -> bool:
+        """Compile the kernels of the graph; where that fails, have the graph recorded."""
+        try:
+            self.code.compile_kernels()
+        except Exception as error:  # whatever the compiler raises; nothing is written yet
+            supervisor.failures.note(error)
+            self.code.refused = True
+        return not self.code.refused
 
     def _compile_again(self, gm: GraphModule, args: tuple[Any, ...]) -> None:
         """Compile the graph if that has become worth while, or a state has got a residual since.

@@ -11,6 +11,7 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo.utils import counters, get_metrics_context, graph_break_reasons
 
 from collage_fx.hooks.counted import Counted
+from collage_fx.runtime.kernels.cpp_compiler import REMEDY, compiler_fault, words_of
 
 _LOGGER = logging.getLogger("torch._dynamo.convert_frame")
 
@@ -76,6 +77,8 @@ class Failures(logging.Filter):
         super().__init__()
         self.warn = warn
         self.count = 0
+        self.no_compiler = False
+        """Whether one of them was that no C++ compiler works."""
 
     @contextmanager
     def caught(self) -> Iterator[None]:
@@ -111,9 +114,19 @@ class Failures(logging.Filter):
     def note(self, error: BaseException) -> None:
         """Count an error of torch.compile and warn of it."""
         self.count += 1
-        error = getattr(error, "inner_exception", error)
-        words = " ".join(str(error).split()).partition(" Set TORCHDYNAMO_VERBOSE")[0][:240]
+        if self.no_compiler:
+            return
+        while inner := getattr(error, "inner_exception", None):
+            error = inner
+        if fault := compiler_fault(error):
+            self.no_compiler = True
+            self.warn(
+                f"no C++ compiler works ({fault}): the steps are interpreted, more slowly and as "
+                f"precisely. {REMEDY}"
+            )
+            return
         self.warn(
-            f"torch.compile fails on a part of the step, with {type(error).__name__}: {words}. "
-            "That part is done operation by operation, more slowly and as precisely"
+            f"torch.compile fails on a part of the step, with {type(error).__name__}: "
+            f"{words_of(error)}. That part is done operation by operation, more slowly and as "
+            "precisely"
         )

@@ -165,6 +165,7 @@ class Steps:
         self.history.taken += 1
         self.service.by_graph.clear()
         self.returned.clear()
+        self.interpreted |= self.failures.no_compiler
         self.forced = nested_compile.stance_is_eager()
         if self.quiet and self.traces and not self.discovery.changed():
             self.recorder.asleep = True

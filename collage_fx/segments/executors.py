@@ -320,6 +320,7 @@ class Executors:
             return _PASSED_ON
         if self.computes_anew(code, args):
             return "it computes a parameter anew instead of adding to it"
+        code.compile_kernels()
         code.conclude(args)
         return partial(self._run_code, _Rewritten(code)), float_guard(mode, fakes)
 

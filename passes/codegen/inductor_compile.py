@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 
 from collage_fx.passes.ir.cache_key import source_digest
 from collage_fx.runtime import progress
+from collage_fx.runtime.kernels import cpp_compiler
 
 
 def compile_functional(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -24,6 +25,7 @@ def compile_functional(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) ->
     """
     from torch._inductor.compile_fx import compile_fx_inner
 
+    cpp_compiler.quote_cache_dir()
     # A graph of another version may have the same text, and other code.
     tag = compiler_config.cache_key_tag + "collage_fx:" + source_digest()
     with (

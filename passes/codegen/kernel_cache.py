@@ -18,6 +18,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.compiler import config as compiler_config
 
 from collage_fx.passes.ir.cache_key import source_digest
+from collage_fx.runtime.kernels.cpp_compiler import quote_cache_dir
 from collage_fx.runtime.kernels.cpp_loop import Loop
 
 _LOGGER = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ def path_of(content: str) -> Path | None:
     """
     if not inductor_config.fx_graph_cache or inductor_config.force_disable_caches:
         return None
+    quote_cache_dir()  # before the compiler is asked what vectors there are
     settings = sorted(inductor_config.save_config_portable().items())
     machine = (str(pick_vec_isa()), torch.get_num_threads())
     parts = (content, source_digest(), torch.__version__, torch_key(), *machine)

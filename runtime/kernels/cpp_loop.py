@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._inductor.codecache import CppCodeCache
 
+from collage_fx.runtime.kernels import cpp_compiler
 from collage_fx.runtime.kernels.argument_table import Column, addresses
 
 FLAGS = (
@@ -79,7 +79,7 @@ class Loop:
         address = ctypes.cast(opened.kernel, ctypes.c_void_p).value
         assert address is not None
         # A kernel of our own has its loop in the same library.
-        driver = opened if hasattr(opened, "run") else CppCodeCache.load(_driver(len(order)))
+        driver = opened if hasattr(opened, "run") else cpp_compiler.load(_driver(len(order)))
         return cls(address, tuple(order), tuple(widths), driver, str(library))
 
     def run(self, columns: Sequence[Column], sizes: Sequence[int]) -> None:
@@ -122,7 +122,7 @@ def compile_loop(source: str, order: Sequence[int], widths: Sequence[int]) -> Lo
         order: see `Loop`.
         widths: see `Loop`.
     """
-    library = CppCodeCache.load(source + _driver(len(order)), extra_flags=FLAGS)
+    library = cpp_compiler.load(source + _driver(len(order)), FLAGS)
     return Loop.of(library._name, order, widths)
 
 

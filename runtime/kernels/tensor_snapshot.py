@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._dynamo import guards
-from torch._inductor.codecache import CppCodeCache
+
+from collage_fx.runtime.kernels import cpp_compiler
 
 _SOURCE = r"""
 #include <Python.h>
@@ -180,7 +181,7 @@ class _Fields(ctypes.Structure):
 @functools.cache
 def _library() -> Any:
     """Return the compiled functions, which hold the lock of the interpreter while they run."""
-    library = ctypes.PyDLL(CppCodeCache.load(_SOURCE)._name)
+    library = ctypes.PyDLL(cpp_compiler.load(_SOURCE)._name)
     library.unchanged.restype = ctypes.c_int
     library.settle.restype = library.gather.restype = None
     return library

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._inductor.codecache import CppCodeCache
 
 from collage_fx.runtime import logs
+from collage_fx.runtime.kernels import cpp_compiler
 from collage_fx.runtime.kernels.cpp_helpers import HELPERS
 from collage_fx.runtime.kernels.cpp_loop import FLAGS
 
@@ -116,7 +116,7 @@ def compiled(source: str) -> Any:
     """Return the library of a source of functions without results, or None without a compiler."""
     start = time.perf_counter()
     try:
-        library = CppCodeCache.load(source, extra_flags=_FLAGS)
+        library = cpp_compiler.load(source, _FLAGS)
     except Exception:  # Inductor's own, of the compiler, or of the file system
         return None
     logs.LOG.info("a kernel of the monitor: compiled, %.2f s", time.perf_counter() - start)
