@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from collage_fx.passes.rewrite.comparisons import compared, rounds_number
 from collage_fx.passes.rewrite.op_schema import COLLECTIVE, TURNS, received
 from collage_fx.record.notes import Notes
 from collage_fx.runtime.residuals.memory import has_memory
@@ -70,7 +71,10 @@ class AtOnce:
         low = {self.words.wide[d]: d for d in reversed(widened)}
         given = tree_map_only(Tensor, joined, (args, kwargs))
         given = tree_map_only(torch.dtype, lambda d: self.words.wide.get(d, d), given)
-        result = func(*given[0], **given[1])
+        if args and rounds_number(func, getattr(args[0], "dtype", None)):
+            result = compared(func, args[0].dtype, *given[0], **given[1])
+        else:
+            result = func(*given[0], **given[1])
         for t in filter(has_memory, tensors_in(operation.written_of(args, kwargs), {})):
             if id(t) in wide:
                 value, memory = wide[id(t)]

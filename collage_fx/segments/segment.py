@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from collage_fx.optimizer.ownership import Owned
+from collage_fx.passes.rewrite.comparisons import compared, rounds_number
 from collage_fx.passes.rewrite.powers import in_float64
 from collage_fx.segments.low_words import LowWords
 from collage_fx.segments.memory import Input
@@ -223,6 +224,12 @@ class Operands:
             return [self.cast(self.value(x), self.segment.dtype[x]), line.args[1]], {}
         return [*map(self._one, line.args)], {k: self._one(v) for k, v in line.kwargs}
 
+    def compares_in(self, line: Line) -> Any:
+        """Return the dtype to which the step rounds the number that it compares with; or None."""
+        x = line.args[0] if self.dtypes and line.args else None
+        dtype = self.segment.dtype[x.at] if type(x) is Value else None
+        return dtype if rounds_number(line.func, dtype) else None
+
     def _one(self, a: Any) -> Any:
         kind = type(a)
         if kind is Value:
@@ -262,8 +269,11 @@ def run_joined(segment: Segment, call: Call, words: LowWords) -> None:
     for line in segment.lines:
         args, kwargs = operands.of(line)
         try:
-            func = line.func if plain else in_float64(line.func)
-            result = func(*args, **kwargs)
+            if (dtype := operands.compares_in(line)) is not None:
+                result = compared(line.func, dtype, *args, **kwargs)
+            else:
+                func = line.func if plain else in_float64(line.func)
+                result = func(*args, **kwargs)
         except BaseException:
             for at in unstored:  # as after the same error in eager PyTorch
                 _store(env[at], given.get(at), made.get(at), words)

@@ -16,6 +16,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from collage_fx.passes.rewrite.comparisons import compared
 from collage_fx.runtime.storage.registry import join_in, split_into
 from collage_fx.segments.low_words import LowWords
 from collage_fx.segments.memory import Part
@@ -234,7 +235,10 @@ def _add_lines(
     operands = Operands(segment, dtypes, env.__getitem__, numbers.__getitem__, cast)
     for line in segment.lines:
         args, kwargs = operands.of(line)
-        node = graph.call_function(line.func, tuple(args), kwargs)
+        if (dtype := operands.compares_in(line)) is not None:
+            node = graph.call_function(compared, (line.func, dtype, *args), kwargs)
+        else:
+            node = graph.call_function(line.func, tuple(args), kwargs)
         node.stack_trace = line.where
         for k, at in enumerate(line.made):
             env[at] = graph.call_function(operator.getitem, (node, k)) if line.many else node

@@ -6,6 +6,8 @@ The functions build on whatever the builder they are given stands for: nodes of 
 
 import ctypes
 import functools
+import math
+import struct
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -13,7 +15,7 @@ import torch
 import torch._inductor.inductor_prims  # registers torch.ops.prims.fma
 from torch import Tensor
 
-from collage_fx.passes.ir.program import CONVERT, Operand, is_value, value_of
+from collage_fx.passes.ir.program import CONVERT, LOW_PRECISION, Operand, is_value, value_of
 from collage_fx.runtime.expansion.eft import computed_in
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -268,7 +270,67 @@ def _copy(b: Builder, out: Tensor, x: Operand, source: Any, *_: Any, **__: Any) 
     return b.call(aten.copy.default, x, source, val=out)
 
 
+COMPARISONS = {
+    **dict.fromkeys(
+        (aten.eq.Scalar, aten.ge.Scalar, aten.le.Scalar),
+        (aten.eq.Scalar, aten.bitwise_or.Tensor),
+    ),
+    **dict.fromkeys(
+        (aten.ne.Scalar, aten.gt.Scalar, aten.lt.Scalar),
+        (aten.ne.Scalar, aten.bitwise_and.Tensor),
+    ),
+}
+"""Comparison with a number -> that for equality with the number itself, and what joins the two."""
+
+
+def compare(call: Callable[..., Any], op: Any, x: Any, number: float, dtype: torch.dtype) -> Any:
+    """Compare with a number as eager PyTorch does, which rounds it to the dtype of the tensor.
+
+    What is not rounded here may be the number itself, where it was clamped to that, say: it counts
+    as the rounded number.
+
+    Args:
+        call: does, or appends, an operation.
+        op: one of COMPARISONS.
+        x: of the dtype, or wider.
+        number: what x is compared with.
+        dtype: that of x in the user's operation.
+    """
+    rounded = _in_16_bits(number, dtype)
+    found = call(op, x, rounded)
+    if rounded == number or math.isnan(rounded):
+        return found
+    itself, both = COMPARISONS[op]
+    return call(both, found, call(itself, x, number))
+
+
+def _in_16_bits(number: float, dtype: torch.dtype) -> float:
+    """Return the number of a dtype that PyTorch takes in the place of a Python number.
+
+    Without a tensor, which a mode would make a fake one.
+    """
+    number = in_fp32(number)
+    if dtype is torch.bfloat16 and math.isfinite(number):
+        (bits,) = struct.unpack("<I", struct.pack("<f", number))
+        bits = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
+        (number,) = struct.unpack("<f", struct.pack("<I", bits))
+    elif dtype is torch.float16 and math.isfinite(number):
+        try:
+            (number,) = struct.unpack("<e", struct.pack("<e", number))
+        except OverflowError:
+            number = math.copysign(math.inf, number)
+    return number
+
+
+def _compare(op: Any, b: Builder, out: Tensor, x: Any, number: Any) -> Any:
+    dtype = value_of(x).dtype
+    if dtype not in LOW_PRECISION or not isinstance(number, int | float):
+        return b.call(op, x, number, val=out)
+    return compare(lambda target, *args: b.call(target, *args, val=out), op, x, number, dtype)
+
+
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    **{op: functools.partial(_compare, op) for op in COMPARISONS},
     aten.add.Tensor: _add,
     aten.sub.Tensor: functools.partial(_add_or_sub, aten.sub.Tensor),
     aten.mul.Tensor: _mul,

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from collage_fx.passes.analysis.plan import storage_of
 from collage_fx.passes.frontend.capture import not_held
+from collage_fx.passes.frontend.decompose import COMPARISONS, compare
 from collage_fx.passes.frontend.torch_internals import select_decomp_table
 from collage_fx.passes.ir.graph_memory import mutations
 from collage_fx.passes.ir.program import (
@@ -219,6 +220,8 @@ class _Joiner:
         """Append an operation in the wider dtypes; return its result, a tuple if there are some."""
         if node.target in POWERS and all(map(is_tensor, node.all_input_nodes)):
             return self._power(node)
+        if node.target in COMPARISONS and isinstance(node.args[1], int | float):
+            return self._comparison(node, node.args[0], node.args[1])
         of: Any = node.args[0] if node.target is operator.getitem else None
         if isinstance(self.env.get(of), tuple):
             return self.env[of][node.args[1]]
@@ -237,6 +240,14 @@ class _Joiner:
         if not isinstance(before, Tensor):
             return new  # a list, of which the items come next
         return self._converted(new, self.computed.get(before.dtype, before.dtype))
+
+    def _comparison(self, node: Node, operand: Any, number: float) -> Node:
+        """Append a comparison with a number, which 16-bit operands have rounded."""
+        dtype = value_of(operand).dtype
+        if dtype not in LOW_PRECISION:
+            return self._call(node.target, self.env[operand], number)
+        made: Node = compare(self._call, node.target, self.env[operand], number, dtype)
+        return made
 
     def _power(self, node: Node) -> Any:
         """Append powers, of 0-d tensors in float64; return the result, or a tuple of them."""

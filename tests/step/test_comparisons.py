@@ -1,0 +1,128 @@
+"""A number that a 16-bit tensor is compared with is rounded first, as eager PyTorch does."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+import collage_fx
+from collage_fx.passes.frontend import decompose
+
+NAMES = ("eq", "ne", "ge", "gt", "le", "lt")
+NUMBERS = (0.1, -0.3, 1e-3, 0.5, 257)
+UNIT = 2.0**-11
+WAYS: dict[str, dict[str, Any]] = {
+    "eft": {},
+    "wide": {"arithmetic": "wide", "storage": "remainder16"},
+    "class": {"multi_tensor": True},
+    "recorded": {"record": True},
+    "recorded wide": {"record": True, "arithmetic": "wide"},
+    "at once": {"record": False},
+}
+
+
+def neighbours(number: float, dtype: torch.dtype) -> Tensor:
+    """Return the number in a dtype, and what stands next to it on either side."""
+    x = torch.tensor(float(number)).to(dtype)
+    ends = (torch.tensor(end, dtype=dtype) for end in (-torch.inf, torch.inf))
+    return torch.stack([torch.nextafter(x, end) for end in ends] + [x, x])
+
+
+class Compares(Optimizer):
+    """Moves parameters up where a comparison of their gradients holds, and down elsewhere."""
+
+    def __init__(self, params: list[Tensor], number: float, cut: str = "") -> None:
+        super().__init__(params, {"number": number})
+        self.cut = cut
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        number = self.param_groups[0]["number"]
+        for p in self.param_groups[0]["params"]:
+            if self.cut == "joined":
+                p.sub_(p.amax() * 0)
+            for weight, (mask, is_float) in enumerate(self._masks(p.grad, number)):
+                if self.cut == "item":
+                    mask.sum().item()
+                chosen = mask if is_float else torch.where(mask, 1.0, 0.0)
+                p.add_(chosen.to(p.dtype), alpha=UNIT * 2**weight)
+
+    def _masks(self, x: Tensor, number: float) -> list[tuple[Tensor, bool]]:
+        clamped = x.clamp(-abs(number), abs(number))
+        in_place = [x.clone() for _ in NAMES]
+        for y, name in zip(in_place, NAMES, strict=True):
+            getattr(y, name + "_")(number)
+        found = [(getattr(torch, name)(x, number), False) for name in NAMES]
+        found += [(y, True) for y in in_place[:2]]
+        return [*found, (clamped == number, False), (clamped < number, False)]
+
+
+def moved(
+    number: float, dtype: torch.dtype, compile_: Callable[[Optimizer], Any], **kw: Any
+) -> Any:
+    """Return how far two steps have gone, in units: a bit for each comparison, times two."""
+    grads = neighbours(number, dtype)
+    params = [torch.zeros(4, dtype=dtype) for _ in range(2)]
+    optimizer = Compares(params, number, **kw)
+    step = compile_(optimizer)
+    for _ in range(3):
+        for p in params:
+            p.grad = grads.clone()
+        step()
+    return collage_fx.value(params[0]).double() / (3 * UNIT)
+
+
+def exact(number: float, dtype: torch.dtype) -> Tensor:
+    """Return the same by eager PyTorch's comparisons of 16-bit tensors."""
+    masks = Compares([torch.zeros(1)], number)._masks(neighbours(number, dtype), number)
+    return sum((mask.double() * 2**k for k, (mask, _) in enumerate(masks)), torch.zeros(4).double())
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("number", NUMBERS)
+def test_comparisons_are_those_of_eager_pytorch(number: float, way: str) -> None:
+    for dtype in (torch.bfloat16, torch.float16) if "wide" not in way else (torch.bfloat16,):
+        found = moved(number, dtype, lambda o: collage_fx.compile(o, level="all", **WAYS[way]))
+        assert torch.equal(found, exact(number, dtype)), dtype
+
+
+@pytest.mark.parametrize("record", ["auto", True])
+@pytest.mark.parametrize("cut", ["joined", "item"])
+def test_joined_graphs_and_segments(cut: str, record: Any) -> None:
+    found = moved(0.1, torch.bfloat16, lambda o: collage_fx.compile(o, record=record), cut=cut)
+    assert torch.equal(found, exact(0.1, torch.bfloat16))
+
+
+def test_interpreted_steps() -> None:
+    with torch.compiler.set_stance("force_eager"):
+        found = moved(0.1, torch.bfloat16, collage_fx.compile)
+    assert torch.equal(found, exact(0.1, torch.bfloat16))
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("way", ["eft", "class", "recorded wide"])
+def test_compiled_kernels(way: str) -> None:
+    found = moved(0.1, torch.bfloat16, lambda o: collage_fx.compile(o, **WAYS[way]))
+    assert torch.equal(found, exact(0.1, torch.bfloat16))
+
+
+def test_a_number_that_is_not_rounded_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control."""
+    monkeypatch.setattr(decompose, "_in_16_bits", lambda number, dtype: number)
+    found = moved(0.1, torch.bfloat16, collage_fx.compile)
+    assert not torch.equal(found, exact(0.1, torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_numbers_are_rounded_as_tensors_are(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    scale = torch.randint(-40, 20, (20000,), generator=generator)
+    numbers = torch.randn(20000, generator=generator, dtype=torch.float64) * 2.0**scale
+    ties = torch.arange(0x3F80, 0x3F90).to(torch.int32) * 65536 + 32768
+    many = [*numbers.tolist(), *ties.view(torch.float32).tolist(), 65519.9, 65520.0, -0.0]
+    for number in many:
+        wanted = torch.full((), number).to(dtype).item()
+        assert decompose._in_16_bits(number, dtype) == wanted, number
