@@ -172,6 +172,10 @@ class Service:
         if left_by_level(reasons, unknown=True):
             self.say_what_is_not_compensated()
 
+    def has_written(self) -> bool:
+        """Tell whether a step has written any state."""
+        return any(s.steps for s in self.served.values() if not s.is_gradient)
+
     def say_what_is_not_compensated(self) -> None:
         """Warn if nothing is compensated, and of what a storage cannot hold."""
         warn, storage = self.session.warn_once, self.session.config.storage

@@ -15,7 +15,7 @@ from collage_fx.hooks.dynamo_settings import Failures, graph_breaks
 from collage_fx.optimizer.checkpoints.agreement import check_loads
 from collage_fx.optimizer.checkpoints.history import History, history_of
 from collage_fx.optimizer.discovery import FunctionStates, OptimizerStates, StateStorage
-from collage_fx.optimizer.ownership import Owned
+from collage_fx.optimizer.ownership import Owned, params_of
 from collage_fx.optimizer.served import RETURNED, not_given
 from collage_fx.passes.ir.program import REPLACED, StatePlan
 from collage_fx.record.known_states import KnownStates
@@ -50,6 +50,8 @@ class Steps:
         self.states = KnownStates(discovery, self.storages, self.warn)
         self.service = Service(session, discovery, subject)
         self.steps = 0
+        self.updates = 0
+        """How many of the first steps had something to update, up to TRIED."""
         self.history = History()
         """Of the optimizer, from the first step on."""
         self.placed: Any = None
@@ -337,10 +339,18 @@ class Steps:
             self.service.warn_unaccounted(unaccounted)
         if self.steps == 1:
             self.service.say_what_level_leaves()
-        if self.steps == TRIED or not self.states:
+        updates = self.updates < TRIED and self._updates()
+        self.updates += updates
+        if updates and (self.updates == TRIED or not self.states):
             self.service.say_what_is_not_compensated()
         if type(self.discovery) is FunctionStates:
             self.quiet = False  # the next call may be given others
+
+    def _updates(self) -> bool:
+        """Tell whether a step had something to update: an optimizer may have no gradients yet."""
+        if not isinstance(self.discovery, OptimizerStates) or self.service.has_written():
+            return True
+        return any(p.grad is not None for p in params_of(self.discovery.optimizer()))
 
     def _account_asleep(self) -> list[str]:
         """Count what graphs have written in a step like the last; name what others have."""

@@ -1,5 +1,8 @@
 """What would lose updates without a word: each is compensated, or named in one warning."""
 
+from contextlib import nullcontext
+from typing import Any
+
 import pytest
 import torch
 from tensors import bf16, with_grads
@@ -104,3 +107,20 @@ def test_factor_computed_in_the_step_is_not_rounded_to_one() -> None:
         compiled(x, g)
         step(exact, g.double())
     assert torch.allclose(1 - collage_fx.value(x), 1 - exact, rtol=0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["Adagrad", "AdamW", "SGD"])
+def test_steps_before_the_first_gradient(name: str, dtype: torch.dtype) -> None:
+    """Nothing is said of them; of those that follow it is, where it is to be said: the control."""
+    p = nn.Parameter(torch.ones(4, dtype=dtype))
+    step = collage_fx.compile(getattr(torch.optim, name)([p], lr=1e-3))
+    for _ in range(3):
+        step()
+    p.grad = torch.ones_like(p)
+    plain = dtype is torch.float32
+    said: Any = pytest.warns(CollageWarning, match="nothing needed") if plain else nullcontext()
+    with said:
+        for _ in range(3):
+            step()
+    assert bool(collage_fx.residuals(p)) is not plain
