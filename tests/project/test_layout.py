@@ -176,3 +176,9 @@ def test_tests_stay_below_three_hundred_lines() -> None:
     """A long test file is one that nobody reads."""
     for path in sources("tests"):
         assert len(path.read_text().splitlines()) < 300, path
+
+
+def test_test_files_have_names_of_their_own() -> None:
+    """Of two with one name pytest collects the first, and ends with an error."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(set(names)) == sorted(names)
