@@ -24,7 +24,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple, Protocol
 
@@ -184,7 +184,7 @@ def run_here(name: str, args: argparse.Namespace, file: Path) -> int:
 
 
 def run_all(
-    names: Sequence[str], out: Path, seconds: float, begin: "type[Process] | object"
+    names: Sequence[str], out: Path, seconds: float, begin: Callable[[str], Begun]
 ) -> list[Row]:
     """Run parts, writing the rows of all after each; return them.
 
@@ -198,10 +198,10 @@ def run_all(
     rows: list[Row] = []
     parts: dict[str, float] = {}
     out.parent.mkdir(parents=True, exist_ok=True)
-    waiting: list[Begun] = [begin(name) for name in names[:1]]  # type: ignore[operator]
+    waiting: list[Begun] = [begin(name) for name in names[:1]]
     try:
         for i, name in enumerate(names):
-            waiting += [begin(later) for later in names[i + 1 : i + 2]]  # type: ignore[operator]
+            waiting += [begin(later) for later in names[i + 1 : i + 2]]
             begun = time.monotonic()
             left = seconds - (begun - start)
             if left > 2:

@@ -78,7 +78,7 @@ class Failures(logging.Filter):
         self.warn = warn
         self.count = 0
         self.no_compiler = False
-        """Whether one of them was that no C++ compiler works."""
+        """Set once a failure has shown that no C++ compiler works."""
 
     @contextmanager
     def caught(self) -> Iterator[None]:

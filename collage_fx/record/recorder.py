@@ -73,7 +73,7 @@ class Recorder:
     asleep: bool = False
     """Whether the states are not known in this step: the first operation wakes it up."""
     plain: bool = False
-    """Whether no state may have low words: all is done as eager PyTorch does it."""
+    """Set where no state has a dtype with low words: operations are those of eager PyTorch."""
     passes_by: bool = False
     """Whether operations are done as they come, as within a compiled graph."""
     noted: int = 0

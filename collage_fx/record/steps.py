@@ -51,7 +51,7 @@ class Steps:
         self.service = Service(session, discovery, subject)
         self.steps = 0
         self.updates = 0
-        """How many of the first steps had something to update, up to TRIED."""
+        """Number of steps with something to update, counted up to TRIED."""
         self.history = History()
         """Of the optimizer, from the first step on."""
         self.placed: Any = None
