@@ -17,6 +17,7 @@ os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 
 import torch
 from interpreter import untimed_guards, without_compiler
+from poison import poisoned
 from torch import Tensor
 
 from collage_fx.dynamo import backend
@@ -42,7 +43,8 @@ def _fresh_compiler(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.manual_seed(0)
     gc.collect()
     gc.freeze()
-    with untimed_guards(), contextlib.nullcontext() if kernels else without_compiler():
+    compiler = contextlib.nullcontext() if kernels else without_compiler()
+    with untimed_guards(), poisoned(), compiler:
         yield
     torch.compiler.reset()
 

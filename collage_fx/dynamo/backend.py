@@ -30,7 +30,7 @@ from collage_fx.passes.frontend.denominator import one_denominator
 from collage_fx.record.steps import Steps
 from collage_fx.runtime import logs, progress
 from collage_fx.runtime.errors import CollageError, OptionError
-from collage_fx.runtime.residuals.memory import has_memory
+from collage_fx.runtime.residuals.memory import has_memory, shared_between_storages
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import compensable_dtypes
 from collage_fx.segments.memory import storage_key
@@ -231,6 +231,8 @@ class _Step:
             return supervisor.recorded(self, args)
         if self.error is not None:
             raise self.error
+        if self.layouts is None:
+            self._look_at_memory(args)
         if supervisor is not None and supervisor.active and not supervisor.compiles:
             return supervisor.recorded(self, args)
         self.layouts = self.layouts or Layouts(self.static, args)
@@ -271,6 +273,19 @@ class _Step:
             stand_ins.sources = [] if self.symbols.guarded else self.symbols.sources
         return result
 
+    def _look_at_memory(self, args: tuple[Any, ...]) -> None:
+        """Have a step recorded that writes memory which it also has as a NumPy array.
+
+        To Dynamo the array is another tensor, whose value a write does not change.
+        """
+        if not shared_between_storages(a for a in args if isinstance(a, Tensor)):
+            return
+        if (supervisor := self.session.supervisor()) is not None:
+            supervisor.record_whole()
+            self.session.notes.add(f"recorded: {_TWO_STORAGES}")
+        else:
+            self.session.warn_once(f"{_TWO_STORAGES}; collage_fx.compile records such a step")
+
     def _has_kernels(self, supervisor: Steps) -> bool:
         """Compile the kernels of the graph; where that fails, have the graph recorded."""
         try:
@@ -295,6 +310,11 @@ class _Step:
             self.code.refused |= self.code.misses_residual(args)
         if self.error is not None:
             raise self.error
+
+
+_TWO_STORAGES = (
+    "the step has a NumPy array and a tensor on the same memory, which torch.compile does not know"
+)
 
 
 def _left_out(gm: GraphModule) -> Code:

@@ -1,7 +1,10 @@
 """Operations that are not noted, but done when they are called: on whole values, and low words."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +19,10 @@ from collage_fx.runtime.residuals.memory import has_memory
 from collage_fx.segments.low_words import LowWords
 from collage_fx.segments.memory import Input
 from collage_fx.segments.operations import Operation
+from collage_fx.segments.trie import line_of_code, on_one_line
 
+SHARE = 0.1
+"""What part of a step's time an operation must take to be named."""
 _ITEM = torch.ops.aten._local_scalar_dense.default
 
 
@@ -40,7 +46,7 @@ class AtOnce:
         strided = filter(has_memory, tensors_in(args, kwargs))
         if not any(self.words.known(t) or self.words.states_in(t) for t in strided):
             result = func(*args, **kwargs)
-            return self.born(func, result) if operation.kind == "now" else result
+            return self.born(func, result) if operation.made_at_once else result
         return self._joined(func, operation, args, kwargs)
 
     def born(self, func: Any, result: Any) -> Any:
@@ -133,11 +139,54 @@ class AtOnce:
 
 
 def tensors_in(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors among the arguments of an operation: themselves, and in lists."""
+    """Return the tensors among the arguments of an operation, in nested lists too."""
     found = []
     for a in (*args, *kwargs.values()):
         if isinstance(a, Tensor):
             found.append(a)
         elif isinstance(a, (list, tuple)):
-            found += [t for t in a if isinstance(t, Tensor)]
+            found += tensors_in(a, {})
     return found
+
+
+@dataclass(eq=False)
+class Unrecorded:
+    """Times operations that are done at once by the clock of the host, over all calls of a step."""
+
+    seconds: defaultdict[Any, float] = field(default_factory=lambda: defaultdict(float))
+    """Operation -> its time in the step that runs, or in the last one."""
+    step_seconds: float = 0.0
+    """How long the last step took, closures included."""
+    places: dict[Any, str] = field(default_factory=dict)
+    """Operation -> the line of code that called it first."""
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Time a step, and forget the one before."""
+        self.seconds.clear()
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.step_seconds = time.perf_counter() - start
+
+    def timed(self, func: Any, do: Callable[[], Any]) -> Any:
+        """Do an operation, and return what it makes."""
+        if func not in self.places:
+            self.places[func] = on_one_line(line_of_code())
+        start = time.perf_counter()
+        try:
+            return do()
+        finally:
+            self.seconds[func] += time.perf_counter() - start
+
+    def notes(self) -> list[str]:
+        """Name those that took more than a tenth of the last step, the dearest first."""
+        least = SHARE * self.step_seconds
+        dear = [(seconds, func) for func, seconds in self.seconds.items() if seconds > least]
+        return [
+            f"{func} cannot be recorded: it is done when it is called, on whole values, and took "
+            f"{seconds / self.step_seconds:.0%} of the last step's time. It is called first at "
+            f"{self.places[func]}"
+            for seconds, func in sorted(dear, key=lambda one: -one[0])
+        ]

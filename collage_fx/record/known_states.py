@@ -55,3 +55,9 @@ class KnownStates:
         """Yield those that were found last, and are still there."""
         found = (self.tensors[i]() for i in self.states)
         return (t for t in found if t is not None)
+
+
+def resumed(states: list[Owned]) -> bool:
+    """Tell whether states have residuals from other steps, as of a checkpoint or a copy."""
+    residuals = (STORE.get(owned.tensor) for owned in states)
+    return any(r is not None and not r.provisional for r in residuals)

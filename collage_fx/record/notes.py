@@ -34,6 +34,10 @@ class CannotNote(Exception):
     """An operation on memory that the notes know otherwise, or whose results are not known."""
 
 
+class UnknownMemory(CannotNote):
+    """An operation on memory that others may read or write, as NumPy does."""
+
+
 @dataclass(eq=False, slots=True)
 class Region:
     """A piece of memory that the notes know as one value, and its known views."""
@@ -67,8 +71,12 @@ class Notes:
     are inferred once for a structure.
     """
 
-    def __init__(self, words: LowWords) -> None:
+    def __init__(self, words: LowWords, *, all_at_once: bool) -> None:
         self.words = words
+        self.all_at_once = all_at_once
+        """Whether each operation is done before the next, so that no memory lacks its data."""
+        self.carried: frozenset[int] = frozenset()
+        """The storages of the parameters and states that there were when the step began."""
         self.root = Place()
         self.places = 0
         """How many places there are in the trie."""
@@ -249,6 +257,9 @@ class Notes:
         """Note memory that was there before the segment."""
         if not has_memory(t):
             raise CannotNote
+        # torch.load() shares memory too, with nobody who reads it: that of parameters and states.
+        if not (self.all_at_once or t.untyped_storage().resizable() or key in self.carried):
+            raise UnknownMemory("memory of a tensor is shared, with a NumPy array for instance")
         owner = None if self.words.is_state(t, key) else self.words.around(t)
         base = owner.tensor if owner is not None else t._base if t._is_view() else None
         if base is not None and base.dtype is t.dtype and layout_of(base) != layout:

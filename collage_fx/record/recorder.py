@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import torch
@@ -21,16 +21,17 @@ from torch.utils._python_dispatch import (
 from collage_fx.hooks import data_reads, nested_compile
 from collage_fx.hooks.dynamo_settings import Failures
 from collage_fx.passes.rewrite.powers import in_float64
-from collage_fx.record.at_once import AtOnce, tensors_in
+from collage_fx.record.at_once import AtOnce, Unrecorded, tensors_in
 from collage_fx.record.graph_notes import GraphNotes
-from collage_fx.record.notes import CannotNote, Notes
-from collage_fx.record.unrecorded import Unrecorded
+from collage_fx.record.modes import BesideDynamo, Mode
+from collage_fx.record.notes import CannotNote, Notes, UnknownMemory
 from collage_fx.runtime.kernels import left_out
 from collage_fx.runtime.residuals.memory import has_memory
 from collage_fx.segments.low_words import LowWords
 from collage_fx.segments.memory import storage_key
 from collage_fx.segments.operations import OPERATIONS, Operation
 from collage_fx.segments.segment import Call, Segment
+from collage_fx.segments.trie import line_of_code, on_one_line
 
 aten = torch.ops.aten
 cond = torch.ops.higher_order.cond
@@ -39,6 +40,9 @@ _MANY_PLACES = 200_000
 
 
 _PLAIN = frozenset({Tensor, Parameter})
+_OF_TORCH = "torch.distributed."
+"""The package of the subclasses whose dispatch hands all that it reads to operations again: DTensor
+and AsyncCollectiveTensor."""
 _ASSERT, _ASSERT_WITH_MESSAGE = aten._assert_async.default, aten._assert_async.msg
 
 
@@ -52,8 +56,10 @@ def _dispatches(kind: type) -> bool:
 class Recorder:
     """Notes operations, and has them done when somebody needs their results.
 
-    Results are tensors that have memory and no data yet. What cannot be noted is done at once,
-    after what it depends on.
+    Results are tensors that have memory and no data yet: only where each reader of memory is known.
+    Plain operations of PyTorch on plain tensors are noted; what cannot be noted is done at once,
+    after what it depends on, and an operator of another library after all that waits. From where a
+    step does anything else that may read memory (`see_unknown_reader`), nothing is noted any more.
 
     An operation that fails by the shapes of its operands raises where it stands; when a step raises
     for whatever reason, what was noted before is done, so that the states are as after the same
@@ -65,8 +71,10 @@ class Recorder:
     """Does a segment."""
     wake: Callable[[], None]
     """Looks for the states, in a step in which nobody has done so."""
-    all_at_once: bool = False
-    """Whether nothing is noted, and every operation is done when it is called."""
+    told: Callable[[str], None]
+    """Told why nothing is noted from now on."""
+    record: InitVar[bool]
+    """Whether anything is noted, so that operations may be done later than they are called."""
     reads: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     beside_dynamo: bool = False
     """Whether Dynamo compiles parts of this step."""
@@ -84,10 +92,15 @@ class Recorder:
     """How many others."""
     unrecorded: Unrecorded = field(default_factory=Unrecorded)
 
-    def __post_init__(self) -> None:
-        self.notes = Notes(self.words)
+    def __post_init__(self, record: bool) -> None:
+        self.notes = Notes(self.words, all_at_once=not record)
         self.at_once = AtOnce(self.words, self.notes)
         self.graphs = GraphNotes(self.notes, self.at_once)
+
+    @property
+    def all_at_once(self) -> bool:
+        """Whether every operation is done when it is called."""
+        return self.notes.all_at_once
 
     @contextmanager
     def _set(self, name: str, value: bool) -> Iterator[None]:
@@ -121,7 +134,7 @@ class Recorder:
         return result
 
     def _mode(self) -> TorchDispatchMode:
-        return _BesideDynamo(self) if self.beside_dynamo else _Mode(self)
+        return BesideDynamo(self) if self.beside_dynamo else Mode(self)
 
     def _wake_up(self) -> None:
         self.wake()
@@ -147,14 +160,21 @@ class Recorder:
 
     def _watch_reads(self) -> None:
         """Have what is read in other ways than by operations flushed before."""
-        watch = data_reads.flushed_by(self.flush_outside, beside_dynamo=self.beside_dynamo)
+        watch = data_reads.flushed_by(
+            self.flush_outside, self.see_unknown_reader, beside_dynamo=self.beside_dynamo
+        )
         self.reads.enter_context(watch)
 
     def suspended(self, closure: Callable[..., Any], failures: Failures) -> Callable[..., Any]:
         """Return closure run as if this mode were not there: it computes gradients."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with _pop_mode_temporarily(), nested_compile.outside(), failures.raised():
+            with (
+                _pop_mode_temporarily(),
+                nested_compile.outside(),
+                failures.raised(),
+                self.paused(),
+            ):
                 self.flush()
                 self.words.settle()
                 return closure(*args, **kwargs)
@@ -167,6 +187,23 @@ class Recorder:
             with _disable_current_modes():
                 self.flush()
 
+    def see_unknown_reader(self, why: str) -> None:
+        """Do operations when they are called from now on, in this step and in later ones.
+
+        Args:
+            why: what may read memory in ways that are not seen.
+        """
+        # Else it is no operation of the step that does it, but what compiles or does these.
+        if not self.passes_by and torch._C._len_torch_dispatch_stack():
+            with _disable_current_modes():
+                self._note_no_more(why)
+
+    def _note_no_more(self, why: str) -> None:
+        if not self.all_at_once:
+            self.flush()
+            self.notes.all_at_once = True
+            self.told(f"{why}, at {on_one_line(line_of_code())}")
+
     # Dispatch.
 
     def dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -174,34 +211,40 @@ class Recorder:
         kwargs = kwargs or {}
         if self.passes_by:
             return func(*args, **kwargs)
-        if not _PLAIN.issuperset(types) and any(map(_dispatches, types)):
+        if not _PLAIN.issuperset(types) and (own := [t for t in types if _dispatches(t)]):
             if FakeTensor in types:  # as DTensors use them, to find out how they are sharded
                 return func(*args, **kwargs)
+            for kind in own:
+                if not kind.__module__.startswith(_OF_TORCH):
+                    self._note_no_more(f"{kind.__qualname__} is a tensor class with a dispatch")
             return NotImplemented  # it comes again, for what such a tensor is made of
         left_out.ask()
+        if torch.is_inference_mode_enabled():
+            self._note_no_more("inference mode is enabled")
         if isinstance(func, HigherOrderOperator):
             return self._higher_order(func, args, kwargs)
         if func is _ASSERT:  # which FX drops, as if it had no effect
             func, args = _ASSERT_WITH_MESSAGE, (*args, "a tensor is not true, as asserted")
-        operation, trace = OPERATIONS[func], self.graphs.trace
+        operation = OPERATIONS[func]
+        if operation.kind == "composite":
+            with self._mode():
+                return func.decompose(*args, **kwargs)
         if self.asleep:
             if self._needs_no_states(operation, args, kwargs):
                 return self._function(func)(*args, **kwargs)
             self._wake_up()
+        return self._dispatch(func, operation, args, kwargs)
+
+    def _dispatch(self, func: Any, operation: Operation, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Do or note an operation of the step, the states being known."""
+        trace = self.graphs.trace
         if operation.kind == "note" and (trace or not self._on_host(operation, args, kwargs)):
             # What autograd saves of an operation that it follows it may read by itself.
-            if not torch.is_grad_enabled() or not any(
+            saved = torch.is_grad_enabled() and any(
                 t.requires_grad for t in tensors_in(args, kwargs)
-            ):
-                for _ in range(2):
-                    try:
-                        result = self._note(func, operation, args, kwargs)
-                    except CannotNote:
-                        self.flush()
-                    else:
-                        if self.all_at_once or (self.beside_dynamo and _is_number(result)):
-                            self.flush()
-                        return result
+            )
+            if not saved and (made := self._noted(func, operation, args, kwargs)):
+                return made[0]
         elif operation.kind == "view":
             return self._view(func, args, kwargs)
         elif operation.kind == "metadata":
@@ -260,8 +303,9 @@ class Recorder:
         """Do an operation at once, after what its operands wait for; on whole values."""
         regions = map(self.notes.region, filter(has_memory, tensors_in(args, kwargs)))
         # An input that is written now would be another one for what was noted before.
-        at_once = operation.kind == "now" or operation.written
-        if any(r is not None and (r.pending or at_once) for r in regions):
+        writes = operation.made_at_once or operation.written
+        foreign = operation.kind == "foreign"
+        if foreign or any(r is not None and (r.pending or writes) for r in regions):
             self.flush()
         if operation.kind == "read" or self.all_at_once:
             return self.at_once.do(func, operation, args, kwargs)
@@ -284,9 +328,28 @@ class Recorder:
         if noted and not saved and func is not aten.as_strided.default:
             try:
                 self.notes.view(source, result, func, args, kwargs)
+            except UnknownMemory as memory:
+                self._note_no_more(str(memory))
             except CannotNote:
                 self.flush()
         return result
+
+    def _noted(
+        self, func: Any, operation: Operation, args: tuple[Any, ...], kwargs: Any
+    ) -> tuple[Any] | None:
+        """Note an operation, and return its result in a tuple; None if it cannot be noted."""
+        for _ in range(2):
+            try:
+                result = self._note(func, operation, args, kwargs)
+            except UnknownMemory as memory:
+                self._note_no_more(str(memory))
+            except CannotNote:
+                self.flush()
+            else:
+                if self.all_at_once or (self.beside_dynamo and _is_number(result)):
+                    self.flush()
+                return (result,)
+        return None
 
     def _note(self, func: Any, operation: Operation, args: Any, kwargs: Any) -> Any:
         notes = self.notes
@@ -315,44 +378,10 @@ class Recorder:
         given = zip(segment.writes, call.inputs, strict=True)
         written = [i.data for is_written, i in given if is_written]
         self.words.settle(written)  # what was noted has counted up versions
-        with torch.no_grad():
+        with torch.no_grad(), self.paused():
             self.run(segment, call)
         self.words.settle(written)
         return None
-
-
-class _Mode(TorchDispatchMode):
-    """A recorder where Dynamo is not asked, without a guard against it around each dispatch."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self.recorder = recorder
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let Dynamo compile under this mode."""
-        return True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        return self.recorder.dispatch(func, types, args, kwargs)
-
-
-class _BesideDynamo(_Mode):
-    """A recorder under which Dynamo is on: it must not trace what an operation is noted by."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return True
-
-    __torch_dispatch__ = _Mode.__torch_dispatch__  # what the base class puts the guard around
 
 
 def _is_number(result: Any) -> bool:

@@ -163,6 +163,35 @@ class Service:
             "now on"
         )
 
+    def warn_chained(self, name: str) -> None:
+        """Warn of a state whose new value one compiled graph hands to another, rounded."""
+        self.session.warn_once(
+            f"{self.subject} computes the new value of {name} in one compiled graph and stores it "
+            "in another, or not in place at all, which drops its low word in this step; the steps "
+            "are recorded whole from now on. TORCH_LOGS=graph_breaks shows what cuts the step"
+        )
+
+    def note_cut(self, where: str) -> None:
+        """Note for the report that steps are recorded whole, as a graph ends where others go on."""
+        self.session.notes.add(
+            "the steps are recorded whole, which is slower for many small tensors, since Dynamo "
+            f"cuts the step where values go on that its graphs would round: {where}"
+        )
+
+    def note_switch(self, breaks: Sequence[str]) -> None:
+        """Note for the report that steps are recorded whole, as Dynamo traces a part only."""
+        self.session.notes.add(
+            "the steps are recorded whole from now on, since Dynamo traces only a part of what "
+            "writes the states" + "".join(f": {reason}" for reason in breaks[:1])
+        )
+
+    def note_at_once(self, why: str) -> None:
+        """Note for the report that nothing is put off any more, as others may read memory."""
+        self.session.notes.add(
+            "what is recorded is done operation by operation, as with record=False, which is "
+            f"slower, since memory may be read in ways that PyTorch does not show: {why}"
+        )
+
     def say_what_level_leaves(self) -> None:
         """Warn, after the first step, of what level light leaves alone for want of a parameter.
 

@@ -18,7 +18,7 @@ from collage_fx.optimizer.discovery import FunctionStates, OptimizerStates, Stat
 from collage_fx.optimizer.ownership import Owned, params_of
 from collage_fx.optimizer.served import RETURNED, not_given
 from collage_fx.passes.ir.program import REPLACED, StatePlan
-from collage_fx.record.known_states import KnownStates
+from collage_fx.record.known_states import KnownStates, resumed
 from collage_fx.record.recorder import Recorder
 from collage_fx.record.service import TRIED, Service
 from collage_fx.runtime.residuals.memory import has_memory
@@ -88,7 +88,11 @@ class Steps:
         """Whether steps of which a part is recorded are recorded whole: a function may compute
         gradients, of which Dynamo makes better graphs."""
         self.recorder = Recorder(
-            self.words, self._run, self._find_states, all_at_once=config.record is False
+            self.words,
+            self._run,
+            self._find_states,
+            self._unknown_reader,
+            record=config.record is not False,
         )
 
     @property
@@ -121,7 +125,7 @@ class Steps:
         """
         if self.compiles and self.switches:
             self.record_whole(traced=True)
-            self.session.notes.add(_CUT.format(where))
+            self.service.note_cut(where)
 
     @contextlib.contextmanager
     def step(self, *, traced: bool, once: bool) -> Iterator[Recorder]:
@@ -180,6 +184,9 @@ class Steps:
         if self.steps or not isinstance(self.discovery, OptimizerStates):
             return
         self.history = history_of(self.discovery.optimizer())
+        if self.history.at_once and not self.recorder.all_at_once:
+            self.recorder.notes.all_at_once = True
+            self._unknown_reader(self.history.at_once)
         before = self.history.recorded
         if before is not None:
             self.executors.changed_before = before
@@ -201,12 +208,13 @@ class Steps:
         self.recorder.asleep = False
         present = self.states.find()
         self.service.begin(present)
-        at_once = self.session.keep or (self.steps == 1 and _resumed(present))
+        at_once = self.session.keep or (self.steps == 1 and resumed(present))
         joins = self.session.config.on_unsupported == "join"
         # What is recorded beside graphs of Dynamo's is soon recorded with them, or over.
         soon_over = joins and self.compiles and self.steps <= TRIED
         only = self.interpreted or self.forced or soon_over or self.recorder.all_at_once
         self.words.begin(present)
+        self.recorder.notes.carried = frozenset(self.states.memory)
         self.recorder.plain = all(o.tensor.dtype not in self.words.wide for o in present)
         self.executors.begin(interpreted_only=only, at_once=at_once)
 
@@ -219,6 +227,12 @@ class Steps:
         if plain and not (wanted or anew):
             return ""
         return self.storages.storage(owned)
+
+    def _unknown_reader(self, why: str) -> None:
+        """Note why operations are done one by one, for the report and for a resumed run."""
+        self.executors.interpreted_only = True
+        self.history.at_once = why
+        self.service.note_at_once(why)
 
     def _unseen(self, tensor: Tensor) -> None:
         if type(self.discovery) is FunctionStates and tensor.is_leaf:
@@ -318,11 +332,7 @@ class Steps:
         if self.whole:
             return
         self.record_whole(traced=True)
-        self.warn(
-            f"{self.subject} computes the new value of {name} in one compiled graph and stores it "
-            "in another, or not in place at all, which drops its low word in this step; the steps "
-            "are recorded whole from now on. TORCH_LOGS=graph_breaks shows what cuts the step"
-        )
+        self.service.warn_chained(name)
 
     # The end.
 
@@ -389,22 +399,6 @@ class Steps:
         traced = self.recorder.in_graphs > 2 * self.recorder.apart
         if not self.whole:
             breaks = graph_breaks(self.breaks_before)
-            self.session.notes.add(_SWITCH + (f": {breaks[0]}" if breaks else ""))
+            self.service.note_switch(breaks)
         if not (self.whole and traced):
             self.record_whole(traced=traced)
-
-
-_CUT = (
-    "the steps are recorded whole, which is slower for many small tensors, since Dynamo cuts the "
-    "step where values go on that its graphs would round: {}"
-)
-_SWITCH = (
-    "the steps are recorded whole from now on, since Dynamo traces only a part of what writes the "
-    "states"
-)
-
-
-def _resumed(states: list[Owned]) -> bool:
-    """Tell whether states have residuals from other steps, as of a checkpoint or a copy."""
-    residuals = (STORE.get(owned.tensor) for owned in states)
-    return any(r is not None and not r.provisional for r in residuals)

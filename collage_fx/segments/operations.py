@@ -11,10 +11,12 @@ from collage_fx.passes.rewrite.op_schema import written
 
 aten = torch.ops.aten
 
-Kind: TypeAlias = Literal["note", "view", "read", "metadata", "now"]
+Kind: TypeAlias = Literal["note", "view", "composite", "read", "metadata", "now", "foreign"]
 """`note`: done later, with the rest of its segment. `view`: done at once, which moves no data, and
-noted. `read`: hands data to Python. `metadata`: needs no data of its operands, and is done at once.
-`now`: done at once, after what its operands wait for."""
+noted. `composite`: replaced by the operations that it consists of. `read`: hands data to Python.
+`metadata`: needs no data of its operands, and is done at once. `now`: done at once, after what its
+operands wait for. `foreign`: an operator of another library, which may read any memory: done at
+once, after all that waits."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,11 @@ class Operation:
     """Whether it returns nothing."""
     numbers: frozenset[int | str] = frozenset()
     """Positions and names of arguments that are numbers of the arithmetic, and no sizes or axes."""
+
+    @property
+    def made_at_once(self) -> bool:
+        """Whether it is done when it is called, and makes or writes floating data."""
+        return self.kind in ("now", "foreign")
 
     def written_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Return those of the arguments of a call, as dispatch has them, that it writes."""
@@ -55,7 +62,7 @@ class _Operations(dict[Any, Operation]):
 
     def __missing__(self, func: Any) -> Operation:
         known = isinstance(func, torch._ops.OpOverload)
-        found = self[func] = _classified(func) if known else Operation("now")
+        found = self[func] = _classified(func) if known else Operation("foreign")
         return found
 
 
@@ -65,6 +72,10 @@ def _classified(func: Any) -> Operation:
     arguments = schema.arguments
     writes = [a for a in arguments if a.name in written(func)]
     places = tuple(a.name if a.kwarg_only else arguments.index(a) for a in writes)
+    # Autograd decomposes it, but not within a subclass's dispatch, nor in inference mode. A
+    # composite "view" may copy: to, contiguous, reshape, flatten.
+    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+        return Operation("composite", places)
     if func.is_view or name == "lift_fresh":
         return Operation("view")
     if name in _READS:
@@ -77,7 +88,9 @@ def _classified(func: Any) -> Operation:
     odd = any(t.name.startswith(_ODD) for t in func.tags)
     # A tensor of numbers is read on the host.
     odd |= any(a.name == "scalars" and str(a.type) == "Tensor" for a in arguments)
-    if func.namespace not in ("aten", "prims") or solves or not tensors or odd:
+    if func.namespace not in ("aten", "prims", "profiler"):
+        return Operation("foreign", places)
+    if func.namespace == "profiler" or solves or not tensors or odd:
         return Operation("now", places)
     numbers = frozenset(
         key

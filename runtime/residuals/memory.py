@@ -48,6 +48,13 @@ def overlapping(tensors: Iterable[Tensor], *, by_address: bool = False) -> set[i
     return found
 
 
+def shared_between_storages(tensors: Iterable[Tensor]) -> bool:
+    """Tell whether two tensors share memory in two storages, as with a NumPy array."""
+    found = [t for t in tensors if t.is_cpu and has_memory(t)]
+    shared = [t for t in found if not t.untyped_storage().resizable()]
+    return len(shared) > 1 and overlapping(shared, by_address=True) != overlapping(shared)
+
+
 def is_expanded(t: Tensor) -> bool:
     """Tell whether elements of a strided tensor are one in memory, as of `x.expand(...)`."""
     if t.layout is not torch.strided:

@@ -10,7 +10,7 @@ from recorded_steps import off, start, train
 from torch import Tensor
 
 import collage_fx
-from collage_fx.record import unrecorded
+from collage_fx.record import at_once
 
 SECONDS = {"dear": 8.0, "cheap": 0.5}
 """How long these operations take by the clock of the tests, in a step of some 10 seconds."""
@@ -30,7 +30,7 @@ class Clock:
 def operations(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """Make operations of a library of the user's, which return their operand halved."""
     clock = Clock()
-    monkeypatch.setattr(unrecorded, "time", clock)
+    monkeypatch.setattr(at_once, "time", clock)
     with torch.library._scoped_library("collage_tests", "DEF") as library:
         for name, seconds in SECONDS.items():
 

@@ -16,6 +16,9 @@ class History:
     `Executors.changing`."""
     traced: bool = False
     """Whether Dynamo traces steps that are recorded whole."""
+    at_once: str = ""
+    """Why the operations of recorded steps are done one by one, see `Recorder.see_unknown_reader`;
+    empty where they are not."""
     began: list[dict[str, Any]] | None = None
     """The numbers of the parameter groups in a first step of which Dynamo has seen nothing."""
     numbers: dict[str, float | None] = field(default_factory=dict)

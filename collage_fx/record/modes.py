@@ -1,0 +1,46 @@
+"""Dispatch modes by which a recorder sees the operations of a step."""
+
+from typing import Any, Protocol
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Dispatches(Protocol):
+    """A recorder: is given each operation, and returns what the step gets for it."""
+
+    def dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Do or note an operation, and return what it makes."""
+
+
+class Mode(TorchDispatchMode):
+    """A recorder where Dynamo is not asked, without a guard against it around each dispatch."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, recorder: Dispatches) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let Dynamo compile under this mode."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return self.recorder.dispatch(func, types, args, kwargs)
+
+
+class BesideDynamo(Mode):
+    """A recorder under which Dynamo is on: it must not trace what an operation is noted by."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return True
+
+    __torch_dispatch__ = Mode.__torch_dispatch__  # what the base class puts the guard around
