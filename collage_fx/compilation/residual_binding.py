@@ -116,11 +116,5 @@ class Residuals:
                 ownerless[c.name] = tensor
         for owner, _ in found:
             state_dicts.attach(owner)
-        if ownerless and not self.session.named:
-            self.session.warn_once(
-                f"{', '.join(ownerless)} belong to no torch.optim.Optimizer, so no state_dict() "
-                "holds their residuals. Save collage_fx.residuals(tensor) beside each tensor and "
-                "give them back with collage_fx.load_residuals(tensor, components); "
-                "collage_fx.compile(function) instead of the backend string silences this"
-            )
+        self.session.warn_ownerless(list(ownerless))
         return list(ownerless.values())

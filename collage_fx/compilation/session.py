@@ -148,6 +148,20 @@ class Session:
             self.said.add(key)
             warnings.warn(f"collage_fx: {message}", CollageWarning, stacklevel=2)
 
+    def warn_ownerless(self, names: Sequence[str]) -> None:
+        """Warn of states that no optimizer has, unless the user knows that they are theirs."""
+        if names and not self.named:
+            self.warn_once(
+                f"{', '.join(names)} belong to no torch.optim.Optimizer, so no state_dict() "
+                "holds their residuals. Save collage_fx.residuals(tensor) beside each tensor and "
+                "give them back with collage_fx.load_residuals(tensor, components); "
+                + (
+                    "collage_fx.compile(function) instead of the backend string silences this"
+                    if self.optimizer() is None
+                    else "or keep the tensors in the optimizer's state"
+                )
+            )
+
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one graph of Dynamo's: `dynamo.backend.Backend` does."""
         raise NotImplementedError

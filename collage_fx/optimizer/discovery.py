@@ -45,6 +45,14 @@ class FunctionStates:
         """Tell whether a state was made since they were looked for."""
         return self.count() != self.counted
 
+    def place_numbers(self, *, traced: bool, once: bool) -> None:
+        """Have step counts where a step reads them without waiting; a function has none.
+
+        Args:
+            traced: whether Dynamo traces it.
+            once: whether it does not for this once only.
+        """
+
 
 class OptimizerStates(FunctionStates):
     """The tensors of an optimizer: parameters, their states, and those it keeps elsewhere."""
@@ -52,12 +60,24 @@ class OptimizerStates(FunctionStates):
     def __init__(self, optimizer: Callable[[], Optimizer]) -> None:
         super().__init__(lambda: all_tensors_of(optimizer()))
         self.optimizer = optimizer
+        self.placed: Any = None
+        """The numbers that are back on the host: Dynamo moves them, and so may a checkpoint."""
 
     def count(self) -> int:
         """Return a number that changes when a state is made."""
         return state_count(self.optimizer())
 
-    def note_numbers(self) -> None:
+    def place_numbers(self, *, traced: bool, once: bool) -> None:
+        """Have step counts where a step reads them without waiting."""
+        self._note_numbers()
+        on_host = history_of(self.optimizer()).on_host
+        if traced:
+            self.placed = None
+        elif not once and self.placed is not on_host:
+            self._return_numbers()
+            self.placed = on_host
+
+    def _note_numbers(self) -> None:
         """Note, before the first step, which numbers plain PyTorch has on the host.
 
         Dynamo sets `capturable` and moves step counts to the device, where its graphs read them.
@@ -68,7 +88,7 @@ class OptimizerStates(FunctionStates):
             found = _groups(optimizer)
             history.on_host = [(g.get("capturable"), _on_host(one, g)) for one, g in found]
 
-    def return_numbers(self) -> None:
+    def _return_numbers(self) -> None:
         """Undo that for steps without Dynamo, which would wait for the device at each of them."""
         optimizer = self.optimizer()
         noted = history_of(optimizer).on_host or ()  # of the groups that there were then

@@ -65,6 +65,14 @@ class AtOnce:
         """Do an operation on whole values, and split what it makes and writes."""
         wide: dict[int, tuple[Tensor, Input | None]] = {}
         """Operand -> its whole value, and the memory that it goes back to."""
+        try:
+            return self._on_whole(wide, func, operation, args, kwargs)
+        finally:
+            wide.clear()  # a function that calls itself holds it, until garbage is collected
+
+    def _on_whole(
+        self, wide: dict[int, Any], func: Any, operation: Operation, args: Any, kwargs: Any
+    ) -> Any:
 
         def joined(t: Tensor) -> Tensor:
             if t.dtype not in self.words.wide:

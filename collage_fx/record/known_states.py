@@ -1,7 +1,7 @@
 """Which states the steps have: looked for anew only where something has changed."""
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -9,7 +9,9 @@ from torch import Tensor
 from collage_fx.optimizer.discovery import FunctionStates, StateStorage
 from collage_fx.optimizer.ownership import Owned
 from collage_fx.runtime.residuals.store import STORE
-from collage_fx.segments.memory import memory_key
+from collage_fx.segments.low_words import LowWords
+from collage_fx.segments.memory import Input, gradients, memory_key
+from collage_fx.segments.segment import Call, Segment
 
 
 @dataclass(eq=False)
@@ -55,6 +57,103 @@ class KnownStates:
         """Yield those that were found last, and are still there."""
         found = (self.tensors[i]() for i in self.states)
         return (t for t in found if t is not None)
+
+
+@dataclass(eq=False)
+class OtherMemory:
+    """Memory from before a step that the step writes, and that is in no place that is looked at.
+
+    What the step reads before it overwrites it is a state, in an object, a closure or a buffer: it
+    gets a residual. The rest, and gradients, keep what is computed from states until the step ends.
+    """
+
+    words: LowWords
+    finds_params: bool
+    """Whether a parameter is such a state too, which functions are to be given."""
+    met: dict[int, bool] = field(default_factory=dict)
+    """Storage -> whether the step has read it before it overwrote it."""
+    rounded: dict[int, Segment] = field(default_factory=dict)
+    """Storage -> the segment of this step that has written it and kept no low words."""
+    kept: set[int] = field(default_factory=set)
+    """Storages that keep low words until the step ends."""
+    count: int = 0
+    """How many states were found."""
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self.met.clear()
+        self.rounded.clear()
+        self.kept.clear()
+
+    def see(self, segment: Segment, call: Call) -> None:
+        """Note which memory a segment reads before it overwrites it."""
+        for i, given in enumerate(call.inputs):
+            if given.pieces:
+                continue
+            if given.key not in self.met:
+                self.met[given.key] = not segment.overwrites(i)
+            elif given.key in self.rounded:
+                self.rounded.pop(given.key).hands_on = True
+
+    def take_up(self, segment: Segment, call: Call, made: Container[int]) -> None:
+        """Know the states in memory that a segment is about to write.
+
+        Args:
+            segment: the operations.
+            call: what they are done to.
+            made: storages that the step has made otherwise than by segments.
+        """
+        new = []
+        for i, (written, given) in enumerate(zip(segment.writes, call.inputs, strict=True)):
+            if written and given.key not in made and (t := self._state(given)) is not None:
+                self.count += 1
+                name = f"tensor {self.count} found elsewhere, written at {segment.where_written(i)}"
+                new.append(self.words.memory.meet(t, name))
+        self.words.take_up(new)
+
+    def _state(self, given: Input) -> Tensor | None:
+        """Return the tensor of an input that is a state; None if it is none."""
+        t, memory = given.tensor, self.words.memory
+        if t is None or t.dtype not in self.words.wide or not self.met.get(given.key):
+            return None
+        if t.requires_grad and not self.finds_params:
+            return None
+        known = memory.get(given.key)
+        if known is not None and known.is_of_step:
+            return None
+        return None if self._is_gradient(given) else t
+
+    def _is_gradient(self, given: Input) -> bool:
+        return given.key in gradients(self.words.memory.values())
+
+    def keep_low_words(self, segment: Segment, call: Call) -> None:
+        """Have memory that is no state, and is written from states, keep low words in this step.
+
+        Where a gradient is written from states that the segment writes too, that is mostly a decay,
+        and nobody reads it later: low words are kept once a later segment was seen to read it.
+        """
+        states = frozenset(i for i, given in enumerate(call.inputs) if given.pieces)
+        from_others = segment.written_from(states, also_written=False)
+        for i in segment.written_from(states, also_written=True):
+            given = call.inputs[i]
+            if given.layout[0] not in self.words.wide:
+                continue
+            if i in from_others or segment.hands_on or not self._is_gradient(given):
+                self.words.born(given.data, self.words.transient[given.layout[0]])
+                self.kept.add(given.key)
+            else:
+                self.rounded[given.key] = segment
+
+    def of_step(self) -> Iterator[Owned]:
+        """Yield what a step has made and somebody keeps in no place that is looked at."""
+        count = 0
+        for key, known in list(self.words.memory.items()):
+            if known.states or key in self.kept:
+                continue
+            if (t := known.alive()) is not None and t.dim():
+                count += 1
+                name = f"tensor {count} of shape {tuple(t.shape)} that the step makes and keeps"
+                yield self.words.memory.meet(t, name)
 
 
 def resumed(states: list[Owned]) -> bool:

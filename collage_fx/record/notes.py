@@ -11,7 +11,13 @@ from torch._subclasses import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from collage_fx.runtime.residuals.memory import empty_as, has_memory, new_memory, span
+from collage_fx.runtime.residuals.memory import (
+    empty_as,
+    has_memory,
+    new_memory,
+    span,
+    tensor_on,
+)
 from collage_fx.segments.low_words import LowWords
 from collage_fx.segments.memory import Input, storage_key
 from collage_fx.segments.operations import OPERATIONS, flat_piece, piece_of
@@ -312,9 +318,7 @@ def _is_contiguous(layout: Layout) -> bool:
 def _memory(region: Region) -> Tensor:
     """Return a tensor on memory that was made and is still in use."""
     assert region.storage is not None
-    storage = torch.UntypedStorage._new_with_weak_ptr(region.storage.cdata)
-    dtype, size, stride, _ = region.layout
-    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, size, stride)
+    return tensor_on(region.storage, *region.layout[:3])
 
 
 def _is_floating(args: Any) -> bool:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from collage_fx.compilation.session import Session
 from collage_fx.optimizer.discovery import FunctionStates
-from collage_fx.optimizer.ownership import Owned
+from collage_fx.optimizer.ownership import Owned, live_optimizers, owners_of
 from collage_fx.optimizer.served import RETURNED, Served, left_by_level, nothing_compensated
 from collage_fx.passes.ir.program import StatePlan
 from collage_fx.runtime.errors import listed
@@ -54,6 +54,8 @@ class Service:
     """The same by memory: a graph may write p.detach() in the place of p."""
     places: set[Any] = field(default_factory=set)
     """Those that had a state when the step began."""
+    elsewhere: set[Any] = field(default_factory=set)
+    """The places of states that are in none that is looked at, and last from step to step."""
     by_graph: dict[int, tuple[Tensor, StatePlan]] = field(default_factory=dict)
     """What Dynamo's graphs have written in this step, with its verdict."""
 
@@ -200,6 +202,14 @@ class Service:
         reasons = {s.name: s.reason for s in self.served.values() if s.graph}
         if left_by_level(reasons, unknown=True):
             self.say_what_is_not_compensated()
+
+    def warn_elsewhere(self, lasting: Iterable[Owned]) -> None:
+        """Warn once of states that are in no place that is looked at, if no optimizer has them."""
+        new = [owned for owned in lasting if owned.place not in self.elsewhere]
+        if new:
+            self.elsewhere.update(owned.place for owned in new)
+            owners = owners_of(live_optimizers())
+            self.session.warn_ownerless([o.name for o in new if id(o.tensor) not in owners])
 
     def has_written(self) -> bool:
         """Tell whether a step has written any state."""

@@ -18,7 +18,7 @@ from collage_fx.optimizer.discovery import FunctionStates, OptimizerStates, Stat
 from collage_fx.optimizer.ownership import Owned, params_of
 from collage_fx.optimizer.served import RETURNED, not_given
 from collage_fx.passes.ir.program import REPLACED, StatePlan
-from collage_fx.record.known_states import KnownStates, resumed
+from collage_fx.record.known_states import KnownStates, OtherMemory, resumed
 from collage_fx.record.recorder import Recorder
 from collage_fx.record.service import TRIED, Service
 from collage_fx.runtime.residuals.memory import has_memory
@@ -54,8 +54,6 @@ class Steps:
         """Number of steps with something to update, counted up to TRIED."""
         self.history = History()
         """Of the optimizer, from the first step on."""
-        self.placed: Any = None
-        """The numbers that are back on the host: Dynamo moves them, and so may a checkpoint."""
         self.whole = config.record is True
         """Whether the steps are recorded whole, graphs of Dynamo's too, and none is compiled."""
         self.untraced = self.whole
@@ -87,6 +85,7 @@ class Steps:
         self.switches = type(discovery) is not FunctionStates
         """Whether steps of which a part is recorded are recorded whole: a function may compute
         gradients, of which Dynamo makes better graphs."""
+        self.other_memory = OtherMemory(self.words, finds_params=self.switches)
         self.recorder = Recorder(
             self.words,
             self._run,
@@ -136,7 +135,7 @@ class Steps:
             once: whether it does not for this once only.
         """
         self._begin()
-        self._place_numbers(traced=traced, once=once)
+        self.discovery.place_numbers(traced=traced, once=once)
         self.active, self.waited = True, once
         failed = True
         try:
@@ -171,6 +170,7 @@ class Steps:
         self.history.taken += 1
         self.service.by_graph.clear()
         self.returned.clear()
+        self.other_memory.begin()
         self.interpreted |= self.failures.no_compiler
         self.forced = nested_compile.stance_is_eager()
         if self.quiet and self.traces and not self.discovery.changed():
@@ -192,17 +192,6 @@ class Steps:
             self.executors.changed_before = before
         if before is not None or self.untraced:
             self.record_whole(traced=self.history.traced)
-
-    def _place_numbers(self, *, traced: bool, once: bool) -> None:
-        """Have step counts where the step, as it is done, reads them without waiting."""
-        if not isinstance(self.discovery, OptimizerStates):
-            return
-        self.discovery.note_numbers()
-        if traced:
-            self.placed = None
-        elif not once and self.placed is not self.history.on_host:
-            self.discovery.return_numbers()
-            self.placed = self.history.on_host
 
     def _find_states(self) -> None:
         self.recorder.asleep = False
@@ -247,14 +236,16 @@ class Steps:
     def _run(self, segment: Segment, call: Call) -> None:
         """Do a segment; see whether it stores in a state what a graph of Dynamo's has computed."""
         given = zip(segment.writes, call.inputs, strict=True)
-        # States that the step has made are looked for where memory is written that is no state.
-        unknown = any(written and not i.pieces for written, i in given)
-        if unknown and self.discovery.changed():
-            self.words.take_up(self.states.find())
+        self.other_memory.see(segment, call)
+        if any(written and not i.pieces for written, i in given):
+            # States that the step has made, and those that are elsewhere.
+            if self.discovery.changed():
+                self.words.take_up(self.states.find())
+            self.other_memory.take_up(segment, call, self.returned)
             call.inputs = [
-                i if i.pieces or i.parameter is not None else self.words.input(i.data)
-                for i in call.inputs
+                self.words.input(i.tensor) if i.tensor is not None else i for i in call.inputs
             ]
+            self.other_memory.keep_low_words(segment, call)
         for to, source in segment.copies if self.returned else ():
             by_value = dict(zip(segment.inputs, call.inputs, strict=True))
             if memory_key(by_value[source].data) in self.returned and by_value[to].pieces:
@@ -379,11 +370,17 @@ class Steps:
             if taken and owned.tensor.dim():  # else a norm, say, that somebody looks at
                 self._chained(owned.name)
         self.words.adopt(present)
+        if self.switches:
+            self.words.adopt(list(self.other_memory.of_step()))
         self.words.settle()
         rest = service.not_by_graphs(present)
         outside = {id(o.tensor): o for o in rest if self.words.has_written(o.tensor)}
         for key, owned in outside.items():
             service.note(owned, self.executors.plans.get(key))
+        for owned in self.words.memory.met:
+            if self.words.has_written(owned.tensor):
+                service.note(owned, self.executors.plans.get(id(owned.tensor)))
+        service.warn_elsewhere(self.words.memory.lasting)
         unaccounted = service.unaccounted(o.tensor for o in rest if id(o.tensor) not in outside)
         service.count_graphs()
         lasting = not any(o.tensor.dim() for o in replaced)

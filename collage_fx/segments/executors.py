@@ -140,8 +140,9 @@ class Executors:
         Raises the CollageError that a user has asked for, before anything of it is written.
         """
         for given, written in zip(call.inputs, segment.writes, strict=True):
-            if given.parameter is not None and written and not given.pieces:
-                self.unseen(given.parameter)
+            t = given.tensor
+            if t is not None and t.requires_grad and written and not given.pieces:
+                self.unseen(t)
         call.at = len(self.changing)
         history = self._history(segment, call)
         obstacle = self._obstacle(segment)

@@ -1,7 +1,6 @@
 """The low words that a recorded step knows: of states, and of values between two segments."""
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
@@ -24,9 +23,11 @@ from collage_fx.runtime.storage.registry import (
     split_into,
 )
 from collage_fx.segments.memory import (
+    NOWHERE,
     Input,
     KnownMemory,
     KnownState,
+    Memories,
     Piece,
     covers,
     part_of,
@@ -57,7 +58,7 @@ class LowWords:
     """What chance begins with."""
     lost: Callable[[str], None]
     """Told the name of a state that loses its low word."""
-    memory: defaultdict[int, KnownMemory] = field(default_factory=lambda: defaultdict(KnownMemory))
+    memory: Memories = field(default_factory=Memories)
     """Storage -> what is known of it."""
     of_tensor: dict[int, KnownState] = field(default_factory=dict)
     """Tensor -> what is known of it."""
@@ -73,13 +74,13 @@ class LowWords:
         }
         """dtype -> the layout of values on the way."""
 
-    def begin(self, states: Iterable[Owned]) -> None:
+    def begin(self, states: Sequence[Owned]) -> None:
         """Begin a step with these states; clear residuals that do not belong to their values."""
         self.forget()
+        self.memory.begin(states)
         fitting = []
         for owned in states:
             tensor = owned.tensor
-            self.memory[storage_key(tensor)].states.append(owned)
             residual = STORE.get(tensor)
             if residual is None:
                 asked = -1 if STORE.finds_by_memory else STORE.generation
@@ -101,7 +102,7 @@ class LowWords:
 
     def forget(self) -> None:
         """Drop what is known of a step."""
-        self.memory.clear()
+        self.memory.forget()
         self.of_tensor.clear()
         self.writes = False
 
@@ -114,13 +115,11 @@ class LowWords:
 
     def mark_written(self, owned: Owned) -> None:
         """Note that the step has written a state."""
-        known = self.of_tensor.get(id(owned.tensor)) or self._state(owned.tensor)
-        known.written = self.writes = True
+        self._state(owned.tensor).written = self.writes = True
 
     def has_written(self, tensor: Tensor) -> bool:
         """Tell whether the step has written a state, as far as it was recorded."""
-        known = self.of_tensor.get(id(tensor))
-        return known is not None and known.written
+        return (known := self.of_tensor.get(id(tensor))) is not None and known.written
 
     def _memory_of(self, t: Tensor) -> KnownMemory:
         """Return what is known of the storage of t: nothing, if the step has not met it."""
@@ -132,7 +131,7 @@ class LowWords:
         given = Input(t.data, layout_of(t), key, [])
         memory = self.memory.get(key)
         if memory is None or not memory.states or t.dtype not in self.wide:
-            given.parameter = t if t.requires_grad else None
+            given.tensor = t
             return given
         if self.is_state(t, key):
             (o,) = memory.states
@@ -268,6 +267,7 @@ class LowWords:
             return None
         residual = STORE.ensure(tensor, name, owned.name, before)
         residual.provisional |= before is None
+        residual.found |= before is None and owned.group == NOWHERE
         residual.ensured = self._ensured(owned)
         self._state(tensor).remember(residual)
         return residual
@@ -352,8 +352,8 @@ class LowWords:
 
     def say_lost(self, t: Tensor) -> list[Residual]:
         """Say which states in t have something in their low words; return their residuals."""
-        found = [(o.name, r) for o in self.states_in(t) if (r := self.of_state(o)) is not None]
-        found = [(name, residual) for name, residual in found if residual.has_content()]
+        known = ((o.name, self.of_state(o)) for o in self.states_in(t))
+        found = [(name, r) for name, r in known if r is not None and r.has_content()]
         for name, _ in found:
             self.lost(name)
         return [residual for _, residual in found]

@@ -1,7 +1,9 @@
 """Pieces of memory: the states in them, the parts that have low words, and where these lie."""
 
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,9 +11,12 @@ from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from collage_fx.optimizer.ownership import Owned
-from collage_fx.runtime.residuals.memory import has_memory, new_memory, span
+from collage_fx.runtime.residuals.memory import has_memory, new_memory, span, tensor_on
 from collage_fx.runtime.residuals.store import STORE, Residual
 from collage_fx.segments.trie import Layout, layout_of
+
+NOWHERE = -1
+"""The group of a state that is in no place that is looked at."""
 
 
 @dataclass(slots=True)
@@ -43,8 +48,8 @@ class Input:
     """The storage of the data."""
     pieces: list[Piece]
     """The states in it."""
-    parameter: Tensor | None = None
-    """What may be a parameter, and is not known to be a state."""
+    tensor: Tensor | None = None
+    """The tensor that was met there, if it is none that is known to be a state."""
 
 
 @dataclass(slots=True)
@@ -77,6 +82,8 @@ class Between:
     dtype: torch.dtype
     lows: tuple[Tensor, ...] = ()
     """Each as long as the storage, from its first element on, so that they have views like it."""
+    layout: Layout = (torch.float32, (), (), 0)
+    """That of the tensor, where it has low words."""
 
     def like(self, t: Tensor) -> tuple[Tensor, ...]:
         """Return the low words of t, which is a view of the storage."""
@@ -97,12 +104,24 @@ class KnownMemory:
     made: StorageWeakRef | None = None
     """Itself, if a segment has made it in this step; of whatever dtype."""
 
+    @property
+    def is_of_step(self) -> bool:
+        """Whether the step has made it, as far as that was seen."""
+        of = self.made, None if self.between is None else self.between.storage
+        return any(storage is not None and not storage.expired() for storage in of)
+
+    def alive(self) -> Tensor | None:
+        """Return what it holds that is no state and has low words; None if that is gone."""
+        known = self.between
+        return _on(known.storage, known.layout) if known is not None and known.lows else None
+
     def hold(self, t: Tensor, dtypes: Sequence[torch.dtype]) -> Between:
         """Note that it is the memory of t, which is no state, with low words of these dtypes."""
         storage, known = t.untyped_storage(), self.between
         if known is None or known.storage.expired() or known.dtype is not t.dtype:
             known = self.between = Between(StorageWeakRef(storage), t.dtype)
         if len(known.lows) < len(dtypes):
+            known.layout = layout_of(t)
             count = storage.nbytes() // t.itemsize
             known.lows = tuple(torch.zeros(count, dtype=d, device=t.device) for d in dtypes)
         return known
@@ -118,7 +137,7 @@ class KnownMemory:
         made = self.made
         if made is None or made.expired():
             made = StorageWeakRef(storage)
-        self.between = Between(made, t.dtype, lows)
+        self.between = Between(made, t.dtype, lows, layout_of(t))
         return lows
 
 
@@ -142,6 +161,78 @@ class KnownState:
         """Record that the residual belongs to the present value."""
         if self.residual is not None:
             self.residual.settle(self.tensor)
+
+
+class Memories(dict[int, KnownMemory]):
+    """Storage -> what a step knows of it, among that tensors with residuals in it.
+
+    Those that are in no place where the states of the step are looked for are found when they are
+    met: in an object, a closure, a module's buffer, of another optimizer.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.met: list[Owned] = []
+        """Those of this step."""
+        self.lasting: list[Owned] = []
+        """Those of them whose residuals are from earlier steps."""
+        self.elsewhere: dict[int, list[Callable[[], Tensor | None]]] = {}
+        """Storage -> references to tensors with residuals in it, or what makes them anew."""
+        self.generation = -1
+        """That of the store when they were looked for."""
+
+    def begin(self, states: Iterable[Owned]) -> None:
+        """Know the states of a step, and no other memory."""
+        self.forget()
+        for owned in states:
+            self.setdefault(storage_key(owned.tensor), KnownMemory()).states.append(owned)
+        if self.generation == STORE.generation:
+            return
+        self.elsewhere, self.generation = {}, STORE.generation
+        for t in (t for t, _ in STORE if has_memory(t)):
+            self.elsewhere.setdefault(storage_key(t), []).append(weakref.ref(t))
+        for t, _ in STORE.by_memory():
+            again = partial(_on, StorageWeakRef(t.untyped_storage()), layout_of(t))
+            self.elsewhere.setdefault(storage_key(t), []).append(again)
+
+    def forget(self) -> None:
+        """Drop what is known of a step."""
+        self.clear()
+        self.met.clear()
+        self.lasting.clear()
+
+    def get(self, key: int, default: Any = None) -> Any:
+        """Return what is known of a storage, or default."""
+        return self[key] if key in self or key in self.elsewhere else default
+
+    def __missing__(self, key: int) -> KnownMemory:
+        found: dict[Layout, Tensor] = {}
+        for get in self.elsewhere.get(key, ()):
+            if (t := get()) is not None:
+                found.setdefault(layout_of(t), t)
+        states = [self._met(t, r) for t in found.values() if (r := STORE.get(t)) is not None]
+        known = self[key] = KnownMemory(states)
+        return known
+
+    def meet(self, t: Tensor, name: str) -> Owned:
+        """Return a tensor as a state that is in no place that is looked at."""
+        owned = Owned(t, NOWHERE, -1, name, name, of_optimizer=False)
+        self.met.append(owned)
+        return owned
+
+    def _met(self, t: Tensor, residual: Residual) -> Owned:
+        """Return the same of one that has a residual; that is empty if others fill the tensor."""
+        owned = self.meet(t, residual.name)
+        if residual.belongs(t):
+            residual.found = False
+            self.lasting.append(owned)
+        elif residual.found:  # as a buffer of gradients, of which there is nothing to say
+            residual.begin_anew(t)
+        return owned
+
+
+def _on(storage: StorageWeakRef, layout: Layout) -> Tensor | None:
+    return None if storage.expired() else tensor_on(storage, *layout)
 
 
 def storage_key(t: Tensor) -> int:

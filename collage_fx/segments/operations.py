@@ -106,6 +106,15 @@ def _classified(func: Any) -> Operation:
     return Operation("now", places)
 
 
+_FILLS = ("copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_")
+
+
+def is_overwriting(func: Any) -> bool:
+    """Tell whether an operation writes its results over whatever was there."""
+    schema = func._schema
+    return schema.name.removeprefix("aten::") in _FILLS or "out" in schema.overload_name
+
+
 def piece_of(whole: Tensor, size: list[int], stride: list[int], offset: int) -> Tensor:
     """Return a view of the memory of a tensor, its first element being at offset from that's."""
     return whole.as_strided(size, stride, whole.storage_offset() + offset)

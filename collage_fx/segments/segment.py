@@ -13,8 +13,8 @@ from collage_fx.passes.rewrite.comparisons import compared, rounds_number
 from collage_fx.passes.rewrite.powers import in_float64
 from collage_fx.segments.low_words import LowWords
 from collage_fx.segments.memory import Input
-from collage_fx.segments.operations import OPERATIONS
-from collage_fx.segments.trie import Constant, Number, Place, Value, leaves
+from collage_fx.segments.operations import OPERATIONS, is_overwriting
+from collage_fx.segments.trie import Constant, Number, Place, Value, leaves, on_one_line
 from collage_fx.segments.user_rounding import UserRounding
 
 VIEW_AS = torch.ops.aten.view.dtype
@@ -56,6 +56,9 @@ class Segment:
         self.live = live
         self.history: Any = None
         """What who runs it knows of its runs."""
+        self.hands_on = False
+        """Whether a later segment of the step reads memory that this one has written."""
+        self._written_from: dict[Any, frozenset[int]] = {}
         self.inputs: list[int] = []
         """The numbers of the values that are inputs."""
         self.lines: list[Line] = []
@@ -97,6 +100,25 @@ class Segment:
         if place.line[-1]:
             random.add(at)
 
+    def written_from(self, states: frozenset[int], *, also_written: bool) -> frozenset[int]:
+        """Return the inputs that are no states and are written with what is computed of some.
+
+        Args:
+            states: the positions of the inputs that are states.
+            also_written: whether of all states, or only of those that the segment leaves alone.
+        """
+        if (found := self._written_from.get((states, also_written))) is not None:
+            return found
+        sources = {self.inputs[i] for i in states}
+        reached = sources if also_written else sources - self.written
+        for line in self.lines:
+            read = {self.root[v.at] for v in leaves((line.args, line.kwargs)) if type(v) is Value}
+            if not read.isdisjoint(reached):
+                reached = reached | set(line.writes) | {self.root[at] for at in line.made}
+        others = {i for i, at in enumerate(self.inputs) if at in reached and at in self.written}
+        found = self._written_from[states, also_written] = frozenset(others - states)
+        return found
+
     def is_plain(self, words: LowWords) -> bool:
         """Tell whether nothing in it may have low words: fp32 alone is left as it is."""
         return words.wide.keys().isdisjoint(self.dtype)
@@ -104,6 +126,21 @@ class Segment:
     def computed(self, words: LowWords) -> dict[Any, torch.dtype]:
         """Return dtype -> what is computed in for it, in this segment."""
         return words.wide if self.is_plain(words) or self.writes_bits else words.computed
+
+    def overwrites(self, i: int) -> bool:
+        """Tell whether an input is overwritten as a whole before anything reads it."""
+        at = self.inputs[i]
+        for line in self.lines:
+            touched = [v.at for v in leaves((line.args, line.kwargs)) if type(v) is Value]
+            if at in (self.root[v] for v in touched):
+                alone = touched.count(at) == 1 and at in touched
+                return alone and at in line.writes and is_overwriting(line.func)
+        return False
+
+    def where_written(self, i: int) -> str:
+        """Return the line of code that writes an input first."""
+        at = self.inputs[i]
+        return next(on_one_line(line.where) for line in self.lines if at in line.writes)
 
     def _writes_bits(self) -> bool:
         seen: set[int] = set()

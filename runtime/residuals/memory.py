@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 from torch._C._dynamo.guards import _empty_strided_cpu  # type: ignore[attr-defined]
+from torch.multiprocessing.reductions import StorageWeakRef
 
 address = torch._C.TensorBase.data_ptr
 """Returns where a tensor begins: `Tensor.data_ptr`, which a recorded step has flush what waits."""
@@ -80,6 +81,18 @@ def new_memory(
         made: Tensor = _empty_strided_cpu(size, stride, dtype)
         return made
     return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+def tensor_on(
+    storage: StorageWeakRef,
+    dtype: torch.dtype,
+    size: Sequence[int],
+    stride: Sequence[int],
+    offset: int = 0,
+) -> Tensor:
+    """Return a new tensor on memory that is still in use."""
+    memory = torch.UntypedStorage._new_with_weak_ptr(storage.cdata)
+    return torch.empty(0, dtype=dtype, device=memory.device).set_(memory, offset, size, stride)
 
 
 def empty_as(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:

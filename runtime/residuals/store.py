@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from collage_fx.runtime.errors import CollageWarning, ResidualError, listed
 from collage_fx.runtime.expansion.eft import WIDER
-from collage_fx.runtime.residuals.memory import address
+from collage_fx.runtime.residuals.memory import address, tensor_on
 from collage_fx.runtime.storage.registry import (
     STORAGES,
     check_compensable,
@@ -63,6 +63,8 @@ class Residual:
     """The versions of the components when a state dict was given them, until the next step."""
     provisional: bool = False
     """Whether the tensor was made with it, and nobody knows yet if its updates need one."""
+    found: bool = False
+    """Whether a step has found the tensor by a write, and no later one found it as it was then."""
     address: int = field(init=False)
     _versions: "array[int]" = field(init=False)
     _slot: int = field(default=0, init=False)
@@ -223,6 +225,8 @@ class ResidualStore:
 
     def share_by_memory(self, tensor: Tensor) -> None:
         """Let later tensors on the same memory have the residual of this one."""
+        if self._of_memory.get(_memory(tensor)) is self._residuals[tensor]:
+            return
         for key in [key for key in self._of_memory if key[0].expired()]:
             del self._of_memory[key]
         self._of_memory[_memory(tensor)] = self._residuals[tensor]
@@ -340,8 +344,13 @@ class ResidualStore:
             residual = self.adopt(tensor, None, storage, name)
         residual.load(tensor, components, expected)
         self.generation += 1
-        if draws is not None:
-            residual.draws = draws
+        residual.draws = residual.draws if draws is None else draws
+
+    def by_memory(self) -> Iterator[tuple[Tensor, Residual]]:
+        """Yield new tensors on the memory that later tensors may share, with its residuals."""
+        for (storage, offset, size, stride, dtype), residual in list(self._of_memory.items()):
+            if not storage.expired():
+                yield tensor_on(storage, dtype, size, stride, offset), residual
 
     def __iter__(self) -> Iterator[tuple[Tensor, Residual]]:
         return iter(list(self._residuals.items()))

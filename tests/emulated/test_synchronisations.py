@@ -102,7 +102,7 @@ def test_numbers_of_plain_pytorch_on_the_host_are_known_before_a_step(
     kind: type[Optimizer], kwargs: dict[str, Any]
 ) -> None:
     optimizer: Any = kind(params(), **kwargs)
-    OptimizerStates(lambda: optimizer).note_numbers()
+    OptimizerStates(lambda: optimizer).place_numbers(traced=True, once=False)
     (noted,) = history_of(optimizer).on_host or ()
     assert noted[0] == optimizer.param_groups[0].get("capturable")
     optimizer.step()
