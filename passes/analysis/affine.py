@@ -107,11 +107,11 @@ def _named(*names: str) -> set[Any]:
     }
 
 
-_DECIDING = _named(
+DECIDING = _named(
     *("eq", "ne", "lt", "le", "gt", "ge", "sign", "sgn", "signbit", "isnan", "isinf"),
     *("logical_and", "logical_or", "logical_xor", "logical_not", "bitwise_not"),
 )
-_CHOOSING = _named("maximum", "minimum", "fmax", "fmin", "clamp", "clamp_min", "clamp_max", "relu")
+CHOOSING = _named("maximum", "minimum", "fmax", "fmin", "clamp", "clamp_min", "clamp_max", "relu")
 
 
 def transfer(node: Any, forms: Mapping[Any, Form]) -> Form:
@@ -153,13 +153,13 @@ def form_of(operand: Any, forms: Mapping[Any, Form]) -> Form:
 
 def _chosen(node: Any, operands: list[Form]) -> Form:
     """Return the form of an operation that chooses between its operands, and of any other."""
-    if node.target in _DECIDING:
+    if node.target in DECIDING:
         return _choice([Branch(0, True)])
     if node.target is aten.abs.default:
         return _between([operands[0], operands[0].times(-1)])
     if node.target is aten.where.self:
         return _between(operands[1:])
-    if node.target in _CHOOSING:
+    if node.target in CHOOSING:
         return _between([*operands, FREE] if len(operands) != 2 else operands)
     return CURVED
 

@@ -7,6 +7,7 @@ from torch.fx import Node
 
 from collage_fx.passes.analysis.affine import ADDING, MUCH, bound, is_number
 from collage_fx.passes.analysis.carried_path import walk
+from collage_fx.passes.analysis.factors import scaling
 from collage_fx.passes.analysis.high_words import entering
 from collage_fx.passes.analysis.plan import verdict
 from collage_fx.passes.analysis.recurrence import recurrence_of
@@ -39,6 +40,8 @@ def escape(program: Program) -> None:
       not write that parameter or does so in another slice;
     - the update of a state which a state of another slice enters with weight, however it is scaled
       before: an average of the two, say; see `high_words.py`;
+    - the update of a state that is scaled by a sum or norm of it, say, or by a state of another
+      shape; see `factors.py`;
     - a result that takes over the value of a state and is not stored in the graph: a new state that
       begins as a copy of a parameter, a parameter computed anew from other states, a state that is
       replaced and not overwritten or is stored after a graph break, bits to be rounded by chance.
@@ -57,7 +60,13 @@ def escape(program: Program) -> None:
             program.takers = frozenset(takers)
     elif any(s.compensated for s in program.plan):  # and not the forward pass of a model, say
         states, place = _states(program, ("param", "state", "tensor")), _place(program)
-        program.lost = list(_missed(program, states, entering(program, states, place), place))
+        every = states | _rounded(program)
+        entered = entering(program, states, place)
+        factors, certain = scaling(program, every), place.keys() | (every.keys() - states.keys())
+        program.lost = [
+            *_missed(program, states, entered, place, "enters a sum or difference"),
+            *_missed(program, every, factors, certain, "scales a new value"),
+        ]
 
 
 def _states(program: Program, owners: tuple[Owner, ...]) -> dict[Node, Carried]:
@@ -78,6 +87,19 @@ def _states(program: Program, owners: tuple[Owner, ...]) -> dict[Node, Carried]:
     return found
 
 
+def _rounded(program: Program) -> dict[Node, Carried]:
+    """Return the states that the graph updates without a residual, and that may have one."""
+    compensated = {s.index for s in program.plan if s.compensated}
+    inputs = graph_of(program.canonical).graph.find_nodes(op="placeholder")
+    return {
+        inputs[c.index]: c
+        for c in program.carried
+        if c.index not in compensated
+        and not c.left_alone
+        and compensable_in(c, program.settings.storage)
+    }
+
+
 def _place(program: Program) -> dict[Node, set[Node]]:
     """Return, for each state that is compensated, the nodes of its slice."""
     return {part.old(i): set(part.nodes) for part, i in program.compensated()}
@@ -86,12 +108,14 @@ def _place(program: Program) -> dict[Node, set[Node]]:
 def _sums(program: Program, states: dict[Node, Carried]) -> Iterator[str]:
     place = _place(program)
     weighty = list(entering(program, states, place))
-    params = {x for x in states if states[x].owner == "param"}
-    certain = params | place.keys()
-    needed = (x for x in weighty if x not in certain)
+    every = states | _rounded(program)
+    factors = list(scaling(program, every))
+    certain = {x for x in every if every[x].owner == "param" or x in place or x not in states}
+    needed = (x for x in (*weighty, *factors) if x not in certain)
     program.weighty = frozenset(c.index for x in needed for c in program.alike(states[x]))
     found = [*_operands(program, states, place), *weighty]
-    yield from _missed(program, states, found, certain)
+    yield from _missed(program, states, found, certain, "enters a sum or difference")
+    yield from _missed(program, every, factors, certain, "scales a new value")
 
 
 def _missed(
@@ -99,6 +123,7 @@ def _missed(
     states: dict[Node, Carried],
     found: Iterable[Node],
     certain: Container[Node],
+    how: str,
 ) -> Iterator[str]:
     """Say which states are read with their high word only; note those that may have no more.
 
@@ -107,11 +132,12 @@ def _missed(
         states: what the nodes are.
         found: the states that are read so.
         certain: those which have a low word, or will have one, for certain.
+        how: what they do.
     """
     for x in dict.fromkeys(found):
         if x in certain:
             for state in program.alike(states[x]):
-                yield f"{state.name} enters a sum or difference with its high word only"
+                yield f"{state.name} {how} with its high word only"
         else:
             program.reads |= {c.index: c.name for c in program.alike(states[x])}
 

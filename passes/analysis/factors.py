@@ -1,0 +1,260 @@
+"""High words that scale a new value: through sums, norms, products, states of other shapes."""
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, TypeAlias
+
+import torch
+from torch.fx import Node
+
+from collage_fx.passes.analysis.affine import CHOOSING, DECIDING, LERP, MUCH
+from collage_fx.passes.ir.program import Carried, Program, Slice, graph_of, is_tensor, value_of
+
+aten = torch.ops.aten
+
+NUMBER, OTHER, OWN = range(3)
+"""The kinds of terms: numbers, rates, and sums or norms of weights; gradients, moments and all
+else; and what has the state itself in it, times any of these."""
+RATE = 0.06
+"""The size of a number that may change from step to step."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """All terms of one kind in a value: how large they are, and by which high words."""
+
+    size: float
+    """A state and a gradient have the size one, and so has a sum or norm of these."""
+    high: float = 0.0
+    """The size of the largest that is computed of high words."""
+    of: frozenset[Node] = frozenset()
+    """The states whose high words those are."""
+
+    def plus(self, other: "Term", *, signed: bool) -> "Term":
+        """Return the sum. Terms of unknown sign do not cancel."""
+        size = self.size + other.size if signed else max(self.size, other.size, key=abs)
+        return Term(size, max(self.high, other.high), self.of | other.of)
+
+    def times(self, other: "Term") -> "Term":
+        """Return the product, of which the error is that of the factor that is known worst."""
+        high = max(self.high * abs(other.size), other.high * abs(self.size))
+        return Term(self.size * other.size, high, self.of | other.of)
+
+
+Terms: TypeAlias = dict[int, Term]
+"""Kind -> its terms. Others are zero."""
+Read: TypeAlias = Callable[[Node], Terms]
+
+
+def _number(size: float) -> Terms:
+    return {NUMBER: Term(size)}
+
+
+def _whole(terms: Iterable[Term]) -> Term:
+    """Return the sum of terms of several kinds."""
+    return reduce(lambda x, y: x.plus(y, signed=True), terms, Term(0.0))
+
+
+def _sum(a: Terms, b: Terms) -> Terms:
+    both = {k: a[k].plus(b[k], signed=k != OTHER) for k in a.keys() & b.keys()}
+    return {**a, **b, **both}
+
+
+def _product(a: Terms, b: Terms) -> Terms:
+    """Return the product; of a gradient, say, and anything it is at most as large as that."""
+    made: Terms = {}
+    for i, x in a.items():
+        for j, y in b.items():
+            made = _sum(made, {max(i, j): x.times(y)})
+    if OTHER in made and abs(made[OTHER].size) > 1:
+        made |= {OTHER: made[OTHER].times(Term(1 / abs(made[OTHER].size)))}
+    return made
+
+
+def _inverse(a: Terms) -> Terms:
+    """Return the inverse. It is known as exactly, and of the kind of the leading term."""
+    whole = _whole(a.values())
+    kind = OWN if OWN in a else max(a, key=lambda k: abs(a[k].size), default=NUMBER)
+    known = whole.high / abs(whole.size) if whole.size else whole.high
+    size = 1 / whole.size if whole.size and kind != OTHER else 1.0
+    return {kind: Term(size, known * abs(size), whole.of)}
+
+
+def _exponential(a: Terms) -> Terms:
+    """Return the exponential: of a small value x about 1 + x."""
+    if OWN in a:
+        whole = _whole(a.values())
+        return {OWN: Term(1.0, whole.high, whole.of)}
+    number = a.get(NUMBER, Term(0.0))
+    size = math.exp(min(number.size, 10.0))
+    return {**a, NUMBER: Term(size, number.high * size, number.of)}
+
+
+def _one_of(values: list[Terms]) -> Terms:
+    """Return what may be any of these values."""
+    made: Terms = {}
+    for value in values:
+        both = {k: made[k].plus(value[k], signed=False) for k in made.keys() & value.keys()}
+        made = {**made, **value, **both}
+    return made
+
+
+def _computed(node: Node, read: Read) -> Terms:
+    """Return the terms of what a node computes.
+
+    Of one operand that is the operand, as are sums and norms of it; of several their product, as of
+    matrices.
+    """
+    val, target = node.meta.get("val"), node.target
+    item: Any = node.args
+    if target is operator.getitem and "_foreach_" in str(item[0].target):
+        return read(item[0].args[0][item[1]])
+    near = [read(a) for a in node.all_input_nodes]
+    if target in DECIDING or (isinstance(val, torch.Tensor) and not val.is_floating_point()):
+        return _number(1.0)
+    if not near:
+        drawn = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+        filled = node.args[1] if target is aten.full.default else 1
+        return {OTHER: Term(1.0)} if drawn else _operand(filled, read)
+    if target is aten.where.self:
+        return _one_of(near[1:])
+    if target in CHOOSING or target in _GATHERING:
+        return _one_of(near)
+    if target in _INVERSE or (target is aten.pow.Tensor_Scalar and _is_negative(node.args[1])):
+        return _inverse(near[0])
+    if target is aten.exp.default:
+        return _exponential(near[0])
+    arithmetic = _ARITHMETIC.get(target)
+    if arithmetic is None:
+        return reduce(_product, near)
+    operands = [_operand(a, read) for a in (*node.args, *node.kwargs.values())]
+    return arithmetic(*operands)
+
+
+def _operand(a: Any, read: Read) -> Terms:
+    return read(a) if isinstance(a, Node) else _number(float(a))
+
+
+def _is_negative(exponent: Any) -> bool:
+    return isinstance(exponent, int | float) and exponent < 0
+
+
+_MINUS = _number(-1.0)
+_ONE = _number(1.0)
+_GATHERING = (aten.cat.default, aten.stack.default)
+_INVERSE = (aten.reciprocal.default, aten.rsqrt.default)
+_ARITHMETIC: dict[Any, Callable[..., Terms]] = {
+    aten.add.Tensor: lambda a, b, alpha=_ONE: _sum(a, _product(b, alpha)),
+    aten.sub.Tensor: lambda a, b, alpha=_ONE: _sum(a, _product(_product(b, alpha), _MINUS)),
+    aten.rsub.Scalar: lambda a, b: _sum(b, _product(a, _MINUS)),
+    aten.mul.Tensor: _product,
+    aten.div.Tensor: lambda a, b: _product(a, _inverse(b)),
+    aten.neg.default: lambda a: _product(a, _MINUS),
+} | dict.fromkeys(
+    LERP, lambda a, b, w: _sum(_product(a, _sum(_ONE, _product(w, _MINUS))), _product(b, w))
+)
+
+
+def scaling(program: Program, states: dict[Node, Carried]) -> Iterator[Node]:
+    """Return the states whose high word scales the new value of a state, its own one perhaps.
+
+    In p * s / sum(p), or p * m / norm(p) with a state m for each row, the error u of a sum, of a
+    largest element or of m is one of p, and in p - rate * norm(p) * g one of an update. So the size
+    is found of all that high words enter and that is no update: of the state itself times
+    something, of numbers, and of sums and norms of weights. It matters if it is half of the new
+    value, or if it keeps the state near to a value that it gives: near 1 in 0.9 + 0.1 * s / sum(p).
+
+    Args:
+        program: the program, with its classes.
+        states: the states that have a low word, or may get one, by their placeholders.
+    """
+    walk = _Walk(program, states)
+    for node in graph_of(program.canonical).graph.nodes:
+        walk.take(node)
+    for part, i in program.compensated():
+        yield from walk.entering(part, i)
+
+
+class _Walk:
+    """Goes once through a graph, and through slices again with one state as their own."""
+
+    def __init__(self, program: Program, states: dict[Node, Carried]) -> None:
+        self.states = states
+        slices = [part for group in program.classes for part in group.members]
+        self.place = {p.old(i): set(p.nodes) for p in slices for i in range(len(p.states))}
+        """State -> the nodes of its slice."""
+        self.values: dict[Node, Terms] = {}
+        self.holds: dict[Node, frozenset[Node]] = {}
+        """Node -> the states of whose whole values it is computed, and rounded at most to its own
+        dtype."""
+
+    def take(self, node: Node) -> None:
+        """Note the terms of a node, with no state for its own."""
+        self.holds[node] = frozenset({node} & self.states.keys())
+        if node.op == "call_function":
+            self.holds[node] = frozenset().union(
+                *(self.holds[a] - self._lost(a, node) for a in node.all_input_nodes)
+            )
+            self.values[node] = _computed(node, lambda a: self._read(a, node))
+        elif node in self.states:
+            weight = self.states[node].owner == "param"
+            self.values[node] = {NUMBER if weight else OTHER: Term(1.0)}
+        else:
+            real = is_tensor(node) and value_of(node).is_floating_point() and value_of(node).dim()
+            self.values[node] = {OTHER: Term(1.0)} if real else _number(RATE)
+
+    def _lost(self, a: Node, node: Node) -> frozenset[Node]:
+        """Return the states whose low word an operand of a node has not: they have that inside of
+        their slices, and what is computed in a wider dtype."""
+        held = self.holds[a]
+        if not held or not is_tensor(a):
+            return frozenset()
+        size = value_of(a).dtype.itemsize
+        return frozenset(
+            x
+            for x in held
+            if size <= value_of(x).dtype.itemsize
+            and not ((a is x or a in self.place.get(x, ())) and node in self.place.get(x, ()))
+        )
+
+    def _read(self, a: Node, node: Node) -> Terms:
+        """Return the terms of an operand as a node sees it."""
+        found, lost = dict(self.values[a]), self._lost(a, node)
+        if not lost:
+            return found
+        return {k: Term(x.size, max(x.high, abs(x.size)), x.of | lost) for k, x in found.items()}
+
+    def entering(self, part: Slice, i: int) -> frozenset[Node]:
+        """Return the states whose high words have weight in the new value of a state."""
+        y, olds = part.old(i), {part.old(j) for j in range(len(part.states))}
+        given = self._given(part, y)
+        if not any(x.high for terms in given.values() for x in terms.values()):
+            return frozenset()
+        inside = {x: {OWN if x is y else OTHER: Term(1.0)} for x in olds}
+
+        def read(a: Node) -> Terms:
+            return inside[a] if a in inside else given[a, node]
+
+        for node in part.nodes:
+            inside[node] = _computed(node, read)
+        whole = _whole(x for k, x in inside[part.states[i][2]].items() if k != OTHER)
+        much = whole.high >= MUCH or whole.high > 2 * abs(1 - whole.size)
+        return whole.of if much else frozenset()
+
+    def _given(self, part: Slice, y: Node) -> dict[tuple[Node, Node], Terms]:
+        """Return what the nodes of a slice read from outside of it, and of which node each.
+
+        A sum of the state itself is of its size, even if it is no weight.
+        """
+        inside = {*part.nodes, *(part.old(j) for j in range(len(part.states)))}
+        given = {}
+        for node in part.nodes:
+            for a in (a for a in node.all_input_nodes if a not in inside):
+                terms = self._read(a, node)
+                if OTHER in terms and y in terms[OTHER].of:
+                    terms = _sum({NUMBER: terms.pop(OTHER)}, terms)
+                given[a, node] = terms
+        return given

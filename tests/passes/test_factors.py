@@ -1,0 +1,204 @@
+"""Sums, norms and states of other shapes that scale a state enter with their low words."""
+
+import functools
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from graphs import capture
+from recorded_steps import Each
+from support.interpreter import without_compiler
+from torch import Tensor
+from torch.fx import Node
+from torch.optim import Optimizer
+
+import collage_fx
+from collage_fx.passes.ir.program import Carried, Program, Settings
+from collage_fx.passes.pipeline import run_passes
+
+BF16 = torch.bfloat16
+LR, STEPS = 1e-3, 16
+SHAPE = 8, 16
+Update = Callable[[Tensor, Tensor, Any], None]
+
+
+def kept(measure: Callable[[Tensor], Tensor]) -> Update:
+    """Return an update that leaves a measure of the parameter as it is."""
+
+    def each(p: Tensor, g: Tensor, state: Any) -> None:
+        before = measure(p)
+        p.sub_(g, alpha=LR)
+        p.mul_(before / measure(p))
+
+    return each
+
+
+def towards_its_sum(p: Tensor, g: Tensor, state: Any) -> None:
+    before = p.sum(-1, keepdim=True)
+    p.sub_(g, alpha=LR)
+    p.add_(p * (before / p.sum(-1, keepdim=True) - 1), alpha=0.1)
+
+
+def centered(p: Tensor, g: Tensor, state: Any) -> None:
+    p.sub_(g, alpha=LR).sub_(p.mean(-1, keepdim=True), alpha=0.5)
+
+
+def orthogonalized(p: Tensor, g: Tensor, state: Any) -> None:
+    if not state:
+        p.div_(p.norm())
+    p.sub_(g, alpha=LR)
+    p.copy_(1.5 * p - 0.5 * (p @ p.T @ p))
+
+
+def of_a_magnitude(p: Tensor, g: Tensor, state: Any) -> None:
+    """Weight normalization within the step, as in DoRA."""
+    if not state:
+        state["mag"] = p.norm(dim=-1, keepdim=True)
+    p.sub_(g, alpha=LR)
+    state["mag"].mul_(1 - 1e-4)
+    p.copy_(state["mag"] * p / p.norm(dim=-1, keepdim=True))
+
+
+def of_a_scalar(p: Tensor, g: Tensor, state: Any) -> None:
+    if not state:
+        state["scale"] = p.mean()
+    state["scale"].add_(g.mean(), alpha=LR)
+    p.sub_(g, alpha=LR)
+    p.copy_(p * state["scale"] / p.mean())
+
+
+SCALED: dict[str, Update] = {
+    "row_sums": kept(lambda p: p.sum(-1, keepdim=True)),
+    "largest": kept(lambda p: p.abs().max()),
+    "median": kept(Tensor.median),
+    "deviation": kept(Tensor.std),
+    "norm_inf": kept(lambda p: p.norm(p=float("inf"), dim=-1, keepdim=True)),
+    "products": kept(lambda p: (p @ p.T).sum().sqrt()),
+    "one_of_them": kept(lambda p: p[:, :1].clone()),
+    "sum": towards_its_sum,
+    "magnitude": of_a_magnitude,
+    "scalar": of_a_scalar,
+}
+
+
+def way(update: Update, dtype: torch.dtype, wrap: Callable[[Optimizer], Any]) -> Any:
+    """Return where steps lead, from where, and the step."""
+    torch.compiler.reset()
+    generator = torch.Generator().manual_seed(0)
+    start = (0.6 + 0.5 * torch.rand(SHAPE, generator=generator)).bfloat16()
+    p = torch.nn.Parameter(start.to(dtype, copy=True))
+    drift = torch.randn(SHAPE, generator=generator)
+    step = wrap(Each([p], update))
+    for _ in range(STEPS):
+        g = 0.1 * (torch.randn(SHAPE, generator=generator) + 1.5 * drift)
+        p.grad = g.bfloat16().to(dtype)
+        step()
+    return collage_fx.value(p), start.double(), step
+
+
+exact = functools.cache(lambda update: way(update, torch.float64, lambda o: o.step))
+
+
+def error(update: Update, **options: Any) -> float:
+    """Return the error as a share of the way."""
+    (want, start, _) = exact(update)
+    with without_compiler():
+        found, _, _ = way(update, BF16, lambda o: collage_fx.compile(o, **options))
+    return float((found - want).norm() / (want - start).norm())
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_what_scales_a_state_is_computed_of_whole_values(name: str) -> None:
+    assert error(SCALED[name]) < 0.006
+    assert error(SCALED[name], without=("escape",)) > 0.012
+
+
+@pytest.mark.parametrize("name", ["row_sums", "deviation", "magnitude"])
+@pytest.mark.parametrize("options", [{"record": True}, {"storage": "remainder16"}], ids=str)
+def test_so_it_is_in_a_recorded_step_and_in_wide(name: str, options: dict[str, Any]) -> None:
+    assert error(SCALED[name], **options) < (0.006 if "record" in options else 3e-4)
+
+
+def test_a_graph_that_is_not_recorded_warns() -> None:
+    def each(p: Tensor, g: Tensor) -> None:
+        SCALED["row_sums"](p, g, {})
+
+    p = torch.ones(SHAPE, dtype=BF16)
+    torch.compiler.reset()
+    with without_compiler(), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.compile(each, backend="collage", fullgraph=True)(p, torch.ones_like(p))
+    assert any("p scales a new value with its high word only" in str(w.message) for w in said)
+
+
+def trust_ratio(p: Tensor, g: Tensor, state: Any) -> None:
+    state["m"].lerp_(g, 0.1)
+    state["v"].mul_(0.999).addcmul_(g, g, value=0.001)
+    u = state["m"] / (state["v"].sqrt() + 1e-6) + 0.01 * p
+    ratio = p.abs().mean() / u.abs().mean()
+    p.sub_(torch.where(ratio > 0, ratio, 1.0) * u, alpha=LR)
+
+
+def projected(p: Tensor, g: Tensor, state: Any) -> None:
+    """AdamP's direction, and a weight decay by the largest weight."""
+    state["m"].lerp_(g, 0.1)
+    state["v"].mul_(0.999).addcmul_(g, g, value=0.001)
+    u = state["m"] / (state["v"].sqrt() + 1e-6)
+    n = p / p.abs().sum(1, keepdim=True)
+    p.mul_(1 - LR * 0.1 * p.abs().max()).sub_(u - n * (n * u).sum(1, keepdim=True), alpha=LR)
+
+
+def relative_rate(p: Tensor, g: Tensor, state: Any) -> None:
+    """Adafactor's, with one factor of the second moment."""
+    state["row"].mul_(0.99).add_(g.square().mean(1, keepdim=True), alpha=0.01)
+    p.sub_(p.abs().mean().clamp(min=1e-3) * 0.01 * g * state["row"].rsqrt())
+
+
+def by_newton_schulz(p: Tensor, g: Tensor, state: Any) -> None:
+    x = state["m"].mul_(0.95).add_(g) / state["m"].abs().sum()
+    for _ in range(5):
+        a = x @ x.T
+        x = 3.4445 * x + (-4.775 * a + 2.0315 * a @ a) @ x
+    p.sub_(x, alpha=0.02)
+
+
+def averaged_step(p: Tensor, g: Tensor, state: Any) -> None:
+    """Adadelta's."""
+    state["v"].mul_(0.9).addcmul_(g, g, value=0.1)
+    delta = (state["m"] + 1e-6).sqrt() / (state["v"] + 1e-6).sqrt() * g
+    state["m"].mul_(0.9).addcmul_(delta, delta, value=0.1)
+    p.sub_(delta)
+
+
+def lost(update: Update) -> list[str]:
+    """Return what the passes would lose of a step, whose states they know."""
+    torch.compiler.reset()
+    p = torch.nn.Parameter(torch.ones(SHAPE, dtype=BF16))
+    p.grad = torch.ones_like(p)
+    optimizer = Each([p], update)
+    state = {"m": torch.ones_like(p), "v": torch.ones_like(p), "row": torch.ones_like(p[:, :1])}
+    optimizer.state[p] |= {name: t.detach() for name, t in state.items()}
+    captured = capture(optimizer.step)
+
+    def describe(index: int, node: Node) -> Carried:
+        found = captured._describe(index, node)
+        return replace(found, owner="state", owned=True) if "state" in found.name else found
+
+    program = run_passes(Program(captured.functional, Settings("plus"), describe))
+    assert sum(s.compensated for s in program.plan) > 0
+    return program.lost
+
+
+@pytest.mark.parametrize(
+    "update", [trust_ratio, projected, relative_rate, by_newton_schulz, averaged_step]
+)
+def test_what_scales_an_update_stays_in_slices(update: Update) -> None:
+    assert lost(update) == []
+
+
+@pytest.mark.parametrize("update", [SCALED["sum"], centered, orthogonalized])
+def test_what_scales_a_state_does_not(update: Update) -> None:
+    assert lost(update) == ["param_groups[0].params[0] scales a new value with its high word only"]
