@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._higher_order_ops.scan import generic_scan, scan_op
+from torch._ops import HigherOrderOperator
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -23,6 +25,10 @@ from collage_fx.segments.trie import line_of_code, on_one_line
 
 SHARE = 0.1
 """What part of a step's time an operation must take to be named."""
+cond = torch.ops.higher_order.cond
+_ANY_DEVICE = torch._C.DispatchKey.CompositeExplicitAutograd
+_LOOPS = {"associative_scan", "map_impl", "while_loop", "while_loop_stack_output"}
+"""Operators that take functions, and whose kernel for any device is a loop in Python."""
 _ITEM = torch.ops.aten._local_scalar_dense.default
 
 
@@ -144,6 +150,15 @@ class AtOnce:
         for component in residual.components if residual is not None else ():
             func(component, *args[1:], **kwargs)
         return result
+
+
+def in_python(func: HigherOrderOperator) -> Callable[..., Any] | None:
+    """Return a function of Python that does the operations of one that takes functions."""
+    if func is cond:
+        return lambda predicate, yes, no, operands: (yes if predicate else no)(*operands)
+    if func is scan_op:
+        return lambda step, init, xs, more: generic_scan(step, init, xs, additional_inputs=more)
+    return func.py_kernels.get(_ANY_DEVICE) if func.name() in _LOOPS else None
 
 
 def tensors_in(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:

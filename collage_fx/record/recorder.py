@@ -17,11 +17,12 @@ from torch.utils._python_dispatch import (
     _disable_current_modes,
     _pop_mode_temporarily,
 )
+from torch.utils._pytree import tree_leaves
 
 from collage_fx.hooks import data_reads, nested_compile
 from collage_fx.hooks.dynamo_settings import Failures
 from collage_fx.passes.rewrite.powers import in_float64
-from collage_fx.record.at_once import AtOnce, Unrecorded, tensors_in
+from collage_fx.record.at_once import AtOnce, Unrecorded, in_python, tensors_in
 from collage_fx.record.graph_notes import GraphNotes
 from collage_fx.record.modes import BesideDynamo, Mode
 from collage_fx.record.notes import CannotNote, Notes, UnknownMemory
@@ -34,7 +35,6 @@ from collage_fx.segments.segment import Call, Segment
 from collage_fx.segments.trie import line_of_code, on_one_line
 
 aten = torch.ops.aten
-cond = torch.ops.higher_order.cond
 _MANY_PLACES = 200_000
 """So many places are forgotten at the end of a step: its structure is another each time."""
 
@@ -73,6 +73,8 @@ class Recorder:
     """Looks for the states, in a step in which nobody has done so."""
     told: Callable[[str], None]
     """Told why nothing is noted from now on."""
+    warn: Callable[[str], None]
+    """Told, each time, what is not compensated."""
     record: InitVar[bool]
     """Whether anything is noted, so that operations may be done later than they are called."""
     reads: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
@@ -259,16 +261,19 @@ class Recorder:
         return self._now(func, operation, args, kwargs)
 
     def _higher_order(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Do what takes functions: a branch of torch.cond by its operations, others at once."""
+        """Do what takes functions: by their operations where that is known, others at once."""
         self.flush()
         if (trace := self.graphs.trace) is not None:
             trace.spoiled = True
-        if func is not cond:
-            return self.unrecorded.timed(func, lambda: func(*args, **kwargs))
-        predicate, *branches, operands = args
-        branch = branches[0 if predicate else 1]
-        with self._mode():
-            return branch(*operands)
+        do = in_python(func)
+        if do is not None:
+            with self._mode():
+                return do(*args, **kwargs)
+        given = filter(has_memory, tensors_in(tree_leaves((args, kwargs)), {}))
+        if any(map(self.words.known, given)):
+            where = on_one_line(line_of_code())
+            self.warn(f"not compensated: what {func} makes of high words alone, at {where}")
+        return self.unrecorded.timed(func, lambda: func(*args, **kwargs))
 
     def _needs_no_states(self, operation: Operation, args: Any, kwargs: Any) -> bool:
         """Tell whether an operation has nothing to do with low words: a view, or numbers."""

@@ -91,6 +91,7 @@ class Steps:
             self._run,
             self._find_states,
             self._unknown_reader,
+            self.warn,
             record=config.record is not False,
         )
 
