@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from collage_fx.passes.rewrite.comparisons import compared, rounds_number
-from collage_fx.passes.rewrite.op_schema import COLLECTIVE, TURNS, received
+from collage_fx.passes.rewrite.op_schema import COLLECTIVE, TURNS, by_name, received
 from collage_fx.record.notes import Notes
 from collage_fx.runtime.residuals.memory import has_memory
 from collage_fx.segments.low_words import LowWords
@@ -30,6 +30,19 @@ _ANY_DEVICE = torch._C.DispatchKey.CompositeExplicitAutograd
 _LOOPS = {"associative_scan", "map_impl", "while_loop", "while_loop_stack_output"}
 """Operators that take functions, and whose kernel for any device is a loop in Python."""
 _ITEM = torch.ops.aten._local_scalar_dense.default
+_DISTRIBUTIONS = frozenset(
+    {
+        *("bernoulli", "binomial", "cauchy", "exponential", "geometric", "log_normal", "normal"),
+        *("multinomial", "poisson", "random", "uniform", "_standard_gamma", "_sample_dirichlet"),
+    }
+)
+"""Random operations whose operands are parameters of a distribution, or written; others, such as
+dropout, change values."""
+
+
+def _draws(func: Any) -> bool:
+    """Tell whether an operation draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 
 
 @dataclass(eq=False)
@@ -50,14 +63,19 @@ class AtOnce:
             known = self.words.known(args[0])
             return func(self.words.joined(self.words.input(args[0])) if known else args[0])
         strided = filter(has_memory, tensors_in(args, kwargs))
-        if not any(self.words.known(t) or self.words.states_in(t) for t in strided):
+        if not any(map(self._has_words, strided)):
             result = func(*args, **kwargs)
             return self.born(func, result) if operation.made_at_once else result
         return self._joined(func, operation, args, kwargs)
 
+    def _has_words(self, t: Tensor) -> bool:
+        """Tell whether a tensor has low words, is a state, or a part of one."""
+        words = self.words
+        return words.known(t) or bool(words.states_in(t)) or words.around(t) is not None
+
     def born(self, func: Any, result: Any) -> Any:
         """Note what an operation has made that was done at once; return it."""
-        random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        random = _draws(func)
         for t in tree_leaves(result):
             if isinstance(t, Tensor) and has_memory(t):
                 storage = t.untyped_storage()
@@ -91,7 +109,9 @@ class AtOnce:
         low = {self.words.wide[d]: d for d in reversed(widened)}
         given = tree_map_only(Tensor, joined, (args, kwargs))
         given = tree_map_only(torch.dtype, lambda d: self.words.wide.get(d, d), given)
-        if args and rounds_number(func, getattr(args[0], "dtype", None)):
+        if _draws(func) and by_name(func, args, kwargs).get("dropout_p", 1) != 0:
+            result = self._drawn(func, operation, args, kwargs, joined)
+        elif args and rounds_number(func, getattr(args[0], "dtype", None)):
             result = compared(func, args[0].dtype, *given[0], **given[1])
         else:
             result = func(*given[0], **given[1])
@@ -114,6 +134,39 @@ class AtOnce:
             return hi
 
         return tree_map_only(Tensor, narrowed, result)
+
+    def _drawn(
+        self,
+        func: Any,
+        operation: Operation,
+        args: Any,
+        kwargs: Any,
+        joined: Callable[[Tensor], Tensor],
+    ) -> Any:
+        """Draw random numbers as eager PyTorch does: in the dtypes of the step, from high words.
+
+        In wider ones other numbers would come, and the generator would go elsewhere. What is drawn
+        is all of a value, but for a normal distribution's mean: that is added as a whole.
+        """
+        wide = self.words.wide
+        written = [t for t in operation.written_of(args, kwargs) if isinstance(t, Tensor)]
+        whole = {id(t): joined(t) for t in written if t.dtype in wide}  # before it is written
+        if func._opname.removesuffix("_") not in _DISTRIBUTIONS:
+            for t in filter(has_memory, tensors_in(args, kwargs)):
+                self.words.say_lost(t)
+        mean = args[0] if func._opname == "normal" else None
+        if isinstance(mean, Tensor) and mean.dtype in wide:
+            whole_mean, args = joined(mean), (torch.zeros_like(mean), *args[1:])
+            made = func(*args, **kwargs)
+            result = whole_mean + made.to(whole_mean.dtype)
+            return whole[id(made)].copy_(result) if id(made) in whole else result
+        result = func(*args, **kwargs)
+        for t in written:
+            if id(t) in whole:
+                whole[id(t)].copy_(t)
+        given = set(map(id, tensors_in(args, kwargs)))
+        self.born(func, [t for t in tree_leaves(result) if id(t) not in given])
+        return result
 
     def _whole(
         self, t: Tensor, joined: Callable[[Tensor], Tensor], wide: dict[int, Any]
