@@ -1,15 +1,20 @@
-"""Whether the arguments of a graph still have the layouts for which it was compiled.
+"""Whether the inputs of a graph still have the layouts for which it was compiled.
 
-Dynamo does not guard the gradients of an optimizer but for being there, and a kernel that walks
-over memory takes another order of strides for the same.
+Dynamo does not guard the gradients of an optimizer but for being there, nor the strides of tensors
+that are attributes of its graph; and a kernel that walks over memory takes another order of strides
+for the same.
 """
 
+import functools
+import operator
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.nn import Parameter
 
 from collage_fx.runtime.errors import CollageError
@@ -25,38 +30,50 @@ def guards_of(tensors: list[Any]) -> TensorGuards:
 
 
 class Layouts:
-    """The layouts of some arguments of a graph, as they were at its first call."""
+    """The layouts of some inputs of a graph, as they were at its first call."""
 
-    def __init__(self, places: list[int], args: tuple[Any, ...]) -> None:
-        self.places = [i for i in places if is_plain(args[i])]
-        tensors = [args[i] for i in self.places]
+    def __init__(self, inputs: list[Callable[[Any], Any]], args: tuple[Any, ...]) -> None:
+        self.inputs = [find for find in inputs if is_plain(find(args))]
+        tensors = [find(args) for find in self.inputs]
         self.guards = guards_of(tensors) if len({*map(id, tensors)}) == len(tensors) else None
 
     def hold(self, args: tuple[Any, ...]) -> bool:
-        """Tell whether the arguments of another call are like them."""
-        return self.guards is None or bool(self.guards.check(*(args[i] for i in self.places)))
+        """Tell whether the inputs of another call are like them."""
+        return self.guards is None or bool(self.guards.check(*(find(args) for find in self.inputs)))
 
     def check(self, args: tuple[Any, ...]) -> None:
         """Raise CollageError unless they are."""
         if not self.hold(args):
             raise CollageError(
-                "a gradient has other strides, or another dtype, than when this step was compiled, "
-                "and torch.compile has not noticed. Nothing was written. Keep its layout, call "
-                "torch.compiler.reset(), or use collage_fx.compile, which records such a "
-                "step"
+                "a parameter, state or gradient has other strides, or another dtype, than when "
+                "this step was compiled, and torch.compile has not noticed. Nothing was written. "
+                "Keep its layout, call torch.compiler.reset(), or use collage_fx.compile, which "
+                "records such a step"
             )
 
 
-def static_inputs(gm: GraphModule) -> list[int]:
-    """Return which placeholders of a graph of Dynamo's are tensors of known sizes and strides."""
-    values = [n.meta.get("example_value") for n in gm.graph.find_nodes(op="placeholder")]
-    return [
-        i
-        for i, value in enumerate(values)
-        if isinstance(value, Tensor)
+def static_inputs(gm: GraphModule) -> list[Callable[[Any], Any]]:
+    """Return how to find, from the arguments of a call, the inputs of a graph of Dynamo's that are
+    tensors of known sizes and strides."""
+    found: list[Callable[[Any], Any]] = []
+    for place, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        if _is_static(node):
+            found.append(operator.itemgetter(place))
+    for node in gm.graph.find_nodes(op="get_attr"):
+        if _is_static(node):
+            attribute = functools.reduce(getattr, str(node.target).split("."), gm)
+            guarded: Any = weakref.ref(attribute)  # which is not to be kept alive
+            found.append(lambda args, guarded=guarded: guarded())
+    return found
+
+
+def _is_static(node: Node) -> bool:
+    value = node.meta.get("example_value")
+    return (
+        isinstance(value, Tensor)
         and value.layout is torch.strided
         and all(type(n) is int for n in (*value.shape, *value.stride()))
-    ]
+    )
 
 
 def is_plain(tensor: Any) -> bool:

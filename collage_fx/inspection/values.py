@@ -7,8 +7,9 @@ from torch import Tensor
 
 from collage_fx.hooks import optimizer_hooks
 from collage_fx.optimizer.ownership import owners_of
+from collage_fx.runtime.residuals.components import storage_of
 from collage_fx.runtime.residuals.dtensor import shard_of, sharded_like
-from collage_fx.runtime.residuals.store import STORE, Residual, storage_of
+from collage_fx.runtime.residuals.store import STORE, Residual
 
 
 def residuals(tensor: Tensor) -> tuple[Tensor, ...]:

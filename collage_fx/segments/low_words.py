@@ -86,6 +86,7 @@ class LowWords:
                 asked = -1 if STORE.finds_by_memory else STORE.generation
                 self.of_tensor[id(tensor)] = KnownState(tensor, None, asked)
             elif residual.fits(tensor):
+                STORE.follow(tensor, residual)
                 self.of_tensor[id(tensor)] = KnownState(tensor, residual, STORE.generation)
                 fitting.append((tensor, residual))
         clear_stale(fitting)

@@ -95,6 +95,16 @@ def tensor_on(
     return torch.empty(0, dtype=dtype, device=memory.device).set_(memory, offset, size, stride)
 
 
+def is_laid_out_as(t: Tensor, like: Tensor) -> bool:
+    """Tell whether t, of the shape of like, has the strides that `torch.zeros_like` gives it."""
+    strides = like.stride()
+    if t.stride() == strides:
+        return True
+    if not torch.ops.aten.is_non_overlapping_and_dense(like):
+        strides = torch.empty_like(like, device="meta").stride()
+    return all(n < 2 or s == r for n, s, r in zip(like.shape, t.stride(), strides, strict=True))
+
+
 def empty_as(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return memory of the size and the strides of a tensor, of its dtype or another one."""
     return torch.empty_strided(t.size(), t.stride(), dtype=dtype or t.dtype, device=t.device)

@@ -13,13 +13,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-from collage_fx.runtime.errors import CollageWarning, ResidualError, listed
+from collage_fx.runtime.errors import CollageWarning, listed
 from collage_fx.runtime.expansion.eft import WIDER
-from collage_fx.runtime.residuals.memory import address, tensor_on
+from collage_fx.runtime.residuals.components import check_components, storage_of, zeros
+from collage_fx.runtime.residuals.memory import address, is_laid_out_as, tensor_on
 from collage_fx.runtime.storage.registry import (
     STORAGES,
     check_compensable,
-    refusal,
     value_in_float64,
 )
 
@@ -34,12 +34,6 @@ def version(tensor: Tensor) -> int:
     except RuntimeError:
         # An inference tensor counts no versions; writes from outside to one go unnoticed.
         return -1
-
-
-def zeros(tensor: Tensor, storage: str) -> tuple[Tensor, ...]:
-    """Return residuals for tensor without content."""
-    dtypes = STORAGES[storage].residuals[tensor.dtype]
-    return tuple(torch.zeros_like(tensor, dtype=d, requires_grad=False) for d in dtypes)
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -122,6 +116,15 @@ class Residual:
             if c.dtype is not dtype or c.shape != shape or c.device != device:
                 return False
         return len(dtypes) == len(self.components)
+
+    def lay_out(self, tensor: Tensor) -> None:
+        """Have the strides that tensor has got since, and be of no present value.
+
+        Only a write from outside, which versions do not show, gives a tensor other strides.
+        """
+        new = zeros(tensor, self.storage)
+        self.components = tuple(n.copy_(c) for n, c in zip(new, self.components, strict=True))
+        self._versions[self._slot] = -2
 
     def whole(self, tensor: Tensor) -> Tensor:
         """Return the value of tensor and its components, in float64."""
@@ -223,6 +226,12 @@ class ResidualStore:
                 residual.settle(tensor)
         return residual
 
+    def follow(self, tensor: Tensor, residual: Residual) -> None:
+        """Have a residual laid out as its tensor is by now: kernels walk over both."""
+        if not all(is_laid_out_as(c, tensor) for c in residual.components):
+            residual.lay_out(tensor)
+            self.generation += 1
+
     def share_by_memory(self, tensor: Tensor) -> None:
         """Let later tensors on the same memory have the residual of this one."""
         if self._of_memory.get(_memory(tensor)) is self._residuals[tensor]:
@@ -251,6 +260,7 @@ class ResidualStore:
             residual = None
         if residual is None:
             return self.adopt(tensor, None, storage, name)
+        self.follow(tensor, residual)
         if residual.storage != storage:
             self._warn_coarser(residual, storage, tensor.dtype)
             return self.convert(tensor, storage)
@@ -359,41 +369,6 @@ class ResidualStore:
 def _memory(tensor: Tensor) -> tuple[Any, ...]:
     storage = StorageWeakRef(tensor.untyped_storage())
     return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
-
-
-def storage_of(tensor: Tensor, components: Sequence[Tensor], name: str) -> str:
-    """Return the storage that these are residuals in; raises ResidualError if there is none."""
-    found = tuple(c.dtype for c in components)
-    known = {s.residuals.get(tensor.dtype): s.name for s in STORAGES.values()}
-    if found not in known:
-        raise ResidualError(
-            f"{name}, {tensor.dtype}, was given residuals of {list(found)}; a storage for that "
-            f"dtype has one of {[list(dtypes) for dtypes in known if dtypes]}"
-        )
-    return known[found]
-
-
-def check_components(tensor: Tensor, components: Sequence[Tensor], storage: str, name: str) -> None:
-    """Raise ResidualError unless components are residuals that tensor can have in this storage."""
-    known = STORAGES.get(storage)
-    if known is None:
-        raise ResidualError(
-            f"the residual of {name} has storage {storage!r}; known here: {', '.join(STORAGES)}"
-        )
-    if why := refusal(tensor.dtype, storage, name):
-        raise ResidualError(why)
-    dtypes = known.residuals[tensor.dtype]
-    if len(components) != len(dtypes):
-        raise ResidualError(
-            f"{name} was given {len(components)} residual components; "
-            f"storage {storage!r} has {len(dtypes)}"
-        )
-    for component, dtype in zip(components, dtypes, strict=True):
-        if component.shape != tensor.shape or component.dtype != dtype:
-            raise ResidualError(
-                f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}; its residual is "
-                f"{component.dtype} of shape {tuple(component.shape)}"
-            )
 
 
 STORE = ResidualStore()

@@ -15,8 +15,8 @@ from collage_fx.optimizer.checkpoints.history import History, history_of
 from collage_fx.optimizer.checkpoints.saved_residuals import SavedResidual, is_entry, read_entries
 from collage_fx.optimizer.ownership import PARAM, tensors_in
 from collage_fx.runtime.errors import CheckpointError, ResidualError
+from collage_fx.runtime.residuals.components import check_components
 from collage_fx.runtime.residuals.dtensor import shard_of
-from collage_fx.runtime.residuals.store import check_components
 
 ENTRY = "collage_fx"
 FORMAT = 2

@@ -1,0 +1,50 @@
+"""The components of a residual: what a tensor can have, and what given ones are."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from collage_fx.runtime.errors import ResidualError
+from collage_fx.runtime.storage.registry import STORAGES, refusal
+
+
+def zeros(tensor: Tensor, storage: str) -> tuple[Tensor, ...]:
+    """Return residuals for tensor without content."""
+    dtypes = STORAGES[storage].residuals[tensor.dtype]
+    return tuple(torch.zeros_like(tensor, dtype=d, requires_grad=False) for d in dtypes)
+
+
+def storage_of(tensor: Tensor, components: Sequence[Tensor], name: str) -> str:
+    """Return the storage that these are residuals in; raises ResidualError if there is none."""
+    found = tuple(c.dtype for c in components)
+    known = {s.residuals.get(tensor.dtype): s.name for s in STORAGES.values()}
+    if found not in known:
+        raise ResidualError(
+            f"{name}, {tensor.dtype}, was given residuals of {list(found)}; a storage for that "
+            f"dtype has one of {[list(dtypes) for dtypes in known if dtypes]}"
+        )
+    return known[found]
+
+
+def check_components(tensor: Tensor, components: Sequence[Tensor], storage: str, name: str) -> None:
+    """Raise ResidualError unless components are residuals that tensor can have in this storage."""
+    known = STORAGES.get(storage)
+    if known is None:
+        raise ResidualError(
+            f"the residual of {name} has storage {storage!r}; known here: {', '.join(STORAGES)}"
+        )
+    if why := refusal(tensor.dtype, storage, name):
+        raise ResidualError(why)
+    dtypes = known.residuals[tensor.dtype]
+    if len(components) != len(dtypes):
+        raise ResidualError(
+            f"{name} was given {len(components)} residual components; "
+            f"storage {storage!r} has {len(dtypes)}"
+        )
+    for component, dtype in zip(components, dtypes, strict=True):
+        if component.shape != tensor.shape or component.dtype != dtype:
+            raise ResidualError(
+                f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}; its residual is "
+                f"{component.dtype} of shape {tuple(component.shape)}"
+            )
