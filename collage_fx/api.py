@@ -112,7 +112,7 @@ def _begin(optimizer: Optimizer, config: CollageConfig, options: dict[str, Any])
     """Have checkpoints of an optimizer hold residuals; return the configuration for its step."""
     distributed_state_dicts.know_residuals()
     for one in family(optimizer):
-        state_dicts.attach(one)
+        state_dicts.attach(one, config.storage)
         share_history(optimizer, one)
     return as_its_kernel(config, options, optimizer)
 

@@ -66,12 +66,8 @@ def load_residuals(
 
 def _present(tensor: Tensor) -> Residual | None:
     """Return the residual of tensor if it belongs to its present value."""
-    tensor = shard_of(tensor)
-    residual = STORE.get(tensor)
-    if residual is None or residual.expected is None:
-        return residual if residual is not None and residual.belongs(tensor) else None
-    # It stays what it is: the values that it was saved with may be loaded after it.
-    return residual if residual.expected(tensor, *residual.components) else None
+    residual = STORE.get(shard_of(tensor))
+    return residual if residual is not None and residual.is_present(shard_of(tensor)) else None
 
 
 def _name_of(tensor: Tensor) -> str:

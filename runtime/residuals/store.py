@@ -135,6 +135,13 @@ class Residual:
         same = self._versions[self._slot] == version(tensor) and self.address == address(tensor)
         return same and not (self.lent and self._written_by_borrower())
 
+    def is_present(self, tensor: Tensor) -> bool:
+        """Tell whether it is of the present value of tensor; one of a checkpoint is looked at."""
+        if self.expected is None:
+            return self.belongs(tensor)
+        # It stays what it is: the values that it was saved with may be loaded after it.
+        return self.expected(tensor, *self.components)
+
     def _written_by_borrower(self) -> bool:
         """Tell whether who was lent the components has written them."""
         return bool(self.lent) and self.lent != tuple(map(version, self.components))
@@ -300,7 +307,8 @@ class ResidualStore:
         storage = storage if lows is None else storage_of(tensor, lows, name)
         old: Residual | None = self._residuals.get(tensor)
         residual = self._residuals[tensor] = Residual(tensor, storage, name)
-        residual.draws = old.draws if old is not None else 0
+        if old is not None:
+            residual.draws, residual.provisional = old.draws, old.provisional
         self.generation += 1
         if lows is not None:
             residual.components = lows

@@ -15,7 +15,8 @@ from collage_fx.optimizer.checkpoints.saved_residuals import (
 
 def saved_residuals(state_dict: dict[str, Any]) -> dict[Any, dict[str, SavedResidual]]:
     """Parameter, as the state dict calls it -> key of a tensor -> its residual, if it has any."""
-    found = {name: read_entries(state) for name, state in state_dict["state"].items()}
+    states = state_dict["state"].items()
+    found = {name: read_entries(state, torch.bfloat16) for name, state in states}
     return {name: residuals for name, residuals in found.items() if residuals}
 
 

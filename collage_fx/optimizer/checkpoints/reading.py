@@ -1,22 +1,25 @@
 """What a state dict says of residuals: the entry of parameter groups, and both formats read."""
 
 import dataclasses
+import functools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_fx.optimizer.checkpoints.agreement import check_one_save, fewest_steps
 from collage_fx.optimizer.checkpoints.history import History, history_of
-from collage_fx.optimizer.checkpoints.saved_residuals import SavedResidual, is_entry, read_entries
+from collage_fx.optimizer.checkpoints.saved_residuals import SavedResidual, read_entries
 from collage_fx.optimizer.ownership import PARAM, tensors_in
 from collage_fx.runtime.errors import CheckpointError, ResidualError
 from collage_fx.runtime.residuals.components import check_components
 from collage_fx.runtime.residuals.dtensor import shard_of
+from collage_fx.runtime.storage.registry import LOW_PRECISION, value_in_float64
 
 ENTRY = "collage_fx"
 FORMAT = 2
@@ -38,7 +41,27 @@ class Loaded:
     """Position -> the state as it was saved, of which PyTorch casts what has another dtype than the
     parameter."""
     dtypes: dict[str, str] = field(default_factory=dict)
-    """Key of states that it casts -> the dtype that they were saved in."""
+    """Key of states that had another dtype than their parameter -> that dtype."""
+    values: dict[tuple[int, str], Callable[[], Tensor]] = field(default_factory=dict)
+    """As residuals -> what returns the value of a state, where its dtype holds a part of it."""
+    cast: dict[str, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict)
+    """Key of states that get another dtype than they were saved in -> the two."""
+    dropped: list[str] = field(default_factory=list)
+    """The names of residuals that were cast with what they belong to, and are of no use."""
+
+    def dtype_of(self, key: str, saved: Tensor, param: Tensor) -> torch.dtype:
+        """Return the dtype that a state gets: the one that it had beside its parameter."""
+        if key == "step" or not param.is_floating_point() or saved.dtype == param.dtype:
+            return saved.dtype
+        return dtype_named(self.dtypes[key]) if key in self.dtypes else param.dtype
+
+
+def dtype_named(name: Any) -> torch.dtype:
+    """Return the dtype of a name such as `bfloat16`; raises ValueError if there is none."""
+    found = getattr(torch, str(name), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype")
+    return found
 
 
 def entry_of_group(optimizer: Optimizer, params: Sequence[Any], *, holds: bool) -> str:
@@ -49,18 +72,23 @@ def entry_of_group(optimizer: Optimizer, params: Sequence[Any], *, holds: bool) 
         params: those of the group whose states are all there.
         holds: whether it has residuals.
     """
-    dtypes = {
-        key: str(value.dtype).removeprefix("torch.")
-        for param, state in optimizer.state.items()
-        if isinstance(param, Tensor) and isinstance(state, dict)
-        for key, value in state.items()
-        if isinstance(value, Tensor) and value.dtype != param.dtype
-        if key != "step" and not is_entry(key)
-    }
+    dtypes = _other_dtypes(
+        (state, param) for param, state in optimizer.state.items() if isinstance(param, Tensor)
+    )
     states = {i: optimizer.state[p] for i, p in enumerate(params) if p in optimizer.state}
     about = {"format": FORMAT, "needs": _NEEDS, "holds": holds, "dtypes": dtypes}
     about[_LEAST] = fewest_steps(states)
     return json.dumps({**about, **dataclasses.asdict(history_of(optimizer))})
+
+
+def _other_dtypes(states: Iterable[tuple[Any, Tensor]]) -> dict[str, str]:
+    """Return the dtypes of states that are not those of their parameters, by their keys."""
+    return {
+        key: str(value.dtype).removeprefix("torch.")
+        for state, param in states
+        for key, value in tensors_in(state)
+        if key != "step" and value.dtype != param.dtype
+    }
 
 
 def read_residuals(
@@ -68,6 +96,8 @@ def read_residuals(
     groups: list[dict[str, Any]],
     params: list[Tensor],
     others: Sequence[Any] = (),
+    *,
+    cast: bool = True,
 ) -> Loaded | None:
     """Return what states and groups of a checkpoint say of residuals; None if nothing.
 
@@ -76,29 +106,46 @@ def read_residuals(
         groups: the parameter groups.
         params: the parameters.
         others: entries of other groups.
+        cast: whether the states have the dtypes that PyTorch gives them, and not yet those that
+            they were saved in.
 
     Raises CheckpointError for another format, and for residuals that do not fit.
     """
     payloads = [*others, *(payload for group in groups if (payload := group.get(ENTRY)))]
     loaded = Loaded(states=states)
     for index, state in states.items():
-        for key, residual in read_entries(state).items():
+        dtype = params[index].dtype if index < len(params) else torch.float32
+        for key, residual in read_entries(state, dtype).items():
             loaded.residuals[index, key] = residual
     if not payloads and not loaded.residuals:
         return None
     for payload in payloads:
         about = _payload(payload)
         loaded.lost |= about.get("holds", False)
-        loaded.dtypes.update(about.get("dtypes", {}))
+        pairs = ((states[i], p) for i, p in enumerate(params) if i in states)
+        loaded.dtypes.update(about["dtypes"] if "dtypes" in about else _other_dtypes(pairs))
         known = {f.name for f in dataclasses.fields(History)} & about.keys()
         loaded.history = History(**{name: about[name] for name in known})
         for index, by_key in about.get("residuals", {}).items():
             loaded.residuals.update({(index, k): _of_format_1(e) for k, e in by_key.items()})
     loaded.lost &= not loaded.residuals
     _check_one_save(states, groups)
-    for (index, key), residual in loaded.residuals.items():
-        _check_fit(index, key, residual, params, states, groups)
+    for index, key in list(loaded.residuals):
+        _check_fit(loaded, (index, key), params, groups, cast=cast)
     return loaded
+
+
+def note_casts(loaded: Loaded, params: list[Tensor]) -> None:
+    """Note which states PyTorch will give another dtype, and keep what that would round off."""
+    for index, param in enumerate(params):
+        for key, saved in tensors_in(loaded.states.get(index, {})):
+            dtype = loaded.dtype_of(key, saved, param)
+            if dtype == saved.dtype or not saved.is_floating_point():
+                continue
+            loaded.cast[key] = saved.dtype, dtype
+            known = {(index, key)} & (loaded.residuals.keys() | loaded.values.keys())
+            if dtype in LOW_PRECISION and saved.itemsize > dtype.itemsize and not known:
+                loaded.values[index, key] = functools.partial(shard_of, saved)
 
 
 def _check_one_save(states: dict[int, Any], groups: list[dict[str, Any]]) -> None:
@@ -137,6 +184,7 @@ def _well_formed(about: dict[str, Any]) -> bool:
     words = ({"storage", "components", "checksum"}, about.get("residuals", {}).values())
     return (
         isinstance(about.get("taken", 0), int)
+        and all(map(dtype_named, about.get("dtypes", {}).values()))
         and isinstance(about.get("traced", False), bool)
         and isinstance(about.get(_LEAST), int | None)
         and all(isinstance(one, dict) for one in (numbers, about.get("dtypes", {})))
@@ -163,24 +211,61 @@ def fitting() -> Iterator[None]:
 
 
 def _check_fit(
-    index: int,
-    key: str,
-    residual: SavedResidual,
+    loaded: Loaded,
+    place: tuple[int, str],
     params: list[Tensor],
-    states: dict[int, Any],
     groups: list[dict[str, Any]],
+    *,
+    cast: bool,
 ) -> None:
-    param = _name(index, groups)
-    name = param if key == PARAM else f"{key} of {param}"
-    owner = params[index] if key == PARAM and index < len(params) else None
-    for path, tensor in tensors_in(states.get(index, {})):
-        owner = tensor if path == key else owner
-    if owner is None or index >= len(params):
+    """Raise CheckpointError unless a residual fits the tensor that it is for.
+
+    Of a state that gets another dtype than it was saved in it becomes a part of the value; it is
+    dropped where that cannot be told.
+    """
+    index, key = place
+    residual, name = loaded.residuals[place], _name(index, groups)
+    known = index < len(params)
+    states = dict(tensors_in(loaded.states.get(index, {}))) if known else {}
+    owner = params[index] if known and key == PARAM else states.get(key)
+    name = name if key == PARAM else f"{key} of {name}"
+    if owner is None:
         raise CheckpointError(f"the checkpoint has a residual for {name}, which does not exist")
-    shard = shard_of(owner)
-    with fitting():
-        parts = residual.parts(shard.dtype, params[index].dtype)
-        check_components(shard, parts, residual.storage, name)
+    param, saved = params[index], shard_of(owner)
+    kept = cast or key == PARAM
+    dtype = saved.dtype if kept else loaded.dtype_of(key, saved, param)
+    change = not cast and any(loaded.dtype_of(k, s, param) != s.dtype for k, s in states.items())
+    try:
+        _check_parts(residual, saved, dtype, param.dtype, name)
+    except ResidualError as error:
+        if not (change and residual.was_cast(saved.shape)):
+            raise CheckpointError(f"the checkpoint does not fit this optimizer: {error}") from error
+        del loaded.residuals[place]
+        try:
+            _check_parts(residual, saved, saved.dtype, saved.dtype, name)
+            loaded.values[place] = functools.partial(_whole, residual, saved)
+        except ResidualError:
+            loaded.dropped.append(name)
+
+
+def _check_parts(
+    residual: SavedResidual, saved: Tensor, dtype: torch.dtype, param: torch.dtype, name: str
+) -> None:
+    """Raise ResidualError unless a tensor of a dtype can have a residual.
+
+    Args:
+        residual: that one.
+        saved: of the shape of the tensor.
+        dtype: that of the tensor.
+        param: that of its parameter.
+        name: what to call it.
+    """
+    like = torch.empty(saved.shape, dtype=dtype, device="meta")
+    check_components(like, residual.parts(dtype, param), residual.storage, name)
+
+
+def _whole(residual: SavedResidual, saved: Tensor) -> Tensor:
+    return value_in_float64(residual.storage, saved, residual.parts(saved.dtype, saved.dtype))
 
 
 def _name(index: int, groups: list[dict[str, Any]]) -> str:

@@ -56,6 +56,19 @@ class SavedResidual:
             return functools.partial(rows_match, rows)
         return None if self.total is None else functools.partial(total_matches, self.total)
 
+    def was_cast(self, shape: torch.Size) -> bool:
+        """Tell whether it may be that of a tensor of this shape which was cast since, and may have
+        been cast with that."""
+        known = STORAGES.get(self.storage)
+        found = [self.components[n] for n in sorted(self.components)]
+        for dtypes in known.residuals.values() if known is not None else ():
+            if len(dtypes) == len(found) and all(
+                c.shape == shape and (c.is_floating_point() or c.dtype == d)
+                for c, d in zip(found, dtypes, strict=True)
+            ):
+                return True
+        return False
+
     def parts(self, dtype: torch.dtype, param: torch.dtype) -> list[Tensor]:
         """Return the components.
 
@@ -115,8 +128,8 @@ def names_entry(path: str) -> bool:
     return bool(ours) and known and (parts[2] in (_ROWS, _DRAWS) or parts[2].isdecimal())
 
 
-def read_entries(state: Any) -> dict[str, SavedResidual]:
-    """Return the residuals in the state of a parameter: key of the tensor -> its residual.
+def read_entries(state: Any, param: torch.dtype) -> dict[str, SavedResidual]:
+    """Return the residuals in the state of a parameter, of this dtype, by the keys of tensors.
 
     Raises CheckpointError for entries that say something else than those above.
     """
@@ -124,7 +137,7 @@ def read_entries(state: Any) -> dict[str, SavedResidual]:
     for name, value in state.items() if isinstance(state, Mapping) else ():
         if is_entry(name):
             try:
-                _read_entry(name, value, found)
+                _read_entry(name, value, found, param)
             except (ValueError, RuntimeError, AttributeError) as error:
                 raise CheckpointError(
                     f"the checkpoint's entry {name!r} cannot be read: {value!r:.80}"
@@ -132,7 +145,7 @@ def read_entries(state: Any) -> dict[str, SavedResidual]:
     return found
 
 
-def _read_entry(name: str, value: Any, found: dict[str, SavedResidual]) -> None:
+def _read_entry(name: str, value: Any, found: dict[str, SavedResidual], param: torch.dtype) -> None:
     key, storage, part = name.removeprefix(PREFIX).rsplit(".", 2)
     residual = found.setdefault(key, SavedResidual(storage))
     if not isinstance(value, Tensor):
@@ -145,7 +158,8 @@ def _read_entry(name: str, value: Any, found: dict[str, SavedResidual]) -> None:
     if part == _ROWS:
         residual.rows = shard
     elif part == _DRAWS:
-        residual.draws = int(shard.view(torch.int64))
+        draws = shard if shard.nbytes == torch.int64.itemsize else _cast_back(shard, param)
+        residual.draws = 0 if draws is None else int(draws.view(torch.int64))
     else:
         residual.components[int(part)] = shard
     if residual.draws < 0 or (residual.components and min(residual.components) < 0):
@@ -170,9 +184,19 @@ def _from_bits(tensor: Tensor, dtype: torch.dtype, param: torch.dtype) -> Tensor
     Args:
         param: the dtype that `_as_bits` was given.
     """
+    bits = not dtype.is_floating_point and param.is_floating_point
+    stored = param if bits and param.itemsize == dtype.itemsize else dtype
+    found = _cast_back(tensor, stored)
+    return tensor if found is None else found.view(dtype) if found.dtype != dtype else found
+
+
+def _cast_back(tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Return what was cast from dtype; None if it was something else."""
     if tensor.dtype == dtype:
         return tensor
-    if tensor.dtype == param and tensor.itemsize == dtype.itemsize and not dtype.is_floating_point:
-        return tensor.view(dtype)
+    if tensor.dtype == torch.float32 and dtype == torch.bfloat16:
+        words = tensor.view(torch.int32)  # which have the bits of a NaN too
+        exact = not bool((words & 0xFFFF).any())
+        return (words >> 16).to(torch.int16).view(dtype) if exact else None
     found = tensor.to(dtype)
-    return found if torch.equal(found.to(tensor.dtype), tensor) else tensor
+    return found if torch.equal(found.to(tensor.dtype), tensor) else None

@@ -22,24 +22,24 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from collage_fx.optimizer.checkpoints.agreement import expect_loads, note_load
 from collage_fx.optimizer.checkpoints.copying import carry_over
-from collage_fx.optimizer.checkpoints.history import set_history
+from collage_fx.optimizer.checkpoints.giving import give
 from collage_fx.optimizer.checkpoints.reading import (
     ENTRY,
     Loaded,
     entry_of_group,
-    fitting,
+    note_casts,
     read_residuals,
 )
 from collage_fx.optimizer.checkpoints.saved_residuals import entries_of, is_entry, without_entries
 from collage_fx.optimizer.ownership import (
     all_tensors_of,
     compensated_tensors,
-    owned_tensors,
     params_of,
 )
 from collage_fx.runtime.errors import CollageWarning, listed
 from collage_fx.runtime.residuals.memory import has_memory
 from collage_fx.runtime.residuals.store import STORE, clear_stale
+from collage_fx.runtime.storage.registry import Choice
 
 _SAID = WeakIdKeyDictionary()
 """The optimizers of which was said what no checkpoint of theirs holds, as a set."""
@@ -47,18 +47,26 @@ _LOADING = WeakIdKeyDictionary()
 """Optimizer -> what is loaded while its load_state_dict() runs."""
 
 _ATTACHED = WeakIdKeyDictionary()
-"""The optimizers whose checkpoints hold residuals, as a set; classes may define __eq__."""
+"""Optimizer whose checkpoints hold residuals -> the storages that its step was compiled with, if it
+was; classes may define __eq__."""
 
 
-def attach(optimizer: Optimizer) -> None:
+def attach(optimizer: Optimizer, storage: Choice = "") -> None:
     """Make state_dict() of the optimizer hold its residuals and load_state_dict() restore them.
 
     Residuals that a checkpoint has left among the states before are taken over. Copies of the
     optimizer are like it in this. Idempotent.
+
+    Args:
+        optimizer: any.
+        storage: what its step is compiled with, if it is.
     """
-    if optimizer in _ATTACHED or not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
-        return  # the latter wraps another optimizer, and has never been an Optimizer of its own
-    _ATTACHED[optimizer] = True
+    if not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
+        return  # it wraps another optimizer, and has never been an Optimizer of its own
+    known = optimizer in _ATTACHED
+    _ATTACHED[optimizer] = storage or _ATTACHED.get(optimizer, "")
+    if known:
+        return
     expect_loads(optimizer)
     carry_over(optimizer)
     if _save not in optimizer._optimizer_state_dict_post_hooks.values():  # as in a copy
@@ -94,7 +102,7 @@ def attach_around(optimizer: Optimizer, held: list[Optimizer]) -> None:
     added what is in the groups, and given to the optimizers within what was loaded into them.
     """
     if optimizer not in _ATTACHED:
-        _ATTACHED[optimizer] = True
+        _ATTACHED[optimizer] = ""
         optimizer.register_state_dict_post_hook(functools.partial(_save_of_held, held))
         optimizer.register_load_state_dict_post_hook(functools.partial(_load_into_held, held))
 
@@ -176,11 +184,13 @@ def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     ids, params = _ids(state_dict), params_of(optimizer)
     position = {name: index for index, name in enumerate(ids)}
     states = {position[k]: v for k, v in state_dict["state"].items() if k in position}
-    loaded = read_residuals(states, state_dict["param_groups"], params)
-    if loaded is None:
+    loaded = read_residuals(states, state_dict["param_groups"], params, cast=False)
+    ours = loaded is not None
+    _LOADING[optimizer] = loaded = loaded or Loaded(lost=True, states=states)
+    note_casts(loaded, params)
+    if not ours:
         return None
     note_load(optimizer, states, loaded.history.taken)
-    _LOADING[optimizer] = loaded
     stripped = {}
     for name, state in state_dict["state"].items():
         own = without_entries(state) if isinstance(state, dict) else state
@@ -198,26 +208,37 @@ def _load(optimizer: Optimizer) -> None:
 
 
 def _put_back(optimizer: Optimizer, loaded: Loaded) -> None:
-    """Give states the dtypes that they were saved in, which load_state_dict() has changed."""
+    """Give states the dtypes that they had beside their parameters, which PyTorch has cast."""
     params = params_of(optimizer)
     for index, saved in loaded.states.items():
-        if index < len(params) and params[index] in optimizer.state:
-            optimizer.state[params[index]] = _uncast(saved, optimizer.state[params[index]])
+        if loaded.dtypes and index < len(params) and params[index] in optimizer.state:
+            found = _uncast(saved, optimizer.state[params[index]], loaded, params[index])
+            optimizer.state[params[index]] = found
 
 
-def _uncast(saved: Any, now: Any, key: Any = None) -> Any:
-    """Return what was loaded with the values of what was saved where their dtypes differ."""
+def _uncast(saved: Any, now: Any, loaded: Loaded, param: Tensor, path: str = "") -> Any:
+    """Return what was loaded, with the values of what was saved where it is to have other dtypes.
+
+    Args:
+        saved: what was saved.
+        now: what PyTorch made of it.
+        loaded: says which dtypes.
+        param: whose state it is.
+        path: the keys that lead to it, as `tensors_in` joins them.
+    """
     if isinstance(now, Tensor) and isinstance(saved, Tensor):
-        if key == "step" or now.dtype == saved.dtype:  # of that PyTorch takes care itself
-            return now
-        return saved.to(device=now.device, copy=True)
+        dtype = loaded.dtype_of(path, saved, param)
+        return now if now.dtype == dtype else saved.to(now.device, dtype, copy=True)
+    before = f"{path}." if path else ""
     if isinstance(now, dict) and isinstance(saved, dict):
-        now.update((k, _uncast(saved[k], v, k)) for k, v in list(now.items()) if k in saved)
+        for k, v in [(k, v) for k, v in now.items() if k in saved]:
+            now[k] = _uncast(saved[k], v, loaded, param, f"{before}{k}")
     elif isinstance(now, list | deque) and len(now) == len(saved):
         for i, v in enumerate(now):
-            now[i] = _uncast(saved[i], v)
+            now[i] = _uncast(saved[i], v, loaded, param, f"{before}{i}")
     elif type(now) is tuple and len(now) == len(saved):
-        return tuple(map(_uncast, saved, now))
+        pairs = enumerate(zip(saved, now, strict=True))
+        return tuple(_uncast(s, v, loaded, param, f"{before}{i}") for i, (s, v) in pairs)
     return now
 
 
@@ -279,30 +300,6 @@ def _warn(message: str) -> None:
 
 
 def _give(optimizer: Optimizer, loaded: Loaded) -> None:
-    """Give tensors their residuals; those that have none there begin anew."""
-    if loaded.lost:
-        _warn(
-            f"the checkpoint that {type(optimizer).__name__} loaded holds no residuals; they start "
-            "at zero, as if its weights and states had just been rounded to their dtype."
-        )
-    set_history(optimizer, loaded.history)
-    params, missing = params_of(optimizer), []
-    for owned in owned_tensors(optimizer):
-        saved = loaded.residuals.get((owned.param, owned.key))
-        residual = STORE.get(owned.tensor)
-        if saved is not None:
-            dtype = params[owned.param].dtype
-            parts = saved.parts(owned.tensor.dtype, dtype)
-            expected = saved.expected(owned.whole, dtype)
-            known: Any = {"storage": saved.storage, "name": owned.name, "draws": saved.draws}
-            with fitting():
-                STORE.load(owned.tensor, parts, expected=expected, **known)
-        elif residual is not None:
-            if not loaded.lost and residual.has_content():
-                missing.append(owned.name)
-            residual.begin_anew(owned.tensor)
-    if missing:
-        _warn(
-            f"the checkpoint has residuals, and none of {listed(missing)}: these begin at zero, as "
-            "if the values had just been rounded to their dtype"
-        )
+    """Give tensors their residuals; warn once of all that is not as it was saved."""
+    if messages := list(give(optimizer, loaded, _ATTACHED.get(optimizer, ""))):
+        _warn("; ".join(messages))
