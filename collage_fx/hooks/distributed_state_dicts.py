@@ -5,13 +5,13 @@ and residuals are never among these. And for an optimizer without states, such a
 momentum, they take a step with a rate of zero whenever they are called, also between the two where
 a checkpoint has been written into the tensors already. The entry of a parameter group is that of
 one process, whoever's states are loaded with it. And load() wants to find in a checkpoint all that
-it is given, and one of plain PyTorch has no residuals.
+it is given, where there may be no residuals, or others.
 """
 
 import functools
 import operator
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from collage_fx.optimizer.checkpoints.agreement import counts_of_steps, loading_merged
 from collage_fx.optimizer.checkpoints.history import history_of
 from collage_fx.optimizer.checkpoints.reading import ENTRY
-from collage_fx.optimizer.checkpoints.saved_residuals import PREFIX, names_entry
+from collage_fx.optimizer.checkpoints.saved_residuals import PREFIX, empty_entry, names_entry
 from collage_fx.optimizer.ownership import compensated_tensors, params_of
 from collage_fx.runtime.residuals.dtensor import shard_of
 from collage_fx.runtime.residuals.store import STORE
@@ -46,35 +46,93 @@ def know_residuals() -> None:
             setattr(module, name, ours)
     planner: Any = getattr(sys.modules.get(_PLANNERS), "DefaultLoadPlanner", None)
     if planner is not None and not hasattr(planner.create_local_plan, "_collage"):
-        planner.create_local_plan = _without_residuals(planner.create_local_plan)
+        planner.create_local_plan = _with_saved(planner.create_local_plan)
 
 
-def _without_residuals(plain: Any) -> Any:
-    """Return what plans to load a state dict, and first drops residuals if no checkpoint has any.
+def _with_saved(plain: Any) -> Any:
+    """Return what plans to load a state dict, after it has that ask for the residuals there are.
 
-    The optimizer says so then, when it loads the state dict.
+    They may be in another storage, of more states or fewer, or none: the optimizer converts them,
+    and says what it misses, when it loads the state dict.
     """
 
     @functools.wraps(plain)
     def create_local_plan(planner: Any) -> Any:
-        held = planner.metadata.state_dict_metadata if planner.metadata is not None else {}
-        if not any(map(names_entry, held)):
-            nested = planner.mappings.items()  # where the state dict is not flattened there is none
-            for key, path in [pair for pair in nested if _is_ours(pair[0]) and len(pair[1]) > 1]:
-                if key not in held:
-                    parent = functools.reduce(
-                        operator.getitem, path[:-1], planner.original_state_dict
-                    )
-                    del planner.state_dict[key], parent[path[-1]]
+        if planner.metadata is not None:
+            _ask_for_saved(planner, planner.metadata.state_dict_metadata)
         return plain(planner)
 
     create_local_plan._collage = True  # type: ignore[attr-defined]
     return create_local_plan
 
 
-def _is_ours(key: str) -> bool:
-    """Tell whether a key of a flattened state dict is that of a residual, or of a group's entry."""
-    return names_entry(key) or (".param_groups." in f".{key}" and key.endswith(f".{ENTRY}"))
+def _ask_for_saved(planner: Any, held: dict[str, Any]) -> None:
+    """Replace those residuals in a state dict to be loaded that are not in the checkpoint.
+
+    Args:
+        planner: DCP's, of the state dict.
+        held: key -> the metadata of what is in the checkpoint.
+    """
+    # Where the state dict is not flattened there are none.
+    asked = {key: path for key, path in planner.mappings.items() if len(path) > 1}
+    given = dict(planner.state_dict)
+    wanted, saved = _by_tensor(asked), _by_tensor(held)
+    params = {tensor.rpartition(f".{PREFIX}")[0] for tensor in wanted.keys() | saved.keys()}
+    beside: dict[str, list[str]] = {}
+    for key in asked:
+        parts = key.split(".")
+        heads = (".".join(parts[:n]) for n in range(len(parts) - 1, 0, -1))
+        beside.setdefault(next((head for head in heads if head in params), ""), []).append(key)
+    for tensor in wanted.keys() | saved.keys():
+        near = beside.get(tensor.rpartition(f".{PREFIX}")[0], [])
+        old, new = wanted.get(tensor, []), saved.get(tensor, [])
+        if near and not (old and all(key in held for key in old)):
+            values = (given[key] for key in near)
+            size = held[min(new)].size if new else None  # that of the first component
+            like = next((v for v in values if getattr(v, "shape", None) == size), None)
+            for key in new:
+                place = _place(key, [(one, asked[one]) for one in near])
+                if place is not None:
+                    meta = held[key]
+                    made = empty_entry(key, meta.size, meta.properties.dtype, like)
+                    planner.state_dict[key] = _parent(planner, place)[place[-1]] = made
+                    planner.mappings[key] = place
+            for key in old:
+                if key not in held:
+                    _forget(planner, key, asked[key])
+    for key, path in asked.items():
+        if key not in held and ".param_groups." in f".{key}" and key.endswith(f".{ENTRY}"):
+            _forget(planner, key, path)
+
+
+def _by_tensor(keys: Iterable[str]) -> dict[str, list[str]]:
+    """Return those of the residual of each tensor; what they are in common stands for that."""
+    found: dict[str, list[str]] = {}
+    for key in filter(names_entry, keys):
+        found.setdefault(key.rsplit(".", 2)[0], []).append(key)
+    return found
+
+
+def _place(key: str, beside: list[tuple[str, Any]]) -> Any:
+    """Return the path to a key in a state dict that is flattened; None where it has no place.
+
+    Args:
+        key: what the whole path is in the flattened one.
+        beside: keys and paths of the same parameter.
+    """
+    for near, path in beside:
+        before = near.removesuffix(str(path[-1]))
+        if near != before and key.startswith(before):
+            return *path[:-1], key.removeprefix(before)
+    return None
+
+
+def _forget(planner: Any, key: str, path: Any) -> None:
+    del planner.state_dict[key], _parent(planner, path)[path[-1]]
+
+
+def _parent(planner: Any, path: Any) -> Any:
+    return functools.reduce(operator.getitem, path[:-1], planner.original_state_dict)
 
 
 def _load(plain: Any, *args: Any, **kwargs: Any) -> None:

@@ -110,6 +110,24 @@ def entries_of(
     return found
 
 
+def empty_entry(name: str, size: Any, dtype: torch.dtype, like: Tensor | None) -> Tensor:
+    """Return what an entry of a checkpoint is to be loaded into.
+
+    Args:
+        name: its key.
+        size: of the whole, in the checkpoint.
+        dtype: in the checkpoint.
+        like: a tensor of the size, and sharded as that whose residual it is; None if there is none.
+    """
+    part = name.rpartition(".")[2]
+    if like is None or part == _DRAWS:
+        return torch.zeros(size, dtype=dtype)
+    shard = shard_of(like)
+    if part == _ROWS:
+        return rows_like(torch.zeros(shard.shape[:1], dtype=dtype, device=shard.device), like)
+    return sharded_like(torch.zeros_like(shard, dtype=dtype), like)
+
+
 def without_entries(state: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return the state of a parameter as it is without our entries."""
     return {k: v for k, v in state.items() if not is_entry(k)}
