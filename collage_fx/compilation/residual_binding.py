@@ -1,5 +1,6 @@
 """The residuals of a compiled graph's states, found anew at each call."""
 
+import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 from collage_fx.compilation.session import Session
 from collage_fx.optimizer.checkpoints import state_dicts
 from collage_fx.optimizer.ownership import Owned, owners_of
+from collage_fx.optimizer.parameter_names import naming
 from collage_fx.passes.ir.program import Carried, StatePlan
 from collage_fx.runtime.residuals.store import STORE, Residual, clear_stale
 from collage_fx.runtime.storage.registry import STORAGES
@@ -81,6 +83,8 @@ class Residuals:
             reference() is not tensor for (reference, _), tensor in zip(known, tensors, strict=True)
         ):
             found = [STORE.get(tensor) for tensor in tensors]
+            pairs = zip(tensors, found, strict=True)
+            clear_stale(((t, r) for t, r in pairs if r is not None), self.named)
             new = not known or any(r is None for r in found)
             ownerless = self._introduce(tensors) if new else []
             known = [
@@ -91,9 +95,14 @@ class Residuals:
                 STORE.share_by_memory(tensor)
             self.last = STORE.generation, known
         current = [(t, residual) for t, (_, residual) in zip(tensors, known, strict=True)]
-        clear_stale(current)
+        clear_stale(current, self.named)
         written = [tensor for f in self.others if (tensor := f(args)) is not None]
         return Gathered(current, [(t, r) for t in written if (r := STORE.get(t)) is not None])
+
+    @functools.cached_property
+    def named(self) -> Callable[[str], str]:
+        """Gives the states of an optimizer, in a text, the names of its parameters."""
+        return naming(self.session.optimizer)
 
     def _storage(self, carried: Carried) -> str:
         """Return the storage of a state: by its verdict, or as it is where it is only read."""

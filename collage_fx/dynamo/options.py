@@ -8,6 +8,7 @@ from torch._inductor import list_mode_options
 
 from collage_fx.config import CollageConfig
 from collage_fx.runtime.errors import OptionError
+from collage_fx.runtime.storage.registry import EXPANSIONS, Choice
 
 
 def split_options(
@@ -28,5 +29,25 @@ def split_options(
                 "and any name of torch._inductor.config is passed through"
             )
     if mode and mode != "default":
-        theirs = {**list_mode_options(mode), **theirs}
-    return CollageConfig(**mine), theirs
+        theirs = {**_options_of(mode), **theirs}
+    config = CollageConfig(**mine)
+    if mine.get("arithmetic") == "eft":
+        _refuse_eft_without_floats(config.storage)
+    return config, theirs
+
+
+def _options_of(mode: str) -> dict[str, Any]:
+    try:
+        return dict(list_mode_options(mode))
+    except RuntimeError as error:
+        raise OptionError(f"mode={mode!r} is no mode of torch.compile: {error}") from error
+
+
+def _refuse_eft_without_floats(choice: Choice) -> None:
+    """Raise OptionError for a storage in which there is no arithmetic on sums of floats."""
+    named = [choice] if isinstance(choice, str) else [name for _, name in choice]
+    if without := [name for name in named if name not in EXPANSIONS]:
+        raise OptionError(
+            f"arithmetic='eft' with storage={without[0]!r}, which is computed in fp32; leave "
+            f"arithmetic out, or pass arithmetic='wide'; eft is for {', '.join(EXPANSIONS)}"
+        )

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from collage_fx.inspection.monitor import Monitor, monitor
+from collage_fx.inspection.monitor import Monitor, check_every, monitor
 
 
 def trainer_callback(every: int = 100, *, to: Any = None) -> Any:
@@ -17,6 +17,7 @@ def trainer_callback(every: int = 100, *, to: Any = None) -> Any:
     Raises:
         ImportError: transformers is not installed.
     """
+    check_every(every)
     from transformers import TrainerCallback
 
     class MonitorCallback(TrainerCallback):
@@ -51,6 +52,7 @@ def lightning_callback(every: int = 100, *, to: Any = None) -> Any:
     Raises:
         ImportError: lightning is not installed.
     """
+    check_every(every)
     from lightning.pytorch import Callback
 
     class MonitorCallback(Callback):

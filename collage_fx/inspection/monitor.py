@@ -258,11 +258,16 @@ def monitor(
     inner = innermost(optimizer)
     if not isinstance(inner, Optimizer):
         raise SubjectError(f"monitor takes an optimizer, got {type(optimizer).__name__}")
-    if type(every) is not int or every < 1:
-        raise OptionError(f"every={every!r}: a number of steps, 1 or more")
+    check_every(every)
     made = Monitor(inner, every, to, model)
     made.attach()
     return made
+
+
+def check_every(every: Any) -> None:
+    """Raise OptionError unless this is a number of steps."""
+    if type(every) is not int or every < 1:
+        raise OptionError(f"every={every!r}: a number of steps, 1 or more")
 
 
 def _writer(to: Any) -> Callable[[Measurement], None]:

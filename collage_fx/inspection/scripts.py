@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from collage_fx import __version__
 from collage_fx.errors import CollageError, ScriptError
 from collage_fx.inspection.explain import explain
 from collage_fx.inspection.gradients import GradientRecorder
@@ -39,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m collage_fx", description="Compensated optimizer steps in bf16 and fp16."
     )
+    parser.add_argument("--version", action="version", version=f"collage_fx {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
     command = commands.add_parser(
         "explain",

@@ -1,10 +1,12 @@
 """Read the value and the residuals of a tensor, and give them back."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from collage_fx.errors import OptionError, SubjectError
 from collage_fx.hooks import optimizer_hooks
 from collage_fx.optimizer.ownership import owners_of
 from collage_fx.runtime.residuals.components import storage_of
@@ -20,7 +22,7 @@ def residuals(tensor: Tensor) -> tuple[Tensor, ...]:
     outside does not count, nor does that of a checkpoint beside other values than it was saved
     with; the next step clears it.
     """
-    residual = _present(tensor)
+    residual = _present(tensor, "residuals")
     components = () if residual is None else residual.components
     return tuple(sharded_like(c, tensor) for c in components)
 
@@ -31,7 +33,9 @@ def value(tensor: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     Shape and device are those of tensor. In float64 it is exact, for `mcf2` and `mcf3` unless the
     components are more than 2^53 apart. A tensor without residuals is converted.
     """
-    residual = _present(tensor)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise OptionError(f"dtype={dtype!r} is no floating dtype of torch")
+    residual = _present(tensor, "value")
     if residual is None:
         return tensor.detach().to(dtype)
     return sharded_like(residual.whole(shard_of(tensor)).to(dtype), tensor)
@@ -39,7 +43,7 @@ def value(tensor: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
 
 def draws(tensor: Tensor) -> int:
     """Return how often the residual of tensor was rounded by chance, 0 if it has none."""
-    residual = STORE.get(shard_of(tensor))
+    residual = STORE.get(shard_of(_checked(tensor, "draws")))
     return 0 if residual is None else residual.draws
 
 
@@ -57,16 +61,24 @@ def load_residuals(
 
     Raises:
         ResidualError: the components do not fit the tensor.
+        SubjectError: no tensor.
     """
-    name = _name_of(tensor)
-    tensor, components = shard_of(tensor), [shard_of(c) for c in components]
+    name = _name_of(_checked(tensor, "load_residuals"))
+    components = [shard_of(_checked(c, "load_residuals")) for c in components]
+    tensor = shard_of(tensor)
     storage = storage_of(tensor, components, name)
     STORE.load(tensor, components, storage=storage, name=name, draws=draws)
 
 
-def _present(tensor: Tensor) -> Residual | None:
+def _checked(tensor: Any, function: str) -> Tensor:
+    if not isinstance(tensor, Tensor):
+        raise SubjectError(f"{function} takes tensors, got {type(tensor).__name__} {tensor!r:.40}")
+    return tensor
+
+
+def _present(tensor: Any, function: str) -> Residual | None:
     """Return the residual of tensor if it belongs to its present value."""
-    residual = STORE.get(shard_of(tensor))
+    residual = STORE.get(shard_of(_checked(tensor, function)))
     return residual if residual is not None and residual.is_present(shard_of(tensor)) else None
 
 

@@ -18,9 +18,13 @@ from collage_fx.optimizer.ownership import (
     family,
     groups_of,
     init_states,
+    owned_tensors,
+    params_of,
     state_count,
 )
+from collage_fx.optimizer.parameter_names import names_of
 from collage_fx.passes.ir.program import LOW_PRECISION, Carried, compensable_in
+from collage_fx.runtime.errors import ResidualError, listed
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import FINEST, check_compensable
 
@@ -62,6 +66,34 @@ class OptimizerStates(FunctionStates):
         self.optimizer = optimizer
         self.placed: Any = None
         """The numbers that are back on the host: Dynamo moves them, and so may a checkpoint."""
+        self.dtypes: list[tuple[int, torch.dtype]] = []
+        """The ids of the parameters in the last step, with their dtypes."""
+
+    def check_dtypes(self) -> None:
+        """Raise ResidualError before a step if a parameter has another dtype than in the last one.
+
+        Moments stay as they are, and a residual is of no other dtype.
+        """
+        optimizer = self.optimizer()
+        params = params_of(optimizer)
+        dtypes = [(id(p), p.dtype) for p in params]
+        before, self.dtypes = self.dtypes, dtypes
+        if before in ([], dtypes):
+            return
+        old = dict(before)
+        changed = [i for i, (p, dtype) in enumerate(dtypes) if old.get(p, dtype) is not dtype]
+        if changed:
+            self.dtypes = before
+            owned = [o for o in owned_tensors(optimizer) if o.owner == "param"]
+            names, first = names_of(optimizer), dtypes[changed[0]]
+            called = [names.get(owned[i].name, owned[i].name) for i in changed]
+            raise ResidualError(
+                f"{listed(called)} of {type(optimizer).__name__} had {old[first[0]]} in the last "
+                f"step, and has {first[1]} now, as after model.float(); moments and residuals are "
+                "those of the dtype before. Nothing was done. Give the model that dtype again; to "
+                "change it take whole values first, by master_state_dict(model, optimizer), and "
+                "make a new optimizer"
+            )
 
     def count(self) -> int:
         """Return a number that changes when a state is made."""

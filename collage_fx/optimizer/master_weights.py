@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from collage_fx.config import CollageConfig
 from collage_fx.optimizer.checkpoints import state_dicts
 from collage_fx.optimizer.ownership import Owned, compensated_tensors, owned_tensors
+from collage_fx.optimizer.parameter_names import naming
 from collage_fx.optimizer.storage_patterns import Patterns, warn_now
 from collage_fx.passes.ir.program import LOW_PRECISION
 from collage_fx.runtime.errors import CheckpointError, OptionError
@@ -82,10 +83,11 @@ def master_state_dict(
         raise OptionError(f"dtype={dtype} is not torch.float32 or torch.float64")
     if optimizer is not None:
         state_dicts.attach(optimizer)
-    result = {}
-    for name, tensor in _tensors(model).items():
+    tensors, result = _tensors(model), {}
+    _clear_stale({name: shard_of(tensor) for name, tensor in tensors.items()})
+    for name, tensor in tensors.items():
         shard = shard_of(tensor)
-        residual = _residual(shard)
+        residual = STORE.get(shard)
         low = tensor.dtype in LOW_PRECISION or residual is not None
         whole = shard.detach() if residual is None else residual.whole(shard)
         held = low and isinstance(tensor, nn.Parameter)
@@ -115,6 +117,9 @@ def convert_residuals(optimizer: Optimizer, storage: str | Mapping[str, str]) ->
     plan = [(o, _chosen_for(o, r, choice)) for o, r in compensated_tensors(optimizer)]
     for owned, name in plan:
         check_compensable(owned.tensor.dtype, name, owned.name)
+    clear_stale(
+        ((o.tensor, r) for o, r in compensated_tensors(optimizer)), naming(lambda: optimizer)
+    )
     for owned, name in plan:
         STORE.convert(owned.tensor, name)
     patterns.conclude(warn_now)
@@ -128,12 +133,11 @@ def _chosen_for(owned: Owned, residual: Residual, choice: Choice) -> str:
     return name or residual.storage
 
 
-def _residual(tensor: Tensor) -> Residual | None:
-    """Return the residual of tensor, cleared with a warning if it is another value's."""
-    residual = STORE.get(tensor)
-    if residual is not None:
-        clear_stale([(tensor, residual)])
-    return residual
+def _clear_stale(tensors: dict[str, Tensor]) -> None:
+    """Clear residuals of other values than tensors have, with one warning that has their names."""
+    found = {n: (t, r) for n, t in tensors.items() if (r := STORE.get(t)) is not None}
+    names = {residual.name: name for name, (_, residual) in found.items()}
+    clear_stale(found.values(), lambda name: names.get(name, name))
 
 
 def _storage_for(tensor: Tensor, wanted: str | None) -> str:

@@ -2,7 +2,7 @@
 
 import gc
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 from torch.fx import GraphModule
@@ -44,6 +44,20 @@ def names_of(optimizer: Optimizer, model: Module | None = None) -> dict[str, str
 def renamed(text: str, names: Mapping[str, str]) -> str:
     """Return a text in which positions of parameters are replaced by their names."""
     return _BY_POSITION.sub(lambda found: names.get(found[0], found[0]), text) if names else text
+
+
+def naming(optimizer: Callable[[], Optimizer | None]) -> Callable[[str], str]:
+    """Return what replaces, in a text, positions of parameters of an optimizer by their names.
+
+    Args:
+        optimizer: returns it when there is a text; None leaves it as it is.
+    """
+
+    def named(text: str) -> str:
+        found = optimizer()
+        return text if found is None else renamed(text, names_of(found))
+
+    return named
 
 
 def _in_model(params: dict[str, Tensor], model: Module, optimizer: str) -> dict[str, str]:

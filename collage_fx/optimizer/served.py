@@ -160,6 +160,8 @@ class Report:
     """The 16-bit states that were written, in the order of their parameters."""
     notes: list[str] = field(default_factory=list)
     """The warnings given."""
+    taken: int = 0
+    """How many steps there were."""
 
     verbose: bool = False
     """Whether its text has a row for each state, though others say the same."""
@@ -190,7 +192,9 @@ class Report:
             steps += f", {s.unaccounted} unaccounted" if s.unaccounted else ""
             dtype = str(s.dtype).removeprefix("torch.")
             rows.append((group.label, dtype, s.engine, steps, f"{s.verdict}: {s.reason}"))
-        more = more if self.states else ["no step has been taken yet"]
+        none = f"in {self.taken} steps nothing was written that is to be compensated"
+        none = none if self.taken else "no step has been taken yet"
+        more = more if self.states else [none]
         notes = (line for note in self.notes for line in wrapped(note, width))
         return "\n".join(
             [

@@ -16,6 +16,7 @@ from collage_fx.optimizer.checkpoints.agreement import check_loads
 from collage_fx.optimizer.checkpoints.history import History, history_of
 from collage_fx.optimizer.discovery import FunctionStates, OptimizerStates, StateStorage
 from collage_fx.optimizer.ownership import Owned, params_of
+from collage_fx.optimizer.parameter_names import naming
 from collage_fx.optimizer.served import RETURNED, not_given
 from collage_fx.passes.ir.program import REPLACED, StatePlan
 from collage_fx.record.known_states import KnownStates, OtherMemory, resumed
@@ -78,6 +79,7 @@ class Steps:
             config.rounds_by_chance,
             config.seed,
             self._lost,
+            naming(session.optimizer),
         )
         self.breaks_before = len(graph_breaks(0))
         """How many graph breaks Dynamo had met in this process when the steps began."""
@@ -164,10 +166,11 @@ class Steps:
 
     def _begin(self) -> None:
         """Take up the states as they are now, or at the first operation outside of graphs."""
+        if isinstance(self.discovery, OptimizerStates):
+            self.discovery.check_dtypes()
+            check_loads(self.discovery.optimizer())
         self.service.count_repeats()
         self.steps += 1
-        if isinstance(self.discovery, OptimizerStates):
-            check_loads(self.discovery.optimizer())
         self.history.taken += 1
         self.service.by_graph.clear()
         self.returned.clear()

@@ -58,6 +58,8 @@ class LowWords:
     """What chance begins with."""
     lost: Callable[[str], None]
     """Told the name of a state that loses its low word."""
+    named: Callable[[str], str] = str
+    """Returns what to call a state in a warning, of its name."""
     memory: Memories = field(default_factory=Memories)
     """Storage -> what is known of it."""
     of_tensor: dict[int, KnownState] = field(default_factory=dict)
@@ -78,18 +80,20 @@ class LowWords:
         """Begin a step with these states; clear residuals that do not belong to their values."""
         self.forget()
         self.memory.begin(states)
-        fitting = []
+        fitting, stale = [], []
         for owned in states:
             tensor = owned.tensor
             residual = STORE.get(tensor)
             if residual is None:
                 asked = -1 if STORE.finds_by_memory else STORE.generation
                 self.of_tensor[id(tensor)] = KnownState(tensor, None, asked)
-            elif residual.fits(tensor):
+            elif not residual.fits(tensor):
+                stale.append((tensor, residual))
+            else:
                 STORE.follow(tensor, residual)
                 self.of_tensor[id(tensor)] = KnownState(tensor, residual, STORE.generation)
                 fitting.append((tensor, residual))
-        clear_stale(fitting)
+        clear_stale([*stale, *fitting], self.named)
 
     def take_up(self, found: Iterable[Owned]) -> None:
         """Know states that the step has made, if they are not known yet."""
@@ -178,7 +182,7 @@ class LowWords:
         if residual is not None and not residual.fits(tensor):
             return None  # it goes when the state is written
         if residual is not None and (known := self._state(tensor)).residual is None:
-            clear_stale([(tensor, residual)])
+            clear_stale([(tensor, residual)], self.named)
             known.remember(residual)
         return residual
 

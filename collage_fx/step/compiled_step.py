@@ -285,4 +285,5 @@ def _report(supervisor: Steps, session: Backend) -> Report:
             *supervisor.executors.outside_graphs(),
             *supervisor.recorder.unrecorded.notes(),
         ],
+        supervisor.steps,
     )

@@ -50,7 +50,7 @@ def compile_wrapper(optimizer: Optimizer, held: list[Optimizer], steps: list[Ste
         states = [state for one in found for state in one.states]
         notes = {note for one in found for note in one.notes}
         subject = f"{', '.join(one.subject for one in found)} in {type(optimizer).__name__}"
-        return Report(subject, states, sorted(notes))
+        return Report(subject, states, sorted(notes), max(one.taken for one in found))
 
     step._collage = steps[0]._collage  # type: ignore[attr-defined]
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]

@@ -62,10 +62,12 @@ class Residual:
     address: int = field(init=False)
     _versions: "array[int]" = field(init=False)
     _slot: int = field(default=0, init=False)
+    _dtype: torch.dtype = field(init=False)
 
     def __post_init__(self, tensor: Tensor) -> None:
         self.components = zeros(tensor, self.storage)
         self._versions = array("q", [-1])
+        self._dtype = tensor.dtype
         self.settle(tensor)
 
     @property
@@ -115,7 +117,7 @@ class Residual:
         for c, dtype in zip(self.components, dtypes, strict=False):
             if c.dtype is not dtype or c.shape != shape or c.device != device:
                 return False
-        return len(dtypes) == len(self.components)
+        return len(dtypes) == len(self.components) and tensor.dtype is self._dtype
 
     def lay_out(self, tensor: Tensor) -> None:
         """Have the strides that tensor has got since, and be of no present value.
@@ -154,6 +156,9 @@ class Residual:
         why = ""
         if self.expected is None and self.belongs(tensor):
             return why
+        if not self.fits(tensor):  # nor will it: `ensure` replaces it
+            changed = "the tensor has another shape, dtype or device by now"
+            return changed if self.has_content() else why
         if self.expected is not None:
             if not self.expected(tensor, *self.components):
                 why = "it and its residual are not as they were saved together"
@@ -173,8 +178,15 @@ class Residual:
         self.settle(tensor)
 
 
-def clear_stale(pairs: Iterable[tuple[Tensor, Residual]]) -> None:
-    """Clear every residual that no longer belongs to its tensor, with one warning for all."""
+def clear_stale(
+    pairs: Iterable[tuple[Tensor, Residual]], named: Callable[[str], str] = str
+) -> None:
+    """Clear every residual that no longer belongs to its tensor, with one warning for all.
+
+    Args:
+        pairs: tensors with their residuals.
+        named: returns what to call a tensor, of the name that its residual has.
+    """
     cleared: dict[str, list[str]] = {}
     for tensor, residual in pairs:
         why = residual.stale(tensor)
@@ -182,7 +194,7 @@ def clear_stale(pairs: Iterable[tuple[Tensor, Residual]]) -> None:
             residual.clear()
             cleared.setdefault(why, []).append(residual.name)
     for why, names in cleared.items():
-        _warn_of_cleared(names, why)
+        _warn_of_cleared(list(map(named, names)), why)
 
 
 def _warn_of_cleared(names: list[str], why: str) -> None:

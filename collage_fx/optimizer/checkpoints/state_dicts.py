@@ -36,6 +36,7 @@ from collage_fx.optimizer.ownership import (
     compensated_tensors,
     params_of,
 )
+from collage_fx.optimizer.parameter_names import names_of, naming, renamed
 from collage_fx.runtime.errors import CollageWarning, listed
 from collage_fx.runtime.residuals.memory import has_memory
 from collage_fx.runtime.residuals.store import STORE, clear_stale
@@ -123,7 +124,8 @@ def _load_into_held(held: list[Optimizer], optimizer: Optimizer) -> None:
 def _save(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """Add the residuals to the states of their parameters, and the entry to each group."""
     found = list(compensated_tensors(optimizer))
-    clear_stale((owned.tensor, residual) for owned, residual in found)
+    pairs = ((owned.tensor, residual) for owned, residual in found)
+    clear_stale(pairs, naming(lambda: optimizer))
     STORE.lend(residual for _, residual in found)
     params, ids = params_of(optimizer), _ids(state_dict)
     state_dict["state"] = states = dict(state_dict["state"])
@@ -302,4 +304,4 @@ def _warn(message: str) -> None:
 def _give(optimizer: Optimizer, loaded: Loaded) -> None:
     """Give tensors their residuals; warn once of all that is not as it was saved."""
     if messages := list(give(optimizer, loaded, _ATTACHED.get(optimizer, ""))):
-        _warn("; ".join(messages))
+        _warn(renamed("; ".join(messages), names_of(optimizer)))
