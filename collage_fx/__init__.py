@@ -14,9 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collage_fx.api import compile, compile_, report
+    from collage_fx.callbacks import (
+        compile_callback,
+        lightning_callback,
+        trainer_callback,
+        whole_weights_callback,
+    )
     from collage_fx.config import CollageConfig
     from collage_fx.errors import CollageError, CollageWarning
-    from collage_fx.inspection.callbacks import lightning_callback, trainer_callback
     from collage_fx.inspection.explain import explain
     from collage_fx.inspection.explanation import Explanation
     from collage_fx.inspection.gradients import GradientRecorder, record_gradients
@@ -39,6 +44,7 @@ __all__ = [
     "Monitor",
     "compile",
     "compile_",
+    "compile_callback",
     "convert_residuals",
     "draws",
     "explain",
@@ -52,13 +58,19 @@ __all__ = [
     "residuals",
     "trainer_callback",
     "value",
+    "whole_weights_callback",
 ]
 
 _HOMES = {
     "api": ("compile", "compile_", "report"),
+    "callbacks": (
+        "compile_callback",
+        "lightning_callback",
+        "trainer_callback",
+        "whole_weights_callback",
+    ),
     "config": ("CollageConfig",),
     "errors": ("CollageError", "CollageWarning"),
-    "inspection.callbacks": ("lightning_callback", "trainer_callback"),
     "inspection.explain": ("explain",),
     "inspection.explanation": ("Explanation",),
     "inspection.gradients": ("GradientRecorder", "record_gradients"),

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer with compensated steps: a callback of three lines, and a run resumed.
+"""Hugging Face's Trainer with compensated steps: one callback, and a run resumed.
 
 A small GPT-2 with random weights learns to count, in bf16, with Trainer's own default optimizer
 (fused AdamW). A second Trainer goes on from the checkpoint in the middle: the same bits.
@@ -7,19 +7,11 @@ A small GPT-2 with random weights learns to count, in bf16, with Trainer's own d
 import tempfile
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 import collage_fx
 
 STEPS = 20
-
-
-class Compensated(TrainerCallback):
-    """Has the trainer's optimizer take compensated steps."""
-
-    def on_train_begin(self, *args, optimizer, **kwargs):
-        """Come before the first step, and after a checkpoint has been loaded."""
-        collage_fx.compile_(optimizer, storage="remainder16")
 
 
 def trainer(folder: str) -> Trainer:
@@ -40,7 +32,8 @@ def trainer(folder: str) -> Trainer:
         disable_tqdm=True,
     )
     data = [{"input_ids": row, "labels": row} for row in rows]
-    return Trainer(model=model, args=arguments, train_dataset=data, callbacks=[Compensated()])
+    compiles = collage_fx.compile_callback(storage="remainder16")
+    return Trainer(model=model, args=arguments, train_dataset=data, callbacks=[compiles])
 
 
 def main() -> None:

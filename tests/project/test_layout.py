@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 LAYERS = ("collage_fx", "passes", "runtime")
 """The folders with the code, from the top to the bottom."""
 ORDER = [
-    *("__main__", "api"),
+    *("__main__", "callbacks", "api"),
     *("inspection", "step", "dynamo*", "stand_in", "record*", "segments*", "compilation*"),
     "hooks*",
     *("optimizer", "config", "errors"),
