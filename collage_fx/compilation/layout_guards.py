@@ -61,10 +61,13 @@ def static_inputs(gm: GraphModule) -> list[Callable[[Any], Any]]:
             found.append(operator.itemgetter(place))
     for node in gm.graph.find_nodes(op="get_attr"):
         if _is_static(node):
-            attribute = functools.reduce(getattr, str(node.target).split("."), gm)
-            guarded: Any = weakref.ref(attribute)  # which is not to be kept alive
-            found.append(lambda args, guarded=guarded: guarded())
+            attribute: Any = functools.reduce(getattr, str(node.target).split("."), gm)
+            found.append(functools.partial(_alive, weakref.ref(attribute)))  # not kept alive
     return found
+
+
+def _alive(reference: Callable[[], Tensor | None], args: Any) -> Tensor | None:
+    return reference()
 
 
 def _is_static(node: Node) -> bool:

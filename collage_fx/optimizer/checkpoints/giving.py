@@ -10,9 +10,10 @@ from collage_fx.optimizer.checkpoints.history import set_history
 from collage_fx.optimizer.checkpoints.reading import Loaded
 from collage_fx.optimizer.checkpoints.saved_residuals import SavedResidual
 from collage_fx.optimizer.ownership import PARAM, Owned, owned_tensors, params_of
+from collage_fx.passes.ir.program import LOW_PRECISION
 from collage_fx.runtime.errors import listed
 from collage_fx.runtime.residuals.store import STORE
-from collage_fx.runtime.storage.registry import FINEST, LOW_PRECISION, Choice, chosen, refusal
+from collage_fx.runtime.storage.registry import FINEST, Choice, chosen, refusal
 
 
 def give(optimizer: Optimizer, loaded: Loaded, storage: Choice) -> Iterator[str]:

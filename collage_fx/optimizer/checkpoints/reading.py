@@ -16,10 +16,11 @@ from collage_fx.optimizer.checkpoints.agreement import check_one_save, fewest_st
 from collage_fx.optimizer.checkpoints.history import History, history_of
 from collage_fx.optimizer.checkpoints.saved_residuals import SavedResidual, read_entries
 from collage_fx.optimizer.ownership import PARAM, tensors_in
+from collage_fx.passes.ir.program import LOW_PRECISION
 from collage_fx.runtime.errors import CheckpointError, ResidualError
 from collage_fx.runtime.residuals.components import check_components
 from collage_fx.runtime.residuals.dtensor import shard_of
-from collage_fx.runtime.storage.registry import LOW_PRECISION, value_in_float64
+from collage_fx.runtime.storage.registry import value_in_float64
 
 ENTRY = "collage_fx"
 FORMAT = 2
