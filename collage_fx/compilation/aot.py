@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_module_simplified
@@ -20,6 +21,7 @@ from torch.fx import GraphModule
 from collage_fx.compilation.graph_inputs import AotInputs, Inputs
 from collage_fx.compilation.inductor import (
     compile_rewritten,
+    noted_roundings,
     separate_outputs,
     with_present_symbols,
 )
@@ -44,6 +46,7 @@ from collage_fx.passes.ir.exact import ExactGraph
 from collage_fx.passes.ir.listing import show_program, summary
 from collage_fx.passes.ir.program import Program, Unlike, graph_of
 from collage_fx.passes.pipeline import run_passes
+from collage_fx.passes.rewrite.roundings import keep_user_roundings
 from collage_fx.passes.rewrite.symbolic_scalars import keep_symbols
 from collage_fx.runtime import logs, progress
 from collage_fx.runtime.errors import CollageError
@@ -166,6 +169,8 @@ class Compilation:
     refused: bool = False
     unlike: Unlike | None = None
     """Why the members in a narrow graph cannot stand for the others."""
+    plain: bool = False
+    """Whether no state of the step, or no input, is of a dtype with low words."""
     needs_inductor: bool = False
     """Whether it was given up as one that is compiled `alone`, and for nothing else."""
 
@@ -177,6 +182,13 @@ class Compilation:
         """Compile the graph; or say why a narrow one cannot be that of all."""
         start = time.perf_counter()
         chosen = self.narrow.inputs if self.narrow else range(len(example_inputs))
+        supervisor, dtypes = (
+            self.session.supervisor(),
+            compensable_dtypes(self.session.config.storage),
+        )
+        self.plain = (supervisor is not None and supervisor.plain) or not any(
+            isinstance(x, Tensor) and x.dtype in dtypes for x in example_inputs
+        )
         function = self._compiled([example_inputs[i] for i in chosen])
         self._log(time.perf_counter() - start)
         if self.unlike is not None:
@@ -207,8 +219,9 @@ class Compilation:
         # A step through `.data` need not be in no_grad(), and has no gradients. AOTAutograd would
         # write its parameters after the graph has run, for a backward pass that is not to come.
         grad = nullcontext() if self.whole.differentiates else torch.no_grad()
+        noted = noted_roundings() if self.plain else nullcontext()
         # The cache of AOTAutograd sees neither our inner_compile nor the residuals it binds.
-        with grad, functorch_config.patch(enable_autograd_cache=False), tracing(context):
+        with grad, noted, functorch_config.patch(enable_autograd_cache=False), tracing(context):
             function: Any
             if self.alone:
                 function = aot_module_simplified(
@@ -259,6 +272,8 @@ class Compilation:
         side = self.side = self._side_inputs(program)
         show_program(program)
         if program.result is None:
+            if self.plain:
+                keep_user_roundings(gm)
             inner = inductor_compile.compile_functional(gm, example_inputs, **kwargs)
             compiled.source_code = getattr(inner, "source_code", "")
             return inner

@@ -3,6 +3,7 @@
 import copy
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -91,6 +92,12 @@ def compile_rewritten(
 # On a GPU Inductor divides approximately, and contracts a product and a sum to one rounding. A
 # residual is an error that was computed, and must be that of the operation that is carried out.
 _EXACT = {"eager_numerics.division_rounding": True, "emulate_precision_casts": True}
+
+
+def noted_roundings() -> AbstractContextManager[None]:
+    """Have AOTAutograd note, within, which nodes are operations of the step's in 16 bits."""
+    patched: AbstractContextManager[None] = inductor_config.patch(emulate_precision_casts=True)
+    return patched
 
 
 def compile_exactly(gm: GraphModule, inputs: list[Any], kwargs: dict[str, Any]) -> Any:

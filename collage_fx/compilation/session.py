@@ -63,6 +63,11 @@ class Supervisor(Protocol):
     waited: bool
     """Whether a graph was recorded in this step that will be compiled in the next."""
 
+    @property
+    def plain(self) -> bool:
+        """Whether no state is of a dtype with low words."""
+        raise NotImplementedError
+
 
 @dataclass
 class Compiled:

@@ -82,8 +82,6 @@ class Recorder:
     """Whether Dynamo compiles parts of this step."""
     asleep: bool = False
     """Whether the states are not known in this step: the first operation wakes it up."""
-    plain: bool = False
-    """Set where no state has a dtype with low words: operations are those of eager PyTorch."""
     passes_by: bool = False
     """Whether operations are done as they come, as within a compiled graph."""
     noted: int = 0
@@ -284,7 +282,7 @@ class Recorder:
 
     def _function(self, func: Any) -> Callable[..., Any]:
         """Return what does arithmetic on the host, as it is done in graphs and segments."""
-        return func if self.plain else in_float64(func)
+        return func if self.words.plain else in_float64(func)
 
     def _on_host(self, operation: Operation, args: Any, kwargs: Any) -> bool:
         """Tell whether this is arithmetic of numbers on the host, such as a count of steps."""

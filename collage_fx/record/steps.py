@@ -107,6 +107,11 @@ class Steps:
         """Whether graphs of Dynamo's are to be compiled."""
         return self.traces and not self.whole
 
+    @property
+    def plain(self) -> bool:
+        """Whether no state is of a dtype with low words."""
+        return self.words.plain
+
     def record_whole(self, *, traced: bool = False) -> None:
         """Record the whole of each step from now on.
 
@@ -208,7 +213,7 @@ class Steps:
         only = self.interpreted or self.forced or soon_over or self.recorder.all_at_once
         self.words.begin(present)
         self.recorder.notes.carried = frozenset(self.states.memory)
-        self.recorder.plain = all(o.tensor.dtype not in self.words.wide for o in present)
+        self.words.plain = all(o.tensor.dtype not in self.words.wide for o in present)
         self.executors.begin(interpreted_only=only, at_once=at_once)
 
     def _storage_for(self, owned: Owned) -> str:

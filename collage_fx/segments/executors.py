@@ -143,10 +143,12 @@ class Executors:
             t = given.tensor
             if t is not None and t.requires_grad and written and not given.pieces:
                 self.unseen(t)
-        call.at = len(self.changing)
+        call.at, call.plain = len(self.changing), segment.plain(call, self.words)
         history = self._history(segment, call)
         obstacle = self._obstacle(segment)
-        if obstacle:
+        if self.words.plain and len(call.plain) == len(segment.strands):
+            pass  # nothing is compensated: as in eager PyTorch, to the bit
+        elif obstacle:
             self.left[segment] = obstacle
         elif history.runs >= self.seen and not self._waits(segment, history, call):
             self.readers.discard(segment)
@@ -293,7 +295,7 @@ class Executors:
             ):
                 return _PASSED_ON
             args.append(t)
-        return Given([*args, *call.memory])
+        return Given([*args, *call.memory], structure=call.plain, plain=call.plain)
 
     def _name(self, t: Tensor) -> str:
         """Return the name of a state, or of the gradient of one; empty for other memory."""

@@ -1,6 +1,7 @@
 """Segments on whole values, as they stand, compiled by Inductor."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,11 +14,11 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
 
-from collage_fx.compilation.inductor import compile_divided, compile_exactly
+from collage_fx.compilation.inductor import compile_divided, compile_exactly, noted_roundings
 from collage_fx.compilation.session import Session
 from collage_fx.passes.ir.listing import text_of
 from collage_fx.passes.rewrite.powers import powers_in_float64
-from collage_fx.passes.rewrite.roundings import ROUNDED, keep_roundings
+from collage_fx.passes.rewrite.roundings import ROUNDED, keep_user_roundings
 from collage_fx.passes.rewrite.symbolic_scalars import Table, keep_symbols
 from collage_fx.runtime import logs, progress
 from collage_fx.runtime.residuals.store import STORE
@@ -57,22 +58,23 @@ class Joining:
         if before is not None and before.segment is segment:
             same = before.lows(call, self.words)
             if same is not None:
-                return Given(tensors, same, before.structure, before.parts)
+                return Given(tensors, same, before.structure, call.plain, before.parts)
         wide = self.words.wide
         if any(t.dtype in wide and t.dtype not in ROUNDED for t in tensors):
             return "of its dtypes one is not rounded by the compiler"
         found, lows = [], list[Tensor]()
-        for given, written in zip(call.inputs, segment.writes, strict=True):
-            parts = self._parts(given, lows, written=written)
+        left = segment.only_in(call.plain)
+        for at, given, written in zip(segment.inputs, call.inputs, segment.writes, strict=True):
+            parts = [] if at in left else self._parts(given, lows, written=written)
             if parts is None:
                 return "a state has moved in memory"
             found.append(parts)
-        for t in call.memory:
-            mine = self.words.lows_of_result(t)
+        for at, t in zip(segment.live, call.memory, strict=True):
+            mine = () if at in left else self.words.lows_of_result(t)
             lows += mine
             found.append(self._all_of(layout_of(t), mine))
         before = self.before[call.at] = _Before.of(segment, call, found, wide)
-        return Given(tensors, lows, before.structure, found)
+        return Given(tensors, lows, before.structure, call.plain, found)
 
     def _parts(self, given: Input, lows: list[Tensor], *, written: bool) -> list[Part] | None:
         """Return the parts of memory that have low words, or, where it is written, get some.
@@ -103,12 +105,13 @@ class Joining:
 
     def compile(self, segment: Segment, given: Given, numbers: Numbers) -> Made:
         """Return what runs a segment with these numbers, and for which others it is right."""
-        gm = graph_of_segment(segment, numbers, self.words, given.parts)
+        gm = graph_of_segment(segment, numbers, self.words, given.parts, given.plain)
         mode, fakes = with_fakes(gm, given, numbers)
         table = select_decomp_table()
-        if not segment.is_plain(self.words):
+        if len(given.plain) < len(segment.strands):
             table = powers_in_float64(table)
-        function = compile_joined(self.session, gm, mode, fakes, keep_symbols(table))
+        with noted_roundings() if given.plain else nullcontext():
+            function = compile_joined(self.session, gm, mode, fakes, keep_symbols(table))
 
         def run(args: list[Any]) -> bool:
             function(args)
@@ -129,6 +132,8 @@ class _Before:
     """The position of each that may have low words, whether it is written, and its states; None
     where it had low words and is no state."""
     parts: list[list[Part]]
+    results: list[int]
+    """The positions of the results that have low words."""
     structure: Any
 
     @classmethod
@@ -139,12 +144,13 @@ class _Before:
             if given.layout[0] in wide:
                 states = list(map(_looks, given.pieces)) if given.pieces or not parts[i] else None
                 inputs.append((i, written, states))
+        results = [k for k, some in enumerate(parts[len(call.inputs) :]) if some]
         structure = tuple(tuple((part.view, part.storage) for part in some) for some in parts)
-        return cls(segment, STORE.generation, inputs, parts, structure)
+        return cls(segment, STORE.generation, inputs, parts, results, (structure, call.plain))
 
     def lows(self, call: Call, words: LowWords) -> list[Tensor] | None:
         """Return the low words for a call, as `given` does; None if it is given something else."""
-        if STORE.generation != self.generation:
+        if STORE.generation != self.generation or call.plain != self.structure[1]:
             return None
         found: list[Tensor] = []
         for i, written, states in self.inputs:
@@ -163,8 +169,8 @@ class _Before:
                     return None
                 if piece.residual is not None:
                     found += piece.residual.components
-        for t in call.memory:
-            found += words.lows_of_result(t)
+        for k in self.results:
+            found += words.lows_of_result(call.memory[k])
         return found
 
 
@@ -198,7 +204,7 @@ def compile_joined(
 
     def inner(functional: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         kwargs.pop("get_decomp_fn", None)
-        keep_roundings(functional)
+        keep_user_roundings(functional)
         logs.show(logs.GRAPHS, "on whole values", lambda: text_of(functional))
         compile_ = compile_divided if session.divides else compile_exactly
         made = compile_(functional, list(inputs), kwargs)

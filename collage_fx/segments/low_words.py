@@ -66,6 +66,8 @@ class LowWords:
     """Tensor -> what is known of it."""
     writes: bool = False
     """Whether a state was written in this step."""
+    plain: bool = False
+    """Whether no state was of a dtype with low words when the step began."""
     who: object = field(default_factory=object)
     """Stands for this in what others remember, and keeps nothing alive."""
 

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from collage_fx.optimizer.ownership import Owned
+from collage_fx.passes.ir.graph_memory import Connected
 from collage_fx.passes.rewrite.comparisons import compared, rounds_number
 from collage_fx.passes.rewrite.powers import in_float64
 from collage_fx.segments.low_words import LowWords
 from collage_fx.segments.memory import Input
 from collage_fx.segments.operations import OPERATIONS, is_overwriting
 from collage_fx.segments.trie import Constant, Number, Place, Value, leaves, on_one_line
-from collage_fx.segments.user_rounding import UserRounding
+from collage_fx.segments.user_rounding import UserRounding, undone
 
 VIEW_AS = torch.ops.aten.view.dtype
 
@@ -41,6 +42,32 @@ class Line:
     """Those of the memory that no later operation reads or writes: it can be stored."""
     where: str = ""
     """The line of code, as FX keeps it of a node."""
+    strand: int = 0
+    """The number of the strand that it is in."""
+
+
+@dataclass
+class Strand:
+    """Operations that others in a segment have nothing to do with, but for what they only read."""
+
+    inputs: set[int] = field(default_factory=set)
+    """The positions of the inputs that they read or write."""
+    live: list[int] = field(default_factory=list)
+    """Those of the values that they make and that live on."""
+
+    def is_plain(self, call: "Call", words: LowWords) -> bool:
+        """Tell whether there are no low words in it, nor can there be any, in a call.
+
+        Where no state of the step has any, 16-bit values are what the user has made them. Beside
+        states that have some they may be a part of such a state's update, as numbers may be.
+        """
+        given, made = [call.inputs[i] for i in self.inputs], [call.memory[k] for k in self.live]
+        if words.plain:
+            return not any(i.pieces or words.between(i, written=False) for i in given) and not any(
+                words.states_in(t) for t in made if t.dtype in words.wide
+            )
+        tensors = [*(i.data for i in given), *made]
+        return all(t.dtype not in words.wide for t in tensors) and any(t.dim() for t in tensors)
 
 
 class Segment:
@@ -89,6 +116,7 @@ class Segment:
         self.opaque = any("_fused_" in str(line.func) for line in self.lines)
         """Whether it has kernels that no compiler looks into, as fused optimizers do."""
         self._find_ends()
+        self.strands = self._find_strands()
         self.writes = [at in self.written for at in self.inputs]
         """Whether it writes them, of its inputs."""
 
@@ -119,13 +147,22 @@ class Segment:
         found = self._written_from[states, also_written] = frozenset(others - states)
         return found
 
-    def is_plain(self, words: LowWords) -> bool:
-        """Tell whether nothing in it may have low words: fp32 alone is left as it is."""
-        return words.wide.keys().isdisjoint(self.dtype)
+    def plain(self, call: "Call", words: LowWords) -> frozenset[int]:
+        """Return the numbers of the strands that are done as they stand, in a call."""
+        if words.wide.keys().isdisjoint(self.dtype):
+            return frozenset(range(len(self.strands)))
+        return frozenset(k for k, s in enumerate(self.strands) if s.is_plain(call, words))
+
+    def only_in(self, strands: frozenset[int]) -> set[int]:
+        """Return the inputs, and the values that live on, that no other strands have."""
+        mine = [s for k, s in enumerate(self.strands) if k in strands]
+        others = {i for k, s in enumerate(self.strands) if k not in strands for i in s.inputs}
+        inputs = {self.inputs[i] for s in mine for i in s.inputs - others}
+        return inputs | {self.live[k] for s in mine for k in s.live}
 
     def computed(self, words: LowWords) -> dict[Any, torch.dtype]:
-        """Return dtype -> what is computed in for it, in this segment."""
-        return words.wide if self.is_plain(words) or self.writes_bits else words.computed
+        """Return dtype -> what is computed in for it, in the strands that are not plain."""
+        return words.wide if self.writes_bits else words.computed
 
     def overwrites(self, i: int) -> bool:
         """Tell whether an input is overwritten as a whole before anything reads it."""
@@ -198,6 +235,34 @@ class Segment:
             )
             line.over = tuple({v for v in over if v not in kept} | (roots & kept))
 
+    def _find_strands(self) -> list[Strand]:
+        """Return the strands, and note in each line which is its own."""
+        read_only, connected = set(self.inputs) - self.written, Connected[int]()
+
+        def end(at: int) -> int:
+            return at if self.root[at] in read_only else self.root[at]
+
+        used = [
+            sorted({v.at for v in leaves((x.args, x.kwargs)) if type(v) is Value} | {*x.made})
+            for x in self.lines
+        ]
+        ends = [[e for e in map(end, some) if e not in read_only] for some in used]
+        for some in ends:
+            for one in some[1:]:
+                if connected.root(some[0]) != connected.root(one):
+                    connected.join(some[0], one)
+        strands: dict[Any, tuple[int, Strand]] = {}
+        place = {at: i for i, at in enumerate(self.inputs)}
+        for line, values, some in zip(self.lines, used, ends, strict=True):
+            key = connected.root(some[0]) if some else ("line", len(strands))
+            line.strand, strand = strands.setdefault(key, (len(strands), Strand()))
+            strand.inputs |= {place[r] for r in {self.root[v] for v in values} & place.keys()}
+        for k, at in enumerate(self.live):
+            found = strands.get(connected.root(end(at)))
+            if found is not None:
+                found[1].live.append(k)
+        return [strand for _, strand in strands.values()]
+
 
 @dataclass
 class Call:
@@ -210,6 +275,8 @@ class Call:
     floats: list[float]
     at: int = -1
     """Which of the segments of the step it is."""
+    plain: frozenset[int] = frozenset()
+    """The strands that are done as they stand."""
 
 
 @dataclass
@@ -254,6 +321,12 @@ class Operands:
     number: Callable[[int], Any]
     cast: Callable[[Any, torch.dtype], Any]
 
+    def function(self, line: Line) -> Callable[..., Any]:
+        """Return what does an operation: as it stands, if they are left as they are."""
+        if self.dtypes or line.func is not undone:
+            return line.func
+        return lambda rounded, _: rounded
+
     def of(self, line: Line) -> tuple[list[Any], dict[str, Any]]:
         """Return the arguments of an operation, and those by name."""
         if line.func is VIEW_AS and self.dtypes:  # of the dtype whose bits it looks at
@@ -284,10 +357,10 @@ def run_joined(segment: Segment, call: Call, words: LowWords) -> None:
     """Do a segment as it stands, on whole values in the wide dtype; store each when it is done.
 
     No operation needs a rule: an expansion enters as the fp32 number that it is (float64 for fp32
-    states) and is split when it is stored, once for all operations of the segment between.
+    states) and is split when it is stored, once for all operations of the segment between. What has
+    nothing to do with low words is done as in eager PyTorch.
     """
     given = dict(zip(segment.inputs, call.inputs, strict=True))
-    dtypes = segment.computed(words)
     made = dict(zip(segment.live, call.memory, strict=True))
     env: list[Any] = [None] * len(segment.root)
 
@@ -296,21 +369,31 @@ def run_joined(segment: Segment, call: Call, words: LowWords) -> None:
             t = given[at]
             dtype = t.data.dtype
             env[at] = (
-                words.joined(t) if dtype in words.wide else t.data.to(dtypes.get(dtype, dtype))
+                words.joined(t) if dtype in words.wide else t.data.to(computed.get(dtype, dtype))
             )
         return env[at]
 
-    operands = Operands(segment, dtypes, value, call.floats.__getitem__, Tensor.to)
-    plain = segment.is_plain(words)
+    def as_it_is(at: int) -> Any:
+        if at not in given:
+            return env[at]
+        if at in segment.written:
+            env[at] = given[at].data
+        return given[at].data
+
+    computed = segment.computed(words)
+    number, cast = call.floats.__getitem__, Tensor.to
+    widened = Operands(segment, computed, value, number, cast)
+    left = Operands(segment, {}, as_it_is, number, cast)
     unstored: set[int] = set()
     for line in segment.lines:
+        operands = left if line.strand in call.plain else widened
         args, kwargs = operands.of(line)
         try:
             if (dtype := operands.compares_in(line)) is not None:
                 result = compared(line.func, dtype, *args, **kwargs)
             else:
-                func = line.func if plain else in_float64(line.func)
-                result = func(*args, **kwargs)
+                func = operands.function(line)
+                result = (func if operands is left else in_float64(func))(*args, **kwargs)
         except BaseException:
             for at in unstored:  # as after the same error in eager PyTorch
                 _store(env[at], given.get(at), made.get(at), words)
@@ -319,7 +402,7 @@ def run_joined(segment: Segment, call: Call, words: LowWords) -> None:
         for at, one in zip(line.made, result if line.many else (result,), strict=False):
             env[at] = one
         for at, dtype in zip(line.made, line.dtypes, strict=False):
-            env[at] = env[at].to(dtypes.get(dtype, dtype))  # not as the widest operand is
+            env[at] = env[at].to(operands.dtypes.get(dtype, dtype))  # not as the widest operand is
         unstored.difference_update(line.stored)
         for at in line.stored:
             _store(env[at], given.get(at), made.get(at), words)

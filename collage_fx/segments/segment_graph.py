@@ -99,6 +99,8 @@ class Given:
     """Behind the numbers that are inputs."""
     structure: Any = None
     """What else of them the compiled code depends on."""
+    plain: frozenset[int] = frozenset()
+    """The strands that are done as they stand."""
     parts: Sequence[list[Part]] = ()
     """Of each of them those that have low words."""
 
@@ -178,6 +180,7 @@ def graph_of_segment(
     numbers: Numbers,
     words: LowWords | None = None,
     parts: Sequence[list[Part]] = (),
+    plain: frozenset[int] = frozenset(),
 ) -> GraphModule:
     """Return a graph of operations that write their operands, as the step did them.
 
@@ -190,6 +193,7 @@ def graph_of_segment(
         numbers: those of a call.
         words: for a graph on whole values, what these are computed in.
         parts: for each input, and each memory of a result, the parts that have low words.
+        plain: the strands that are done as they stand.
     """
     graph, env = Graph(), list[Any]([None] * len(segment.root))
     places = {at: graph.placeholder(f"input{i}") for i, at in enumerate(segment.inputs)}
@@ -201,18 +205,23 @@ def graph_of_segment(
         lows[at] = [(p, list(map(graph.placeholder, n))) for p, n in zip(some, names, strict=True)]
     wide = words.wide if words is not None else {}
     computed = segment.computed(words) if words is not None else {}
+    left = segment.only_in(plain)
     for at in segment.inputs:
         hi, dtype = places[at], segment.dtype[at]
-        if dtype in wide:
+        if at in left:
+            env[at] = hi
+        elif dtype in wide:
             env[at] = _join(graph, hi, wide[dtype], lows[at])
         else:
             env[at] = graph.call_method("to", (hi, computed[dtype])) if dtype in computed else hi
     items = {i: graph.call_method("item", (node,)) for i, node in floats.items()}
     given = [items.get(k, x) for k, x in zip(numbers.same, numbers.floats, strict=True)]
-    _add_lines(graph, segment, env, given, computed)
+    _add_lines(graph, segment, env, given, computed, plain, places)
     for i, (at, hi) in enumerate(places.items()):
         dtype, result = segment.dtype[at], i >= len(segment.inputs)
-        if dtype in wide and (result or at in segment.written):
+        if at in left and not result:
+            continue
+        if dtype in wide and at not in left and (result or at in segment.written):
             _split(graph, env[at], hi, dtype, lows[at])
         elif result or (dtype in computed and at in segment.written):
             graph.call_function(aten.copy_.default, (hi, env[at]))
@@ -226,23 +235,32 @@ def _add_lines(
     env: list[Any],
     numbers: list[Any],
     dtypes: dict[torch.dtype, torch.dtype],
+    plain: frozenset[int],
+    places: dict[int, Node],
 ) -> None:
     """Add the operations, with other dtypes in the place of those that they name."""
+    inputs = set(segment.inputs)
 
     def cast(x: Any, dtype: torch.dtype) -> Node:
         return graph.call_method("to", (x, dtype))
 
-    operands = Operands(segment, dtypes, env.__getitem__, numbers.__getitem__, cast)
+    def as_it_is(at: int) -> Any:
+        return places[at] if at in inputs else env[at]
+
+    number = numbers.__getitem__
+    widened = Operands(segment, dtypes, env.__getitem__, number, cast)
+    left = Operands(segment, {}, as_it_is, number, cast)
     for line in segment.lines:
+        operands = left if line.strand in plain else widened
         args, kwargs = operands.of(line)
         if (dtype := operands.compares_in(line)) is not None:
             node = graph.call_function(compared, (line.func, dtype, *args), kwargs)
         else:
-            node = graph.call_function(line.func, tuple(args), kwargs)
+            node = graph.call_function(operands.function(line), tuple(args), kwargs)
         node.stack_trace = line.where
         for k, at in enumerate(line.made):
             env[at] = graph.call_function(operator.getitem, (node, k)) if line.many else node
-            if dtypes and k < len(line.dtypes):
+            if operands.dtypes and k < len(line.dtypes):
                 env[at] = cast(env[at], dtypes.get(line.dtypes[k], line.dtypes[k]))
 
 
