@@ -28,7 +28,7 @@ from collage_fx.runtime.storage.registry import compensable_dtypes
 from collage_fx.segments.executors import Executors
 from collage_fx.segments.low_words import LowWords
 from collage_fx.segments.memory import memory_key
-from collage_fx.segments.segment import Call, Segment
+from collage_fx.segments.segment import Call, Segment, run_joined
 
 
 class Steps:
@@ -62,6 +62,8 @@ class Steps:
         self.interpreted = False
         """Whether nothing is compiled any more, by Dynamo or of what is recorded."""
         self.active = False
+        self.in_method = False
+        """Whether what runs is no step."""
         self.sources: dict[Any, GraphModule] = {}
         """What Dynamo handed to the backend, to be compiled anew or recorded."""
         self.quiet = False
@@ -154,6 +156,24 @@ class Steps:
             self.active = False
             self._end(failed=failed)
 
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """Run what is no step, and may write states: they are looked for if it does anything.
+
+        It is interpreted, and leaves no trace in what is known of steps.
+        """
+        self.recorder.asleep = self.in_method = self.active = True
+        try:
+            with self.recorder.recording(beside_dynamo=False):
+                yield
+        finally:
+            if not self.recorder.asleep:
+                self.words.adopt(self.states.find())
+                self.words.settle()
+                self.words.forget()
+                self.quiet = False  # it may have put others in the place of states
+            self.recorder.asleep = self.in_method = self.active = False
+
     def repeated(self) -> None:
         """Note a step that did what the last one did, by the same graphs to the same states."""
         self.steps += 1
@@ -205,15 +225,17 @@ class Steps:
     def _find_states(self) -> None:
         self.recorder.asleep = False
         present = self.states.find()
+        self.words.begin(present)
+        self.words.plain = all(o.tensor.dtype not in self.words.wide for o in present)
+        self.recorder.notes.carried = frozenset(self.states.memory)
+        if self.in_method:
+            return
         self.service.begin(present)
         at_once = self.session.keep or (self.steps == 1 and resumed(present))
         joins = self.session.config.on_unsupported == "join"
         # What is recorded beside graphs of Dynamo's is soon recorded with them, or over.
         soon_over = joins and self.compiles and self.steps <= TRIED
         only = self.interpreted or self.forced or soon_over or self.recorder.all_at_once
-        self.words.begin(present)
-        self.recorder.notes.carried = frozenset(self.states.memory)
-        self.words.plain = all(o.tensor.dtype not in self.words.wide for o in present)
         self.executors.begin(interpreted_only=only, at_once=at_once)
 
     def _storage_for(self, owned: Owned) -> str:
@@ -255,11 +277,15 @@ class Steps:
                 self.words.input(i.tensor) if i.tensor is not None else i for i in call.inputs
             ]
             self.other_memory.keep_low_words(segment, call)
-        for to, source in segment.copies if self.returned else ():
+        for to, source in segment.copies if self.returned and not self.in_method else ():
             by_value = dict(zip(segment.inputs, call.inputs, strict=True))
             if memory_key(by_value[source].data) in self.returned and by_value[to].pieces:
                 self._chained(by_value[to].pieces[0].owned.name)
-        self.executors.run(segment, call)
+        if self.in_method:
+            call.plain = segment.plain(call, self.words)
+            run_joined(segment, call, self.words)
+        else:
+            self.executors.run(segment, call)
         # A new state is known before it has been computed.
         self.words.adopt(owned for t in call.memory for owned in self.words.states_in(t))
 

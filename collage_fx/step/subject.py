@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from collage_fx.errors import SubjectError
 from collage_fx.hooks.step_substitution import STEP
 from collage_fx.optimizer.ownership import without_arguments
+from collage_fx.step.other_methods import ServedMethod
 
 _REMEDY = (
     "pass the optimizer, as in optimizer.step = collage_fx.compile(optimizer), or a function that "
@@ -45,6 +46,8 @@ def subject_of(given: Any) -> Optimizer | Callable[..., Any]:
     """
     if isinstance(given, Optimizer):
         return given
+    if isinstance(given, ServedMethod):
+        return given.plain
     refuse_mastered(given)
     function = without_arguments(given)
     owner = getattr(function, "__self__", None)

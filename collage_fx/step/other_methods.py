@@ -1,0 +1,134 @@
+"""Methods of an optimizer beside its step: what they write keeps low words, as in a step.
+
+Schedule-Free's `eval()` and `train()` move the parameters between two averages, others swap them,
+reset them or synchronize them with slow copies. Such a method is recorded and interpreted.
+"""
+
+import inspect
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from torch.compiler import disable
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+
+from collage_fx.hooks import nested_compile
+from collage_fx.optimizer.ownership import family
+from collage_fx.record.steps import Steps
+
+
+class ServedMethod:
+    """What stands for a method of one optimizer; a copy of the optimizer has its class's own."""
+
+    def __init__(self, optimizer: Optimizer, own: Callable[..., Any], steps: Steps) -> None:
+        self.optimizer = weakref.ref(optimizer)
+        self.own = own
+        self.steps = weakref.ref(steps)
+        """Gone where nobody has the compiled step: the method is the class's own then."""
+        self.__name__, self.__doc__ = own.__name__, own.__doc__
+
+    @property
+    def plain(self) -> Callable[..., Any]:
+        """The method as the class has it."""
+        optimizer = self.optimizer()
+        assert optimizer is not None, "a method outlived its optimizer"
+        return _bound(self.own, optimizer)
+
+    @disable
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Do the method, within a step as a part of that."""
+        steps = self.steps()
+        if steps is None or nested_compile.within_step():
+            return self.plain(*args, **kwargs)
+        if args or kwargs:
+            args, kwargs = tree_map(lambda a: _apart(a, steps), (args, kwargs))
+        with _serving(steps):
+            result = self.plain(*args, **kwargs)
+        return _Context(result, steps) if isinstance(result, AbstractContextManager) else result
+
+    def __reduce__(self) -> Any:
+        """Return what makes the method of a copy."""
+        return _bound, (self.own, self.optimizer())
+
+
+def _bound(own: Callable[..., Any], optimizer: Optimizer) -> Callable[..., Any]:
+    return types.MethodType(own, optimizer)
+
+
+class _Context(AbstractContextManager[Any]):
+    """A context that a method has returned: what is done to enter and to leave it is served."""
+
+    def __init__(self, made: AbstractContextManager[Any], steps: Steps) -> None:
+        self.made = made
+        self.steps = steps
+
+    def __enter__(self) -> Any:
+        with _serving(self.steps):
+            return self.made.__enter__()
+
+    def __exit__(self, *raised: Any) -> Any:
+        with _serving(self.steps):
+            return self.made.__exit__(*raised)
+
+
+@contextmanager
+def _serving(steps: Steps) -> Iterator[None]:
+    if nested_compile.within_step():
+        yield
+        return
+    with steps.beside(), nested_compile.step_of(steps.session, compiled=False):
+        yield
+
+
+def _apart(argument: Any, steps: Steps) -> Any:
+    """Return a function that is given to a method, a closure say, as one that is no part of it."""
+    if not inspect.isroutine(argument):
+        return argument
+    return steps.recorder.suspended(argument, steps.failures)
+
+
+class OtherMethods:
+    """Those of an optimizer, and of what it wraps, that are served."""
+
+    def __init__(self, optimizer: Optimizer, steps: Steps) -> None:
+        """Serve them from now on; what somebody has put in the place of one stays there."""
+        self.served: list[tuple[weakref.ref[Optimizer], str, ServedMethod]] = []
+        for one in family(optimizer):
+            for name, own in _methods_of(type(one)).items():
+                before = vars(one).get(name)
+                if before is None or (one is optimizer and isinstance(before, ServedMethod)):
+                    vars(one)[name] = method = ServedMethod(one, own, steps)
+                    self.served.append((weakref.ref(one), name, method))
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Within a step they are the class's own, which Dynamo traces."""
+        taken = []
+        for reference, name, method in self.served:
+            optimizer = reference()
+            if optimizer is not None and vars(optimizer).get(name) is method:
+                del vars(optimizer)[name]
+                taken.append((optimizer, name, method))
+        try:
+            yield
+        finally:
+            for optimizer, name, method in taken:
+                vars(optimizer).setdefault(name, method)
+
+
+def _methods_of(cls: type) -> dict[str, Callable[..., Any]]:
+    """Return the public methods that a class of optimizers has beside those of PyTorch's."""
+    found: dict[str, Any] = {}
+    for one in reversed([c for c in cls.__mro__ if not c.__module__.startswith("torch.")]):
+        found |= {n: f for n, f in vars(one).items() if not n.startswith("_")}
+    return {
+        name: own
+        for name, own in found.items()
+        if isinstance(own, types.FunctionType)
+        and not hasattr(Optimizer, name)
+        and not inspect.isgeneratorfunction(own)
+        and not inspect.iscoroutinefunction(own)
+    }
