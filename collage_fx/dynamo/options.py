@@ -12,12 +12,18 @@ from collage_fx.runtime.storage.registry import EXPANSIONS, Choice
 
 
 def split_options(
-    options: dict[str, Any], mode: str | None = None
+    given: dict[str, Any], mode: str | None = None, known: dict[str, Any] | None = None
 ) -> tuple[CollageConfig, dict[str, Any]]:
     """Return the configuration and the Inductor settings that options and mode ask for.
 
+    Args:
+        given: the options.
+        mode: of torch.compile.
+        known: those of a configuration that is there, where none is given.
+
     Raises OptionError for a name that neither collage_fx nor Inductor knows.
     """
+    options = {**(known or {}), **given}
     fields = {field.name for field in dataclasses.fields(CollageConfig)}
     mine = {k: v for k, v in options.items() if k in fields}
     theirs = {k.replace("-", "_"): v for k, v in options.items() if k not in fields}
@@ -31,7 +37,7 @@ def split_options(
     if mode and mode != "default":
         theirs = {**_options_of(mode), **theirs}
     config = CollageConfig(**mine)
-    if mine.get("arithmetic") == "eft":
+    if given.get("arithmetic") == "eft":
         _refuse_eft_without_floats(config.storage)
     return config, theirs
 

@@ -81,8 +81,8 @@ def explain(
         CollageError: the step cannot be run.
     """
     subject, step, known, names = _prepare(optimizer_or_function, args, model)
+    config, inductor = split_options(options, known=known)
     options = {**known, **options}
-    config, inductor = split_options(options)
     owner = getattr(step, "__self__", None)
     if isinstance(owner, Optimizer):
         config = as_its_kernel(config, options, owner)
