@@ -36,7 +36,7 @@ from collage_fx.record.steps import Steps
 from collage_fx.runtime import progress
 from collage_fx.stand_in.steps import StandInSteps
 from collage_fx.step.first_steps import StepCheck
-from collage_fx.step.other_methods import OtherMethods
+from collage_fx.step.other_methods import serve_methods
 from collage_fx.step.recompile_guard import RecompileGuard
 from collage_fx.step.small_updates import SmallUpdates
 from collage_fx.step.subject import name_of, step_made_here
@@ -96,7 +96,7 @@ def compile_optimizer(
         return result
 
     small = SmallUpdates(session)
-    others = OtherMethods(optimizer, supervisor)
+    serve_methods(optimizer, supervisor)
 
     @functools.wraps(type(optimizer).step)
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -108,8 +108,7 @@ def compile_optimizer(
             plain_steps.called(family(self))
             distributed_state_dicts.know_residuals()
         do: Callable[..., Any] = functools.partial(small.step, take) if small.wanted else take
-        with others.aside() if others.served else nullcontext():
-            return watched(self, functools.partial(do, self))(*args, **kwargs)
+        return watched(self, functools.partial(do, self))(*args, **kwargs)
 
     step._collage = session  # type: ignore[attr-defined]
     # It does what schedulers put a function of theirs around a step for, before they are made too.

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from collage_fx.hooks import nested_compile
+from collage_fx.hooks.step_substitution import codes
 from collage_fx.optimizer.ownership import family
 from collage_fx.record.steps import Steps
 
@@ -90,33 +91,20 @@ def _apart(argument: Any, steps: Steps) -> Any:
     return steps.recorder.suspended(argument, steps.failures)
 
 
-class OtherMethods:
-    """Those of an optimizer, and of what it wraps, that are served."""
+def serve_methods(optimizer: Optimizer, steps: Steps) -> None:
+    """Serve the methods of an optimizer, and of what it wraps, that no step of theirs calls.
 
-    def __init__(self, optimizer: Optimizer, steps: Steps) -> None:
-        """Serve them from now on; what somebody has put in the place of one stays there."""
-        self.served: list[tuple[weakref.ref[Optimizer], str, ServedMethod]] = []
-        for one in family(optimizer):
-            for name, own in _methods_of(type(one)).items():
-                before = vars(one).get(name)
-                if before is None or (one is optimizer and isinstance(before, ServedMethod)):
-                    vars(one)[name] = method = ServedMethod(one, own, steps)
-                    self.served.append((weakref.ref(one), name, method))
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Within a step they are the class's own, which Dynamo traces."""
-        taken = []
-        for reference, name, method in self.served:
-            optimizer = reference()
-            if optimizer is not None and vars(optimizer).get(name) is method:
-                del vars(optimizer)[name]
-                taken.append((optimizer, name, method))
-        try:
-            yield
-        finally:
-            for optimizer, name, method in taken:
-                vars(optimizer).setdefault(name, method)
+    What somebody has put in the place of one stays there. What steps call is a part of them, and
+    traced by Dynamo, for whatever backend.
+    """
+    everyone = family(optimizer)
+    parts = _called_in_steps([type(one) for one in everyone])
+    for one in everyone:
+        for name, own in _methods_of(type(one)).items():
+            before = vars(one).get(name)
+            ours = before is None or (one is optimizer and isinstance(before, ServedMethod))
+            if ours and name not in parts:
+                vars(one)[name] = ServedMethod(one, own, steps)
 
 
 def _methods_of(cls: type) -> dict[str, Callable[..., Any]]:
@@ -132,3 +120,24 @@ def _methods_of(cls: type) -> dict[str, Callable[..., Any]]:
         and not inspect.isgeneratorfunction(own)
         and not inspect.iscoroutinefunction(own)
     }
+
+
+def _called_in_steps(classes: list[type]) -> set[str]:
+    """Return the names of the methods that the steps of these classes call, and those in turn."""
+    found, waiting = {"step"}, ["step"]
+    while waiting:
+        name = waiting.pop()
+        methods = [vars(c)[name] for cls in classes for c in cls.__mro__ if name in vars(c)]
+        for code in [code for method in methods for code in codes(method)]:
+            new = {n for n in _names_in(code) if any(hasattr(cls, n) for cls in classes)} - found
+            found |= new
+            waiting += new
+    return found
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    """Yield the names that some code asks objects for, that of functions within it too."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_in(constant)
