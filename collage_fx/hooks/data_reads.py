@@ -21,6 +21,7 @@ from torch._guards import CompileContext
 from torch.utils._python_dispatch import _disable_current_modes
 
 from collage_fx.hooks.counted import Counted
+from collage_fx.runtime.expansion.eft import LOW_PRECISION
 
 _READERS = (
     "tolist",
@@ -133,6 +134,8 @@ def _flushing(method: Callable[..., Any], why: str) -> Callable[..., Any]:
     @functools.wraps(method)
     def read(*args: Any, **kwargs: Any) -> Any:
         if _RECORDERS.steps and CompileContext.try_get() is None:
+            if method.__name__ == "tolist" and args[0].dtype in LOW_PRECISION:
+                args = (args[0].detach().double(),)  # of whole values, as item() is
             flush, shared = _RECORDERS.steps[-1]
             shared(why) if why else flush()
             if method.__name__ == "share_memory_":  # it copies from storage to storage
