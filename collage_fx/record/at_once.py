@@ -1,11 +1,12 @@
 """Operations that are not noted, but done when they are called: on whole values, and low words."""
 
 import contextlib
+import functools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from collage_fx.passes.rewrite.comparisons import compared, rounds_number
-from collage_fx.passes.rewrite.op_schema import COLLECTIVE, TURNS, by_name, received
+from collage_fx.passes.rewrite.op_schema import COLLECTIVE, TURNS, by_name, is_foreach, received
 from collage_fx.record.notes import Notes
 from collage_fx.runtime.residuals.memory import has_memory
 from collage_fx.segments.low_words import LowWords
@@ -29,6 +30,8 @@ cond = torch.ops.higher_order.cond
 _ANY_DEVICE = torch._C.DispatchKey.CompositeExplicitAutograd
 _LOOPS = {"associative_scan", "map_impl", "while_loop", "while_loop_stack_output"}
 """Operators that take functions, and whose kernel for any device is a loop in Python."""
+_Join: TypeAlias = Callable[[Tensor], Tensor]
+"""Returns the whole value of an operand."""
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _DISTRIBUTIONS = frozenset(
     {
@@ -97,7 +100,6 @@ class AtOnce:
     def _on_whole(
         self, wide: dict[int, Any], func: Any, operation: Operation, args: Any, kwargs: Any
     ) -> Any:
-
         def joined(t: Tensor) -> Tensor:
             if t.dtype not in self.words.wide:
                 return t
@@ -105,8 +107,6 @@ class AtOnce:
                 wide[id(t)] = self._whole(t, joined, wide)
             return wide[id(t)][0]
 
-        widened = [t.dtype for t in tensors_in(args, kwargs) if t.dtype in self.words.wide]
-        low = {self.words.wide[d]: d for d in reversed(widened)}
         given = tree_map_only(Tensor, joined, (args, kwargs))
         given = tree_map_only(torch.dtype, lambda d: self.words.wide.get(d, d), given)
         if _draws(func) and by_name(func, args, kwargs).get("dropout_p", 1) != 0:
@@ -114,7 +114,7 @@ class AtOnce:
         elif args and rounds_number(func, getattr(args[0], "dtype", None)):
             result = compared(func, args[0].dtype, *given[0], **given[1])
         else:
-            result = func(*given[0], **given[1])
+            result = self._tried(func, operation, args, kwargs, given, joined, wide)
         for t in filter(has_memory, tensors_in(operation.written_of(args, kwargs), {})):
             if id(t) in wide:
                 value, memory = wide[id(t)]
@@ -123,50 +123,81 @@ class AtOnce:
                 self.words.store(memory, wide[id(state)][0] if id(state) in wide else value)
         back = {id(wide[id(t)][0]): t for t in tensors_in(args, kwargs) if id(t) in wide}
 
-        def narrowed(t: Tensor) -> Tensor:
+        def narrowed(t: Tensor, *operands: Any) -> Tensor:
             if id(t) in back:
                 return back[id(t)]
-            if t.dtype not in low or kwargs.get("dtype") is t.dtype:
-                return t
-            hi = torch.empty_like(t, dtype=low[t.dtype]) if has_memory(t) else t.to(low[t.dtype])
-            if has_memory(t):
-                self.words.keep(hi, t)
+            dtype = _dtype_in_step(t.dtype, tensors_in(operands, {}), kwargs, self.words.wide)
+            if dtype is t.dtype or dtype not in self.words.wide or not has_memory(t):
+                return t.to(dtype)
+            hi = torch.empty_like(t, dtype=dtype)
+            self.words.keep(hi, t)
             return hi
 
-        return tree_map_only(Tensor, narrowed, result)
+        if isinstance(result, list) and is_foreach(func):
+            rows = [a for a in args if isinstance(a, list | tuple) and len(a) == len(result)]
+            return [narrowed(*items) for items in zip(result, *rows, strict=True)]
+        return tree_map_only(Tensor, lambda t: narrowed(t, *args, *kwargs.values()), result)
 
-    def _drawn(
-        self,
-        func: Any,
-        operation: Operation,
-        args: Any,
-        kwargs: Any,
-        joined: Callable[[Tensor], Tensor],
-    ) -> Any:
+    def _drawn(self, func: Any, operation: Operation, args: Any, kwargs: Any, joined: _Join) -> Any:
         """Draw random numbers as eager PyTorch does: in the dtypes of the step, from high words.
 
         In wider ones other numbers would come, and the generator would go elsewhere. What is drawn
         is all of a value, but for a normal distribution's mean: that is added as a whole.
         """
         wide = self.words.wide
-        written = [t for t in operation.written_of(args, kwargs) if isinstance(t, Tensor)]
-        whole = {id(t): joined(t) for t in written if t.dtype in wide}  # before it is written
         if func._opname.removesuffix("_") not in _DISTRIBUTIONS:
-            for t in filter(has_memory, tensors_in(args, kwargs)):
-                self.words.say_lost(t)
+            self._say_lost(args, kwargs)
         mean = args[0] if func._opname == "normal" else None
-        if isinstance(mean, Tensor) and mean.dtype in wide:
-            whole_mean, args = joined(mean), (torch.zeros_like(mean), *args[1:])
-            made = func(*args, **kwargs)
-            result = whole_mean + made.to(whole_mean.dtype)
-            return whole[id(made)].copy_(result) if id(made) in whole else result
+        if not isinstance(mean, Tensor) or mean.dtype not in wide:
+            return self._on_high_words(func, operation, args, kwargs, joined)
+        whole_mean, args = joined(mean), (torch.zeros_like(mean), *args[1:])
+        made = self._on_high_words(func, operation, args, kwargs, joined)
+        result = whole_mean + made.to(whole_mean.dtype)
+        return joined(made).copy_(result) if "out" in kwargs else result
+
+    def _on_high_words(
+        self, func: Any, operation: Operation, args: Any, kwargs: Any, joined: _Join
+    ) -> Any:
+        """Do an operation as eager PyTorch does; what it writes has no low words then."""
+        written = tensors_in(operation.written_of(args, kwargs), {})
+        whole = [(t, joined(t)) for t in written if t.dtype in self.words.wide]  # as it was
         result = func(*args, **kwargs)
-        for t in written:
-            if id(t) in whole:
-                whole[id(t)].copy_(t)
+        for t, value in whole:
+            value.copy_(t)
         given = set(map(id, tensors_in(args, kwargs)))
         self.born(func, [t for t in tree_leaves(result) if id(t) not in given])
         return result
+
+    def _tried(
+        self,
+        func: Any,
+        operation: Operation,
+        args: Any,
+        kwargs: Any,
+        given: Any,
+        joined: _Join,
+        wide: dict[int, Any],
+    ) -> Any:
+        """Do an operation on whole values, or, where it takes no wide ones, on high words.
+
+        Nothing is written by what fails: whole values are copies, and others are restored.
+        """
+        written = tensors_in(operation.written_of(args, kwargs), {})
+        others = [(t, t.clone()) for t in written if id(t) not in wide and has_memory(t)]
+        try:
+            return func(*given[0], **given[1])
+        except Exception:  # an error of the step's own comes again
+            for t, before in others:
+                t.copy_(before)
+        wide.clear()
+        result = self._on_high_words(func, operation, args, kwargs, joined)
+        self._say_lost(args, kwargs)
+        return result
+
+    def _say_lost(self, args: Any, kwargs: Any) -> None:
+        """Say which states among the operands of an operation count with their high words only."""
+        for t in filter(has_memory, tensors_in(args, kwargs)):
+            self.words.say_lost(t)
 
     def _whole(
         self, t: Tensor, joined: Callable[[Tensor], Tensor], wide: dict[int, Any]
@@ -212,6 +243,29 @@ def in_python(func: HigherOrderOperator) -> Callable[..., Any] | None:
     if func is scan_op:
         return lambda step, init, xs, more: generic_scan(step, init, xs, additional_inputs=more)
     return func.py_kernels.get(_ANY_DEVICE) if func.name() in _LOOPS else None
+
+
+def _dtype_in_step(
+    dtype: torch.dtype,
+    operands: Sequence[Tensor],
+    kwargs: Any,
+    wide: dict[torch.dtype, torch.dtype],
+) -> torch.dtype:
+    """Return the dtype that a result has in the step, by PyTorch's promotion of its operands.
+
+    Args:
+        dtype: that of the result made of wide operands.
+        operands: those of the step.
+        kwargs: the operation may be asked for a dtype by name.
+        wide: dtype -> the wide one.
+    """
+    floats = [t for t in operands if t.is_floating_point()]
+    if all(wide.get(t.dtype) is not dtype for t in floats):
+        return dtype
+    if isinstance(asked := kwargs.get("dtype"), torch.dtype):
+        return asked
+    found = {t.dtype for t in floats if t.dim()} or {t.dtype for t in floats}
+    return functools.reduce(torch.promote_types, found)
 
 
 def tensors_in(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:

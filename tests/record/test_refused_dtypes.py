@@ -1,0 +1,90 @@
+"""Operations that take no wide values are done in the step's dtypes, as eager PyTorch does them."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from recorded_steps import Each
+from torch import Tensor
+
+import collage_fx
+
+
+def _of_the_step(x: Tensor) -> None:
+    if x.dtype != torch.bfloat16:
+        raise RuntimeError(f"it takes bfloat16, not {x.dtype}")
+
+
+def halved(x: Tensor) -> Tensor:
+    _of_the_step(x)
+    return x / 2
+
+
+def halve_(x: Tensor, count: Tensor) -> None:
+    count.add_(1)  # done before it fails
+    _of_the_step(x)
+    x.div_(2)
+
+
+@pytest.fixture(scope="module")
+def library() -> Iterator[None]:
+    made = torch.library.Library("refusing", "DEF")
+    made.define("halved(Tensor x) -> Tensor")
+    made.define("halve_(Tensor(a!) x, Tensor(b!) count) -> ()")
+    made.impl("halved", halved, "CPU")
+    made.impl("halve_", halve_, "CPU")
+    yield
+    made._destroy()
+
+
+def functional(p: Tensor, state: dict[str, Tensor]) -> None:
+    state["s"].copy_(torch.ops.refusing.halved(p))
+
+
+def in_place(p: Tensor, state: dict[str, Tensor]) -> None:
+    state["s"].copy_(p)
+    torch.ops.refusing.halve_(state["s"], state["count"])
+
+
+UPDATES = (functional, in_place)
+
+
+def train(update: Callable[..., None], **options: Any) -> dict[str, Tensor]:
+    p = torch.linspace(1, 2, 4).bfloat16().requires_grad_()
+
+    def step_of(p: Tensor, g: Tensor, state: Any) -> None:
+        if not state:
+            state["s"], state["count"] = torch.zeros_like(p), torch.zeros(4)
+        update(p.detach(), state)
+        p.add_(g, alpha=1e-4)
+
+    optimizer = Each([p], step_of)
+    step = collage_fx.compile(optimizer, **options) if options else optimizer.step
+    with torch.compiler.set_stance("force_eager"):
+        for _ in range(3):
+            p.grad = torch.full_like(p, 0.3)
+            step()
+    return optimizer.state[p]
+
+
+@pytest.mark.parametrize("record", [True, False])
+@pytest.mark.parametrize("update", UPDATES)
+def test_it_is_done_as_eager_pytorch_does_it(
+    update: Callable[..., None], record: bool, library: None
+) -> None:
+    expected = train(update)
+    with pytest.warns(collage_fx.CollageWarning, match="knows no low words"):
+        found = train(update, record=record)
+    assert torch.equal(found["s"], expected["s"]), (found, expected)
+    assert torch.equal(found["count"], expected["count"]), "it was counted twice"
+
+
+def test_an_error_of_the_step_comes_up(library: None) -> None:
+    """The control: what refuses the step's dtypes too raises, and writes what eager writes."""
+
+    def wrong(p: Tensor, state: dict[str, Tensor]) -> None:
+        torch.ops.refusing.halve_(p.float(), state["count"])
+
+    with pytest.raises(RuntimeError, match="it takes bfloat16"):
+        train(wrong, record=True)
