@@ -59,6 +59,10 @@ class ScriptError(CollageError, RuntimeError):
     """There is nothing to explain in a script or file, or it cannot be run."""
 
 
+class RoundingsLost(RuntimeError):
+    """This torch compiles no code that rounds as it must: steps are interpreted."""
+
+
 class CollageWarning(UserWarning):
     """Something was not compensated, or a residual was lost: what, where and the remedy."""
 

@@ -49,7 +49,7 @@ from collage_fx.passes.pipeline import run_passes
 from collage_fx.passes.rewrite.roundings import keep_user_roundings
 from collage_fx.passes.rewrite.symbolic_scalars import keep_symbols
 from collage_fx.runtime import logs, progress
-from collage_fx.runtime.errors import CollageError
+from collage_fx.runtime.errors import CollageError, RoundingsLost
 from collage_fx.runtime.storage.registry import compensable_dtypes
 
 
@@ -139,7 +139,7 @@ def _compile_narrow(session: Session, inputs: Inputs, example_inputs: Sequence[A
         if narrowed is not None:
             code = _first_alike(session, inputs, narrowed, example_inputs)
             return None if isinstance(code, Unlike) else code
-    except (CollageError, TorchDynamoException):
+    except (CollageError, RoundingsLost, TorchDynamoException):
         raise
     except Exception as error:
         session.notes.add(

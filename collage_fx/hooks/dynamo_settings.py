@@ -11,7 +11,9 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo.utils import counters, get_metrics_context, graph_break_reasons
 
 from collage_fx.hooks.counted import Counted
+from collage_fx.runtime.errors import RoundingsLost
 from collage_fx.runtime.kernels.cpp_compiler import REMEDY, compiler_fault, words_of
+from collage_fx.runtime.torch_versions import TESTED
 
 _LOGGER = logging.getLogger("torch._dynamo.convert_frame")
 
@@ -78,7 +80,7 @@ class Failures(logging.Filter):
         self.warn = warn
         self.count = 0
         self.no_compiler = False
-        """Set once a failure has shown that no C++ compiler works."""
+        """Set once a failure has shown that no compiler works, or none that rounds as it must."""
 
     @contextmanager
     def caught(self) -> Iterator[None]:
@@ -123,6 +125,13 @@ class Failures(logging.Filter):
             self.warn(
                 f"no C++ compiler works ({fault}): the steps are interpreted, more slowly and as "
                 f"precisely. {REMEDY}"
+            )
+            return
+        if isinstance(error, RoundingsLost):
+            self.no_compiler = True
+            self.warn(
+                f"{error}, so that the residuals would be zero: the steps are interpreted, more "
+                f"slowly and as precisely. Torch {', '.join(TESTED)} were tested"
             )
             return
         self.warn(

@@ -7,22 +7,37 @@ lowerings, and tests can put an interpreter in its place.
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch.compiler import config as compiler_config
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from collage_fx.passes.codegen.inductor_lowering import register_region
+from collage_fx.passes.codegen.rounding_probe import check_roundings
 from collage_fx.passes.ir.cache_key import source_digest
 from collage_fx.runtime import progress
 from collage_fx.runtime.kernels import cpp_compiler
+from collage_fx.runtime.ops import collage
 
 
 def compile_functional(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
     """Return the boxed callable that Inductor makes of a functional graph.
+
+    Raises RoundingsLost where the compiler would leave out roundings.
 
     Args:
         gm: aten and collage:: operations, new values of states copied to placeholders at the end.
         inputs: its (fake) inputs.
         **kwargs: what AOTAutograd hands to `compile_fx_inner` beside them.
     """
+    for device in {x.device for x in inputs if isinstance(x, Tensor)}:
+        check_roundings(device, "by Inductor", _run)
+    return _compiled(gm, inputs, **kwargs)
+
+
+def _compiled(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
     from torch._inductor.compile_fx import compile_fx_inner
 
     cpp_compiler.quote_cache_dir()
@@ -33,3 +48,17 @@ def compile_functional(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) ->
         compiler_config.patch(cache_key_tag=tag),  # type: ignore[attr-defined]
     ):
         return compile_fx_inner(gm, inputs, **kwargs)
+
+
+def _run(lowered: Graph, given: list[Tensor]) -> Sequence[Tensor]:
+    """Compile a lowered graph; return its results for operands."""
+    key = register_region(GraphModule(torch.nn.Module(), lowered))
+
+    def step(*xs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(collage.region.default(list(xs), key))
+
+    graph = make_fx(step, tracing_mode="fake")(*given)
+    fakes = [n.meta["val"] for n in graph.graph.find_nodes(op="placeholder")]
+    with tracing(TracingContext(detect_fake_mode(fakes))):
+        results: Sequence[Tensor] = _compiled(graph, fakes)(list(given))
+    return results

@@ -7,6 +7,7 @@ sympy, takes most of what a second process would spend on a kernel that it alrea
 import hashlib
 import json
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +25,21 @@ from collage_fx.runtime.kernels.cpp_loop import Loop
 _LOGGER = logging.getLogger(__name__)
 
 
-def path_of(content: str) -> Path | None:
+def path_of(content: str, settings: Sequence[Any] | None = None) -> Path | None:
     """Return the file for what makes this kernel; None where the user wants no caches.
 
     Its name covers the content, this compiler, PyTorch, all settings of Inductor and the vector
     instructions of the machine: all that the key of Inductor's cache covers.
+
+    Args:
+        content: the kernel's.
+        settings: those that matter; all if None.
     """
     if not inductor_config.fx_graph_cache or inductor_config.force_disable_caches:
         return None
     quote_cache_dir()  # before the compiler is asked what vectors there are
-    settings = sorted(inductor_config.save_config_portable().items())
+    if settings is None:
+        settings = sorted(inductor_config.save_config_portable().items())
     machine = (str(pick_vec_isa()), torch.get_num_threads())
     parts = (content, source_digest(), torch.__version__, torch_key(), *machine)
     text = repr((*parts, compiler_config.cache_key_tag, settings))
@@ -43,17 +49,36 @@ def path_of(content: str) -> Path | None:
 
 def load(place: Path | None) -> tuple[Loop, str, str] | None:
     """Return a loop, its kernel's source and why that is Inductor's; None if it is not whole."""
-    if place is None:
+    found = read(place)
+    if not found:
         return None
     try:
-        if not place.is_file():
-            return None
-        found: dict[str, Any] = json.loads(place.read_text())
         loop = Loop.of(Path(cache_dir(), found["library"]), found["order"], found["widths"])
         return loop, str(found["source"]), str(found["by_inductor"])
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         _LOGGER.debug("%s is of no use: %s", place, error)
         return None
+
+
+def read(place: Path | None) -> dict[str, Any]:
+    """Return what a file of this cache holds; nothing if there is none, or it is not whole."""
+    try:
+        if place is None or not place.is_file():
+            return {}
+        found = json.loads(place.read_text())
+        return found if isinstance(found, dict) else {}
+    except (OSError, ValueError) as error:
+        _LOGGER.debug("%s is of no use: %s", place, error)
+        return {}
+
+
+def write(place: Path | None, found: dict[str, Any]) -> None:
+    """Keep what a file of this cache holds, where it can be written."""
+    try:
+        if place is not None:
+            write_atomic(str(place), json.dumps(found), make_dirs=True)
+    except OSError as error:
+        _LOGGER.debug("%s is not written: %s", place, error)
 
 
 def save(place: Path | None, loop: Any, source: str, by_inductor: str) -> None:
@@ -68,7 +93,4 @@ def save(place: Path | None, loop: Any, source: str, by_inductor: str) -> None:
         "source": source,
         "by_inductor": by_inductor,
     }
-    try:
-        write_atomic(str(place), json.dumps(found), make_dirs=True)
-    except OSError as error:
-        _LOGGER.debug("%s is not written: %s", place, error)
+    write(place, found)

@@ -25,6 +25,7 @@ from collage_fx.passes.codegen.inductor_kernel import compile_by_inductor
 from collage_fx.passes.codegen.inductor_lowering import region_graph, register_region
 from collage_fx.passes.codegen.printers.cpp_kernel import Unprintable, print_cpp_kernel
 from collage_fx.passes.codegen.printers.triton_kernel import print_triton_kernel
+from collage_fx.passes.codegen.rounding_probe import check_roundings
 from collage_fx.passes.codegen.scalar_kernel import Scalars, only_taken_by
 from collage_fx.passes.ir.graph_memory import base_of, with_memory
 from collage_fx.passes.ir.program import (
@@ -121,7 +122,8 @@ class MultiTensorKernel:
         if device.type == "cpu":
             runner, how = self._kept_or_compiled()
         else:
-            runner, how = Launch(self.triton(), self.scalar), "printed for Triton"
+            check_roundings(device, "printed for Triton", _run_probe)
+            runner, how = self.launch(), "printed for Triton"
         took = time.perf_counter() - start
         logs.LOG.info("kernel %s for %s: %s, %.2f s", self.key, device.type, how, took)
         self.show()
@@ -131,6 +133,10 @@ class MultiTensorKernel:
         """Log what has been generated of it."""
         for source in self.sources.values():
             logs.show(logs.CODE, f"kernel {self.key}", functools.partial(str, source), self.made_in)
+
+    def launch(self) -> Launch:
+        """Return what runs on a GPU."""
+        return Launch(self.triton(), self.scalar)
 
     def triton(self) -> str:
         """Return the source of the Triton kernel."""
@@ -184,7 +190,15 @@ def show_code(program: Program, source_code: str) -> None:
 
 
 def compile_for_cpu(kernel: MultiTensorKernel) -> tuple[Runner, str, str]:
-    """Return what runs a kernel on a CPU, its source, and why that is Inductor's if it is."""
+    """Return what runs a kernel on a CPU, its source, and why that is Inductor's if it is.
+
+    Raises RoundingsLost where the compiler leaves out roundings.
+    """
+    check_roundings(torch.device("cpu"), "printed in C++", _run_probe)
+    return _compiled_for_cpu(kernel)
+
+
+def _compiled_for_cpu(kernel: MultiTensorKernel) -> tuple[Runner, str, str]:
     try:
         source, order = print_cpp_kernel(
             region_graph(kernel.region),
@@ -198,6 +212,23 @@ def compile_for_cpu(kernel: MultiTensorKernel) -> tuple[Runner, str, str]:
         return *compile_by_inductor(*operands), str(why)
     widths = [0 if kernel.scalar[i] else kernel.dtypes[i].itemsize for i in order]
     return compile_loop(source, order, widths), source, ""
+
+
+def _run_probe(lowered: Graph, given: list[Tensor]) -> list[Tensor]:
+    """Compile a lowered graph as a kernel over members; return its results for operands."""
+    outputs: Any = lowered.output_node().args[0]
+    dtypes = [n.meta["dtype"] for n in outputs]
+    graph = with_memory(lowered, dtypes)
+    made = [torch.empty_like(given[0], dtype=dtype) for dtype in dtypes]
+    every = [*given, *made]
+    region = register_region(GraphModule(torch.nn.Module(), graph))
+    written = range(len(given), len(every))
+    results, scalar = [*range(len(made))], [False] * len(every)
+    kernel = MultiTensorKernel(region, [x.dtype for x in every], scalar, [*written], results, [])
+    on_cpu = given[0].device.type == "cpu"
+    runner = _compiled_for_cpu(kernel)[0] if on_cpu else kernel.launch()
+    runner.run([[x] for x in every], [given[0].numel()])
+    return made
 
 
 def register_multi_tensor(rewritten: Rewritten, vectors: Sequence[int] = ()) -> str:

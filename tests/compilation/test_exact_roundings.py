@@ -13,7 +13,7 @@ from kernels import CASES, rewritten
 from torch import Tensor
 from torch._inductor.codecache import CppCodeCache
 
-from collage_fx.passes.codegen.exact_roundings import OVERFLOW, exact_roundings
+from collage_fx.passes.codegen.printers.exact_roundings import OVERFLOW, exact_roundings
 from collage_fx.passes.ir.program import graph_of
 from collage_fx.runtime.expansion.eft import fast_two_sum, two_sum
 from collage_fx.runtime.kernels.cpp_helpers import HELPERS

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 import collage_fx
-from collage_fx.passes.codegen.exact_roundings import exact_roundings
 from collage_fx.passes.codegen.multi_tensor_kernel import MultiTensorKernel, compile_for_cpu
 from collage_fx.passes.codegen.printers import cpp_kernel
 from collage_fx.passes.codegen.printers.cpp_kernel import Unprintable, print_cpp_kernel
+from collage_fx.passes.codegen.printers.exact_roundings import exact_roundings
 from collage_fx.passes.ir.program import CONVERT, graph_of
 from collage_fx.runtime.kernels.cpp_loop import Loop, compile_loop
 from collage_fx.runtime.ops import collage

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch.fx import Graph, Node
 
-from collage_fx.passes.codegen.exact_roundings import OVERFLOW, exact_roundings
+from collage_fx.passes.codegen.printers.exact_roundings import OVERFLOW, exact_roundings
 from collage_fx.passes.ir.program import CONVERT
 from collage_fx.runtime.kernels.cpp_helpers import HELPERS
 from collage_fx.runtime.ops import collage
