@@ -72,8 +72,11 @@ class OtherMemory:
     """Whether a parameter is such a state too, which functions are to be given."""
     met: dict[int, bool] = field(default_factory=dict)
     """Storage -> whether the step has read it before it overwrote it."""
-    rounded: dict[int, Segment] = field(default_factory=dict)
-    """Storage -> the segment of this step that has written it and kept no low words."""
+    tried: dict[int, tuple[Segment, int]] = field(default_factory=dict)
+    """Storage -> the segment that has written it in this step, of which it is not known whether a
+    later one reads it, and the position of that segment in the step."""
+    hand_on: list[int] = field(default_factory=list)
+    """The positions of those of which a later one does, in checkpoints too."""
     kept: set[int] = field(default_factory=set)
     """Storages that keep low words until the step ends."""
     count: int = 0
@@ -81,8 +84,10 @@ class OtherMemory:
 
     def begin(self) -> None:
         """Begin a step."""
+        for segment, _ in self.tried.values():
+            segment.hands_on = False
         self.met.clear()
-        self.rounded.clear()
+        self.tried.clear()
         self.kept.clear()
 
     def see(self, segment: Segment, call: Call) -> None:
@@ -92,8 +97,10 @@ class OtherMemory:
                 continue
             if given.key not in self.met:
                 self.met[given.key] = not segment.overwrites(i)
-            elif given.key in self.rounded:
-                self.rounded.pop(given.key).hands_on = True
+            elif given.key in self.tried:
+                writer, at = self.tried.pop(given.key)
+                writer.hands_on = True
+                self.hand_on.append(at)
 
     def take_up(self, segment: Segment, call: Call, made: Container[int]) -> None:
         """Know the states in memory that a segment is about to write.
@@ -126,26 +133,46 @@ class OtherMemory:
     def _is_gradient(self, given: Input) -> bool:
         return given.key in gradients(self.words.memory.values())
 
-    def keep_low_words(self, segment: Segment, call: Call) -> None:
+    def keep_low_words(self, segment: Segment, call: Call, at: int, *, tries: bool) -> None:
         """Have memory that is no state, and is written from states, keep low words in this step.
 
         Where a gradient is written from states that the segment writes too, that is mostly a decay,
-        and nobody reads it later: low words are kept once a later segment was seen to read it.
+        and no later segment reads it: it keeps low words until that is known.
+
+        Args:
+            segment: the operations.
+            call: what they are done to.
+            at: the position of the segment in the step.
+            tries: whether to find out, or else to do as a checkpoint says.
         """
+        if segment.hands_on is None and not tries:
+            segment.hands_on = at in self.hand_on
         states = frozenset(i for i, given in enumerate(call.inputs) if given.pieces)
         from_others = segment.written_from(states, also_written=False)
         for i in segment.written_from(states, also_written=True):
             given = call.inputs[i]
             if given.layout[0] not in self.words.wide:
                 continue
-            if i in from_others or segment.hands_on or not self._is_gradient(given):
+            decay = i not in from_others and self._is_gradient(given)
+            if decay and segment.hands_on is None:
+                self.tried[given.key] = segment, at
+            if not decay or segment.hands_on is not False:
                 self.words.born(given.data, self.words.transient[given.layout[0]])
                 self.kept.add(given.key)
-            else:
-                self.rounded[given.key] = segment
 
-    def of_step(self) -> Iterator[Owned]:
-        """Yield what a step has made and somebody keeps in no place that is looked at."""
+    def adopt(self) -> None:
+        """Make what a step has made, and an optimizer keeps in no place that is looked at, states.
+
+        A function returns what it has made.
+        """
+        if self.finds_params:
+            made = list(self._of_step())
+            self.words.adopt(made)
+            for owned in made:
+                if self.words.residual(owned.tensor) is not None:
+                    STORE.share_by_memory(owned.tensor)
+
+    def _of_step(self) -> Iterator[Owned]:
         count = 0
         for key, known in list(self.words.memory.items()):
             if known.states or key in self.kept:

@@ -125,6 +125,7 @@ class Steps:
         if isinstance(self.discovery, OptimizerStates):
             history = history_of(self.discovery.optimizer())
             history.recorded, history.traced = self.executors.changing, self.traces
+            history.hand_on = self.other_memory.hand_on
 
     def record_rest(self, where: str) -> None:
         """Record the rest of this step, and all of the next: a graph ends that others go on from.
@@ -162,6 +163,7 @@ class Steps:
 
         It is interpreted, and leaves no trace in what is known of steps.
         """
+        self.other_memory.begin()
         self.recorder.asleep = self.in_method = self.active = True
         try:
             with self.recorder.recording(beside_dynamo=False):
@@ -169,6 +171,7 @@ class Steps:
         finally:
             if not self.recorder.asleep:
                 self.words.adopt(self.states.find())
+                self.other_memory.adopt()
                 self.words.settle()
                 self.words.forget()
                 self.quiet = False  # it may have put others in the place of states
@@ -219,6 +222,7 @@ class Steps:
         before = self.history.recorded
         if before is not None:
             self.executors.changed_before = before
+            self.other_memory.hand_on = self.history.hand_on
         if before is not None or self.untraced:
             self.record_whole(traced=self.history.traced)
 
@@ -276,7 +280,8 @@ class Steps:
             call.inputs = [
                 self.words.input(i.tensor) if i.tensor is not None else i for i in call.inputs
             ]
-            self.other_memory.keep_low_words(segment, call)
+            at, tries = len(self.executors.changing), self.executors.seen > 1
+            self.other_memory.keep_low_words(segment, call, at, tries=tries)
         for to, source in segment.copies if self.returned and not self.in_method else ():
             by_value = dict(zip(segment.inputs, call.inputs, strict=True))
             if memory_key(by_value[source].data) in self.returned and by_value[to].pieces:
@@ -405,8 +410,7 @@ class Steps:
             if taken and owned.tensor.dim():  # else a norm, say, that somebody looks at
                 self._chained(owned.name)
         self.words.adopt(present)
-        if self.switches:
-            self.words.adopt(list(self.other_memory.of_step()))
+        self.other_memory.adopt()
         self.words.settle()
         rest = service.not_by_graphs(present)
         outside = {id(o.tensor): o for o in rest if self.words.has_written(o.tensor)}

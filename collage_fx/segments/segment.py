@@ -83,8 +83,9 @@ class Segment:
         self.live = live
         self.history: Any = None
         """What who runs it knows of its runs."""
-        self.hands_on = False
-        """Whether a later segment of the step reads memory that this one has written."""
+        self.hands_on: bool | None = None
+        """Whether a later segment of the step reads a gradient that this one writes from states
+        that it writes too; None if that is not known."""
         self._written_from: dict[Any, frozenset[int]] = {}
         self.inputs: list[int] = []
         """The numbers of the values that are inputs."""

@@ -105,7 +105,7 @@ def test_a_state_in_any_holder_is_compensated(kind: str, way: str) -> None:
 
 def test_it_would_stand_still_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OtherMemory, "take_up", lambda *_: None)
-    monkeypatch.setattr(OtherMemory, "of_step", lambda _: iter(()))
+    monkeypatch.setattr(OtherMemory, "adopt", lambda _: None)
     assert averaged("object", "in place", torch.bfloat16)[0] == 1
 
 
@@ -163,13 +163,12 @@ SCRATCH = [in_gradient, in_gradient_after_decay, in_global, as_gradient]
 def test_scratch_memory_keeps_what_is_computed_there(update: Callable[..., None]) -> None:
     for options in ({}, {"arithmetic": "wide", "storage": "remainder16"}):
         off_by, step = error(update, record=True, **options)
-        # One step of twenty shows that the gradient is read once more where it is a decay mostly.
-        assert off_by < (0.06 if update is in_gradient_after_decay else 0.01)
+        assert off_by < 0.01
         assert not any("elsewhere" in state.name for state in collage_fx.report(step).states)
 
 
 def test_it_would_be_rounded_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(OtherMemory, "keep_low_words", lambda *_: None)
+    monkeypatch.setattr(OtherMemory, "keep_low_words", lambda *_, **__: None)
     assert error(in_gradient, record=True)[0] > 0.5
 
 

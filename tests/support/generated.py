@@ -5,6 +5,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 from moments import Lines, averages, one, squares
+from odd_lines import odd
 from programs import Line, Program
 
 RATES = (1e-3, 1e-2, 1e-4)
@@ -133,7 +134,9 @@ def _own(counter: str) -> str:
 
 
 @st.composite
-def own(draw: DrawFn, way: str, tensor_lr: bool) -> tuple[Lines, dict[str, str], str]:
+def own(
+    draw: DrawFn, way: str, tensor_lr: bool, near_one: bool, resumes: bool
+) -> tuple[Lines, dict[str, str], str]:
     """The statements of a step, its states and where it counts."""
     counter = draw(st.sampled_from(("", "state", "group", "tensor")))
     counter = counter if way != "function" or not counter else "function"
@@ -179,6 +182,14 @@ def own(draw: DrawFn, way: str, tensor_lr: bool) -> tuple[Lines, dict[str, str],
             decay.append(one("p.add_(p, alpha=-lr * wd)"))
         lines += draw(st.sampled_from(decay))
     between, u, us = _direction(draw, states, g, counter)
+    update: Lines = []
+    after: Lines = []
+    if way != "string" and draw(st.integers(0, 2)) == 2:
+        holds = way != "function" and not resumes
+        kinds = {"near_one": near_one, "tensor_lr": tensor_lr, "holds": holds}
+        more, update, after = odd(draw, u, **kinds)
+        between += more
+        u, us = ("u", "") if more else (u, us)
     if draw(st.integers(0, 9)) == 9:
         states["z"] = draw(st.sampled_from(BEGIN_COPIES))
         base = [
@@ -187,7 +198,7 @@ def own(draw: DrawFn, way: str, tensor_lr: bool) -> tuple[Lines, dict[str, str],
             f'p.lerp_(st["z"], 0.1)\nst["z"].add_({u} * -lr)',
         ]
         return lines + between + one(draw(st.sampled_from(base))), states, _own(counter)
-    lines += between + draw(apply(u, us, tensor_lr))
+    lines += between + (update or draw(apply(u, us, tensor_lr))) + after
     if draw(st.integers(0, 2)) == 2:
         states["slow"] = draw(st.sampled_from(BEGIN_COPIES))
         lines += _weights(draw, counter, swaps=True)
@@ -252,10 +263,11 @@ def programs(draw: DrawFn, ways: tuple[str, ...] = ("compile", "string", "functi
     if tensor_lr:
         shapes = tuple(s or (1,) for s in shapes)
     torch_optim, lines, states, counter = "", [], {}, ""
+    near_one, resumes = draw(st.booleans()), draw(st.integers(0, 5)) == 5
     if way != "function" and draw(st.integers(0, 5)) == 5:
         torch_optim, tensor_lr = draw(st.sampled_from(TORCH_OPTIM)), False
     else:
-        lines, states, counter = draw(own(way, tensor_lr))
+        lines, states, counter = draw(own(way, tensor_lr, near_one, resumes))
     if counter == "tensor":
         shapes = tuple(s or (1,) for s in shapes)
     eps = "1e-3" if dtype == "float16" else "1e-8"
@@ -265,7 +277,7 @@ def programs(draw: DrawFn, ways: tuple[str, ...] = ("compile", "string", "functi
     by_turns = way != "function" and draw(st.integers(0, 7)) == 7
     # load_state_dict of PyTorch casts states to the parameter's dtype; NAdam has one in fp32.
     kept_dtype = "F32" not in "".join(states.values()) and "NAdam" not in torch_optim
-    resumes = kept_dtype and counter != "tensor" and draw(st.integers(0, 5)) == 5
+    resumes &= kept_dtype and counter != "tensor"
     return Program(
         lines=tuple(
             Line(
@@ -285,7 +297,7 @@ def programs(draw: DrawFn, ways: tuple[str, ...] = ("compile", "string", "functi
         counter=counter,
         listed=draw(st.booleans()),
         in_init=bool(lines) and draw(st.integers(0, 3)) == 3,
-        near_one=draw(st.booleans()),
+        near_one=near_one,
         zero_rows=draw(st.integers(0, 4)) == 4,
         by_turns=by_turns,
         resumed=draw(st.integers(3, 6)) if resumes else 0,

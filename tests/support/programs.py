@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from textwrap import indent
 from typing import Any
 
+from program_helpers import helpers_of
+
 
 @dataclass(frozen=True)
 class Line:
@@ -67,7 +69,8 @@ class Program:
         """
         step = _function(self, model) if self.way == "function" else _optimizer(self, model)
         train = _train_function if self.way == "function" else _train_optimizer
-        return _HEAD.format(dtype=self.dtype) + step + train(self, model) + _tail(self)
+        head = _HEAD.format(dtype=self.dtype) + helpers_of(line.text for line in self.lines)
+        return head + step + train(self, model) + _tail(self)
 
     @property
     def lists(self) -> bool:

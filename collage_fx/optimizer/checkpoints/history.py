@@ -16,6 +16,8 @@ class History:
     `Executors.changing`."""
     traced: bool = False
     """Whether Dynamo traces steps that are recorded whole."""
+    hand_on: list[int] = field(default_factory=list)
+    """Of its last step the positions of segments that write a gradient which later ones read."""
     at_once: str = ""
     """Why the operations of recorded steps are done one by one, see `Recorder.see_unknown_reader`;
     empty where they are not."""
