@@ -8,6 +8,7 @@ from torch import Tensor
 
 from collage_fx.optimizer.discovery import FunctionStates, StateStorage
 from collage_fx.optimizer.ownership import Owned
+from collage_fx.runtime.residuals.checksum import same_bits
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.segments.low_words import LowWords
 from collage_fx.segments.memory import Input, gradients, memory_key
@@ -79,8 +80,6 @@ class OtherMemory:
     """The positions of those of which a later one does, in checkpoints too."""
     kept: set[int] = field(default_factory=set)
     """Storages that keep low words until the step ends."""
-    count: int = 0
-    """How many states were found."""
 
     def begin(self) -> None:
         """Begin a step."""
@@ -95,6 +94,8 @@ class OtherMemory:
         for i, given in enumerate(call.inputs):
             if given.pieces:
                 continue
+            if segment.writes[i]:
+                self.words.memory.written_as(given.key, given.layout[0])
             if given.key not in self.met:
                 self.met[given.key] = not segment.overwrites(i)
             elif given.key in self.tried:
@@ -110,11 +111,11 @@ class OtherMemory:
             call: what they are done to.
             made: storages that the step has made otherwise than by segments.
         """
-        new = []
+        new: list[Owned] = []
         for i, (written, given) in enumerate(zip(segment.writes, call.inputs, strict=True)):
             if written and given.key not in made and (t := self._state(given)) is not None:
-                self.count += 1
-                name = f"tensor {self.count} found elsewhere, written at {segment.where_written(i)}"
+                where = segment.where_written(i)
+                name = f"tensor {len(new) + 1} found elsewhere, written at {where}"
                 new.append(self.words.memory.meet(t, name))
         self.words.take_up(new)
 
@@ -171,6 +172,21 @@ class OtherMemory:
             for owned in made:
                 if self.words.residual(owned.tensor) is not None:
                     STORE.share_by_memory(owned.tensor)
+
+    def watched(self) -> Callable[[], None]:
+        """Return what drops low words of memory that was written since, as gradients by a closure.
+
+        It is called behind the recorder's back.
+        """
+        known = {key: self.words.memory[key] for key in self.kept}
+        before = [(m, t, same_bits(t)) for m in known.values() if (t := m.alive()) is not None]
+
+        def drop() -> None:
+            for memory, t, expected in before:
+                if not expected(t):
+                    memory.between = None
+
+        return drop
 
     def _of_step(self) -> Iterator[Owned]:
         count = 0

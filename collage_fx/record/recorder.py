@@ -75,6 +75,8 @@ class Recorder:
     """Told why nothing is noted from now on."""
     warn: Callable[[str], None]
     """Told, each time, what is not compensated."""
+    watched: Callable[[], Callable[[], None]]
+    """Called before something that is not recorded; returns what is called after it."""
     record: InitVar[bool]
     """Whether anything is noted, so that operations may be done later than they are called."""
     reads: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
@@ -177,7 +179,11 @@ class Recorder:
             ):
                 self.flush()
                 self.words.settle()
-                return closure(*args, **kwargs)
+                written = self.watched()
+                try:
+                    return closure(*args, **kwargs)
+                finally:
+                    written()
 
         return run
 

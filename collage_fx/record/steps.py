@@ -96,6 +96,7 @@ class Steps:
             self._find_states,
             self._unknown_reader,
             self.warn,
+            self.other_memory.watched,
             record=config.record is not False,
         )
 
@@ -172,6 +173,7 @@ class Steps:
             if not self.recorder.asleep:
                 self.words.adopt(self.states.find())
                 self.other_memory.adopt()
+                self.words.memory.expect_same()
                 self.words.settle()
                 self.words.forget()
                 self.quiet = False  # it may have put others in the place of states
@@ -411,6 +413,7 @@ class Steps:
                 self._chained(owned.name)
         self.words.adopt(present)
         self.other_memory.adopt()
+        self.words.memory.expect_same()
         self.words.settle()
         rest = service.not_by_graphs(present)
         outside = {id(o.tensor): o for o in rest if self.words.has_written(o.tensor)}

@@ -11,8 +11,9 @@ from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from collage_fx.optimizer.ownership import Owned
+from collage_fx.runtime.residuals.checksum import same_bits
 from collage_fx.runtime.residuals.memory import has_memory, new_memory, span, tensor_on
-from collage_fx.runtime.residuals.store import STORE, Residual
+from collage_fx.runtime.residuals.store import STORE, Residual, warn_of_cleared
 from collage_fx.segments.trie import Layout, layout_of
 
 NOWHERE = -1
@@ -223,12 +224,31 @@ class Memories(dict[int, KnownMemory]):
     def _met(self, t: Tensor, residual: Residual) -> Owned:
         """Return the same of one that has a residual; that is empty if others fill the tensor."""
         owned = self.meet(t, residual.name)
-        if residual.belongs(t):
+        expected, residual.expected = residual.expected, None
+        if expected(t, *residual.components) if expected else residual.belongs(t):
             residual.found = False
+            residual.settle(t)
             self.lasting.append(owned)
-        elif residual.found:  # as a buffer of gradients, of which there is nothing to say
+        else:
+            if not residual.found:  # else a buffer of gradients, say
+                warn_of_cleared([residual.name], "it was written from outside the compiled step")
             residual.begin_anew(t)
         return owned
+
+    def written_as(self, key: int, dtype: torch.dtype) -> None:
+        """Drop low words of memory that is written as a tensor of another dtype: of its bits."""
+        known = dict.get(self, key)
+        if known is not None and known.between is not None and known.between.dtype is not dtype:
+            known.between = None
+
+    def expect_same(self) -> None:
+        """Have the next step see whether those that were met in this one are as it leaves them.
+
+        Versions do not tell: they may be reached through `.data`, or be views made anew.
+        """
+        for owned in self.met:
+            if (residual := STORE.get(owned.tensor)) is not None:
+                residual.expected = same_bits(owned.tensor)
 
 
 def _on(storage: StorageWeakRef, layout: Layout) -> Tensor | None:

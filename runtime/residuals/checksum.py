@@ -1,5 +1,7 @@
 """Checksums of the rows of a tensor: whether a residual from a checkpoint belongs to it."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -39,6 +41,22 @@ def _weighted_sums(words: Tensor) -> Tensor:
         for some, found in zip(part.split(rows), sums.split(rows), strict=True):
             found += (some.to(torch.int32) * by).sum(dim=1, dtype=torch.int32)
     return sums
+
+
+def same_bits(tensor: Tensor) -> Callable[..., bool]:
+    """Return what tells whether a tensor has the bits that this one has now, of which it is a copy.
+
+    For memory that nobody counts versions of: a buffer of gradients, say, written through `.data`.
+    """
+    before = tensor.detach().clone().view(_INTEGERS[tensor.itemsize])
+
+    def expected(now: Tensor, *residuals: Tensor) -> bool:
+        if now.shape != tensor_shape or now.itemsize != before.itemsize:
+            return False
+        return torch.equal(now.detach().view(before.dtype), before)
+
+    tensor_shape = tensor.shape
+    return expected
 
 
 def rows_match(rows: Tensor, tensor: Tensor, *residuals: Tensor) -> bool:

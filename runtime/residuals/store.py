@@ -194,10 +194,11 @@ def clear_stale(
             residual.clear()
             cleared.setdefault(why, []).append(residual.name)
     for why, names in cleared.items():
-        _warn_of_cleared(list(map(named, names)), why)
+        warn_of_cleared(list(map(named, names)), why)
 
 
-def _warn_of_cleared(names: list[str], why: str) -> None:
+def warn_of_cleared(names: list[str], why: str) -> None:
+    """Warn that the residuals of these were cleared."""
     warnings.warn(
         f"collage_fx: the residual of {listed(names)} was cleared, because {why}. The step goes on "
         "from the stored value. To keep a residual, write the tensor before the first step or "
@@ -275,7 +276,7 @@ class ResidualStore:
         residual = found or self.get(tensor)
         if residual is not None and not residual.fits(tensor):
             if residual.has_content():
-                _warn_of_cleared([name], "the tensor has another shape, dtype or device by now")
+                warn_of_cleared([name], "the tensor has another shape, dtype or device by now")
             residual = None
         if residual is None:
             return self.adopt(tensor, None, storage, name)
