@@ -72,7 +72,8 @@ class OptimizerStates(FunctionStates):
     def check_dtypes(self) -> None:
         """Raise ResidualError before a step if a parameter has another dtype than in the last one.
 
-        Moments stay as they are, and a residual is of no other dtype.
+        Moments stay as they are, and a residual is of no other dtype. Who has changed them too
+        goes on.
         """
         optimizer = self.optimizer()
         params = params_of(optimizer)
@@ -82,6 +83,7 @@ class OptimizerStates(FunctionStates):
             return
         old = dict(before)
         changed = [i for i, (p, dtype) in enumerate(dtypes) if old.get(p, dtype) is not dtype]
+        changed = [i for i in changed if not _states_have(optimizer, params[i])]
         if changed:
             self.dtypes = before
             owned = [o for o in owned_tensors(optimizer) if o.owner == "param"]
@@ -131,6 +133,13 @@ class OptimizerStates(FunctionStates):
                 for name in names:
                     if name in state and not state[name].is_cpu:
                         state[name] = _moved_to_host(state[name])
+
+
+def _states_have(optimizer: Optimizer, param: Tensor) -> bool:
+    """Tell whether a parameter has states, and these have its dtype."""
+    state = optimizer.state.get(param, {})
+    found = [x.dtype for x in state.values() if isinstance(x, Tensor) and x.dim()]
+    return bool(found) and all(dtype is param.dtype for dtype in found)
 
 
 def _groups(optimizer: Optimizer) -> Iterator[tuple[Optimizer, dict[str, Any]]]:

@@ -1,7 +1,7 @@
 """Which states the steps have: looked for anew only where something has changed."""
 
 import weakref
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Collection, Container, Iterator
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -71,6 +71,8 @@ class OtherMemory:
     words: LowWords
     finds_params: bool
     """Whether a parameter is such a state too, which functions are to be given."""
+    storages: Callable[[], Collection[int]]
+    """Returns those in which tensors of the optimizer, or arguments of the function, are."""
     met: dict[int, bool] = field(default_factory=dict)
     """Storage -> whether the step has read it before it overwrote it."""
     tried: dict[int, tuple[Segment, int]] = field(default_factory=dict)
@@ -123,6 +125,8 @@ class OtherMemory:
         """Return the tensor of an input that is a state; None if it is none."""
         t, memory = given.tensor, self.words.memory
         if t is None or t.dtype not in self.words.wide or not self.met.get(given.key):
+            return None
+        if given.key in self.storages():  # one that is left alone
             return None
         if t.requires_grad and not self.finds_params:
             return None
@@ -190,8 +194,9 @@ class OtherMemory:
 
     def _of_step(self) -> Iterator[Owned]:
         count = 0
+        others = {*self.kept, *self.storages()}
         for key, known in list(self.words.memory.items()):
-            if known.states or key in self.kept:
+            if known.states or key in others:
                 continue
             if (t := known.alive()) is not None and t.dim():
                 count += 1

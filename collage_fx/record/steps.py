@@ -89,7 +89,9 @@ class Steps:
         self.switches = type(discovery) is not FunctionStates
         """Whether steps of which a part is recorded are recorded whole: a function may compute
         gradients, of which Dynamo makes better graphs."""
-        self.other_memory = OtherMemory(self.words, finds_params=self.switches)
+        self.other_memory = OtherMemory(
+            self.words, finds_params=self.switches, storages=lambda: self.states.memory
+        )
         self.recorder = Recorder(
             self.words,
             self._run,

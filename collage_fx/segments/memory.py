@@ -209,7 +209,7 @@ class Memories(dict[int, KnownMemory]):
     def __missing__(self, key: int) -> KnownMemory:
         found: dict[Layout, Tensor] = {}
         for get in self.elsewhere.get(key, ()):
-            if (t := get()) is not None:
+            if (t := get()) is not None and memory_key(t) == key:  # and not elsewhere by now
                 found.setdefault(layout_of(t), t)
         states = [self._met(t, r) for t in found.values() if (r := STORE.get(t)) is not None]
         known = self[key] = KnownMemory(states)

@@ -111,7 +111,9 @@ def _computed(node: Node, read: Read) -> Terms:
     val, target = node.meta.get("val"), node.target
     item: Any = node.args
     if target is operator.getitem and "_foreach_" in str(item[0].target):
-        return read(item[0].args[0][item[1]])
+        rows = item[0].args[0]
+        if item[1] < len(rows):  # of a check for infinities there is one more result
+            return read(rows[item[1]])
     near = [read(a) for a in node.all_input_nodes]
     if target in DECIDING or (isinstance(val, torch.Tensor) and not val.is_floating_point()):
         return _number(1.0)

@@ -41,10 +41,12 @@ def check_roundings(device: torch.device, way: str, run: Run) -> None:
     """Raise RoundingsLost if what is compiled for a device leaves out a rounding.
 
     Args:
-        device: where it runs.
+        device: where it runs; nothing is tried on one that this machine has not.
         way: the name of the way to the compiler.
         run: takes that way.
     """
+    if device.type != "cpu" and not torch.get_device_module(device).is_available():
+        return  # nothing runs there: the code is looked at
     settings = _settings()
     key = repr((str(device), way, settings))
     if key not in _LOST:
