@@ -186,8 +186,10 @@ class Compilation:
             self.session.supervisor(),
             compensable_dtypes(self.session.config.storage),
         )
+        # Of few parameters Dynamo makes attributes of the graph.
+        given = (*example_inputs, *self.whole.gm.parameters(), *self.whole.gm.buffers())
         self.plain = (supervisor is not None and supervisor.plain) or not any(
-            isinstance(x, Tensor) and x.dtype in dtypes for x in example_inputs
+            isinstance(x, Tensor) and x.dtype in dtypes for x in given
         )
         function = self._compiled([example_inputs[i] for i in chosen])
         self._log(time.perf_counter() - start)

@@ -32,7 +32,10 @@ _READERS = (
     "new_tensor",
 )
 _SHARERS: dict[Any, tuple[str, ...]] = {
-    Tensor: ("numpy", "__array__", "data_ptr", "storage", "__dlpack__", "share_memory_"),
+    Tensor: (
+        *("numpy", "__array__", "data_ptr", "storage", "__dlpack__", "share_memory_"),
+        *("apply_", "map_", "map2_"),
+    ),
     torch.UntypedStorage: ("data_ptr",),
     threading.Thread: ("start",),
     ThreadPoolExecutor: ("submit",),

@@ -154,6 +154,8 @@ class Notes:
     def operation(self, func: Any, args: Any, kwargs: Any) -> Place:
         """Note an operation; may raise CannotNote."""
         operation = OPERATIONS[func]
+        if operation.sizes and any(type(a) is float for a in args):
+            raise CannotNote  # the shape of its result is not that of its line
         numbers = operation.numbers if _is_floating(args) else ()
         spec = tuple([self.operand(a, i in numbers) for i, a in enumerate(args)])
         more: Any = ()
@@ -245,6 +247,8 @@ class Notes:
             key = storage_key(t)
         except NotImplementedError as error:  # a sparse one has no storage
             raise CannotNote from error
+        if t.is_neg() or t.is_conj():  # another value in the same layout
+            raise CannotNote
         layout = layout_of(t)
         regions = self.regions.get(key)
         if regions is None:

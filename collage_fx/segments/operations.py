@@ -30,6 +30,8 @@ class Operation:
     """Which argument it returns; None if it makes its results."""
     nothing: bool = False
     """Whether it returns nothing."""
+    sizes: bool = False
+    """Whether the values of its numbers say how large its result is."""
     numbers: frozenset[int | str] = frozenset()
     """Positions and names of arguments that are numbers of the arithmetic, and no sizes or axes."""
 
@@ -100,7 +102,8 @@ def _classified(func: Any) -> Operation:
         for key in (i, a.name)
     )
     if not schema.returns or all(r.alias_info is None for r in schema.returns):
-        return Operation("note", places, nothing=not schema.returns, numbers=numbers)
+        nothing, sizes = not schema.returns, name in ("arange", "range")
+        return Operation("note", places, nothing=nothing, sizes=sizes, numbers=numbers)
     if len(schema.returns) == len(places) == 1:
         return Operation("note", places, places[0], numbers=numbers)
     return Operation("now", places)

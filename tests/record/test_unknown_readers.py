@@ -121,6 +121,13 @@ def in_inference_mode(p: Tensor, g: Tensor, state: Any) -> None:
         p.data.sub_((u * 1.0).to(torch.float64).contiguous().to(p.dtype))
 
 
+def by_apply(p: Tensor, g: Tensor, state: Any) -> None:
+    """Write by a function of Python for each element, which no operation shows."""
+    u = torch.zeros(p.shape)
+    u.apply_(lambda _: LR)
+    p.sub_(g * u)
+
+
 READERS: dict[str, Callable[..., None]] = {
     **{f"a subclass: {name}": coded(how) for name, how in CONVERSIONS.items()},
     **{
@@ -132,6 +139,7 @@ READERS: dict[str, Callable[..., None]] = {
             by_a_pointer,
             by_a_thread,
             in_inference_mode,
+            by_apply,
         )
     },
 }
@@ -173,6 +181,29 @@ def test_it_would_not_if_operations_were_put_off(
     monkeypatch.setattr(Recorder, "flush_outside", lambda *_: None)
     off_by, _ = error(READERS[name], record=True)
     assert not off_by < 0.1
+
+
+def conjugates(p: Tensor, g: Tensor, state: Any) -> None:
+    """Multiply a complex tensor by its conjugate, which is a view of the same layout."""
+    z = torch.view_as_complex(torch.stack([g.to(F64), 0.5 * g.to(F64)], -1))
+    size, down = (z * z.conj()).real, (z.conj().imag * -2).to(F64)
+    p.sub_((LR * down / (size.sqrt() + 1e-3)).to(p.dtype))
+
+
+def grown(p: Tensor, g: Tensor, state: Any) -> None:
+    """Make a tensor of which the size is a float that changes from step to step."""
+    state["t"] = state.get("t", 0) + 1
+    ramp = torch.arange(0.0, 1.0 + state["t"] % 3)
+    p.sub_(LR * g * float(ramp.sum()) + LR * g * ramp.mean().to(p.dtype))
+
+
+F64 = torch.float64
+
+
+@pytest.mark.parametrize("update", [conjugates, grown], ids=["conjugates", "grown"])
+def test_views_of_the_same_layout_and_sizes_by_floats_are_not_mixed_up(update: Any) -> None:
+    with torch.compiler.set_stance("force_eager"):
+        assert error(update, record=True, storage="remainder16")[0] < 0.01
 
 
 def test_plain_operations_are_put_off() -> None:
