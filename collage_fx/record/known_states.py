@@ -99,7 +99,7 @@ class OtherMemory:
             if segment.writes[i]:
                 self.words.memory.written_as(given.key, given.layout[0])
             if given.key not in self.met:
-                self.met[given.key] = not segment.overwrites(i)
+                self.met[given.key] = i not in segment.overwrites
             elif given.key in self.tried:
                 writer, at = self.tried.pop(given.key)
                 writer.hands_on = True

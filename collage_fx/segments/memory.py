@@ -173,6 +173,8 @@ class Memories(dict[int, KnownMemory]):
 
     def __init__(self) -> None:
         super().__init__()
+        self.own: set[int] = set()
+        """The ids of the states that were looked for."""
         self.met: list[Owned] = []
         """Those of this step."""
         self.lasting: list[Owned] = []
@@ -185,6 +187,7 @@ class Memories(dict[int, KnownMemory]):
     def begin(self, states: Iterable[Owned]) -> None:
         """Know the states of a step, and no other memory."""
         self.forget()
+        self.own = {id(owned.tensor) for owned in states}
         for owned in states:
             self.setdefault(storage_key(owned.tensor), KnownMemory()).states.append(owned)
         if self.generation == STORE.generation:
@@ -209,7 +212,8 @@ class Memories(dict[int, KnownMemory]):
     def __missing__(self, key: int) -> KnownMemory:
         found: dict[Layout, Tensor] = {}
         for get in self.elsewhere.get(key, ()):
-            if (t := get()) is not None and memory_key(t) == key:  # and not elsewhere by now
+            # By now it may lie elsewhere, or here again, being one that the step has moved.
+            if (t := get()) is not None and memory_key(t) == key and id(t) not in self.own:
                 found.setdefault(layout_of(t), t)
         states = [self._met(t, r) for t in found.values() if (r := STORE.get(t)) is not None]
         known = self[key] = KnownMemory(states)

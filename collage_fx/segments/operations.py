@@ -114,7 +114,9 @@ _FILLS = ("copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_")
 
 def is_overwriting(func: Any) -> bool:
     """Tell whether an operation writes its results over whatever was there."""
-    schema = func._schema
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        return False
     return schema.name.removeprefix("aten::") in _FILLS or "out" in schema.overload_name
 
 

@@ -1,5 +1,6 @@
 """A segment: operations that were recorded, and are done together."""
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
@@ -165,15 +166,17 @@ class Segment:
         """Return dtype -> what is computed in for it, in the strands that are not plain."""
         return words.wide if self.writes_bits else words.computed
 
-    def overwrites(self, i: int) -> bool:
-        """Tell whether an input is overwritten as a whole before anything reads it."""
-        at = self.inputs[i]
+    @functools.cached_property
+    def overwrites(self) -> frozenset[int]:
+        """The positions of the inputs that are overwritten as a whole before they are read."""
+        found, met = set(), set[int]()
         for line in self.lines:
             touched = [v.at for v in leaves((line.args, line.kwargs)) if type(v) is Value]
-            if at in (self.root[v] for v in touched):
-                alone = touched.count(at) == 1 and at in touched
-                return alone and at in line.writes and is_overwriting(line.func)
-        return False
+            for at in touched if is_overwriting(line.func) else ():
+                if at in line.writes and at not in met and touched.count(at) == 1:
+                    found.add(at)
+            met.update(self.root[v] for v in touched)
+        return frozenset(i for i, at in enumerate(self.inputs) if at in found)
 
     def where_written(self, i: int) -> str:
         """Return the line of code that writes an input first."""

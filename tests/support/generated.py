@@ -4,7 +4,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
-from moments import Lines, averages, one, squares
+from moments import TORCH_OPTIM, Lines, averages, one, squares
 from odd_lines import odd
 from programs import Line, Program
 
@@ -207,26 +207,6 @@ def own(
         lines[:0] = one('d = p - st["old"]\nst["old"].copy_(p)', carried=True)
         lines += one("p.add_(d, alpha=0.5)")
     return lines, states, _own(counter)
-
-
-TORCH_OPTIM = (
-    "SGD(GROUPS, momentum=0.9)",
-    "SGD(GROUPS, momentum=0.99, nesterov=True, foreach=False)",
-    "SGD(GROUPS, momentum=0.9, dampening=0.1)",
-    "SGD(GROUPS)",
-    "AdamW(GROUPS)",
-    "AdamW(GROUPS, betas=(0.9, 0.95), foreach=False)",
-    "AdamW(GROUPS, amsgrad=True, eps=EPS)",
-    "Adam(GROUPS, eps=EPS)",
-    "Adam(GROUPS, betas=(0.5, 0.99), foreach=True)",
-    "NAdam(GROUPS, eps=EPS)",
-    "RAdam(GROUPS, eps=EPS)",
-    "Adamax(GROUPS, eps=EPS)",
-    "Adagrad(GROUPS, eps=EPS)",
-    "RMSprop(GROUPS, momentum=0.9, eps=EPS)",
-    "RMSprop(GROUPS, eps=EPS)",
-    "Adadelta(GROUPS, eps=EPS)",
-)
 
 
 @st.composite

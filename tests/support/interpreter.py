@@ -60,6 +60,7 @@ def without_compiler() -> Iterator[list[GraphModule]]:
 
     original = inductor_compile.compile_functional
     runners = {k: s.runners for k, s in MULTI_TENSOR_KERNELS.items()}
+    sources = {k: s.sources.get("cpu") for k, s in MULTI_TENSOR_KERNELS.items()}
     for kernel in MULTI_TENSOR_KERNELS.values():
         kernel.runners = {}
     inductor_compile.compile_functional = interpreted
@@ -75,6 +76,9 @@ def without_compiler() -> Iterator[list[GraphModule]]:
         multi_tensor_kernel.compile_for_cpu = compile_for_cpu
         for key, kernel in MULTI_TENSOR_KERNELS.items():
             kernel.runners = runners.get(key, {})
+            kernel.sources.pop("cpu", None)  # of what is interpreted there is none
+            if source := sources.get(key):
+                kernel.sources["cpu"] = source
 
 
 @contextlib.contextmanager

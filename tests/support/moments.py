@@ -54,3 +54,24 @@ def squares(draw: DrawFn, s: str, x: str, lists: str) -> Lines:
         one(f"{s_}.copy_({b} * {s_} + {a} * ({x} * {x}))", carried=True),
     ]
     return draw(st.sampled_from(forms))
+
+
+TORCH_OPTIM = (
+    "SGD(GROUPS, momentum=0.9)",
+    "SGD(GROUPS, momentum=0.99, nesterov=True, foreach=False)",
+    "SGD(GROUPS, momentum=0.9, dampening=0.1)",
+    "SGD(GROUPS)",
+    "AdamW(GROUPS)",
+    "AdamW(GROUPS, betas=(0.9, 0.95), foreach=False)",
+    "AdamW(GROUPS, amsgrad=True, eps=EPS)",
+    "Adam(GROUPS, eps=EPS)",
+    "Adam(GROUPS, betas=(0.5, 0.99), foreach=True)",
+    "NAdam(GROUPS, eps=EPS)",
+    "RAdam(GROUPS, eps=EPS)",
+    "Adamax(GROUPS, eps=EPS)",
+    "Adagrad(GROUPS, eps=EPS)",
+    "RMSprop(GROUPS, momentum=0.9, eps=EPS)",
+    "RMSprop(GROUPS, eps=EPS)",
+    "Adadelta(GROUPS, eps=EPS)",
+)
+"""Optimizers of torch.optim, with what a program puts in the place of GROUPS and EPS."""
