@@ -152,7 +152,12 @@ class OtherMemory:
         """
         if segment.hands_on is None and not tries:
             segment.hands_on = at in self.hand_on
-        states = frozenset(i for i, given in enumerate(call.inputs) if given.pieces)
+        memory = self.words.memory
+        states = frozenset(
+            i
+            for i, given in enumerate(call.inputs)
+            if given.pieces or ((known := memory.get(given.key)) and known.alive() is not None)
+        )
         from_others = segment.written_from(states, also_written=False)
         for i in segment.written_from(states, also_written=True):
             given = call.inputs[i]
