@@ -92,21 +92,7 @@ class AtOnce:
         """Do an operation on whole values, and split what it makes and writes."""
         wide: dict[int, tuple[Tensor, Input | None]] = {}
         """Operand -> its whole value, and the memory that it goes back to."""
-        try:
-            return self._on_whole(wide, func, operation, args, kwargs)
-        finally:
-            wide.clear()  # a function that calls itself holds it, until garbage is collected
-
-    def _on_whole(
-        self, wide: dict[int, Any], func: Any, operation: Operation, args: Any, kwargs: Any
-    ) -> Any:
-        def joined(t: Tensor) -> Tensor:
-            if t.dtype not in self.words.wide:
-                return t
-            if id(t) not in wide:
-                wide[id(t)] = self._whole(t, joined, wide)
-            return wide[id(t)][0]
-
+        joined = functools.partial(self._join, wide)
         given = tree_map_only(Tensor, joined, (args, kwargs))
         given = tree_map_only(torch.dtype, lambda d: self.words.wide.get(d, d), given)
         if _draws(func) and by_name(func, args, kwargs).get("dropout_p", 1) != 0:
@@ -114,7 +100,7 @@ class AtOnce:
         elif args and rounds_number(func, getattr(args[0], "dtype", None)):
             result = compared(func, args[0].dtype, *given[0], **given[1])
         else:
-            result = self._tried(func, operation, args, kwargs, given, joined, wide)
+            result = self._tried(func, operation, args, kwargs, given, wide)
         for t in filter(has_memory, tensors_in(operation.written_of(args, kwargs), {})):
             if id(t) in wide:
                 value, memory = wide[id(t)]
@@ -175,7 +161,6 @@ class AtOnce:
         args: Any,
         kwargs: Any,
         given: Any,
-        joined: _Join,
         wide: dict[int, Any],
     ) -> Any:
         """Do an operation on whole values, or, where it takes no wide ones, on high words.
@@ -190,6 +175,7 @@ class AtOnce:
             for t, before in others:
                 t.copy_(before)
         wide.clear()
+        joined = functools.partial(self._join, wide)
         result = self._on_high_words(func, operation, args, kwargs, joined)
         self._say_lost(args, kwargs)
         return result
@@ -199,9 +185,19 @@ class AtOnce:
         for t in filter(has_memory, tensors_in(args, kwargs)):
             self.words.say_lost(t)
 
-    def _whole(
-        self, t: Tensor, joined: Callable[[Tensor], Tensor], wide: dict[int, Any]
-    ) -> tuple[Tensor, Input | None]:
+    def _join(self, wide: dict[int, Any], t: Tensor) -> Tensor:
+        """Return the whole value of an operand, the same each time.
+
+        No closure calls itself here: it would hold the values until garbage is collected.
+        """
+        if t.dtype not in self.words.wide:
+            return t
+        if id(t) not in wide:
+            wide[id(t)] = self._whole(t, wide)
+        value: Tensor = wide[id(t)][0]
+        return value
+
+    def _whole(self, t: Tensor, wide: dict[int, Any]) -> tuple[Tensor, Input | None]:
         """Return the whole value of an operand; of a part of a state a view of the state's."""
         if not has_memory(t):
             return t.to(self.words.wide[t.dtype]), None
@@ -210,7 +206,7 @@ class AtOnce:
             given = self.words.input(t)
             return self.words.joined(given), given
         state = owner.tensor
-        value = joined(state)
+        value = self._join(wide, state)
         offset = t.storage_offset() - state.storage_offset()
         return value.as_strided(t.size(), t.stride(), offset), wide[id(state)][1]
 

@@ -11,7 +11,7 @@ from collage_fx.optimizer.ownership import Owned
 from collage_fx.runtime.residuals.checksum import same_bits
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.segments.low_words import LowWords
-from collage_fx.segments.memory import Input, gradients, memory_key
+from collage_fx.segments.memory import Input, memory_key
 from collage_fx.segments.segment import Call, Segment
 
 
@@ -105,40 +105,38 @@ class OtherMemory:
                 writer.hands_on = True
                 self.hand_on.append(at)
 
-    def take_up(self, segment: Segment, call: Call, made: Container[int]) -> None:
-        """Know the states in memory that a segment is about to write.
+    def take_up(self, segment: Segment, call: Call, others: Container[int]) -> bool:
+        """Know the states in memory that a segment is about to write; tell if there are new ones.
 
         Args:
             segment: the operations.
             call: what they are done to.
-            made: storages that the step has made otherwise than by segments.
+            others: storages without states: of gradients, and what graphs of Dynamo's have made.
         """
         new: list[Owned] = []
         for i, (written, given) in enumerate(zip(segment.writes, call.inputs, strict=True)):
-            if written and given.key not in made and (t := self._state(given)) is not None:
+            if written and given.key not in others and (t := self._state(given)) is not None:
                 where = segment.where_written(i)
                 name = f"tensor {len(new) + 1} found elsewhere, written at {where}"
                 new.append(self.words.memory.meet(t, name))
         self.words.take_up(new)
+        return bool(new)
 
     def _state(self, given: Input) -> Tensor | None:
         """Return the tensor of an input that is a state; None if it is none."""
-        t, memory = given.tensor, self.words.memory
+        t = given.tensor
         if t is None or t.dtype not in self.words.wide or not self.met.get(given.key):
             return None
         if given.key in self.storages():  # one that is left alone
             return None
         if t.requires_grad and not self.finds_params:
             return None
-        known = memory.get(given.key)
-        if known is not None and known.is_of_step:
-            return None
-        return None if self._is_gradient(given) else t
+        known = self.words.memory.get(given.key)
+        return None if known is not None and known.is_of_step else t
 
-    def _is_gradient(self, given: Input) -> bool:
-        return given.key in gradients(self.words.memory.values())
-
-    def keep_low_words(self, segment: Segment, call: Call, at: int, *, tries: bool) -> None:
+    def keep_low_words(
+        self, segment: Segment, call: Call, filled: Container[int], at: int, *, tries: bool
+    ) -> None:
         """Have memory that is no state, and is written from states, keep low words in this step.
 
         Where a gradient is written from states that the segment writes too, that is mostly a decay,
@@ -147,23 +145,21 @@ class OtherMemory:
         Args:
             segment: the operations.
             call: what they are done to.
+            filled: the storages of gradients.
             at: the position of the segment in the step.
             tries: whether to find out, or else to do as a checkpoint says.
         """
         if segment.hands_on is None and not tries:
             segment.hands_on = at in self.hand_on
-        memory = self.words.memory
         states = frozenset(
-            i
-            for i, given in enumerate(call.inputs)
-            if given.pieces or ((known := memory.get(given.key)) and known.alive() is not None)
+            i for i, x in enumerate(call.inputs) if x.pieces or self.words.known(x.data)
         )
         from_others = segment.written_from(states, also_written=False)
         for i in segment.written_from(states, also_written=True):
             given = call.inputs[i]
             if given.layout[0] not in self.words.wide:
                 continue
-            decay = i not in from_others and self._is_gradient(given)
+            decay = i not in from_others and given.key in filled
             if decay and segment.hands_on is None:
                 self.tried[given.key] = segment, at
             if not decay or segment.hands_on is not False:

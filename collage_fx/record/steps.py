@@ -27,7 +27,7 @@ from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import compensable_dtypes
 from collage_fx.segments.executors import Executors
 from collage_fx.segments.low_words import LowWords
-from collage_fx.segments.memory import memory_key
+from collage_fx.segments.memory import gradients, memory_key
 from collage_fx.segments.segment import Call, Segment, run_joined
 
 
@@ -278,14 +278,16 @@ class Steps:
         self.other_memory.see(segment, call)
         if any(written and not i.pieces for written, i in given):
             # States that the step has made, and those that are elsewhere.
-            if self.discovery.changed():
+            if new := self.discovery.changed():
                 self.words.take_up(self.states.find())
-            self.other_memory.take_up(segment, call, self.returned)
-            call.inputs = [
-                self.words.input(i.tensor) if i.tensor is not None else i for i in call.inputs
-            ]
+            filled = gradients(self.words.memory.values())
+            new |= self.other_memory.take_up(segment, call, {*self.returned, *filled})
+            if new:
+                call.inputs = [
+                    self.words.input(i.tensor) if i.tensor is not None else i for i in call.inputs
+                ]
             at, tries = len(self.executors.changing), self.executors.seen > 1
-            self.other_memory.keep_low_words(segment, call, at, tries=tries)
+            self.other_memory.keep_low_words(segment, call, filled, at, tries=tries)
         for to, source in segment.copies if self.returned and not self.in_method else ():
             by_value = dict(zip(segment.inputs, call.inputs, strict=True))
             if memory_key(by_value[source].data) in self.returned and by_value[to].pieces:

@@ -104,7 +104,7 @@ def test_a_state_in_any_holder_is_compensated(kind: str, way: str) -> None:
 
 
 def test_it_would_stand_still_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(OtherMemory, "take_up", lambda *_: None)
+    monkeypatch.setattr(OtherMemory, "take_up", lambda *_: False)
     monkeypatch.setattr(OtherMemory, "adopt", lambda _: None)
     assert averaged("object", "in place", torch.bfloat16)[0] == 1
 
