@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from recorded_steps import Each
+from recorded_steps import interpreted
 from torch import Tensor
 
 import collage_fx
@@ -51,21 +51,13 @@ UPDATES = (functional, in_place)
 
 
 def train(update: Callable[..., None], **options: Any) -> dict[str, Tensor]:
-    p = torch.linspace(1, 2, 4).bfloat16().requires_grad_()
-
     def step_of(p: Tensor, g: Tensor, state: Any) -> None:
         if not state:
             state["s"], state["count"] = torch.zeros_like(p), torch.zeros(4)
         update(p.detach(), state)
         p.add_(g, alpha=1e-4)
 
-    optimizer = Each([p], step_of)
-    step = collage_fx.compile(optimizer, **options) if options else optimizer.step
-    with torch.compiler.set_stance("force_eager"):
-        for _ in range(3):
-            p.grad = torch.full_like(p, 0.3)
-            step()
-    return optimizer.state[p]
+    return interpreted(step_of, 3, **options)
 
 
 @pytest.mark.parametrize("record", [True, False])

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from recorded_steps import Each
+from recorded_steps import interpreted
 from torch import Tensor
 
-import collage_fx
 from collage_fx.record import at_once
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64)
@@ -61,13 +60,7 @@ def dtypes(**options: Any) -> dict[str, Any]:
             except (RuntimeError, TypeError) as error:
                 found[name] = type(error)
 
-    p = torch.linspace(1, 2, 4).bfloat16().requires_grad_()
-    optimizer = Each([p], update)
-    step = collage_fx.compile(optimizer, **options) if options else optimizer.step
-    with torch.compiler.set_stance("force_eager"):
-        for _ in range(2):
-            p.grad = torch.full_like(p, 0.3)
-            step()
+    interpreted(update, 2, **options)
     return found
 
 

@@ -74,6 +74,24 @@ def train(
     return torch.cat([collage_fx.value(p).detach().double().flatten() for p in params]), step
 
 
+def interpreted(update: Callable[..., None], steps: int, **options: Any) -> dict[str, Any]:
+    """Take steps of a parameter in bf16 that nothing compiles; return its state.
+
+    Args:
+        update: see `Each`.
+        steps: how many.
+        options: of collage_fx.compile; PyTorch does the steps without any.
+    """
+    p = torch.linspace(1, 2, 4).bfloat16().requires_grad_()
+    optimizer = Each([p], update)
+    step = collage_fx.compile(optimizer, **options) if options else optimizer.step
+    with torch.compiler.set_stance("force_eager"):
+        for _ in range(steps):
+            p.grad = torch.full_like(p, 0.3)
+            step()
+    return optimizer.state[p]
+
+
 def off(found: Tensor, exact: Tensor, begin: Tensor) -> float:
     """Return the error as a share of the way that parameters went."""
     return float((found - exact).norm() / (exact - begin).norm())
