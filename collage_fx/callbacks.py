@@ -17,7 +17,7 @@ from collage_fx.runtime.residuals.dtensor import is_sharded
 from collage_fx.step.subject import innermost, step_made_here
 
 WEIGHTS = "model.fp32.safetensors"
-"""What whole weights are called in the folder of a checkpoint: `variant="fp32"` of transformers."""
+"""File name of whole weights in a checkpoint folder: `variant="fp32"` of transformers."""
 
 
 def trainer_callback(every: int = 100, *, to: Any = None) -> Any:

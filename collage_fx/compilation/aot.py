@@ -170,7 +170,7 @@ class Compilation:
     unlike: Unlike | None = None
     """Why the members in a narrow graph cannot stand for the others."""
     plain: bool = False
-    """Whether no state of the step, or no input, is of a dtype with low words."""
+    """Whether the step has no state, or the graph no input, of a dtype with low words."""
     needs_inductor: bool = False
     """Whether it was given up as one that is compiled `alone`, and for nothing else."""
 

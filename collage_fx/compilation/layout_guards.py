@@ -1,4 +1,4 @@
-"""Whether the inputs of a graph still have the layouts for which it was compiled.
+"""Guards on the layouts of a graph's inputs: those for which it was compiled.
 
 Dynamo does not guard the gradients of an optimizer but for being there, nor the strides of tensors
 that are attributes of its graph; and a kernel that walks over memory takes another order of strides
@@ -53,8 +53,10 @@ class Layouts:
 
 
 def static_inputs(gm: GraphModule) -> list[Callable[[Any], Any]]:
-    """Return how to find, from the arguments of a call, the inputs of a graph of Dynamo's that are
-    tensors of known sizes and strides."""
+    """Return getters of the inputs of a Dynamo graph that have known sizes and strides.
+
+    Each takes the arguments of a call.
+    """
     found: list[Callable[[Any], Any]] = []
     for place, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         if _is_static(node):

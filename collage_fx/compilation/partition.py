@@ -104,7 +104,7 @@ class Direct:
 
     @property
     def may_be_left_out(self) -> bool:
-        """Whether the kernels write nothing where `left_out` says so, and nothing else does."""
+        """Whether `left_out` decides over all writes: they are done by kernels on a GPU."""
         return self.only_kernels and all(call.device.type != "cpu" for call in self.calls)
 
     def make(self, values: Sequence[Any] | dict[int, Any]) -> list[Any]:

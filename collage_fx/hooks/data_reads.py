@@ -74,7 +74,7 @@ class _Patch:
         self.owner = owner
         self.names = names
         self.shares = shares
-        """Whether somebody may read memory from then on."""
+        """Whether a call gives other code access to memory from then on."""
         self.own: dict[str, Any] = {}
         """What the owner has there itself; None where a class only inherits it."""
         self.used = Counted(self._install, self._remove).used

@@ -161,7 +161,7 @@ class Report:
     notes: list[str] = field(default_factory=list)
     """The warnings given."""
     taken: int = 0
-    """How many steps there were."""
+    """Number of steps taken."""
 
     verbose: bool = False
     """Whether its text has a row for each state, though others say the same."""

@@ -25,7 +25,7 @@ from collage_fx.segments.operations import Operation
 from collage_fx.segments.trie import line_of_code, on_one_line
 
 SHARE = 0.1
-"""What part of a step's time an operation must take to be named."""
+"""Least share of a step's time for an operation to be named in the report."""
 cond = torch.ops.higher_order.cond
 _ANY_DEVICE = torch._C.DispatchKey.CompositeExplicitAutograd
 _LOOPS = {"associative_scan", "map_impl", "while_loop", "while_loop_stack_output"}
@@ -282,7 +282,7 @@ class Unrecorded:
     seconds: defaultdict[Any, float] = field(default_factory=lambda: defaultdict(float))
     """Operation -> its time in the step that runs, or in the last one."""
     step_seconds: float = 0.0
-    """How long the last step took, closures included."""
+    """Duration of the last step, closures included."""
     places: dict[Any, str] = field(default_factory=dict)
     """Operation -> the line of code that called it first."""
 

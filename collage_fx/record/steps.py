@@ -114,7 +114,7 @@ class Steps:
 
     @property
     def plain(self) -> bool:
-        """Whether no state is of a dtype with low words."""
+        """Whether the step has no state of a dtype with low words."""
         return self.words.plain
 
     def record_whole(self, *, traced: bool = False) -> None:
