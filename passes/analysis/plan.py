@@ -10,6 +10,7 @@ from torch.fx import Node
 from collage_fx.passes.analysis.affine import Form, cancels, is_number
 from collage_fx.passes.analysis.carried_path import walk
 from collage_fx.passes.analysis.criticality import critical
+from collage_fx.passes.frontend.torch_internals import is_concrete_int
 from collage_fx.passes.ir.program import (
     ANEW,
     Carried,
@@ -196,10 +197,13 @@ def _by_compensated(
 
 
 def flat(member: Slice) -> bool:
-    """Tell whether all tensors of a member lie in memory in one and the same dense order."""
+    """Tell whether all tensors of a member lie in memory in one and the same dense order.
+
+    Sizes of the local tensors of DTensors are SymInts that have a constant value.
+    """
     full = [value_of(n) for n in member.inputs if value_of(n).dim()]
     states = {member.inputs[at] for _, at, _ in member.states}
-    if any(not isinstance(s, int) for v in full for s in (*v.shape, *v.stride())):
+    if not all(is_concrete_int(s) for v in full for s in (*v.shape, *v.stride())):
         return False
     first = full[0] if full else None
     return (
@@ -281,7 +285,7 @@ def _entry(carried: Carried, verdict: Verdict | None, program: Program) -> State
     return StatePlan(
         name=carried.name,
         dtype=dtype,
-        shape=tuple(int(s) if isinstance(s, int) else -1 for s in carried.val.shape),
+        shape=tuple(int(s) if is_concrete_int(s) else -1 for s in carried.val.shape),
         recurrence=text,
         compensated=compensated,
         reason=reason,

@@ -17,6 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from collage_fx.passes.dedup.graph_scan import Atom, Part, Scan, UnknownOperation
+from collage_fx.passes.frontend.torch_internals import is_concrete_int
 from collage_fx.passes.ir.program import Unlike
 from collage_fx.runtime.expansion.eft import LOW_PRECISION
 
@@ -142,7 +143,7 @@ def _layout(part: Part, dtypes: Collection[torch.dtype]) -> Hashable | None:
     if not full or any(x.others and not _full(x) for x in part.inputs):
         return None
     shape, stride = full[0].shape, full[0].stride()
-    if any(type(n) is not int or n == 0 for n in (*shape, *stride)):
+    if not all(is_concrete_int(n) and n != 0 for n in (*shape, *stride)):
         return None
     if any(v.shape != shape or v.stride() != stride for v in full):
         return None
@@ -155,7 +156,7 @@ def _layout(part: Part, dtypes: Collection[torch.dtype]) -> Hashable | None:
             return None  # a reduction
     states = (x.value for x in part.inputs if x.bound and x.value is not None and x.value.dim())
     low = any(value.dtype in dtypes for value in states)
-    return tuple(n == 1 for n in shape) if low else None
+    return tuple(int(n) == 1 for n in shape) if low else None
 
 
 def _key(part: Part, scan: Scan, fact: Fact) -> Hashable | None:

@@ -192,8 +192,8 @@ class Scan:
         memory: dict[int, Atom] = {}
         for x in self.inputs:
             other = memory.setdefault(memory_of(x.value), x)
-            if other is not x:
-                x.odd = other.odd = True  # they overlap
+            if other is not x and memory_of(x.value) in self.written:
+                x.odd = other.odd = True  # they may overlap; gradients in one buffer are only read
         for atom in (*self.inputs, *self.atoms):
             for x in (atom, *atom.operands):
                 where = memory_of(x.value)

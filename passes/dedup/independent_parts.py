@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from collage_fx.passes.dedup.single_tensors import on_single_tensors
-from collage_fx.passes.frontend.torch_internals import OpOverload
+from collage_fx.passes.frontend.torch_internals import OpOverload, is_concrete_int
 from collage_fx.passes.ir.graph_memory import Connected
 
 aten = torch.ops.aten
@@ -125,9 +125,9 @@ def _description(value: Any) -> Hashable | None:
     if not isinstance(value, Tensor) or value.layout is not torch.strided:
         return None
     sizes = *value.shape, *value.stride()
-    if any(type(n) is not int for n in sizes):
+    if not all(map(is_concrete_int, sizes)):
         return None
-    return value.dtype, value.dim(), sizes, value.device
+    return value.dtype, value.dim(), tuple(map(int, sizes)), value.device
 
 
 def _is_number(value: Any) -> bool:

@@ -8,6 +8,7 @@ from torch._inductor.decomposition import select_decomp_table as select_decomp_t
 from torch._ops import OpOverload as OpOverload
 from torch._prims_common import suggest_memory_format as suggest_memory_format
 from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
+from torch.fx.experimental.symbolic_shapes import is_concrete_int as is_concrete_int
 
 set_grad_enabled = torch._C._set_grad_enabled
 """What Dynamo writes into its graphs for torch.no_grad() and torch.enable_grad()."""

@@ -32,8 +32,13 @@ def states_after(
     *,
     whole: bool,
     multi_tensor: bool = True,
+    one_buffer: bool = False,
 ) -> Any:
-    """Return all that three steps leave, and the narrow graphs that were compiled."""
+    """Return all that three steps leave, and the narrow graphs that were compiled.
+
+    Args:
+        one_buffer: whether all gradients are views of one tensor, as DDP and FSDP2 have them.
+    """
     made: list[Narrow] = []
 
     def spy(*args: Any) -> Narrow | None:
@@ -58,8 +63,10 @@ def states_after(
         step = collage_fx.compile(optimizer, level="all", multi_tensor=multi_tensor)
         torch.manual_seed(1)
         for i in range(3):
-            for p in params:
-                p.grad = torch.randn(p.shape, generator=generator).bfloat16()
+            grads = [torch.randn(p.shape, generator=generator).bfloat16() for p in params]
+            pieces = torch.cat([g.flatten() for g in grads]).split([g.numel() for g in grads])
+            for p, g, piece in zip(params, grads, pieces, strict=True):
+                p.grad = piece.view_as(g) if one_buffer else g
             if i == 2:
                 params[1].grad = params[-3].grad = None
             step()
@@ -94,6 +101,13 @@ def test_equal_to_the_whole_graph(
     assert bool(made) == (update in (*ALIKE, sizes, sums))
     left_out = sum(len(group.inputs) - 1 for one in made[:1] for group in one.groups)
     assert left_out >= (6 if update is sums else 14) or not made
+
+
+def test_gradients_in_one_buffer_do_not_tie_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    update = ALIKE[2]
+    expected, *_ = states_after(update, monkeypatch, whole=True)
+    found, _, made = states_after(update, monkeypatch, whole=False, one_buffer=True)
+    assert all(map(torch.equal, found, expected)) and made
 
 
 def test_that_members_are_unlike_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
