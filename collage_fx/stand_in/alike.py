@@ -11,6 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from collage_fx.compilation.session import Session
 from collage_fx.optimizer.ownership import params_of
+from collage_fx.runtime.residuals.dtensor import shard_of
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import compensable_dtypes
 from collage_fx.stand_in.members import Member
@@ -134,7 +135,8 @@ def signature(
 def residuals_of(optimizer: Optimizer) -> Hashable:
     """Return which residuals the parameters and states of an optimizer have, and how surely."""
     tensors = ([p, *optimizer.state.get(p, {}).values()] for p in params_of(optimizer))
-    found = ([STORE.get(t) if isinstance(t, Tensor) else None for t in row] for row in tensors)
+    shards = ([shard_of(t) for t in row if isinstance(t, Tensor)] for row in tensors)
+    found = ([STORE.get(t) for t in row] for row in shards)
     return tuple(
         tuple((r.storage, r.provisional) if r is not None else None for r in row) for row in found
     )

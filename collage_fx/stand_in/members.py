@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from collage_fx.compilation.layout_guards import is_plain
 from collage_fx.runtime.kernels.argument_table import check_sizes
+from collage_fx.runtime.residuals.dtensor import is_partial, shard_of, sharding_of
 
 GRAD = 1
 """Where a member has its gradient."""
@@ -17,20 +18,29 @@ NO_STATE: dict[str, Any] = {}
 
 
 class Member:
-    """A parameter with its gradient and its states."""
+    """A parameter with its gradient and its states; of DTensors, the shards of this process.
+
+    A step that updates each element by itself does to a DTensor what it does to the shards.
+    """
 
     def __init__(self, param: Tensor, optimizer: Optimizer) -> None:
-        self.param = param
+        self.whole, self.param = param, shard_of(param)
         self.state: dict[str, Any] = optimizer.state.get(param, NO_STATE)
 
     def tensors(self) -> list[Any]:
         """Return them, in an order that members of a class have in common."""
-        return [self.param, self.param.grad, *self.state.values()]
+        return [self.param, shard_of(self.whole.grad), *map(shard_of, self.state.values())]
 
     def check(self) -> None:
         """Raise CollageError if the gradient or a state has not as many elements."""
         full = (t for t in self.tensors() if isinstance(t, Tensor) and t.dim())
         check_sizes([t.numel()] for t in full)
+
+    def is_sharded_alike(self) -> bool:
+        """Tell whether a step that updates each element by itself does so to the shards too."""
+        own = sharding_of(self.whole)
+        full = (t for t in (self.whole.grad, *self.state.values()) if t.dim())
+        return all(sharding_of(t) == own for t in full) and not is_partial(self.whole)
 
     def kind(self, held: Collection[torch.dtype]) -> Hashable | None:
         """Return in what members of a class agree, but for sizes; None for what is in no class.
@@ -40,9 +50,9 @@ class Member:
         """
         p = self.param
         values = self.tensors()
-        if not all(map(is_plain, values)):
+        if not all(map(is_plain, values)) or not self.is_sharded_alike():
             return None
-        if not p.dim() or not p.numel() or p.is_complex():
+        if not p.dim() or p.is_complex():
             return None
         if not any(t.dtype in held and t.dim() for t in (p, *self.state.values())):
             return None
@@ -58,7 +68,7 @@ class Member:
 
     def finder(self, at: int) -> Callable[[Any], Tensor | None]:
         """Return how to find one of its tensors, whatever the arguments of a graph."""
-        reference = weakref.ref(self.tensors()[at] if at != GRAD else self.param)
+        reference = weakref.ref(self.tensors()[at] if at != GRAD else self.whole)
         if at != GRAD:
             return lambda args: reference()
-        return lambda args: None if (p := reference()) is None else p.grad
+        return lambda args: None if (p := reference()) is None else shard_of(p.grad)

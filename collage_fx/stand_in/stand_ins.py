@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from types import MethodType
 from typing import Any
 
@@ -21,6 +21,7 @@ from collage_fx.optimizer.ownership import STAND_IN, params_of
 from collage_fx.passes.codegen.multi_tensor_kernel import least_members
 from collage_fx.passes.dedup.deduplicate import Group, Narrow, represented
 from collage_fx.passes.ir.program import Settings, Unlike
+from collage_fx.runtime.residuals.dtensor import is_sharded, shard_of, sharded_like
 from collage_fx.runtime.residuals.memory import empty_as, overlapping
 from collage_fx.runtime.storage.registry import compensable_dtypes
 from collage_fx.stand_in.members import GRAD, NO_STATE, Member
@@ -28,17 +29,32 @@ from collage_fx.stand_in.torch_steps import copy_of_step
 
 
 class StandIn:
-    """An optimizer that has some of another's parameters, and shares their states."""
+    """An optimizer that has some of another's parameters, and shares their states.
 
-    def __init__(self, optimizer: Optimizer, wanted: Callable[[Tensor], bool]) -> None:
+    In the place of DTensors it has their shards, which share memory with them.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, wanted: Callable[[Tensor], bool], sharded: Sequence[Tensor]
+    ) -> None:
+        """Take over parameters.
+
+        Args:
+            optimizer: whose they are.
+            wanted: which of them.
+            sharded: those DTensors of them of which it has the shards.
+        """
         few: Optimizer = object.__new__(type(optimizer))
         few.__dict__[STAND_IN] = True
+        self.shards = {p: shard_of(p) for p in sharded if wanted(p)}
         few.param_groups = [
-            {"params": [p for p in group["params"] if wanted(p)]}
+            {"params": [self.shards.get(p, p) for p in group["params"] if wanted(p)]}
             for group in optimizer.param_groups
         ]
         few.state = defaultdict(dict)
         few.state.update((p, optimizer.state[p]) for p in params_of(few) if p in optimizer.state)
+        for p, shard in self.shards.items():
+            few.state[shard] = {k: shard_of(v) for k, v in optimizer.state.get(p, {}).items()}
         self.optimizer = few
 
     @contextlib.contextmanager
@@ -52,23 +68,39 @@ class StandIn:
             params = mine["params"]
             mine.clear()
             mine.update({**group, "params": params})
+        for p, shard in self.shards.items():
+            shard.grad = shard_of(p.grad)
         try:
             yield
         finally:
+            self._return_shards(optimizer)
             for mine, group in groups:
                 group.update((k, v) for k, v in mine.items() if k != "params")
                 params = mine["params"]
                 mine.clear()  # what the user replaces is let go of
                 mine["params"] = params
+            shards = {*self.shards.values()}
             for p, state in few.state.items():
-                optimizer.state.setdefault(p, state)
+                if p not in shards:
+                    optimizer.state.setdefault(p, state)
             few.__dict__.clear()
             few.__dict__.update(own)
+
+    def _return_shards(self, optimizer: Optimizer) -> None:
+        """Let go of gradients, and hand on the states that a step has made or replaced."""
+        for p, shard in self.shards.items():
+            shard.grad = None
+            state = optimizer.state[p]
+            for key, value in self.optimizer.state[shard].items():
+                if key not in state or shard_of(state[key]) is not value:
+                    full = isinstance(value, Tensor) and value.dim() > 0
+                    state[key] = sharded_like(value, p) if full else value
 
     def shares(self, optimizer: Optimizer) -> bool:
         """Tell whether the states of its parameters are still the optimizer's."""
         mine, its = self.optimizer.state, optimizer.state
-        return all(mine.get(p) is its.get(p) for p in params_of(self.optimizer))
+        shards = {*self.shards.values()}
+        return all(mine.get(p) is its.get(p) for p in params_of(self.optimizer) if p not in shards)
 
 
 class StandIns:
@@ -95,19 +127,23 @@ class StandIns:
         """
         self.pooled = pooled
         self.classes = [[Member(p, optimizer) for p in one] for one in classes]
-        absent = {id(m.param) for one in self.classes for m in one[1:]}
+        absent = {id(m.whole) for one in self.classes for m in one[1:]}
         self.listed = [list(group["params"]) for group in optimizer.param_groups]
         params = list(itertools.chain.from_iterable(self.listed))
         self.params = [p for p in params if p.grad is not None]
         self.without = [p for p in params if p.grad is None]
         members = list(itertools.chain.from_iterable(self.classes))
-        self.members = [m.param for m in members]
+        self.members = [m.whole for m in members]
         self.states = [m.state for m in members]
         self.tensors = list(_values(self.states))
-        self.plain = [p for p in self.params if is_plain(p) and is_plain(p.grad)]
-        self.guards = guards_of([*self.plain, *self.tensors, *_grads(self.plain)])
-        self.few = StandIn(optimizer, lambda p: id(p) not in absent and p.grad is not None)
-        self.others = StandIn(optimizer, lambda p: id(p) in absent)
+        self.plain = [p for p in self.params if is_plain(shard_of(p)) and is_plain(_grad(p))]
+        self.shards = [shard_of(t) for t in (*self.plain, *self.tensors)]
+        self.sharded = [m for m in members if is_sharded(m.whole)]
+        """The members that are DTensors: their shards stand for them."""
+        whole = [m.whole for m in self.sharded]
+        self.guards = guards_of([*self.shards, *map(_grad, self.plain)])
+        self.few = StandIn(optimizer, lambda p: id(p) not in absent and p.grad is not None, whole)
+        self.others = StandIn(optimizer, lambda p: id(p) in absent, whole)
         step = copy_of_step(optimizer)
         self.name = step.__name__
         self.compiled = torch.compile(MethodType(step, self.few.optimizer), backend=session)
@@ -128,6 +164,7 @@ class StandIns:
             alike: how many optimizers will use what is compiled, itself among them.
         """
         classes: dict[Hashable, dict[Hashable, list[Tensor]]] = {}
+        empty: list[tuple[Hashable, Tensor]] = []
         full: list[Tensor] = []
         held = compensable_dtypes(session.config.storage)
         for g, group in enumerate(optimizer.param_groups):
@@ -135,10 +172,15 @@ class StandIns:
                 member = Member(p, optimizer)
                 member.check()
                 kind = member.kind(held)
-                if kind is not None:
-                    layout = tuple(n == 1 for n in p.shape)
+                if kind is not None and not member.param.numel():
+                    empty.append(((g, kind), p))
+                elif kind is not None:
+                    layout = tuple(n == 1 for n in member.param.shape)
                     classes.setdefault((g, kind), {}).setdefault(layout, []).append(p)
                 full += (t for t in member.tensors() if isinstance(t, Tensor))
+        for key, p in empty:  # as shards may be: there is nothing of them to be laid out otherwise
+            for same in list(classes.get(key, {}).values())[:1]:
+                same.append(p)
         least = least_members(session.config)
         sizes = {key: alike * sum(map(len, one.values())) for key, one in classes.items()}
         large = [one.values() for key, one in classes.items() if sizes[key] >= least]
@@ -150,6 +192,11 @@ class StandIns:
     def step(self) -> None:
         """Do the step, `few` being what the optimizer is."""
         self.compiled()
+
+    def count_versions(self) -> None:
+        """Count up the versions of DTensors, as a step that overwrites their shards does not."""
+        tensors = (t for m in self.sharded for t in (m.whole, *m.state.values()))
+        torch.autograd.graph.increment_version([t for t in tensors if is_sharded(t)])
 
     def holds(self, optimizer: Optimizer) -> bool:
         """Tell whether all parameters, gradients and states are as they were."""
@@ -164,7 +211,10 @@ class StandIns:
             return False
         if not _same(list(_values(self.states)), self.tensors) or not self.few.shares(optimizer):
             return False
-        return bool(self.guards.check(*self.plain, *self.tensors, *_grads(self.plain)))
+        shards = [shard_of(t) for t in (*self.plain, *self.tensors)]
+        if not _same(shards, self.shards) or not all(m.is_sharded_alike() for m in self.sharded):
+            return False
+        return bool(self.guards.check(*shards, *map(_grad, self.plain)))
 
     def whole_graph(self, inputs: Inputs, settings: Settings) -> Narrow | Unlike:
         """See `StandsForOthers`: or say why it does not do to all what it does to the few."""
@@ -236,5 +286,5 @@ def _values(states: Iterable[dict[str, Any]]) -> Iterable[Any]:
     return itertools.chain.from_iterable(map(dict.values, states))
 
 
-def _grads(params: Iterable[Tensor]) -> list[Tensor]:
-    return [p.grad for p in params]  # type: ignore[misc]  # none of them is None
+def _grad(param: Tensor) -> Tensor:
+    return shard_of(param.grad)  # type: ignore[return-value]  # it has one

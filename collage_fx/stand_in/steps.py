@@ -165,6 +165,7 @@ class StandInSteps:
                 stand_ins.step()
         finally:
             self.session.stand_ins = None
+            stand_ins.count_versions()
         if stand_ins.outcome is Outcome.DONE and len(noted.calls) == 1:
             if repeats:
                 self.observed = stand_ins, noted.calls[0]

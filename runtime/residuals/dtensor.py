@@ -1,7 +1,8 @@
 """Sharded tensors: a state that is a DTensor is, to us, the shard that this process has of it."""
 
 import sys
-from typing import Any
+from collections.abc import Hashable
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -13,10 +14,25 @@ def is_sharded(tensor: object) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def shard_of(tensor: Tensor) -> Tensor:
+T = TypeVar("T", Tensor, Tensor | None)
+
+
+def shard_of(tensor: T) -> T:
     """Return the shard of a DTensor that this process has, itself; any other tensor as it is."""
     sharded: Any = tensor
     return sharded._local_tensor if is_sharded(tensor) else tensor
+
+
+def sharding_of(tensor: Tensor) -> Hashable:
+    """Return the mesh and the placements of a DTensor; None for any other tensor."""
+    sharded: Any = tensor
+    return (sharded.device_mesh, sharded.placements) if is_sharded(tensor) else None
+
+
+def is_partial(tensor: Tensor) -> bool:
+    """Tell whether the values of a DTensor are yet to be reduced over the mesh."""
+    sharded: Any = tensor
+    return is_sharded(tensor) and any(p.is_partial() for p in sharded.placements)
 
 
 def placed(tensor: Tensor) -> str:

@@ -12,11 +12,13 @@ from saved import drop_saved_residuals
 from storage_runs import compiled
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import collage_fx
 from collage_fx.errors import CheckpointError, CollageWarning
+from collage_fx.runtime.residuals.dtensor import shard_of
+from collage_fx.stand_in.members import Member
 
 RANKS, RANK = 3, 2
 SHAPES = ((7, 5), (2, 5), (4,), (7, 5)) * 2
@@ -87,6 +89,40 @@ def test_a_shard_takes_the_steps_of_its_rows(
         assert [lo.shape for lo in lows] == [p.to_local().shape]
         some += sum(int(lo.count_nonzero()) for lo in lows)
     assert some > 0
+
+
+def test_shards_of_many_parameters_share_a_kernel(mesh: DeviceMesh, traced: list[int]) -> None:
+    # As FSDP2 hands them in: all gradients of a module are views of one buffer.
+    plain = [v.requires_grad_() for v in values(0)]
+    shards = [sharded(v, mesh).requires_grad_() for v in values(0)]
+    few, step = make("AdamW", shards, "shared")
+    buffer = torch.zeros(sum(mine(v).numel() for v in values(0)), dtype=torch.bfloat16)
+    pieces = buffer.split([mine(v).numel() for v in values(0)])
+    views = [b.view_as(mine(v)) for b, v in zip(pieces, values(0), strict=True)]
+    for p, view, v in zip(shards, views, values(0), strict=True):
+        placed = {"shape": v.shape, "stride": v.stride()}
+        p.grad = DTensor.from_local(view, mesh, [Shard(0)], run_check=False, **placed)
+    versions = [p._version for p in shards]
+    for k in range(6):
+        for view, g in zip(views, values(100 + k), strict=True):
+            view.copy_(mine(g))
+        step()
+    run(*make("AdamW", plain, "shared"), None)
+    for p, q in zip(shards, plain, strict=True):
+        assert torch.equal(collage_fx.value(p).to_local(), mine(collage_fx.value(q)))
+        assert isinstance(few.state[p]["exp_avg"], DTensor) and shard_of(p).grad is None
+    assert all(p._version > v for p, v in zip(shards, versions, strict=True))
+    # One parameter of each layout, with its gradient and two states, stands for all, those of which
+    # this process has no row among them.
+    assert traced == [4, 2 * 4]
+
+
+def test_shards_that_a_step_reduces_first_do_not_stand_for_the_whole(mesh: DeviceMesh) -> None:
+    whole = DTensor.from_local(torch.ones(4), mesh, [Replicate()]).requires_grad_()
+    one = Member(whole, torch.optim.SGD([whole]))
+    for placement, alike in ((Replicate(), True), (Partial(), False)):
+        whole.grad = DTensor.from_local(torch.ones(4), mesh, [placement], run_check=False)
+        assert one.is_sharded_alike() == alike
 
 
 def test_every_state_of_the_step_is_in_the_report(mesh: DeviceMesh) -> None:
