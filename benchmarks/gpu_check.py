@@ -165,6 +165,8 @@ def run_here(name: str, args: argparse.Namespace, file: Path) -> int:
         from torch._inductor import cpu_vec_isa
 
         cpu_vec_isa.valid_vec_isa_list = list
+        if "(emulated)" in importlib.import_module("torch").cuda.get_device_name():
+            importlib.import_module("cuda_emulator.probe").leave_out_probe()
     from collage_fx.step import small_updates
 
     small_updates.LOOKS = 0  # what it looks at in steps 100 and 101 waits for the device
