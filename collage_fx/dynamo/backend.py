@@ -289,7 +289,8 @@ class _Step:
     def _has_kernels(self, supervisor: Steps) -> bool:
         """Compile the kernels of the graph; where that fails, have the graph recorded."""
         try:
-            self.code.compile_kernels()
+            with supervisor.recorder.paused():  # Inductor makes tensors on the way
+                self.code.compile_kernels()
         except Exception as error:  # whatever the compiler raises; nothing is written yet
             supervisor.failures.note(error)
             self.code.refused = True
