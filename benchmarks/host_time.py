@@ -1,4 +1,4 @@
-"""Where the time of an AdamW step over many small tensors goes, on a CPU.
+"""Where the time of an AdamW step over many small tensors goes: on a CPU, or the host of a GPU.
 
 For each number of tensors of 64 elements: the median and the 95th percentile of a step in
 milliseconds, one thread, steps of all ways taking turns, so that each finds its tensors in no
@@ -6,10 +6,14 @@ cache; the same of a repeated step by itself, and its parts in microseconds: wha
 kernels' is the host's. "python" looks at each tensor in Python in
 each step, as all steps did before. "compiled" is torch.compile's plain bf16, for --plain tensors at
 most: it compiles a minute or more. Written to benchmarks/results/host_time.json.
+
+With --device cuda it is the host's time before the device is done; it needs no GPU:
+    PYTHONPATH=tests/support PYTHON -m cuda_emulator python benchmarks/host_time.py --device cuda
 """
 
 import argparse
 import contextlib
+import importlib
 import json
 import logging
 import statistics
@@ -39,11 +43,11 @@ PARTS = {
 Step = Callable[[], Any]
 
 
-def ways(count: int, plain: int) -> dict[str, Step]:
+def ways(count: int, plain: int, device: str) -> dict[str, Step]:
     """Return what takes a step in each way, over parameters of its own."""
 
     def made(**options: Any) -> Optimizer:
-        return AdamW(parameters([(64,)] * count), lr=1e-3, **options)
+        return AdamW(parameters([(64,)] * count, device), lr=1e-3, **options)
 
     found: dict[str, Step] = {}
     scheduled = made()
@@ -92,9 +96,9 @@ def milliseconds(step: Step) -> float:
     return 1e3 * (time.perf_counter() - start)
 
 
-def measured(count: int, rounds: int, plain: int) -> dict[str, Any]:
+def measured(count: int, rounds: int, plain: int, device: str) -> dict[str, Any]:
     """Return the figures for a number of tensors."""
-    steps = ways(count, plain)
+    steps = ways(count, plain, device)
     for name, step in steps.items():
         print(f"{count} tensors: {name}", flush=True)
         for _ in range(8):
@@ -127,16 +131,22 @@ def main() -> None:
     parser.add_argument("--tensors", nargs="+", type=int, default=[300, 1000])
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--plain", type=int, default=300)
-    parser.add_argument("--out", default=str(Path(__file__).parent / "results/host_time.json"))
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--out")
     given = parser.parse_args()
+    name = "host_time.json" if given.device == "cpu" else "host_time_cuda.json"
+    out = Path(given.out or Path(__file__).parent / "results" / name)
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    results: dict[str, Any] = {**conditions()}
+    results: dict[str, Any] = {**conditions(given.device)}
+    if "(emulated)" in results["device"]:
+        importlib.import_module("cuda_emulator.probe").leave_out_probe()
     for count in given.tensors:
-        results[f"{count} of 64 elements"] = found = measured(count, given.rounds, given.plain)
+        found = measured(count, given.rounds, given.plain, given.device)
+        results[f"{count} of 64 elements"] = found
         print(json.dumps(found, indent=1), flush=True)
-    Path(given.out).write_text(json.dumps(results, indent=2) + "\n")
+    out.write_text(json.dumps(results, indent=2) + "\n")
 
 
 if __name__ == "__main__":

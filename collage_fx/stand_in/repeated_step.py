@@ -9,9 +9,7 @@ state, is asked for beside it. Whatever has changed, the step is done as any oth
 
 import math
 import re
-from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,40 +17,21 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_fx.compilation.layout_guards import guards_of, is_plain
-from collage_fx.compilation.partition import Direct, KernelCall
+from collage_fx.compilation.partition import Direct
 from collage_fx.compilation.side_inputs import Code, Observed
 from collage_fx.hooks.nested_compile import GlobalState
 from collage_fx.hooks.optimizer_hooks import has_foreign_hooks
 from collage_fx.optimizer.ownership import params_of
-from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS
 from collage_fx.record.steps import Steps
-from collage_fx.runtime.kernels.cpp_loop import Loop
 from collage_fx.runtime.kernels.tensor_snapshot import ANYTHING, NUMBER, Contents, TensorSnapshot
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.segments.segment_graph import number_tensor
 from collage_fx.stand_in.alike import is_constant
+from collage_fx.stand_in.launches import Unrepeatable, launches
 from collage_fx.stand_in.stand_ins import StandIns
-
-
-class Unrepeatable(Exception):
-    """A step that is not done again without Python; the reason."""
-
 
 _FLOAT = re.compile(r"L\['self'\]\.param_groups\[(\d+)\]\['(\w+)'\]")
 """Dynamo's name for a number of a parameter group; see `name_of_number`."""
-
-
-@dataclass
-class _Launch:
-    """One call of a kernel over all members of a class."""
-
-    loop: Loop
-    sizes: "array[int]"
-    source: "array[int]"
-    """For each entry of the table, which address it begins with."""
-    offset: "array[int]"
-    """The bytes from there on."""
-    table: "array[int]"
 
 
 class RepeatedStep:
@@ -98,7 +77,7 @@ class RepeatedStep:
         for slot, residual in enumerate(self.residuals):
             residual.keep_version(self.snapshot.versions, slot)
         tensors = [*observed.inputs, *(None for _ in seeds), *memory]
-        self.launches = [_launch(call, places, tensors) for call in direct.calls]
+        self.launches = launches(direct.calls, places, tensors, self.first)
         low = {id(t) for t in contents.others}
         written = (tensors[i] for call in direct.calls for i in call.operands[0])
         self.written = [t for t in written if id(t) not in low]
@@ -112,6 +91,8 @@ class RepeatedStep:
         snapshot, groups = self.snapshot, optimizer.param_groups
         if not self._allowed(optimizer) or not (grads := snapshot.unchanged(vars(optimizer))):
             return False
+        if not self.launches.fit(snapshot):
+            return False
         found = [groups[g][key] for g, key in self.numbers]
         if not all(map(math.isfinite, found)):
             return False
@@ -119,11 +100,7 @@ class RepeatedStep:
         side, direct = self.code.side, self.direct
         seeds = side.draw(self.residuals, self.code.seeded) if side is not None else []
         made = direct.make({i: numbers[k] for i, k in self.given.items()})
-        for at, t in enumerate((*numbers, *seeds, *made), self.first):
-            snapshot.addresses[at] = t.data_ptr()
-        for one in self.launches:
-            snapshot.gather(one.source, one.offset, one.table)
-            one.loop.launch(one.table, one.sizes)
+        self.launches.run(snapshot, self.first, (*numbers, *seeds, *made))
         del grads  # which the kernels have read by their addresses
         torch.autograd.graph.increment_version(self.written)
         snapshot.settle()
@@ -145,8 +122,6 @@ def _direct(code: Code, observed: Observed) -> Direct:
     direct = code.direct
     if direct is None or not direct.only_kernels:
         raise Unrepeatable("its graph does more than to call kernels")
-    if any(call.device.type != "cpu" for call in direct.calls):
-        raise Unrepeatable("its kernels are not for a CPU")
     replaced, current = observed.residuals.replaced, observed.residuals.current
     if replaced or any(r.expected is not None for _, r in current):
         raise Unrepeatable("residuals are dropped, or have to be looked at")
@@ -221,30 +196,3 @@ def _contents(
 def _items(one: dict[Any, Any]) -> Iterator[Any]:
     for pair in one.items():
         yield from pair
-
-
-def _launch(call: KernelCall, places: list[int], tensors: list[Any]) -> _Launch:
-    """Return a call of a kernel with a table to be filled from addresses.
-
-    Args:
-        call: its operands are numbered.
-        places: for each number, which address it is.
-        tensors: for each number what was there, None for a seed.
-    """
-    kernel = MULTI_TENSOR_KERNELS[call.key]
-    written, read, vectors = call.operands
-    columns: dict[int, Any] = {**kernel.columns(written, read)}
-    own = columns[[*kernel.written, *kernel.read][0]]
-    sizes = array("q", (tensors[i].numel() for i in own))
-    loop = kernel.runner(call.device)
-    if not isinstance(loop, Loop) or not all(sizes):
-        raise Unrepeatable("its kernels are no loops on a CPU, or have nothing to do")
-    entries: dict[int, list[tuple[int, int]]] = {
-        i: [(places[number], 0) for number in column] for i, column in columns.items()
-    }
-    for i, number in zip(kernel.vectors, vectors, strict=True):
-        width = kernel.dtypes[i].itemsize
-        entries[i] = [(places[number], m * width) for m in range(len(sizes))]
-    rows = [entries[i][m] for m in range(len(sizes)) for i in loop.order]
-    source, offset = (array("q", column) for column in zip(*rows, strict=True))
-    return _Launch(loop, sizes, source, offset, array("q", bytes(8 * len(rows))))

@@ -24,8 +24,11 @@ from collage_fx.compilation.side_inputs import Noted, Observed, is_looked_at, lo
 from collage_fx.hooks.optimizer_hooks import has_foreign_hooks
 from collage_fx.passes.ir.program import Unlike
 from collage_fx.record.steps import Steps
+from collage_fx.runtime.kernels import left_out
+from collage_fx.runtime.kernels.triton_launch import is_capturing
 from collage_fx.stand_in.alike import count_alike, register, residuals_of, withdraw
-from collage_fx.stand_in.repeated_step import RepeatedStep, Unrepeatable
+from collage_fx.stand_in.launches import Unrepeatable
+from collage_fx.stand_in.repeated_step import RepeatedStep
 from collage_fx.stand_in.shared_graph import SharedGraph, share, shared_stand_ins
 from collage_fx.stand_in.stand_ins import StandIns
 from collage_fx.stand_in.torch_steps import make_states, serves, without_hooks
@@ -103,6 +106,8 @@ class StandInSteps:
         observed, self.observed = self.observed, None
         if observed is None or not wanted or not steps.quiet or self.last is not None:
             return
+        if is_capturing():  # nothing can be allocated outside of the memory of the graph
+            return
         self.waited = self.wait = 2 * self.waited + 1
         try:
             self.last = RepeatedStep(self.optimizer(), *observed, steps)
@@ -156,6 +161,7 @@ class StandInSteps:
         self.session.stand_ins = stand_ins
         before = stand_ins.code
         repeats = before is not None and before.side is not None and not self.wait
+        repeats = repeats and not left_out.is_open()  # who looks waits for the device
         noted = Noted()
         looks = looked_at(noted) if repeats or stand_ins.pooled else nullcontext()
         residuals = residuals_of(optimizer) if stand_ins.pooled else None

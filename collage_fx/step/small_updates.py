@@ -11,6 +11,7 @@ from collage_fx.compilation.session import Session
 from collage_fx.optimizer.ownership import Owned, groups_of, owned_tensors
 from collage_fx.optimizer.parameter_names import names_of, renamed
 from collage_fx.optimizer.served import too_small
+from collage_fx.runtime.kernels.triton_launch import is_capturing
 from collage_fx.runtime.residuals.dtensor import shard_of
 from collage_fx.runtime.residuals.store import STORE, version
 from collage_fx.runtime.storage.registry import FINEST, kept
@@ -51,8 +52,7 @@ class SmallUpdates:
         """Do a step of the optimizer, and look at it if it is one of those."""
         self.steps += 1
         # A CUDA graph that is being captured writes nothing yet, and nothing of it can be read.
-        capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-        if self.steps < AFTER or capturing:
+        if self.steps < AFTER or is_capturing():
             return run(optimizer, *args, **kwargs)
         chosen = self._chosen(optimizer)
         before = [(o, version(o.tensor), in_float64(o.tensor)) for o in chosen]

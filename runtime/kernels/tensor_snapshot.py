@@ -155,6 +155,14 @@ extern "C" void gather(const int64_t* addresses, const int64_t* source, const in
   for (int64_t k = 0; k < size; ++k) table[k] = addresses[source[k]] + offset[k];
 }
 
+// All the bits of addresses, one or another of which has them.
+extern "C" int64_t bits(const int64_t* addresses, const int64_t* source, const int64_t* offset,
+                        int64_t size) {
+  int64_t found = 0;
+  for (int64_t k = 0; k < size; ++k) found |= addresses[source[k]] + offset[k];
+  return found;
+}
+
 extern "C" void settle(const Snapshot* s) {
   const Py_ssize_t written = PyTuple_GET_SIZE(s->written);
   for (Py_ssize_t k = 0; k < written; ++k)
@@ -182,7 +190,7 @@ class _Fields(ctypes.Structure):
 def _library() -> Any:
     """Return the compiled functions, which hold the lock of the interpreter while they run."""
     library = ctypes.PyDLL(cpp_compiler.load(_SOURCE)._name)
-    library.unchanged.restype = ctypes.c_int
+    library.unchanged.restype, library.bits.restype = ctypes.c_int, ctypes.c_int64
     library.settle.restype = library.gather.restype = None
     return library
 
@@ -209,6 +217,18 @@ class Contents:
     alike: Callable[..., bool]
     """Tells whether its arguments, the guarded tensors and the gradients, are what they were in
     class, dtype, device, sizes and strides."""
+
+
+class Addresses:
+    """Some of the addresses of a snapshot, each with bytes to be added to it."""
+
+    def __init__(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Take places in `TensorSnapshot.addresses`, and bytes."""
+        self.source = array("q", (place for place, _ in pairs))
+        self.offset = array("q", (offset for _, offset in pairs))
+
+    def __len__(self) -> int:
+        return len(self.source)
 
 
 class TensorSnapshot:
@@ -266,11 +286,18 @@ class TensorSnapshot:
         found = ctypes.py_object(attributes), ctypes.py_object(grads)
         return grads if self._library.unchanged(self._at, *found) else []
 
-    def gather(self, source: "array[int]", offset: "array[int]", table: "array[int]") -> None:
-        """Fill a table: each entry is the address at `source`, and so many bytes on."""
-        pointers = [ctypes.c_void_p(a.buffer_info()[0]) for a in (self.addresses, source, offset)]
-        end = ctypes.c_int64(len(table)), ctypes.c_void_p(table.buffer_info()[0])
-        self._library.gather(*pointers, *end)
+    def gather(self, found: "Addresses", table: int) -> None:
+        """Write addresses to the memory at an address."""
+        self._library.gather(*self._pointers(found), ctypes.c_void_p(table))
+
+    def bits(self, found: "Addresses") -> int:
+        """Return the bits that any of the addresses has: they are as aligned as this number."""
+        return int(self._library.bits(*self._pointers(found)))
+
+    def _pointers(self, found: "Addresses") -> tuple[Any, ...]:
+        arrays = (self.addresses, found.source, found.offset)
+        pointers = (ctypes.c_void_p(a.buffer_info()[0]) for a in arrays)
+        return *pointers, ctypes.c_int64(len(found))
 
     def settle(self) -> None:
         """Note the versions as they are now."""

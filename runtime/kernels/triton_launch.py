@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,11 +21,17 @@ elements large chunks would leave a fifth of it idle while the last of them run.
 BLOCK = 1024
 WARPS = 4
 """With 1024 elements in 128 threads each thread has 8: 16 bytes of a 16-bit tensor."""
-_ALIGNMENT = 16
+ALIGNMENT = 16
+"""The bytes by which addresses are divisible, where a thread reads as many at once."""
 _KEPT = 16
 """For how many lists of sizes; members come and go with gradients that are None."""
 _SPARE = 2
 """Tables that are kept ready for each of them: as many CUDA graphs in a row take no other step."""
+
+
+def is_capturing() -> bool:
+    """Tell whether a CUDA graph is being captured on the current stream."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 class Geometry(NamedTuple):
@@ -58,6 +64,11 @@ class Ready:
     made: torch.cuda.Event | None = None
     """What a launch on another stream than that of the first waits for; None on a CPU."""
 
+    @property
+    def is_full(self) -> bool:
+        """Whether CUDA graphs find all that is kept ready for them."""
+        return len(self.spare) >= _SPARE
+
     def used_by(self, stream: torch.cuda.Stream) -> None:
         """Let a stream read the geometry, which is not freed before it has."""
         if self.made is not None:
@@ -66,8 +77,12 @@ class Ready:
             tensor.record_stream(stream)
 
 
-Key: TypeAlias = tuple[tuple[int, ...], bool, torch.device]
-"""The sizes of members, whether they are aligned, and where they are."""
+class Members(NamedTuple):
+    """What launches over members depend on, beside their addresses."""
+
+    sizes: tuple[int, ...]
+    aligned: bool
+    device: torch.device
 
 
 @dataclass
@@ -78,7 +93,7 @@ class Launch:
     scalar: Sequence[bool]
     """For each input whether it is 0-d; such inputs may be on the CPU."""
     kernel: Any = field(init=False)
-    ready: dict[Key, Ready] = field(default_factory=dict)
+    ready: dict[Members, Ready] = field(default_factory=dict)
     captured: list[tuple[Geometry, Table]] = field(default_factory=list)
     """What CUDA graphs read again whenever they are replayed, for as long as this process runs."""
 
@@ -92,73 +107,88 @@ class Launch:
         what is to be done now.
         """
         full = [addresses(c) for c, scalar in zip(columns, self.scalar, strict=True) if not scalar]
-        groups: dict[bool, list[int]] = {True: [], False: []}
-        for m, starts in enumerate(zip(*full, strict=True)):
-            aligned = sizes[m] > 1 and not any(start % _ALIGNMENT for start in starts)
-            groups[aligned].append(m)
-        for aligned, members in groups.items():
-            if len(members) == len(sizes):
-                self._launch(columns, sizes, aligned)
-            elif members:
-                some = [[column[m] for m in members] for column in columns]
-                self._launch(some, [sizes[m] for m in members], aligned)
-
-    def _launch(self, columns: Sequence[Column], sizes: Sequence[int], aligned: bool) -> None:
         device = device_of(columns[list(self.scalar).index(False)])
-        key = tuple(sizes), aligned, device
+        for aligned, at in self.groups(full, sizes).items():
+            some = columns
+            if len(at) < len(sizes):
+                some = [[column[m] for m in at] for column in columns]
+            self._launch(some, Members(tuple(sizes[m] for m in at), aligned, device))
+
+    def groups(
+        self, starts: Sequence[Sequence[int]], sizes: Sequence[int]
+    ) -> dict[bool, list[int]]:
+        """Return the members of each launch: those that are aligned (True), and the others.
+
+        Args:
+            starts: for each input that is not 0-d, the addresses of all members' tensors.
+            sizes: the elements of each member.
+        """
+        found: dict[bool, list[int]] = {}
+        for m, own in enumerate(zip(*starts, strict=True)):
+            aligned = sizes[m] > 1 and not any(start % ALIGNMENT for start in own)
+            found.setdefault(aligned, []).append(m)
+        return dict(sorted(found.items(), reverse=True))
+
+    def _launch(self, columns: Sequence[Column], members: Members) -> None:
+        device = members.device
         cuda = device.type == "cuda"
         with torch.cuda.device(device) if cuda else contextlib.nullcontext():
             kept: list[Tensor] = []
             if cuda and torch.cuda.is_current_stream_capturing():
-                geometry, table = self._for_capture(key, columns)
+                geometry, table = self._for_capture(members, columns)
             else:
                 near = [_near(column, device, kept) for column in columns]
                 table = _moved(_table_of(near), device, kept)
-                ready = self._ready(key, table.shape)
+                ready = self.ready_for(members)
                 if cuda:
                     ready.used_by(torch.cuda.current_stream(device))
                 geometry = ready.geometry
-            self.kernel[(geometry.members.numel(),)](
-                table,
-                *geometry,
-                left_out=number_on(device),
-                ALIGNED=aligned,
-                CHUNK=chunk_of(sizes),
-                BLOCK=BLOCK,
-                num_warps=WARPS,
-                # A product that is contracted with a sum is not rounded before it.
-                enable_fp_fusion=False,
-            )
+            self.call(table, geometry, members)
 
-    def _ready(self, key: Key, shape: torch.Size) -> Ready:
-        """Return what such launches have in common.
+    def call(self, table: Tensor, geometry: Geometry, members: Members) -> None:
+        """Launch the kernel on the current device.
 
         Args:
-            key: what the launch is for.
-            shape: of its table.
+            table: the addresses, for each member those of its inputs.
+            geometry: see `ready_for`.
+            members: whose addresses these are.
         """
-        sizes, _, device = key
-        if key not in self.ready:
+        self.kernel[(geometry.members.numel(),)](
+            table,
+            *geometry,
+            left_out=number_on(members.device),
+            ALIGNED=members.aligned,
+            CHUNK=chunk_of(members.sizes),
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+            # A product that is contracted with a sum is not rounded before it.
+            enable_fp_fusion=False,
+        )
+
+    def ready_for(self, members: Members) -> Ready:
+        """Return what launches over such members have in common."""
+        sizes, _, device = members
+        if members not in self.ready:
             if len(self.ready) == _KEPT:
                 self.ready.pop(next(iter(self.ready)))
             ready = Ready(Geometry(*(_moved(t, device, []) for t in _chunks(sizes))))
             if device.type == "cuda":
                 ready.made = torch.cuda.current_stream(device).record_event()
-            self.ready[key] = ready
-        ready = self.ready[key]
-        while device.type == "cuda" and len(ready.spare) < _SPARE:
-            ready.spare.append(_new_table(shape, device))
+            self.ready[members] = ready
+        ready = self.ready[members]
+        while device.type == "cuda" and not ready.is_full:
+            ready.spare.append(_new_table(torch.Size((len(sizes), len(self.scalar))), device))
         return ready
 
-    def _for_capture(self, key: Key, columns: Sequence[Column]) -> tuple[Geometry, Tensor]:
+    def _for_capture(self, members: Members, columns: Sequence[Column]) -> tuple[Geometry, Tensor]:
         """Return geometry and table for a CUDA graph, which an earlier launch has left."""
-        if not all(_is_near(column, key[-1]) for column in columns):
+        if not all(_is_near(column, members.device) for column in columns):
             raise CaptureError(
                 "a CUDA graph is being captured, and a step count, learning rate or other 0-d "
                 "tensor is on the CPU, whose value the graph would repeat for ever; make the "
                 "optimizer with capturable=True and such tensors on the device"
             )
-        ready = self.ready.get(key)
+        ready = self.ready.get(members)
         if ready is None or not ready.spare:
             raise CaptureError(
                 "a CUDA graph is being captured, and nothing was made ready for it: take a step "
