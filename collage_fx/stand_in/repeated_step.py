@@ -24,12 +24,14 @@ from collage_fx.hooks.optimizer_hooks import has_foreign_hooks
 from collage_fx.optimizer.ownership import params_of
 from collage_fx.record.steps import Steps
 from collage_fx.runtime.kernels.tensor_snapshot import ANYTHING, NUMBER, Contents, TensorSnapshot
+from collage_fx.runtime.residuals.dtensor import is_sharded, shard_of
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.segments.segment_graph import number_tensor
 from collage_fx.stand_in.alike import is_constant
 from collage_fx.stand_in.launches import Unrepeatable, launches
 from collage_fx.stand_in.stand_ins import StandIns
 
+_NOWHERE = -1
 _FLOAT = re.compile(r"L\['self'\]\.param_groups\[(\d+)\]\['(\w+)'\]")
 """Dynamo's name for a number of a parameter group; see `name_of_number`."""
 
@@ -62,11 +64,13 @@ class RepeatedStep:
         memory = direct.allocate()
         contents = _contents(optimizer, stand_ins, observed, memory, self.numbers)
         known = [*contents.guarded, *contents.others]
-        grads = [p.grad for p in contents.params]
+        grads = [shard_of(p.grad) for p in contents.params]
         self.first = len(known) + len(grads)
         """The place of the first address that each step has to be given."""
         place = {id(t): i for i, t in reversed(list(enumerate([*known, *grads])))}
         place |= {number: self.first + k for k, number in enumerate(numbers)}
+        # Sizes that are symbols to Dynamo, as those of views, are inputs too; no kernel takes them.
+        place |= {id(n): _NOWHERE for n in observed.inputs if isinstance(n, int)}
         if any(id(t) not in place for t in observed.inputs):
             raise Unrepeatable("it takes other tensors than parameters, gradients and states")
         seeds = range(self.first + len(numbers), self.first + len(numbers) + len(code.seeded))
@@ -80,7 +84,7 @@ class RepeatedStep:
         self.launches = launches(direct.calls, places, tensors, self.first)
         low = {id(t) for t in contents.others}
         written = (tensors[i] for call in direct.calls for i in call.operands[0])
-        self.written = [t for t in written if id(t) not in low]
+        self.written = [*(t for t in written if id(t) not in low), *contents.sharded]
         if any(id(observed.inputs[i]) not in numbers for i in direct.inputs):
             raise Unrepeatable("what Inductor has compiled takes a tensor, such as a rate")
         self.given = {i: place[id(observed.inputs[i])] - self.first for i in direct.inputs}
@@ -173,7 +177,8 @@ def _contents(
     if not all(is_constant(v) or isinstance(v, Tensor) for one in held for v in one.values()):
         raise Unrepeatable("a group or a state has what can be changed in place")
     others = [v for one in held for v in one.values() if isinstance(v, Tensor)]
-    guarded = list({id(t): t for t in (*params_of(optimizer), *others)}.values())
+    wholes = {id(t): t for t in (*params_of(optimizer), *others)}
+    guarded = list(map(shard_of, wholes.values()))
     if len(stand_ins.plain) != len(stand_ins.params) or not all(map(is_plain, guarded)):
         raise Unrepeatable("there are tensors of classes with code of their own")
     if any(t.is_inference() for t in guarded):
@@ -189,7 +194,8 @@ def _contents(
         written=[t for t, _ in observed.residuals.current],
         params=stand_ins.params,
         without=stand_ins.without,
-        alike=guards_of([*guarded, *(p.grad for p in stand_ins.params)]).check,
+        sharded=[t for t in wholes.values() if is_sharded(t)],
+        alike=guards_of([*guarded, *(shard_of(p.grad) for p in stand_ins.params)]).check,
     )
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._C._dynamo import guards
 
 from collage_fx.runtime.kernels import cpp_compiler
+from collage_fx.runtime.residuals.dtensor import SHARD, SPEC, shard_of, spec_of
 
 _SOURCE = r"""
 #include <Python.h>
@@ -28,6 +29,7 @@ struct Snapshot {
   PyObject *attributes, *containers, *number, *anything;
   PyObject *tensors, *written, *params, *without;
   PyObject *guards, *version, *grad;
+  PyObject *wholes, *specs, *shard, *spec;
   void* (*address)(PyObject*);
   int64_t guarded, *addresses, *versions;
 };
@@ -105,6 +107,26 @@ static bool same_tensors(const Snapshot* s) {
   return true;
 }
 
+static bool same_shards(const Snapshot* s) {
+  const Py_ssize_t size = PyTuple_GET_SIZE(s->wholes);
+  for (Py_ssize_t k = 0; k < size; k += 2) {
+    PyObject* found = PyObject_GetAttr(PyTuple_GET_ITEM(s->wholes, k), s->shard);
+    if (!found) return false;
+    Py_DECREF(found);
+    if (found != PyTuple_GET_ITEM(s->wholes, k + 1)) return false;
+  }
+  return true;
+}
+
+// Of the gradient of a DTensor the shard, a new reference, if it is laid out as it was; or null.
+static PyObject* shard_of(const Snapshot* s, PyObject* gradient, PyObject* expected) {
+  PyObject* spec = PyObject_GetAttr(gradient, s->spec);
+  if (!spec) PyErr_Clear();  // no DTensor any more
+  const int same = spec ? PyObject_RichCompareBool(spec, expected, Py_EQ) : 0;
+  Py_XDECREF(spec);
+  return same > 0 ? PyObject_GetAttr(gradient, s->shard) : nullptr;
+}
+
 static bool no_gradients(const Snapshot* s) {
   const Py_ssize_t size = PyTuple_GET_SIZE(s->without);
   for (Py_ssize_t k = 0; k < size; ++k) {
@@ -123,6 +145,12 @@ static int same_gradients(const Snapshot* s, std::vector<PyObject*>& grads) {
     if (!found) return -1;
     grads.push_back(found);
     if (found == Py_None) return 0;
+    PyObject* expected = PyTuple_GET_ITEM(s->specs, k);
+    if (expected == Py_None) continue;
+    PyObject* shard = shard_of(s, found, expected);
+    if (!shard) return PyErr_Occurred() ? -1 : 0;
+    grads.back() = shard;
+    Py_DECREF(found);
   }
   std::vector<PyObject*> all;
   all.reserve(s->guarded + size);
@@ -139,7 +167,7 @@ static int same_gradients(const Snapshot* s, std::vector<PyObject*>& grads) {
 
 extern "C" int unchanged(const Snapshot* s, PyObject* attributes, PyObject* kept) {
   const bool alike = same_dict(s, attributes, s->attributes) && same_containers(s) &&
-                     same_tensors(s) && no_gradients(s);
+                     same_shards(s) && same_tensors(s) && no_gradients(s);
   if (!alike) return PyErr_Occurred() ? -1 : 0;
   std::vector<PyObject*> grads;
   int answer = same_gradients(s, grads);
@@ -179,6 +207,7 @@ class _Fields(ctypes.Structure):
         *((name, ctypes.py_object) for name in ("attributes", "containers", "number", "anything")),
         *((name, ctypes.py_object) for name in ("tensors", "written", "params", "without")),
         *((name, ctypes.py_object) for name in ("guards", "version", "grad")),
+        *((name, ctypes.py_object) for name in ("wholes", "specs", "shard", "spec")),
         ("address", ctypes.c_void_p),
         ("guarded", ctypes.c_int64),
         ("addresses", ctypes.c_void_p),
@@ -211,7 +240,10 @@ class Contents:
     written: Sequence[Tensor]
     """Those of them whose version counter is compared with the last that was noted."""
     params: Sequence[Tensor]
-    """Tensors whose gradients are there and are like the present ones, wherever they lie."""
+    """Tensors whose gradients are there and are like the present ones, wherever they lie: those of
+    DTensors in their layout, and their shards."""
+    sharded: Sequence[Tensor]
+    """DTensors that have the same shards; these are among the guarded tensors."""
     without: Sequence[Tensor]
     """Tensors that have no gradient."""
     alike: Callable[..., bool]
@@ -251,7 +283,7 @@ class TensorSnapshot:
         self.params = tuple(contents.params)
         self.written = tuple(contents.written)
         grads = [p.grad for p in self.params if p.grad is not None]
-        present = [t.data_ptr() for t in (*self.tensors, *grads)]
+        present = [t.data_ptr() for t in (*self.tensors, *map(shard_of, grads))]
         self.addresses = array("q", [*present, *(0 for _ in range(more))])
         """Those of the guarded tensors, the others, the gradients in the last call, and more."""
         self.versions = array("q", (t._version for t in self.written))
@@ -268,6 +300,10 @@ class TensorSnapshot:
             contents.alike,
             version,
             grad,
+            tuple(one for t in contents.sharded for one in (t, shard_of(t))),
+            tuple(map(spec_of, grads)),
+            SHARD,
+            SPEC,
             guards._torchinductor_pyobject_tensor_data_ptr,  # type: ignore[attr-defined]
             len(contents.guarded),
             self.addresses.buffer_info()[0],
@@ -279,8 +315,9 @@ class TensorSnapshot:
     def unchanged(self, attributes: dict[str, Any]) -> list[Tensor]:
         """Return the gradients, whose addresses `addresses` has then, if all is as it was.
 
-        They are to be kept until nothing uses the addresses any more: another thread, or a hook,
-        may take them from their parameters. An empty list if something has changed.
+        Of DTensors these are the shards. They are to be kept until nothing uses the addresses any
+        more: another thread, or a hook, may take them from their parameters. An empty list if
+        something has changed.
         """
         grads: list[Tensor] = []
         found = ctypes.py_object(attributes), ctypes.py_object(grads)

@@ -15,18 +15,25 @@ def is_sharded(tensor: object) -> bool:
 
 
 T = TypeVar("T", Tensor, Tensor | None)
+SHARD, SPEC = "_local_tensor", "_spec"
+"""The attributes of a DTensor: the shard of this process, and how the whole is laid out."""
 
 
 def shard_of(tensor: T) -> T:
     """Return the shard of a DTensor that this process has, itself; any other tensor as it is."""
     sharded: Any = tensor
-    return sharded._local_tensor if is_sharded(tensor) else tensor
+    return getattr(sharded, SHARD) if is_sharded(tensor) else tensor
 
 
 def sharding_of(tensor: Tensor) -> Hashable:
     """Return the mesh and the placements of a DTensor; None for any other tensor."""
     sharded: Any = tensor
     return (sharded.device_mesh, sharded.placements) if is_sharded(tensor) else None
+
+
+def spec_of(tensor: Tensor) -> object:
+    """Return how a DTensor is laid out, its shape and dtype included; None for any other tensor."""
+    return getattr(tensor, SPEC) if is_sharded(tensor) else None
 
 
 def is_partial(tensor: Tensor) -> bool:

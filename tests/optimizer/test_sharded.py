@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ import collage_fx
 from collage_fx.errors import CheckpointError, CollageWarning
 from collage_fx.runtime.residuals.dtensor import shard_of
 from collage_fx.stand_in.members import Member
+from collage_fx.stand_in.repeated_step import RepeatedStep
 
 RANKS, RANK = 3, 2
 SHAPES = ((7, 5), (2, 5), (4,), (7, 5)) * 2
@@ -115,6 +117,49 @@ def test_shards_of_many_parameters_share_a_kernel(mesh: DeviceMesh, traced: list
     # One parameter of each layout, with its gradient and two states, stands for all, those of which
     # this process has no row among them.
     assert traced == [4, 2 * 4]
+
+
+@pytest.mark.kernels
+def test_steps_of_shards_are_repeated_until_something_changes(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[bool] = []
+
+    def spy(self: RepeatedStep, of: Any) -> bool:
+        taken.append(original(self, of))
+        return taken[-1]
+
+    original = RepeatedStep.run
+    monkeypatch.setattr(RepeatedStep, "run", spy)
+    whole = [torch.randn(6, 2).bfloat16() for _ in range(9)]
+    plain = [v.clone().requires_grad_() for v in whole]
+    shards = [sharded(v, mesh).requires_grad_() for v in whole]
+    runs = [make("SGD", params, "shared") for params in (plain, shards)]
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            grads = [torch.randn(6, 2).bfloat16() for _ in whole]
+            for p, q, g in zip(plain, shards, grads, strict=True):
+                p.grad, q.grad = g, sharded(g, mesh)
+            for _, step in runs:
+                step()
+        for p, q in zip(plain, shards, strict=True):
+            assert torch.equal(collage_fx.value(q).to_local(), mine(collage_fx.value(p)))
+
+    steps(6)
+    assert taken and all(taken[-4:])
+    version = shards[0]._version
+    steps(1)
+    assert shards[0]._version > version
+    # The shard of a parameter is another one, with other values.
+    other = mine(whole[0]).neg()
+    shards[0]._local_tensor = other
+    with torch.no_grad():
+        plain[0].copy_(whole[0].neg())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CollageWarning)
+        steps(1)
+    assert taken[-2:] == [True, False] or taken[-2:] == [False, False]
 
 
 def test_shards_that_a_step_reduces_first_do_not_stand_for_the_whole(mesh: DeviceMesh) -> None:
