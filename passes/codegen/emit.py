@@ -304,15 +304,20 @@ class _Emitter:
         return _Stamp(rewritten, member, residuals, others)
 
     def _interleave(self, rest: list[Node]) -> None:
-        """Append other nodes and regions in turn, each when its inputs are there."""
+        """Append other nodes and regions in turn, each when its inputs are there.
+
+        Random numbers are drawn in the order of the step.
+        """
         stamps = list(self.stamps)
         while rest or stamps:
-            before, waiting = len(self.graph.nodes), []
+            before, waiting, drawn = len(self.graph.nodes), [], True
             for node in rest:
-                if all(a in self.env for a in node.all_input_nodes):
+                draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+                if all(a in self.env for a in node.all_input_nodes) and (drawn or not draws):
                     self._copy(node)
                 else:
                     waiting.append(node)
+                    drawn &= not draws
             rest = waiting
             for stamp in stamps:
                 self._regions(stamp)

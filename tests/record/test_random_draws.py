@@ -7,6 +7,7 @@ import pytest
 import torch
 from recorded_steps import Each, start
 from torch import Tensor
+from torch._inductor import config as inductor_config
 
 import collage_fx
 from collage_fx.record import at_once
@@ -130,3 +131,25 @@ def test_all_that_takes_a_generator_is_known_to_draw() -> None:
         "seed",
     }
     assert len(packets) > 20
+
+
+def test_traced_graphs_draw_in_the_order_of_the_step() -> None:
+    """Where Inductor draws as eager PyTorch does: draws that look at values of several regions."""
+
+    def step(params: list[Tensor], grads: list[Tensor]) -> None:
+        for p, g in zip(params, grads, strict=True):
+            p.sub_(g + torch.rand_like(g), alpha=1e-2)
+            p.add_(torch.rand_like(p), alpha=1e-2)
+
+    params = [torch.ones(4, 3).bfloat16(), torch.ones(4, 3).bfloat16()]
+    grads = [torch.ones_like(p) for p in params]
+    with inductor_config.patch(fallback_random=True):
+        torch.manual_seed(7)
+        collage_fx.compile(step)(params, grads)
+    generator = torch.Generator().manual_seed(7)
+    for p in params:
+        first, second = (torch.rand(4, 3, generator=generator).bfloat16() for _ in range(2))
+        wanted = 1 - 1e-2 * (1 + first.double()) + 1e-2 * second.double()
+        assert float((collage_fx.value(p) - wanted).abs().max()) < 1e-4
+        # The control: by each other's numbers.
+        assert float((collage_fx.value(p) - wanted.flip(0)).abs().max()) > 1e-3
