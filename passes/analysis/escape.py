@@ -7,6 +7,7 @@ from torch.fx import Node
 
 from collage_fx.passes.analysis.affine import ADDING, MUCH, bound, is_number
 from collage_fx.passes.analysis.carried_path import walk
+from collage_fx.passes.analysis.choices import chosen
 from collage_fx.passes.analysis.factors import scaling
 from collage_fx.passes.analysis.high_words import entering
 from collage_fx.passes.analysis.plan import verdict
@@ -44,7 +45,9 @@ def escape(program: Program) -> None:
       shape; see `factors.py`;
     - a result that takes over the value of a state and is not stored in the graph: a new state that
       begins as a copy of a parameter, a parameter computed anew from other states, a state that is
-      replaced and not overwritten or is stored after a graph break, bits to be rounded by chance.
+      replaced and not overwritten or is stored after a graph break, bits to be rounded by chance;
+    - a value that meets its own largest element, say, which is that of its high word; see
+      `choices.py`.
 
     States that it only reads so may get a residual later: they are in `Program.reads`.
 
@@ -67,6 +70,7 @@ def escape(program: Program) -> None:
             *_missed(program, states, entered, place, "enters a sum or difference"),
             *_missed(program, every, factors, certain, "scales a new value"),
         ]
+    program.lost += list(dict.fromkeys(chosen(program)))
 
 
 def _states(program: Program, owners: tuple[Owner, ...]) -> dict[Node, Carried]:

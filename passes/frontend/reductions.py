@@ -150,10 +150,14 @@ def _rough(graph: Graph) -> set[Node]:
 
 def _is_choice(node: Node) -> bool:
     """Tell whether an operation is not smooth, as is a norm that is the largest element."""
-    of_largest = node.target is aten._foreach_norm.Scalar and any(
+    return is_largest(node) or node.target not in SMOOTH
+
+
+def is_largest(node: Node) -> bool:
+    """Tell whether a node is a norm that is the largest element."""
+    return node.target is aten._foreach_norm.Scalar and any(
         isinstance(a, float) and math.isinf(a) for a in (*node.args, *node.kwargs.values())
     )
-    return of_largest or node.target not in SMOOTH
 
 
 class _Widening:
