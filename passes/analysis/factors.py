@@ -180,6 +180,13 @@ def scaling(program: Program, states: dict[Node, Carried]) -> Iterator[Node]:
         yield from walk.entering(part, i)
 
 
+def _weighty(new: Terms) -> frozenset[Node]:
+    """Return the states whose high words have weight in a new value with these terms."""
+    whole = _whole(x for k, x in new.items() if k != OTHER)
+    much = whole.high >= MUCH or whole.high > 2 * abs(1 - whole.size)
+    return whole.of if whole.high and much else frozenset()
+
+
 class _Walk:
     """Goes once through a graph, and through slices again with one state as their own."""
 
@@ -230,21 +237,32 @@ class _Walk:
         return {k: Term(x.size, max(x.high, abs(x.size)), x.of | lost) for k, x in found.items()}
 
     def entering(self, part: Slice, i: int) -> frozenset[Node]:
-        """Return the states whose high words have weight in the new value of a state."""
-        y, olds = part.old(i), {part.old(j) for j in range(len(part.states))}
-        given = self._given(part, y)
-        if not any(x.high for terms in given.values() for x in terms.values()):
+        """Return the states whose high words have weight in the new value of a state.
+
+        A value that has nothing of the state may be that of another one of the slice.
+        """
+        olds = [part.old(j) for j in range(len(part.states))]
+        given = self._given(part, olds[i]).values()
+        if not any(x.high for terms in given for x in terms.values()):
             return frozenset()
-        inside = {x: {OWN if x is y else OTHER: Term(1.0)} for x in olds}
+        own = self._new_value(part, i, olds[i])
+        if OWN in own:
+            return _weighty(own)
+        others = (self._new_value(part, i, x) for x in olds if x is not olds[i])
+        return _weighty(own).union(*map(_weighty, others))
+
+    def _new_value(self, part: Slice, i: int, own: Node) -> Terms:
+        """Return the terms of the new value of a state, if a state of the slice is its own one."""
+        given = self._given(part, own)
+        olds = {part.old(j) for j in range(len(part.states))}
+        inside = {x: {OWN if x is own else OTHER: Term(1.0)} for x in olds}
 
         def read(a: Node) -> Terms:
             return inside[a] if a in inside else given[a, node]
 
         for node in part.nodes:
             inside[node] = _computed(node, read)
-        whole = _whole(x for k, x in inside[part.states[i][2]].items() if k != OTHER)
-        much = whole.high >= MUCH or whole.high > 2 * abs(1 - whole.size)
-        return whole.of if much else frozenset()
+        return inside[part.states[i][2]]
 
     def _given(self, part: Slice, y: Node) -> dict[tuple[Node, Node], Terms]:
         """Return what the nodes of a slice read from outside of it, and of which node each.

@@ -78,6 +78,15 @@ def by_numbers(p: Tensor, g: Tensor, state: Any) -> None:
     p.mul_(torch.tensor(ratio, dtype=torch.float64).unsqueeze(-1))
 
 
+def exchanged(p: Tensor, g: Tensor, state: Any) -> None:
+    """The state takes over what was scaled, and has nothing of its own in it."""
+    p.sub_(g, alpha=LR)
+    p.mul_(p.numel() / p.sum())
+    x = p.clone()
+    p.copy_(state["v"])
+    state["v"].copy_(x)
+
+
 SCALED: dict[str, Update] = {
     "row_sums": kept(lambda p: p.sum(-1, keepdim=True)),
     "largest": kept(lambda p: p.abs().max()),
@@ -214,6 +223,6 @@ def test_what_scales_an_update_stays_in_slices(update: Update) -> None:
     assert lost(update) == []
 
 
-@pytest.mark.parametrize("update", [SCALED["sum"], centered, orthogonalized])
+@pytest.mark.parametrize("update", [SCALED["sum"], centered, orthogonalized, exchanged])
 def test_what_scales_a_state_does_not(update: Update) -> None:
     assert lost(update) == ["param_groups[0].params[0] scales a new value with its high word only"]
