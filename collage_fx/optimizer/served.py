@@ -1,6 +1,6 @@
 """What served each carried state, and how often."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
@@ -12,6 +12,7 @@ from collage_fx.optimizer.parameter_names import renamed
 from collage_fx.optimizer.state_table import grouped, shortened, table, terminal_width, wrapped
 from collage_fx.passes.analysis.plan import LEFT_BY_LEVEL, NO_PARAMETER, NO_STATE
 from collage_fx.passes.ir.program import StatePlan, verdict_of
+from collage_fx.runtime.errors import listed
 from collage_fx.runtime.storage.registry import STORAGES, kept
 
 
@@ -78,6 +79,15 @@ RETURNED = (
     "collage_fx.compile(step, carries=('p', 'm')), or write them in place"
 )
 """What to say of a function that is not seen to carry its states."""
+
+
+def put_in_place(names: Collection[str]) -> str:
+    """Return what to say of a function that puts new tensors where its arguments have states."""
+    return (
+        f"not compensated: {listed(names)}: the function puts a new tensor in the place of that of "
+        "the call before, and it begins without a residual. Write it in place, as in "
+        "state.copy_(new)"
+    )
 
 
 def too_small(losing: Iterable[tuple[torch.dtype, str, str]]) -> Iterator[str]:

@@ -4,11 +4,12 @@ import functools
 import inspect
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.compiler import disable
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
@@ -30,8 +31,9 @@ from collage_fx.optimizer.ownership import (
     params_of,
     tensors_of_callable,
 )
-from collage_fx.optimizer.served import Report
+from collage_fx.optimizer.served import Report, put_in_place
 from collage_fx.optimizer.state_table import sort_key
+from collage_fx.passes.ir.program import LOW_PRECISION
 from collage_fx.record.steps import Steps
 from collage_fx.runtime import progress
 from collage_fx.stand_in.steps import StandInSteps
@@ -122,6 +124,7 @@ def compile_function(function: Callable[..., Any], session: Backend) -> Callable
     if session.config.verify:
         raise OptionError("verify=n checks the steps of optimizers, not calls of functions")
     arguments: list[Owned] = []
+    put: list[weakref.ref[Tensor]] = []
     names = _argument_names(function)
     states, subject = FunctionStates(lambda: arguments), name_of(function)
     supervisor = Steps(session, states, subject)
@@ -133,13 +136,25 @@ def compile_function(function: Callable[..., Any], session: Backend) -> Callable
             session.notes.add(_PART)
             return function(*args, **kwargs)
         arguments[:] = [*argument_tensors(names, args, kwargs), *tensors_of_callable(function)]
+        old = {id(x) for x in (r() for r in put) if x is not None}
+        if again := [o.name for o in arguments if id(o.tensor) in old]:
+            supervisor.warn(put_in_place(again))
         try:
             return run(*args, **kwargs)
         finally:
+            put[:] = map(weakref.ref, _put_in((args, kwargs), arguments))
             arguments.clear()
 
     call._report = functools.partial(_report, supervisor, session)  # type: ignore[attr-defined]
     return call
+
+
+def _put_in(given: Any, before: list[Owned]) -> Iterator[Tensor]:
+    """Yield the tensors that a function has put into lists and dicts that it was given."""
+    known = {id(owned.tensor) for owned in before}
+    for x in tree_leaves(given):
+        if isinstance(x, Tensor) and x.dtype in LOW_PRECISION and x.dim() and id(x) not in known:
+            yield x
 
 
 def _argument_names(function: Callable[..., Any]) -> list[str]:
@@ -187,6 +202,9 @@ def _supervised(
 
         return guarded
 
+    def has_none(argument: Any) -> bool:
+        return not any(map(is_closure, tree_leaves(argument)))
+
     def what() -> str:
         optimizer = session.optimizer()
         count = len(params_of(optimizer)) if optimizer else 0
@@ -208,7 +226,8 @@ def _supervised(
                 symbolic_numbers(session.optimizer()),
                 nested_compile.step_of(session, compiled=by_dynamo),
             ):
-                args, kwargs = tree_map(apart, (args, kwargs))
+                # Lists and dicts stay what they are: the function may replace what is in them.
+                args, kwargs = tree_map(apart, (args, kwargs), is_leaf=has_none)
                 result = (traced if by_dynamo else plain)(*args, **kwargs)
                 if few is None:
                     steps.see_results(result)

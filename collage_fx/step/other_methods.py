@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.compiler import disable
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from collage_fx.hooks import nested_compile
 from collage_fx.hooks.step_substitution import codes
@@ -45,7 +45,8 @@ class ServedMethod:
         if steps is None or nested_compile.within_step():
             return self.plain(*args, **kwargs)
         if args or kwargs:
-            args, kwargs = tree_map(lambda a: _apart(a, steps), (args, kwargs))
+            given = args, kwargs
+            args, kwargs = tree_map(lambda a: _apart(a, steps), given, is_leaf=_has_no_function)
         with _serving(steps):
             result = self.plain(*args, **kwargs)
         return _Context(result, steps) if isinstance(result, AbstractContextManager) else result
@@ -89,6 +90,11 @@ def _apart(argument: Any, steps: Steps) -> Any:
     if not inspect.isroutine(argument):
         return argument
     return steps.recorder.suspended(argument, steps.failures)
+
+
+def _has_no_function(argument: Any) -> bool:
+    """Tell whether an argument is to stay what it is: a method may write to lists and dicts."""
+    return not any(map(inspect.isroutine, tree_leaves(argument)))
 
 
 def serve_methods(optimizer: Optimizer, steps: Steps) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import collage_fx
-from collage_fx.errors import CollageError, OptionError, SubjectError
+from collage_fx.errors import CollageError, CollageWarning, OptionError, SubjectError
 
 
 class Sgd:
@@ -250,3 +250,22 @@ def test_a_closure_may_be_an_object() -> None:
     step = collage_fx.compile(optimizer)
     assert float(step(Closure())) > 0 and calls == [False]
     assert collage_fx.residuals(model.weight)
+
+
+def test_what_a_function_puts_into_its_arguments_is_there_afterwards() -> None:
+    """Beside a function among them, which is taken as no part of the step; it has no low word."""
+
+    def step(params: list[Tensor], states: dict[str, Any], loss: Callable[[], float]) -> None:
+        states["k"] += 1
+        states["loss"] = loss()
+        states["q"] = 0.5 * states["q"] + 0.5
+        params[0].sub_(states["q"], alpha=1e-3)
+
+    p, states = torch.ones(4, dtype=torch.bfloat16), {"k": 0, "q": torch.zeros(4).bfloat16()}
+    call = collage_fx.compile(step, record=True)
+    call([p], states, lambda: 0.5)
+    assert states["k"] == 1 and states["loss"] == 0.5
+    with pytest.warns(CollageWarning, match=r"not compensated: states\.q: the function puts"):
+        call([p], states, lambda: 0.5)
+    assert torch.equal(states["q"], torch.full((4,), 0.75).bfloat16())
+    assert float((collage_fx.value(p) - (1 - 1e-3 * 1.25)).abs().max()) < 1e-5
