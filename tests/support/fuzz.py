@@ -10,6 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterator
+from pickle import UnpicklingError
 
 import hypothesis
 import torch
@@ -24,6 +25,7 @@ from runs import eager
 
 WAYS = ("compile", "string", "function", "engine")
 RECORDED = ("record", "at once")
+SURROUNDINGS = ("draws", "events", "methods", "joins", "dtypes", "layout", "gradients", "infinite")
 
 
 @contextlib.contextmanager
@@ -44,7 +46,7 @@ def check(program: Program, counts: Counter[str]) -> None:
     try:
         eager(program, getattr(torch, program.dtype))
         eager(program, torch.float64)
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, UnpicklingError) as error:
         counts[f"not run, since eager PyTorch does not: {str(error)[:50]}"] += 1
         return
     gc.collect()
@@ -57,6 +59,8 @@ def check(program: Program, counts: Counter[str]) -> None:
         raise AssertionError("\n".join(["", program.script(), *verdict.failures]))
     counts["programs"] += 1
     counts[f"way: {program.way}"] += 1
+    for name in SURROUNDINGS:
+        counts[f"with {name}"] += bool(getattr(program, name))
     if verdict.excuse:
         counts[f"said so: {verdict.excuse}"] += 1
     elif verdict.lost > 1:

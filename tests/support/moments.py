@@ -27,7 +27,7 @@ def averages(draw: DrawFn, s: str, x: str, lists: str) -> Lines:
         ),
         one(f"{s_}.mul_({b}).add_({x})", f"{decay}\ntorch._foreach_add_({ss}, {xs})"),
         one(f"{s_} *= {b}\n{s_} += {a} * {x}"),
-        one(f"{s_}.copy_({b} * {s_} + {a} * {x})", carried=True),
+        [*one(f"y = {a} * {x}"), *one(f"{s_}.copy_({b} * {s_} + y)", carried=True)],
         one(f"{s_}.add_({x} - {s_}, alpha={a})"),
         one(f"{s_}.sub_({s_}, alpha={a}).add_({x}, alpha={a})"),
         one(f"torch.add({s_} * {b}, {x}, alpha={a}, out={s_})", carried=True),
@@ -51,7 +51,7 @@ def squares(draw: DrawFn, s: str, x: str, lists: str) -> Lines:
         one(f"{s_}.add_({x}.pow(2), alpha=0.1)"),
         one(f"{s_}.copy_(torch.maximum({b} * {s_}, {x} * {x}))", carried=True),
         one(f"{s_}.mul_({b}).add_({x} * {x} * {a})"),
-        one(f"{s_}.copy_({b} * {s_} + {a} * ({x} * {x}))", carried=True),
+        [*one(f"y = {a} * ({x} * {x})"), *one(f"{s_}.copy_({b} * {s_} + y)", carried=True)],
     ]
     return draw(st.sampled_from(forms))
 

@@ -15,11 +15,12 @@ jumps (a sign that turns over). Rounding to nearest has a bias where updates are
 of a state without a residual: the model has it too, since it rounds such states as they are.
 """
 
+import math
 from dataclasses import dataclass, field, replace
 
 import torch
 from programs import Program
-from rounding import modelled, text_of
+from rounding import modelled
 from runs import KEPT, LOW_BITS, SMALLEST, Run, compensated, eager, kind_of
 from torch import Tensor
 
@@ -92,18 +93,36 @@ def compare(
     verdict.failures, verdict.worst, verdict.lost = [], 0.0, 0.0
     for name, x in exact.items():
         ours, theirs = run.values[name], low[name]
-        bad = ~ours.isfinite() & x.isfinite() & theirs.isfinite()
-        if bad.any():
-            verdict.failures.append(f"{name}: {int(bad.sum())} elements are not finite")
-        elif x.isfinite().all() and run.high[name].isfinite().all():
-            found, most = size(program, ours - x), allowed[name]
-            if found > most:
-                verdict.failures.append(
-                    f"{name}: error {found:.2e}, allowed {most:.2e}, plain "
-                    f"{size(program, theirs - x):.2e}, {run.bits[name]} bits"
-                )
-            verdict.worst = max(verdict.worst, found / most)
-            verdict.lost = max(verdict.lost, size(program, theirs - x) / most)
+        verdict.failures += not_alike(name, ours, [x, theirs])
+        judged = x.isfinite() & theirs.isfinite() & run.high[name].isfinite() & ours.isfinite()
+        if not judged.any() and judged.numel():
+            continue
+        error, plain = (torch.where(judged, y - x, 0) for y in (ours, theirs))
+        found, most = size(program, error), allowed[name]
+        if found > most:
+            verdict.failures.append(
+                f"{name}: error {found:.2e}, allowed {most:.2e}, plain "
+                f"{size(program, plain):.2e}, {run.bits[name]} bits"
+            )
+        verdict.worst = max(verdict.worst, found / most)
+        verdict.lost = max(verdict.lost, size(program, plain) / most)
+
+
+def not_alike(name: str, ours: Tensor, plain: list[Tensor]) -> list[str]:
+    """Return where a value is infinite, or no number, and is not in both of plain PyTorch's runs;
+    and where both are and it is not."""
+    found = []
+    for kind, of in {"not finite": _infinite, "NaN": torch.isnan}.items():
+        each = torch.stack([of(x) for x in plain])
+        if n := int((of(ours) & ~each.any(0)).sum()):
+            found.append(f"{name}: {n} elements are {kind}")
+        if n := int((~of(ours) & each.all(0)).sum()):
+            found.append(f"{name}: {n} elements are not {kind}, and plain PyTorch's are")
+    return found
+
+
+def _infinite(x: Tensor) -> Tensor:
+    return ~x.isfinite()
 
 
 def untrue(program: Program, run: Run, exact: dict[str, Tensor]) -> list[str]:
@@ -113,8 +132,10 @@ def untrue(program: Program, run: Run, exact: dict[str, Tensor]) -> list[str]:
     for name, x in exact.items():
         if name not in first:
             continue  # made in a later step
-        moved, missing = size(program, x - first[name]), size(program, run.values[name] - x)
-        if run.bits[name] == LOW_BITS[program.dtype] and missing > 0.5 * moved > 0:
+        judged = x.isfinite() & run.values[name].isfinite() & first[name].isfinite()
+        ways = (x - first[name], run.values[name] - x)
+        moved, missing = (size(program, torch.where(judged, way, 0)) for way in ways)
+        if run.bits[name] == LOW_BITS[program.dtype_of(name)] and missing > 0.5 * moved > 0:
             found.append(f"{name}: lost {missing:.2e} of {moved:.2e}, though none is said to lose")
     return found
 
@@ -124,7 +145,7 @@ def size(program: Program, x: Tensor) -> float:
 
     A jump is an error of some elements that says nothing.
     """
-    if any(word in text_of(program) for word in JUMPS):
+    if any(word in program.statements for word in JUMPS):
         return float(x.abs().flatten().median() * x.numel() ** 0.5)
     return float(x.norm())
 
@@ -138,10 +159,11 @@ def limits(
     any other state without one, where the level leaves that to what is lost; but for a few units of
     its last place, of which rounding to nearest averages out.
     """
-    low, light = LOW_BITS[program.dtype], dict(program.options)["level"] == "light"
-    least = min(KEPT[program.dtype].values())
-    parameters = {k: max(n, least) if kind_of(k) == "p" else n for k, n in run.bits.items()}
-    whole = {k: max(n, least) for k, n in run.bits.items()}
+    light = dict(program.options)["level"] == "light"
+    low = {k: LOW_BITS[program.dtype_of(k)] for k in run.bits}
+    least = {k: min(KEPT[program.dtype_of(k)].values()) for k in run.bits}
+    parameters = {k: max(n, least[k]) if kind_of(k) == "p" else n for k, n in run.bits.items()}
+    whole = {k: max(n, least[k]) for k, n in run.bits.items()}
 
     # Of few elements a few models are lucky together.
     count = MODELS * (3 if any(x.numel() < FEW for x in exact.values()) else 1)
@@ -149,18 +171,23 @@ def limits(
 
     def errors(bits: dict[str, int]) -> dict[str, float]:
         models = [modelled(program, run, bits, seed) for seed in range(count)]
-        return {k: max(size(program, m[k] - x) for m in models) for k, x in exact.items()}
+        found = {}
+        for k, x in exact.items():
+            sizes = [size(program, torch.where(x.isfinite(), m[k] - x, 0)) for m in models]
+            found[k] = max(sizes) if all(map(math.isfinite, sizes)) else math.inf
+        return found
 
     as_said = errors(parameters)
     at_best = as_said if light or whole == parameters else errors(whole)
     found = {}
     for name, x in exact.items():
-        plain_state = run.bits[name] == low and kind_of(name) != "p"
+        plain_state = run.bits[name] == low[name] and kind_of(name) != "p"
         most = (at_best if plain_state else as_said)[name]
-        bits = low if plain_state else parameters[name]
-        unit = max(float(x.norm()) * 2.0**-bits, 2.0 ** SMALLEST[program.dtype])
+        bits = low[name] if plain_state else parameters[name]
+        norm = float(x.nan_to_num(0, 0, 0).norm())
+        unit = max(norm * 2.0**-bits, 2.0 ** SMALLEST[program.dtype_of(name)])
         # The model rounds nothing of what is no state of 16 bits: it may lose a unit in each step.
-        once = name in run.compensated or run.bits[name] == low
+        once = name in run.compensated or run.bits[name] == low[name]
         factor = FACTOR * (2 if x.numel() < FEW else 1)
         found[name] = factor * most + FLOOR * unit * (1 if once else program.steps)
         if plain_state and x.numel() < FEW:  # it may have come near zero by chance, just now

@@ -1,26 +1,83 @@
-"""What statements of random programs call, as a part of their scripts."""
+"""What random programs call, as a part of their scripts."""
 
-from collections.abc import Iterable
+import re
 
-HELPERS = '''\
+HELPERS = {
+    "buffer": '''\
 BUFFER = {}
-
-
-class Holder:
-    """A state that is in no optimizer."""
-
-    def __init__(self, p):
-        self.m = torch.zeros_like(p)
 
 
 def buffer(p):
     """Return memory that is kept from step to step, and written anew in each."""
     return BUFFER.setdefault((p.dtype, p.shape), torch.empty_like(p))
+''',
+    "Holder": '''\
+class Holder:
+    """A state that is in no optimizer."""
+
+    def __init__(self, p):
+        self.m = torch.zeros_like(p)
+''',
+    "shared": '''\
+SHARED = {}
 
 
-'''
+def shared(p):
+    """Return the one state of all parameters of a shape."""
+    return SHARED.setdefault(p.shape, torch.zeros_like(p))
+''',
+    "GEN": "GEN = torch.Generator()\n",
+    "HIGH": '''\
+def HIGH(x):
+    """Return a state as it is read from outside of the step: its high word."""
+    return x
+''',
+    "laid_out": '''\
+def laid_out(x, how):
+    """Return a tensor of the same values that is laid out otherwise in memory."""
+    if how == "transposed":
+        return x.movedim(0, -1).contiguous().movedim(-1, 0) if x.dim() else x
+    if how == "channels_last":
+        return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
+    return x.new_zeros(*x.shape, 2)[..., 0].copy_(x)
+''',
+    "Named": '''\
+class Named(torch.Tensor):
+    """A tensor of a class with the `__torch_function__` of all classes."""
+''',
+    "Boxed": '''\
+class Boxed(torch.Tensor):
+    """A tensor of a class with a dispatch of its own: results are plain, but for copies."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        given = args, kwargs or {}
+        plain, named = torch.utils._pytree.tree_map_only(cls, lambda x: x.inner, given)
+        result = func(*plain, **named)
+        name = func._schema.name.split("::")[1]
+        if name.endswith("_") and isinstance(args[0], cls):
+            return args[0]
+        if name in ("clone", "detach", "_to_copy", "alias"):
+            return cls(result)
+        return result
+
+    def __tensor_flatten__(self):
+        return ["inner"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, meta, size, stride):
+        return cls(inner["inner"])
+''',
+}
 
 
-def helpers_of(statements: Iterable[str]) -> str:
-    """Return what these statements need of it."""
-    return HELPERS if any("buffer(" in s or "Holder(" in s for s in statements) else ""
+def helpers_of(text: str) -> str:
+    """Return those that a text names."""
+    return "".join(f"{t}\n\n" for name, t in HELPERS.items() if re.search(rf"\b{name}\b", text))

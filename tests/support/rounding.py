@@ -7,8 +7,9 @@ from typing import Any
 from unittest import mock
 
 import torch
+from draws import drawn
 from programs import Program
-from runs import LOW_BITS, SMALLEST, Run, kind_of, module_of, plain, tensors
+from runs import LOW_BITS, SMALLEST, Run, kind_of, module_of, plain, tensors, unwrapped
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -17,9 +18,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 class Rounding(TorchDispatchMode):
     """Rounds what operations on float64 tensors give to the bits that it would have."""
 
-    def __init__(self, bits: dict[str, int], arithmetic: int, low: int, smallest: int, seed: int):
+    def __init__(self, bits: dict[str, int], arithmetic: int, dtype: str, seed: int):
         super().__init__()
-        self.bits, self.arithmetic, self.low, self.smallest = bits, arithmetic, low, smallest
+        self.bits, self.arithmetic, self.low = bits, arithmetic, LOW_BITS[dtype]
+        self.dtype: torch.dtype = getattr(torch, dtype)
+        self.smallest = SMALLEST[dtype]
         self.states: dict[int, tuple[str, Tensor]] = {}
         self.exact = 0
         self.dithered = bool(seed % 2)
@@ -29,7 +32,7 @@ class Rounding(TorchDispatchMode):
     def keep(self, name: str, x: Any) -> Any:
         """Note that a tensor is a state, and return it."""
         if isinstance(x, Tensor):
-            self.states[x.untyped_storage()._cdata] = (name, x)
+            self.states[x.untyped_storage()._cdata] = (name, x.detach())
         return x
 
     @contextlib.contextmanager
@@ -78,7 +81,7 @@ class Rounding(TorchDispatchMode):
             for x in tree_leaves(args[i] if i < len(args) else kwargs.get(a.name))
         ]
         old = [x.clone() for x in written]
-        result = func(*args, **kwargs)
+        result = drawn(func, args, kwargs, self.dtype)
         if written:
             scales = any(word in str(func) for word in ("mul_", "div_", "zero_", "fill_"))
             scales &= "addc" not in str(func)
@@ -109,17 +112,29 @@ def modelled(program: Program, run: Run, bits: dict[str, int], seed: int) -> dic
         bits: those of each state, by its name and parameter.
         seed: of the random errors.
     """
-    options, low = dict(program.options), LOW_BITS[program.dtype]
+    found: dict[str, Tensor] = {}
+    # Parameters of another dtype have nothing to do with each other.
+    for dtype in sorted({*program.dtypes} or {program.dtype}):
+        values = _modelled(program, run, bits, seed, dtype)
+        found |= {k: x for k, x in values.items() if program.dtype_of(k) == dtype}
+    return found
+
+
+def _modelled(
+    program: Program, run: Run, bits: dict[str, int], seed: int, dtype: str
+) -> dict[str, Tensor]:
+    """Run it with the roundings of one dtype."""
+    options, low = dict(program.options), LOW_BITS[dtype]
     # Graphs where nothing is compensated, as are those of first steps that make states, and what is
     # between a norm and an update compute in the dtype.
-    begins_anew = program.resumed or program.by_turns
-    rounded = run.joined > 1 or bool(begins_anew) or "norm" in text_of(program)
+    begins_anew = program.resumed or program.by_turns or program.events or program.joins
+    rounded = run.joined > 1 or bool(begins_anew) or "norm" in program.statements
     wide = options.get("arithmetic") == "wide" and not rounded
     late = program.way == "string" and not program.in_init
     first = 24 if wide and not run.joined and not late else low
     # The first step knows states by their kind only.
     kinds = {kind_of(name): n for name, n in sorted(bits.items(), key=lambda item: item[1])}
-    mode = Rounding(kinds | bits, first, low, SMALLEST[program.dtype], seed)
+    mode = Rounding(kinds | bits, first, dtype, seed)
     numbers = contextlib.nullcontext() if program.way == "engine" else _traced_numbers()
 
     def compiled(x: Any) -> Any:
@@ -127,30 +142,36 @@ def modelled(program: Program, run: Run, bits: dict[str, int], seed: int) -> dic
             if args:  # a function
                 params, rows = args[0], args[2]
             else:
-                params = _in_turn(x)
+                params = _in_turn(x, len(program.rates))
                 rows = [x.state[p] for p in params]
             pairs = [{"p": p, **row} for p, row in zip(params, rows, strict=True)]
             return {f"{k}{i}": x for i, pair in enumerate(pairs) for k, x in pair.items()}
 
         def step(*args: Any) -> Any:
             before = states(args)
-            for name, value in before.items():
-                mode.keep(name, value)
+            places = {name: place_of(mode.keep(name, value)) for name, value in before.items()}
             # A step of which the graph makes the states has these in 16 bits at once.
             makes = late and all(kind_of(name) == "p" for name in before)
             module.EXACT = contextlib.nullcontext() if makes else _Exactly(mode)  # type: ignore[attr-defined]
             with mode:
                 result = plain(x)(*args)
             mode.arithmetic = 24 if wide else low
-            for name, value in states(args).items() if late else ():
-                if name not in before and isinstance(value, Tensor) and kind_of(name) != "k":
+            for name, value in states(args).items():
+                if not isinstance(value, Tensor) or kind_of(name) == "k":
+                    continue
+                if name not in places and late:
                     value.copy_(mode.rounded(value, low))
+                elif name in places and places[name] != place_of(value):  # replaced
+                    value.data.copy_(mode.rounded(value.detach(), mode.bits.get(name, low)))
             return result
 
         return step
 
     with numbers, module_of(program, model=True) as module:
         module.F32 = torch.float64  # type: ignore[attr-defined]
+        unwrapped(module)
+        module.HIGH = lambda x: mode.rounded(x, low)  # type: ignore[attr-defined]
+        module.EVENT = _Between(mode)  # type: ignore[attr-defined]
         module.STATE = (lambda _, x: x) if late else mode.keep  # type: ignore[attr-defined]
         return tensors(module.train(torch.float64, compiled))
 
@@ -181,13 +202,30 @@ class _Exactly:
         self.mode.exact -= 1
 
 
-def _in_turn(optimizer: Any) -> list[Tensor]:
-    """Return the parameters of an optimizer whose groups take them in turn, in their order."""
+class _Between:
+    """What is done between steps is done on whole values."""
+
+    def __init__(self, mode: Rounding) -> None:
+        self.mode = mode
+
+    def __enter__(self) -> None:
+        self.arithmetic, self.mode.arithmetic = self.mode.arithmetic, 24
+        self.mode.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        self.mode.__exit__(*raised)
+        self.mode.arithmetic = self.arithmetic
+
+
+def place_of(x: Any) -> int | None:
+    """Return which memory a tensor has."""
+    return x.untyped_storage()._cdata if isinstance(x, Tensor) else None
+
+
+def _in_turn(optimizer: Any, first: int) -> list[Tensor]:
+    """Return the parameters of an optimizer, of which the first groups take them in turn, and later
+    ones have joined."""
     groups = [group["params"] for group in optimizer.param_groups]
-    count = sum(map(len, groups))
-    return [groups[i % len(groups)][i // len(groups)] for i in range(count)]
-
-
-def text_of(program: Program) -> str:
-    """Return what the step of a program does."""
-    return program.torch_optim + "\n".join(line.text for line in program.lines)
+    count = sum(map(len, groups[:first]))
+    params = [groups[i % first][i // first] for i in range(count)]
+    return params + [p for group in groups[first:] for p in group]

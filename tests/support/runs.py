@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from draws import Drawn
 from interpreter import without_compiler
 from programs import Program
 from torch import Tensor
+from torch._inductor import config as inductor_config
 
 import collage_fx
 from collage_fx.dynamo import backend
@@ -20,13 +22,14 @@ from collage_fx.errors import CollageError, CollageWarning
 from collage_fx.hooks import optimizer_hooks
 from collage_fx.runtime.residuals.store import STORE
 
-LOW_BITS = {"bfloat16": 8, "float16": 11}
+LOW_BITS = {"bfloat16": 8, "float16": 11, "float32": 24}
 KEPT = {
     "bfloat16": {"mcf2": 17, "ulp8": 16, "remainder16": 24, "mcf3": 24},
     "float16": {"mcf2": 23, "ulp8": 19, "mcf3": 24},
+    "float32": {"double_single": 48, "plain": 24},
 }
 """The bits of a state in each storage, as the README says."""
-SMALLEST = {"bfloat16": -133, "float16": -24}
+SMALLEST = {"bfloat16": -133, "float16": -24, "float32": -149}
 """The exponent of the smallest number of the dtype."""
 
 
@@ -52,15 +55,24 @@ def plain(x: Any) -> Callable[..., Any]:
 
 def tensors(found: dict[str, Any]) -> dict[str, Tensor]:
     """Return the tensors among what a script has trained, without the numbers."""
-    return {k: x.detach() for k, x in found.items() if isinstance(x, Tensor)}
+    return {k: x.detach().as_subclass(Tensor) for k, x in found.items() if isinstance(x, Tensor)}
 
 
 def eager(program: Program, dtype: torch.dtype) -> dict[str, Tensor]:
     """Run a program in eager PyTorch: in a 16-bit dtype, in fp32, or all of it in float64."""
-    with module_of(program) as module:
+    with contextlib.ExitStack() as stack:
+        module = stack.enter_context(module_of(program))
         if dtype == torch.float64:
             module.F32 = torch.float64  # type: ignore[attr-defined]
+            unwrapped(module)
+            if program.draws:
+                stack.enter_context(Drawn(getattr(torch, program.dtype)))
         return {k: x.double() for k, x in tensors(module.train(dtype, plain)).items()}
+
+
+def unwrapped(module: types.ModuleType) -> None:
+    """Let a script wrap no tensors in a class with a dispatch of its own."""
+    module.Boxed = lambda x: x  # type: ignore[attr-defined]
 
 
 @dataclass
@@ -113,6 +125,8 @@ def compensated(program: Program, *, interpreted: bool = True) -> Run:
         caught = stack.enter_context(warnings.catch_warnings(record=True))
         warnings.simplefilter("always", CollageWarning)
         stack.enter_context(torch.compiler.set_stance(stance))
+        # Random numbers as eager PyTorch draws them.
+        stack.enter_context(inductor_config.patch(fallback_random=True))
         try:
             found = module.train(low, compiled)
         except CollageError as error:
@@ -124,11 +138,15 @@ def compensated(program: Program, *, interpreted: bool = True) -> Run:
     for name, x in found.items():
         if not isinstance(x, Tensor):
             continue
-        run.values[name], run.high[name] = collage_fx.value(x), x.detach().double()
-        run.bits[name] = 24 if x.dtype == torch.float32 else LOW_BITS[program.dtype]
+        whole, high = collage_fx.value(x), x.detach().double()
+        run.values[name], run.high[name] = (y.as_subclass(Tensor) for y in (whole, high))
+        run.bits[name] = LOW_BITS[str(x.dtype).removeprefix("torch.")]
+        if any("HIGH" in event for _, event in program.events) and kind_of(name) == "m":
+            run.bits[name] = LOW_BITS[program.dtype_of(name)]  # it was cast
+            continue
         residual = STORE.get(x)
         if residual is not None and collage_fx.residuals(x):
-            run.bits[name] = KEPT[program.dtype][residual.storage]
+            run.bits[name] = KEPT[program.dtype_of(name)][residual.storage]
             run.compensated.add(name)
     torch.compiler.reset()
     return run

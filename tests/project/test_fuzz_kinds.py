@@ -1,0 +1,152 @@
+"""Each kind of program that the fuzz draws beside plain steps is judged, and faults in it are seen.
+
+Each has an example which holds, and of which plain training would fail; and faults of its kind.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import oracle
+import pytest
+import runs
+import surroundings
+import torch
+from oracle import judge
+from program_helpers import HELPERS
+from programs import Line, Program
+from torch import Tensor
+
+from collage_fx.optimizer.checkpoints import copying
+from collage_fx.record import at_once
+from collage_fx.runtime.residuals.store import Residual
+from collage_fx.step import compiled_step
+
+UPDATE = Line("p.sub_(u, alpha=lr)")
+STEP = Program(
+    lines=(Line('st["m"].mul_(0.9).add_(g, alpha=0.1)\nu = st["m"]'), UPDATE),
+    states=(("m", "torch.zeros_like(p)"),),
+    way="record",
+)
+
+
+def kept(begin: str, text: str, carried: bool = False) -> Program:
+    """Return a program with a state."""
+    lines = (Line("u = g"), Line(text, carried=carried), UPDATE)
+    return replace(STEP, lines=lines, states=(("q", begin),))
+
+
+def between(*events: str) -> Program:
+    return replace(STEP, events=tuple((3 + i, text) for i, text in enumerate(events)))
+
+
+LOADED, _, FROM_FILE, COPIED, PICKLED = surroundings.LOADS
+AVERAGE = 'st["q"].mul_(0.999).add_(u, alpha=0.001)\nu = u + st["q"]'
+SWAPPED = replace(
+    STEP,
+    lines=(*STEP.lines, Line('st["slow"].lerp_(p, 0.01)')),
+    states=(*STEP.states, ("slow", "torch.zeros_like(p)")),
+    events=tuple((t, surroundings.EVALUATION) for t in range(2, 10)),
+    methods=surroundings.methods("slow", 0.2, -0.25, "p.data.lerp_(s, weight)"),
+)
+EXAMPLES = {
+    "noise": replace(
+        STEP,
+        lines=(
+            Line('st["q"].add_(g).uniform_(-1, 1)'),
+            Line('u = torch.nn.functional.dropout(g + st["q"], 0.25)'),
+            Line("u = torch.where(torch.rand(u.shape, generator=GEN) < 0.5, u, 0)"),
+            UPDATE,
+        ),
+        states=(("q", "torch.zeros_like(p)"),),
+    ),
+    "a class": kept("torch.zeros_like(p).as_subclass(Named)", AVERAGE),
+    "a box": replace(kept("Boxed(torch.zeros_like(p))", AVERAGE), gradients="Boxed"),
+    "shared": replace(kept("shared(p)", AVERAGE), shapes=((4, 3), (4, 3))),
+    "replaced": kept(
+        "torch.zeros_like(p)", 'st["q"] = 0.999 * st["q"] + 0.001 * u\nu = u + st["q"]', True
+    ),
+    "loads": between(*[LOADED, FROM_FILE] * 3),
+    "copies": between(*[COPIED, PICKLED] * 3),
+    "a cast": between(surroundings.CAST.format("F32")),
+    "methods": SWAPPED,
+    "joins": replace(STEP, shapes=((4, 3), (5,)), joins=4),
+    "dtypes": replace(
+        STEP, shapes=((4, 3), (4, 3), (5,)), dtypes=("bfloat16", "float16", "float32")
+    ),
+    "layout": replace(STEP, layout="sliced", gradients="transposed"),
+    "memory of gradients": replace(STEP, gradients="kept"),
+    "infinite": replace(STEP, infinite="nan"),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_holds_that_plain_training_would_fail(name: str) -> None:
+    verdict = judge(EXAMPLES[name])
+    assert not verdict.failures and not verdict.excuse
+    assert verdict.worst < 1 < verdict.lost
+
+
+def _without_low_words(patch: pytest.MonkeyPatch) -> None:
+    """Let residuals that are loaded be zeros."""
+    load = Residual.load
+
+    def wiped(self: Residual, tensor: Tensor, components: Any, expected: Any) -> None:
+        load(self, tensor, [torch.zeros_like(c) for c in components], None)
+
+    patch.setattr(Residual, "load", wiped)
+
+
+def _instead(**fields: Any) -> Callable[[pytest.MonkeyPatch], None]:
+    """Let another program run in its place."""
+
+    def other(patch: pytest.MonkeyPatch) -> None:
+        run = runs.compensated
+        patch.setattr(oracle, "compensated", lambda p, interpreted: run(replace(p, **fields)))
+
+    return other
+
+
+def _scrambled(patch: pytest.MonkeyPatch) -> None:
+    """Let elements have each other's places where the compiled step runs."""
+    run, text = runs.compensated, HELPERS["laid_out"]
+
+    def other(*program: Any, **how: Any) -> Any:
+        with patch.context() as within:
+            wrong = text.replace(".contiguous().movedim(-1, 0)", ".contiguous().view(x.shape)")
+            within.setitem(HELPERS, "laid_out", wrong)
+            return run(*program, **how)
+
+    patch.setattr(oracle, "compensated", other)
+
+
+def _nothing(*_: object) -> None:
+    """Take the place of what would be done."""
+
+
+FAULTS: dict[tuple[str, str], Callable[[pytest.MonkeyPatch], Any]] = {
+    ("noise", "drawn in float64"): lambda patch: patch.setattr(at_once, "_draws", lambda f: False),
+    ("shared", "each has one"): _instead(states=(("q", "torch.zeros_like(p)"),)),
+    ("replaced", "not in one step"): _instead(lines=(EXAMPLES["shared"].lines)),
+    ("loads", "without low words"): _without_low_words,
+    ("copies", "without low words"): lambda patch: patch.setattr(copying, "_restore", _nothing),
+    ("a cast", "to other values"): _instead(
+        events=((3, 'for st in opt.state.values():\n    st["m"] = torch.zeros_like(st["m"])'),)
+    ),
+    ("methods", "outside of the package"): lambda patch: patch.setattr(
+        compiled_step, "serve_methods", _nothing
+    ),
+    ("joins", "a step late"): _instead(joins=5),
+    ("layout", "in another order"): _scrambled,
+    ("memory of gradients", "not begun anew"): _instead(
+        events=((5, "opt.zero_grad = lambda **_: None"),)
+    ),
+    ("infinite", "left out"): _instead(infinite=""),
+    ("infinite", "another"): _instead(infinite="inf"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=": ".join)
+def test_a_fault_is_seen(fault: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    FAULTS[fault](monkeypatch)
+    assert judge(EXAMPLES[fault[0]]).failures
