@@ -93,5 +93,8 @@ class CallPerMember:
         for m, size in enumerate(sizes):
             inputs = [column[m] for column in columns]
             pairs = zip(inputs, self.scalar, strict=True)
-            flat = (x if one else x.as_strided((size,), (1,)) for x, one in pairs)
-            self.function([size, *flat])
+            # As for a kernel of our own, no mode sees tensors, of whatever class they are.
+            with torch._C._DisableTorchDispatch():
+                self.function(
+                    [size, *(x if one else x.as_strided((size,), (1,)) for x, one in pairs)]
+                )

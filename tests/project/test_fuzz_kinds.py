@@ -60,7 +60,11 @@ EXAMPLES = {
         ),
         states=(("q", "torch.zeros_like(p)"),),
     ),
-    "a class": kept("torch.zeros_like(p).as_subclass(Named)", AVERAGE),
+    "a class": replace(
+        kept("torch.zeros_like(p).as_subclass(Named)", AVERAGE),
+        shapes=((4, 3),) * 9,
+        way="compile",
+    ),
     "a box": replace(kept("Boxed(torch.zeros_like(p))", AVERAGE), gradients="Boxed"),
     "shared": replace(kept("shared(p)", AVERAGE), shapes=((4, 3), (4, 3))),
     "replaced": kept(
