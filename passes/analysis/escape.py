@@ -7,9 +7,8 @@ from torch.fx import Node
 
 from collage_fx.passes.analysis.affine import ADDING, MUCH, bound, is_number
 from collage_fx.passes.analysis.carried_path import walk
-from collage_fx.passes.analysis.choices import chosen
 from collage_fx.passes.analysis.factors import scaling
-from collage_fx.passes.analysis.high_words import entering
+from collage_fx.passes.analysis.high_words import chosen, entering
 from collage_fx.passes.analysis.plan import verdict
 from collage_fx.passes.analysis.recurrence import recurrence_of
 from collage_fx.passes.ir.graph_memory import behind, closure, mutations
@@ -47,7 +46,7 @@ def escape(program: Program) -> None:
       begins as a copy of a parameter, a parameter computed anew from other states, a state that is
       replaced and not overwritten or is stored after a graph break, bits to be rounded by chance;
     - a value that meets its own largest element, say, which is that of its high word; see
-      `choices.py`.
+      `high_words.py`.
 
     States that it only reads so may get a residual later: they are in `Program.reads`.
 
