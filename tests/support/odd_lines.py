@@ -22,7 +22,8 @@ _DIRECTIONS = (
     "i = u.flatten().abs().argsort()\nu = u.flatten().index_fill(0, i[:1], 0).view(u.shape)",
     "u = u.flatten().cumsum(0).view(u.shape) / u.numel() + u",
     "with torch.inference_mode():\n    u = (u * 1.0).reshape(-1).view(u.shape)",
-    "a = u.to(F32).reshape(-1).numpy() * 1.0\nu = torch.from_numpy(a).view(u.shape).to(u.dtype)",
+    "a = HIGH(u).to(F32).reshape(-1).numpy() * 1.0\n"
+    "u = torch.from_numpy(a).view(u.shape).to(u.dtype)",
     "u = torch.tensor(u.tolist(), dtype=F32).to(p.dtype)",
     "u = u.t().contiguous().t() if u.dim() == 2 else u",
 )

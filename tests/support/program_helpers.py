@@ -29,7 +29,7 @@ def shared(p):
     "GEN": "GEN = torch.Generator()\n",
     "HIGH": '''\
 def HIGH(x):
-    """Return a state as it is read from outside of the step: its high word."""
+    """Return a value as it is read from outside of the step: its high word."""
     return x
 ''',
     "laid_out": '''\

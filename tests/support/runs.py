@@ -15,11 +15,13 @@ from interpreter import without_compiler
 from programs import Program
 from torch import Tensor
 from torch._inductor import config as inductor_config
+from torch.distributed.tensor import DTensor
 
 import collage_fx
 from collage_fx.dynamo import backend
 from collage_fx.errors import CollageError, CollageWarning
 from collage_fx.hooks import optimizer_hooks
+from collage_fx.runtime.residuals.dtensor import shard_of
 from collage_fx.runtime.residuals.store import STORE
 
 LOW_BITS = {"bfloat16": 8, "float16": 11, "float32": 24}
@@ -55,7 +57,13 @@ def plain(x: Any) -> Callable[..., Any]:
 
 def tensors(found: dict[str, Any]) -> dict[str, Tensor]:
     """Return the tensors among what a script has trained, without the numbers."""
-    return {k: x.detach().as_subclass(Tensor) for k, x in found.items() if isinstance(x, Tensor)}
+    return {k: full(x.detach()) for k, x in found.items() if isinstance(x, Tensor)}
+
+
+def full(x: Tensor) -> Tensor:
+    """Return the plain tensor of a subclass, of a DTensor with the rows of all processes."""
+    whole: Tensor = x.full_tensor() if isinstance(x, DTensor) else x.as_subclass(Tensor)
+    return whole
 
 
 def eager(program: Program, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -139,12 +147,12 @@ def compensated(program: Program, *, interpreted: bool = True) -> Run:
         if not isinstance(x, Tensor):
             continue
         whole, high = collage_fx.value(x), x.detach().double()
-        run.values[name], run.high[name] = (y.as_subclass(Tensor) for y in (whole, high))
+        run.values[name], run.high[name] = full(whole), full(high)
         run.bits[name] = LOW_BITS[str(x.dtype).removeprefix("torch.")]
         if any("HIGH" in event for _, event in program.events) and kind_of(name) == "m":
             run.bits[name] = LOW_BITS[program.dtype_of(name)]  # it was cast
             continue
-        residual = STORE.get(x)
+        residual = STORE.get(shard_of(x))
         if residual is not None and collage_fx.residuals(x):
             run.bits[name] = KEPT[program.dtype_of(name)][residual.storage]
             run.compensated.add(name)
