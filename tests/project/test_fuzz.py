@@ -17,7 +17,7 @@ from programs import Line, Program
 
 from collage_fx.runtime.ops import collage
 
-CHUNKS = 8
+CHUNKS = 6
 SUBTRACTION = Program(lines=(Line("p.sub_(g, alpha=lr)"),))
 AVERAGE = Program(
     lines=(
