@@ -173,7 +173,7 @@ def run_collage(row: Row, recipe: Recipe) -> Values | None:
         one_line(w.message) for w in caught if issubclass(w.category, collage_fx.CollageWarning)
     ]
     report = collage_fx.report(step)
-    row.states = [{**vars(s), "dtype": str(s.dtype).removeprefix("torch.")} for s in report.states]
+    row.states = report.to_dict()["states"]
     notes = [*said, *(f"collage_fx: {one_line(n)}" for n in report.notes)]
     row.notes = list(dict.fromkeys(notes))
     used = [e for e in ("graph", "joined") if any(s[e] for s in row.states)]

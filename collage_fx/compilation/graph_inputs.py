@@ -22,7 +22,14 @@ from torch.utils._pytree import tree_leaves
 
 from collage_fx.compilation.residual_binding import Locate
 from collage_fx.compilation.side_inputs import Members
-from collage_fx.optimizer.ownership import Owned, is_buffer, owner_of, pretty, source_name
+from collage_fx.optimizer.ownership import (
+    Owned,
+    is_buffer,
+    is_gradient,
+    owner_of,
+    pretty,
+    source_name,
+)
 from collage_fx.passes.analysis.plan import is_named
 from collage_fx.passes.dedup.deduplicate import Narrow
 from collage_fx.passes.ir.program import (
@@ -36,9 +43,18 @@ from collage_fx.passes.ir.program import (
 )
 from collage_fx.runtime.residuals.memory import has_memory
 from collage_fx.runtime.residuals.store import STORE
+from collage_fx.runtime.storage.state_name import StateName
 
 _PLAIN = (Tensor, Parameter)
 """The tensors of PyTorch's own, which are no subclass's with parts."""
+
+
+class Recorded(NamedTuple):
+    """Where an input of a graph that was recorded comes from, in place of a source of Dynamo's."""
+
+    name: str
+    state_name: StateName | None
+    """Of a state; None of other tensors."""
 
 
 class Part(NamedTuple):
@@ -93,6 +109,9 @@ class Inputs:
         placeholders = self.gm.graph.find_nodes(op="placeholder")
         self.place = {node: i for i, node in enumerate(placeholders)}
         self.sources = sources_of(self.gm)
+        found = (getattr(node, "_dynamo_source", None) for node in placeholders)
+        self.recorded = {s.name: s.state_name for s in found if isinstance(s, Recorded)}
+        """Names of states that were recorded by their text, as they stand among the sources."""
 
     @functools.cached_property
     def differentiates(self) -> bool:
@@ -192,14 +211,18 @@ class Inputs:
         """Return a carried state by the name that its optimizer has for it, else by its source."""
         owned = self.owners.get(id(tensor))
         if owned is not None:
-            return Carried(index, owned[1].name, owned[1].owner, False, val, owned=True)
-        name = pretty(path) or called
+            return Carried(index, owned[1].state_name, owned[1].owner, False, val, owned=True)
+        called = pretty(path) or called
         owner: Owner = "buffer" if is_buffer(path) else owner_of(tensor)
         if owner == "tensor" and id(tensor) in self.elsewhere:
             owner = "state"
+        name = self.recorded.get(path) or StateName(called)
+        if owner == "param":
+            name = StateName(None, str(name))
+        gradient = is_gradient(called)
         # Of the optimizer being compiled, though not in its state.
-        own = self.of_optimizer and not (owner == "buffer" or name.endswith(".grad"))
-        return Carried(index, name, owner, False, val, owned=own)
+        own = self.of_optimizer and not (owner == "buffer" or gradient)
+        return Carried(index, name, owner, False, val, owned=own, gradient=gradient)
 
 
 def _is_plain(t: Any) -> bool:
@@ -250,7 +273,7 @@ class AotInputs:
         source = self._source(placeholder)
         val = placeholder.meta["val"]
         if source is None:
-            name = f"an input that overlaps others ({placeholder.name})"
+            name = StateName(f"an input that overlaps others ({placeholder.name})")
             return Carried(index, name, "tensor", False, val)
         self.locate[index] = self.whole.locate(source)
         return self.whole.describe(index, source, val, placeholder.name)

@@ -88,7 +88,10 @@ class Residuals:
             new = not known or any(r is None for r in found)
             ownerless = self._introduce(tensors) if new else []
             known = [
-                (weakref.ref(tensor), STORE.ensure(tensor, self._storage(c), c.name, residual))
+                (
+                    weakref.ref(tensor),
+                    STORE.ensure(tensor, self._storage(c), c.state_name, residual),
+                )
                 for tensor, c, residual in zip(tensors, self.carried, found, strict=True)
             ]
             for tensor in ownerless:
@@ -118,9 +121,9 @@ class Residuals:
             if id(tensor) in owners:
                 found.append(owners[id(tensor)])
                 # Known only now, for a state that Dynamo passes as an argument.
-                c.name = found[-1][1].name
+                c.state_name = found[-1][1].state_name
                 if c.index in self.plan:
-                    self.plan[c.index].name = c.name
+                    self.plan[c.index].state_name = c.state_name
             elif STORE.get(tensor) is None:
                 ownerless[c.name] = tensor
         for owner, _ in found:

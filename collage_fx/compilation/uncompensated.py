@@ -84,13 +84,12 @@ def warn_of_states(session: Session, program: Program) -> None:
     refused = [f"{s.name} ({s.reason})" for s in program.plan if s.refused]
     if refused:
         session.warn_once(f"not compensated: {'; '.join(refused)}")
-    left_alone = {c.index for c in program.carried if c.left_alone}
-    mine = [s for s in program.plan if s.index not in left_alone]
     # A hook of a step, which Dynamo traces by itself, may scale gradients.
-    states = [s for s in mine if not s.name.endswith(".grad")]
+    others = (c for c in program.carried if c.left_alone or c.gradient)
+    indices = {one.index for c in others for one in program.alike(c)}
+    states = [s for s in program.plan if s.index not in indices]
     floating = [s for s in states if s.dtype.is_floating_point and s.shape]
-    reasons = {s.name: s.reason for s in states}
     if floating and program.result is None and not refused:
-        session.warn_once(nothing_compensated((s.dtype for s in floating), reasons))
-    elif left := left_by_level(reasons, unknown=True):
+        session.warn_once(nothing_compensated((s.dtype for s in floating), states))
+    elif left := left_by_level(states, unknown=True):
         session.warn_once(left)

@@ -31,7 +31,7 @@ from collage_fx.optimizer.ownership import (
     owned_tensors,
     tensors_of_callable,
 )
-from collage_fx.optimizer.parameter_names import names_of, renamed
+from collage_fx.optimizer.parameter_names import names_of, renamed, renamed_state
 from collage_fx.optimizer.served import Served
 from collage_fx.optimizer.state_table import sort_key
 from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS
@@ -122,7 +122,7 @@ def explain(
 def _rename(explanation: Explanation, names: dict[str, str]) -> None:
     """Give the states the names of the model."""
     plan, engine = explanation.plan, explanation.engine
-    explanation.plan = [replace(state, name=renamed(state.name, names)) for state in plan]
+    explanation.plan = [replace(s, state_name=renamed_state(s.state_name, names)) for s in plan]
     explanation.engine = {renamed(name, names): how for name, how in engine.items()}
     explanation.updates = {renamed(n, names): size for n, size in explanation.updates.items()}
     explanation.notes = [renamed(note, names) for note in explanation.notes]
@@ -195,11 +195,8 @@ def _explanation(
         states.update({state.name: state for state in one.program.plan})
     for state in served:
         if state.joined and not state.graph:
-            is_param = " of " not in state.name
-            scalar = not state.shape
-            storage = chosen(
-                config.storage, state.name, state.dtype, is_param=is_param, scalar=scalar
-            )
+            name, scalar = state.state_name, not state.shape
+            storage = chosen(config.storage, name, state.dtype, scalar=scalar)
             states[state.name] = state.planned(storage)
     programs: list[Program] = [c.program for c in latest]
     rewritten = [r for p in programs for r in p.rewritten if r.lowered is not None]
@@ -208,7 +205,7 @@ def _explanation(
     return Explanation(
         subject=subject,
         config=config,
-        plan=sorted(states.values(), key=lambda state: sort_key(state.name)),
+        plan=sorted(states.values(), key=lambda state: sort_key(state.state_name)),
         before=[p.source for p in programs],
         expanded=[r.expanded for r in rewritten if r.expanded is not None],
         lowered=[r.lowered for r in rewritten if r.lowered is not None],

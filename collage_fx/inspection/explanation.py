@@ -15,9 +15,9 @@ from collage_fx.config import CollageConfig
 from collage_fx.inspection.replay import Replay
 from collage_fx.optimizer.served import too_small
 from collage_fx.optimizer.state_table import (
+    columns,
     grouped,
     shortened,
-    split_name,
     table,
     terminal_width,
     wrapped,
@@ -131,7 +131,7 @@ class Explanation:
         }
 
     def _row(self, state: StatePlan) -> dict[str, Any]:
-        kind, param = split_name(state.name)
+        kind, param = columns(state.state_name)
         return {
             "name": state.name,
             "kind": kind,
@@ -165,12 +165,12 @@ class Explanation:
         """Return the states, those of one kind of which all is the same as one row."""
         told = ("dtype", "recurrence", "verdict", "reason", "storage", "keeps", "served_by")
         says = itemgetter(*told, *(("name",) if self.verbose else ()))
-        groups = grouped(list(map(self._row, self.plan)), itemgetter("name"), says)
+        groups = grouped(self.plan, lambda state: says(self._row(state)))
         shown, more = shortened(groups, verbose=self.verbose)
         rows = [("state", "dtype", "recurrence", "verdict", "storage", "keeps", "bytes", "in")]
         for group in shown:
-            row = group.states[0]
-            stored = sum(one["residual_bytes"] for one in group.states)
+            row = self._row(group.states[0])
+            stored = sum(one.residual_bytes for one in group.states)
             rows.append(
                 (
                     group.label,
@@ -196,7 +196,7 @@ class Explanation:
             f"residuals: {self.residual_bytes:,} bytes for "
             f"{sum(s.compensated for s in self.plan)} of {len(self.plan)} carried states"
         )
-        for group in grouped(self.refused, lambda s: s.name, lambda s: s.reason):
+        for group in grouped(self.refused, lambda s: s.reason):
             yield f"refused: {group.label}: {group.states[0].reason}"
         by_chance = [s for s in self.plan if self.config.rounds_by_chance(s.storage)]
         if by_chance:

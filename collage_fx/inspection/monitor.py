@@ -25,9 +25,9 @@ from collage_fx.inspection.update_stats import (
     stats_of,
 )
 from collage_fx.optimizer.ownership import Owned, owned_tensors
-from collage_fx.optimizer.parameter_names import names_of, renamed
-from collage_fx.optimizer.state_table import PARAMETER, split_name
+from collage_fx.optimizer.parameter_names import names_of, renamed_state
 from collage_fx.passes.ir.program import LOW_PRECISION
+from collage_fx.runtime.storage.state_name import StateName
 from collage_fx.step.first_steps import exact_step, in_float64
 from collage_fx.step.subject import innermost, step_made_here
 from collage_fx.step.watches import Watch, add_watch, remove_watch
@@ -141,13 +141,13 @@ class Monitor(Watch):
         if graphs.complete or (copy is None and graphs.unchanged):
             found = graphs.found
             for o in graphs.states.values():
-                if o.name not in found:  # a parameter without a gradient, say
+                if o.state_name not in found:  # a parameter without a gradient, say
                     value = in_float64(o.tensor)
-                    found[o.name] = stats_of(o.tensor, value, o.tensor, value, value)
+                    found[o.state_name] = stats_of(o.tensor, value, o.tensor, value, value)
             self._by_graphs = True
         elif copy is None:
             self._by_graphs = False
-            missed = ", ".join(sorted(graphs.missed)[:3])
+            missed = ", ".join(sorted(map(str, graphs.missed))[:3])
             why = f"graphs have not shown all that was written to {missed}; {graphs.problem}"
             return why.removesuffix("; ")
         elif isinstance(copy.exact, str):
@@ -157,12 +157,12 @@ class Monitor(Watch):
         self._keep(optimizer, found)
         return ""
 
-    def _keep(self, optimizer: Optimizer, found: dict[str, UpdateStats]) -> None:
+    def _keep(self, optimizer: Optimizer, found: dict[StateName, UpdateStats]) -> None:
         """Keep a measurement, and hand it over."""
-        params = [name for name in found if split_name(name)[0] == PARAMETER]
-        if self._names and not self._names.keys() >= set(params):
+        params = {name.parameter for name in found if name.is_param}
+        if self._names and not self._names.keys() >= params:
             self._names = names_of(optimizer)  # parameters were added
-        states = {renamed(name, self._names): stats for name, stats in found.items()}
+        states = {renamed_state(name, self._names): stats for name, stats in found.items()}
         most = max(10, min(KEPT, KEPT * KEPT // len(states)))
         self.history = [*self.history[1 - most :], Measurement(self.steps, states)]
         self._write(self.history[-1])
@@ -197,11 +197,11 @@ class _Copy:
         except Exception as error:  # memory for copies, say: no reason to end a training
             self.exact = f"{type(error).__name__}: {error}"
 
-    def stats(self, states: list[Owned]) -> dict[str, UpdateStats]:
+    def stats(self, states: list[Owned]) -> dict[StateName, UpdateStats]:
         """Return the statistics of the states, after the optimizer has taken the step."""
         assert not isinstance(self.exact, str)
         return {
-            o.name: stats_of(*before, o.tensor, in_float64(o.tensor), self.exact[o.name])
+            o.state_name: stats_of(*before, o.tensor, in_float64(o.tensor), self.exact[o.name])
             for o in states
             if o.name in self.exact and (before := self.before.get(o.name)) is not None
         }

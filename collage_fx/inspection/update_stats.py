@@ -16,11 +16,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from collage_fx.compilation.side_inputs import Look, Observed, looked_at
 from collage_fx.optimizer.ownership import Owned
-from collage_fx.optimizer.state_table import PARAMETER, split_name
+from collage_fx.optimizer.state_table import PARAMETER, columns
 from collage_fx.passes.codegen.printers.measured_kernel import sums_of
 from collage_fx.passes.ir.exact import ExactGraph, ExactStep, Member, NotExact, piece_for
 from collage_fx.runtime.kernels.update_sums import TYPES, update_sums
 from collage_fx.runtime.residuals.store import version
+from collage_fx.runtime.storage.state_name import StateName
 
 
 @dataclass(slots=True)
@@ -93,16 +94,16 @@ class GraphUpdates(Look):
             measure: whether graphs are done again; if not, it is only seen whether they show all.
         """
         self.states = {_place(o.tensor): o for o in states}
-        self.versions = {o.name: version(o.tensor) for o in self.states.values()}
+        self.versions = {o.state_name: version(o.tensor) for o in self.states.values()}
         self.measure = measure
-        self.found: dict[str, UpdateStats] = {}
+        self.found: dict[StateName, UpdateStats] = {}
         """Name of a state -> its statistics, of those that a graph has updated."""
-        self.missed: set[str] = set()
+        self.missed: set[StateName] = set()
         """Those that were written in another way too, or by several graphs."""
         self.problem = ""
         """Why a graph could not be done again."""
         self._call: ExactStep | None = None
-        self._taken: dict[str, UpdateStats] = {}
+        self._taken: dict[StateName, UpdateStats] = {}
         """The same of the graph that is being called."""
 
     @property
@@ -159,10 +160,11 @@ class GraphUpdates(Look):
         self._call, self._taken = None, {}
 
     def _see(self, found: dict[Any, UpdateStats]) -> None:
-        self._taken |= {self.states[at].name: s for at, s in found.items() if at in self.states}
+        states = self.states
+        self._taken |= {states[at].state_name: s for at, s in found.items() if at in states}
 
-    def _written(self) -> set[str]:
-        now = {o.name: version(o.tensor) for o in self.states.values()}
+    def _written(self) -> set[StateName]:
+        now = {o.state_name: version(o.tensor) for o in self.states.values()}
         before, self.versions = self.versions, now
         return {name for name, number in now.items() if number != before[name]}
 
@@ -276,8 +278,12 @@ class Measurement:
 
     step: int
     """Which step of those that the monitor has seen, from 1."""
-    states: dict[str, UpdateStats]
-    """By name, such as `exp_avg_sq of layers.0.weight`."""
+    found: dict[StateName, UpdateStats]
+
+    @property
+    def states(self) -> dict[str, UpdateStats]:
+        """The statistics by name, such as `exp_avg_sq of layers.0.weight`."""
+        return {str(name): stats for name, stats in self.found.items()}
 
     def kinds(self) -> dict[str, UpdateStats]:
         """Return the statistics of all states of a kind together: `parameter`, `exp_avg`."""
@@ -303,8 +309,7 @@ class Measurement:
 
     def _together(self, key: Callable[[str, str], str | None]) -> dict[str, UpdateStats]:
         found: dict[str, UpdateStats] = {}
-        for name, stats in self.states.items():
-            kind, param = split_name(name)
-            if (into := key(kind, param or name)) is not None:
+        for name, stats in self.found.items():
+            if (into := key(*columns(name))) is not None:
                 found[into] = found.get(into, UpdateStats()) + stats
         return found

@@ -12,6 +12,7 @@ from collage_fx.optimizer.ownership import owners_of
 from collage_fx.runtime.residuals.components import storage_of
 from collage_fx.runtime.residuals.dtensor import shard_of, sharded_like
 from collage_fx.runtime.residuals.store import STORE, Residual
+from collage_fx.runtime.storage.state_name import StateName
 
 
 def residuals(tensor: Tensor) -> tuple[Tensor, ...]:
@@ -66,7 +67,7 @@ def load_residuals(
     name = _name_of(_checked(tensor, "load_residuals"))
     components = [shard_of(_checked(c, "load_residuals")) for c in components]
     tensor = shard_of(tensor)
-    storage = storage_of(tensor, components, name)
+    storage = storage_of(tensor, components, str(name))
     STORE.load(tensor, components, storage=storage, name=name, draws=draws)
 
 
@@ -82,6 +83,8 @@ def _present(tensor: Any, function: str) -> Residual | None:
     return residual if residual is not None and residual.is_present(shard_of(tensor)) else None
 
 
-def _name_of(tensor: Tensor) -> str:
+def _name_of(tensor: Tensor) -> StateName:
     owner = owners_of(optimizer_hooks.optimizers()).get(id(shard_of(tensor)))
-    return owner[1].name if owner else f"a tensor of shape {tuple(tensor.shape)}"
+    if owner:
+        return owner[1].state_name
+    return StateName(f"a tensor of shape {tuple(tensor.shape)}")

@@ -221,6 +221,6 @@ class StateStorage:
     def compensable_in(self, owned: Owned) -> str:
         """Return the storage for a state, if it can hold it or not; empty to leave it alone."""
         residual = STORE.get(owned.tensor)
-        carried = Carried(-1, owned.name, owned.owner, False, owned.tensor)
+        carried = Carried(-1, owned.state_name, owned.owner, False, owned.tensor)
         carried.present = "" if residual is None else residual.storage
         return compensable_in(carried, self.config.storage)

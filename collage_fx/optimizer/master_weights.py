@@ -17,6 +17,7 @@ from collage_fx.runtime.errors import CheckpointError, OptionError
 from collage_fx.runtime.residuals.dtensor import placed, shard_of, sharded_like
 from collage_fx.runtime.residuals.store import STORE, Residual, clear_stale
 from collage_fx.runtime.storage.registry import FINEST, STORAGES, Choice, check_compensable, chosen
+from collage_fx.runtime.storage.state_name import StateName
 
 
 def load_master_weights(
@@ -57,7 +58,8 @@ def load_master_weights(
         for name, tensor in targets.items():
             given = shard_of(weights[name])
             if name in plan:
-                STORE.assign(tensor, given.detach().to(tensor.device), plan[name], name)
+                whole = given.detach().to(tensor.device)
+                STORE.assign(tensor, whole, plan[name], StateName(None, name))
             else:
                 tensor.copy_(given)
 
@@ -113,7 +115,7 @@ def convert_residuals(optimizer: Optimizer, storage: str | Mapping[str, str]) ->
     state_dicts.attach(optimizer)
     patterns = Patterns(choice)
     for owned in owned_tensors(optimizer):
-        patterns.see(owned.name, is_param=owned.owner == "param")
+        patterns.see(owned.state_name)
     plan = [(o, _chosen_for(o, r, choice)) for o, r in compensated_tensors(optimizer)]
     for owned, name in plan:
         check_compensable(owned.tensor.dtype, name, owned.name)
@@ -129,14 +131,14 @@ def _chosen_for(owned: Owned, residual: Residual, choice: Choice) -> str:
     """Return the storage for a state with this residual: the present one where none is chosen."""
     if choice in STORAGES:
         return str(choice)
-    name = chosen(choice, owned.name, owned.tensor.dtype, is_param=owned.owner == "param")
+    name = chosen(choice, owned.state_name, owned.tensor.dtype)
     return name or residual.storage
 
 
 def _clear_stale(tensors: dict[str, Tensor]) -> None:
     """Clear residuals of other values than tensors have, with one warning that has their names."""
     found = {n: (t, r) for n, t in tensors.items() if (r := STORE.get(t)) is not None}
-    names = {residual.name: name for name, (_, residual) in found.items()}
+    names = {str(residual.name): name for name, (_, residual) in found.items()}
     clear_stale(found.values(), lambda name: names.get(name, name))
 
 

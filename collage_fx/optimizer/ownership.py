@@ -20,6 +20,7 @@ from collage_fx.passes.ir.program import Owner
 from collage_fx.runtime.residuals.dtensor import shard_of
 from collage_fx.runtime.residuals.memory import has_memory, is_expanded, overlapping
 from collage_fx.runtime.residuals.store import STORE, Residual
+from collage_fx.runtime.storage.state_name import StateName
 
 PARAM = "<param>"
 """The key of a parameter itself among the carried states of that parameter."""
@@ -39,10 +40,15 @@ class Owned:
     parameter."""
     key: str
     """PARAM, or the path of a state such as `exp_avg` or `history.0`."""
-    name: str
+    state_name: StateName
     of_optimizer: bool = True
     sharded: Tensor | None = None
     """What tensor is this process's shard of: a DTensor, or tensor itself."""
+
+    @property
+    def name(self) -> str:
+        """The name as text."""
+        return str(self.state_name)
 
     @property
     def whole(self) -> Tensor:
@@ -74,10 +80,11 @@ def owned_tensors(optimizer: Optimizer) -> Iterator[Owned]:
     for g, group in enumerate(groups_of(optimizer)):
         for p, param in enumerate(group["params"]):
             name = f"param_groups[{g}].params[{p}]"
-            yield Owned(shard_of(param), g, index, PARAM, name, sharded=param)
+            own = StateName(None, name)
+            yield Owned(shard_of(param), g, index, PARAM, own, sharded=param)
             for key, tensor in tensors_in(states.get(param, {})):
-                at = f"{key} of {name}"
-                yield Owned(shard_of(tensor), g, index, key, at, sharded=tensor)
+                own = StateName(key, name)
+                yield Owned(shard_of(tensor), g, index, key, own, sharded=tensor)
             index += 1
 
 
@@ -135,7 +142,7 @@ def all_tensors_of(optimizer: Optimizer) -> Iterator[Owned]:
         }
         for path, tensor in tensors_in(elsewhere):
             if id(tensor) not in params:
-                yield Owned(shard_of(tensor), n, -1, path, f"{path} of {type(one).__name__}")
+                yield Owned(shard_of(tensor), n, -1, path, StateName(path, type(one).__name__))
 
 
 def kept_elsewhere(optimizer: Optimizer) -> frozenset[int]:
@@ -250,8 +257,13 @@ def argument_tensors(
     named = {names[i] if i < len(names) else f"args[{i}]": a for i, a in enumerate(args)}
     yield from _of_optimizers({**named, **kwargs})
     for path, tensor in tensors_in({**named, **kwargs}):
-        name = re.sub(r"\.(\d+)", r"[\1]", path)
-        yield Owned(shard_of(tensor), 0, -1, path, name, of_optimizer=False)
+        yield _given(path, re.sub(r"\.(\d+)", r"[\1]", path), tensor)
+
+
+def _given(key: str, name: str, tensor: Tensor) -> Owned:
+    """Return a tensor that a function is given, or refers to."""
+    called = StateName(None, name) if owner_of(tensor) == "param" else StateName(name)
+    return Owned(shard_of(tensor), 0, -1, key, called, of_optimizer=False)
 
 
 def without_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -280,7 +292,7 @@ def tensors_of_callable(function: Callable[..., Any]) -> Iterator[Owned]:
     yield from _of_optimizers(given)
     for path, tensor in tensors_in(given):
         name = path.removeprefix("self.")
-        yield Owned(shard_of(tensor), 0, -1, name, name, of_optimizer=False)
+        yield _given(name, name, tensor)
 
 
 def _referred_to(function: Callable[..., Any]) -> dict[str, Any]:
@@ -369,6 +381,11 @@ def owner_of(tensor: Any) -> Owner:
 def is_buffer(source: str) -> bool:
     """Tell whether a source is a buffer of a module: L['model']._modules['bn']._buffers['mean']."""
     return "._buffers[" in source
+
+
+def is_gradient(source: str) -> bool:
+    """Tell whether a source, as `pretty` writes it, is a gradient: params[0].grad."""
+    return source.endswith(".grad")
 
 
 def source_name(source: Any) -> str:

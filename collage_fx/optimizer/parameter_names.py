@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from collage_fx.errors import SubjectError
 from collage_fx.optimizer.ownership import groups_of, owned_tensors
+from collage_fx.runtime.storage.state_name import StateName
 
 _BY_POSITION = re.compile(r"(?:\w+\.)*param_groups\[\d+\]\.params\[\d+\]")
 _WRAPPERS = re.compile(r"\b(?:_orig_mod|module|_fsdp_wrapped_module)\.")
@@ -44,6 +45,12 @@ def names_of(optimizer: Optimizer, model: Module | None = None) -> dict[str, str
 def renamed(text: str, names: Mapping[str, str]) -> str:
     """Return a text in which positions of parameters are replaced by their names."""
     return _BY_POSITION.sub(lambda found: names.get(found[0], found[0]), text) if names else text
+
+
+def renamed_state(name: StateName, names: Mapping[str, str]) -> StateName:
+    """Return the name of a state with the name of its parameter in place of the position."""
+    own = None if name.own is None else renamed(name.own, names)
+    return StateName(own, renamed(name.parameter, names))
 
 
 def naming(optimizer: Callable[[], Optimizer | None]) -> Callable[[str], str]:

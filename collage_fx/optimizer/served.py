@@ -8,26 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collage_fx.optimizer.parameter_names import renamed
+from collage_fx.optimizer.parameter_names import renamed, renamed_state
 from collage_fx.optimizer.state_table import grouped, shortened, table, terminal_width, wrapped
-from collage_fx.passes.analysis.plan import LEFT_BY_LEVEL, NO_PARAMETER, NO_STATE
-from collage_fx.passes.ir.program import StatePlan, verdict_of
+from collage_fx.passes.ir.program import StatePlan
+from collage_fx.passes.ir.verdict import Judged, VerdictKind
 from collage_fx.runtime.errors import listed
 from collage_fx.runtime.storage.registry import STORAGES, kept
 
 
 @dataclass
-class Served:
+class Served(Judged):
     """What became of one carried state, step by step."""
 
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...] = ()
-    recurrence: str = ""
-    compensated: bool = False
-    reason: str = ""
-    refused: bool = False
-    """Whether it should be compensated and cannot be."""
     graph: int = 0
     """Steps in which a compiled graph wrote it."""
     joined: int = 0
@@ -41,15 +33,13 @@ class Served:
         """Return the same as the passes say it of a state in a graph."""
         sample = torch.empty(self.shape, dtype=self.dtype, device="meta")
         return StatePlan(
-            name=self.name,
-            dtype=self.dtype,
-            shape=self.shape,
-            recurrence=self.recurrence,
-            compensated=self.compensated,
-            reason=self.reason,
+            self.state_name,
+            self.dtype,
+            self.shape,
+            self.change,
+            self.decision,
             storage=storage if self.compensated else "",
             residual_bytes=STORAGES[storage].residual_bytes(sample) if self.compensated else 0,
-            refused=self.refused,
         )
 
     @property
@@ -58,14 +48,9 @@ class Served:
         return self.graph + self.joined + self.unaccounted
 
     @property
-    def verdict(self) -> str:
-        """`compensated`, `plain` or `refused`, as of a `StatePlan`."""
-        return verdict_of(compensated=self.compensated, refused=self.refused)
-
-    @property
     def is_gradient(self) -> bool:
         """Whether it is a gradient, which a step may scale or clip."""
-        return self.name.endswith(".grad") and self.reason.startswith(NO_STATE)
+        return self.decision.kind is VerdictKind.GRADIENT
 
     @property
     def engine(self) -> str:
@@ -73,6 +58,11 @@ class Served:
         return " + ".join(e for e in ("graph", "joined") if getattr(self, e)) or "none"
 
 
+_COLUMNS = (
+    *("name", "dtype", "shape", "recurrence", "compensated", "reason", "refused"),
+    *("graph", "joined", "unaccounted", "judged"),
+)
+"""What a row of a report has as a state has it."""
 RETURNED = (
     "not compensated: a function that returns new tensors and updates none in place. "
     "Name the arguments whose place its first results take, in order, as in "
@@ -128,14 +118,14 @@ def not_given(subject: str, tensor: Tensor, how: str) -> str:
     )
 
 
-def nothing_compensated(dtypes: Iterable[torch.dtype], reasons: dict[str, str]) -> str:
-    """Return what to say of a step of which no state is compensated.
+def nothing_compensated(dtypes: Iterable[torch.dtype], states: Iterable[Judged]) -> str:
+    """Return what to say of a step of which none of these states is compensated.
 
     Args:
-        dtypes: those of its states.
-        reasons: the states by name, and the reasons of their verdicts.
+        dtypes: those of all of its states.
+        states: the states with their verdicts.
     """
-    if left := left_by_level(reasons):
+    if left := left_by_level(states):
         return f"nothing was compensated: {left}"
     words = ", ".join(sorted({str(d).removeprefix("torch.") for d in dtypes}))
     return (
@@ -144,15 +134,17 @@ def nothing_compensated(dtypes: Iterable[torch.dtype], reasons: dict[str, str]) 
     )
 
 
-def left_by_level(reasons: dict[str, str], *, unknown: bool = False) -> str:
+def left_by_level(states: Iterable[Judged], *, unknown: bool = False) -> str:
     """Return what to say of the states that level light leaves alone; empty if there are none.
 
     Args:
-        reasons: the states by name, and the reasons of their verdicts.
+        states: the states with their verdicts.
         unknown: whether only where no tensor is known to be a parameter, so that one may be left.
     """
-    left = [n for n, r in reasons.items() if r.startswith(LEFT_BY_LEVEL)]
-    left = [n for n in left if not unknown or reasons[n].endswith(NO_PARAMETER)]
+    kinds = (
+        {VerdictKind.LEVEL_UNKNOWN} if unknown else {VerdictKind.LEVEL, VerdictKind.LEVEL_UNKNOWN}
+    )
+    left = dict.fromkeys(s.name for s in states if s.decision.kind in kinds)
     if not left:
         return ""
     return (
@@ -178,22 +170,31 @@ class Report:
 
     def named(self, names: dict[str, str]) -> "Report":
         """Return the same with other names of parameters."""
-        states = [replace(state, name=renamed(state.name, names)) for state in self.states]
+        states = [
+            replace(state, state_name=renamed_state(state.state_name, names))
+            for state in self.states
+        ]
         return replace(self, states=states, notes=[renamed(note, names) for note in self.notes])
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as values that JSON can hold, a row for each state."""
-        rows = [{**vars(s), "served_by": s.engine, "verdict": s.verdict} for s in self.states]
-        for row in rows:
-            row["dtype"] = str(row["dtype"]).removeprefix("torch.")
-            row["shape"] = list(row["shape"])
+        rows = [
+            {
+                **{key: getattr(s, key) for key in _COLUMNS},
+                "dtype": str(s.dtype).removeprefix("torch."),
+                "shape": list(s.shape),
+                "served_by": s.engine,
+                "verdict": s.verdict,
+            }
+            for s in self.states
+        ]
         return {"subject": self.subject, "states": rows, "notes": list(self.notes)}
 
     def __str__(self) -> str:
         width = terminal_width()
         told = ("dtype", "engine", "graph", "joined", "unaccounted", "verdict", "reason")
         says = attrgetter(*told, *(("name",) if self.verbose else ()))
-        groups = grouped(self.states, attrgetter("name"), says)
+        groups = grouped(self.states, says)
         shown, more = shortened(groups, verbose=self.verbose)
         rows = [("state", "dtype", "served by", "steps", "verdict")]
         for group in shown:

@@ -8,69 +8,68 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Generic, TypeVar
 
+from collage_fx.passes.ir.verdict import Judged
+from collage_fx.runtime.storage.state_name import StateName
+
 PARAMETER = "parameter"
-"""The kind of a state that is a parameter itself."""
+"""The kind of a state that is a parameter itself, in tables."""
 ROWS = 24
 """How many rows a table has that is not asked for every state."""
 NARROWEST, WIDEST = 90, 120
 """Columns of a terminal that a table fits into; of one that is wider, it uses no more."""
 T = TypeVar("T")
+S = TypeVar("S", bound=Judged)
 
 
-def sort_key(name: str) -> list[tuple[bool, int, str]]:
+def sort_key(name: StateName) -> list[tuple[bool, int, str]]:
     """Return what states are ordered by: the parameter, by number, and their own name."""
-    own, _, param = name.rpartition(" of ")
-    words = [*re.split(r"(\d+)", param), own]
+    kind, param = columns(name)
+    words = [*re.split(r"(\d+)", param), "" if kind == PARAMETER else kind]
     return [(word.isdigit(), int(word) if word.isdigit() else 0, word) for word in words]
 
 
-def split_name(name: str) -> tuple[str, str]:
-    """Return the kind of a state and its parameter: of `exp_avg of w`, `exp_avg` and `w`."""
-    own, _, param = name.rpartition(" of ")
-    return own or PARAMETER, param
+def columns(name: StateName) -> tuple[str, str]:
+    """Return the kind of a state and its parameter as tables show them.
+
+    What belongs to no parameter, as an argument of a function, stands there as one itself.
+    """
+    if name.own is None or not name.parameter:
+        return PARAMETER, name.short
+    return name.own, name.parameter
 
 
 @dataclass
-class Group(Generic[T]):
+class Group(Generic[S]):
     """States of one kind of which a table says the same."""
 
-    states: list[T]
+    states: list[S]
     kind: str
-    names: list[str]
     whole: bool
     """Whether these are all states of the kind."""
 
     @property
     def label(self) -> str:
         """What the row is called: `148 x exp_avg_sq`, or the name of a single state."""
-        if len(self.names) == 1:
-            return self.names[0]
+        count = len(self.states)
+        if count == 1:
+            return self.states[0].name
         if self.whole:
-            return f"{len(self.names)} x {self.kind}"
-        first = split_name(self.names[0])[1]
-        return f"{len(self.names)} x {self.kind}, of {first} and others"
+            return f"{count} x {self.kind}"
+        return f"{count} x {self.kind}, of {columns(self.states[0].state_name)[1]} and others"
 
 
-def grouped(
-    states: Sequence[T], name_of: Callable[[T], str], says: Callable[[T], Hashable]
-) -> list[Group[T]]:
+def grouped(states: Sequence[S], says: Callable[[S], Hashable]) -> list[Group[S]]:
     """Return states in groups of one kind of which `says` is the same, in order of appearance.
 
     Args:
         states: any records of states.
-        name_of: the name of one, such as `exp_avg of layers.0.weight`.
-        says: what its row says beside the name.
+        says: what the row of one says beside the name.
     """
-    found: dict[tuple[str, Hashable], list[T]] = {}
-    kinds: dict[str, int] = {}
+    found: dict[tuple[str, Hashable], list[S]] = {}
     for state in states:
-        kind = split_name(name_of(state))[0]
-        kinds[kind] = kinds.get(kind, 0) + 1
-        found.setdefault((kind, says(state)), []).append(state)
-    return [
-        Group(members, kind, [name_of(m) for m in members], len(members) == kinds[kind])
-        for (kind, _), members in found.items()
-    ]
+        found.setdefault((columns(state.state_name)[0], says(state)), []).append(state)
+    kinds = [kind for kind, _ in found]
+    return [Group(some, kind, kinds.count(kind) == 1) for (kind, _), some in found.items()]
 
 
 def terminal_width() -> int:

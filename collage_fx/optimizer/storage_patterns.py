@@ -9,7 +9,8 @@ from collage_fx.optimizer.discovery import FunctionStates
 from collage_fx.passes.analysis.plan import is_named
 from collage_fx.passes.ir.program import Program
 from collage_fx.runtime.errors import CollageWarning, listed
-from collage_fx.runtime.storage.registry import Choice, fits, kind_of
+from collage_fx.runtime.storage.registry import Choice, fits
+from collage_fx.runtime.storage.state_name import StateName
 
 _SHOWN = 8
 
@@ -33,27 +34,27 @@ class Patterns:
         self.ran: set[int] = set()
         """The ids of the graphs that have run."""
 
-    def see(self, name: str, *, is_param: bool) -> None:
+    def see(self, name: StateName) -> None:
         """Note that there is a state of this name."""
-        kind = kind_of(name, is_param=is_param)
-        self.kinds[kind] = self.names[name] = None
-        fitting = [pattern for pattern in self.storage if fits(pattern, kind, name)]
+        text = str(name)
+        self.kinds[name.kind] = self.names[text] = None
+        fitting = [pattern for pattern in self.storage if fits(pattern, name)]
         self.late.update(fitting[1:])
         self.idle.discard(("storage", fitting[0] if fitting else ""))
-        self.idle -= {("states", p) for p in self.states if is_named(name, (p,))}
+        self.idle -= {("states", p) for p in self.states if is_named(text, (p,))}
 
     def see_graph(self, program: Program) -> None:
         """Note the states that a graph updates."""
         if self.idle:
             others = [program.others.get(carried.index, []) for carried in program.carried]
             for carried in (*program.carried, *(one for row in others for one in row)):
-                self.see(carried.name, is_param=carried.owner == "param")
+                self.see(carried.state_name)
 
     def after_step(self, held: FunctionStates, warn: Callable[[str], None]) -> None:
         """Note the states after a step; speak up if it was one that has made none."""
         if self.idle:
             for owned in held.all():
-                self.see(owned.name, is_param=owned.owner == "param")
+                self.see(owned.state_name)
             before, self.count = self.count, held.count()
             if before == self.count:
                 self.conclude(warn)

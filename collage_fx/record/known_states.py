@@ -10,6 +10,7 @@ from collage_fx.optimizer.discovery import FunctionStates, StateStorage
 from collage_fx.optimizer.ownership import Owned
 from collage_fx.runtime.residuals.checksum import same_bits
 from collage_fx.runtime.residuals.store import STORE
+from collage_fx.runtime.storage.state_name import StateName
 from collage_fx.segments.low_words import LowWords
 from collage_fx.segments.memory import Input, memory_key
 from collage_fx.segments.segment import Call, Segment
@@ -118,7 +119,7 @@ class OtherMemory:
             if written and given.key not in others and (t := self._state(given)) is not None:
                 where = segment.where_written(i)
                 name = f"tensor {len(new) + 1} found elsewhere, written at {where}"
-                new.append(self.words.memory.meet(t, name))
+                new.append(self.words.memory.meet(t, StateName(name)))
         self.words.take_up(new)
         return bool(new)
 
@@ -202,7 +203,7 @@ class OtherMemory:
             if (t := known.alive()) is not None and t.dim():
                 count += 1
                 name = f"tensor {count} of shape {tuple(t.shape)} that the step makes and keeps"
-                yield self.words.memory.meet(t, name)
+                yield self.words.memory.meet(t, StateName(name))
 
 
 def resumed(states: list[Owned]) -> bool:

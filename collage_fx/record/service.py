@@ -11,6 +11,7 @@ from collage_fx.optimizer.discovery import FunctionStates
 from collage_fx.optimizer.ownership import Owned, live_optimizers, owners_of
 from collage_fx.optimizer.served import RETURNED, Served, left_by_level, nothing_compensated
 from collage_fx.passes.ir.program import StatePlan
+from collage_fx.passes.ir.verdict import Verdict, VerdictKind
 from collage_fx.runtime.errors import listed
 from collage_fx.runtime.residuals.store import STORE, version
 from collage_fx.runtime.storage.registry import STORAGES, compensable_dtypes, refusal
@@ -19,6 +20,8 @@ from collage_fx.segments.trie import layout_of
 
 TRIED = 2
 """Steps after which it is known what becomes of the states."""
+_PLAIN = Verdict(VerdictKind.PLAIN, "plain")
+_NOT_JUDGED = Verdict(VerdictKind.COMPENSATED, "not judged: done on whole values")
 
 
 @dataclass(eq=False)
@@ -107,7 +110,7 @@ class Service:
             if account is not None:
                 served = account.served
             else:  # none of the states found
-                new = Served(plan.name, tensor.dtype, plan.shape)
+                new = Served(plan.state_name, tensor.dtype, plan.shape)
                 served = self.served.setdefault(plan.name, new)
             self.written.append(served)
             self._count_graph(served, plan)
@@ -118,7 +121,7 @@ class Service:
         """Return the record of a state."""
         found = self.served.get(owned.place)
         if found is None:
-            new = Served(owned.name, owned.tensor.dtype, tuple(owned.tensor.shape))
+            new = Served(owned.state_name, owned.tensor.dtype, tuple(owned.tensor.shape))
             found = self.served[owned.place] = new
         return found
 
@@ -126,10 +129,9 @@ class Service:
         """Note that a compiled graph has written a state, in a step."""
         served.graph += 1
         served.judged += 1
-        if served.reason is plan.reason and served.compensated is plan.compensated:
+        if served.decision is plan.decision:
             return  # as mostly, and this is done for each state in each step
-        served.compensated, served.reason = plan.compensated, plan.reason
-        served.recurrence, served.refused = plan.recurrence, plan.refused
+        served.decision, served.change = plan.decision, plan.change
         if plan.refused:
             self.session.warn_once(f"not compensated: {plan.reason}")
 
@@ -150,8 +152,7 @@ class Service:
         if residual is not None and served.joined > 2 * TRIED and not served.judged:
             residual.provisional = False  # nobody will judge it
         if not served.judged or (residual is not None and not served.compensated):
-            served.compensated = residual is not None
-            served.reason = "not judged: done on whole values" if served.compensated else "plain"
+            served.decision = _PLAIN if residual is None else _NOT_JUDGED
         if owned.owner == "tensor" and residual is not None:
             STORE.share_by_memory(tensor)
         return None
@@ -199,8 +200,7 @@ class Service:
 
         A graph with other numbers may judge otherwise, and too late.
         """
-        reasons = {s.name: s.reason for s in self.served.values() if s.graph}
-        if left_by_level(reasons, unknown=True):
+        if left_by_level((s for s in self.served.values() if s.graph), unknown=True):
             self.say_what_is_not_compensated()
 
     def warn_elsewhere(self, lasting: Iterable[Owned]) -> None:
@@ -227,10 +227,9 @@ class Service:
             return
         dtypes = {o.tensor.dtype for o in self.discovery.all() if o.tensor.is_floating_point()}
         other = dtypes - set(compensable_dtypes(storage))
-        reasons = {s.name: s.reason for s in written}
         if (other or written) and not any(s.compensated for s in written):
-            warn(nothing_compensated(dtypes, reasons))
-        elif left := left_by_level(reasons, unknown=True):
+            warn(nothing_compensated(dtypes, written))
+        elif left := left_by_level(written, unknown=True):
             warn(left)
 
 

@@ -18,7 +18,7 @@ from collage_fx.optimizer.discovery import FunctionStates, OptimizerStates, Stat
 from collage_fx.optimizer.ownership import Owned, params_of
 from collage_fx.optimizer.parameter_names import naming
 from collage_fx.optimizer.served import RETURNED, not_given
-from collage_fx.passes.ir.program import REPLACED, StatePlan
+from collage_fx.passes.ir.program import StatePlan
 from collage_fx.record.known_states import KnownStates, OtherMemory, resumed
 from collage_fx.record.recorder import Recorder
 from collage_fx.record.service import TRIED, Service
@@ -251,7 +251,7 @@ class Steps:
         plain = served is not None and served.judged and not served.compensated
         wanted = owned.place in self.executors.wanted or STORE.get(owned.tensor) is not None
         # What is computed anew may be so from whole values, which graphs of Dynamo's did not have.
-        anew = served is not None and served.recurrence in REPLACED and owned.owner != "state"
+        anew = served is not None and served.replaced and owned.owner != "state"
         if plain and not (wanted or anew):
             return ""
         return self.storages.storage(owned)

@@ -5,7 +5,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 from torch import Tensor, is_inference_mode_enabled
@@ -14,6 +13,7 @@ from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._guards import TracingContext, tracing
 
 from collage_fx.compilation.aot import compile_graph
+from collage_fx.compilation.graph_inputs import Recorded
 from collage_fx.compilation.session import Session
 from collage_fx.compilation.side_inputs import Code
 from collage_fx.errors import CollageError
@@ -291,18 +291,19 @@ class Executors:
                 if made and self.words.residual(t) is not None:
                     return _PASSED_ON
             elif given.layout[0] in wide and (
-                (given.key in memory and self.words.known(t)) or (written and not self._name(t))
+                (given.key in memory and self.words.known(t))
+                or (written and not self._source(t).name)
             ):
                 return _PASSED_ON
             args.append(t)
         return Given([*args, *call.memory], structure=call.plain, plain=call.plain)
 
-    def _name(self, t: Tensor) -> str:
+    def _source(self, t: Tensor) -> Recorded:
         """Return the name of a state, or of the gradient of one; empty for other memory."""
         state = next(iter(self.words.states_in(t)), None)
         if state is not None:
-            return state.name
-        return gradients(self.words.memory.values()).get(storage_key(t), "")
+            return Recorded(state.name, state.state_name)
+        return Recorded(gradients(self.words.memory.values()).get(storage_key(t), ""), None)
 
     def _rewrite(self, segment: Segment, given: Given, numbers: Numbers) -> Made | str:
         gm = graph_of_segment(segment, numbers)
@@ -311,7 +312,7 @@ class Executors:
         with mode:
             Propagation(gm).run(*fakes)
         for node, t in zip(gm.graph.find_nodes(op="placeholder"), given.args, strict=False):
-            node._dynamo_source = SimpleNamespace(name=self._name(t))
+            node._dynamo_source = self._source(t)
         with tracing(TracingContext(mode)):
             code = compile_graph(self.session, gm, fakes, args)
         # All of them, as the weight of a state is not known where others scale what it enters.

@@ -177,7 +177,7 @@ class _Before:
 def _looks(piece: Piece) -> tuple[Any, ...]:
     """Return what tells which low words a state has, and those on which its storage depends."""
     owned = piece.owned
-    return id(piece.residual), owned.key, owned.name, piece.layout
+    return id(piece.residual), owned.key, owned.state_name, piece.layout
 
 
 def _can_be_written(piece: Piece, words: LowWords) -> bool:

@@ -272,7 +272,7 @@ class LowWords:
         name = self.storage_for(owned)
         if not name or tensor.dtype not in STORAGES[name].residuals:
             return None
-        residual = STORE.ensure(tensor, name, owned.name, before)
+        residual = STORE.ensure(tensor, name, owned.state_name, before)
         residual.provisional |= before is None
         residual.found |= before is None and owned.group == NOWHERE
         residual.ensured = self._ensured(owned)
@@ -281,7 +281,7 @@ class LowWords:
 
     def _ensured(self, owned: Owned) -> tuple[Any, ...]:
         """Return what the storage for a state depends on, once it has a residual."""
-        return self.who, STORE.generation, owned.key, owned.name, owned.tensor.dtype
+        return self.who, STORE.generation, owned.key, owned.state_name, owned.tensor.dtype
 
     def _split(
         self, storage: Storage, x: Tensor, dtype: torch.dtype, residual: Residual

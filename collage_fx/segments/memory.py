@@ -14,6 +14,7 @@ from collage_fx.optimizer.ownership import Owned
 from collage_fx.runtime.residuals.checksum import same_bits
 from collage_fx.runtime.residuals.memory import has_memory, new_memory, span, tensor_on
 from collage_fx.runtime.residuals.store import STORE, Residual, warn_of_cleared
+from collage_fx.runtime.storage.state_name import StateName
 from collage_fx.segments.trie import Layout, layout_of
 
 NOWHERE = -1
@@ -219,9 +220,9 @@ class Memories(dict[int, KnownMemory]):
         known = self[key] = KnownMemory(states)
         return known
 
-    def meet(self, t: Tensor, name: str) -> Owned:
+    def meet(self, t: Tensor, name: StateName) -> Owned:
         """Return a tensor as a state that is in no place that is looked at."""
-        owned = Owned(t, NOWHERE, -1, name, name, of_optimizer=False)
+        owned = Owned(t, NOWHERE, -1, str(name), name, of_optimizer=False)
         self.met.append(owned)
         return owned
 
@@ -235,7 +236,9 @@ class Memories(dict[int, KnownMemory]):
             self.lasting.append(owned)
         else:
             if not residual.found:  # else a buffer of gradients, say
-                warn_of_cleared([residual.name], "it was written from outside the compiled step")
+                warn_of_cleared(
+                    [str(residual.name)], "it was written from outside the compiled step"
+                )
             residual.begin_anew(t)
         return owned
 

@@ -300,7 +300,7 @@ def _report(supervisor: Steps, session: Backend) -> Report:
     written = (s for s in supervisor.service.served.values() if s.steps and not s.is_gradient)
     return Report(
         supervisor.subject,
-        sorted(written, key=lambda s: sort_key(s.name)),
+        sorted(written, key=lambda s: sort_key(s.state_name)),
         [
             *sorted(session.warned | session.notes),
             *supervisor.executors.outside_graphs(),

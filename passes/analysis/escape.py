@@ -171,7 +171,7 @@ def _results(program: Program, states: dict[Node, Carried]) -> Iterator[tuple[in
             if not is_param and not all(map(is_number, form.shares)):
                 continue
             found = recurrence_of(form), program.settings.level, has_param
-            if states[x].owner == "param" or verdict(states[x], *found)[0]:
+            if states[x].owner == "param" or verdict(states[x], *found).compensated:
                 for state in program.alike(states[x]):
                     text = f"a result takes over the value of {state.name}, without its low word"
                     yield taker, text

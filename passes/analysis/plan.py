@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -12,7 +12,6 @@ from collage_fx.passes.analysis.carried_path import walk
 from collage_fx.passes.analysis.criticality import critical
 from collage_fx.passes.frontend.torch_internals import is_concrete_int
 from collage_fx.passes.ir.program import (
-    ANEW,
     Carried,
     Level,
     Program,
@@ -25,15 +24,13 @@ from collage_fx.passes.ir.program import (
     other_outputs,
     value_of,
 )
+from collage_fx.passes.ir.verdict import UNKNOWN, Verdict, VerdictKind
 from collage_fx.runtime.errors import StorageError
 from collage_fx.runtime.storage.registry import STORAGES, Choice, check_compensable
 
-NO_STATE = "not an optimizer's state"
-LEFT_BY_LEVEL = "level light compensates parameters only"
-"""The reason of a state that level `auto` would compensate."""
-NO_PARAMETER = "no tensor of this graph is a known parameter"
-Verdict: TypeAlias = tuple[bool, str, str]
-"""Whether a state is compensated, the reason, and the text of its recurrence."""
+_LEFT_BY_LEVEL = "level light compensates parameters only"
+Found = tuple[Verdict, Recurrence]
+"""The verdict on a state in a slice, and how a step changes it."""
 
 
 def plan(program: Program) -> None:
@@ -43,7 +40,7 @@ def plan(program: Program) -> None:
     it whatever the level says; in whether they are one flat walk over memory; and in their device.
     The graph does not change.
     """
-    verdicts: dict[int, Verdict] = {}
+    verdicts: dict[int, Found] = {}
     leave_alone(program.carried, program.settings.states, is_step=program.is_step)
     for group in program.classes:
         feed = feeding(group) if program.settings.level == "light" else set()
@@ -69,7 +66,7 @@ def leave_alone(carried: list[Carried], named: tuple[str, ...], *, is_step: bool
     for c in carried:
         if not (c.owned or is_named(c.name, named)) and (any_owned or c.owner == "buffer"):
             c.refusal = ""
-            c.left_alone = f"{NO_STATE}; name it with states=({c.name!r},)"
+            c.left_alone = f"not an optimizer's state; name it with states=({c.name!r},)"
 
 
 def is_named(name: str, named: tuple[str, ...]) -> bool:
@@ -114,12 +111,12 @@ def enters(form: Form | None, own: Form | None, *, anew: bool) -> bool:
     return any(b != 0 and cancels(b, a) for b in form.shares for a in own.shares)
 
 
-def _member(program: Program, group: StateClass, member: Slice) -> dict[int, Verdict]:
-    """Return the verdicts on the states of one slice, by index."""
+def _member(program: Program, group: StateClass, member: Slice) -> dict[int, Found]:
+    """Return what is found of the states of one slice, by index."""
     has_param = any(c.owner == "param" for c in program.carried)
     model, found = group.representative, group.recurrences
     verdicts = [
-        (False, _outside(carried, compensable=False))
+        _outside(carried, compensable=False)
         if carried.always_plain
         else verdict(carried, one, program.settings.level, has_param)
         for (carried, _, _), one in zip(member.states, found, strict=True)
@@ -128,24 +125,24 @@ def _member(program: Program, group: StateClass, member: Slice) -> dict[int, Ver
     # What is linear in a state comes first: what is not may be computed from its new value.
     for i in sorted(range(len(found)), key=lambda i: _ORDER.index(found[i].kind)):
         steps = found[i].steps(model.old(i))
-        if verdicts[i][0] and any(before.get(n, p) is not p for n, p in steps.items()):
+        if verdicts[i].compensated and any(before.get(n, p) is not p for n, p in steps.items()):
             verdicts[i] = _second(member.states[i][0], found, verdicts, i, model)
-        if verdicts[i][0]:
+        if verdicts[i].compensated:
             verdicts[i] = _if_held(member.states[i][0], verdicts[i], program.settings.storage)
-        if verdicts[i][0]:
+        if verdicts[i].compensated:
             before.update(steps)
     sources = {model.old(i): i for i in range(len(found))}
     for _ in found:
         for i, one in enumerate(found):
-            if verdicts[i][0] and one.source is not None and not verdicts[sources[one.source]][0]:
-                verdicts[i] = False, f"{one.together}, which has no residual to take over"
+            led = one.source is not None and not verdicts[sources[one.source]].compensated
+            if led and verdicts[i].compensated:
+                verdicts[i] = _plain(f"{one.together}, which has no residual to take over")
     return {
-        carried.index: (*verdicts[i], found[i].text)
-        for i, (carried, _, _) in enumerate(member.states)
+        carried.index: (verdicts[i], found[i]) for i, (carried, _, _) in enumerate(member.states)
     }
 
 
-def _if_held(carried: Carried, found: tuple[bool, str], choice: Choice) -> tuple[bool, str]:
+def _if_held(carried: Carried, found: Verdict, choice: Choice) -> Verdict:
     """Return a verdict, or a refusal if it needs a storage that cannot hold the state.
 
     Raises StorageError for a parameter.
@@ -156,7 +153,7 @@ def _if_held(carried: Carried, found: tuple[bool, str], choice: Choice) -> tuple
         if carried.owner == "param":
             raise
         carried.refusal = str(error)
-        return False, carried.refusal
+        return _plain(carried.refusal)
     return found
 
 
@@ -166,28 +163,29 @@ _ORDER = ("overwritten", "unchanged", "linear", "selected", "nonlinear")
 def _second(
     carried: Carried,
     found: list[Recurrence],
-    verdicts: list[tuple[bool, str]],
+    verdicts: list[Verdict],
     which: int,
     model: Slice,
-) -> tuple[bool, str]:
+) -> Verdict:
     """Return the verdict on a state whose carried path runs into that of another.
 
     A node has one expansion on it; a second residual would be dropped there.
     """
     for i, (other, _, new) in enumerate(model.states):
-        if i != which and verdicts[i][0] and new in found[which].carried_path:
-            return False, f"{ANEW} {other.name.partition(' of ')[0]}, which accumulates"
+        if i != which and verdicts[i].compensated and new in found[which].carried_path:
+            cause = f"computed anew from {other.state_name.short}, which accumulates"
+            return Verdict(VerdictKind.ANEW, cause)
     carried.refusal = "it is computed on the carried path of another state"
-    return False, carried.refusal
+    return _plain(carried.refusal)
 
 
 def _by_compensated(
-    group: StateClass, verdicts: dict[int, Verdict], choice: Choice
+    group: StateClass, verdicts: dict[int, Found], choice: Choice
 ) -> list[Rewritten]:
     found: dict[Any, Rewritten] = {}
     for member in group.members:
         states = enumerate(c for c, _, _ in member.states)
-        storages = {i: storage_of(c, choice) for i, c in states if verdicts[c.index][0]}
+        storages = {i: storage_of(c, choice) for i, c in states if verdicts[c.index][0].compensated}
         if storages:
             new = Rewritten([], storages, group.recurrences, group.representative)
             # What cannot be updated together must not keep the others from it.
@@ -224,8 +222,8 @@ def storage_of(carried: Carried, choice: Choice) -> str:
     return storage
 
 
-def verdict(carried: Carried, found: Recurrence, level: Level, has_param: bool) -> tuple[bool, str]:
-    """Return whether a state is compensated, and the reason.
+def verdict(carried: Carried, found: Recurrence, level: Level, has_param: bool) -> Verdict:
+    """Return the verdict on a state by itself; `_entry` tells a refusal.
 
     Args:
         carried: the state: its refusal, owner, dtype, and whether it has a residual already.
@@ -234,64 +232,83 @@ def verdict(carried: Carried, found: Recurrence, level: Level, has_param: bool) 
         has_param: whether any state of the same step is known to be a parameter.
     """
     if carried.refusal:
-        return False, carried.refusal
+        return _plain(carried.refusal)
     if carried.left_alone:
-        return False, carried.left_alone
+        return _left_alone(carried)
     if found.kind in ("overwritten", "unchanged") and not found.together:
-        return False, f"{found.kind}: nothing accumulates"
-    keep, reason = _judged(carried, found, level, has_param)
-    if carried.takes_over and not keep:
-        return True, "it takes over the value of a state that is compensated"
-    if carried.keeps_residual and not keep:
-        return True, "it has a residual from an earlier graph"
-    return keep, reason
+        return _plain(f"{found.kind}: nothing accumulates")
+    judged = _judged(carried, found, level, has_param)
+    if carried.takes_over and not judged.compensated:
+        return _kept("it takes over the value of a state that is compensated")
+    if carried.keeps_residual and not judged.compensated:
+        return _kept("it has a residual from an earlier graph")
+    return judged
 
 
-def _judged(carried: Carried, found: Recurrence, level: Level, has_param: bool) -> tuple[bool, str]:
+def _kept(cause: str) -> Verdict:
+    return Verdict(VerdictKind.COMPENSATED, cause)
+
+
+def _plain(cause: str) -> Verdict:
+    return Verdict(VerdictKind.PLAIN, cause)
+
+
+def _left_alone(carried: Carried) -> Verdict:
+    kind = VerdictKind.GRADIENT if carried.gradient else VerdictKind.NO_STATE
+    return Verdict(kind, carried.left_alone)
+
+
+def _judged(carried: Carried, found: Recurrence, level: Level, has_param: bool) -> Verdict:
     if level == "all":
-        return True, "level all"
+        return _kept("level all")
     if carried.owner == "param" and level in ("light", "plus"):
-        return True, f"parameter, level {level}"
+        return _kept(f"parameter, level {level}")
     if level == "light":
         return _light(carried, found, has_param)
     keep, reason = critical(found, carried.val.dtype, level)
     if carried.owner == "param" and not keep:
         # An average whose input hardly moves, as the iterates of some methods are: its rounding
         # does not grow, and is as large as the progress that a small learning rate makes.
-        return True, f"parameter: {reason.partition(',')[0]}, but each update is small beside it"
-    return keep, reason
+        return _kept(f"parameter: {reason.partition(',')[0]}, but each update is small beside it")
+    return _kept(reason) if keep else _plain(reason)
 
 
-def _light(carried: Carried, found: Recurrence, has_param: bool) -> tuple[bool, str]:
+def _light(carried: Carried, found: Recurrence, has_param: bool) -> Verdict:
     """Decide level light for a tensor that is not known to be a parameter."""
     keep, reason = critical(found, carried.val.dtype, "auto")
     if carried.feeds_parameter:
-        return keep, f"a parameter is computed anew from it; {reason}"
-    if has_param or carried.owner == "state":
-        return False, LEFT_BY_LEVEL if keep else reason
-    near = not is_number(found.a) or abs(1 - float(found.a)) < 1e-3
-    reason = LEFT_BY_LEVEL if keep and not near else reason
-    return keep and near, f"{reason}; {NO_PARAMETER}"
+        reason = f"a parameter is computed anew from it; {reason}"
+    elif has_param or carried.owner == "state":
+        return Verdict(VerdictKind.LEVEL, _LEFT_BY_LEVEL) if keep else _plain(reason)
+    else:
+        unknown = "no tensor of this graph is a known parameter"
+        if keep and is_number(found.a) and abs(1 - float(found.a)) >= 1e-3:
+            return Verdict(VerdictKind.LEVEL_UNKNOWN, f"{_LEFT_BY_LEVEL}; {unknown}")
+        reason = f"{reason}; {unknown}"
+    return _kept(reason) if keep else _plain(reason)
 
 
-def _entry(carried: Carried, verdict: Verdict | None, program: Program) -> StatePlan:
+def _entry(carried: Carried, found: Found | None, program: Program) -> StatePlan:
     compensable = bool(compensable_in(carried, program.settings.storage))
-    outside = carried.refusal or _outside(carried, compensable=compensable)
-    compensated, reason, text = verdict or (False, outside, "")
-    storage = storage_of(carried, program.settings.storage) if compensated else ""
+    if found is not None:
+        decision, change = found[0], found[1].change
+    else:
+        outside = _outside(carried, compensable=compensable)
+        decision, change = _plain(carried.refusal) if carried.refusal else outside, UNKNOWN
     # A dtype in which updates may be lost, and for which there is no storage.
     dtype = carried.val.dtype
     unknown = dtype.is_complex or (dtype.is_floating_point and dtype.itemsize == 1)
+    if carried.refusal and (compensable or unknown):
+        decision = replace(decision, kind=VerdictKind.REFUSED)
+    storage = storage_of(carried, program.settings.storage) if decision.compensated else ""
     return StatePlan(
-        name=carried.name,
-        dtype=dtype,
-        shape=tuple(int(s) if is_concrete_int(s) else -1 for s in carried.val.shape),
-        recurrence=text,
-        compensated=compensated,
-        reason=reason,
+        carried.state_name,
+        dtype,
+        tuple(int(s) if is_concrete_int(s) else -1 for s in carried.val.shape),
+        change,
+        decision,
         storage=storage,
         residual_bytes=STORAGES[storage].residual_bytes(carried.val) if storage else 0,
-        refused=bool(carried.refusal) and (compensable or unknown),
         index=carried.index,
         compensable=compensable,
     )
@@ -302,15 +319,17 @@ def _of_other(entry: StatePlan, other: Carried) -> StatePlan:
     storage = entry.storage
     return replace(
         entry,
-        name=other.name,
-        reason=entry.reason.replace(entry.name, other.name),
+        state_name=other.state_name,
+        decision=replace(entry.decision, cause=entry.reason.replace(entry.name, other.name)),
         shape=tuple(other.val.shape),
         residual_bytes=STORAGES[storage].residual_bytes(other.val) if storage else 0,
         index=other.index,
     )
 
 
-def _outside(carried: Carried, *, compensable: bool) -> str:
-    if compensable:
-        return carried.left_alone or "overwritten: nothing accumulates"
-    return f"{str(carried.val.dtype).removeprefix('torch.')}: updated as it stands"
+def _outside(carried: Carried, *, compensable: bool) -> Verdict:
+    if not compensable:
+        return _plain(f"{str(carried.val.dtype).removeprefix('torch.')}: updated as it stands")
+    return (
+        _left_alone(carried) if carried.left_alone else _plain("overwritten: nothing accumulates")
+    )

@@ -29,7 +29,7 @@ def capture(program: Program) -> None:
             carried.refusal = not_held(placeholder, carried)
             carried.takes_over = index in program.keep
             program.carried.append(carried)
-            label = carried.name.partition(" of ")[0]
+            label = carried.state_name.short
         if is_tensor(placeholder) and value_of(placeholder).dim() == 0:
             label = label or program.label(placeholder)
             placeholder.meta["label"] = placeholder.name if label in labels else label

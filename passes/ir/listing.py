@@ -59,10 +59,11 @@ def _because(reason: str) -> str:
 
 def verdicts(program: Program) -> str:
     """Return one line for all states of one kind on which there is one verdict."""
-    alike: dict[str, list[StatePlan]] = {}
+    alike: dict[tuple[str | None, str], list[StatePlan]] = {}
     for state in program.plan:
-        kind = state.name.rpartition(" of ")[0]  # which state of its parameter it is
-        alike.setdefault(f"{kind}: {_verdict(state)}", []).append(state)
+        # Of what belongs to no parameter, and of parameters, there is one line too.
+        kind = state.state_name.own if state.state_name.parameter else None
+        alike.setdefault((kind, _verdict(state)), []).append(state)
     lines = [f"{listed([s.name for s in k], 1)}: {_verdict(k[0])}" for k in alike.values()]
     return "\n".join([*lines, *_of_classes(program)]) or "no states"
 

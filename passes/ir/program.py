@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from collage_fx.passes.ir.verdict import Change, Judged
 from collage_fx.runtime.expansion.eft import LOW_PRECISION as LOW_PRECISION
 from collage_fx.runtime.storage.registry import STORAGES, Choice, Unnamed, chosen, kept
+from collage_fx.runtime.storage.state_name import StateName
 
 Level = Literal["light", "plus", "auto", "all"]
 Arithmetic = Literal["eft", "wide"]
@@ -51,7 +53,7 @@ class Carried:
 
     index: int
     """Position of its placeholder among the inputs of the graph."""
-    name: str
+    state_name: StateName
     owner: Owner
     static: bool
     """Whether Dynamo guards its identity, so that the graph always sees the same tensor."""
@@ -63,6 +65,8 @@ class Carried:
     """Why it cannot be compensated; empty if it can."""
     owned: bool = False
     """Whether a torch.optim.Optimizer holds it."""
+    gradient: bool = False
+    """Whether it is a gradient, by what leads to it."""
     left_alone: str = ""
     """Why it is left alone though it could be compensated; see `plan.leave_alone`."""
     present: str = ""
@@ -75,11 +79,14 @@ class Carried:
     """Whether it holds what a parameter is, which keeps too little of itself: see `feeding`."""
 
     @property
+    def name(self) -> str:
+        """The name as text."""
+        return str(self.state_name)
+
+    @property
     def kind(self) -> str:
         """What it is called in every slice of its class."""
-        if " of " in self.name:
-            return self.name.partition(" of ")[0]
-        return "param" if self.owner == "param" else self.name
+        return self.state_name.kind
 
 
 class Branch(NamedTuple):
@@ -109,6 +116,11 @@ class Recurrence:
     """With which states this one is judged, if not by itself; `a` is then the common factor."""
     curved: bool = False
     """Whether B has some of x in it, and is not linear in that."""
+
+    @property
+    def change(self) -> Change:
+        """What is shown of it, and whether it keeps x, without the graph."""
+        return Change(self.kind, self.text)
 
     def steps(self, old: Node) -> dict[Node, Node]:
         """Return each node of the path of a state with this old value -> the node before it."""
@@ -158,55 +170,22 @@ class StateClass:
         return self.members[0]
 
 
-ANEW = "computed anew from"
-"""How the reason begins of a state that is the value of another, in a function that is no sum."""
-REPLACED = ("", "x' = B", "x' = B, chosen by x")
-"""The recurrences of states whose new value has nothing to do with the old one."""
-
-
-def verdict_of(*, compensated: bool, refused: bool) -> str:
-    """Return the word for a verdict, wherever one is shown."""
-    return "compensated" if compensated else "refused" if refused else "plain"
-
-
 @dataclass
-class StatePlan:
+class StatePlan(Judged):
     """The verdict on one carried state."""
 
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    recurrence: str
-    compensated: bool
-    reason: str
-    storage: str
-    residual_bytes: int
-    refused: bool = False
+    storage: str = ""
+    residual_bytes: int = 0
     index: int = -1
     """Position of its placeholder among the inputs of the graph."""
     compensable: bool = True
     """Whether it may be compensated, by its dtype and the storage that was asked for."""
 
     @property
-    def verdict(self) -> str:
-        """`compensated`, `plain`, or `refused`: what should be compensated and cannot be."""
-        return verdict_of(compensated=self.compensated, refused=self.refused)
-
-    @property
     def keeps(self) -> float | None:
         """The least change, relative to a value, that its storage keeps; None for wide dtypes."""
         low = self.dtype in LOW_PRECISION or self.compensated
         return kept(self.dtype, self.storage) if low else None
-
-    @property
-    def replaced(self) -> bool:
-        """Whether the new value has nothing to do with the old one."""
-        return self.recurrence in REPLACED
-
-    @property
-    def computed_anew(self) -> bool:
-        """Whether the new value is made of others, with or without the old one among them."""
-        return self.replaced or self.reason.startswith(ANEW)
 
 
 @dataclass(eq=False)
@@ -353,8 +332,7 @@ def compensable_in(carried: Carried, choice: Choice) -> str:
     """Return the storage for a state, which may not be able to hold it; empty to leave it alone."""
     if carried.present and isinstance(choice, Unnamed) and carried.val.dtype in LOW_PRECISION:
         return carried.present
-    is_param, scalar = carried.owner == "param", carried.val.dim() == 0
-    return chosen(choice, carried.name, carried.val.dtype, is_param=is_param, scalar=scalar)
+    return chosen(choice, carried.state_name, carried.val.dtype, scalar=carried.val.dim() == 0)
 
 
 def graph_of(module: GraphModule | None) -> GraphModule:

@@ -30,6 +30,7 @@ from collage_fx.passes.ir.program import (
     is_tensor,
     value_of,
 )
+from collage_fx.passes.ir.verdict import UNKNOWN, Change, Verdict, VerdictKind
 from collage_fx.passes.rewrite.powers import POWERS, in_float64
 from collage_fx.passes.rewrite.residual_inputs import add_residuals, fake_mode_of
 from collage_fx.passes.rewrite.roundings import keep_roundings
@@ -322,13 +323,11 @@ class _Joiner:
 
     def _verdict(self, state: StatePlan, carried: Carried, storage: str) -> StatePlan:
         """Return the verdict on a state that has a residual in this graph."""
-        reason = state.reason if state.compensated else f"on joined values, since {self.why}"
+        joined = Verdict(VerdictKind.COMPENSATED, f"on joined values, since {self.why}")
         return replace(
             state,
-            recurrence=state.recurrence or "x' = f(x)",
-            compensated=True,
-            refused=False,
-            reason=reason,
+            change=Change("nonlinear", "x' = f(x)") if state.change == UNKNOWN else state.change,
+            decision=state.decision if state.compensated else joined,
             storage=storage,
             residual_bytes=STORAGES[storage].residual_bytes(carried.val),
         )

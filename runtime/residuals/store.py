@@ -22,6 +22,7 @@ from collage_fx.runtime.storage.registry import (
     check_compensable,
     value_in_float64,
 )
+from collage_fx.runtime.storage.state_name import StateName
 
 Expected = Callable[..., bool]
 """(tensor, *components) -> whether they are as they were saved together."""
@@ -45,7 +46,7 @@ class Residual:
 
     tensor: InitVar[Tensor]
     storage: str
-    name: str
+    name: StateName
     components: tuple[Tensor, ...] = field(init=False)
     draws: int = 0
     """How often the last component was rounded by chance; each time takes another seed."""
@@ -192,7 +193,7 @@ def clear_stale(
         why = residual.stale(tensor)
         if why:
             residual.clear()
-            cleared.setdefault(why, []).append(residual.name)
+            cleared.setdefault(why, []).append(str(residual.name))
     for why, names in cleared.items():
         warn_of_cleared(list(map(named, names)), why)
 
@@ -267,7 +268,7 @@ class ResidualStore:
         return bool(self._of_memory)
 
     def ensure(
-        self, tensor: Tensor, storage: str, name: str, found: Residual | None = None
+        self, tensor: Tensor, storage: str, name: StateName, found: Residual | None = None
     ) -> Residual:
         """Return the residual of tensor, made of zeros if there was none of this shape yet.
 
@@ -276,7 +277,7 @@ class ResidualStore:
         residual = found or self.get(tensor)
         if residual is not None and not residual.fits(tensor):
             if residual.has_content():
-                warn_of_cleared([name], "the tensor has another shape, dtype or device by now")
+                warn_of_cleared([str(name)], "the tensor has another shape, dtype or device by now")
             residual = None
         if residual is None:
             return self.adopt(tensor, None, storage, name)
@@ -311,13 +312,13 @@ class ResidualStore:
             self._coarser = before
 
     def adopt(
-        self, tensor: Tensor, lows: tuple[Tensor, ...] | None, storage: str, name: str
+        self, tensor: Tensor, lows: tuple[Tensor, ...] | None, storage: str, name: StateName
     ) -> Residual:
         """Make lows, or zeros, the residual of tensor, themselves and not copies.
 
         Lows are in the storage that their dtypes say; zeros are made for this one.
         """
-        storage = storage if lows is None else storage_of(tensor, lows, name)
+        storage = storage if lows is None else storage_of(tensor, lows, str(name))
         old: Residual | None = self._residuals.get(tensor)
         residual = self._residuals[tensor] = Residual(tensor, storage, name)
         if old is not None:
@@ -340,12 +341,12 @@ class ResidualStore:
         The high word changes where the storages round it differently.
         """
         old = self._residuals[tensor]
-        check_compensable(tensor.dtype, storage, old.name)
+        check_compensable(tensor.dtype, storage, str(old.name))
         clear_stale([(tensor, old)])
         with torch.no_grad(), _disable_current_modes():
             return self.assign(tensor, old.whole(tensor), storage, old.name)
 
-    def assign(self, tensor: Tensor, value: Tensor, storage: str, name: str) -> Residual:
+    def assign(self, tensor: Tensor, value: Tensor, storage: str, name: StateName) -> Residual:
         """Write value, of a wider dtype than tensor, into tensor and its residual."""
         wide = value.to(WIDER[tensor.dtype])
         hi, *lows = STORAGES[storage].split(wide, tensor.dtype)
@@ -360,8 +361,8 @@ class ResidualStore:
         tensor: Tensor,
         components: Sequence[Tensor],
         *,
-        storage: str = "mcf2",
-        name: str = "a tensor",
+        storage: str,
+        name: StateName,
         expected: Expected | None = None,
         draws: int | None = None,
     ) -> None:
@@ -369,7 +370,7 @@ class ResidualStore:
 
         Raises ResidualError if the storage does not exist or components do not fit it and tensor.
         """
-        check_components(tensor, components, storage, name)
+        check_components(tensor, components, storage, str(name))
         residual = self.get(tensor)
         if residual is None or residual.storage != storage or not residual.fits(tensor):
             residual = self.adopt(tensor, None, storage, name)

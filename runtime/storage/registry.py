@@ -24,6 +24,7 @@ from collage_fx.runtime.storage.layouts import (
     split_remainder16,
     split_ulp8,
 )
+from collage_fx.runtime.storage.state_name import StateName
 
 
 @dataclass(frozen=True)
@@ -125,9 +126,7 @@ FINEST = {_BF16: "remainder16", **dict.fromkeys((_FP16, *FP8), "mcf3"), _FP32: "
 """dtype -> what keeps most of a state."""
 
 
-def chosen(
-    choice: Choice, name: str, dtype: torch.dtype, *, is_param: bool, scalar: bool = False
-) -> str:
+def chosen(choice: Choice, name: StateName, dtype: torch.dtype, *, scalar: bool = False) -> str:
     """Return the storage for a state; empty for one that is left as it is.
 
     That is `auto` for one that no pattern fits. Patterns, as in fnmatch, are for the kind of the
@@ -138,31 +137,24 @@ def chosen(
         choice: what the user asks for.
         name: of the state.
         dtype: of the state.
-        is_param: whether it is a parameter.
         scalar: whether it is 0-d. A number in fp32 is mostly a count of steps, exact up to 2^24,
             and is left alone unless it is a parameter or a pattern other than `*` fits it.
     """
     pattern = "*"
     if not isinstance(choice, str):
-        kind = kind_of(name, is_param=is_param)
-        fitting = (c for c in choice if fits(c[0], kind, name))
+        fitting = (c for c in choice if fits(c[0], name))
         pattern, choice = next(fitting, ("*", "auto"))
     storage = AUTO.get(dtype, "") if choice == "auto" else str(choice)
     if dtype in LOW_PRECISION:
         return storage
     held = storage in STORAGES and dtype in STORAGES[storage].residuals
-    counts = scalar and not is_param and pattern == "*"
+    counts = scalar and not name.is_param and pattern == "*"
     return storage if held and not counts else ""
 
 
-def kind_of(name: str, *, is_param: bool) -> str:
-    """Return `param`, or `exp_avg_sq` for the state of that name of any parameter."""
-    return "param" if is_param else name.partition(" of ")[0]
-
-
-def fits(pattern: str, kind: str, name: str) -> bool:
-    """Tell whether a pattern, as in fnmatch, is one for a state of this kind and name."""
-    return fnmatchcase(kind, pattern) or fnmatchcase(name, pattern)
+def fits(pattern: str, name: StateName) -> bool:
+    """Tell whether a pattern, as in fnmatch, is one for a state by its kind or its name."""
+    return fnmatchcase(name.kind, pattern) or fnmatchcase(str(name), pattern)
 
 
 def compensable_dtypes(choice: Choice) -> tuple[torch.dtype, ...]:

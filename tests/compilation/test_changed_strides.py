@@ -11,6 +11,7 @@ import collage_fx
 from collage_fx.errors import CollageWarning
 from collage_fx.runtime.residuals.memory import is_laid_out_as
 from collage_fx.runtime.residuals.store import STORE, ResidualStore
+from collage_fx.runtime.storage.state_name import StateName
 
 LR, SIDE = 2.0**-12, 6
 
@@ -79,7 +80,7 @@ def test_components_are_laid_out_as_zeros_like_the_tensor() -> None:
         torch.ones(4, 1).bfloat16().as_strided((4, 1), (1, 7)),
         torch.ones(0, 3).bfloat16(),
     ):
-        residual = STORE.adopt(t, None, "mcf2", "t")
+        residual = STORE.adopt(t, None, "mcf2", StateName("t"))
         assert all(is_laid_out_as(c, t) for c in residual.components)
         STORE.drop(t)
     assert not is_laid_out_as(torch.ones(3, 4), torch.ones(4, 3).t())

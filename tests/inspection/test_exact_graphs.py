@@ -16,6 +16,7 @@ from collage_fx.errors import CollageWarning
 from collage_fx.inspection.monitor import _Copy, _states
 from collage_fx.inspection.update_stats import GraphUpdates, UpdateStats
 from collage_fx.passes.ir import exact
+from collage_fx.runtime.storage.state_name import StateName
 
 
 class Clipped(optim.Optimizer):
@@ -64,7 +65,10 @@ def _params(*, some: int = 3) -> list[Tensor]:
     return [p.bfloat16().requires_grad_() for p in made]
 
 
-def _step(optimizer: Any) -> tuple[dict[str, UpdateStats], dict[str, UpdateStats] | str, str]:
+Stats = dict[StateName, UpdateStats]
+
+
+def _step(optimizer: Any) -> tuple[Stats, Stats | str, str]:
     """Take a step; return what its graphs say of the updates, what a copy does, and why not."""
     for p in optimizer.param_groups[0]["params"]:
         p.grad = torch.randn_like(p) * 0.1
@@ -159,7 +163,7 @@ def test_a_state_that_is_written_twice_is_left_to_a_copy(every: int) -> None:
     assert isinstance(by_copy, dict)
     assert not monitor.problem and len(monitor.history) == 6 // every
     for name, stats in by_copy.items():
-        assert monitor.latest["states"][name] == pytest.approx(stats.to_dict())
+        assert monitor.latest["states"][str(name)] == pytest.approx(stats.to_dict())
         assert stats.count <= (1 << 16), "the control: counted once"
 
 

@@ -223,7 +223,7 @@ def test_a_refused_state_is_called_so_wherever_its_verdict_is_shown(dtype: torch
     program = capture(step, base[:4], base[2:6]).program("all")
     (state,) = program.plan
     explanation = Explanation("step", CollageConfig(), [state], [], [], [], [], [])
-    served = Served(state.name, state.dtype, reason=state.reason, refused=state.refused)
+    served = Served(state.state_name, state.dtype, decision=state.decision)
     assert state.verdict == served.verdict == explanation.to_dict()["states"][0]["verdict"]
     assert state.verdict == "refused" and f"refused: {state.reason}" in listing.verdicts(program)
     assert states_of(explanation, []).rows[0].verdict == "refused"

@@ -15,6 +15,7 @@ from collage_fx.passes.analysis.affine import Form
 from collage_fx.passes.analysis.plan import leave_alone, verdict
 from collage_fx.passes.analysis.recurrence import recurrence_of
 from collage_fx.passes.ir.program import Carried, StatePlan
+from collage_fx.runtime.storage.state_name import StateName
 
 BF16 = torch.bfloat16
 
@@ -129,17 +130,17 @@ def test_names_of_states_are_an_option() -> None:
 
 def test_verdicts_without_a_graph() -> None:
     """What an engine without a compiler asks for."""
-    state = Carried(0, "v[0]", "tensor", False, torch.zeros(3, dtype=BF16))
+    state = Carried(0, StateName("v[0]"), "tensor", False, torch.zeros(3, dtype=BF16))
     slow = recurrence_of(Form(1).times(0.999).plus(Form(0, "free")))
     assert slow.text == "x' = 0.999*x + B"
-    assert verdict(state, slow, "auto", False)[0]
-    assert not verdict(state, recurrence_of(Form(0.5, "free")), "auto", False)[0]
-    other = Carried(1, "p", "param", False, torch.zeros(3, dtype=BF16), owned=True)
+    assert verdict(state, slow, "auto", False).compensated
+    assert not verdict(state, recurrence_of(Form(0.5, "free")), "auto", False).compensated
+    other = Carried(1, StateName(None, "p"), "param", False, torch.zeros(3, dtype=BF16), owned=True)
     leave_alone([state, other], (), is_step=False)
-    assert not verdict(state, slow, "auto", True)[0] and not other.left_alone
+    assert not verdict(state, slow, "auto", True).compensated and not other.left_alone
     state.left_alone = ""
     leave_alone([state, other], ("v[0]",), is_step=False)
-    assert verdict(state, slow, "auto", True)[0]
+    assert verdict(state, slow, "auto", True).compensated
 
 
 class Twins(nn.Module):

@@ -113,7 +113,7 @@ def forget_a_verdict(p: Program) -> None:
 
 
 def give_no_reason(p: Program) -> None:
-    p.plan[0].reason = ""
+    p.plan[0].decision = dataclasses.replace(p.plan[0].decision, cause="")
 
 
 def promise_without_rewriting(p: Program) -> None:

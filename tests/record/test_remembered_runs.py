@@ -12,6 +12,7 @@ from torch import Tensor
 
 import collage_fx
 from collage_fx.runtime.residuals.store import STORE, ResidualStore
+from collage_fx.runtime.storage.state_name import StateName
 from collage_fx.segments import executors, joined_compiler
 from collage_fx.segments.low_words import LowWords
 from collage_fx.segments.segment_graph import Numbers, SeenNumbers
@@ -194,7 +195,7 @@ def test_a_residual_that_comes_or_goes_in_the_middle_of_a_step_is_seen() -> None
     state = torch.zeros(3, dtype=torch.bfloat16)
     words = words_of(state)
     assert words.residual(state) is None
-    residual = STORE.ensure(state, "mcf2", "a state")
+    residual = STORE.ensure(state, "mcf2", StateName("a state"))
     assert words.residual(state) is residual
     assert words.wrote(state) and words.residual(state) is residual
     STORE.drop(state)

@@ -22,6 +22,7 @@ from collage_fx.passes.ir.program import graph_of
 from collage_fx.runtime.kernels import cpp_loop
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import chosen
+from collage_fx.runtime.storage.state_name import StateName
 
 DOUBLE = "double_single"
 
@@ -104,13 +105,13 @@ def test_fp32_states_are_left_alone_where_it_is_not_named(storage: Any) -> None:
 
 
 def test_a_count_of_steps_is_left_alone_unless_it_is_named() -> None:
-    def storage(choice: Any, name: str, *, is_param: bool = False) -> str:
+    def storage(choice: Any, own: str | None, of: str = "p") -> str:
         choice = choice if isinstance(choice, str) else tuple(choice.items())
-        return chosen(choice, name, torch.float32, is_param=is_param, scalar=True)
+        return chosen(choice, StateName(own, of), torch.float32, scalar=True)
 
-    assert storage(DOUBLE, "step of p") == storage({"*": DOUBLE}, "step of p") == ""
-    assert storage({"step": DOUBLE}, "step of p") == DOUBLE
-    assert storage(DOUBLE, "temperature", is_param=True) == DOUBLE
+    assert storage(DOUBLE, "step") == storage({"*": DOUBLE}, "step") == ""
+    assert storage({"step": DOUBLE}, "step") == DOUBLE
+    assert storage(DOUBLE, None, "temperature") == DOUBLE
     count = torch.tensor(2.0**24 - 1)
     assert count + 1 == 2**24 and count + 2 == 2**24  # where it is not exact any more
 

@@ -15,12 +15,11 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx import GraphModule, Node
 from torch.optim import Optimizer
 
-from collage_fx.optimizer.ownership import owners_of
+from collage_fx.optimizer.ownership import owner_of, owners_of
 from collage_fx.passes.ir.program import (
     Arithmetic,
     Carried,
     Level,
-    Owner,
     Program,
     Rewritten,
     Settings,
@@ -28,6 +27,7 @@ from collage_fx.passes.ir.program import (
 )
 from collage_fx.passes.pipeline import PASSES, run_passes
 from collage_fx.passes.rewrite.symbolic_scalars import keep_symbols
+from collage_fx.runtime.storage.state_name import StateName
 
 BF16, FP16 = torch.bfloat16, torch.float16
 _KINDS: list[tuple[type[Optimizer], dict[str, Any]]] = [
@@ -108,18 +108,21 @@ class Captured:
         if isinstance(descriptor, PlainAOTInput):
             source = self.dynamo.graph.find_nodes(op="placeholder")[descriptor.idx]
             name = source.name.removeprefix("l_").rstrip("_")
-            return Carried(index, name, _owner(source.meta["example_value"]), False, val)
+            return _carried(index, name, source.meta["example_value"], False, val)
         if not isinstance(descriptor, ParamAOTInput | BufferAOTInput):
-            return Carried(index, "an input that overlaps others", "tensor", False, val)
+            name = StateName("an input that overlaps others")
+            return Carried(index, name, "tensor", False, val)
         tensor = functools.reduce(getattr, descriptor.target.split("."), self.dynamo)
         owned = self._owners.get(id(tensor))
         if owned is None:
-            return Carried(index, descriptor.target, _owner(tensor), True, val)
-        return Carried(index, owned[1].name, owned[1].owner, True, val, owned=True)
+            return _carried(index, descriptor.target, tensor, True, val)
+        return Carried(index, owned[1].state_name, owned[1].owner, True, val, owned=True)
 
 
-def _owner(tensor: Tensor) -> Owner:
-    return "param" if tensor.requires_grad and tensor.is_leaf else "tensor"
+def _carried(index: int, name: str, tensor: Tensor, static: bool, val: Tensor) -> Carried:
+    if owner_of(tensor) == "param":
+        return Carried(index, StateName(None, name), "param", static, val)
+    return Carried(index, StateName(name), "tensor", static, val)
 
 
 def capture(
@@ -229,7 +232,7 @@ def operations(module: GraphModule | None) -> list[str]:
 
 def verdicts(program: Program) -> dict[str, StatePlan]:
     """Return the plan by the first word of each state's name: `param`, `exp_avg`, ..."""
-    return {s.name.partition(" of ")[0] if " of " in s.name else "param": s for s in program.plan}
+    return {s.state_name.kind if s.state_name.parameter else "param": s for s in program.plan}
 
 
 def random_inputs(module: GraphModule | None, size: int = 1000) -> list[Tensor]:

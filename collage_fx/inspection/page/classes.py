@@ -47,9 +47,10 @@ class ClassView:
     @property
     def title(self) -> str:
         """How many members, of which states."""
-        names = sorted(filter(None, short_names(self.rewritten)), key=lambda n: n != "param")
-        count = self.rewritten.count
-        return f"{count} {'member' if count == 1 else 'members'}: {', '.join(names)}"
+        names, count = short_names(self.rewritten), self.rewritten.count
+        states = sorted((not c.state_name.is_param, at) for c, at, _ in self.rewritten.model.states)
+        listed = ", ".join(names[at] for _, at in states)
+        return f"{count} {'member' if count == 1 else 'members'}: {listed}"
 
     @property
     def columns(self) -> list[tuple[str, str, Column]]:
@@ -80,12 +81,15 @@ class ClassView:
 
     def _written_expanded(self) -> Column:
         inputs: dict[Node, str] = {}
-        for node in graph_of(self.rewritten.expanded).graph.find_nodes(op="placeholder"):
-            origin, name = self._in_source(node), node.name
-            generic = name.startswith("in") and name[2:].isdigit()
+        states = {at for _, at, _ in self.rewritten.model.states}
+        count = len(self.rewritten.model.inputs)
+        nodes = graph_of(self.rewritten.expanded).graph.find_nodes(op="placeholder")
+        for at, node in enumerate(nodes):
+            origin = self._in_source(node)
+            generic = at < count and at not in states
             known = self.before.names.get(origin, "") if origin is not None else ""
             taken = known in inputs.values()
-            inputs[node] = known if generic and known and not taken else name
+            inputs[node] = known if generic and known and not taken else node.name
         prefix = f"{self.number}e"
         return self._written(self.rewritten.expanded, inputs, prefix, name=self._name_before)
 

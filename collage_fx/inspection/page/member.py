@@ -91,7 +91,7 @@ def short_names(rewritten: Rewritten) -> list[str]:
 
 def _label(program: Program, placeholder: Node) -> str:
     places = list(placeholder.graph.find_nodes(op="placeholder"))
-    carried = {places[c.index]: c.name.partition(" of ")[0] for c in program.carried}
+    carried = {places[c.index]: c.state_name.short for c in program.carried}
     label = carried.get(placeholder) or program.label(placeholder)
     return label if label.isidentifier() else placeholder.name
 

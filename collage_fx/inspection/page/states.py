@@ -23,7 +23,6 @@ class Place:
     number: int
     name: str
     """That of the optimizer, whatever the plan calls it."""
-    is_param: bool
 
 
 @dataclass
@@ -88,13 +87,11 @@ def states_of(explanation: "Explanation", classes: list[Rewritten]) -> States:
     layers: dict[str, int] = {}
     for state in explanation.plan:
         place = place_of(state)
-        first, _, owner = state.name.partition(" of ")
-        layer = owner or (first if place.is_param else "")
-        kind = first if owner or not place.is_param else PARAMETER
+        own, layer = state.state_name.own, state.state_name.parameter
         engine = explanation.engine.get(state.name, explanation.engine.get(place.name, "graph"))
         row = Row(
             number=place.number,
-            kind=kind,
+            kind=PARAMETER if own is None else own,
             dtype=dtype_name(state.dtype),
             recurrence=state.recurrence,
             verdict=state.verdict,
@@ -126,7 +123,7 @@ def _places(explanation: "Explanation", classes: list[Rewritten]) -> Callable[[S
                 for c in (state, *program.others.get(state.index, [])):
                     number[c.index] = classes.index(rewritten)
         known = {
-            c.index: Place(number.get(c.index, PLAIN), c.name, c.owner == "param")
+            c.index: Place(number.get(c.index, PLAIN), c.name)
             for c in (*program.carried, *chain.from_iterable(program.others.values()))
         }
         by_index |= known
@@ -138,6 +135,6 @@ def _places(explanation: "Explanation", classes: list[Rewritten]) -> Callable[[S
         found = by_identity.get(id(state)) or by_name.get(state.name)
         if found is None and len(explanation.compiled) == 1:
             found = by_index.get(state.index)
-        return found or Place(PLAIN, state.name, " of " not in state.name)
+        return found or Place(PLAIN, state.name)
 
     return place_of

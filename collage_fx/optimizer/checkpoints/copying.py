@@ -14,6 +14,7 @@ from collage_fx.optimizer.ownership import compensated_tensors
 from collage_fx.optimizer.plain_steps import watch_copy
 from collage_fx.runtime.residuals.dtensor import shard_of
 from collage_fx.runtime.residuals.store import STORE, Residual
+from collage_fx.runtime.storage.state_name import StateName
 
 _HOOKS = (
     "_optimizer_state_dict_post_hooks",
@@ -81,6 +82,8 @@ def copy_residuals(optimizer: Any, memo: dict[int, Any]) -> None:
 def _restore(optimizer: Optimizer, entries: Iterable[Any], history: History) -> None:
     """Give the tensors of a copy, which is still being made, their residuals."""
     for tensor, name, storage, components, draws, expected in entries:
+        if not isinstance(name, StateName):  # of a pickle that an earlier version has made
+            name = StateName(name)
         STORE.load(
             shard_of(tensor), components, storage=storage, name=name, expected=expected, draws=draws
         )

@@ -85,7 +85,7 @@ def _load(owned: Owned, saved: SavedResidual, param: torch.dtype) -> None:
         saved.parts(owned.tensor.dtype, param),
         expected=saved.expected(owned.whole, param),
         storage=saved.storage,
-        name=owned.name,
+        name=owned.state_name,
         draws=saved.draws,
     )
 
@@ -96,8 +96,8 @@ def _assign(owned: Owned, value: Tensor, choice: Choice) -> None:
     if tensor.dtype not in LOW_PRECISION:
         tensor.data.copy_(value)
         return
-    storage = chosen(choice, owned.name, tensor.dtype, is_param=False) if choice else ""
+    storage = chosen(choice, owned.state_name, tensor.dtype) if choice else ""
     if not storage or refusal(tensor.dtype, storage, owned.name):
         storage = FINEST[tensor.dtype]
-    residual = STORE.assign(tensor, value, storage, owned.name)
+    residual = STORE.assign(tensor, value, storage, owned.state_name)
     residual.provisional = True  # a state that no verdict compensates has no use for it

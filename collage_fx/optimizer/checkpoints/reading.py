@@ -21,6 +21,7 @@ from collage_fx.runtime.errors import CheckpointError, ResidualError
 from collage_fx.runtime.residuals.components import check_components
 from collage_fx.runtime.residuals.dtensor import shard_of
 from collage_fx.runtime.storage.registry import value_in_float64
+from collage_fx.runtime.storage.state_name import StateName
 
 ENTRY = "collage_fx"
 FORMAT = 2
@@ -229,7 +230,7 @@ def _check_fit(
     known = index < len(params)
     states = dict(tensors_in(loaded.states.get(index, {}))) if known else {}
     owner = params[index] if known and key == PARAM else states.get(key)
-    name = name if key == PARAM else f"{key} of {name}"
+    name = str(StateName(None if key == PARAM else key, name))
     if owner is None:
         raise CheckpointError(f"the checkpoint has a residual for {name}, which does not exist")
     param, saved = params[index], shard_of(owner)

@@ -1,0 +1,108 @@
+"""Verdicts on states: a kind, by which code decides, and a cause, which is shown."""
+
+import enum
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+from collage_fx.runtime.storage.state_name import StateName
+
+
+class VerdictKind(enum.Enum):
+    """Whether a state is compensated; if not, why."""
+
+    COMPENSATED = enum.auto()
+    REFUSED = enum.auto()
+    """It should be, and cannot."""
+    PLAIN = enum.auto()
+    """Its dtype loses nothing of its updates, or has no storage."""
+    ANEW = enum.auto()
+    """Its value is that of another state, which accumulates, in a function that is no sum."""
+    NO_STATE = enum.auto()
+    """It is not an optimizer's."""
+    GRADIENT = enum.auto()
+    """Neither is it, being a gradient, which a step may scale or clip."""
+    LEVEL = enum.auto()
+    """Level `light` leaves it alone, which level `auto` would compensate."""
+    LEVEL_UNKNOWN = enum.auto()
+    """The same where no tensor is known to be a parameter, so that it may be one."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The verdict on a state."""
+
+    kind: VerdictKind
+    cause: str
+
+    @property
+    def compensated(self) -> bool:
+        """Whether the state has residuals."""
+        return self.kind is VerdictKind.COMPENSATED
+
+    def __str__(self) -> str:
+        named = self.kind in (VerdictKind.COMPENSATED, VerdictKind.REFUSED)
+        return (self.kind if named else VerdictKind.PLAIN).name.lower()
+
+
+class Change(NamedTuple):
+    """How a step changes a state: the kind of the recurrence and its text."""
+
+    kind: Literal["unknown", "overwritten", "unchanged", "linear", "selected", "nonlinear"]
+    text: str
+
+
+UNKNOWN = Change("unknown", "")
+"""That of a state in no class."""
+
+
+@dataclass
+class Judged:
+    """A state with the verdict on it, and both as text."""
+
+    state_name: StateName
+    dtype: torch.dtype
+    shape: tuple[int, ...] = ()
+    change: Change = UNKNOWN
+    decision: Verdict = Verdict(VerdictKind.PLAIN, "")
+
+    @property
+    def name(self) -> str:
+        """The name as text."""
+        return str(self.state_name)
+
+    @property
+    def recurrence(self) -> str:
+        """The recurrence as text: x' = a*x + B; empty if there is none."""
+        return self.change.text
+
+    @property
+    def reason(self) -> str:
+        """The cause of the verdict."""
+        return self.decision.cause
+
+    @property
+    def verdict(self) -> str:
+        """`compensated`, `plain`, or `refused`: what should be compensated and cannot be."""
+        return str(self.decision)
+
+    @property
+    def compensated(self) -> bool:
+        """Whether it has residuals."""
+        return self.decision.compensated
+
+    @property
+    def refused(self) -> bool:
+        """Whether it should be compensated and cannot be."""
+        return self.decision.kind is VerdictKind.REFUSED
+
+    @property
+    def replaced(self) -> bool:
+        """Whether the new value has nothing to do with the old one, as far as is known."""
+        return self.change.kind in ("unknown", "overwritten")
+
+    @property
+    def computed_anew(self) -> bool:
+        """Whether the new value is made of others, with or without the old one among them."""
+        return self.replaced or self.decision.kind is VerdictKind.ANEW
