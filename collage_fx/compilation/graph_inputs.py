@@ -22,14 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from collage_fx.compilation.residual_binding import Locate
 from collage_fx.compilation.side_inputs import Members
-from collage_fx.optimizer.ownership import (
-    Owned,
-    is_buffer,
-    is_gradient,
-    owner_of,
-    pretty,
-    source_name,
-)
+from collage_fx.optimizer.ownership import Owned, is_buffer, owner_of, pretty, source_name
 from collage_fx.passes.analysis.plan import is_named
 from collage_fx.passes.dedup.deduplicate import Narrow
 from collage_fx.passes.ir.program import (
@@ -219,7 +212,7 @@ class Inputs:
         name = self.recorded.get(path) or StateName(called)
         if owner == "param":
             name = StateName(None, str(name))
-        gradient = is_gradient(called)
+        gradient = called.endswith(".grad")  # as Dynamo says where it comes from
         # Of the optimizer being compiled, though not in its state.
         own = self.of_optimizer and not (owner == "buffer" or gradient)
         return Carried(index, name, owner, False, val, owned=own, gradient=gradient)

@@ -20,7 +20,7 @@ from collage_fx.passes.ir.program import Owner
 from collage_fx.runtime.residuals.dtensor import shard_of
 from collage_fx.runtime.residuals.memory import has_memory, is_expanded, overlapping
 from collage_fx.runtime.residuals.store import STORE, Residual
-from collage_fx.runtime.storage.state_name import StateName
+from collage_fx.runtime.storage.state_name import Named, StateName
 
 PARAM = "<param>"
 """The key of a parameter itself among the carried states of that parameter."""
@@ -29,7 +29,7 @@ STAND_IN = "_collage_stand_in"
 
 
 @dataclass(frozen=True)
-class Owned:
+class Owned(Named):
     """A tensor that a step may carry, with its place in the optimizer and its name."""
 
     tensor: Tensor
@@ -44,11 +44,6 @@ class Owned:
     of_optimizer: bool = True
     sharded: Tensor | None = None
     """What tensor is this process's shard of: a DTensor, or tensor itself."""
-
-    @property
-    def name(self) -> str:
-        """The name as text."""
-        return str(self.state_name)
 
     @property
     def whole(self) -> Tensor:
@@ -381,11 +376,6 @@ def owner_of(tensor: Any) -> Owner:
 def is_buffer(source: str) -> bool:
     """Tell whether a source is a buffer of a module: L['model']._modules['bn']._buffers['mean']."""
     return "._buffers[" in source
-
-
-def is_gradient(source: str) -> bool:
-    """Tell whether a source, as `pretty` writes it, is a gradient: params[0].grad."""
-    return source.endswith(".grad")
 
 
 def source_name(source: Any) -> str:

@@ -134,9 +134,9 @@ def _member(program: Program, group: StateClass, member: Slice) -> dict[int, Fou
     sources = {model.old(i): i for i in range(len(found))}
     for _ in found:
         for i, one in enumerate(found):
-            led = one.source is not None and not verdicts[sources[one.source]].compensated
-            if led and verdicts[i].compensated:
-                verdicts[i] = _plain(f"{one.together}, which has no residual to take over")
+            alone = one.source is not None and not verdicts[sources[one.source]].compensated
+            if alone and verdicts[i].compensated:
+                verdicts[i] = _decided(False, f"{one.together}, which has no residual to take over")
     return {
         carried.index: (verdicts[i], found[i]) for i, (carried, _, _) in enumerate(member.states)
     }
@@ -153,7 +153,7 @@ def _if_held(carried: Carried, found: Verdict, choice: Choice) -> Verdict:
         if carried.owner == "param":
             raise
         carried.refusal = str(error)
-        return _plain(carried.refusal)
+        return _decided(False, carried.refusal)
     return found
 
 
@@ -176,7 +176,7 @@ def _second(
             cause = f"computed anew from {other.state_name.short}, which accumulates"
             return Verdict(VerdictKind.ANEW, cause)
     carried.refusal = "it is computed on the carried path of another state"
-    return _plain(carried.refusal)
+    return _decided(False, carried.refusal)
 
 
 def _by_compensated(
@@ -232,25 +232,21 @@ def verdict(carried: Carried, found: Recurrence, level: Level, has_param: bool) 
         has_param: whether any state of the same step is known to be a parameter.
     """
     if carried.refusal:
-        return _plain(carried.refusal)
+        return _decided(False, carried.refusal)
     if carried.left_alone:
         return _left_alone(carried)
     if found.kind in ("overwritten", "unchanged") and not found.together:
-        return _plain(f"{found.kind}: nothing accumulates")
+        return _decided(False, f"{found.kind}: nothing accumulates")
     judged = _judged(carried, found, level, has_param)
     if carried.takes_over and not judged.compensated:
-        return _kept("it takes over the value of a state that is compensated")
+        return _decided(True, "it takes over the value of a state that is compensated")
     if carried.keeps_residual and not judged.compensated:
-        return _kept("it has a residual from an earlier graph")
+        return _decided(True, "it has a residual from an earlier graph")
     return judged
 
 
-def _kept(cause: str) -> Verdict:
-    return Verdict(VerdictKind.COMPENSATED, cause)
-
-
-def _plain(cause: str) -> Verdict:
-    return Verdict(VerdictKind.PLAIN, cause)
+def _decided(keep: bool, cause: str) -> Verdict:
+    return Verdict(VerdictKind.COMPENSATED if keep else VerdictKind.PLAIN, cause)
 
 
 def _left_alone(carried: Carried) -> Verdict:
@@ -260,17 +256,18 @@ def _left_alone(carried: Carried) -> Verdict:
 
 def _judged(carried: Carried, found: Recurrence, level: Level, has_param: bool) -> Verdict:
     if level == "all":
-        return _kept("level all")
+        return _decided(True, "level all")
     if carried.owner == "param" and level in ("light", "plus"):
-        return _kept(f"parameter, level {level}")
+        return _decided(True, f"parameter, level {level}")
     if level == "light":
         return _light(carried, found, has_param)
     keep, reason = critical(found, carried.val.dtype, level)
     if carried.owner == "param" and not keep:
         # An average whose input hardly moves, as the iterates of some methods are: its rounding
         # does not grow, and is as large as the progress that a small learning rate makes.
-        return _kept(f"parameter: {reason.partition(',')[0]}, but each update is small beside it")
-    return _kept(reason) if keep else _plain(reason)
+        reason = f"parameter: {reason.partition(',')[0]}, but each update is small beside it"
+        return _decided(True, reason)
+    return _decided(keep, reason)
 
 
 def _light(carried: Carried, found: Recurrence, has_param: bool) -> Verdict:
@@ -279,33 +276,29 @@ def _light(carried: Carried, found: Recurrence, has_param: bool) -> Verdict:
     if carried.feeds_parameter:
         reason = f"a parameter is computed anew from it; {reason}"
     elif has_param or carried.owner == "state":
-        return Verdict(VerdictKind.LEVEL, _LEFT_BY_LEVEL) if keep else _plain(reason)
+        return Verdict(VerdictKind.LEVEL, _LEFT_BY_LEVEL) if keep else _decided(False, reason)
     else:
         unknown = "no tensor of this graph is a known parameter"
         if keep and is_number(found.a) and abs(1 - float(found.a)) >= 1e-3:
             return Verdict(VerdictKind.LEVEL_UNKNOWN, f"{_LEFT_BY_LEVEL}; {unknown}")
         reason = f"{reason}; {unknown}"
-    return _kept(reason) if keep else _plain(reason)
+    return _decided(keep, reason)
 
 
 def _entry(carried: Carried, found: Found | None, program: Program) -> StatePlan:
     compensable = bool(compensable_in(carried, program.settings.storage))
-    if found is not None:
-        decision, change = found[0], found[1].change
-    else:
-        outside = _outside(carried, compensable=compensable)
-        decision, change = _plain(carried.refusal) if carried.refusal else outside, UNKNOWN
+    decision = found[0] if found else _outside(carried, compensable=compensable)
     # A dtype in which updates may be lost, and for which there is no storage.
     dtype = carried.val.dtype
     unknown = dtype.is_complex or (dtype.is_floating_point and dtype.itemsize == 1)
     if carried.refusal and (compensable or unknown):
-        decision = replace(decision, kind=VerdictKind.REFUSED)
+        decision = Verdict(VerdictKind.REFUSED, decision.cause)
     storage = storage_of(carried, program.settings.storage) if decision.compensated else ""
     return StatePlan(
         carried.state_name,
         dtype,
         tuple(int(s) if is_concrete_int(s) else -1 for s in carried.val.shape),
-        change,
+        found[1].change if found else UNKNOWN,
         decision,
         storage=storage,
         residual_bytes=STORAGES[storage].residual_bytes(carried.val) if storage else 0,
@@ -328,8 +321,9 @@ def _of_other(entry: StatePlan, other: Carried) -> StatePlan:
 
 
 def _outside(carried: Carried, *, compensable: bool) -> Verdict:
-    if not compensable:
-        return _plain(f"{str(carried.val.dtype).removeprefix('torch.')}: updated as it stands")
-    return (
-        _left_alone(carried) if carried.left_alone else _plain("overwritten: nothing accumulates")
-    )
+    """Return the verdict on a state in no slice, or on one that is never compensated."""
+    if carried.left_alone and compensable:
+        return _left_alone(carried)
+    dtype = str(carried.val.dtype).removeprefix("torch.")
+    plain = "overwritten: nothing accumulates" if compensable else f"{dtype}: updated as it stands"
+    return _decided(False, carried.refusal or plain)

@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from collage_fx.passes.ir.verdict import Change, Judged
 from collage_fx.runtime.expansion.eft import LOW_PRECISION as LOW_PRECISION
 from collage_fx.runtime.storage.registry import STORAGES, Choice, Unnamed, chosen, kept
-from collage_fx.runtime.storage.state_name import StateName
+from collage_fx.runtime.storage.state_name import Named, StateName
 
 Level = Literal["light", "plus", "auto", "all"]
 Arithmetic = Literal["eft", "wide"]
@@ -48,7 +48,7 @@ class Settings:
 
 
 @dataclass
-class Carried:
+class Carried(Named):
     """A carried state: a tensor input of the graph that the graph overwrites."""
 
     index: int
@@ -77,11 +77,6 @@ class Carried:
     """Whether it takes over the value of a state that is compensated."""
     feeds_parameter: bool = False
     """Whether it holds what a parameter is, which keeps too little of itself: see `feeding`."""
-
-    @property
-    def name(self) -> str:
-        """The name as text."""
-        return str(self.state_name)
 
     @property
     def kind(self) -> str:

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from collage_fx.runtime.storage.state_name import StateName
+from collage_fx.runtime.storage.state_name import Named, StateName
 
 
 class VerdictKind(enum.Enum):
@@ -41,10 +41,6 @@ class Verdict:
         """Whether the state has residuals."""
         return self.kind is VerdictKind.COMPENSATED
 
-    def __str__(self) -> str:
-        named = self.kind in (VerdictKind.COMPENSATED, VerdictKind.REFUSED)
-        return (self.kind if named else VerdictKind.PLAIN).name.lower()
-
 
 class Change(NamedTuple):
     """How a step changes a state: the kind of the recurrence and its text."""
@@ -58,7 +54,7 @@ UNKNOWN = Change("unknown", "")
 
 
 @dataclass
-class Judged:
+class Judged(Named):
     """A state with the verdict on it, and both as text."""
 
     state_name: StateName
@@ -66,11 +62,6 @@ class Judged:
     shape: tuple[int, ...] = ()
     change: Change = UNKNOWN
     decision: Verdict = Verdict(VerdictKind.PLAIN, "")
-
-    @property
-    def name(self) -> str:
-        """The name as text."""
-        return str(self.state_name)
 
     @property
     def recurrence(self) -> str:
@@ -85,7 +76,7 @@ class Judged:
     @property
     def verdict(self) -> str:
         """`compensated`, `plain`, or `refused`: what should be compensated and cannot be."""
-        return str(self.decision)
+        return "compensated" if self.compensated else "refused" if self.refused else "plain"
 
     @property
     def compensated(self) -> bool:

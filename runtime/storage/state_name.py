@@ -32,3 +32,14 @@ class StateName:
 
     def __str__(self) -> str:
         return f"{self.own} of {self.parameter}" if self.own and self.parameter else self.short
+
+
+class Named:
+    """What has the name of a state."""
+
+    state_name: StateName
+
+    @property
+    def name(self) -> str:
+        """The name as text."""
+        return str(self.state_name)
