@@ -3,7 +3,8 @@
 import contextlib
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from fnmatch import fnmatchcase
 from typing import Any
 
 import pytest
@@ -64,6 +65,21 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     with monkeypatch.context() as patch:
         patch.setattr(backend._Step, "__init__", spy)
         yield found
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
+    """Mark the cases of a test slow that its marker `quick` does not name."""
+    made = yield
+    for item in made if isinstance(made, list) else ():
+        for marker in item.iter_markers("quick"):
+            if not any(fnmatchcase(item.callspec.id, case) for case in marker.args):
+                item.add_marker(pytest.mark.slow)
+            cases = [other.callspec.id for other in made]
+            gone = [c for c in marker.args if not any(fnmatchcase(case, c) for case in cases)]
+            if gone:
+                raise pytest.UsageError(f"{item.nodeid}: no case is {gone}, of {cases}")
+    return made
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

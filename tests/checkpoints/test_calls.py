@@ -215,6 +215,15 @@ MORE = (
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] if n in MORE else []) for n in WAYS]
 )
+@pytest.mark.quick(
+    "`torch.save*",
+    "`get_state_dict`*",
+    "... and `broadcast*",
+    "`dcp.save`*",
+    "... by `dcp.load`*",
+    "a checkpoint*",
+    "... and back again",
+)
 def test_what_comes_back(
     name: str, unbroken: tuple[Run, list[Tensor], list[Tensor]], tmp_path: Path
 ) -> None:

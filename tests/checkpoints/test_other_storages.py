@@ -67,6 +67,7 @@ def values(run: Run) -> list[Tensor]:
     ("there", "here", "options"),
     [("mcf2", "remainder16", None), ("remainder16", "mcf3", FLAT), ("mcf3", "mcf2", None)],
 )
+@pytest.mark.quick("mcf2-*")
 def test_a_checkpoint_in_one_storage_goes_on_in_another(
     there: str, here: str, options: StateDictOptions | None, tmp_path: Path
 ) -> None:
@@ -88,6 +89,7 @@ def test_a_checkpoint_in_one_storage_goes_on_in_another(
 
 
 @pytest.mark.parametrize("options", [None, FLAT])
+@pytest.mark.quick("options1")
 def test_more_or_fewer_states_may_have_residuals(
     options: StateDictOptions | None, tmp_path: Path
 ) -> None:

@@ -97,6 +97,7 @@ def halfway(make: Callable[[Optimizer], Any]) -> tuple[Run, Any]:
 @pytest.mark.parametrize(
     "name", [*SCHEDULERS, *(pytest.param(n, marks=pytest.mark.slow) for n in MORE)]
 )
+@pytest.mark.quick("by hand")
 def test_a_resumed_run_has_the_bits_of_the_unbroken_one(name: str) -> None:
     make = (SCHEDULERS | MORE)[name]
     run, saved = halfway(make)

@@ -56,6 +56,7 @@ def differences(dtype: torch.dtype, *, foreach: bool, beta2: float, steps: int =
         pytest.param(torch.float16, False, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.quick("dtype1-*")
 def test_compiled_step_is_bit_identical_to_eager(
     dtype: torch.dtype, foreach: bool, beta2: float
 ) -> None:
@@ -75,6 +76,7 @@ def test_compiled_step_is_bit_identical_to_eager(
         (torch.optim.SGD, {"momentum": 0.99, "nesterov": True, "weight_decay": 0.1}),
     ],
 )
+@pytest.mark.quick("AdamW-*")
 def test_inductor_keeps_every_rounding_of_the_lowered_graph(kind: type, options: dict) -> None:
     """What Inductor compiled against its own input run eagerly: any torch, any optimizer."""
     generator = torch.Generator().manual_seed(2)
@@ -139,6 +141,7 @@ def test_the_check_fails_when_roundings_are_plain_casts() -> None:
 
 @pytest.mark.parametrize("arithmetic", ["eft", "wide"])
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+@pytest.mark.quick("inf-eft", "nan-wide")
 def test_bad_gradient_leaves_hi_as_plain_and_residuals_zero(arithmetic: str, bad: float) -> None:
     start = torch.randn(64).bfloat16()
     saved, plain, mine = start.clone(), start.clone(), start.clone()

@@ -60,6 +60,7 @@ def unprintable(*_: Any, **__: Any) -> None:
 
 
 @pytest.mark.parametrize("ours", [True, False])
+@pytest.mark.quick("True")
 def test_one_kernel_for_many_is_loaded_from_disk(
     ours: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

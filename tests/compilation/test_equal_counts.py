@@ -59,6 +59,7 @@ def after_steps(late: Sequence[int]) -> tuple[list[Tensor], list[int], list[int]
 
 
 @pytest.mark.parametrize("late", [(), (3,)], ids=["together", "apart"])
+@pytest.mark.quick("together")
 def test_equal_counts_are_one(late: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """The bits of the step in which each member has its own; compiled anew when they come apart."""
     found, counts, left_out = after_steps(late)

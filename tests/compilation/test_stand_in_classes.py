@@ -50,6 +50,7 @@ def _class_as_it_was() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_class_as_it_was")
 @pytest.mark.parametrize("spoil", [hook, overlap, subclass, wrapped])
+@pytest.mark.quick("hook", "subclass")
 def test_steps_that_are_traced_whole(spoil: Callable[[Optimizer], None], traced: list[int]) -> None:
     """Where others look at the optimizer, memory overlaps, or class or step are not torch's."""
     optimizer = AdamW(parameters(SHAPES * 4))
@@ -180,6 +181,7 @@ def test_states_that_were_only_touched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.quick("True")
 def test_gradients_whose_strides_change(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo guards nothing of an optimizer's gradients but that there are any."""
     if whole:

@@ -42,6 +42,7 @@ FEW = ("AdamW, two groups", "SGD, momentum")
     "name",
     [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in OPTIMIZERS],
 )
+@pytest.mark.quick("SGD, momentum")
 def test_equal_to_a_step_that_is_traced_whole(
     name: str, monkeypatch: pytest.MonkeyPatch, traced: list[int]
 ) -> None:

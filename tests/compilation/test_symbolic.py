@@ -111,6 +111,7 @@ def test_no_form_of_a_changing_number_makes_another_graph() -> None:
 
 @pytest.mark.filterwarnings("ignore:collage_fx. nothing needed compensation")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.quick("dtype1")
 def test_numbers_keep_their_values_where_they_stay_constants_too(dtype: torch.dtype) -> None:
     def trained(compiled: bool) -> list[Tensor]:
         params = [torch.arange(1.0, 9).to(dtype).requires_grad_() for _ in EDGES]
@@ -143,6 +144,7 @@ def test_it_made_a_graph_for_each_value_without(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.RAdam, torch.optim.NAdam])
+@pytest.mark.quick("AdamW", "NAdam")
 def test_a_schedule_of_betas_is_one_graph(make: type[Optimizer]) -> None:
     if make is torch.optim.NAdam and installed() < (2, 13):
         pytest.skip("before 2.13 a number that is only used negated is a constant")

@@ -113,6 +113,7 @@ def errors_of(tmp_path: Path, *, keyed: bool) -> list[dict[str, float]]:
     return results
 
 
+@pytest.mark.slow
 def test_versions_have_kernels_of_their_own(tmp_path: Path) -> None:
     wrong, right = errors_of(tmp_path, keyed=True)
     assert len(wrong) == 6 and min(wrong.values()) > 0.1, wrong

@@ -44,6 +44,7 @@ def emitted(case: Case) -> tuple[Rewritten, Kernel]:
 
 
 @parametrized(CASES)
+@pytest.mark.quick("adamw-plus", "adamw-ulp8", "adamw-double-single", "trust-in-fp32")
 def test_one_kernel_reads_and_writes_each_tensor_once_and_rounds_every_result(case: Case) -> None:
     of_class, kernel = emitted(case)
     built = kernel.assembled()
@@ -94,6 +95,7 @@ def test_the_check_on_roundings_can_fail() -> None:
 
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("rate", ["constant", "tensor", "scheduled"])
+@pytest.mark.quick("constant-False", "tensor-False", "scheduled-True")
 def test_a_step_of_many_parameters_is_two_kernels_and_no_kernel_of_inductor(
     rate: str, foreach: bool
 ) -> None:

@@ -59,6 +59,7 @@ def worst(found: list[Tensor], exact: list[Tensor]) -> float:
 
 @pytest.mark.parametrize(("kind", "kwargs"), KINDS, ids=[k.__name__ for k, _ in KINDS])
 @pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.slow), 9])
+@pytest.mark.quick("9-AdamW", "9-SGD")
 def test_all_states_are_updated_in_graphs_in_wide(
     kind: type[Optimizer], kwargs: dict[str, Any], count: int
 ) -> None:
@@ -150,6 +151,7 @@ def test_groups_of_which_one_is_fused_and_optimizers_that_wrap_one() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("kind", "kwargs"), KINDS, ids=[k.__name__ for k, _ in KINDS])
+@pytest.mark.quick("AdamW-dtype0", "Adam-dtype1", "SGD-dtype0", "Adagrad-dtype1")
 def test_grad_scaler_as_by_the_kernel(
     kind: type[Optimizer], kwargs: dict[str, Any], dtype: torch.dtype
 ) -> None:

@@ -53,6 +53,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[
 
 @pytest.mark.parametrize("how", ["compile", "string"])
 @pytest.mark.parametrize("order", [("model", "optimizer"), ("optimizer", "model")])
+@pytest.mark.quick("order0-string", "order1-compile")
 def test_resumed_run_is_bit_equal(
     uninterrupted: tuple[Path, list[Tensor]], how: str, order: tuple[str, str]
 ) -> None:

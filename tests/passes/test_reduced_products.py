@@ -54,6 +54,7 @@ def normed(x: Tensor, g: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("of", [clipped, scaled, normed])
 @pytest.mark.parametrize("options", [{}, {"arithmetic": "wide"}], ids=["eft", "wide"])
+@pytest.mark.quick("eft-clipped", "wide-scaled", "eft-normed")
 def test_a_chain_of_products_is_rounded_once(of: Any, options: dict[str, Any]) -> None:
     def each(p: Tensor, g: Tensor, state: Any) -> None:
         state["u"].copy_(of(p, g))

@@ -115,6 +115,13 @@ def equal(a: list[Any], b: list[Any]) -> bool:
 
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("missing", [-1, 5], ids=["", "a gradient is missing"])
+@pytest.mark.quick(
+    "-own_tensor",
+    "-host_numbers",
+    "a gradient is missing-average",
+    "a gradient is missing-views",
+    "-random_bits",
+)
 def test_a_line_does_what_its_operations_do(
     update: Callable[..., Tensor], missing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

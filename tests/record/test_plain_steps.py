@@ -52,6 +52,7 @@ def run(update: Any, dtype: torch.dtype = torch.float32, **options: Any) -> Tens
 
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("options", [{}, {"record": True}, {"arithmetic": "wide", "record": True}])
+@pytest.mark.quick("options0-orthogonalized", "options1-read_between", "options2-by_chance")
 def test_fp32_parameters_have_the_bits_of_plain_pytorch(update: Any, options: Any) -> None:
     stance = "default" if options else "force_eager"
     with torch.compiler.set_stance(stance):

@@ -144,6 +144,15 @@ def same(found: list[Tensor], expected: list[Tensor]) -> bool:
 @pytest.mark.filterwarnings("ignore::collage_fx.runtime.errors.CollageWarning")
 @pytest.mark.parametrize("way", UPDATES)
 @pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.quick(
+    "new_memory-joined",
+    "lost_residuals-joined",
+    "loaded_residuals-rewritten",
+    "a_new_state-rewritten",
+    "a_checkpoint-joined",
+    "other_owners-rewritten",
+    "a_residual_where_none_was-rewritten",
+)
 def test_a_change_between_steps_is_seen(
     way: str, change: Callable[[Each], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,6 +181,7 @@ def test_two_steps_of_other_storages_do_not_take_what_the_other_has_left(
         ("joined", nothing, ("mcf2",), ask_no_storage),
     ],
 )
+@pytest.mark.quick("rewritten-*", "joined-lost_residuals-*", "*ask_no_storage")
 def test_what_does_not_look_is_wrong(
     way: str, change: Any, storages: tuple[str, ...], blind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,6 +32,7 @@ def data_of_one_result(p: Tensor, g: Tensor, state: Any) -> None:
 
 @pytest.mark.parametrize("options", [{"record": True}, {"record": True, "storage": "remainder16"}])
 @pytest.mark.parametrize("update", [halves_of_one_result, data_of_one_result])
+@pytest.mark.quick("halves_of_one_result-options0", "data_of_one_result-options1")
 def test_states_that_are_parts_of_one_result(
     update: Callable[..., None], options: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

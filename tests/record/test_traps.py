@@ -96,6 +96,20 @@ RECORDS = [True, False, "auto"]
 
 @pytest.mark.parametrize("record", RECORDS)
 @pytest.mark.parametrize("update", TRAPS)
+@pytest.mark.quick(
+    "written_twice-True",
+    "factor_near_one-False",
+    "state_filled_and_replaced-auto",
+    "strides_through_data-True",
+    "slices_of_a_transposed-False",
+    "diagnostic_replaced-auto",
+    "held_over_a_read-*",
+    "alias_of_a_result-True",
+    "with_gradients_inside-False",
+    "by_a_compiled_helper-auto",
+    "out_argument-True",
+    "power_of_its_own-auto",
+)
 def test_nothing_is_lost(update: Callable[..., None], record: Any) -> None:
     begin, _ = train(update, torch.float64, steps=0)
     exact, _ = train(update, torch.float64)
@@ -146,6 +160,17 @@ def _saved(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("record", [True, "auto", False])
 @pytest.mark.parametrize("reader", READERS)
+@pytest.mark.quick(
+    "numpy-*",
+    "tolist-True",
+    "item-auto",
+    "deepcopy-False",
+    "data_ptr-auto",
+    "save-False",
+    "print-True",
+    "format-False",
+    "bool-auto",
+)
 def test_data_that_are_read_are_there(reader: str, record: Any) -> None:
     """Also where Dynamo traces what reads them."""
     seen: list[float] = []

@@ -60,6 +60,7 @@ KINDS = [optim.Adafactor, sparse_adam, lbfgs, optim.Adamax, fused, Data, Helped,
 
 
 @pytest.mark.parametrize("make", KINDS)
+@pytest.mark.quick("Adafactor", "lbfgs", "fused", "Data", "Helped")
 def test_the_string_does_what_compile_does(make: Any) -> None:
     expected, _ = trained(make, collage_fx.compile)
     found, optimizer = trained(make, string)
@@ -78,6 +79,7 @@ def test_without_it_such_a_step_runs_plain(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("make", [optim.Adafactor, Data, lbfgs, sparse_adam])
+@pytest.mark.quick("Data", "lbfgs")
 def test_so_does_a_function_that_dynamo_cuts_at_the_step(make: Any) -> None:
     assert torch.equal(trained(make, within)[0], trained(make, string)[0])
 

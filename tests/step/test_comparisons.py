@@ -83,6 +83,9 @@ def exact(number: float, dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.quick(
+    "0.1-eft", "-0.3-wide", "0.001-class", "0.5-recorded", "257-recorded wide", "-0.3-at once"
+)
 def test_comparisons_are_those_of_eager_pytorch(number: float, way: str) -> None:
     for dtype in (torch.bfloat16, torch.float16) if "wide" not in way else (torch.bfloat16,):
         found = moved(number, dtype, lambda o: collage_fx.compile(o, level="all", **WAYS[way]))
@@ -91,6 +94,7 @@ def test_comparisons_are_those_of_eager_pytorch(number: float, way: str) -> None
 
 @pytest.mark.parametrize("record", ["auto", True])
 @pytest.mark.parametrize("cut", ["joined", "item"])
+@pytest.mark.quick("joined-auto", "item-True")
 def test_joined_graphs_and_segments(cut: str, record: Any) -> None:
     found = moved(0.1, torch.bfloat16, lambda o: collage_fx.compile(o, record=record), cut=cut)
     assert torch.equal(found, exact(0.1, torch.bfloat16))

@@ -14,6 +14,7 @@ kill -9 $$
 
 
 @pytest.mark.parametrize("members", [3, 12])
+@pytest.mark.quick("12")
 def test_without_a_compiler_steps_are_interpreted(members: int, tmp_path: Path) -> None:
     error, warned, *_ = steps(tmp_path, members, CXX="/no/such/compiler")
     assert error < 0.05
@@ -22,6 +23,7 @@ def test_without_a_compiler_steps_are_interpreted(members: int, tmp_path: Path) 
     assert "Install g++" in message
 
 
+@pytest.mark.slow
 def test_a_compiler_that_is_killed(tmp_path: Path) -> None:
     compiler = tmp_path / "killed"
     compiler.write_text(KILLED)

@@ -115,6 +115,7 @@ def test_compiled_on_every_option(case: Case) -> None:
 
 
 @each([c for c in RICHEST if c.impl in ("single", "only") and c.name != "LBFGS"])
+@pytest.mark.quick("Ad*", "SGD*")
 def test_plain_bf16_fails_the_same_check(case: Case) -> None:
     """The negative control: around 1, plain bf16 is worse than rounding the exact result once."""
     exact = trained(case, torch.float64, BF16, 1.0)

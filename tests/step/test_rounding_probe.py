@@ -40,6 +40,7 @@ def test_where_inductor_leaves_roundings_out_steps_are_interpreted(tmp_path: Pat
     assert "interpreted" in report, report
 
 
+@pytest.mark.slow
 def test_where_the_compiler_reorders_sums_steps_are_interpreted(tmp_path: Path) -> None:
     """Kernels of classes are our own text, and the compiler's as much as Inductor's are."""
     compiler = tmp_path / "unsafe"
@@ -51,6 +52,7 @@ def test_where_the_compiler_reorders_sums_steps_are_interpreted(tmp_path: Path) 
     assert "float32" in message and "printed in C++" in message
 
 
+@pytest.mark.slow
 def test_where_they_are_kept_steps_are_compiled(tmp_path: Path) -> None:
     """The control; another process finds the result on disk."""
     first, second = (steps(tmp_path, 3, COUNTED) for _ in range(2))

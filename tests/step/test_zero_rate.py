@@ -64,6 +64,17 @@ def named(name: str, kwargs: dict[str, Any], as_tensor: bool) -> Any:
     ("name", "kwargs", "as_tensor"),
     [named(*case, as_tensor) for case in CASES for as_tensor in (False, True)],
 )
+@pytest.mark.quick(
+    "Adadelta-float",
+    "Adafactor-*",
+    "Adagrad-tensor",
+    "Adam-amsgrad-weight_decay-tensor",
+    "AdamW-fused-float",
+    "NAdam-tensor",
+    "Muon-*",
+    "Rprop-*",
+    "SGD-momentum-float",
+)
 def test_warmup_from_zero(name: str, kwargs: dict[str, Any], as_tensor: bool) -> None:
     if as_tensor and kwargs.get("foreach"):
         pytest.skip("PyTorch takes no tensor lr with foreach")

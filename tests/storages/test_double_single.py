@@ -37,6 +37,7 @@ def drifted(way: str, dtype: torch.dtype, **options: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize("level, bound", [("light", 1e-6), ("all", 1e-8)])
 @WAYS
+@pytest.mark.quick("each-light-*", "shared-all-*", "eager-all-*")
 def test_two_words_keep_what_one_rounds_away(way: str, level: str, bound: float) -> None:
     exact = drifted(way, torch.float64)
     assert lost(drifted(way, torch.float32), exact) > 0.1  # the control

@@ -58,6 +58,7 @@ def test_two_optimizers_of_one_parameter_with_two_storages_warn() -> None:
 
 
 @pytest.mark.parametrize("storage", ["mcf3", "remainder16", "ulp8"])
+@pytest.mark.quick("mcf3")
 def test_resumed_run_is_bit_equal(storage: str) -> None:
     def run(params: list[Tensor], first: int, last: int, saved: Any = None) -> Optimizer:
         optimizer = torch.optim.AdamW(params, lr=LR)
