@@ -236,6 +236,7 @@ def test_residual_bytes_are_two_per_element_and_no_wide_copy_lives() -> None:
     assert sizes == [2 * n] * 6
 
 
+@pytest.mark.slow  # test_state.py has it, with a checkpoint
 def test_backend_string_works_in_a_process_that_never_imported_collage_fx() -> None:
     script = """
 import sys, torch

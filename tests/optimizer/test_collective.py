@@ -19,7 +19,7 @@ from torch.multiprocessing.spawn import start_processes
 import collage_fx
 from collage_fx.errors import CollageWarning
 
-RANKS, STEPS, LR = 2, 20, 1e-2
+RANKS, STEPS, LR = 2, 10, 1e-2
 KINDS = ("zero", "assigned", "alike", "shared", "in turn")
 
 

@@ -179,9 +179,13 @@ def test_every_state_of_the_step_is_in_the_report(mesh: DeviceMesh) -> None:
     assert all(s.graph == 2 and s.joined == 0 for s in served)
 
 
-def test_a_resumed_run_is_the_same_and_another_shard_is_refused(mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize(("kind", "way"), [("SGD", "eager"), ("AdamW", "shared")])
+@pytest.mark.quick("SGD-eager")
+def test_a_resumed_run_is_the_same_and_another_shard_is_refused(
+    kind: str, way: str, mesh: DeviceMesh
+) -> None:
     shards = [sharded(v, mesh).requires_grad_() for v in values(0)]
-    optimizer, step = make("AdamW", shards, "shared")
+    optimizer, step = make(kind, shards, way)
     run(optimizer, step, mesh, 0, 3)
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
@@ -193,7 +197,7 @@ def test_a_resumed_run_is_the_same_and_another_shard_is_refused(mesh: DeviceMesh
         if forget:
             drop_saved_residuals(state)
         params = [p.detach().clone().requires_grad_() for p in halfway]
-        resumed, again = make("AdamW", params, "shared")
+        resumed, again = make(kind, params, way)
         said = pytest.warns(CollageWarning, match="holds no residuals")
         with said if forget else contextlib.nullcontext():
             resumed.load_state_dict(state)
@@ -203,7 +207,7 @@ def test_a_resumed_run_is_the_same_and_another_shard_is_refused(mesh: DeviceMesh
         ]
         assert forget != all(torch.equal(a.to_local(), b.to_local()) for a, b in pairs)
     file.seek(0)
-    whole, _ = make("AdamW", [v.requires_grad_() for v in values(0)], "each")
+    whole, _ = make(kind, [v.requires_grad_() for v in values(0)], "each")
     with pytest.raises(CheckpointError, match="shape"):
         collage_fx.compile(whole)
         whole.load_state_dict(torch.load(file, weights_only=False))

@@ -104,7 +104,7 @@ def error(each: Any, dtype: torch.dtype, **options: Any) -> float:
 
     return max(
         abs(way(each, dtype, dtype, compiled, seed) / way(each, dtype, F64, plain, seed) - 1)
-        for seed in range(6)
+        for seed in (1, 2, 5)  # of 0 to 5 the largest errors are among them
     )
 
 
@@ -114,6 +114,15 @@ def plain(optimizer: Optimizer) -> Any:
 
 @pytest.mark.parametrize("each", EACH)
 @pytest.mark.parametrize("options", [{}, {"arithmetic": "wide"}], ids=["eft", "wide"])
+@pytest.mark.quick(
+    "eft-by_mean",
+    "eft-by_foreach_norms",
+    "eft-by_average",
+    "eft-shrunk_by_dot",
+    "wide-by_sum",
+    "wide-by_norms",
+    "wide-by_largest",
+)
 def test_a_factor_that_is_computed_of_reductions_is_not_rounded(
     each: Any, options: dict[str, Any]
 ) -> None:
@@ -122,6 +131,7 @@ def test_a_factor_that_is_computed_of_reductions_is_not_rounded(
 
 
 @pytest.mark.parametrize("each", [by_mean, by_norms])
+@pytest.mark.quick("by_norms")
 def test_nor_is_it_in_fp16(each: Any) -> None:
     assert error(each, FP16) < UNIT[FP16] / 12
     assert error(each, FP16, without=("reductions",)) > UNIT[FP16] / 3

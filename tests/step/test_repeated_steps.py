@@ -37,6 +37,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "options", "storage"), CASES)
+@pytest.mark.quick("AdamW-options1-*", "NAdam-*", "AdamW-options5-*")
 def test_same_bits(
     monkeypatch: pytest.MonkeyPatch, kind: Any, options: dict[str, Any], storage: str
 ) -> None:
@@ -159,6 +160,19 @@ CHANGES: dict[str, Callable[[Optimizer], Any]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.quick(
+    "written",
+    "data",
+    "no gradient",
+    "transposed gradient",
+    "state lost",
+    "rate",
+    "residual",
+    "hook",
+    "mode",
+    "stance",
+    "wrong call",
+)
 def test_what_has_changed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Before one step, and in that step only."""
     at = 7

@@ -183,6 +183,7 @@ def test_steps_are_those_of_the_eager_reference(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", ["adam-e4m3fn", "adam-e5m2-mcf3"])
+@pytest.mark.quick("adam-e5m2-mcf3")
 def test_beyond_fp8_the_kernel_does_what_eager_pytorch_does(case: str) -> None:
     """A GPU converts what is too large, and infinity, to the largest number: the controls."""
     of_class = rewritten(CASES[case])
@@ -279,6 +280,7 @@ INDUCTOR = {name: case for name, case in STEPPED.items() if name not in LONG}
 
 
 @pytest.mark.parametrize("case", often(INDUCTOR))
+@pytest.mark.quick("trust-light")
 def test_what_inductor_emits_takes_the_same_steps(case: Case) -> None:
     assert steps_of_inductor(case, COUNT) == [0] * COUNT
 

@@ -1,7 +1,7 @@
 """Steps whose bias corrections are powers of 0-d step counts, in each way that a step can be done.
 
 As a program, in a process that has TRITON_INTERPRET=1, it takes steps by the Triton kernels of
-classes, and saves what they leave: of the case that is named after the file, or the powers alone.
+classes, and saves what they leave: of each case that is named after the file, or the powers alone.
 """
 
 import contextlib
@@ -19,8 +19,8 @@ import collage_fx
 
 SIZES = (1, 5, 130)
 BETAS = (0.9, 0.99, 0.999, 0.9999)
-COUNTS, EVERY = 2000, 40
-"""The largest step count of powers, and of which of them Triton's interpreter takes some."""
+COUNTS, FEW, EVERY = 2000, 5, 200
+"""The largest step count of powers; one in so many is taken, and by Triton's interpreter."""
 
 
 class AdamW(Optimizer):
@@ -137,7 +137,7 @@ def random(size: int, generator: torch.Generator) -> Tensor:
     return torch.randn(size, generator=generator).bfloat16()
 
 
-def trained(case: str, way: str, steps: int = 12) -> list[Tensor]:
+def trained(case: str, way: str, steps: int = 6) -> list[Tensor]:
     """Return all words of the parameters and moments after some steps."""
     formula, settings = CASES[case]
     options, within = WAYS[way]
@@ -178,6 +178,7 @@ def powers(way: str, counts: range) -> Tensor:
 
 
 if __name__ == "__main__":
-    file, case = sys.argv[1:]
+    file, *names = sys.argv[1:]
     few = range(1, COUNTS + 1, EVERY)
-    torch.save(trained(case, "Triton's") if case in CASES else powers("Triton's", few), file)
+    found = {n: trained(n, "Triton's") if n in CASES else powers("Triton's", few) for n in names}
+    torch.save(found, file)
