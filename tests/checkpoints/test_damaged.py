@@ -108,6 +108,7 @@ def test_it_is_refused_by_name(run: Run) -> None:
 
 # PyTorch casts a dtype back: the checksums find it then, see test_storage_limits.
 @pytest.mark.parametrize("name", [name for name in DAMAGES if name != "dtype"])
+@pytest.mark.quick("shape", "storage", "count", "no number", "newer")
 def test_it_is_refused_when_the_optimizer_is_compiled_after_it(name: str, run: Run) -> None:
     states, message = damaged(name, run)
     late = plain(1)

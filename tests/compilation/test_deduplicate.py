@@ -143,6 +143,7 @@ def test_one_layout_that_shares_a_count(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("update", [in_fp32, pytest.param(from_a_master, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_one_kernel_updates_states_that_are_not_compensated_too(
     update: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,6 +62,7 @@ def converted(run: Run) -> None:
     "use",
     [lambda run: collage_fx.master_state_dict(*run), converted, lambda run: train(run, 1)],
 )
+@pytest.mark.quick("<lambda>0-*", "converted-shifted")
 def test_cleared_residuals_are_named_in_one_warning(
     make: Callable[[], Run], use: Callable[[Run], Any]
 ) -> None:

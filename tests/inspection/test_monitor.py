@@ -44,6 +44,7 @@ def _in_float64(model: torch.nn.Module, optimizer: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("storage", ["plain", "mcf2", "remainder16"])
+@pytest.mark.quick("mcf2", "remainder16")
 def test_numbers_are_those_of_a_float64_recomputation(storage: str) -> None:
     model = model_in_bf16()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -99,6 +100,7 @@ def test_it_changes_nothing_and_is_removed() -> None:
 
 
 @pytest.mark.parametrize("compiled", ["before", "between", "after"])
+@pytest.mark.quick("between")
 def test_several_monitors_and_the_compiler_in_any_order(compiled: str) -> None:
     model, found = model_in_bf16(), []
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4)

@@ -171,6 +171,7 @@ def _operand(x: object) -> str:
     return f"{len(x)} tensors" if isinstance(x, list | tuple) else str(x)
 
 
+@pytest.mark.slow
 def test_kernels_and_launches() -> None:
     """Of eight parameters: classes, launches for all, kernels that Inductor makes beside."""
     rows = []

@@ -82,6 +82,9 @@ def test_settings_of_groups_are_classes_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("kind, options", OPTIMIZERS, ids=named)
+@pytest.mark.quick(
+    "Adadelta-*", "Adam-foreach=True*", "RMSprop-*", "NAdam-foreach=False", "SGD-foreach=True*"
+)
 def test_expanded_graph_is_the_reference_of_the_lowered_one(
     kind: type[Optimizer], options: dict[str, Any]
 ) -> None:
@@ -98,6 +101,7 @@ def test_expanded_graph_is_the_reference_of_the_lowered_one(
 
 
 @pytest.mark.parametrize("kind, options", OPTIMIZERS, ids=named)
+@pytest.mark.quick("Adagrad-*", "Adamax-*", "AdamW-foreach=False", "RAdam-foreach=True", "ASGD-*")
 def test_results_have_the_dtypes_that_nodes_claim(
     kind: type[Optimizer], options: dict[str, Any]
 ) -> None:

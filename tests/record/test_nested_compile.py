@@ -69,6 +69,7 @@ def lost(moved: list[Tensor], exact: list[Tensor]) -> float:
 
 @pytest.mark.parametrize("backend", ["inductor", by_hand, "collage", "aot_eager", None])
 @pytest.mark.filterwarnings("ignore:collage_fx. nothing needed compensation")  # of plain steps
+@pytest.mark.quick("inductor", "collage", "None")
 def test_a_function_compiled_before_for_plain_steps_is_compiled_anew(backend: Any) -> None:
     """What was compiled then would read memory that has no data yet: NaN."""
     torch.compiler.reset()
@@ -114,6 +115,7 @@ def test_what_many_optimizers_compile_leaves_plain_steps_their_limit() -> None:
 
 
 @pytest.mark.parametrize("backend", ["inductor", by_hand, "collage", "eager"])
+@pytest.mark.quick("by_hand", "collage")
 def test_a_backend_that_is_forced_is_the_steps(backend: Any) -> None:
     torch.compiler.reset()
     exact = train(direction, torch.float64)

@@ -160,6 +160,7 @@ SCRATCH = [in_gradient, in_gradient_after_decay, in_global, as_gradient]
 
 
 @pytest.mark.parametrize("update", SCRATCH, ids=[f.__name__ for f in SCRATCH])
+@pytest.mark.quick("in_gradient_after_decay", "in_global")
 def test_scratch_memory_keeps_what_is_computed_there(update: Callable[..., None]) -> None:
     for options in ({}, {"arithmetic": "wide", "storage": "remainder16"}):
         off_by, step = error(update, record=True, **options)

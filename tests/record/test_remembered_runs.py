@@ -145,11 +145,11 @@ def same(found: list[Tensor], expected: list[Tensor]) -> bool:
 @pytest.mark.parametrize("way", UPDATES)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.quick(
-    "new_memory-joined",
+    "new_memory-rewritten",
     "lost_residuals-joined",
     "loaded_residuals-rewritten",
     "a_new_state-rewritten",
-    "a_checkpoint-joined",
+    "a_checkpoint-rewritten",
     "other_owners-rewritten",
     "a_residual_where_none_was-rewritten",
 )
@@ -163,6 +163,7 @@ def test_a_change_between_steps_is_seen(
 
 @pytest.mark.filterwarnings("ignore::collage_fx.runtime.errors.CollageWarning")
 @pytest.mark.parametrize("way", UPDATES)
+@pytest.mark.quick("joined")
 def test_two_steps_of_other_storages_do_not_take_what_the_other_has_left(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

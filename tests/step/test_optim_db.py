@@ -77,6 +77,7 @@ scales = pytest.mark.parametrize("scale", [0.05, 1.0])
         pytest.param(FP16, id="fp16", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.quick("*-single-*", "*-only-*", "*-Adam-foreach-*", "*-fused-*")
 def test_untraced_on_the_richest_options(case: Case, dtype: torch.dtype) -> None:
     check(case, dtype, 1.0, untraced)
 

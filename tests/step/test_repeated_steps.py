@@ -166,7 +166,6 @@ CHANGES: dict[str, Callable[[Optimizer], Any]] = {
     "no gradient",
     "transposed gradient",
     "state lost",
-    "rate",
     "residual",
     "hook",
     "mode",

@@ -95,6 +95,7 @@ def test_the_whole_value_is_that_of_rationals_to_49_bits() -> None:
 
 
 @pytest.mark.parametrize("storage", ["mcf2", "auto", "remainder16", {"exp_avg": "mcf3"}])
+@pytest.mark.quick("auto", "storage3")
 def test_fp32_states_are_left_alone_where_it_is_not_named(storage: Any) -> None:
     params = start(1, torch.float32)
     plain = start(1, torch.float32)
@@ -152,6 +153,7 @@ class MasterMoments(Optimizer):
 
 
 @WAYS
+@pytest.mark.quick("shared", "eager")
 def test_bf16_parameters_beside_moments_of_two_fp32_words(way: str) -> None:
     def run(dtype: torch.dtype, **options: Any) -> tuple[list[Tensor], Tensor]:
         params = start(MEMBERS[way], dtype)

@@ -74,6 +74,7 @@ def test_a_pattern_that_fits_no_state_is_named_once(
 
 
 @WAYS
+@pytest.mark.quick("shared-9", "string-2")
 def test_patterns_that_fit_are_not_named(way: str, count: int) -> None:
     by_kind = {"param": "remainder16", "exp_avg*": "ulp8", "*": "mcf2"}
     assert not any(said(compiled(adamw(count), way, storage=by_kind, level="all")))

@@ -70,6 +70,7 @@ def test_chance_is_uniform_over_draws_and_over_neighbours() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("storage", BY_CHANCE)
+@pytest.mark.quick("mcf2-dtype1", "ulp8-dtype0")
 def test_a_storage_keeps_the_value_on_average(storage: str, dtype: torch.dtype) -> None:
     s = STORAGES[storage]
     x = torch.randn(64, generator=torch.Generator().manual_seed(1)) * 3
@@ -88,6 +89,7 @@ def test_a_storage_keeps_the_value_on_average(storage: str, dtype: torch.dtype) 
 
 
 @WAYS
+@pytest.mark.quick("shared", "eager")
 def test_steps_too_small_for_the_storage_are_kept_on_average(way: str) -> None:
     """Updates of an eighth of what ulp8 keeps: nothing, or all on average."""
     begin = [(torch.arange(128) / 128 + 1).bfloat16() for _ in range(MEMBERS[way])]
