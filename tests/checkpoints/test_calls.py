@@ -220,7 +220,6 @@ MORE = (
     "`get_state_dict`*",
     "... and `broadcast*",
     "`dcp.save`*",
-    "... by `dcp.load`*",
     "a checkpoint*",
     "... and back again",
 )

@@ -51,6 +51,7 @@ def values(run: Run) -> dict[str, Tensor]:
 
 @pytest.mark.filterwarnings("ignore:.*nothing needed compensation")
 @pytest.mark.parametrize("ours", [False, True])
+@pytest.mark.quick("False")
 def test_a_run_with_fp32_weights_goes_on_here_in_any_order(ours: bool) -> None:
     old = in_fp32(ours=ours)
     weights, states = old[0].state_dict(), old[1].state_dict()

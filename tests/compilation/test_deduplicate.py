@@ -134,6 +134,7 @@ def test_that_members_are_unlike_is_found_out_once(monkeypatch: pytest.MonkeyPat
         assert attempts == expected, update
 
 
+@pytest.mark.slow
 def test_one_layout_that_shares_a_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where one member stands for all, what is shared is no work of its own."""
     monkeypatch.setattr("narrow_steps.SHAPES", [(4, 3)] * 9)

@@ -262,7 +262,7 @@ def rows(p: Tensor, g: Tensor, state: Any) -> None:
 
 @pytest.mark.parametrize("record", [False, True])
 @pytest.mark.parametrize("update", [from_state, rows])
-@pytest.mark.quick("from_state-True", "rows-False")
+@pytest.mark.quick("rows-False")
 def test_steps_have_the_same_bits(update: Any, record: bool) -> None:
     """Of rewritten graphs, of graphs on joined values and of recorded segments."""
     found, sizes = [], []

@@ -201,6 +201,7 @@ def test_gradients_whose_strides_change(whole: bool, monkeypatch: pytest.MonkeyP
     )
 
 
+@pytest.mark.slow
 def test_other_strides_with_the_backend_string() -> None:
     """Nothing is recorded: a step that Dynamo has no right graph for is an error."""
     params = [Parameter(p.detach().t()) for p in parameters([(4, 3)] * 10)]

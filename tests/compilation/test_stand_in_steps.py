@@ -136,6 +136,7 @@ def more(optimizer: Optimizer, i: int) -> None:
         pytest.param(more, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_parameters_that_change(change: Change, monkeypatch: pytest.MonkeyPatch) -> None:
     """What Dynamo has not seen is looked at before each step: nothing stale is ever used."""
     make = OPTIMIZERS["AdamW"]

@@ -53,7 +53,7 @@ def trained(options: dict[str, Any], steps: int = 20) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     "name", [n if n in EVERY_DAY else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
 )
-@pytest.mark.quick("light-*", "plus-*")
+@pytest.mark.quick("light-*")
 def test_steps_by_printed_kernels_are_the_eager_ones(name: str) -> None:
     MULTI_TENSOR_KERNELS.clear()
     compiled = trained(CASES[name])

@@ -198,7 +198,7 @@ def test_tensorboard_and_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     "rate, storage, warned",
     [(1e-6, "mcf2", True), (1e-6, "remainder16", False), (1e-3, "mcf2", False)],
 )
-@pytest.mark.quick("1e-06-*")
+@pytest.mark.quick("1e-06-mcf2-True")
 def test_updates_too_small_for_the_storage_are_warned_of_once(
     rate: float, storage: str, warned: bool
 ) -> None:

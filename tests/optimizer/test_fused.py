@@ -59,7 +59,7 @@ def worst(found: list[Tensor], exact: list[Tensor]) -> float:
 
 @pytest.mark.parametrize(("kind", "kwargs"), KINDS, ids=[k.__name__ for k, _ in KINDS])
 @pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.slow), 9])
-@pytest.mark.quick("9-AdamW", "9-SGD")
+@pytest.mark.quick("9-AdamW")
 def test_all_states_are_updated_in_graphs_in_wide(
     kind: type[Optimizer], kwargs: dict[str, Any], count: int
 ) -> None:

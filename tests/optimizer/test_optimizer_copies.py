@@ -50,7 +50,7 @@ def twice(pair: Any) -> Any:
         *(pytest.param(one, "string", marks=pytest.mark.slow) for one in (deeply, pickled, saved)),
     ],
 )
-@pytest.mark.quick("deeply-compile", "saved-compile", "twice-string")
+@pytest.mark.quick("deeply-compile", "twice-string")
 def test_a_copy_goes_on_as_its_original(duplicate: Any, way: str) -> None:
     model = make()
     optimizer = adamw(model)

@@ -74,6 +74,7 @@ BY_CHANCE = {"storage": "ulp8", "stochastic_rounding": True}
 
 @pytest.mark.parametrize("options", [{}, SLOW, BY_CHANCE], ids=str)
 @pytest.mark.parametrize(("kind", "way"), [("AdamW", "shared"), ("SGD", "eager")])
+@pytest.mark.quick("AdamW-shared-*True}", "SGD-eager-{}")
 def test_a_shard_takes_the_steps_of_its_rows(
     kind: str, way: str, options: dict[str, Any], mesh: DeviceMesh
 ) -> None:
@@ -170,6 +171,7 @@ def test_shards_that_a_step_reduces_first_do_not_stand_for_the_whole(mesh: Devic
         assert one.is_sharded_alike() == alike
 
 
+@pytest.mark.slow
 def test_every_state_of_the_step_is_in_the_report(mesh: DeviceMesh) -> None:
     shards = [sharded(v, mesh).requires_grad_() for v in values(0)]
     optimizer, step = make("AdamW", shards, "each")

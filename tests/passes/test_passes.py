@@ -41,6 +41,7 @@ MANY_TENSORS = [
 
 
 @pytest.mark.parametrize("kind, options", MANY_TENSORS, ids=named)
+@pytest.mark.quick("AdamW-foreach=True", "AdamW-foreach=False", "SGD-lr=0.1-m*")
 def test_twelve_parameters_are_one_class(kind: type[Optimizer], options: dict[str, Any]) -> None:
     program = capture_optimizer(kind, shapes=TWELVE, **options).program()
     (only,) = program.classes

@@ -65,6 +65,7 @@ def test_a_buffer_that_the_user_names_is_compensated() -> None:
     assert collage_fx.residuals(model.cache)
 
 
+@pytest.mark.slow
 def test_average_of_weights() -> None:
     """600 steps towards weights that stand still; plain bf16 stops on the way."""
 

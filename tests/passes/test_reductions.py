@@ -119,7 +119,6 @@ def plain(optimizer: Optimizer) -> Any:
     "eft-by_foreach_norms",
     "eft-by_average",
     "eft-shrunk_by_dot",
-    "wide-by_sum",
     "wide-by_norms",
     "wide-by_largest",
 )

@@ -125,7 +125,7 @@ FEW = ("adamw-plus", "sgd-mcf3", "adamw-remainder16", "adamw-double-single", "ow
 @pytest.mark.parametrize(
     "name", [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
 )
-@pytest.mark.quick("adamw-plus", "sgd-mcf3", "own-class-by-chance")
+@pytest.mark.quick("adamw-plus", "own-class-by-chance")
 def test_interpreted_steps_are_those_of_inductor_bit_for_bit(name: str) -> None:
     assert differences(name) == {}
 

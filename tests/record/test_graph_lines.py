@@ -115,13 +115,7 @@ def equal(a: list[Any], b: list[Any]) -> bool:
 
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("missing", [-1, 5], ids=["", "a gradient is missing"])
-@pytest.mark.quick(
-    "-own_tensor",
-    "-host_numbers",
-    "a gradient is missing-average",
-    "a gradient is missing-views",
-    "-random_bits",
-)
+@pytest.mark.quick("-random_bits", "-host_numbers", "a gradient is missing-average")
 def test_a_line_does_what_its_operations_do(
     update: Callable[..., Tensor], missing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,6 +193,7 @@ def numbered(update: Callable[..., Any]) -> tuple[list[Any], list[int]]:
 
 
 @pytest.mark.parametrize("update", [by_count, rolled, equal_at_first, read_back])
+@pytest.mark.quick("by_count", "equal_at_first", "read_back")
 def test_numbers_of_a_graph_are_those_of_each_step(
     update: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

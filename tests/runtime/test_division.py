@@ -48,6 +48,7 @@ def roots(f: Format, g: Generator) -> Pair:
 
 
 @FORMATS
+@pytest.mark.quick("bf16")
 def test_check_fails_for_a_division_without_the_divisors_low_word(f: Format) -> None:
     def careless(hi: Tensor, lo: Tensor, b_hi: Tensor, b_lo: Tensor) -> Pair:
         return div(hi, lo, b_hi, 0.0)

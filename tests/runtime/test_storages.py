@@ -176,6 +176,7 @@ def come_back(storage: Storage, hi: Tensor, low: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.quick("dtype0")
 def test_every_word_of_ulp8_comes_back(dtype: torch.dtype) -> None:
     for low in range(-128, 128):
         come_back(STORAGES["ulp8"], words(dtype, torch.int16), low)

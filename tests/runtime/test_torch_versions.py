@@ -89,6 +89,7 @@ def test_an_untested_torch_is_named_once_at_first_use(monkeypatch: pytest.Monkey
     assert caught[0].filename == __file__
 
 
+@pytest.mark.slow
 def test_the_backend_string_warns_too_and_an_import_does_not() -> None:
     code = (
         f"import sys; sys.path.append({str(Path(__file__).parents[1] / 'support')!r})\n"

@@ -79,7 +79,7 @@ def test_without_it_such_a_step_runs_plain(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("make", [optim.Adafactor, Data, lbfgs, sparse_adam])
-@pytest.mark.quick("Data", "lbfgs")
+@pytest.mark.quick("Data")
 def test_so_does_a_function_that_dynamo_cuts_at_the_step(make: Any) -> None:
     assert torch.equal(trained(make, within)[0], trained(make, string)[0])
 
@@ -205,6 +205,7 @@ def test_a_wrapper_of_an_optimizer_that_was_compiled_is_compiled_too() -> None:
 
 
 @pytest.mark.parametrize("make", [Helped, Counts, optim.Adafactor])
+@pytest.mark.quick("Helped", "Counts")
 def test_optimizers_and_parameters_are_freed(make: Any) -> None:
     def once() -> list[weakref.ref[Any]]:
         p = torch.ones(4, 3).bfloat16().requires_grad_()

@@ -66,6 +66,7 @@ def test_where_it_fails_it_is_tried_once(traced: list[int]) -> None:
     assert len(traced) == 1 + len(SHAPES)
 
 
+@pytest.mark.slow
 def test_bits_of_one_optimizer_of_all() -> None:
     one = collage_fx.compile_(adamw(parameters()))
     for i in range(4):
@@ -177,6 +178,7 @@ def test_a_stance_on_compiling_anew_changes_nothing_that_is_compiled(traced: lis
     assert same(bits(optimizers), bits(train(compiled(adamw, parameters(), **ALONE), 3)))
 
 
+@pytest.mark.slow
 def test_a_schedule_of_each(traced: list[int]) -> None:
     """A rate that a scheduler changes is an input of the graph: one for all rates."""
 

@@ -209,7 +209,7 @@ def near_one(count: int) -> tuple[list[nn.Parameter], list[Tensor]]:
 
 @WAYS
 @KEPT
-@pytest.mark.quick("None-eager-2", "None-string-2", "mcf3-shared-9", "ulp8-graph-2")
+@pytest.mark.quick("None-string-2", "mcf3-eager-2", "ulp8-graph-2")
 def test_a_step_goes_on_in_the_storage_of_the_master_weights(
     way: str, count: int, storage: str | None
 ) -> None:
@@ -239,7 +239,7 @@ def test_a_step_goes_on_in_the_storage_of_the_master_weights(
 
 
 @WAYS
-@pytest.mark.quick("shared-9", "string-2")
+@pytest.mark.quick("string-2")
 def test_a_step_goes_on_in_the_storage_of_a_checkpoint(way: str, count: int) -> None:
     params, weights = near_one(count)
     optimizer = torch.optim.SGD(params, lr=1e-6, momentum=0.5)
