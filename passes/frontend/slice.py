@@ -3,7 +3,7 @@
 import torch
 from torch.fx import Node
 
-from collage_fx.passes.ir.graph_memory import Connected, depending, mutations
+from collage_fx.passes.ir.graph_memory import Connected, closure, depending, mutations
 from collage_fx.passes.ir.program import (
     LOW_PRECISION,
     SAME_VALUE,
@@ -119,25 +119,17 @@ def _path_refusal(placeholder: Node, new: Node, where: dict[Node, list[Node]]) -
     A new value that does not depend on the old one is no carried path: `recurrence` finds that out.
     """
     group = where.get(new, [])
-    reached = depending(group, [placeholder])
-    blocking = None if new in reached else _first_foreign(placeholder, new, group)
-    if blocking is None:
+    if new in depending(group, [placeholder]):
         return ""
-    if reached and _count(blocking) != _count(placeholder):
-        return ""  # a norm of it, say, by which it is replaced
-    return f"its update passes through {blocking.target}, which is not elementwise"
-
-
-def _count(node: Node) -> str:
-    return str(value_of(node).numel()) if is_tensor(node) else ""
-
-
-def _first_foreign(placeholder: Node, new: Node, group: list[Node]) -> Node | None:
-    """Return the last node outside the slice on a way from placeholder to new, or None."""
-    inside, nodes = set(group), list(placeholder.graph.nodes)
-    dependent = depending(nodes[: nodes.index(new) + 1], [placeholder])
-    foreign = [n for n in dependent if n not in inside and n.target is not aten.copy_.default]
-    return foreign[-1] if foreign and dependent[-1] is new else None
+    before = closure(new, lambda n: n.all_input_nodes)
+    if placeholder not in before:
+        return ""
+    inside, nodes = set(group), (n for n in placeholder.graph.nodes if n in before)
+    foreign = [n for n in depending(nodes, [placeholder]) if n not in inside]
+    blocking = [n for n in foreign if not elementwise(n)] or foreign
+    if not blocking:
+        return ""
+    return f"its update passes through {blocking[-1].target}, which is not elementwise"
 
 
 def make_slice(

@@ -17,12 +17,16 @@ from torch.optim import Optimizer
 
 import collage_fx
 from collage_fx.hooks import data_reads
+from collage_fx.passes.frontend import slice as slice_module
 from collage_fx.passes.ir.program import Carried, Program, Settings
 from collage_fx.passes.pipeline import run_passes
+from collage_fx.runtime.errors import CollageWarning
 
 BF16 = torch.bfloat16
 LR, STEPS = 1e-3, 16
 SHAPE = 8, 16
+TOP = 1.1
+"""The largest element that parameters begin with, about."""
 Update = Callable[[Tensor, Tensor, Any], None]
 
 
@@ -119,11 +123,13 @@ def way(update: Update, dtype: torch.dtype, wrap: Callable[[Optimizer], Any]) ->
 exact = functools.cache(lambda update: way(update, torch.float64, lambda o: o.step))
 
 
-def error(update: Update, **options: Any) -> float:
+def error(
+    update: Update, compiled: Callable[..., Any] = collage_fx.compile, **options: Any
+) -> float:
     """Return the error as a share of the way."""
     (want, start, _) = exact(update)
     with without_compiler():
-        found, _, _ = way(update, BF16, lambda o: collage_fx.compile(o, **options))
+        found, _, _ = way(update, BF16, lambda o: compiled(o, **options))
     return float((found - want).norm() / (want - start).norm())
 
 
@@ -157,6 +163,86 @@ def test_a_graph_that_is_not_recorded_warns() -> None:
         warnings.simplefilter("always")
         torch.compile(each, backend="collage", fullgraph=True)(p, torch.ones_like(p))
     assert any("p scales a new value with its high word only" in str(w.message) for w in said)
+
+
+def flat(p: Tensor, g: Tensor) -> None:
+    p.view(-1).sub_((LR * g).reshape(-1))
+
+
+def transposed(p: Tensor, g: Tensor) -> None:
+    p.t().sub_(g.t(), alpha=LR)
+
+
+def by_rows(p: Tensor, g: Tensor) -> None:
+    for row, part in zip(p.unbind(0), g.unbind(0), strict=True):
+        row.sub_(part, alpha=LR)
+
+
+def in_chunks(p: Tensor, g: Tensor) -> None:
+    for piece, part in zip(p.view(-1).chunk(3), g.view(-1).chunk(3), strict=True):
+        piece.copy_(piece - LR * part)
+
+
+def in_order(p: Tensor, g: Tensor) -> None:
+    values, order = p.view(-1).sort()
+    p.view(-1).scatter_(0, order, values - LR * g.view(-1)[order])
+
+
+def then_scaled(write: Callable[[Tensor, Tensor], None]) -> Update:
+    """Return an update that decays a parameter, writes it by a view, and scales it as a whole."""
+
+    def each(p: Tensor, g: Tensor, state: Any) -> None:
+        p.mul_(1 - 1e-5)
+        write(p, g)
+        p.mul_(TOP / p.abs().max())
+
+    return each
+
+
+THROUGH_VIEWS = {
+    write.__name__: then_scaled(write) for write in (flat, transposed, by_rows, in_chunks, in_order)
+}
+
+
+def as_function(optimizer: Each, **options: Any) -> Callable[[], None]:
+    """Return a compiled step that is a function, of which nobody knows the parameters."""
+    (p,) = optimizer.param_groups[0]["params"]
+
+    @torch.no_grad()
+    def update(p: Tensor, g: Tensor) -> None:
+        optimizer.update(p, g, {})
+
+    step = collage_fx.compile(update, **options)
+    return lambda: step(p, p.grad)
+
+
+@pytest.mark.parametrize("name", THROUGH_VIEWS)
+def test_a_function_that_writes_through_a_view_overwrites_nothing(name: str) -> None:
+    assert error(THROUGH_VIEWS[name], as_function) < 0.01
+
+
+def test_it_would_if_it_were_judged_by_its_last_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slice_module, "_path_refusal", lambda *_: "")
+    with pytest.warns(CollageWarning, match="nothing needed compensation"):
+        assert error(THROUGH_VIEWS["flat"], as_function) > 0.1
+
+
+def test_neither_does_an_optimizer() -> None:
+    assert error(THROUGH_VIEWS["flat"]) < 0.01
+    assert error(THROUGH_VIEWS["flat"], record=True) < 0.01
+
+
+def test_a_graph_that_cannot_be_joined_says_what_is_in_the_way() -> None:
+    def each(p: Tensor, g: Tensor) -> None:
+        THROUGH_VIEWS["flat"](p, g, {})
+
+    p = torch.ones(SHAPE, dtype=BF16)
+    torch.compiler.reset()
+    with without_compiler(), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.compile(each, backend="collage", fullgraph=True)(p, torch.ones_like(p))
+    (text,) = [str(w.message) for w in said if "collage_fx" in str(w.message)]
+    assert "not compensated: p (its update passes through aten.max.default" in text
 
 
 def trust_ratio(p: Tensor, g: Tensor, state: Any) -> None:
