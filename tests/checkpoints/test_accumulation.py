@@ -100,6 +100,7 @@ MORE = [
     ("kind", "way", "after"),
     [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
 )
+@pytest.mark.quick("momentum-*")
 def test_it_goes_on_as_the_unbroken_one(kind: str, way: Any, after: int, tmp_path: Path) -> None:
     middle, end = after * EACH + HALF, (after + 3) * EACH
     run, again = made(kind, 0), made(kind, 1)

@@ -49,6 +49,7 @@ def compiled(members: int = 2, **options: Any) -> tuple[int, int]:
     return found["fxgraph_cache_hit"], found["fxgraph_cache_miss"]
 
 
+@pytest.mark.slow
 def test_the_second_time_comes_from_the_cache() -> None:
     first, again = compiled(), compiled()
     assert first[0] == 0 and first[1] > 0

@@ -83,6 +83,7 @@ def nodes_compiled(count: int, monkeypatch: pytest.MonkeyPatch, *, whole: bool) 
     return len(one.program.source.graph.nodes)
 
 
+@pytest.mark.slow
 def test_what_is_compiled_does_not_grow_with_the_members(monkeypatch: pytest.MonkeyPatch) -> None:
     few, many = (nodes_compiled(n, monkeypatch, whole=False) for n in (9, 12))
     assert few == many

@@ -79,6 +79,7 @@ def test_a_hook_of_all_optimizers_sees_all_parameters() -> None:
     assert set(seen) == {20}
 
 
+@pytest.mark.slow
 def test_a_closure_is_called_once_and_its_gradients_are_used(traced: list[int]) -> None:
     """Before the parameters are looked at; its loss is returned."""
     optimizers = [AdamW(parameters(SHAPES * 4)) for _ in range(2)]

@@ -154,6 +154,7 @@ def _clamp(optimizer: Any, *_: Any) -> None:
 
 
 @pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.quick("3")
 def test_a_state_that_is_written_twice_is_left_to_a_copy(every: int) -> None:
     optimizer: Any = Decaying(_params(), lr=1e-3)
     optimizer.step = collage_fx.compile(optimizer)

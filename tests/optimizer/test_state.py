@@ -101,7 +101,9 @@ checkpoint = torch.load({str(path)!r}, weights_only=True)
 model.load_state_dict(checkpoint["model"])
 optimizer.load_state_dict(checkpoint["optimizer"])
 from checkpoints import take_steps, words
-take_steps(model, step, 4, 8)
+from interpreter import without_compiler
+with without_compiler():
+    take_steps(model, step, 4, 8)
 torch.save(words((model, optimizer)), {str(tmp_path / "end.pt")!r})
 """
     done = run_script(script)

@@ -134,6 +134,7 @@ def error(
 
 
 @pytest.mark.parametrize("name", SCALED)
+@pytest.mark.quick("row_sums", "median", "norm_inf", "products", "one_of_them", "magnitude")
 def test_what_scales_a_state_is_computed_of_whole_values(name: str) -> None:
     assert error(SCALED[name]) < 0.006
     assert error(SCALED[name], without=("escape",)) > 0.012

@@ -79,6 +79,7 @@ def two_classes(params: list[Tensor], grads: list[Tensor], states: list[Any]) ->
         pytest.param(two_classes, marks=pytest.mark.kernels),
     ],
 )
+@pytest.mark.quick("in_place_operators", "two_classes")
 def test_a_shared_step_is_equal_to_one_of_single_kernels(update: Callable[..., Any]) -> None:
     results = []
     for multi_tensor in (False, True):

@@ -128,6 +128,7 @@ def test_a_conversion_is_kept_for_those_who_read_it_beside_the_path() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("level", ["light", "plus", "auto", "all"])
+@pytest.mark.quick("light-dtype0", "plus-dtype1", "auto-dtype0", "all-dtype1")
 def test_nothing_is_rewritten_in_a_wide_dtype(dtype: torch.dtype, level: Level) -> None:
     program = capture_optimizer(optim.AdamW, dtype=dtype).program(level)
     assert program.result is None and not program.rewritten

@@ -239,6 +239,7 @@ def distance(found: Tensor, exact: Tensor, start: Tensor | float) -> float:
 
 
 @pytest.mark.parametrize("step", [shifted, slow_and_fast, averaged], ids=named)
+@pytest.mark.quick("slow_and_fast")
 def test_systems_against_float64(step: Callable[..., None]) -> None:
     """Plain bf16 does not move at all from 1 by steps of 5e-4."""
     states = [torch.ones(64, dtype=BF16) for _ in range(2)]

@@ -218,6 +218,7 @@ def test_words_of_another_torch_are_made_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("planted", [False, True])
+@pytest.mark.quick("True")
 def test_one_bit_of_a_parameters_low_word_fails_the_graphs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planted: bool
 ) -> None:

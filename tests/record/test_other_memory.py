@@ -94,6 +94,7 @@ def averaged(kind: str, way: str, dtype: torch.dtype) -> tuple[float, float, Any
     ("kind", "way"),
     [*((kind, "in place") for kind in KINDS), *(("object", way) for way in WAYS)],
 )
+@pytest.mark.quick("object-*", "slots-*", "closure-*", "global-*", "parameter-*")
 def test_a_state_in_any_holder_is_compensated(kind: str, way: str) -> None:
     exact, found = averaged(kind, way, torch.float64), averaged(kind, way, torch.bfloat16)
     assert exact[0] == pytest.approx(found[0], abs=2e-4)

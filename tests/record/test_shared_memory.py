@@ -75,6 +75,7 @@ def flat_steps(dtype: torch.dtype, way: Way) -> Tensor:
     [collage_fx.compile, lambda optimizer: torch.compile(optimizer.step, backend="collage")],
     ids=["compile", "string"],
 )
+@pytest.mark.quick("string")
 def test_a_buffer_of_which_parameters_are_views(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step counts. Control: a low word of the buffer's own is none of theirs."""
     begin = torch.cat([p.detach().double().flatten() for p in start(torch.float64)])

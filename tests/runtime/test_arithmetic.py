@@ -120,6 +120,7 @@ def largest_error(case: Case, f: Format) -> tuple[float, str]:
 
 @pytest.mark.parametrize("seeds", VOLUMES)
 @pytest.mark.parametrize("make, f", EXACT, ids=named)
+@pytest.mark.quick("*-bf16-*", "*-fp32-*")
 def test_error_free_transformations_are_exact(make: Make, f: Format, seeds: range) -> None:
     for seed in seeds:
         case = make(f, CHUNK, generator(seed))

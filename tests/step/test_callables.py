@@ -113,6 +113,7 @@ def averaged(how: dict[str, Any], dtype: torch.dtype, compiled: bool) -> list[Te
     [{}, {"avg_fn": _ema}, {"multi_avg_fn": get_ema_multi_avg_fn(0.999)}],
     ids=["equal", "each", "together"],
 )
+@pytest.mark.quick("each", "together")
 def test_an_averaged_model_keeps_what_plain_bf16_loses(how: dict[str, Any]) -> None:
     exact = averaged(how, torch.float64, False)
     ways = [averaged(how, torch.bfloat16, compiled) for compiled in (True, False)]

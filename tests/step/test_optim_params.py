@@ -53,6 +53,7 @@ def test_layouts_untraced(kind: str) -> None:
 
 
 @ways
+@pytest.mark.quick("untraced")
 def test_all_layouts_and_a_rate_for_each_group(way: Way) -> None:
     check([kind(weights()) for kind in KINDS.values()], way)
 

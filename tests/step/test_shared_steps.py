@@ -201,6 +201,7 @@ def test_a_schedule_of_each(traced: list[int]) -> None:
         assert same(bits(found[k::2]), bits([one]))
 
 
+@pytest.mark.slow
 def test_a_rate_that_some_change(traced: list[int]) -> None:
     """Where it has not changed it stays a constant, as in a run of that optimizer alone."""
 

@@ -167,6 +167,7 @@ def test_a_state_that_the_storage_cannot_hold_is_refused_before_anything_changes
         ("remainder16", 1e-9, "no storage keeps more"),
     ],
 )
+@pytest.mark.quick("mcf2-0.001-", "ulp8-*")
 def test_explain_says_what_a_storage_keeps_and_when_it_is_too_small(
     storage: str, lr: float, finer: str
 ) -> None:

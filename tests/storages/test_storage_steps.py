@@ -12,7 +12,7 @@ import collage_fx
 
 
 @pytest.mark.parametrize("way", MEMBERS)
-@pytest.mark.quick("each", "eager")
+@pytest.mark.quick("eager")
 def test_precision_of_a_step_is_that_of_its_storage(way: str) -> None:
     exact, fp32 = trained(way, torch.float64), trained(way, torch.float32)
     found = {s: lost(trained(way, storage=s, level="all"), exact) for s in BITS}
