@@ -6,10 +6,8 @@ for the same.
 """
 
 import functools
-import operator
 import weakref
-from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,6 +16,9 @@ from torch.fx import GraphModule, Node
 from torch.nn import Parameter
 
 from collage_fx.runtime.errors import CollageError
+
+StaticInputs: TypeAlias = tuple[list[int], list[weakref.ref[Tensor]]]
+"""The positions of those that are arguments, and the attributes of the graph, not kept alive."""
 
 
 def guards_of(tensors: list[Any]) -> TensorGuards:
@@ -32,14 +33,19 @@ def guards_of(tensors: list[Any]) -> TensorGuards:
 class Layouts:
     """The layouts of some inputs of a graph, as they were at its first call."""
 
-    def __init__(self, inputs: list[Callable[[Any], Any]], args: tuple[Any, ...]) -> None:
-        self.inputs = [find for find in inputs if is_plain(find(args))]
-        tensors = [find(args) for find in self.inputs]
+    def __init__(self, inputs: StaticInputs, args: tuple[Any, ...]) -> None:
+        places, attributes = inputs
+        self.places = [i for i in places if is_plain(args[i])]
+        self.attributes = [find for find in attributes if is_plain(find())]
+        tensors = self._of(args)
         self.guards = guards_of(tensors) if len({*map(id, tensors)}) == len(tensors) else None
+
+    def _of(self, args: tuple[Any, ...]) -> list[Any]:
+        return [*[args[i] for i in self.places], *[find() for find in self.attributes]]
 
     def hold(self, args: tuple[Any, ...]) -> bool:
         """Tell whether the inputs of another call are like them."""
-        return self.guards is None or bool(self.guards.check(*(find(args) for find in self.inputs)))
+        return self.guards is None or bool(self.guards.check(*self._of(args)))
 
     def check(self, args: tuple[Any, ...]) -> None:
         """Raise CollageError unless they are."""
@@ -52,24 +58,14 @@ class Layouts:
             )
 
 
-def static_inputs(gm: GraphModule) -> list[Callable[[Any], Any]]:
-    """Return getters of the inputs of a Dynamo graph that have known sizes and strides.
-
-    Each takes the arguments of a call.
-    """
-    found: list[Callable[[Any], Any]] = []
-    for place, node in enumerate(gm.graph.find_nodes(op="placeholder")):
-        if _is_static(node):
-            found.append(operator.itemgetter(place))
-    for node in gm.graph.find_nodes(op="get_attr"):
-        if _is_static(node):
-            attribute: Any = functools.reduce(getattr, str(node.target).split("."), gm)
-            found.append(functools.partial(_alive, weakref.ref(attribute)))  # not kept alive
-    return found
-
-
-def _alive(reference: Callable[[], Tensor | None], args: Any) -> Tensor | None:
-    return reference()
+def static_inputs(gm: GraphModule) -> StaticInputs:
+    """Return the inputs of a Dynamo graph that have known sizes and strides."""
+    places = [i for i, n in enumerate(gm.graph.find_nodes(op="placeholder")) if _is_static(n)]
+    attributes: list[weakref.ref[Tensor]] = []
+    for node in filter(_is_static, gm.graph.find_nodes(op="get_attr")):
+        attribute: Any = functools.reduce(getattr, str(node.target).split("."), gm)
+        attributes.append(weakref.ref(attribute))
+    return places, attributes
 
 
 def _is_static(node: Node) -> bool:

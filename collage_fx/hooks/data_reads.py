@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,15 +23,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from collage_fx.hooks.counted import Counted
 from collage_fx.runtime.expansion.eft import LOW_PRECISION
 
-_READERS = (
-    "tolist",
-    "__repr__",
-    "__format__",
-    "__reduce_ex__",
-    "__deepcopy__",
-    "new_tensor",
-)
-_SHARERS: dict[Any, tuple[str, ...]] = {
+_Names: TypeAlias = dict[Any, tuple[str, ...]]
+"""Owner -> names of its attributes."""
+_READERS: _Names = {
+    Tensor: ("tolist", "__repr__", "__format__", "__reduce_ex__", "__deepcopy__", "new_tensor"),
+}
+_SHARERS: _Names = {
     Tensor: (
         *("numpy", "__array__", "data_ptr", "storage", "__dlpack__", "share_memory_"),
         *("apply_", "map_", "map2_"),
@@ -42,10 +39,10 @@ _SHARERS: dict[Any, tuple[str, ...]] = {
     queue.Queue: ("put",),
 }
 """Methods after which somebody may read a tensor's memory, or any, whenever they want."""
-_CONSTRUCTORS = ("tensor", "as_tensor", "asarray")
+_CONSTRUCTORS: _Names = {torch: ("tensor", "as_tensor", "asarray")}
 """Functions of torch that take elements from tensors: torch.tensor([a.norm(), b.norm()])."""
 _OF_A_STREAM = ("query", "record_event", "synchronize", "wait_event", "wait_stream")
-_STREAMS: dict[Any, tuple[str, ...]] = {
+_STREAMS: _Names = {
     torch.cuda: ("set_stream", "synchronize"),
     torch.accelerator: ("set_stream", "synchronize"),
     torch.cuda.Stream: ("__enter__", "__exit__", *_OF_A_STREAM),
@@ -67,46 +64,48 @@ class _Recorders(threading.local):
 _RECORDERS = _Recorders()
 
 
+def _attributes(names: _Names) -> list[tuple[Any, str]]:
+    return [(owner, n) for owner, found in names.items() for n in found if hasattr(owner, n)]
+
+
 class _Patch:
     """Attributes that flush before they are called, as long as somebody uses this."""
 
-    def __init__(self, owner: Any, names: tuple[str, ...], *, shares: bool = False) -> None:
-        self.owner = owner
-        self.names = names
-        self.shares = shares
-        """Whether a call gives other code access to memory from then on."""
-        self.own: dict[str, Any] = {}
+    def __init__(self, readers: _Names, sharers: _Names | None = None) -> None:
+        """Note attributes, of owners by name: of readers, and of what lets others read memory."""
+        self.why = dict.fromkeys(_attributes(readers), "")
+        """Attribute -> what lets other code read memory from then on; empty if it does not."""
+        for owner, name in _attributes(sharers or {}):
+            self.why[owner, name] = f"{owner.__qualname__}.{name}()"
+        self.own: dict[tuple[Any, str], Any] = {}
         """What the owner has there itself; None where a class only inherits it."""
         self.used = Counted(self._install, self._remove).used
 
     def _install(self) -> None:
-        for name in self.names:
-            self.own[name] = vars(self.owner).get(name)
-            why = f"{self.owner.__qualname__}.{name}()" if self.shares else ""
-            setattr(self.owner, name, _flushing(getattr(self.owner, name), why))
+        for (owner, name), why in self.why.items():
+            self.own[owner, name] = vars(owner).get(name)
+            setattr(owner, name, _flushing(getattr(owner, name), why))
 
     def _remove(self) -> None:
-        for name, own in self.own.items():
+        for (owner, name), own in self.own.items():
             if own is None:
-                delattr(self.owner, name)
+                delattr(owner, name)
             else:
-                setattr(self.owner, name, own)
+                setattr(owner, name, own)
 
 
-_OF_TENSORS = _Patch(Tensor, _READERS)
-_OF_TORCH = _Patch(torch, _CONSTRUCTORS)
-_OF_SHARERS = [_Patch(owner, names, shares=True) for owner, names in _SHARERS.items()]
-_OF_STREAMS = [
-    _Patch(owner, tuple(name for name in names if hasattr(owner, name)))
-    for owner, names in _STREAMS.items()
-]
+_OF_TENSORS = _Patch(_READERS, _SHARERS)
+_OF_TORCH = _Patch(_CONSTRUCTORS)
+_OF_STREAMS = _Patch(_STREAMS)
 
 
 def _patches(*, beside_dynamo: bool) -> list[_Patch]:
-    found = [_OF_TENSORS, *_OF_SHARERS]
+    found = [_OF_TENSORS]
     if not beside_dynamo:
         found.append(_OF_TORCH)
-    return found + _OF_STREAMS if torch.cuda.is_initialized() else found
+    if torch.cuda.is_initialized():
+        found.append(_OF_STREAMS)
+    return found
 
 
 @contextmanager

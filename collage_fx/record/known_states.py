@@ -132,8 +132,7 @@ class OtherMemory:
             return None
         if t.requires_grad and not self.finds_params:
             return None
-        known = self.words.memory.get(given.key)
-        return None if known is not None and known.is_of_step else t
+        return None if self.words.memory[given.key].is_of_step else t
 
     def keep_low_words(
         self, segment: Segment, call: Call, filled: Container[int], at: int, *, tries: bool

@@ -20,7 +20,7 @@ from collage_fx.runtime.residuals.memory import (
 )
 from collage_fx.segments.low_words import LowWords
 from collage_fx.segments.memory import Input, storage_key
-from collage_fx.segments.operations import OPERATIONS, flat_piece, piece_of
+from collage_fx.segments.operations import OPERATIONS, Operation, flat_piece, piece_of
 from collage_fx.segments.segment import Call, Segment
 from collage_fx.segments.trie import (
     Constant,
@@ -140,7 +140,7 @@ class Notes:
         region = self.region_of[self._value(source).at]
         layout = layout_of(result)
         if layout not in region.views:
-            self.operation(func, args, kwargs)
+            self.operation(func, OPERATIONS[func], args, kwargs)
             self.add_view(region, layout)
 
     def region(self, t: Tensor) -> Region | None:
@@ -151,9 +151,8 @@ class Notes:
         layout = layout_of(t)
         return next((r for r in regions if layout in r.views or r.overlaps(layout)), None)
 
-    def operation(self, func: Any, args: Any, kwargs: Any) -> Place:
+    def operation(self, func: Any, operation: Operation, args: Any, kwargs: Any) -> Place:
         """Note an operation; may raise CannotNote."""
-        operation = OPERATIONS[func]
         if operation.sizes and any(type(a) is float for a in args):
             raise CannotNote  # the shape of its result is not that of its line
         numbers = operation.numbers if _is_floating(args) else ()
@@ -268,7 +267,7 @@ class Notes:
         if not has_memory(t):
             raise CannotNote
         # torch.load() shares memory too, with nobody who reads it: that of parameters and states.
-        if not (self.all_at_once or t.untyped_storage().resizable() or key in self.carried):
+        if not (self.all_at_once or key in self.carried or t.untyped_storage().resizable()):
             raise UnknownMemory("memory of a tensor is shared, with a NumPy array for instance")
         owner = None if self.words.is_state(t, key) else self.words.around(t)
         base = owner.tensor if owner is not None else t._base if t._is_view() else None
@@ -282,11 +281,11 @@ class Notes:
 
     def take_input(self, t: Tensor) -> Value:
         """Note what is an input by the path, which is a region of its own."""
-        self.inputs.append(self.words.input(t))
-        layout = layout_of(t)
-        region = Region(layout)
-        region.value = self.add_view(region, layout)
-        self.regions.setdefault(storage_key(t), []).append(region)
+        given = self.words.input(t)
+        self.inputs.append(given)
+        region = Region(given.layout)
+        region.value = self.add_view(region, given.layout)
+        self.regions.setdefault(given.key, []).append(region)
         return region.value
 
     def _foreign_view(self, region: Region, layout: Layout) -> Value:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import HigherOrderOperator
 from torch._subclasses import FakeTensor
 from torch.fx import GraphModule
 from torch.nn import Parameter
@@ -224,14 +223,15 @@ class Recorder:
                 if not kind.__module__.startswith(_OF_TORCH):
                     self._note_no_more(f"{kind.__qualname__} is a tensor class with a dispatch")
             return NotImplemented  # it comes again, for what such a tensor is made of
-        left_out.ask()
+        if left_out.is_open():
+            left_out.ask()
         if torch.is_inference_mode_enabled():
             self._note_no_more("inference mode is enabled")
-        if isinstance(func, HigherOrderOperator):
-            return self._higher_order(func, args, kwargs)
         if func is _ASSERT:  # which FX drops, as if it had no effect
             func, args = _ASSERT_WITH_MESSAGE, (*args, "a tensor is not true, as asserted")
         operation = OPERATIONS[func]
+        if operation.kind == "higher order":
+            return self._higher_order(func, args, kwargs)
         if operation.kind == "composite":
             with self._mode():
                 return func.decompose(*args, **kwargs)
@@ -347,33 +347,29 @@ class Recorder:
         self, func: Any, operation: Operation, args: tuple[Any, ...], kwargs: Any
     ) -> tuple[Any] | None:
         """Note an operation, and return its result in a tuple; None if it cannot be noted."""
+        notes, key = self.notes, operation.returns
         for _ in range(2):
             try:
-                result = self._note(func, operation, args, kwargs)
+                place = notes.operation(func, operation, args, kwargs)
             except UnknownMemory as memory:
                 self._note_no_more(str(memory))
             except CannotNote:
                 self.flush()
             else:
-                if self.all_at_once or (self.beside_dynamo and _is_number(result)):
+                self.noted += 1
+                self.apart += 1
+                notes.wait = True
+                if operation.nothing:
+                    result = None
+                elif key is not None:
+                    result = kwargs[key] if isinstance(key, str) else args[key]
+                else:
+                    made = [notes.make(meta) for meta in place.made]
+                    result = made if place.many else made[0]
+                if notes.all_at_once or (self.beside_dynamo and _is_number(result)):
                     self.flush()
                 return (result,)
         return None
-
-    def _note(self, func: Any, operation: Operation, args: Any, kwargs: Any) -> Any:
-        notes = self.notes
-        place = notes.operation(func, args, kwargs)
-        self.noted += 1
-        self.apart += 1
-        notes.wait = True
-        if operation.nothing:
-            return None
-        if operation.returns is not None:
-            key = operation.returns
-            return kwargs[key] if isinstance(key, str) else args[key]
-        if place.many:
-            return [notes.make(meta) for meta in place.made]
-        return notes.make(place.made[0])
 
     # What was noted is done.
 

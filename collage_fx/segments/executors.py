@@ -291,7 +291,7 @@ class Executors:
                 if made and self.words.residual(t) is not None:
                     return _PASSED_ON
             elif given.layout[0] in wide and (
-                (given.key in memory and self.words.known(t))
+                (memory[given.key].between is not None and self.words.known(t))
                 or (written and not self._source(t).name)
             ):
                 return _PASSED_ON

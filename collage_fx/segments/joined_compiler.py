@@ -155,8 +155,7 @@ class _Before:
         found: list[Tensor] = []
         for i, written, states in self.inputs:
             given = call.inputs[i]
-            memory = words.memory.get(given.key)
-            if memory is not None and memory.between is not None:
+            if words.memory[given.key].between is not None:
                 between = words.between(given, written=written)
                 if states is not None or not between:
                     return None

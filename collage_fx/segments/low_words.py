@@ -35,8 +35,6 @@ from collage_fx.segments.memory import (
 )
 from collage_fx.segments.trie import layout_of
 
-_UNKNOWN = KnownMemory()
-
 
 @dataclass(eq=False)
 class LowWords:
@@ -122,26 +120,26 @@ class LowWords:
 
     def mark_written(self, owned: Owned) -> None:
         """Note that the step has written a state."""
-        self._state(owned.tensor).written = self.writes = True
+        known = self.of_tensor.get(id(owned.tensor)) or self._state(owned.tensor)
+        known.written = self.writes = True
 
     def has_written(self, tensor: Tensor) -> bool:
         """Tell whether the step has written a state, as far as it was recorded."""
         return (known := self.of_tensor.get(id(tensor))) is not None and known.written
 
     def _memory_of(self, t: Tensor) -> KnownMemory:
-        """Return what is known of the storage of t: nothing, if the step has not met it."""
-        return self.memory.get(storage_key(t), _UNKNOWN)
+        """Return what is known of the storage of t."""
+        return self.memory[storage_key(t)]
 
     def input(self, t: Tensor) -> Input:
         """Return what a segment needs to know of memory that it did not make."""
         key = storage_key(t)
         given = Input(t.data, layout_of(t), key, [])
-        memory = self.memory.get(key)
-        if memory is None or not memory.states or t.dtype not in self.wide:
+        if not self.memory[key].states or t.dtype not in self.wide:
             given.tensor = t
             return given
         if self.is_state(t, key):
-            (o,) = memory.states
+            (o,) = self.memory[key].states
             given.pieces.append(Piece(o, given.data, self.of_state(o), given.layout))
             return given
         for o in self.states_in(t):
@@ -151,8 +149,8 @@ class LowWords:
 
     def is_state(self, t: Tensor, key: int) -> bool:
         """Tell whether t, in the storage of this key, is a state, and the only one in there."""
-        known = self.memory.get(key)
-        return known is not None and len(known.states) == 1 and known.states[0].tensor is t
+        states = self.memory[key].states
+        return len(states) == 1 and states[0].tensor is t
 
     def _near(self, t: Tensor) -> list[Owned]:
         """Return the states that are in the storage of t by now, of its dtype."""
@@ -163,11 +161,11 @@ class LowWords:
     def states_in(self, t: Tensor) -> list[Owned]:
         """Return the states that t covers, of its dtype."""
         key = storage_key(t)
-        known = self.memory.get(key)
-        if known is None or not known.states:
+        states = self.memory[key].states
+        if not states:
             return []
         if self.is_state(t, key) and t.dtype in self.wide:
-            return list(known.states)
+            return list(states)
         return [o for o in self._near(t) if covers(t, o.tensor)]
 
     def around(self, t: Tensor) -> Owned | None:
@@ -325,8 +323,7 @@ class LowWords:
     def between(self, given: Input, *, written: bool) -> tuple[Tensor, ...]:
         """Return the low words of memory that is no state; where it is written, all that it is to
         have."""
-        known = self.memory.get(given.key)
-        if known is None or known.between is None:
+        if self.memory[given.key].between is None:
             return ()
         t = given.data
         if written and not given.pieces:

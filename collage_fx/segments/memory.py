@@ -190,7 +190,10 @@ class Memories(dict[int, KnownMemory]):
         self.forget()
         self.own = {id(owned.tensor) for owned in states}
         for owned in states:
-            self.setdefault(storage_key(owned.tensor), KnownMemory()).states.append(owned)
+            key = storage_key(owned.tensor)
+            if key not in self:
+                self[key] = KnownMemory()
+            self[key].states.append(owned)
         if self.generation == STORE.generation:
             return
         self.elsewhere, self.generation = {}, STORE.generation
@@ -205,10 +208,6 @@ class Memories(dict[int, KnownMemory]):
         self.clear()
         self.met.clear()
         self.lasting.clear()
-
-    def get(self, key: int, default: Any = None) -> Any:
-        """Return what is known of a storage, or default."""
-        return self[key] if key in self or key in self.elsewhere else default
 
     def __missing__(self, key: int) -> KnownMemory:
         found: dict[Layout, Tensor] = {}
@@ -244,7 +243,7 @@ class Memories(dict[int, KnownMemory]):
 
     def written_as(self, key: int, dtype: torch.dtype) -> None:
         """Drop low words of memory that is written as a tensor of another dtype: of its bits."""
-        known = dict.get(self, key)
+        known = self.get(key)
         if known is not None and known.between is not None and known.between.dtype is not dtype:
             known.between = None
 

@@ -11,12 +11,14 @@ from collage_fx.passes.rewrite.op_schema import written
 
 aten = torch.ops.aten
 
-Kind: TypeAlias = Literal["note", "view", "composite", "read", "metadata", "now", "foreign"]
+Kind: TypeAlias = Literal[
+    "note", "view", "composite", "read", "metadata", "now", "foreign", "higher order"
+]
 """`note`: done later, with the rest of its segment. `view`: done at once, which moves no data, and
 noted. `composite`: replaced by the operations that it consists of. `read`: hands data to Python.
 `metadata`: needs no data of its operands, and is done at once. `now`: done at once, after what its
 operands wait for. `foreign`: an operator of another library, which may read any memory: done at
-once, after all that waits."""
+once, after all that waits. `higher order`: takes functions."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,12 @@ class _Operations(dict[Any, Operation]):
     """Finds out what the recorder does with an overload, once."""
 
     def __missing__(self, func: Any) -> Operation:
-        known = isinstance(func, torch._ops.OpOverload)
-        found = self[func] = _classified(func) if known else Operation("foreign")
+        if isinstance(func, torch._ops.OpOverload):
+            found = _classified(func)
+        else:
+            takes_functions = isinstance(func, torch._ops.HigherOrderOperator)
+            found = Operation("higher order" if takes_functions else "foreign")
+        self[func] = found
         return found
 
 

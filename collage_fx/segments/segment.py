@@ -55,6 +55,10 @@ class Strand:
     """The positions of the inputs that they read or write."""
     live: list[int] = field(default_factory=list)
     """Those of the values that they make and that live on."""
+    dtypes: set[torch.dtype] = field(default_factory=set)
+    """Those of both."""
+    numbers: bool = True
+    """Whether both are numbers alone, without a dimension."""
 
     def is_plain(self, call: "Call", words: LowWords) -> bool:
         """Tell whether there are no low words in it, nor can there be any, in a call.
@@ -62,13 +66,12 @@ class Strand:
         Where no state of the step has any, 16-bit values are what the user has made them. Beside
         states that have some they may be a part of such a state's update, as numbers may be.
         """
+        if not words.plain:
+            return not self.numbers and self.dtypes.isdisjoint(words.wide)
         given, made = [call.inputs[i] for i in self.inputs], [call.memory[k] for k in self.live]
-        if words.plain:
-            return not any(i.pieces or words.between(i, written=False) for i in given) and not any(
-                words.states_in(t) for t in made if t.dtype in words.wide
-            )
-        tensors = [*(i.data for i in given), *made]
-        return all(t.dtype not in words.wide for t in tensors) and any(t.dim() for t in tensors)
+        return not any(i.pieces or words.between(i, written=False) for i in given) and not any(
+            words.states_in(t) for t in made if t.dtype in words.wide
+        )
 
 
 class Segment:
@@ -95,6 +98,8 @@ class Segment:
         """Value -> the value whose memory it is in."""
         self.dtype: list[Any] = []
         """Value -> its dtype, as the step sees it."""
+        self.sized: set[int] = set()
+        """The numbers of the inputs, and of the values that are made, that have a dimension."""
         self.written: set[int] = set()
         """The numbers of the inputs that are written, and of the values that are made in place."""
         self.copies: list[tuple[int, int]] = []
@@ -127,6 +132,8 @@ class Segment:
         self.inputs.append(at)
         self.root.append(at)
         self.dtype.append(place.line[1][0])
+        if place.line[1][1]:
+            self.sized.add(at)
         if place.line[-1]:
             random.add(at)
 
@@ -212,6 +219,7 @@ class Segment:
         else:
             self.root += range(first, first + len(place.made))
             self.dtype += [meta[2] for meta in place.made]
+            self.sized.update(first + k for k, meta in enumerate(place.made) if meta[0])
         written = {self.root[v.at] for v in place.writes}
         self.written |= written
         if getattr(func, "_opname", "") in ("copy_", "_foreach_copy_"):
@@ -265,6 +273,10 @@ class Segment:
             found = strands.get(connected.root(end(at)))
             if found is not None:
                 found[1].live.append(k)
+        for _, strand in strands.values():
+            both = {*(self.inputs[i] for i in strand.inputs), *(self.live[k] for k in strand.live)}
+            strand.dtypes = {self.dtype[at] for at in both}
+            strand.numbers = self.sized.isdisjoint(both)
         return [strand for _, strand in strands.values()]
 
 

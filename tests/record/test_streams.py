@@ -60,5 +60,5 @@ def test_streams_are_ordered_when_all_before_is_done(
 
 
 def test_they_would_not_be_if_nobody_looked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_reads, "_OF_STREAMS", [])
+    monkeypatch.setattr(data_reads, "_OF_STREAMS", data_reads._Patch({}))
     assert seen(torch.cuda, "set_stream", monkeypatch) == [8, 10, 12]
