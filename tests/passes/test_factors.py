@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from graphs import capture
+from interpreter import without_compiler
 from recorded_steps import Each
-from support.interpreter import without_compiler
+from scaled_states import LR, SCALED, Update, by_numbers, centered, exchanged, orthogonalized
 from torch import Tensor
 from torch.fx import Node
 from torch.optim import Optimizer
@@ -23,86 +24,10 @@ from collage_fx.passes.pipeline import run_passes
 from collage_fx.runtime.errors import CollageWarning
 
 BF16 = torch.bfloat16
-LR, STEPS = 1e-3, 16
+STEPS = 16
 SHAPE = 8, 16
 TOP = 1.1
 """The largest element that parameters begin with, about."""
-Update = Callable[[Tensor, Tensor, Any], None]
-
-
-def kept(measure: Callable[[Tensor], Tensor]) -> Update:
-    """Return an update that leaves a measure of the parameter as it is."""
-
-    def each(p: Tensor, g: Tensor, state: Any) -> None:
-        before = measure(p)
-        p.sub_(g, alpha=LR)
-        p.mul_(before / measure(p))
-
-    return each
-
-
-def towards_its_sum(p: Tensor, g: Tensor, state: Any) -> None:
-    before = p.sum(-1, keepdim=True)
-    p.sub_(g, alpha=LR)
-    p.add_(p * (before / p.sum(-1, keepdim=True) - 1), alpha=0.1)
-
-
-def centered(p: Tensor, g: Tensor, state: Any) -> None:
-    p.sub_(g, alpha=LR).sub_(p.mean(-1, keepdim=True), alpha=0.5)
-
-
-def orthogonalized(p: Tensor, g: Tensor, state: Any) -> None:
-    if not state:
-        p.div_(p.norm())
-    p.sub_(g, alpha=LR)
-    p.copy_(1.5 * p - 0.5 * (p @ p.T @ p))
-
-
-def of_a_magnitude(p: Tensor, g: Tensor, state: Any) -> None:
-    """Weight normalization within the step, as in DoRA."""
-    if not state:
-        state["mag"] = p.norm(dim=-1, keepdim=True)
-    p.sub_(g, alpha=LR)
-    state["mag"].mul_(1 - 1e-4)
-    p.copy_(state["mag"] * p / p.norm(dim=-1, keepdim=True))
-
-
-def of_a_scalar(p: Tensor, g: Tensor, state: Any) -> None:
-    if not state:
-        state["scale"] = p.mean()
-    state["scale"].add_(g.mean(), alpha=LR)
-    p.sub_(g, alpha=LR)
-    p.copy_(p * state["scale"] / p.mean())
-
-
-def by_numbers(p: Tensor, g: Tensor, state: Any) -> None:
-    before = p.sum(-1).tolist()
-    p.sub_(g, alpha=LR)
-    ratio = [b / a for b, a in zip(before, p.sum(-1).tolist(), strict=True)]
-    p.mul_(torch.tensor(ratio, dtype=torch.float64).unsqueeze(-1))
-
-
-def exchanged(p: Tensor, g: Tensor, state: Any) -> None:
-    """The state takes over what was scaled, and has nothing of its own in it."""
-    p.sub_(g, alpha=LR)
-    p.mul_(p.numel() / p.sum())
-    x = p.clone()
-    p.copy_(state["v"])
-    state["v"].copy_(x)
-
-
-SCALED: dict[str, Update] = {
-    "row_sums": kept(lambda p: p.sum(-1, keepdim=True)),
-    "largest": kept(lambda p: p.abs().max()),
-    "median": kept(Tensor.median),
-    "deviation": kept(Tensor.std),
-    "norm_inf": kept(lambda p: p.norm(p=float("inf"), dim=-1, keepdim=True)),
-    "products": kept(lambda p: (p @ p.T).sum().sqrt()),
-    "one_of_them": kept(lambda p: p[:, :1].clone()),
-    "sum": towards_its_sum,
-    "magnitude": of_a_magnitude,
-    "scalar": of_a_scalar,
-}
 
 
 def way(update: Update, dtype: torch.dtype, wrap: Callable[[Optimizer], Any]) -> Any:
