@@ -39,7 +39,7 @@ from collage_fx.hooks.gc_pause import no_full_collection
 from collage_fx.optimizer.checkpoints import state_dicts
 from collage_fx.optimizer.ownership import kept_elsewhere, owners_of
 from collage_fx.passes.codegen import inductor_compile
-from collage_fx.passes.codegen.multi_tensor_kernel import least_members, show_code
+from collage_fx.passes.codegen.multi_tensor_kernel import MEMBERS, least_members, show_code
 from collage_fx.passes.dedup.deduplicate import Narrow, narrow
 from collage_fx.passes.dedup.equal_counts import unify_equal_counts
 from collage_fx.passes.ir.exact import ExactGraph
@@ -132,9 +132,10 @@ def _compile_narrow(session: Session, inputs: Inputs, example_inputs: Sequence[A
     if not session.deduplicates:
         return None
     try:
-        least, dtypes = least_members(config), compensable_dtypes(config.storage)
+        least, dtypes = partial(least_members, config), compensable_dtypes(config.storage)
         with no_full_collection():
-            unify_equal_counts(inputs.gm, least)
+            # A guard that Dynamo compiles anew behind pays where it saves many members.
+            unify_equal_counts(inputs.gm, MEMBERS)
             narrowed = narrow(inputs.gm, lambda n: inputs.fact(n, config), least, dtypes)
         if narrowed is not None:
             code = _first_alike(session, inputs, narrowed, example_inputs)

@@ -163,8 +163,8 @@ class StandIns:
             session: compiles.
             alike: how many optimizers will use what is compiled, itself among them.
         """
-        classes: dict[Hashable, dict[Hashable, list[Tensor]]] = {}
-        empty: list[tuple[Hashable, Tensor]] = []
+        classes: dict[tuple[torch.device, Hashable], dict[Hashable, list[Tensor]]] = {}
+        empty: list[tuple[tuple[torch.device, Hashable], Tensor]] = []
         full: list[Tensor] = []
         held = compensable_dtypes(session.config.storage)
         for g, group in enumerate(optimizer.param_groups):
@@ -172,18 +172,21 @@ class StandIns:
                 member = Member(p, optimizer)
                 member.check()
                 kind = member.kind(held)
+                at = p.device, (g, kind)
                 if kind is not None and not member.param.numel():
-                    empty.append(((g, kind), p))
+                    empty.append((at, p))
                 elif kind is not None:
                     layout = tuple(n == 1 for n in member.param.shape)
-                    classes.setdefault((g, kind), {}).setdefault(layout, []).append(p)
+                    classes.setdefault(at, {}).setdefault(layout, []).append(p)
                 full += (t for t in member.tensors() if isinstance(t, Tensor))
         for key, p in empty:  # as shards may be: there is nothing of them to be laid out otherwise
             for same in list(classes.get(key, {}).values())[:1]:
                 same.append(p)
-        least = least_members(session.config)
-        sizes = {key: alike * sum(map(len, one.values())) for key, one in classes.items()}
-        large = [one.values() for key, one in classes.items() if sizes[key] >= least]
+        large = [
+            one.values()
+            for (device, _), one in classes.items()
+            if alike * sum(map(len, one.values())) >= least_members(session.config, device)
+        ]
         found = [same for one in large for same in one if len(same) > 1 or alike > 1]
         if not found or overlapping(full, by_address=True):
             return None

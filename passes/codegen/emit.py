@@ -14,7 +14,6 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from collage_fx.passes.analysis.affine import LERP
 from collage_fx.passes.codegen.inductor_lowering import register_region
 from collage_fx.passes.codegen.multi_tensor_kernel import (
-    MEMBERS,
     MULTI_TENSOR_KERNELS,
     Readers,
     conflicts,
@@ -189,13 +188,11 @@ class _Emitter:
 
     def _obstacle(self, rewritten: Rewritten) -> str:
         """Return why the members of a class do not share a kernel; empty if they do."""
-        wanted = self.program.settings.multi_tensor
-        if not wanted:
+        settings = self.program.settings
+        if not settings.multi_tensor:
             return "multi_tensor=False"
         rewritten.left_out = sum(len(self.others.of(member)) for member in rewritten.members)
-        if wanted == "auto" and rewritten.count < MEMBERS:
-            return f"fewer than {MEMBERS} members"
-        return obstacle(rewritten)
+        return obstacle(rewritten, settings)
 
     def _scalars(self, together: list[Rewritten], readers: Readers) -> dict[Rewritten, Scalars]:
         """Return the 0-d work of each class that can have a kernel of its own."""

@@ -43,14 +43,18 @@ from collage_fx.runtime.kernels.cpp_loop import compile_loop
 from collage_fx.runtime.kernels.triton_launch import Launch
 
 MEMBERS = 8
-"""Members from which on a class is updated together where the user leaves the choice."""
+"""Members from which on a class on a GPU has one kernel, where the user leaves the choice."""
 MULTI_TENSOR_KERNELS: dict[str, "MultiTensorKernel"] = {}
 T = TypeVar("T")
 
 
-def least_members(settings: Settings) -> int:
-    """Return of how many members a class consists at least that is compiled once for all."""
-    return MEMBERS if settings.multi_tensor == "auto" else 2
+def least_members(settings: Settings, device: torch.device) -> int:
+    """Return how many members a class on a device has at least that gets a kernel of ours.
+
+    On a CPU one is enough: Inductor rounds element by element there, and takes longer to compile.
+    On a GPU its kernels do as well, and CUDA graphs can hold them.
+    """
+    return MEMBERS if settings.multi_tensor == "auto" and device.type != "cpu" else 1
 
 
 _LIBRARY = torch.library.Library("collage", "FRAGMENT")
@@ -281,8 +285,8 @@ def _register(
     return kernel.key
 
 
-def obstacle(rewritten: Rewritten) -> str:
-    """Return why the members of a class cannot be updated together; empty if they can.
+def obstacle(rewritten: Rewritten, settings: Settings) -> str:
+    """Return why the members of a class are not updated together; empty if they are.
 
     They must do nothing but update their states and make results of the graph, each in one flat
     walk over its memory. What else reads their states is `conflicts`' affair.
@@ -297,7 +301,9 @@ def obstacle(rewritten: Rewritten) -> str:
     scalars = {v.device for v in values if not v.dim()}
     if len(devices) > 1 or not scalars <= devices | {torch.device("cpu")}:  # a launch brings those
         return "the members are not on one device"
-    return unreachable(devices.pop())
+    device = devices.pop()
+    least = least_members(settings, device)
+    return f"fewer than {least} members" if rewritten.count < least else unreachable(device)
 
 
 def unreachable(device: torch.device) -> str:

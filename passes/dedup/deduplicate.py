@@ -55,7 +55,10 @@ class Narrow:
 
 
 def narrow(
-    gm: GraphModule, fact: Fact, least: int, dtypes: Collection[torch.dtype] = LOW_PRECISION
+    gm: GraphModule,
+    fact: Fact,
+    least: Callable[[torch.device], int],
+    dtypes: Collection[torch.dtype] = LOW_PRECISION,
 ) -> Narrow | None:
     """Return the graph of one member of each class, or None if no class can do with that.
 
@@ -67,21 +70,22 @@ def narrow(
     Args:
         gm: a graph of Dynamo's.
         fact: what else members have to agree in for an input; None if it is to be left alone.
-        least: of how many members a class consists at least.
+        least: of how many members a class on a device consists at least.
         dtypes: those of states that may be compensated; others need no narrow graph.
     """
     try:
         found = Scan(gm)
     except UnknownOperation:
         return None
-    classes: dict[Hashable, dict[Hashable, list[Part]]] = {}
+    classes: dict[tuple[int, Hashable], dict[Hashable, list[Part]]] = {}
     for part in found.parts():
         layout = _layout(part, dtypes)
         key = _key(part, found, fact) if layout is not None else None
         if key is not None:
-            classes.setdefault(key, {}).setdefault(layout, []).append(part)
-    many = [alike for alike in classes.values() if sum(map(len, alike.values())) >= least]
-    groups = [parts for alike in many for parts in alike.values() if len(parts) > 1]
+            at = (least(_device(part)), key)
+            classes.setdefault(at, {}).setdefault(layout, []).append(part)
+    large = [same for (n, _), same in classes.items() if sum(map(len, same.values())) >= n]
+    groups = [parts for same in large for parts in same.values() if len(parts) > 1]
     return _without(found, groups) if groups else None
 
 
@@ -185,6 +189,11 @@ def _key(part: Part, scan: Scan, fact: Fact) -> Hashable | None:
         lines.append((atom.node.op, str(atom.node.target), operands, atom.graded))
     lines += [number[scan.results[k]] for k in part.results]  # type: ignore[index]
     return tuple(lines)
+
+
+def _device(part: Part) -> torch.device:
+    """Return where the tensors of a part are that are not 0-d."""
+    return next(x.value.device for x in part.inputs if x.value is not None and x.value.dim())
 
 
 def _full(x: Atom) -> bool:

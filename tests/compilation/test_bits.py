@@ -18,13 +18,15 @@ from collage_fx.runtime.torch_versions import installed
 pytestmark = pytest.mark.kernels
 
 
-def differences(dtype: torch.dtype, *, foreach: bool, beta2: float, steps: int = 4) -> dict:
+def differences(
+    dtype: torch.dtype, *, foreach: bool, beta2: float, multi_tensor: bool, steps: int = 4
+) -> dict:
     """Run compiled and eager AdamW side by side; count the elements that differ at any step."""
     generator = torch.Generator().manual_seed(1)
     start = mixed(1.0, dtype, generator)
     p = start.clone().requires_grad_()
     optimizer = torch.optim.AdamW([p], lr=1e-3, betas=(0.9, beta2), foreach=foreach)
-    step = collage_fx.compile(optimizer, level="plus")
+    step = collage_fx.compile(optimizer, level="plus", multi_tensor=multi_tensor)
     eager = AdamW(start.clone(), foreach=foreach, betas=(0.9, beta2))
     found: dict[str, int] = dict.fromkeys(eager.stored, 0)
     for _ in range(steps):
@@ -46,6 +48,7 @@ def differences(dtype: torch.dtype, *, foreach: bool, beta2: float, steps: int =
     return found
 
 
+@pytest.mark.parametrize("multi_tensor", [False, True], ids=["Inductor's", "ours"])
 @pytest.mark.parametrize("beta2", [0.999, pytest.param(0.95, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("dtype", "foreach"),
@@ -58,13 +61,13 @@ def differences(dtype: torch.dtype, *, foreach: bool, beta2: float, steps: int =
 )
 @pytest.mark.quick("dtype1-*")
 def test_compiled_step_is_bit_identical_to_eager(
-    dtype: torch.dtype, foreach: bool, beta2: float
+    dtype: torch.dtype, foreach: bool, beta2: float, multi_tensor: bool
 ) -> None:
     if installed() < (2, 13):
         pytest.skip("the oracle has the order of operations of torch 2.13's graphs")
     if dtype == torch.float16 and beta2 == 0.95:
         pytest.skip("1 - 0.95 is far above 16 u of fp16: level plus leaves v plain there")
-    found = differences(dtype, foreach=foreach, beta2=beta2)
+    found = differences(dtype, foreach=foreach, beta2=beta2, multi_tensor=multi_tensor)
     assert not any(found.values()), found
 
 
@@ -82,7 +85,7 @@ def test_inductor_keeps_every_rounding_of_the_lowered_graph(kind: type, options:
     generator = torch.Generator().manual_seed(2)
     p = mixed(1.0, torch.bfloat16, generator).requires_grad_()
     optimizer = kind([p], lr=1e-3, **options)
-    session = Backend(CollageConfig(level="all"), keep=True)
+    session = Backend(CollageConfig(level="all", multi_tensor=False), keep=True)
     step = torch.compile(optimizer.step, backend=session)
     p.grad = mixed(1e-2, torch.bfloat16, generator)
     for _ in range(2):

@@ -223,7 +223,7 @@ def test_one_symbol_may_take_the_place_of_another() -> None:
     def run(dtype: torch.dtype, *, compiled: bool) -> Tensor:
         params = [nn.Parameter(torch.ones(n, dtype=dtype)) for n in (4, 6)]
         optimizer = SharedFactor(params)
-        step = collage_fx.compile(optimizer) if compiled else optimizer.step
+        step = collage_fx.compile(optimizer, multi_tensor=False) if compiled else optimizer.step
         for i in range(5):
             for p in params:
                 p.grad = torch.full_like(p, 0.25 + i / 8)

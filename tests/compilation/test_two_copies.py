@@ -56,10 +56,10 @@ def error(update, members, **options):
     return max(error / way for error, way in zip(errors, moved))
 
 found = {}
-found["traced"] = error(add, 2)
+found["traced"] = error(add, 2, multi_tensor=False)
 found["class"] = error(add, 9)
 found["joined"] = error(add_mean, 2)
-found["rewritten"] = error(add, 3, record=True)
+found["rewritten"] = error(add, 3, record=True, multi_tensor=False)
 found["segment"] = error(scale, 2, record=True)
 print(json.dumps(found))
 """

@@ -116,7 +116,8 @@ def test_what_is_stored_reaches_its_line(adamw: Any) -> None:
 
 @pytest.mark.kernels
 def test_lines_of_inductors_kernels() -> None:
-    explanation, text = pages.explained(pages.optimizer(2, torch.optim.SGD, lr=0.1))
+    optimizer = pages.optimizer(2, torch.optim.SGD, lr=0.1)
+    explanation, text = pages.explained(optimizer, multi_tensor=False)
     assert explanation.apart and "a kernel for each member" in text
     assert pages.stored(text).keys() == {"param", "param_lo"}
 

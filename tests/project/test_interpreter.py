@@ -91,7 +91,7 @@ def trained(name: str, steps: int = 5) -> tuple[dict[str, Tensor], int]:
 
     params = [some(1.0).requires_grad_() for _ in range(count)]
     optimizer = make(params)
-    step = collage_fx.compile(optimizer, **options)
+    step = collage_fx.compile(optimizer, multi_tensor=count > 2, **options)
     for _ in range(steps):
         for p in params:
             p.grad = some(1e-2)

@@ -15,7 +15,7 @@ NAMES = ("eq", "ne", "ge", "gt", "le", "lt")
 NUMBERS = (0.1, -0.3, 1e-3, 0.5, 257)
 UNIT = 2.0**-11
 WAYS: dict[str, dict[str, Any]] = {
-    "eft": {},
+    "eft": {"multi_tensor": False},
     "wide": {"arithmetic": "wide", "storage": "remainder16"},
     "class": {"multi_tensor": True},
     "recorded": {"record": True},

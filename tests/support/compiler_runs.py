@@ -16,7 +16,7 @@ probed = []
 params = [torch.linspace(1, 2, 64 + i).bfloat16() for i in range({members})]
 exact = [p.double() for p in params]
 optimizers = [torch.optim.AdamW(some, lr=1e-4) for some in (params, exact)]
-step = collage_fx.compile(optimizers[0])
+step = collage_fx.compile(optimizers[0], multi_tensor={multi_tensor})
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
     for i in range(5):
@@ -48,11 +48,13 @@ def steps(cache: Path, members: int, before: str = "", **settings: str) -> Ran:
 
     Args:
         cache: the folder of Inductor's.
-        members: how many parameters there are.
+        members: how many parameters there are; Inductor makes the kernels of fewer than 8.
         before: statements that come before the optimizers are made.
         settings: environment variables.
     """
     given = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TORCHINDUCTOR_VEC_ISA_OK": "1", **settings}
-    done = run_script(STEPS.format(settings=given, members=members, before=before))
+    done = run_script(
+        STEPS.format(settings=given, members=members, multi_tensor=members >= 8, before=before)
+    )
     assert done.returncode == 0, done.stderr
     return Ran(*json.loads(done.stdout.splitlines()[-1]))

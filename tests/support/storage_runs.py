@@ -35,6 +35,8 @@ def steps(optimizer: Optimizer, step: Any, first: int = 0, last: int = 20) -> No
 
 
 def compiled(optimizer: Optimizer, way: str, **options: Any) -> Any:
+    if way == "each":  # by Inductor's kernels
+        options.setdefault("multi_tensor", False)
     step = collage_fx.compile(optimizer, **options)
     if way != "eager":
         return step
