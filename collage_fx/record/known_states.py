@@ -197,7 +197,7 @@ class OtherMemory:
         count = 0
         others = {*self.kept, *self.storages()}
         for key, known in list(self.words.memory.items()):
-            if known.states or key in others:
+            if known.between is None or known.states or key in others:
                 continue
             if (t := known.alive()) is not None and t.dim():
                 count += 1
