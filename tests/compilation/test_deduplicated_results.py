@@ -99,7 +99,7 @@ def test_overlapping_members_stay_in_the_graph() -> None:
     found: list[Narrow | None] = []
 
     def backend(gm: Any, inputs: Any) -> Any:
-        found.append(narrow(gm, lambda node: "alike", 2))
+        found.append(narrow(gm, lambda node: "alike", lambda device: 2))
         return gm
 
     @torch.compile(backend=backend)
