@@ -13,7 +13,7 @@ from torch.optim import SGD
 
 from collage_fx.errors import LegalityError
 from collage_fx.passes.ir.graph_memory import mutations
-from collage_fx.passes.ir.program import Program
+from collage_fx.passes.ir.program import Program, Settings
 from collage_fx.passes.ir.verify import verify
 from collage_fx.runtime.ops import collage
 
@@ -23,7 +23,8 @@ SHAPES = ((4, 3), (5,))
 
 
 def program() -> Program:
-    return capture_optimizer(SGD, lr=0.1, shapes=SHAPES).program()
+    """Return a program whose writes are operations of their own."""
+    return capture_optimizer(SGD, lr=0.1, shapes=SHAPES).of(Settings(multi_tensor=False))
 
 
 def result_graph(p: Program) -> Graph:
