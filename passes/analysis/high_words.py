@@ -40,7 +40,7 @@ _CHOOSING = frozenset(
 _COMPARING = (DECIDING | CHOOSING) | {aten.div.Tensor, aten.sub.Tensor, aten.rsub.Scalar}
 _INVERTING = (aten.div.Tensor, aten.reciprocal.default, aten.rsqrt.default)
 _KEPT = (STRUCTURE - {aten.where.self}) | {aten.abs.default, aten.neg.default}
-"""What may be done to a value before, and changes no digit of it."""
+"""Operations that change no digit of a value, on the way to a choice."""
 
 
 def entering(
@@ -139,9 +139,11 @@ def chosen(program: Program) -> Iterator[str]:
     `wide` everything. No element of a state need be its largest one then, and a quotient of a value
     and its largest element may be greater than 1, and a root of 1 less its square no number.
     """
-    for rewritten in program.rewritten:
-        for node in graph_of(program.canonical).graph.nodes:
-            if _chooses(node) and (of := _met(node, _unrounded(program, rewritten))):
+    choices = list(filter(_chooses, graph_of(program.canonical).graph.nodes))
+    for rewritten in program.rewritten if choices else ():
+        unrounded = _unrounded(program, rewritten)
+        for node in choices:
+            if of := _met(node, unrounded):
                 yield f"{of} meets the result of {node.target}, which is of its rounding"
 
 
