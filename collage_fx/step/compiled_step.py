@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.compiler import disable
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from collage_fx.dynamo.backend import Backend
 from collage_fx.errors import CollageError, OptionError
@@ -38,7 +38,7 @@ from collage_fx.record.steps import Steps
 from collage_fx.runtime import progress
 from collage_fx.stand_in.steps import StandInSteps
 from collage_fx.step.first_steps import StepCheck
-from collage_fx.step.other_methods import serve_methods
+from collage_fx.step.other_methods import replace_functions, serve_methods
 from collage_fx.step.recompile_guard import RecompileGuard
 from collage_fx.step.small_updates import SmallUpdates
 from collage_fx.step.subject import name_of, step_made_here
@@ -190,20 +190,15 @@ def _supervised(
             return few.step(compiled, args, kwargs)
         return compiled(*args, **kwargs)
 
-    def apart(argument: Any) -> Any:
+    def apart(closure: Callable[..., Any]) -> Callable[..., Any]:
         # A closure runs the model, eagerly or as the user compiled it: no part of the step.
-        if not is_closure(argument):
-            return argument
-        called = disable(steps.recorder.suspended(progress.apart(argument), steps.failures))
+        called = disable(steps.recorder.suspended(progress.apart(closure), steps.failures))
 
         # Dynamo guards no disabled function, and would call None as one in the step after.
         def guarded(*args: Any, **kwargs: Any) -> Any:
             return called(*args, **kwargs)
 
         return guarded
-
-    def has_none(argument: Any) -> bool:
-        return not any(map(is_closure, tree_leaves(argument)))
 
     def what() -> str:
         optimizer = session.optimizer()
@@ -226,8 +221,7 @@ def _supervised(
                 symbolic_numbers(session.optimizer()),
                 nested_compile.step_of(session, compiled=by_dynamo),
             ):
-                # Lists and dicts stay what they are: the function may replace what is in them.
-                args, kwargs = tree_map(apart, (args, kwargs), is_leaf=has_none)
+                args, kwargs = replace_functions((args, kwargs), is_closure, apart)
                 result = (traced if by_dynamo else plain)(*args, **kwargs)
                 if few is None:
                     steps.see_results(result)

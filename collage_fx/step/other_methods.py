@@ -45,8 +45,12 @@ class ServedMethod:
         if steps is None or nested_compile.within_step():
             return self.plain(*args, **kwargs)
         if args or kwargs:
-            given = args, kwargs
-            args, kwargs = tree_map(lambda a: _apart(a, steps), given, is_leaf=_has_no_function)
+            # A closure is no part of the method.
+            args, kwargs = replace_functions(
+                (args, kwargs),
+                inspect.isroutine,
+                lambda f: steps.recorder.suspended(f, steps.failures),
+            )
         with _serving(steps):
             result = self.plain(*args, **kwargs)
         return _Context(result, steps) if isinstance(result, AbstractContextManager) else result
@@ -85,16 +89,18 @@ def _serving(steps: Steps) -> Iterator[None]:
         yield
 
 
-def _apart(argument: Any, steps: Steps) -> Any:
-    """Return a function that is given to a method, a closure say, as one that is no part of it."""
-    if not inspect.isroutine(argument):
-        return argument
-    return steps.recorder.suspended(argument, steps.failures)
+def replace_functions(
+    given: Any, is_function: Callable[[Any], bool], replace: Callable[[Any], Any]
+) -> Any:
+    """Return arguments with the functions in them, closures say, replaced.
 
+    Lists and dicts without any stay the same objects: who is given them may write to them.
+    """
 
-def _has_no_function(argument: Any) -> bool:
-    """Tell whether an argument is to stay what it is: a method may write to lists and dicts."""
-    return not any(map(inspect.isroutine, tree_leaves(argument)))
+    def has_none(tree: Any) -> bool:
+        return not any(map(is_function, tree_leaves(tree)))
+
+    return tree_map(lambda a: replace(a) if is_function(a) else a, given, is_leaf=has_none)
 
 
 def serve_methods(optimizer: Optimizer, steps: Steps) -> None:
