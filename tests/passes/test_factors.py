@@ -79,16 +79,23 @@ def test_sums_that_become_lists_are_those_of_whole_values(monkeypatch: pytest.Mo
         assert error(by_numbers, record=True) > 0.1
 
 
-def test_a_graph_that_is_not_recorded_warns() -> None:
+def warnings_of_one_graph(update: Update) -> list[str]:
+    """Return what the backend string says of an update that it compiles as one graph."""
+
     def each(p: Tensor, g: Tensor) -> None:
-        SCALED["row_sums"](p, g, {})
+        update(p, g, {})
 
     p = torch.ones(SHAPE, dtype=BF16)
     torch.compiler.reset()
     with without_compiler(), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         torch.compile(each, backend="collage", fullgraph=True)(p, torch.ones_like(p))
-    assert any("p scales a new value with its high word only" in str(w.message) for w in said)
+    return [str(w.message) for w in said if "collage_fx" in str(w.message)]
+
+
+def test_a_graph_that_is_not_recorded_warns() -> None:
+    said = warnings_of_one_graph(SCALED["row_sums"])
+    assert any("p scales a new value with its high word only" in text for text in said)
 
 
 def flat(p: Tensor, g: Tensor) -> None:
@@ -159,15 +166,7 @@ def test_neither_does_an_optimizer() -> None:
 
 
 def test_a_graph_that_cannot_be_joined_says_what_is_in_the_way() -> None:
-    def each(p: Tensor, g: Tensor) -> None:
-        THROUGH_VIEWS["flat"](p, g, {})
-
-    p = torch.ones(SHAPE, dtype=BF16)
-    torch.compiler.reset()
-    with without_compiler(), warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        torch.compile(each, backend="collage", fullgraph=True)(p, torch.ones_like(p))
-    (text,) = [str(w.message) for w in said if "collage_fx" in str(w.message)]
+    (text,) = warnings_of_one_graph(THROUGH_VIEWS["flat"])
     assert "not compensated: p (its update passes through aten.max.default" in text
 
 
