@@ -43,7 +43,7 @@ _PLAIN = (Tensor, Parameter)
 
 
 class Recorded(NamedTuple):
-    """Where an input of a graph that was recorded comes from, in place of a source of Dynamo's."""
+    """The source of an input of a recorded graph, in the place of a source of Dynamo's."""
 
     name: str
     state_name: StateName | None

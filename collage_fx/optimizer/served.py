@@ -62,7 +62,7 @@ _COLUMNS = (
     *("name", "dtype", "shape", "recurrence", "compensated", "reason", "refused"),
     *("graph", "joined", "unaccounted", "judged"),
 )
-"""What a row of a report has as a state has it."""
+"""Attributes that a row of a report has in common with the state."""
 RETURNED = (
     "not compensated: a function that returns new tensors and updates none in place. "
     "Name the arguments whose place its first results take, in order, as in "

@@ -56,9 +56,9 @@ class Strand:
     live: list[int] = field(default_factory=list)
     """Those of the values that they make and that live on."""
     dtypes: set[torch.dtype] = field(default_factory=set)
-    """Those of both."""
+    """The dtypes of these inputs and values."""
     numbers: bool = True
-    """Whether both are numbers alone, without a dimension."""
+    """Whether all these inputs and values are 0-d."""
 
     def is_plain(self, call: "Call", words: LowWords) -> bool:
         """Tell whether there are no low words in it, nor can there be any, in a call.

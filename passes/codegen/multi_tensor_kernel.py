@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 def least_members(settings: Settings, device: torch.device) -> int:
-    """Return how many members a class on a device has at least that gets a kernel of ours.
+    """Return the least number of members for which a class on a device gets our own kernel.
 
     On a CPU one is enough: Inductor rounds element by element there, and takes longer to compile.
     On a GPU its kernels do as well, and CUDA graphs can hold them.

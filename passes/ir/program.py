@@ -66,7 +66,7 @@ class Carried(Named):
     owned: bool = False
     """Whether a torch.optim.Optimizer holds it."""
     gradient: bool = False
-    """Whether it is a gradient, by what leads to it."""
+    """Whether Dynamo's source says that the input is a gradient."""
     left_alone: str = ""
     """Why it is left alone though it could be compensated; see `plan.leave_alone`."""
     present: str = ""
@@ -114,7 +114,7 @@ class Recurrence:
 
     @property
     def change(self) -> Change:
-        """What is shown of it, and whether it keeps x, without the graph."""
+        """The kind and the text of the recurrence, without the graph."""
         return Change(self.kind, self.text)
 
     def steps(self, old: Node) -> dict[Node, Node]:

@@ -10,19 +10,19 @@ from collage_fx.runtime.storage.state_name import Named, StateName
 
 
 class VerdictKind(enum.Enum):
-    """Whether a state is compensated; if not, why."""
+    """The verdict that a state is compensated, or the reason that it is not."""
 
     COMPENSATED = enum.auto()
     REFUSED = enum.auto()
     """It should be, and cannot."""
     PLAIN = enum.auto()
-    """Its dtype loses nothing of its updates, or has no storage."""
+    """The dtype loses nothing of the updates, or no storage holds it."""
     ANEW = enum.auto()
     """Its value is that of another state, which accumulates, in a function that is no sum."""
     NO_STATE = enum.auto()
     """It is not an optimizer's."""
     GRADIENT = enum.auto()
-    """Neither is it, being a gradient, which a step may scale or clip."""
+    """A gradient, which is no state either: a step may scale or clip it."""
     LEVEL = enum.auto()
     """Level `light` leaves it alone, which level `auto` would compensate."""
     LEVEL_UNKNOWN = enum.auto()
