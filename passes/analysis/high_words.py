@@ -10,6 +10,7 @@ from collage_fx.passes.analysis.affine import (
     DECIDING,
     MUCH,
     Form,
+    bound,
     cancels,
     is_number,
     transfer,
@@ -54,7 +55,8 @@ def entering(
     b*x. The u*b*x that x is wrong by is little beside an update that x makes by itself (a momentum
     times a rate, a ratio of moments), and much where x takes y's place (b of a half or more) or
     the two nearly cancel, y' - y = (a-1)*y + b*x, as in an average of slow and fast weights. What
-    is not linear in x, a norm or a root of a second moment, does not count.
+    is not linear in x, a norm or a root of a second moment, does not count. x may be y, part of
+    which comes back through a view: by a factor that is not known it may be all of it.
 
     Args:
         program: the program, with its classes.
@@ -67,12 +69,16 @@ def entering(
     if not targets:
         return
     order = {node: i for i, node in enumerate(graph_of(program.canonical).graph.nodes)}
-    for x in states:
-        forms = _forms(x, place.get(x, set()), order) if _leaves(x, place) else {}
-        for node in forms.keys() & targets.keys():
-            own = (_forms(y, set(), order).get(node) for y in targets[node] if y is not x)
+    for x in (x for x in states if _leaves(x, place)):
+        high, whole = _forms(x, place.get(x, set()), order)
+        for node in high.keys() & targets.keys():
+            if x in targets[node] and bound(high[node].share) >= MUCH:
+                yield x
+                break
+            forms = (whole if y is x else _forms(y, set(), order)[0] for y in targets[node])
             # What is computed anew has nothing of its own.
-            if any(_weighs(forms[node], f or Form(0)) for f in (own if targets[node] else [None])):
+            own = (form.get(node, Form(0)) for form in (forms if targets[node] else [{}]))
+            if any(_weighs(high[node], form) for form in own):
                 yield x
                 break
 
@@ -93,10 +99,13 @@ def _leaves(x: Node, place: dict[Node, set[Node]]) -> bool:
     return any(_followed(u) and u not in inside for n in (x, *inside) for u in n.users)
 
 
-def _forms(x: Node, inside: set[Node], order: dict[Node, int]) -> dict[Node, Form]:
-    """Return what nodes have of x by way of its high word: that leaves the slice it is inside of.
+def _forms(
+    x: Node, inside: set[Node], order: dict[Node, int]
+) -> tuple[dict[Node, Form], dict[Node, Form]]:
+    """Return what nodes have of x by way of its high word, which leaves the slice it is inside of,
+    and what they have of the whole value within.
 
-    Without a slice, that is all they have of x.
+    Without a slice, the first is all they have of x.
     """
     whole: dict[Node, Form] = {x: Form(1)}
     high: dict[Node, Form] = {}
@@ -105,7 +114,7 @@ def _forms(x: Node, inside: set[Node], order: dict[Node, int]) -> dict[Node, For
         if node in inside:
             _note(node, whole, whole)
         _note(node, high if node in inside else {**whole, **high}, high)
-    return high
+    return high, whole
 
 
 def _note(node: Node, operands: dict[Node, Form], into: dict[Node, Form]) -> None:
