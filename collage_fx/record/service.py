@@ -32,6 +32,8 @@ class _Account:
     """What has served it in all steps."""
     version: int | None
     """Its version at the beginning of the step; None for one that was not there."""
+    memory: int | None = None
+    """Its storage then."""
 
 
 @dataclass(eq=False)
@@ -67,7 +69,8 @@ class Service:
     def begin(self, states: Sequence[Owned]) -> None:
         """Begin a step with these states."""
         self.of_tensor = {
-            id(o.tensor): _Account(self._served(o), version(o.tensor)) for o in states
+            id(o.tensor): _Account(self._served(o), version(o.tensor), memory_key(o.tensor))
+            for o in states
         }
         self.places = {o.place for o in states}
 
@@ -93,13 +96,24 @@ class Service:
         return [o for o in states if _memory(o.tensor) not in by_graph]
 
     def unaccounted(self, states: Iterable[Tensor]) -> list[str]:
-        """Count and name those of these states that something has written nevertheless."""
-        names = []
+        """Count and name those of these states that something has written nevertheless.
+
+        One that has other memory by now (`p.data = old`) is warned of, and loses its residual.
+        """
+        names, moved = [], []
         for tensor in states:
             account = self.of_tensor[id(tensor)]
             if account.version not in (None, version(tensor)):
                 account.served.unaccounted += 1
-                names.append(account.served.name)
+                same = account.memory == memory_key(tensor)
+                (names if same else moved).append(account.served.name)
+                if not same and (residual := STORE.get(tensor)) is not None:
+                    residual.begin_anew(tensor)
+        if moved:
+            self.session.warn_once(
+                f"{self.subject} put other memory in the place of that of {listed(moved)}, as in "
+                "p.data = old, and wrote it, which drops the low words: write p.copy_(old)"
+            )
         return names
 
     def count_graphs(self) -> None:
@@ -218,7 +232,7 @@ class Service:
     def say_what_is_not_compensated(self) -> None:
         """Warn if nothing is compensated, and of what a storage cannot hold."""
         warn, storage = self.session.warn_once, self.session.config.storage
-        written = [s for s in self.served.values() if s.steps]
+        written = [s for s in self.served.values() if s.graph or s.joined]
         named = storage in STORAGES
         for s in (s for s in written if named and s.joined >= TRIED and not s.judged):
             if why := refusal(s.dtype, str(storage), s.name):

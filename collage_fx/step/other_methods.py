@@ -1,7 +1,8 @@
 """Methods of an optimizer beside its step: what they write keeps low words, as in a step.
 
 Schedule-Free's `eval()` and `train()` move the parameters between two averages, others swap them,
-reset them or synchronize them with slow copies. Such a method is recorded and interpreted.
+reset them or synchronize them with slow copies. Such a method is recorded and interpreted. One that
+takes the step of an optimizer, as SAM's `second_step()` does, is a step itself.
 """
 
 import inspect
@@ -11,12 +12,14 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
 from torch.compiler import disable
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from collage_fx.hooks import nested_compile
 from collage_fx.hooks.step_substitution import codes
+from collage_fx.optimizer import plain_steps
 from collage_fx.optimizer.ownership import family
 from collage_fx.record.steps import Steps
 
@@ -29,6 +32,7 @@ class ServedMethod:
         self.own = own
         self.steps = weakref.ref(steps)
         """Gone where nobody has the compiled step: the method is the class's own then."""
+        self.serving = _stepping if _takes_step(own) else _serving
         self.__name__, self.__doc__ = own.__name__, own.__doc__
 
     @property
@@ -38,9 +42,14 @@ class ServedMethod:
         assert optimizer is not None, "a method outlived its optimizer"
         return _bound(self.own, optimizer)
 
-    @disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Do the method, within a step as a part of that."""
+        if torch.compiler.is_dynamo_compiling():  # a step that calls it
+            return self.own(self.optimizer(), *args, **kwargs)
+        return self._serve(args, kwargs)
+
+    @disable
+    def _serve(self, args: Any, kwargs: Any) -> Any:
         steps = self.steps()
         if steps is None or nested_compile.within_step():
             return self.plain(*args, **kwargs)
@@ -51,7 +60,7 @@ class ServedMethod:
                 inspect.isroutine,
                 lambda f: steps.recorder.suspended(f, steps.failures),
             )
-        with _serving(steps):
+        with self.serving(steps):
             result = self.plain(*args, **kwargs)
         return _Context(result, steps) if isinstance(result, AbstractContextManager) else result
 
@@ -89,6 +98,23 @@ def _serving(steps: Steps) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _stepping(steps: Steps) -> Iterator[None]:
+    steps.go_on()
+    plain_steps.called(steps.session.optimizers())
+    with (
+        steps.step(traced=False, once=False),
+        steps.failures.caught(),
+        nested_compile.step_of(steps.session, compiled=False),
+    ):
+        yield
+
+
+def _takes_step(method: Callable[..., Any]) -> bool:
+    """Tell whether a method calls `step`, that of the optimizer within say."""
+    return any("step" in _names_in(code) for code in codes(method))
+
+
 def replace_functions(
     given: Any, is_function: Callable[[Any], bool], replace: Callable[[Any], Any]
 ) -> Any:
@@ -107,12 +133,16 @@ def serve_methods(optimizer: Optimizer, steps: Steps) -> None:
     """Serve the methods of an optimizer, and of what it wraps, that no step of theirs calls.
 
     What somebody has put in the place of one stays there. What steps call is a part of them, and
-    traced by Dynamo, for whatever backend.
+    traced by Dynamo, for whatever backend; unless one of these takes a step itself: then they may
+    be called in its place (`first_step()`, `second_step()`).
     """
     everyone = family(optimizer)
     parts = _called_in_steps([type(one) for one in everyone])
     for one in everyone:
-        for name, own in _methods_of(type(one)).items():
+        methods = _methods_of(type(one))
+        if any(map(_takes_step, methods.values())):
+            parts = set()
+        for name, own in methods.items():
             before = vars(one).get(name)
             ours = before is None or (one is optimizer and isinstance(before, ServedMethod))
             if ours and name not in parts:
