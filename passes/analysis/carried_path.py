@@ -1,6 +1,7 @@
-"""The carried path of a state through its slice, and what of the state comes by other ways."""
+"""The carried path of a state through its slice, and whether eft arithmetic loses what of the state
+comes by other ways."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from itertools import pairwise
 from math import isfinite
 from typing import Any
@@ -9,8 +10,19 @@ import torch
 from torch.fx import Node
 
 from collage_fx.passes.analysis.affine import ADDING, Form, bound, transfer
-from collage_fx.passes.ir.graph_memory import WIDENED
-from collage_fx.passes.ir.program import CASTS, LOW_PRECISION, Coefficient, Slice, value_of
+from collage_fx.passes.ir.graph_memory import WIDENED, mutations
+from collage_fx.passes.ir.program import (
+    CASTS,
+    LOW_PRECISION,
+    Coefficient,
+    Program,
+    Rewritten,
+    Slice,
+    graph_of,
+    is_tensor,
+    value_of,
+)
+from collage_fx.runtime.storage.registry import EXPANSIONS, transforms
 
 aten = torch.ops.aten
 
@@ -120,3 +132,48 @@ def _computed(operand: Any, x: Node) -> bool:
         return True
     near = operand.target in CASTS and isinstance(operand.args[0], Node)
     return value_of(operand).dtype in LOW_PRECISION or (near and _computed(operand.args[0], x))
+
+
+def stored_wider(program: Program) -> set[Node]:
+    """Return what the graph stores in more than 16 bits."""
+    stored = filter(is_tensor, mutations(graph_of(program.canonical).graph).values())
+    return {n for n in stored if value_of(n).dtype not in LOW_PRECISION}
+
+
+def eft_storage(
+    program: Program, rewritten: Rewritten, wider: Container[Node]
+) -> tuple[str | None, str]:
+    """Return how the compensated states of a class are laid out, if its arithmetic is eft; else
+    None, and what would be lost by eft, where that is why.
+
+    Args:
+        program: whose arithmetic is asked for.
+        rewritten: the class.
+        wider: see `stored_wider`. On a carried path it would be rounded to the words of that path:
+            fp32 weights, say, that a parameter enters and then takes over.
+    """
+    kept, states = rewritten.storages.items(), rewritten.model.states
+    known = all(transforms(states[i][0].val.dtype, s) for i, s in kept)
+    storage, *others = {s for _, s in kept}
+    if program.settings.arithmetic != "eft" or others or not known:
+        return None, ""
+    paths = (rewritten.recurrences[i].carried_path for i in rewritten.storages)
+    if any(node in wider for path in paths for node in path):
+        return None, "a slice that stores in fp32 what a state passes through"
+    if _has_side_way(rewritten, EXPANSIONS[storage]):
+        return None, "a slice in which a state enters an update beside the carried path"
+    return storage, ""
+
+
+def _has_side_way(rewritten: Rewritten, count: int) -> bool:
+    """Tell whether a state comes into a compensated update beside the carried path, with weight.
+
+    There eft rounds what it computes of the state to its dtype and would lose u * side of it; up to
+    a side of 4u that is within the bounds of two components, as the weight decay that SGD adds to a
+    gradient is, and up to 4u^2 within those of three.
+    """
+    return any(
+        abs(rewritten.recurrences[i].side)
+        > 4 * (torch.finfo(value_of(rewritten.model.old(i)).dtype).eps / 2) ** (count - 1)
+        for i in rewritten.storages
+    )

@@ -15,6 +15,7 @@ from collage_fx.passes.analysis.affine import (
     is_number,
     transfer,
 )
+from collage_fx.passes.analysis.carried_path import eft_storage, stored_wider
 from collage_fx.passes.frontend.reductions import is_largest
 from collage_fx.passes.frontend.slice import elementwise
 from collage_fx.passes.ir.graph_memory import closure, mutations
@@ -28,7 +29,6 @@ from collage_fx.passes.ir.program import (
     value_of,
 )
 from collage_fx.passes.rules.structural import STRUCTURE
-from collage_fx.runtime.storage.registry import transforms
 
 aten = torch.ops.aten
 _CHOOSING = frozenset(
@@ -165,12 +165,11 @@ def _unrounded(program: Program, rewritten: Rewritten) -> set[Node]:
     """Return the 16-bit values of a class that slices have unrounded, states included."""
     found: set[Node] = set()
     kept, model = rewritten.storages, rewritten.model
-    known = all(transforms(model.states[i][0].val.dtype, s) for i, s in kept.items())
-    wide = program.settings.arithmetic != "eft" or len(set(kept.values())) != 1 or not known
+    eft, _ = eft_storage(program, rewritten, stored_wider(program))
     path = {n for i in kept for n in rewritten.recurrences[i].carried_path}
     for part in rewritten.members:
         pairs = zip(model.nodes, part.nodes, strict=True)
-        found |= {n for like, n in pairs if wide or like in path}
+        found |= {n for like, n in pairs if not eft or like in path}
         found |= {part.old(i) for i in kept} | {part.states[i][2] for i in kept}
     return {n for n in found if is_tensor(n) and value_of(n).dtype in LOW_PRECISION}
 

@@ -8,17 +8,15 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from collage_fx.passes.analysis.affine import LERP
-from collage_fx.passes.ir.graph_memory import mutations, note_origin
+from collage_fx.passes.analysis.carried_path import eft_storage, stored_wider
+from collage_fx.passes.ir.graph_memory import note_origin
 from collage_fx.passes.ir.program import (
     CASTS,
     CONVERT,
-    LOW_PRECISION,
     Carried,
     OnUnsupported,
     Program,
     Rewritten,
-    graph_of,
-    is_tensor,
     value_of,
 )
 from collage_fx.passes.rules import RULES
@@ -27,7 +25,6 @@ from collage_fx.passes.rules.join_split import join_op_split
 from collage_fx.runtime.errors import RuleError, UnsupportedError
 from collage_fx.runtime.expansion.eft import WIDER, computed_in
 from collage_fx.runtime.ops import JOIN, SPLIT, SPLIT_BY_CHANCE
-from collage_fx.runtime.storage.registry import EXPANSIONS, transforms
 
 aten = torch.ops.aten
 
@@ -60,57 +57,16 @@ def expand(program: Program) -> None:
     storage, and those that store in fp32 what they compute on a carried path. Slices with an fp32
     state that is compensated are computed in float64.
     """
-    stored = filter(is_tensor, mutations(graph_of(program.canonical).graph).values())
-    wider = {n for n in stored if value_of(n).dtype not in LOW_PRECISION}
+    wider = stored_wider(program)
     for rewritten in program.rewritten:
         if program.settings.stochastic_rounding:
             rewritten.seeded = any(s in SPLIT_BY_CHANCE for s in rewritten.storages.values())
-        storage = _storage_of(rewritten) if program.settings.arithmetic == "eft" else None
-        if storage and (reason := _unfit(rewritten, storage, wider)):
+        storage, reason = eft_storage(program, rewritten, wider)
+        if reason:
             rewritten.joined.append(reason)
-            storage = None
         on_paths = program.settings.on_unsupported
         expander = Eft(rewritten, storage, on_paths) if storage else _Wide(rewritten)
         rewritten.expanded = expander.run()
-
-
-def _storage_of(rewritten: Rewritten) -> str | None:
-    """Return how all compensated states are laid out, if eft arithmetic knows that."""
-    kept, states = rewritten.storages.items(), rewritten.model.states
-    known = all(transforms(states[i][0].val.dtype, s) for i, s in kept)
-    storages = {s for _, s in kept}
-    return storages.pop() if len(storages) == 1 and known else None
-
-
-def _unfit(rewritten: Rewritten, storage: str, wider: set[Node]) -> str:
-    """Return what in a slice would lose by eft arithmetic; empty if nothing.
-
-    Args:
-        rewritten: the class.
-        storage: how its expansions are laid out.
-        wider: what the graph stores in more than 16 bits. On a carried path it would be rounded to
-            the words of that path: fp32 weights, say, that a parameter enters and then takes over.
-    """
-    paths = (rewritten.recurrences[i].carried_path for i in rewritten.storages)
-    if not wider.isdisjoint(node for path in paths for node in path):
-        return "a slice that stores in fp32 what a state passes through"
-    if _has_side_way(rewritten, EXPANSIONS[storage]):
-        return "a slice in which a state enters an update beside the carried path"
-    return ""
-
-
-def _has_side_way(rewritten: Rewritten, count: int) -> bool:
-    """Tell whether a state comes into a compensated update beside the carried path, with weight.
-
-    There eft rounds what it computes of the state to its dtype and would lose u * side of it; up to
-    a side of 4u that is within the bounds of two components, as the weight decay that SGD adds to a
-    gradient is, and up to 4u^2 within those of three.
-    """
-    return any(
-        abs(rewritten.recurrences[i].side)
-        > 4 * (torch.finfo(value_of(rewritten.model.old(i)).dtype).eps / 2) ** (count - 1)
-        for i in rewritten.storages
-    )
 
 
 class _Expander:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import collage_fx
-from collage_fx.passes.analysis import escape
+from collage_fx.passes.analysis import escape, high_words
 
 LR, STEPS = 1e-3, 6
 EACH_STEP: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int]] = {
@@ -25,13 +25,16 @@ EACH_STEP: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int]] = {
 """A condition -> of how many of 12 elements it holds in each step."""
 
 
-def counts(name: str, **options: Any) -> list[int]:
-    """Return of how many elements a condition holds in each step."""
+def counts(name: str, *, averaged: bool = False, **options: Any) -> list[int]:
+    """Return of how many elements a condition holds in each step; of one that averages a state with
+    its own update, perhaps, whose slice is in arithmetic wide."""
     condition, _ = EACH_STEP[name]
 
     def step(p: Tensor, g: Tensor, s: Tensor, count: Tensor) -> None:
         u = g * 1.1 + 0.3
         p.sub_(g, alpha=LR)
+        if averaged:
+            s.mul_(0.95).add_((s - u * LR) * 0.05)
         count.copy_(torch.where(condition(p, u), 1.0, 0.0))
         s.sub_(u, alpha=LR)
 
@@ -61,6 +64,20 @@ def test_of_rounded_values_it_is_none(
     """The control: the largest is that of high words, and compared with whole values."""
     monkeypatch.setattr(escape, "chosen", lambda program: iter(()))
     assert min(counts(name, **options)) < EACH_STEP[name][1]
+
+
+@pytest.mark.parametrize("name", ["its largest", "a root"])
+def test_so_it_is_in_a_slice_that_is_in_wide_for_what_it_would_lose(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert counts(name, averaged=True) == [EACH_STEP[name][1]] * STEPS
+    monkeypatch.setattr(high_words, "eft_storage", lambda *_: ("mcf2", ""))
+    assert min(counts(name, averaged=True)) < EACH_STEP[name][1]
+
+
+@pytest.mark.parametrize("name", ["of a parameter", "a root"])
+def test_so_it_is_where_residuals_are_rounded_by_chance(name: str) -> None:
+    assert counts(name, stochastic_rounding=True) == [EACH_STEP[name][1]] * STEPS
 
 
 def test_a_quotient_by_a_largest_element_stays_in_eft() -> None:
