@@ -27,7 +27,8 @@ from torch.optim import AdamW
 
 import collage_fx
 from collage_fx.optimizer.ownership import owned_tensors
-from collage_fx.runtime.residuals.store import STORE, clear_stale
+from collage_fx.runtime.residuals.residual import clear_stale
+from collage_fx.runtime.residuals.store import STORE
 
 Run = tuple[nn.Module, AdamW]
 OPTIONS: dict[str, dict[str, Any] | None] = {

@@ -14,7 +14,8 @@ from collage_fx.optimizer.checkpoints import state_dicts
 from collage_fx.optimizer.ownership import Owned, owners_of
 from collage_fx.optimizer.parameter_names import naming
 from collage_fx.passes.ir.program import Carried, StatePlan
-from collage_fx.runtime.residuals.store import STORE, Residual, clear_stale
+from collage_fx.runtime.residuals.residual import Residual, clear_stale
+from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import STORAGES
 
 Locate: TypeAlias = Callable[[tuple[Any, ...]], Tensor | None]
@@ -41,7 +42,7 @@ class Gathered:
     def keep(self) -> None:
         """Record that nothing was written, whatever versions AOTAutograd has counted up."""
         for tensor, residual in self.current:
-            residual.settle(tensor)
+            residual.settle_at_end(tensor)
 
 
 def of_size(plan: StatePlan, tensor: Tensor) -> StatePlan:

@@ -18,7 +18,8 @@ from collage_fx.passes.ir.program import StatePlan
 from collage_fx.runtime.errors import CollageError
 from collage_fx.runtime.expansion.stochastic import Seeds
 from collage_fx.runtime.kernels import left_out
-from collage_fx.runtime.residuals.store import STORE, Residual, next_draw
+from collage_fx.runtime.residuals.residual import Residual, next_draw
+from collage_fx.runtime.residuals.store import STORE
 
 
 @dataclass(eq=False)

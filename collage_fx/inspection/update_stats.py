@@ -20,7 +20,7 @@ from collage_fx.optimizer.state_table import PARAMETER, columns
 from collage_fx.passes.codegen.printers.measured_kernel import sums_of
 from collage_fx.passes.ir.exact import ExactGraph, ExactStep, Member, NotExact, piece_for
 from collage_fx.runtime.kernels.update_sums import TYPES, update_sums
-from collage_fx.runtime.residuals.store import version
+from collage_fx.runtime.residuals.residual import version
 from collage_fx.runtime.storage.state_name import StateName
 
 

@@ -11,7 +11,8 @@ from collage_fx.hooks import optimizer_hooks
 from collage_fx.optimizer.ownership import owners_of
 from collage_fx.runtime.residuals.components import storage_of
 from collage_fx.runtime.residuals.dtensor import shard_of, sharded_like
-from collage_fx.runtime.residuals.store import STORE, Residual
+from collage_fx.runtime.residuals.residual import Residual
+from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.state_name import StateName
 
 

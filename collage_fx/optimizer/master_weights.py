@@ -15,7 +15,8 @@ from collage_fx.optimizer.storage_patterns import Patterns, warn_now
 from collage_fx.passes.ir.program import LOW_PRECISION
 from collage_fx.runtime.errors import CheckpointError, OptionError
 from collage_fx.runtime.residuals.dtensor import placed, shard_of, sharded_like
-from collage_fx.runtime.residuals.store import STORE, Residual, clear_stale
+from collage_fx.runtime.residuals.residual import Residual, clear_stale
+from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import FINEST, STORAGES, Choice, check_compensable, chosen
 from collage_fx.runtime.storage.state_name import StateName
 

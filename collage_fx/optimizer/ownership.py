@@ -19,7 +19,8 @@ from collage_fx.optimizer.checkpoints.saved_residuals import is_entry
 from collage_fx.passes.ir.program import Owner
 from collage_fx.runtime.residuals.dtensor import shard_of
 from collage_fx.runtime.residuals.memory import has_memory, is_expanded, overlapping
-from collage_fx.runtime.residuals.store import STORE, Residual
+from collage_fx.runtime.residuals.residual import Residual
+from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.state_name import Named, StateName
 
 PARAM = "<param>"

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from collage_fx.record.at_once import AtOnce
 from collage_fx.record.graph_effects import KnownGraph, Tracer, own_tensors
 from collage_fx.record.notes import Notes, Region
-from collage_fx.runtime.residuals.store import version
+from collage_fx.runtime.residuals.residual import version
 from collage_fx.segments.memory import storage_key
 from collage_fx.segments.trie import Place
 

@@ -13,7 +13,8 @@ from collage_fx.optimizer.served import RETURNED, Served, left_by_level, nothing
 from collage_fx.passes.ir.program import StatePlan
 from collage_fx.passes.ir.verdict import Verdict, VerdictKind
 from collage_fx.runtime.errors import listed
-from collage_fx.runtime.residuals.store import STORE, version
+from collage_fx.runtime.residuals.residual import version
+from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import STORAGES, compensable_dtypes, refusal
 from collage_fx.segments.memory import memory_key
 from collage_fx.segments.trie import layout_of

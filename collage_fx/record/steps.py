@@ -435,7 +435,16 @@ class Steps:
         if outside and settled and self.traces:
             self._go_on_recording()
         self.words.forget()
+        if not self.switches:
+            self._settle_arguments(present)
         return unaccounted
+
+    def _settle_arguments(self, present: Iterable[Owned]) -> None:
+        """Settle the states of a function at the end of a call, by their bits where versions tell
+        nothing."""
+        for owned in present:
+            if (residual := STORE.get(owned.tensor)) is not None:
+                residual.settle_at_end(owned.tensor)
 
     def _go_on_recording(self) -> None:
         """Record steps whole of which a part was; ask Dynamo no more, unless its graphs do most."""

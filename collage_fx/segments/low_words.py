@@ -12,7 +12,8 @@ from collage_fx.optimizer.ownership import Owned
 from collage_fx.runtime.expansion.eft import FP8, WIDER, wider_dtypes
 from collage_fx.runtime.expansion.stochastic import Seeds
 from collage_fx.runtime.residuals.memory import empty_as
-from collage_fx.runtime.residuals.store import STORE, Residual, clear_stale, next_draw
+from collage_fx.runtime.residuals.residual import Residual, clear_stale, next_draw
+from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import (
     FINEST,
     STORAGES,

@@ -13,7 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from collage_fx.optimizer.ownership import Owned
 from collage_fx.runtime.residuals.checksum import same_bits
 from collage_fx.runtime.residuals.memory import has_memory, new_memory, span, tensor_on
-from collage_fx.runtime.residuals.store import STORE, Residual, warn_of_cleared
+from collage_fx.runtime.residuals.residual import Residual, warn_of_cleared
+from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.state_name import StateName
 from collage_fx.segments.trie import Layout, layout_of
 

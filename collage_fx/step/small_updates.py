@@ -13,7 +13,8 @@ from collage_fx.optimizer.parameter_names import names_of, renamed
 from collage_fx.optimizer.served import too_small
 from collage_fx.runtime.kernels.triton_launch import is_capturing
 from collage_fx.runtime.residuals.dtensor import shard_of
-from collage_fx.runtime.residuals.store import STORE, version
+from collage_fx.runtime.residuals.residual import version
+from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import FINEST, kept
 from collage_fx.step.first_steps import in_float64
 

@@ -1,10 +1,8 @@
-"""The residual store: which tensor has which residual, and whether it still belongs to it."""
+"""The residual store: which tensor has which residual."""
 
 import warnings
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import torch
@@ -13,209 +11,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-from collage_fx.runtime.errors import CollageWarning, listed
+from collage_fx.runtime.errors import CollageWarning
 from collage_fx.runtime.expansion.eft import WIDER
-from collage_fx.runtime.residuals.components import check_components, storage_of, zeros
-from collage_fx.runtime.residuals.memory import address, is_laid_out_as, tensor_on
+from collage_fx.runtime.residuals.components import check_components, storage_of
+from collage_fx.runtime.residuals.memory import is_laid_out_as, tensor_on
+from collage_fx.runtime.residuals.residual import Expected, Residual, clear_stale, warn_of_cleared
 from collage_fx.runtime.storage.registry import (
     STORAGES,
     check_compensable,
-    value_in_float64,
 )
 from collage_fx.runtime.storage.state_name import StateName
-
-Expected = Callable[..., bool]
-"""(tensor, *components) -> whether they are as they were saved together."""
-
-
-def version(tensor: Tensor) -> int:
-    """Return the version counter of tensor, -1 if it has none."""
-    try:
-        return tensor._version
-    except RuntimeError:
-        # An inference tensor counts no versions; writes from outside to one go unnoticed.
-        return -1
-
-
-@dataclass(eq=False, repr=False, slots=True)
-class Residual:
-    """The residual components of one tensor, and what the tensor was when they were last valid.
-
-    It never refers to its tensor, which is the weak key it is stored under.
-    """
-
-    tensor: InitVar[Tensor]
-    storage: str
-    name: StateName
-    components: tuple[Tensor, ...] = field(init=False)
-    draws: int = 0
-    """How often the last component was rounded by chance; each time takes another seed."""
-    expected: Expected | None = None
-    """What is to hold of both at the next step, if the residual is from a checkpoint."""
-    ensured: Any = None
-    """For whom, as what and when a recorded step found that it is what its state is to have."""
-    lent: tuple[int, ...] = ()
-    """The versions of the components when a state dict was given them, until the next step."""
-    provisional: bool = False
-    """Whether the tensor was made with it, and nobody knows yet if its updates need one."""
-    found: bool = False
-    """Whether a step has found the tensor by a write, and no later one found it as it was then."""
-    address: int = field(init=False)
-    _versions: "array[int]" = field(init=False)
-    _slot: int = field(default=0, init=False)
-    _dtype: torch.dtype = field(init=False)
-
-    def __post_init__(self, tensor: Tensor) -> None:
-        self.components = zeros(tensor, self.storage)
-        self._versions = array("q", [-1])
-        self._dtype = tensor.dtype
-        self.settle(tensor)
-
-    @property
-    def version(self) -> int:
-        """The version counter of the tensor when the residual was last settled."""
-        return self._versions[self._slot]
-
-    def keep_version(self, versions: "array[int]", slot: int) -> None:
-        """Have the version kept there, by whoever settles many residuals at once.
-
-        Who did so before, and will not see later versions, finds one there that no tensor has.
-        """
-        versions[slot] = self.version
-        self._versions[self._slot] = -2
-        self._versions, self._slot = versions, slot
-
-    def settle(self, tensor: Tensor) -> None:
-        """Record that the residual belongs to the present value of tensor."""
-        self._versions[self._slot] = version(tensor)
-        self.address = address(tensor)
-        self.lent = ()
-
-    def lend(self) -> None:
-        """Note that a state dict has the components: who is given it may write them, as DCP."""
-        self.lent = tuple(map(version, self.components))
-
-    def clear(self) -> None:
-        """Set every component to zero."""
-        self.expected = None
-        for component in self.components:
-            component.zero_()
-
-    def has_content(self) -> bool:
-        """Tell whether any component is not zero."""
-        return any(bool(component.any()) for component in self.components)
-
-    def begin_anew(self, tensor: Tensor) -> None:
-        """Be as if tensor had just been rounded to its dtype: without content and draws."""
-        self.clear()
-        self.draws = 0
-        self.settle(tensor)
-
-    def fits(self, tensor: Tensor) -> bool:
-        """Tell whether tensor can have these components."""
-        dtypes = STORAGES[self.storage].residuals.get(tensor.dtype, ())
-        shape, device = tensor.shape, tensor.device
-        for c, dtype in zip(self.components, dtypes, strict=False):
-            if c.dtype is not dtype or c.shape != shape or c.device != device:
-                return False
-        return len(dtypes) == len(self.components) and tensor.dtype is self._dtype
-
-    def lay_out(self, tensor: Tensor) -> None:
-        """Have the strides that tensor has got since, and be of no present value.
-
-        Only a write from outside, which versions do not show, gives a tensor other strides.
-        """
-        new = zeros(tensor, self.storage)
-        self.components = tuple(n.copy_(c) for n, c in zip(new, self.components, strict=True))
-        self._versions[self._slot] = -2
-
-    def whole(self, tensor: Tensor) -> Tensor:
-        """Return the value of tensor and its components, in float64."""
-        return value_in_float64(self.storage, tensor.detach(), self.components)
-
-    def belongs(self, tensor: Tensor) -> bool:
-        """Tell whether tensor is as it was when the residual was last settled."""
-        same = self._versions[self._slot] == version(tensor) and self.address == address(tensor)
-        return same and not (self.lent and self._written_by_borrower())
-
-    def is_present(self, tensor: Tensor) -> bool:
-        """Tell whether it is of the present value of tensor; one of a checkpoint is looked at."""
-        if self.expected is None:
-            return self.belongs(tensor)
-        # It stays what it is: the values that it was saved with may be loaded after it.
-        return self.expected(tensor, *self.components)
-
-    def _written_by_borrower(self) -> bool:
-        """Tell whether who was lent the components has written them."""
-        return bool(self.lent) and self.lent != tuple(map(version, self.components))
-
-    def stale(self, tensor: Tensor) -> str:
-        """Say why the residual does not belong to the present value of tensor; empty if it does.
-
-        A residual without content belongs to any value, and is settled on the present one.
-        """
-        why = ""
-        if self.expected is None and self.belongs(tensor):
-            return why
-        if not self.fits(tensor):  # nor will it: `ensure` replaces it
-            changed = "the tensor has another shape, dtype or device by now"
-            return changed if self.has_content() else why
-        if self.expected is not None:
-            if not self.expected(tensor, *self.components):
-                why = "it and its residual are not as they were saved together"
-            self.expected = None
-        elif self._written_by_borrower():
-            why = "it was written from outside, as by a checkpoint that was not loaded to its end"
-        elif self.has_content():
-            why = "it was written from outside the compiled step"
-        self.settle(tensor)
-        return why
-
-    def load(self, tensor: Tensor, components: Sequence[Tensor], expected: Expected | None) -> None:
-        """Take over components; what the tensor is to fulfil is checked at the next step."""
-        for mine, theirs in zip(self.components, components, strict=True):
-            mine.copy_(theirs)
-        self.expected = expected
-        self.settle(tensor)
-
-
-def clear_stale(
-    pairs: Iterable[tuple[Tensor, Residual]], named: Callable[[str], str] = str
-) -> None:
-    """Clear every residual that no longer belongs to its tensor, with one warning for all.
-
-    Args:
-        pairs: tensors with their residuals.
-        named: returns what to call a tensor, of the name that its residual has.
-    """
-    cleared: dict[str, list[str]] = {}
-    for tensor, residual in pairs:
-        why = residual.stale(tensor)
-        if why:
-            residual.clear()
-            cleared.setdefault(why, []).append(str(residual.name))
-    for why, names in cleared.items():
-        warn_of_cleared(list(map(named, names)), why)
-
-
-def warn_of_cleared(names: list[str], why: str) -> None:
-    """Warn that the residuals of these were cleared."""
-    warnings.warn(
-        f"collage_fx: the residual of {listed(names)} was cleared, because {why}. The step goes on "
-        "from the stored value. To keep a residual, write the tensor before the first step or "
-        "load weights and optimizer from one checkpoint.",
-        CollageWarning,
-        stacklevel=3,
-    )
-
-
-def next_draw(residuals: Iterable[Residual]) -> int:
-    """Count one more stochastic rounding for residuals; return which it is, for all of them."""
-    found = list(residuals)
-    draw = max((residual.draws for residual in found), default=0)
-    for residual in found:
-        residual.draws = draw + 1
-    return draw
 
 
 class ResidualStore:
@@ -242,10 +47,19 @@ class ResidualStore:
         if residual is None and self._of_memory and tensor.layout == torch.strided:
             residual = self._of_memory.get(_memory(tensor))
             if residual is not None:
-                # Its version counter may be a new one, which tells nothing of what happened before.
+                self._renew(residual)
                 self._residuals[tensor] = residual
+                # Its version counter may be a new one, which tells nothing of what happened before.
                 residual.settle(tensor)
         return residual
+
+    def _renew(self, residual: Residual) -> None:
+        """Note that a residual is found by another tensor than before: by its bits from now on."""
+        if residual.expected is None and not residual.renewed:
+            before = (t for t, r in self._residuals.items() if r is residual)
+            if not any(map(residual.belongs, before)):
+                residual.expected = _never
+        residual.renewed = True
 
     def follow(self, tensor: Tensor, residual: Residual) -> None:
         """Have a residual laid out as its tensor is by now: kernels walk over both."""
@@ -262,7 +76,9 @@ class ResidualStore:
             return
         for key in [key for key in self._of_memory if key[0].expired()]:
             del self._of_memory[key]
-        self._of_memory[_memory(tensor)] = self._residuals[tensor]
+        residual = self._of_memory[_memory(tensor)] = self._residuals[tensor]
+        if not residual.shared:
+            residual.shared, residual.renewed = True, None
         self.generation += 1
 
     @property
@@ -389,6 +205,10 @@ class ResidualStore:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Residual]]:
         return iter(list(self._residuals.items()))
+
+
+def _never(tensor: Tensor, *components: Tensor) -> bool:
+    return False
 
 
 def _memory(tensor: Tensor) -> tuple[Any, ...]:

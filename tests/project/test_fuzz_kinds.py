@@ -19,7 +19,7 @@ from torch import Tensor
 
 from collage_fx.optimizer.checkpoints import copying
 from collage_fx.record import at_once
-from collage_fx.runtime.residuals.store import Residual
+from collage_fx.runtime.residuals.residual import Residual
 from collage_fx.step import compiled_step
 
 UPDATE = Line("p.sub_(u, alpha=lr)")

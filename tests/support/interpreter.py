@@ -19,7 +19,7 @@ What equality to expect, and what `test_interpreter.py` checks:
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -95,13 +95,18 @@ def _boxed(gm: GraphModule) -> Callable[[list[Any]], Any]:
     def run(args: list[Any]) -> Any:
         values = list(args)
         args.clear()
-        tensors = tuple(v for v in values if isinstance(v, Tensor))
+        tensors = _counted(values)
         # As in a kernel: no mode sees the operations, no version is counted up.
         with torch.no_grad(), _disable_current_modes(), _unsafe_preserve_version_counter(tensors):
             return module(*values)
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
+
+
+def _counted(values: Iterable[Any]) -> tuple[Tensor, ...]:
+    """Return the tensors that count versions."""
+    return tuple(v for v in values if isinstance(v, Tensor) and not v.is_inference())
 
 
 def _root(x: Tensor) -> Tensor:
@@ -128,7 +133,7 @@ def _member(kernel: MultiTensorKernel) -> Callable[[list[Any]], None]:
         with (
             torch.no_grad(),
             _disable_current_modes(),
-            _unsafe_preserve_version_counter(tuple(inputs)),
+            _unsafe_preserve_version_counter(_counted(inputs)),
         ):
             results = region(inputs, kernel.region)
             for i, k in zip(kernel.stored, kernel.results, strict=True):

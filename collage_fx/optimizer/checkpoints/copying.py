@@ -13,7 +13,8 @@ from collage_fx.optimizer.checkpoints.history import History, history_of, set_hi
 from collage_fx.optimizer.ownership import compensated_tensors
 from collage_fx.optimizer.plain_steps import watch_copy
 from collage_fx.runtime.residuals.dtensor import shard_of
-from collage_fx.runtime.residuals.store import STORE, Residual
+from collage_fx.runtime.residuals.residual import Residual
+from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.state_name import StateName
 
 _HOOKS = (

@@ -23,7 +23,7 @@ from torch import Tensor
 from collage_fx.errors import CheckpointError
 from collage_fx.runtime.residuals.checksum import UNKNOWN, row_checksums, rows_match, total_matches
 from collage_fx.runtime.residuals.dtensor import has_whole_rows, rows_like, shard_of, sharded_like
-from collage_fx.runtime.residuals.store import Expected, Residual
+from collage_fx.runtime.residuals.residual import Expected, Residual
 from collage_fx.runtime.storage.registry import STORAGES
 
 PREFIX = "collage_fx."

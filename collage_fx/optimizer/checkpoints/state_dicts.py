@@ -39,7 +39,8 @@ from collage_fx.optimizer.ownership import (
 from collage_fx.optimizer.parameter_names import names_of, naming, renamed
 from collage_fx.runtime.errors import CollageWarning, listed
 from collage_fx.runtime.residuals.memory import has_memory
-from collage_fx.runtime.residuals.store import STORE, clear_stale
+from collage_fx.runtime.residuals.residual import clear_stale
+from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import Choice
 
 _SAID = WeakIdKeyDictionary()
