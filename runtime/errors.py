@@ -40,7 +40,8 @@ class LegalityError(CollageError, RuntimeError):
 
 
 class UnsupportedError(CollageError, NotImplementedError):
-    """An operation on a carried path has no rule, and `on_unsupported="error"` was asked for."""
+    """An operation on a carried path has no rule, and `on_unsupported="error"` was asked for; or a
+    step does what PyTorch does not let tensors with residuals do."""
 
 
 class RuleError(CollageError, RuntimeError):

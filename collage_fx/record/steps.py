@@ -22,6 +22,7 @@ from collage_fx.passes.ir.program import StatePlan
 from collage_fx.record.known_states import KnownStates, OtherMemory, resumed
 from collage_fx.record.recorder import Recorder
 from collage_fx.record.service import TRIED, Service
+from collage_fx.runtime.errors import UnsupportedError
 from collage_fx.runtime.residuals.memory import has_memory
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import compensable_dtypes
@@ -29,6 +30,13 @@ from collage_fx.segments.executors import Executors
 from collage_fx.segments.low_words import LowWords
 from collage_fx.segments.memory import gradients, memory_key
 from collage_fx.segments.segment import Call, Segment, run_joined
+
+_SWAPPED = "because it has weakref associated"
+_NO_SWAP = (
+    "calls torch.utils.swap_tensors, which takes no tensor with weak references, and residuals are "
+    "found by these: copy the values, as in p.copy_(new). What the step did before is done, and "
+    "nothing is swapped"
+)
 
 
 class Steps:
@@ -156,6 +164,10 @@ class Steps:
             with self.recorder.recording(beside_dynamo=traced):
                 yield self.recorder
             failed = False
+        except RuntimeError as error:
+            if _SWAPPED in str(error):
+                raise UnsupportedError(f"{self.subject} {_NO_SWAP}") from error
+            raise
         finally:
             self.active = False
             self._end(failed=failed)

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from recorded_steps import LR, Each, start, train
 from torch import Tensor
 
 import collage_fx
@@ -92,3 +93,38 @@ def test_a_rule_that_fails_says_so_and_changes_nothing(monkeypatch: pytest.Monke
 def test_option_is_checked() -> None:
     with pytest.raises(OptionError, match="on_unsupported='skip' is not one of 'join', 'error'"):
         compiled(on_unsupported="skip")
+
+
+@pytest.mark.parametrize("options", [{"record": True}, {}], ids=str)
+def test_a_step_that_swaps_tensors_is_refused_and_what_it_did_before_is_done(options: Any) -> None:
+    swaps = True
+
+    def each(p: Tensor, g: Tensor, state: Any) -> None:
+        p.sub_(g, alpha=LR)
+        if swaps:
+            torch.utils.swap_tensors(p, torch.nn.Parameter(p.detach() * 2))
+
+    (p,) = start(torch.bfloat16, count=1)
+    begin, optimizer = p.detach().double(), Each([p], each)
+    with torch.compiler.set_stance("force_eager"):
+        step = collage_fx.compile(optimizer, **options)
+        for k in range(1, 3):
+            p.grad = torch.ones_like(p)
+            if swaps:
+                with pytest.raises(UnsupportedError, match=r"swap_tensors.*p\.copy_\(new\)"):
+                    step()
+            else:
+                step()
+            swaps = False
+            way = begin - collage_fx.value(p).detach()
+            assert float(way.mean()) == pytest.approx(k * LR, rel=0.02)
+
+
+def test_other_errors_of_a_step_are_its_own() -> None:
+    """The control."""
+
+    def each(p: Tensor, g: Tensor, state: Any) -> None:
+        raise RuntimeError("of no use")
+
+    with pytest.raises(RuntimeError, match="of no use"), torch.compiler.set_stance("force_eager"):
+        train(each, record=True, steps=1)
