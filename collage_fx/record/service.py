@@ -101,7 +101,8 @@ class Service:
 
         One that has other memory by now (`p.data = old`) is warned of, and loses its residual.
         """
-        names, moved = [], []
+        names: list[str] = []
+        moved: list[str] = []
         for tensor in states:
             account = self.of_tensor[id(tensor)]
             if account.version not in (None, version(tensor)):
