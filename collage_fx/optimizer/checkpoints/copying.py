@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_fx.optimizer.checkpoints.history import History, history_of, set_history
+from collage_fx.optimizer.checkpoints.own_methods import OwnMethod
 from collage_fx.optimizer.ownership import compensated_tensors
 from collage_fx.optimizer.plain_steps import watch_copy
 from collage_fx.runtime.residuals.dtensor import shard_of
@@ -50,7 +51,8 @@ class _State:
             return state
         hooks = {name: _of_ours(getattr(optimizer, name).values()) for name in _HOOKS}
         watched = {"_optimizer_step_post_hooks": watch_copy(OrderedDict())}
-        return {**state, **hooks, **watched, "_collage_fx": _Carrier(optimizer)}
+        own = {n: m for n, m in vars(optimizer).items() if isinstance(m, OwnMethod)}
+        return {**state, **hooks, **watched, **own, "_collage_fx": _Carrier(optimizer)}
 
 
 class _Carrier:

@@ -138,6 +138,11 @@ def is_entry(key: object) -> bool:
     return isinstance(key, str) and key.startswith(PREFIX)
 
 
+def tensor_of(entry: str) -> str:
+    """Return the key of the tensor whose residual an entry is a part of."""
+    return entry.removeprefix(PREFIX).rsplit(".", 2)[0]
+
+
 def names_entry(path: str) -> bool:
     """Tell whether a path through state dicts, joined by dots, ends in the key of a residual."""
     _, ours, name = f".{path}".rpartition(f".{PREFIX}")

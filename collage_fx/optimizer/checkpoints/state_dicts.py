@@ -7,7 +7,6 @@ when nothing of this package has seen the optimizer yet, and loads into plain Py
 """
 
 import functools
-import inspect
 import itertools
 import warnings
 from collections import deque
@@ -23,6 +22,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from collage_fx.optimizer.checkpoints.agreement import expect_loads, note_load
 from collage_fx.optimizer.checkpoints.copying import carry_over
 from collage_fx.optimizer.checkpoints.giving import give
+from collage_fx.optimizer.checkpoints.own_methods import (
+    drop_orphans,
+    loads_itself,
+    replaces_state_dict,
+    serve,
+)
 from collage_fx.optimizer.checkpoints.reading import (
     ENTRY,
     Loaded,
@@ -43,8 +48,9 @@ from collage_fx.runtime.residuals.residual import clear_stale
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import Choice
 
+_ELSEWHERE = "what is kept elsewhere"
 _SAID = WeakIdKeyDictionary()
-"""The optimizers of which was said what no checkpoint of theirs holds, as a set."""
+"""Optimizer -> of what was said that no checkpoint holds its residuals: keys, and _ELSEWHERE."""
 _LOADING = WeakIdKeyDictionary()
 """Optimizer -> what is loaded while its load_state_dict() runs."""
 
@@ -76,7 +82,9 @@ def attach(optimizer: Optimizer, storage: Choice = "") -> None:
         optimizer.register_load_state_dict_pre_hook(_before_load)
         optimizer.register_load_state_dict_post_hook(_load)
     _adopt(optimizer)
-    if _replaces_state_dict(optimizer):
+    serve(optimizer, "state_dict", _saved)
+    serve(optimizer, "load_state_dict", _loaded)
+    if replaces_state_dict(optimizer):
         _warn(
             f"state_dict() of {type(optimizer).__name__} is one of its own, which does not call "
             "that of torch.optim.Optimizer: checkpoints hold no residuals, and a resumed run "
@@ -152,25 +160,17 @@ def _warn_of_unsaved(optimizer: Optimizer, names: list[str]) -> None:
         optimizer: which is saved.
         names: of states that are in no dict of their parameter.
     """
-    if optimizer not in _SAID:
+    if _ELSEWHERE not in _SAID.setdefault(optimizer, set()):
         kept = (o for o in all_tensors_of(optimizer) if o.param < 0 and has_memory(o.tensor))
         residuals = ((o.name, STORE.get(o.tensor)) for o in kept)
         names = names + [name for name, r in residuals if r is not None and r.has_content()]
         if names:
-            _SAID[optimizer] = True
+            _SAID[optimizer].add(_ELSEWHERE)
             _warn(
                 f"state_dict() holds no residual of {listed(names)}, which the optimizer keeps "
                 "elsewhere than in a dict of states of a parameter: a resumed run begins with what "
                 "is stored of it"
             )
-
-
-def _replaces_state_dict(optimizer: Optimizer) -> bool:
-    """Tell whether state_dict() of a class does not call that of torch.optim.Optimizer."""
-    code: Any = getattr(inspect.unwrap(type(optimizer).state_dict), "__code__", None)
-    if type(optimizer).state_dict is Optimizer.state_dict or code is None:
-        return False
-    return "__class__" not in code.co_freevars and "state_dict" not in code.co_names
 
 
 def _ids(state_dict: dict[str, Any]) -> list[Any]:
@@ -194,6 +194,8 @@ def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     if not ours:
         return None
     note_load(optimizer, states, loaded.history.taken)
+    if loads_itself(optimizer):
+        return None
     stripped = {}
     for name, state in state_dict["state"].items():
         own = without_entries(state) if isinstance(state, dict) else state
@@ -203,11 +205,35 @@ def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     return {**state_dict, "state": stripped, "param_groups": groups}
 
 
+def _saved(optimizer: Optimizer, state_dict: Any) -> None:
+    """Leave residuals out of states that a class has given another form."""
+    said = _SAID.setdefault(optimizer, set())
+    if orphans := sorted({*drop_orphans(state_dict)} - said):
+        said.update(orphans)
+        _warn(
+            f"state_dict() holds no residual of {listed(orphans)}, which that of "
+            f"{type(optimizer).__name__} gives in another form: a resumed run begins with what is "
+            "stored of it"
+        )
+
+
+def _loaded(optimizer: Optimizer, _: Any) -> None:
+    """Give residuals to what a class has made of the states in its own load_state_dict()."""
+    _drop_entries(optimizer)
+    for group in optimizer.param_groups:
+        group.pop(ENTRY, None)
+    if (loaded := _LOADING.pop(optimizer, None)) is not None:
+        _give(optimizer, loaded)
+
+
 def _load(optimizer: Optimizer) -> None:
     """Give tensors the residuals that load_state_dict() came with; warn once if with none."""
     loaded = _LOADING.pop(optimizer, None) or Loaded(lost=True)
     _put_back(optimizer, loaded)
-    _give(optimizer, loaded)
+    if loads_itself(optimizer):
+        _LOADING[optimizer] = loaded
+    else:
+        _give(optimizer, loaded)
 
 
 def _put_back(optimizer: Optimizer, loaded: Loaded) -> None:
