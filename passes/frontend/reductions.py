@@ -306,7 +306,7 @@ class _Widening:
             return node
         if not _is_16_bit(node):
             if all(a in read for a in node.all_input_nodes if _is_16_bit(a)):
-                node.args = map_arg(node.args, self._unrounded)
+                node.args = map_arg(node.args, lambda a: self._unrounded(a) if a in read else a)
                 if node.target is CONVERT:
                     self._leave_out(node)
         elif node.target in ROUNDED_ONCE:

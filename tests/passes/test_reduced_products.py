@@ -13,6 +13,7 @@ from recorded_steps import Each
 from torch import Tensor
 
 import collage_fx
+from collage_fx.passes.frontend import reductions
 
 BF16, F64 = torch.bfloat16, torch.float64
 aten = torch.ops.aten
@@ -173,6 +174,40 @@ def test_a_sum_is_no_less_than_what_it_is_of(arithmetic: str) -> None:
 
     (u, _), _ = stored(each, "u", "mask", steps=2, arithmetic=arithmetic)
     assert not u.any()  # and none of it is NaN
+
+
+def masked(**options: Any) -> Tensor:
+    """Return the root of a sum less the one element that it is of; a product computed twice."""
+
+    def each(p: Tensor, g: Tensor, state: Any) -> None:
+        x, mask = g.norm() * g.abs() * 0.3, state["mask"]
+        state["u"].copy_(((x * mask).sum() - x * mask).sqrt())
+        p.sub_(g, alpha=1e-3)
+
+    g = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)).to(BF16)
+    p = torch.nn.Parameter(torch.ones(SHAPE, dtype=BF16))
+    p.grad, optimizer = g, Each([p], each)
+    states = optimizer.state[p] = {"u": torch.zeros_like(g), "mask": torch.zeros_like(g)}
+    step, found = collage_fx.compile(optimizer, **options), []
+    for k in range(4):
+        states["mask"].zero_()[0, k] = 1.0
+        step()
+        found.append(states["u"][0, k].clone())
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("arithmetic", ["eft", "wide"])
+def test_nor_is_it_less_than_the_same_that_is_computed_again(
+    arithmetic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not masked(arithmetic=arithmetic).any()
+    unrounded = reductions._Widening._unrounded
+    monkeypatch.setattr(
+        reductions._Widening,
+        "_reads_unrounded",
+        lambda self, node, operand: unrounded(self, operand) is not operand,
+    )
+    assert masked(arithmetic=arithmetic).any()
 
 
 def test_a_state_that_is_scaled_by_a_reduction_is_added_with_its_low_word() -> None:
