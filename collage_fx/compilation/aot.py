@@ -46,7 +46,7 @@ from collage_fx.passes.ir.exact import ExactGraph
 from collage_fx.passes.ir.listing import show_program, summary
 from collage_fx.passes.ir.program import Program, Unlike, graph_of
 from collage_fx.passes.pipeline import run_passes
-from collage_fx.passes.rewrite.roundings import keep_user_roundings
+from collage_fx.passes.rewrite.roundings import keep_shared_roundings, keep_user_roundings
 from collage_fx.passes.rewrite.symbolic_scalars import keep_symbols
 from collage_fx.runtime import logs, progress
 from collage_fx.runtime.errors import CollageError, RoundingsLost
@@ -277,6 +277,8 @@ class Compilation:
         if program.result is None:
             if self.plain:
                 keep_user_roundings(gm)
+            else:
+                keep_shared_roundings(gm)
             inner = inductor_compile.compile_functional(gm, example_inputs, **kwargs)
             compiled.source_code = getattr(inner, "source_code", "")
             return inner

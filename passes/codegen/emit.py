@@ -36,6 +36,7 @@ from collage_fx.passes.ir.program import (
     value_of,
 )
 from collage_fx.passes.rewrite.residual_inputs import add_residuals, fake_mode_of
+from collage_fx.passes.rewrite.roundings import keep_shared_roundings
 from collage_fx.runtime.ops import collage
 
 aten = torch.ops.aten
@@ -137,6 +138,7 @@ class _Emitter:
         if self.program.unlike is None:
             self.graph.lint()
             self.program.result = _LazyGraphModule(self.canonical, self.graph)
+            keep_shared_roundings(self.program.result)
 
     def _copy(self, node: Node) -> None:
         if node.target in LERP:

@@ -1,10 +1,16 @@
 """Roundings to 16 bits that Inductor has to carry out."""
 
+from collections import defaultdict
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 from collage_fx.passes.ir.program import CONVERT
+from collage_fx.passes.rewrite.lower import EXACT
+from collage_fx.passes.rules.structural import STRUCTURE
 from collage_fx.runtime import torch_versions
 from collage_fx.runtime.expansion.eft import SIXTEEN_BITS
 from collage_fx.runtime.ops import collage
@@ -12,6 +18,8 @@ from collage_fx.runtime.ops import collage
 COPY = torch.ops.aten.copy_.default
 ROUNDED = SIXTEEN_BITS
 """The dtypes of high words whose rounding Inductor can be made to carry out."""
+_FUSED = frozenset({torch.Tag.pointwise, torch.Tag.reduction})
+_SAME_DIGITS = STRUCTURE | EXACT
 _NOTED = "low_precision_pointwise_barrier"
 """The key by which torch notes them in the meta of a node."""
 
@@ -32,12 +40,63 @@ def keep_user_roundings(gm: GraphModule) -> None:
     keep_roundings(gm)
 
 
+def keep_shared_roundings(gm: GraphModule) -> None:
+    """Make what several operations read one value, rounded, where Inductor would have two.
+
+    It rounds what it stores, and computes the same anew, unrounded, in the kernels that it fuses: a
+    tensor and its largest element, or a state and what is computed of it, had different values.
+    What one operation reads stays whole.
+    """
+    shared = _shared(gm.graph)
+    kept: list[Node] = []
+    for node in list(gm.graph.nodes):
+        val = node.meta.get("val")
+        if not isinstance(val, Tensor) or val.dtype not in ROUNDED:
+            continue
+        if node.target is CONVERT and shared.intersection((node, node.args[0])):
+            kept.append(node)
+        elif node in shared and _is_fused(node):
+            kept.append(_round_again(gm, node, val))
+    keep_roundings(gm, kept)
+
+
+def _shared(graph: Graph) -> set[Node]:
+    """Return the values that several operations read, if only by their digits; nodes that compute
+    the same have one value."""
+    same: dict[Node, Node] = {}
+    first: dict[str, Node] = {}
+    readers: dict[Node, set[Node]] = defaultdict(set)
+    for node in graph.nodes:
+        computed = node.target, *map_arg((node.args, node.kwargs), same.__getitem__)
+        repeats = (_is_fused(node) and not _is_random(node)) or node.target in _SAME_DIGITS
+        same[node] = first.setdefault(str(computed), node) if repeats else node
+        for operand in node.all_input_nodes:
+            readers[same[operand]].add(same[node])
+    shared: set[Node] = set()
+    for node in reversed(list(readers)):
+        if len(readers[node]) > 1 or any(
+            r.target in _SAME_DIGITS and r in shared for r in readers[node]
+        ):
+            shared.add(node)
+    return {node for node in graph.nodes if same[node] in shared}
+
+
+def _is_fused(node: Node) -> bool:
+    """Tell whether Inductor may fuse an operation, which rounds its result, with its readers."""
+    fused = bool(_FUSED.intersection(getattr(node.target, "tags", ())))
+    return fused and node.target not in _SAME_DIGITS
+
+
+def _is_random(node: Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
 def _is_view(node: Node) -> bool:
     return bool(getattr(node.target, "is_view", False))
 
 
-def _round_again(gm: GraphModule, node: Node, val: Tensor) -> None:
-    """Convert what a node makes to fp32 and back, for all that use it."""
+def _round_again(gm: GraphModule, node: Node, val: Tensor) -> Node:
+    """Convert what a node makes to fp32 and back, for all that use it; return its rounding."""
     wide = torch.float32
     with gm.graph.inserting_after(node):
         widened = gm.graph.call_function(CONVERT, (node, wide))
@@ -45,16 +104,18 @@ def _round_again(gm: GraphModule, node: Node, val: Tensor) -> None:
         rounded = gm.graph.call_function(CONVERT, (widened, val.dtype))
     widened.meta["val"], rounded.meta["val"] = val.to(wide), val
     node.replace_all_uses_with(rounded, lambda user: user is not widened)
+    return rounded
 
 
-def keep_roundings(gm: GraphModule) -> None:
-    """Make each rounding to 16 bits one that Inductor cannot leave out.
+def keep_roundings(gm: GraphModule, only: Iterable[Node] | None = None) -> None:
+    """Make each rounding to 16 bits, or only these, one that Inductor cannot leave out.
 
     It keeps 16-bit values of a kernel in fp32, where what `split` subtracts would be x - x. Most
     are stored as well, and are not to be rounded twice for that.
     """
     narrows = not torch_versions.drops_roundings()
-    for node in gm.graph.find_nodes(op="call_function", target=CONVERT):
+    every = gm.graph.find_nodes(op="call_function", target=CONVERT)
+    for node in every if only is None else only:
         x, dtype = node.args
         wide = x.meta["val"].dtype
         if dtype not in ROUNDED or wide not in (torch.float32, torch.float64):
