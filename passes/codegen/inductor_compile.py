@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch.compiler import config as compiler_config
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from collage_fx.passes.codegen.inductor_lowering import register_region
 from collage_fx.passes.codegen.rounding_probe import check_roundings
 from collage_fx.passes.ir.cache_key import source_digest
+from collage_fx.passes.ir.graph_memory import base_of
+from collage_fx.passes.ir.program import is_tensor
 from collage_fx.runtime import progress
 from collage_fx.runtime.kernels import cpp_compiler
 from collage_fx.runtime.ops import collage
@@ -34,7 +36,42 @@ def compile_functional(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) ->
     """
     for device in {x.device for x in inputs if isinstance(x, Tensor)}:
         check_roundings(device, "by Inductor", _run)
+    keep_old_values(gm)
     return _compiled(gm, inputs, **kwargs)
+
+
+def keep_old_values(gm: GraphModule) -> None:
+    """Copy the old value of an input that another one takes over, where both are written.
+
+    AOTAutograd and Inductor leave out `clone`, and the order of the writes is that of the inputs:
+    p is overwritten before it is stored in the other.
+
+    Before::
+
+        copy_ = aten.copy_.default(arg0_1, add)
+        copy__1 = aten.copy_.default(arg1_1, arg0_1)  # the sum
+
+    After::
+
+        lift_fresh_copy = aten.lift_fresh_copy.default(arg0_1)
+        copy_ = aten.copy_.default(arg0_1, add)
+        copy__1 = aten.copy_.default(arg1_1, lift_fresh_copy)
+    """
+    overwritten, taken = set[Node](), list[Node]()
+    writes = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    for write in writes:
+        if is_tensor(write.args[1]) and base_of(write.args[1]) in overwritten:
+            taken.append(write)
+        overwritten.add(write.args[0])
+    for write in taken:
+        old: Any = write.args[1]
+        with gm.graph.inserting_before(writes[0]):
+            # The one copy that neither of them leaves out.
+            kept = gm.graph.call_function(torch.ops.aten.lift_fresh_copy.default, (old,))
+        kept.meta["val"] = old.meta["val"]
+        write.update_arg(1, kept)
+    if taken:
+        gm.recompile()
 
 
 def _compiled(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
