@@ -10,9 +10,13 @@ from collage_fx.runtime.storage.registry import STORAGES, refusal
 
 
 def zeros(tensor: Tensor, storage: str) -> tuple[Tensor, ...]:
-    """Return residuals for tensor without content."""
+    """Return residuals for tensor without content.
+
+    What is made in inference mode cannot be written outside of it, as the next step will.
+    """
     dtypes = STORAGES[storage].residuals[tensor.dtype]
-    return tuple(torch.zeros_like(tensor, dtype=d, requires_grad=False) for d in dtypes)
+    with torch.inference_mode(False):
+        return tuple(torch.zeros_like(tensor, dtype=d, requires_grad=False) for d in dtypes)
 
 
 def storage_of(tensor: Tensor, components: Sequence[Tensor], name: str) -> str:

@@ -98,11 +98,21 @@ def _boxed(gm: GraphModule) -> Callable[[list[Any]], Any]:
         args.clear()
         tensors = _counted(values)
         # As in a kernel: no mode sees the operations, no version is counted up.
-        with torch.no_grad(), _disable_current_modes(), _unsafe_preserve_version_counter(tensors):
+        with (
+            _writable(values),
+            _disable_current_modes(),
+            _unsafe_preserve_version_counter(tensors),
+        ):
             return module(*values)
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
+
+
+def _writable(values: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which these may be written, inference tensors as well."""
+    inference = any(isinstance(v, Tensor) and v.is_inference() for v in values)
+    return torch.inference_mode() if inference else torch.no_grad()
 
 
 def _counted(values: Iterable[Any]) -> tuple[Tensor, ...]:
@@ -132,7 +142,7 @@ def _member(kernel: MultiTensorKernel) -> Callable[[list[Any]], None]:
     def run(args: list[Any]) -> None:
         inputs = args[1:]
         with (
-            torch.no_grad(),
+            _writable(inputs),
             _disable_current_modes(),
             _unsafe_preserve_version_counter(_counted(inputs)),
         ):
