@@ -136,7 +136,6 @@ class Steps:
         if isinstance(self.discovery, OptimizerStates):
             history = history_of(self.discovery.optimizer())
             history.recorded, history.traced = self.executors.changing, self.traces
-            history.hand_on = self.other_memory.hand_on
 
     def record_rest(self, where: str) -> None:
         """Record the rest of this step, and all of the next: a graph ends that others go on from.
@@ -238,6 +237,7 @@ class Steps:
         before = self.history.recorded
         if before is not None:
             self.executors.changed_before = before
+        if self.history.hand_on is not None:
             self.other_memory.hand_on = self.history.hand_on
         if before is not None or self.untraced:
             self.record_whole(traced=self.history.traced)
@@ -298,7 +298,8 @@ class Steps:
                 call.inputs = [
                     self.words.input(i.tensor) if i.tensor is not None else i for i in call.inputs
                 ]
-            at, tries = len(self.executors.changing), self.executors.seen > 1
+            at = len(self.executors.changing)
+            tries = self.executors.seen > 1 or self.history.hand_on is None
             self.other_memory.keep_low_words(segment, call, filled, at, tries=tries)
         for to, source in segment.copies if self.returned and not self.in_method else ():
             by_value = dict(zip(segment.inputs, call.inputs, strict=True))
@@ -429,6 +430,7 @@ class Steps:
                 self._chained(owned.name)
         self.words.adopt(present)
         self.other_memory.adopt()
+        self.history.hand_on = self.other_memory.hand_on
         self.words.memory.expect_same()
         self.words.settle()
         rest = service.not_by_graphs(present)

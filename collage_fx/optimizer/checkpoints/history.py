@@ -16,8 +16,9 @@ class History:
     `Executors.changing`."""
     traced: bool = False
     """Whether Dynamo traces steps that are recorded whole."""
-    hand_on: list[int] = field(default_factory=list)
-    """Of its last step the positions of segments that write a gradient which later ones read."""
+    hand_on: list[int] | None = None
+    """The positions in a step of segments that write a gradient which later ones read; None where
+    that is not known."""
     at_once: str = ""
     """Why the operations of recorded steps are done one by one, see `Recorder.see_unknown_reader`;
     empty where they are not."""
