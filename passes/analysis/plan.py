@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from collage_fx.passes.analysis.affine import Form, cancels, is_number
+from collage_fx.passes.analysis.affine import FREE, Form, cancels, is_number
 from collage_fx.passes.analysis.carried_path import walk
 from collage_fx.passes.analysis.criticality import critical
 from collage_fx.passes.frontend.torch_internals import is_concrete_int
@@ -172,11 +172,21 @@ def _second(
     A node has one expansion on it; a second residual would be dropped there.
     """
     for i, (other, _, new) in enumerate(model.states):
-        if i != which and verdicts[i].compensated and new in found[which].carried_path:
+        on_path = i != which and verdicts[i].compensated and new in found[which].carried_path
+        if on_path and not _keeps_beside(model, which, new):
             cause = f"computed anew from {other.state_name.short}, which accumulates"
             return Verdict(VerdictKind.ANEW, cause)
     carried.refusal = "it is computed on the carried path of another state"
     return _decided(False, carried.refusal)
+
+
+def _keeps_beside(part: Slice, which: int, other: Node) -> bool:
+    """Tell whether a state keeps something of itself that the new value of another does not hold.
+
+    So does x of y' = (x + y)/2, x' = (x + y')/2.
+    """
+    forms = walk([n for n in part.nodes if n is not other], part.old(which))
+    return forms.get(part.states[which][2], FREE).carries
 
 
 def _by_compensated(
