@@ -21,6 +21,7 @@ from torch.fx import GraphModule
 from collage_fx.compilation.graph_inputs import AotInputs, Inputs
 from collage_fx.compilation.inductor import (
     compile_rewritten,
+    floats_of,
     noted_roundings,
     separate_outputs,
     with_present_symbols,
@@ -28,7 +29,7 @@ from collage_fx.compilation.inductor import (
 from collage_fx.compilation.partition import Direct, kernels_in, split
 from collage_fx.compilation.residual_binding import Residuals
 from collage_fx.compilation.session import Session, StandsForOthers
-from collage_fx.compilation.side_inputs import Code, SideInputs
+from collage_fx.compilation.side_inputs import Code, SideInputs, in_turn
 from collage_fx.compilation.uncompensated import (
     differentiated,
     warn_of_results,
@@ -42,6 +43,7 @@ from collage_fx.passes.codegen import inductor_compile
 from collage_fx.passes.codegen.multi_tensor_kernel import MEMBERS, least_members, show_code
 from collage_fx.passes.dedup.deduplicate import Narrow, narrow
 from collage_fx.passes.dedup.equal_counts import unify_equal_counts
+from collage_fx.passes.dedup.independent_parts import Repeated, calls_of_members
 from collage_fx.passes.ir.exact import ExactGraph
 from collage_fx.passes.ir.listing import show_program, summary
 from collage_fx.passes.ir.program import Program, Unlike, graph_of
@@ -108,7 +110,8 @@ def _compile_for_others(
     with no_full_collection():
         found = stand_ins.whole_graph(inputs, session.settings)
     if isinstance(found, Narrow):
-        found = _first_alike(session, inputs, found, example_inputs)
+        compile_ = _compile_parts if found.apart else _first_alike
+        found = compile_(session, inputs, found, example_inputs)
     if isinstance(found, Code):
         return found
     stand_ins.unlike = found
@@ -126,6 +129,31 @@ def _first_alike(
     return code
 
 
+def _compile_parts(
+    session: Session, inputs: Inputs, narrowed: Narrow, example_inputs: Sequence[Any]
+) -> Code | Unlike:
+    """Compile one member of each class, and each class that is done by calls for itself."""
+    noted = len(session.compiled)
+    given = [*example_inputs, *(n.meta["example_value"] for n in narrowed.handed)]
+    inputs.take_handed(len(narrowed.handed))
+    apart: list[Code] = []
+    first: Code | Unlike | None = None
+    for one in narrowed.apart:
+        code = Compilation(session, inputs, one).run(given)
+        if isinstance(code, Unlike):
+            first = code
+            break
+        apart.append(code)
+    if first is None and not narrowed.idle:
+        first = _first_alike(session, inputs, narrowed, example_inputs)
+    if isinstance(first, Unlike):
+        del session.compiled[noted:]
+        return first
+    outputs: Any = inputs.gm.graph.output_node().args[0]
+    returned = {k: inputs.locate(inputs.source_of(n)) for k, n in narrowed.returned.items()}
+    return in_turn(first, apart, len(outputs), returned)
+
+
 def _compile_narrow(session: Session, inputs: Inputs, example_inputs: Sequence[Any]) -> Code | None:
     """Compile one member of each class; return None where the graph has to be compiled whole."""
     config = session.config
@@ -136,9 +164,11 @@ def _compile_narrow(session: Session, inputs: Inputs, example_inputs: Sequence[A
         with no_full_collection():
             # A guard that Dynamo compiles anew behind pays where it saves many members.
             unify_equal_counts(inputs.gm, MEMBERS)
-            narrowed = narrow(inputs.gm, lambda n: inputs.fact(n, config), least, dtypes)
+            fact, calls = partial(inputs.fact, settings=config), not config.stochastic_rounding
+            narrowed = narrow(inputs.gm, fact, least, dtypes, calls=calls)
         if narrowed is not None:
-            code = _first_alike(session, inputs, narrowed, example_inputs)
+            compile_ = _compile_parts if narrowed.apart else _first_alike
+            code = compile_(session, inputs, narrowed, example_inputs)
             return None if isinstance(code, Unlike) else code
     except (CollageError, RoundingsLost, TorchDynamoException):
         raise
@@ -166,6 +196,8 @@ class Compilation:
     """What the passes made of the graph; None if they do not take it."""
     direct: Direct | None = None
     """Its result with the kernels taken out, where that can be."""
+    calls: Repeated | None = None
+    """What is done for each member, where the graph is one member and is called for each."""
     side: SideInputs | None = None
     refused: bool = False
     unlike: Unlike | None = None
@@ -200,8 +232,14 @@ class Compilation:
             return Code(function, None, [], [], self.refused)
         locate, plan = self.inputs.locate, self.program.plan
         states = [(locate[s.index], s) for s in plan if s.compensable and s.index in locate]
-        reads = [(locate[i], name) for i, name in self.program.reads.items() if i in locate]
-        wanted = [locate[i] for i in self.program.weighty if i in locate]
+        places = self.program.places
+        reads = [
+            (locate[k], name)
+            for i, name in self.program.reads.items()
+            for k in places(i)
+            if k in locate
+        ]
+        wanted = [locate[k] for i in self.program.weighty for k in places(i) if k in locate]
         refused = self.refused or any(s.refused and s.compensable for s in plan)
         direct, seeds = self.direct, self.program.seeds
         kernels = kernels_in(graph_of(self.program.result)) if self.program.result else []
@@ -224,7 +262,8 @@ class Compilation:
         grad = nullcontext() if self.whole.differentiates else torch.no_grad()
         noted = noted_roundings() if self.plain else nullcontext()
         # The cache of AOTAutograd sees neither our inner_compile nor the residuals it binds.
-        with grad, noted, functorch_config.patch(enable_autograd_cache=False), tracing(context):
+        uncached = functorch_config.patch(enable_autograd_cache=False)
+        with grad, noted, uncached, tracing(context), floats_of(self.whole.gm, but=self.gm):
             function: Any
             if self.alone:
                 function = aot_module_simplified(
@@ -302,12 +341,15 @@ class Compilation:
             # A running maximum of a second moment, which needs both words too.
             if program.takers and program.unlike is None:
                 program = run_passes(begun(program.takers), snapshots=self.session.keep)
+        if program.called and program.result is not None:
+            self.calls = calls_of_members(program)
         unlike = program.unlike or inputs.note_results(program, gm)
         if unlike is not None:
             return unlike
         if program.result is not None:
             self.direct = split(program.result)
-        if self.narrow is not None and self.direct is None:
+        narrow = self.narrow
+        if narrow is not None and narrow.groups and not (narrow.called or self.direct):
             return Unlike("its classes cannot be updated last")
         if self.alone and self.direct is not None and self.direct.rest is not None:
             self.needs_inductor = True
@@ -338,5 +380,5 @@ class Compilation:
             *(count + i for i, same in enumerate(static) if same),
         ]
         fakes = [n.meta["val"] for n in placeholders[len(example_inputs) :]]
-        inputs, divides = [*example_inputs, *fakes], self.session.divides
-        return compile_rewritten(result, self.direct, inputs, kwargs, divides=divides)
+        inputs, divides, calls = [*example_inputs, *fakes], self.session.divides, self.calls
+        return compile_rewritten(result, self.direct, inputs, kwargs, divides=divides, calls=calls)

@@ -125,6 +125,11 @@ class Inputs:
         others = (t for t in given if id(t) not in self.owners)
         return any(t.untyped_storage()._cdata in states for t in others)
 
+    def take_handed(self, count: int) -> None:
+        """Number values behind the placeholders which graphs of parts are handed by others."""
+        self.args += (None,) * count
+        self.sources += [""] * count
+
     def release(self) -> None:
         """Let go of tensors and optimizers, which what is compiled must not keep alive."""
         self.args, self.owners = (), {}
@@ -257,7 +262,7 @@ class AotInputs:
         self.members: Members | None = None
         if narrowed is not None:
             outputs: Any = whole.gm.graph.output_node().args[0]
-            self.members = Members(narrowed, len(outputs))
+            self.members = Members(narrowed, len(outputs) + len(narrowed.handed))
             for k, node in narrowed.returned.items():
                 self.members.returned[k] = whole.locate(whole.source_of(node))
 
@@ -283,7 +288,7 @@ class AotInputs:
         """Return what the members of the graph stand for, and note how to find that."""
         if self.members is None:
             return []
-        placeholders = gm.graph.find_nodes(op="placeholder")
+        placeholders = list(gm.graph.find_nodes(op="placeholder"))
         place = {self._source(n): i for i, n in enumerate(placeholders)}
         self.members.written = []
         found = []
@@ -293,7 +298,8 @@ class AotInputs:
             stayed, *others = [[self.whole.source_of(n) for n in m] for m in group.inputs]
             if any(source not in place for source in stayed):
                 return Unlike("an input of a member overlaps others")
-            copies = Copies([place[s] for s in stayed], [], group.shared)
+            called = self.members.narrow.called
+            copies = Copies([place[s] for s in stayed], [], group.shared, called)
             for nodes, sources in zip(group.inputs[1:], others, strict=True):
                 row = []
                 for node, source, at in zip(nodes, sources, copies.inputs, strict=True):
@@ -302,8 +308,9 @@ class AotInputs:
                         self.members.written.append(len(self.members.locate))
                     self.locate[index] = self.whole.locate(source)
                     self.members.locate.append(self.locate[index])
-                    val = self.whole.value(node)
-                    row.append(self.whole.describe(index, source, val, node.name))
+                    # Where it is called for each: of the fake mode that it is compiled under.
+                    like = placeholders[at].meta["val"] if called else self.whole.value(node)
+                    row.append(self.whole.describe(index, source, like, node.name))
                 copies.others.append(row)
             found.append(copies)
         return found
@@ -313,7 +320,7 @@ class AotInputs:
 
         Return why that cannot be told, if it cannot.
         """
-        if self.members is None:
+        if self.members is None or not self.members.narrow.groups:
             return None
         narrow = self.members.narrow
         if program.result is None:

@@ -2,12 +2,13 @@
 
 import copy
 import operator
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.symbolic_convert import TensorifyState
 from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
 from torch._inductor.exc import InductorError
@@ -16,7 +17,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from collage_fx.compilation.partition import Direct
 from collage_fx.passes.codegen import inductor_compile
-from collage_fx.passes.dedup.independent_parts import divide
+from collage_fx.passes.dedup.independent_parts import Repeated, divide
 from collage_fx.passes.ir.program import is_tensor
 
 aten = torch.ops.aten
@@ -59,6 +60,33 @@ def _with_present_symbol(number: torch.SymInt) -> Any:
     return node.shape_env.create_symintnode(node.expr, hint=node.hint)
 
 
+@contextmanager
+def floats_of(whole: GraphModule, *, but: GraphModule) -> Iterator[None]:
+    """Have AOTAutograd pass over floats that are inputs of a graph, but not of a part of it.
+
+    A float that the graph which it traces does not use it takes for one that cannot be an input,
+    and has Dynamo trace the step again, with its value as a constant.
+
+    Args:
+        whole: a graph of Dynamo's.
+        but: the part of it that is compiled.
+    """
+    others = _floats(whole) - _floats(but) - TensorifyState.force_specializations
+    TensorifyState.force_specializations |= others
+    try:
+        yield
+    finally:
+        TensorifyState.force_specializations -= others
+
+
+def _floats(gm: GraphModule) -> set[str]:
+    """Return the names of symbols for floats that are read out of inputs of a graph."""
+    read = (
+        n.meta.get("example_value") for n in gm.graph.find_nodes(op="call_method", target="item")
+    )
+    return {str(x.node.expr) for x in read if isinstance(x, torch.SymFloat)}
+
+
 def compile_rewritten(
     gm: GraphModule,
     direct: Direct | None,
@@ -66,6 +94,7 @@ def compile_rewritten(
     kwargs: dict[str, Any],
     *,
     divides: bool = False,
+    calls: Repeated | None = None,
 ) -> tuple[Any, str]:
     """Return the callable of a rewritten graph, and Inductor's code of what it compiled.
 
@@ -75,8 +104,12 @@ def compile_rewritten(
         inputs: examples.
         kwargs: for Inductor.
         divides: whether to compile once what it does over and over, see `compile_divided`.
+        calls: what is done for each member, where the graph is one member of a class.
     """
     compile_ = compile_divided if divides else compile_exactly
+    if calls is not None:
+        run = _compile_parts(gm, [calls], inputs, kwargs)
+        return run, run.source_code
     if direct is None:
         inner = compile_(gm, inputs, kwargs)
         return inner, getattr(inner, "source_code", "")
@@ -122,6 +155,13 @@ def compile_divided(gm: GraphModule, inputs: list[Any], kwargs: dict[str, Any]) 
     divided = divide(gm.graph) if on_cpu else None
     if divided is None:
         return compile_exactly(gm, inputs, kwargs)
+    return _compile_parts(gm, divided, inputs, kwargs)
+
+
+def _compile_parts(
+    gm: GraphModule, divided: list[Repeated], inputs: list[Any], kwargs: dict[str, Any]
+) -> Any:
+    """Compile the graphs which, called one after another, do what a graph does."""
     static = set(kwargs.get("static_input_idxs", ()))
     calls, codes = [], []
     for repeated in divided:
@@ -155,6 +195,8 @@ def _in_turn(gm: GraphModule, calls: list[Any]) -> Callable[[list[Any]], Any]:
     place = {n: i for i, n in enumerate(gm.graph.find_nodes(op="placeholder"))}
     returned = [(k, place[n]) for k, n in enumerate(output) if n in place]
     constants = [None if isinstance(n, Node) else n for n in output]
+    made = [k for _, _, results in calls for k in results]
+    constants += [None] * (max(made, default=-1) + 1 - len(constants))
 
     def run(args: list[Any]) -> Any:
         results = constants.copy()

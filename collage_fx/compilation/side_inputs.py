@@ -155,14 +155,17 @@ class SideInputs:
             self.seeds = Seeds(self.seed, devices)
         return self.seeds.draw(next_draw(residuals))
 
-    def call(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Call what AOTAutograd made, with the arguments of the whole graph."""
-        members = self.members
+    def begin(self, args: tuple[Any, ...]) -> _Call:
+        """Return what a call with the arguments of the whole graph takes; nothing is written."""
         gathered = self.residuals.gather(args)
         if gathered.replaced:  # which are cleared here, and not by a kernel
             left_out.ask()
-        absent = [find(args) for find in members.locate] if members else []
-        call = _Call(args, gathered, absent)
+        absent = [find(args) for find in self.members.locate] if self.members else []
+        return _Call(args, gathered, absent)
+
+    def call(self, function: Callable[..., Any], call: _Call) -> Any:
+        """Call what AOTAutograd made."""
+        members, args, gathered = self.members, call.args, call.residuals
         for look in _OBSERVING.looks:
             look.enter()
         self.calls.running.append(call)
@@ -240,7 +243,8 @@ class Code:
         """Run the graph with its residuals."""
         if left_out.is_open() and not self._may_be_left_out():
             left_out.ask()
-        return self.function(*args) if self.side is None else self.side.call(self.function, args)
+        side = self.side
+        return self.function(*args) if side is None else side.call(self.function, side.begin(args))
 
     def _may_be_left_out(self) -> bool:
         """Tell whether nothing changes, here or on the device, where its kernels write nothing."""
@@ -282,3 +286,53 @@ class Code:
         """Tell whether a state has a residual other than one that is yet to be concluded on."""
         residual = STORE.get(tensor)
         return residual is not None and (self.concluded or not residual.provisional)
+
+
+def in_turn(first: Code | None, apart: list[Code], count: int, returned: dict[int, Locate]) -> Code:
+    """Return the code of a graph that is compiled in parts, called one after another.
+
+    Args:
+        first: that of the graph which hands values to the others; None if there is none.
+        apart: those of the others, each with narrow graphs.
+        count: how many results the whole graph has.
+        returned: results of the whole graph that are inputs, and how to find these.
+    """
+    codes = [first, *apart] if first is not None else apart
+
+    def run(*args: Any) -> tuple[Any, ...]:
+        begun = [_side(code).begin(args) for code in codes]  # before anything is written
+        results: list[Any] = [None] * count
+        for k, find in returned.items():
+            results[k] = find(args)
+        for code, call in zip(codes, begun, strict=True):
+            made = _side(code).call(code.function, call)
+            if code is first:
+                results = list(made[:count])
+                for other in begun[1:]:
+                    other.args = (*args, *made[count:])
+            else:
+                for k in _results_of(code):
+                    results[k] = made[k]
+        return tuple(results)
+
+    return Code(
+        run,
+        None,
+        [state for code in codes for state in code.states],
+        [read for code in codes for read in code.reads],
+        any(code.refused for code in codes),
+        wanted=[find for code in codes for find in code.wanted],
+        kernels=[kernel for code in codes for kernel in code.kernels],
+    )
+
+
+def _side(code: Code) -> SideInputs:
+    assert code.side is not None
+    return code.side
+
+
+def _results_of(code: Code) -> list[int]:
+    """Return the positions of the results of the whole graph that a part makes."""
+    members = _side(code).members
+    assert members is not None
+    return [*members.narrow.results, *members.made]

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from collage_fx.compilation.layout_guards import is_plain
 from collage_fx.runtime.kernels.argument_table import check_sizes
-from collage_fx.runtime.residuals.dtensor import is_partial, shard_of, sharding_of
+from collage_fx.runtime.residuals.dtensor import is_partial, is_sharded, shard_of, sharding_of
 
 GRAD = 1
 """Where a member has its gradient."""
@@ -42,13 +42,17 @@ class Member:
         full = (t for t in (self.whole.grad, *self.state.values()) if t.dim())
         return all(sharding_of(t) == own for t in full) and not is_partial(self.whole)
 
-    def kind(self, held: Collection[torch.dtype]) -> Hashable | None:
+    def kind(self, held: Collection[torch.dtype], *, shaped: bool = False) -> Hashable | None:
         """Return in what members of a class agree, but for sizes; None for what is in no class.
 
         Args:
             held: the dtypes of states that may be compensated; others need no class.
+            shaped: whether they agree in shapes and strides too, since a step does more than to
+                update each element by itself.
         """
         p = self.param
+        if shaped and is_sharded(self.whole):
+            return None
         values = self.tensors()
         if not all(map(is_plain, values)) or not self.is_sharded_alike():
             return None
@@ -58,13 +62,12 @@ class Member:
             return None
         if not (p.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(p)):
             return None
-        for t in values:
-            if t.dim() and (t.shape != p.shape or t.stride() != p.stride()):
-                return None
-            if t.device != p.device:
-                return None
+        alike = all(t.shape == p.shape and t.stride() == p.stride() for t in values if t.dim())
+        if not (alike or shaped) or any(t.device != p.device for t in values):
+            return None
         facts = ((type(t), t.dtype, t.dim() > 0, t.requires_grad) for t in values)
-        return p.device, *facts, *self.state
+        layouts = ((*t.shape, *t.stride()) for t in values) if shaped else ()
+        return p.device, *facts, *layouts, *self.state
 
     def finder(self, at: int) -> Callable[[Any], Tensor | None]:
         """Return how to find one of its tensors, whatever the arguments of a graph."""

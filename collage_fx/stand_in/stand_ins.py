@@ -19,13 +19,13 @@ from collage_fx.compilation.session import Outcome, Session
 from collage_fx.compilation.side_inputs import Code
 from collage_fx.optimizer.ownership import STAND_IN, params_of
 from collage_fx.passes.codegen.multi_tensor_kernel import least_members
-from collage_fx.passes.dedup.deduplicate import Group, Narrow, represented
+from collage_fx.passes.dedup.deduplicate import CALLS, Group, Narrow, represented
 from collage_fx.passes.ir.program import Settings, Unlike
 from collage_fx.runtime.residuals.dtensor import is_sharded, shard_of, sharded_like
 from collage_fx.runtime.residuals.memory import empty_as, overlapping
 from collage_fx.runtime.storage.registry import compensable_dtypes
 from collage_fx.stand_in.members import GRAD, NO_STATE, Member
-from collage_fx.stand_in.torch_steps import copy_of_step
+from collage_fx.stand_in.torch_steps import copy_of_step, of_one_shape
 
 
 class StandIn:
@@ -166,12 +166,12 @@ class StandIns:
         classes: dict[tuple[torch.device, Hashable], dict[Hashable, list[Tensor]]] = {}
         empty: list[tuple[tuple[torch.device, Hashable], Tensor]] = []
         full: list[Tensor] = []
-        held = compensable_dtypes(session.config.storage)
+        held, shaped = compensable_dtypes(session.config.storage), of_one_shape(optimizer)
         for g, group in enumerate(optimizer.param_groups):
             for p in (p for p in group["params"] if p.grad is not None):
                 member = Member(p, optimizer)
                 member.check()
-                kind = member.kind(held)
+                kind = member.kind(held, shaped=shaped)
                 at = p.device, (g, kind)
                 if kind is not None and not member.param.numel():
                     empty.append((at, p))
@@ -185,7 +185,8 @@ class StandIns:
         large = [
             one.values()
             for (device, _), one in classes.items()
-            if alike * sum(map(len, one.values())) >= least_members(session.config, device)
+            if alike * sum(map(len, one.values()))
+            >= (CALLS if shaped else least_members(session.config, device))
         ]
         found = [same for one in large for same in one if len(same) > 1 or alike > 1]
         if not found or overlapping(full, by_address=True):
@@ -221,28 +222,29 @@ class StandIns:
 
     def whole_graph(self, inputs: Inputs, settings: Settings) -> Narrow | Unlike:
         """See `StandsForOthers`: or say why it does not do to all what it does to the few."""
-        place = {
+        known = {
             id(t): (k, at)
             for k, one in enumerate(self.classes)
             for at, t in enumerate(one[0].tensors())
         }
 
         def where(node: Node) -> tuple[int, int] | None:
-            return place.get(id(inputs.tensor(inputs.source_of(node))))
+            return known.get(id(inputs.tensor(inputs.source_of(node))))
 
         def stands(node: Node) -> int | None:
-            return found[0] if (found := where(node)) is not None else None
+            return place[0] if (place := where(node)) is not None else None
 
         dtypes = compensable_dtypes(settings.storage)
-        parts = represented(inputs.gm, stands, len(self.classes), dtypes)
-        if isinstance(parts, Unlike):
-            return parts
+        calls = of_one_shape(self.few.optimizer)
+        found = represented(inputs.gm, stands, len(self.classes), dtypes, calls=calls)
+        if isinstance(found, Unlike):
+            return found
         fakes: dict[Any, Tensor] = {}
         groups = []
-        for k, nodes in parts:
+        for k, nodes in found.members:
             members: list[list[Any]] = [nodes]
             facts = [inputs.fact(node, settings) for node in nodes]
-            places = [found[1] for node in nodes if (found := where(node)) is not None]
+            places = [place[1] for node in nodes if (place := where(node)) is not None]
             assert len(places) == len(nodes)
             for member in self.classes[k][1:]:
                 if len(member.tensors()) <= max(places):
@@ -253,8 +255,7 @@ class StandIns:
                     return Unlike("parameters of one shape are kept in different ways")
                 members.append(row)
             groups.append(Group(members, [[] for _ in members], set()))
-        count = len(inputs.gm.graph.find_nodes(op="placeholder"))
-        return Narrow(inputs.gm, list(range(count)), [], {}, groups)
+        return found.narrow(groups)
 
 
 def _absent(

@@ -31,7 +31,7 @@ from collage_fx.stand_in.launches import Unrepeatable
 from collage_fx.stand_in.repeated_step import RepeatedStep
 from collage_fx.stand_in.shared_graph import SharedGraph, share, shared_stand_ins
 from collage_fx.stand_in.stand_ins import StandIns
-from collage_fx.stand_in.torch_steps import make_states, serves, without_hooks
+from collage_fx.stand_in.torch_steps import make_states, of_one_shape, serves, without_hooks
 
 ATTEMPTS = 3
 """Steps in a row that may come to nothing, until all parameters are traced."""
@@ -201,7 +201,7 @@ class StandInSteps:
             make_states(optimizer)
         new: StandIns | None = shared_stand_ins(optimizer, self.session)
         if new is None:
-            alike = count_alike(optimizer, self.session)
+            alike = 1 if of_one_shape(optimizer) else count_alike(optimizer, self.session)
             with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
                 new = StandIns.of(optimizer, self.session, alike)
         if new is not None:

@@ -6,7 +6,7 @@ from types import FunctionType, GenericAlias
 from typing import Any
 
 from torch import Tensor
-from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer
+from torch.optim import SGD, Adam, Adamax, AdamW, Muon, NAdam, Optimizer
 
 from collage_fx.compilation.session import Session
 from collage_fx.hooks.step_substitution import layers, with_own_code
@@ -16,12 +16,22 @@ from collage_fx.optimizer.ownership import init_states
 ALIKE = frozenset({Adam, Adamax, AdamW, NAdam, SGD})
 """Classes, not those derived from them, whose step treats each parameter of a group by itself."""
 
+SHAPED = frozenset({Muon})
+"""The same of classes whose step treats those parameters alike that have one shape."""
+
+
+def of_one_shape(optimizer: Optimizer) -> bool:
+    """Tell whether the step of an optimizer treats those parameters alike that have one shape."""
+    return type(optimizer) in SHAPED
+
 
 def serves(optimizer: Optimizer, session: Session) -> bool:
     """Tell whether the steps of an optimizer may be done with stand-ins."""
     if not session.deduplicates:
         return False
-    if type(optimizer) not in ALIKE or "_init_group" in vars(optimizer):
+    if of_one_shape(optimizer) and session.config.stochastic_rounding:
+        return False
+    if type(optimizer) not in ALIKE | SHAPED or "_init_group" in vars(optimizer):
         return False
     if optimizer.defaults.get("differentiable"):
         return False

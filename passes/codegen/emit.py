@@ -194,6 +194,8 @@ class _Emitter:
         if not settings.multi_tensor:
             return "multi_tensor=False"
         rewritten.left_out = sum(len(self.others.of(member)) for member in rewritten.members)
+        if self.program.called:
+            return "they are calls of one compiled graph"
         return obstacle(rewritten, settings)
 
     def _scalars(self, together: list[Rewritten], readers: Readers) -> dict[Rewritten, Scalars]:

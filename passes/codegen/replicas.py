@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from collage_fx.passes.ir.program import Copies, Program, Slice, Unlike, value_of
+from collage_fx.passes.rewrite.residual_inputs import add_members
 from collage_fx.runtime.ops import collage
 
 
@@ -59,17 +60,14 @@ class LeftOutMembers:
             env: placeholder before `emit` -> after it.
         """
         placeholders = list(env)
+        added = iter(add_members(self.program, self.graph, placeholders))
         for copies in self.program.copies:
             stayed = [placeholders[i] for i in copies.inputs]
             mine = (n for k, n in enumerate(stayed) if k not in copies.shared)
             self.copies |= dict.fromkeys(mine, copies)
             self.inputs[copies] = []
             for carried in copies.others:
-                instead = {}
-                for node, c in zip(stayed, carried, strict=True):
-                    name = f"{node.name}_other{c.index}"
-                    new = instead[env[node]] = self.graph.placeholder(name)
-                    new.meta["val"] = c.val
+                instead = dict(zip(map(env.__getitem__, stayed), next(added), strict=True))
                 full = next(c.val for c in carried if c.val.dim())
                 self.inputs[copies].append(LeftOutMember(instead, full))
 
@@ -105,6 +103,8 @@ class LeftOutMembers:
         Args:
             output: that of the graph before `emit`.
         """
+        if self.program.called:
+            return
         new = self.graph.output_node()
         results: Any = list(new.args[0])  # type: ignore[arg-type]
         place: Any = {n: k for k, n in enumerate(output.args[0])}  # type: ignore[arg-type]
@@ -118,7 +118,7 @@ class LeftOutMembers:
     def check(self) -> None:
         """Note it if something is done to a member that stayed, but not to others."""
         placeholders = list(self.graph.find_nodes(op="placeholder"))
-        for copies in self.program.copies:
+        for copies in self.program.copies if not self.program.called else ():
             for k, index in enumerate(copies.inputs):
                 users = placeholders[index].users if k not in copies.shared else ()
                 if any(user.target is not collage.multi_tensor.default for user in users):

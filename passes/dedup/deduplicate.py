@@ -5,11 +5,15 @@ passes then find that it is the same slice over and over. Where one kernel is to
 but one of its members leave the graph that Dynamo made, before any of that work; `emit` gives them
 back, as operands of the class's one operation. What is left out here is only supposed to be
 elementwise: whether it is, `emit` finds out from the member that stayed.
+
+Members that reduce or multiply matrices (a norm of each parameter, Newton-Schulz) leave the graph
+altogether: one of them becomes a graph of its own, which is called for each. Values that they have
+in common (a norm of all gradients) are inputs of it, and results of the graph that is left.
 """
 
 import operator
 from collections.abc import Callable, Collection, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,11 +21,14 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from collage_fx.passes.dedup.graph_scan import Atom, Part, Scan, UnknownOperation
-from collage_fx.passes.frontend.torch_internals import is_concrete_int
+from collage_fx.passes.frontend.torch_internals import is_concrete_int, set_grad_enabled
 from collage_fx.passes.ir.program import Unlike
 from collage_fx.runtime.expansion.eft import LOW_PRECISION
 
 Fact = Callable[[Node], Hashable | None]
+CALLS = 8
+"""So many members that are alike are worth a graph of their own: to compile one takes as long as to
+compile four or five members of a larger one."""
 
 
 @dataclass
@@ -46,12 +53,25 @@ class Narrow:
 
     gm: GraphModule
     inputs: list[int]
-    """The placeholders of the whole graph that it takes."""
+    """The placeholders of the whole graph that it takes; behind them are numbered the values that
+    it is handed, see `handed`."""
     results: list[int]
-    """The results of the whole graph that it returns."""
+    """The results of the whole graph that it returns; behind them are numbered `handed`."""
     returned: dict[int, Node]
     """Other results: the inputs that they are."""
     groups: list[Group]
+    called: bool = False
+    """Whether it is one member, and is called for each member of its one group."""
+    handed: list[Node] = field(default_factory=list)
+    """Values of the whole graph that graphs in `apart` take from this one."""
+    apart: list["Narrow"] = field(default_factory=list)
+    """Graphs that are called after this one."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether it computes nothing and returns nothing."""
+        calls = (n for n in self.gm.graph.nodes if n.op.startswith("call"))
+        return not self.results and all(n.target is set_grad_enabled for n in calls)
 
 
 def narrow(
@@ -59,34 +79,71 @@ def narrow(
     fact: Fact,
     least: Callable[[torch.device], int],
     dtypes: Collection[torch.dtype] = LOW_PRECISION,
+    *,
+    calls: bool = False,
 ) -> Narrow | None:
     """Return the graph of one member of each class, or None if no class can do with that.
 
     A member is what is connected by tensors that only it uses. Members of a group agree in
     operations, constants, dtypes, in what is known of their inputs, and in how many dimensions and
     which of size 1 their tensors have: all of them have one shape and are dense, or are 0-d and
-    computed from 0-d tensors.
+    computed from 0-d tensors. Those of another group agree in all shapes and strides, and are done
+    by calls; see `apart`.
 
     Args:
         gm: a graph of Dynamo's.
         fact: what else members have to agree in for an input; None if it is to be left alone.
         least: of how many members a class on a device consists at least.
         dtypes: those of states that may be compensated; others need no narrow graph.
+        calls: whether members may be done by calls.
     """
     try:
         found = Scan(gm)
     except UnknownOperation:
         return None
     classes: dict[tuple[int, Hashable], dict[Hashable, list[Part]]] = {}
+    shaped: dict[Hashable, list[Part]] = {}
     for part in found.parts():
         layout = _layout(part, dtypes)
-        key = _key(part, found, fact) if layout is not None else None
-        if key is not None:
+        shapes = _shapes(part, dtypes) if calls and layout is None else None
+        key = _key(part, found, fact) if layout is not None or shapes is not None else None
+        if key is not None and layout is not None:
             at = (least(_device(part)), key)
             classes.setdefault(at, {}).setdefault(layout, []).append(part)
+        elif key is not None:
+            shaped.setdefault((key, shapes), []).append(part)
     large = [same for (n, _), same in classes.items() if sum(map(len, same.values())) >= n]
     groups = [parts for same in large for parts in same.values() if len(parts) > 1]
-    return _without(found, groups) if groups else None
+    apart = [parts for parts in shaped.values() if len(parts) >= CALLS]
+    return _divided(found, groups, apart) if groups or apart else None
+
+
+@dataclass
+class Represented:
+    """A graph with the members in it that stand for others which Dynamo has not seen."""
+
+    scan: Scan
+    members: list[tuple[int, list[Node]]]
+    """For each the number of its class, and the inputs that each parameter has of its own."""
+    parts: list[Part]
+    """What updates each of them."""
+    apart: list[bool]
+    """For each whether it is to be done by calls."""
+
+    def narrow(self, groups: list[Group]) -> Narrow:
+        """Return the graph as that of all members, given those of each class."""
+        if not any(self.apart):
+            count = len(self.scan.gm.graph.find_nodes(op="placeholder"))
+            return Narrow(self.scan.gm, list(range(count)), [], {}, groups)
+        called = [
+            [part] for part, is_called in zip(self.parts, self.apart, strict=True) if is_called
+        ]
+        rest = _divided(self.scan, [], called)
+        rest.groups = [g for g, is_called in zip(groups, self.apart, strict=True) if not is_called]
+        own = [g for g, is_called in zip(groups, self.apart, strict=True) if is_called]
+        for one, group in zip(rest.apart, own, strict=True):
+            one.groups = [group]
+        return rest
 
 
 def represented(
@@ -94,7 +151,9 @@ def represented(
     stands: Callable[[Node], int | None],
     count: int,
     dtypes: Collection[torch.dtype] = LOW_PRECISION,
-) -> list[tuple[int, list[Node]]] | Unlike:
+    *,
+    calls: bool = False,
+) -> Represented | Unlike:
     """Find in a graph the members that stand for others which Dynamo has not seen.
 
     Args:
@@ -102,10 +161,10 @@ def represented(
         stands: the number of the class for whose first parameter an input is, None for others.
         count: how many such classes there are.
         dtypes: those of states that may be compensated.
+        calls: whether members may be done by calls, being of one shape.
 
     Returns:
-        Parts of the graph: the class, and the inputs that each parameter has of its own. Or why
-        the graph is not made of such parts, or does not update all classes.
+        Those members. Or why the graph is not made of such parts, or does not update all classes.
     """
     try:
         scan = Scan(gm)
@@ -117,7 +176,7 @@ def represented(
     outside = {x for a in scan.atoms for x in a.operands if x.part is not a.part}
     if any(stands(x.node) is not None for x in (*outside, *scan.numbers_read) if x.is_input):
         return Unlike("what belongs to one parameter is read for others too")
-    found = []
+    found = Represented(scan, [], [], [])
     updated = set()
     for part in parts:
         own = [x for x in part.inputs if stands(x.node) is not None or _full(x) or x.bound]
@@ -127,10 +186,13 @@ def represented(
         owner = owners.pop()
         if owner is None or owners:
             return Unlike("parameters are updated together")
-        if _layout(part, dtypes) is None:
+        called = _layout(part, dtypes) is None
+        if called and not (calls and _shapes(part, dtypes) is not None):
             return Unlike("a parameter is not updated element by element")
         # A rate in a tensor is for all, though no other class reads it.
-        found.append((owner, [x.node for x in own]))
+        found.members.append((owner, [x.node for x in own]))
+        found.parts.append(part)
+        found.apart.append(called)
         if any(x.bound and _full(x) for x in part.inputs):
             updated.add(owner)
     if len(updated) < count:
@@ -161,6 +223,25 @@ def _layout(part: Part, dtypes: Collection[torch.dtype]) -> Hashable | None:
     states = (x.value for x in part.inputs if x.bound and x.value is not None and x.value.dim())
     low = any(value.dtype in dtypes for value in states)
     return tuple(int(n) == 1 for n in shape) if low else None
+
+
+def _shapes(part: Part, dtypes: Collection[torch.dtype]) -> Hashable | None:
+    """Return the layouts of all tensors of a member that is done by calls; None for other parts."""
+    if any(a.odd for a in part.atoms) or any(x.odd for x in part.inputs):
+        return None
+    outside = {x for a in part.atoms for x in a.operands if not (x.part is part or x.is_input)}
+    # What has 16 bits is rounded where it is handed from graph to graph.
+    if any(x.odd or x.value is None or x.value.dtype in LOW_PRECISION for x in outside):
+        return None
+    values = [x.value for x in (*part.inputs, *part.atoms, *outside)]
+    layouts = [(v.dtype, v.shape, v.stride()) for v in values if v is not None]
+    sizes = [n for _, shape, stride in layouts for n in (*shape, *stride)]
+    if len(layouts) < len(values) or not all(is_concrete_int(n) and n != 0 for n in sizes):
+        return None
+    states = (x.value for x in part.inputs if x.bound and x.value is not None and x.value.dim())
+    if not any(value.dtype in dtypes for value in states):
+        return None
+    return tuple((d, *map(int, shape), "by", *map(int, stride)) for d, shape, stride in layouts)
 
 
 def _key(part: Part, scan: Scan, fact: Fact) -> Hashable | None:
@@ -200,15 +281,75 @@ def _full(x: Atom) -> bool:
     return x.value is not None and x.value.dim() > 0
 
 
-def _without(scan: Scan, groups: list[list[Part]]) -> Narrow:
-    """Return the graph of the first part of each group, and of what is in none."""
-    left = [part for parts in groups for part in parts[1:]]
+def _divided(scan: Scan, groups: list[list[Part]], apart: list[list[Part]]) -> Narrow:
+    """Return the graph of the first part of each group, and of what is in none.
+
+    Args:
+        scan: the whole graph.
+        groups: parts of which one stays in the graph.
+        apart: parts that are done by calls of a graph of their own.
+    """
+    called = {part for parts in apart for part in parts}
+    handed = dict.fromkeys(
+        _node_of(scan, x)
+        for part in called
+        for a in part.atoms
+        for x in a.operands
+        if not (x.part is part or x.is_input)
+    )
+    left = [*called, *(part for parts in groups for part in parts[1:])]
     gone = {x for part in left for x in (*part.atoms, *part.inputs) if not x.others}
+    results = [k for k, a in enumerate(scan.results) if a not in gone and k not in scan.returned]
+    rest = _graph_without(scan, gone, results, (), tuple(handed))
+    rest.returned, rest.handed, rest.groups = scan.returned, list(handed), list(map(_group, groups))
+    for first, *_ in apart:
+        own = {*first.atoms, *first.inputs}
+        own |= {x for a in first.atoms for x in a.operands if x.is_input} | {*scan.numbers_read}
+        others = {x for x in (*scan.inputs, *scan.atoms) if x not in own}
+        rest.apart.append(_graph_without(scan, others, first.results, tuple(handed), ()))
+    for one, parts in zip(rest.apart, apart, strict=True):
+        one.groups, one.called = [_group(parts)], True
+    return rest
+
+
+def _node_of(scan: Scan, x: Atom) -> Node:
+    """Return the node whose value is that of an atom."""
+    return x.node if x.at < 0 else next(n for n, a in scan.atom_of.items() if a is x)
+
+
+def _group(parts: list[Part]) -> Group:
+    shared = {i for i, x in enumerate(parts[0].inputs) if x.others}
+    return Group([[x.node for x in p.inputs] for p in parts], [p.results for p in parts], shared)
+
+
+def _graph_without(
+    scan: Scan, gone: set[Atom], results: list[int], given: tuple[Node, ...], made: tuple[Node, ...]
+) -> Narrow:
+    """Return a graph that does some of what the whole graph does.
+
+    Args:
+        scan: the whole graph.
+        gone: what it does not do, or take.
+        results: those of the whole graph that it returns.
+        given: values that it takes behind the placeholders, if they are used.
+        made: values that it returns behind the results.
+    """
     rest = {f: [i for i, a in enumerate(own) if a not in gone] for f, own in scan.lists.items()}
     graph = Graph()
     env: dict[Node, Node] = {}
+    placeholders = scan.gm.graph.find_nodes(op="placeholder")
+    for node in placeholders:
+        if scan.atom_of.get(node) not in gone:
+            env[node] = graph.node_copy(node)
+            env[node]._dynamo_source = getattr(node, "_dynamo_source", None)
+    for node in given:
+        env[node] = graph.placeholder(node.name)
+        env[node].meta = dict(node.meta)
+        env[node]._dynamo_source = None  # AOTAutograd asks for one
     for node in scan.gm.graph.nodes:
-        if node.op == "output" or scan.atom_of.get(node) in gone or rest.get(node) == []:
+        if node in env or node.op == "output" or scan.atom_of.get(node) in gone:
+            continue
+        if rest.get(node) == [] or (node in scan.scalars and not {*node.all_input_nodes} <= {*env}):
             continue
         if node in rest:
             env[node] = _shortened(graph, node, rest[node], env)
@@ -218,27 +359,17 @@ def _without(scan: Scan, groups: list[list[Part]]) -> Narrow:
             env[node].meta = dict(node.meta)
         else:
             env[node] = graph.node_copy(node, lambda n: env[n])
-        if node.op == "placeholder":
-            env[node]._dynamo_source = getattr(node, "_dynamo_source", None)
     output = scan.gm.graph.output_node()
-    results = [k for k, a in enumerate(scan.results) if a not in gone and k not in scan.returned]
     values: Any = output.args[0]
-    graph.output(tuple(env.get(values[k], values[k]) for k in results))
+    graph.output(tuple(env.get(n, n) for n in (*(values[k] for k in results), *made)))
     graph.output_node().meta = dict(output.meta)
-    for node in reversed(scan.scalars):
-        if node.op != "placeholder" and not env[node].users:
-            graph.erase_node(env[node])
-    placeholders = scan.gm.graph.find_nodes(op="placeholder")
-    inputs = [i for i, n in enumerate(placeholders) if n in env]
-    found = [
-        Group(
-            [[x.node for x in part.inputs] for part in parts],
-            [part.results for part in parts],
-            {i for i, x in enumerate(parts[0].inputs) if x.others},
-        )
-        for parts in groups
-    ]
-    return Narrow(_module(scan.gm, graph), inputs, results, scan.returned, found)
+    for node in (*reversed(scan.scalars), *given):
+        if node in env and (node.op != "placeholder" or node in given) and not env[node].users:
+            graph.erase_node(env.pop(node))
+    inputs = [i for i, n in enumerate((*placeholders, *given)) if n in env]
+    count = len(scan.results)
+    numbered = [*results, *range(count, count + len(made))]
+    return Narrow(_module(scan.gm, graph), inputs, numbered, {}, [])
 
 
 def _module(gm: GraphModule, graph: Graph) -> GraphModule:

@@ -280,6 +280,8 @@ def _each(args: Any, i: int, count: int) -> Any:
 _IN_PLACE = [f"i{name}" for name in ("add", "sub", "mul", "truediv", "pow", "and", "or", "xor")]
 _IN_PLACE += ["ifloordiv", "imod", "ilshift", "irshift", "iconcat", "imatmul", "setitem"]
 _DUNDERS = {f"__{name}__" for name in _IN_PLACE}
+_VIEWS = {"T", "mT", "H", "mH", "real", "imag"}
+"""Attributes of tensors that are views of them."""
 _DTYPES = {"float", "double", "half", "bfloat16", "int", "long", "bool"}
 _PYTHONS = {"to", "type", "type_as", "_get_data_attr", *_DTYPES}
 """What PyTorch's operations do under other names."""
@@ -292,6 +294,8 @@ def _known(node: Node) -> tuple[bool, bool]:
     Of one that cannot, nothing is known: it may overwrite whatever it takes.
     """
     target: Any = node.target
+    if target is getattr:
+        return False, node.args[1] in _VIEWS
     if isinstance(target, OpOverload):
         random = torch.Tag.nondeterministic_seeded in target.tags
         mutable, first = target._schema.is_mutable, [a.name for a in target._schema.arguments[:1]]

@@ -19,6 +19,7 @@ from torch.fx.node import map_arg
 from collage_fx.passes.dedup.single_tensors import on_single_tensors
 from collage_fx.passes.frontend.torch_internals import OpOverload, is_concrete_int
 from collage_fx.passes.ir.graph_memory import Connected
+from collage_fx.passes.ir.program import Program, graph_of
 
 aten = torch.ops.aten
 COPY = aten.copy_.default
@@ -95,6 +96,45 @@ def divide(graph: Graph) -> list[Repeated] | None:
         _traverse(rest)
         divided.append(_stacked([rest], place))
     return divided
+
+
+def calls_of_members(program: Program) -> Repeated:
+    """Return the graph of one member of a class, or of a few, and its calls for all members.
+
+    Results of members that were left out are numbered behind those of the graph, and noted in
+    `member_results`.
+    """
+    graph = graph_of(program.result).graph
+    (copies,) = program.copies
+    count, member = len(graph.output_node().args[0]), _Component()  # type: ignore[arg-type]
+    member.checks = [n for n in graph.nodes if n.target in CHECKS]
+    member.writes = [n for n in graph.nodes if n.target is COPY]
+    results: Any = graph.output_node().args[0]
+    member.results = [(k, n) for k, n in enumerate(results) if isinstance(n, Node)]
+    _traverse(member)
+    rows: list[dict[int, int]] = [{i: i for i in copies.inputs}]
+    rows += [{i: c.index for i, c in zip(copies.inputs, o, strict=True)} for o in copies.others]
+    lows = program.residual_places
+    for row in rows:
+        pairs = ((lows.get(i, ()), lows.get(at, ())) for i, at in tuple(row.items()))
+        row |= {mine: its for some, others in pairs for mine, its in zip(some, others, strict=True)}
+    numbers = [[k for k, _ in member.results]]
+    for _ in copies.others:
+        numbers.append(list(range(count, count + len(member.results))))
+        count += len(member.results)
+    program.member_results = {k: list(others) for k, *others in zip(*numbers, strict=True)}
+    place = {n: i for i, n in enumerate(graph.find_nodes(op="placeholder"))}
+    common = [n for n in member.inputs if place[n] not in rows[0]]
+    own = [place[n] for n in member.inputs if place[n] in rows[0]]
+    size = max(n for n in range(1, MOST + 1) if len(rows) % n == 0)
+    calls = [
+        Call(
+            [place[n] for n in common] + [row[i] for row in rows[k : k + size] for i in own],
+            [at for some in numbers[k : k + size] for at in some],
+        )
+        for k in range(0, len(rows), size)
+    ]
+    return Repeated(_graph_of([member] * size, common), calls)
 
 
 def _is_known(node: Node) -> bool:

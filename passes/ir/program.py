@@ -237,6 +237,8 @@ class Copies:
     graph."""
     shared: set[int]
     """Which of the placeholders are read outside the member too."""
+    called: bool = False
+    """Whether the graph is one member, and is called for each."""
 
 
 @dataclass(frozen=True)
@@ -293,6 +295,8 @@ class Program:
     member_results: dict[int, list[int]] = field(default_factory=dict)
     """Result that a member makes which stands for others -> the results of `result` that these
     make."""
+    residual_places: dict[int, list[int]] = field(default_factory=dict)
+    """Position of a state -> those of its residuals among the inputs of `result`."""
     static_residuals: list[bool] = field(default_factory=list)
     """For each of these placeholders whether it is always the same tensor."""
     seeds: list[torch.device] = field(default_factory=list)
@@ -301,6 +305,11 @@ class Program:
     """Time spent in each pass."""
     snapshots: dict[str, str] = field(default_factory=dict)
     """What each pass left, where that was asked for: `listing.snapshot`, or `unchanged`."""
+
+    @property
+    def called(self) -> bool:
+        """Whether the graph is one member of a class, and is called for each of them."""
+        return any(copies.called for copies in self.copies)
 
     @functools.cached_property
     def others(self) -> dict[int, list[Carried]]:
@@ -314,6 +323,10 @@ class Program:
     def alike(self, carried: Carried) -> list[Carried]:
         """Return a state of the graph, and those of members left out that are in its place."""
         return [carried, *self.others.get(carried.index, [])]
+
+    def places(self, index: int) -> list[int]:
+        """Return the position of an input of the graph, and those of members left out."""
+        return [index, *(c.index for c in self.others.get(index, []))]
 
     def compensated(self) -> Iterator[tuple[Slice, int]]:
         """Yield each slice with the position of each of its states that get residuals."""

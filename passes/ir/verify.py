@@ -17,7 +17,6 @@ from collage_fx.passes.ir.program import (
 )
 from collage_fx.runtime.errors import LegalityError
 from collage_fx.runtime.ops import collage
-from collage_fx.runtime.storage.registry import STORAGES
 
 aten = torch.ops.aten
 
@@ -161,17 +160,10 @@ def _emitted(program: Program) -> None:
     for node in nodes:
         if node.target is collage.multi_tensor.default:
             written += [a for a in node.args[0] if a.op == "placeholder"]
-    end = len(placeholders) - len(program.seeds)
-    residuals = placeholders[end - len(program.static_residuals) : end]
-    carried = {s.index for s in program.plan}
-    # Those of states that are only read come last.
-    only_read = sum(
-        len(STORAGES[c.present].residuals[c.val.dtype])
-        for c in program.residual_inputs
-        if c.index not in carried
-    )
-    expected: list[Node] = [placeholders[i] for i in carried]
-    expected += residuals[: len(residuals) - only_read]
+    # A graph that is called for each member writes one of them.
+    own = program.carried if program.called else program.plan
+    expected: list[Node] = [placeholders[c.index] for c in own]
+    expected += [placeholders[k] for c in own for k in program.residual_places.get(c.index, ())]
     _demand(sorted(map(str, written)) == sorted(map(str, expected)), "a write was lost or doubled")
 
 

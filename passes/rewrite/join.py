@@ -32,7 +32,7 @@ from collage_fx.passes.ir.program import (
 )
 from collage_fx.passes.ir.verdict import UNKNOWN, Change, Verdict, VerdictKind
 from collage_fx.passes.rewrite.powers import POWERS, in_float64
-from collage_fx.passes.rewrite.residual_inputs import add_residuals, fake_mode_of
+from collage_fx.passes.rewrite.residual_inputs import add_members, add_residuals, fake_mode_of
 from collage_fx.passes.rewrite.roundings import keep_roundings
 from collage_fx.runtime.expansion.eft import FP8, wider_dtypes
 from collage_fx.runtime.storage.registry import (
@@ -73,7 +73,7 @@ def join(program: Program) -> None:
         return
     read = _read(program)
     why = _loss(program, read)
-    if why and program.copies:
+    if why and program.copies and not program.called:
         program.unlike = Unlike(f"the graph is done on joined values, as {why}")
     elif why and not _obstacle(program, read):
         _Joiner(program, read, why).run()
@@ -171,6 +171,7 @@ class _Joiner:
     def run(self) -> None:
         """Fill in `result` and `residual_inputs`, and make the verdicts those of this graph."""
         given = {node: self.graph.node_copy(node) for node in self.inputs}
+        add_members(self.program, self.graph, self.inputs)
         joined = self.storages | {n: c.present for n, c in self.read.items()}
         # Those of states that are only read come last.
         lows = {n: self._residuals(n, c, joined[n]) for n, c in (self.held | self.read).items()}
@@ -191,7 +192,11 @@ class _Joiner:
         self.program.result = _LazyGraphModule(self.program.source, self.graph)
         self.program.joined = True
         keep_roundings(self.program.result)
-        verdicts = {c.index: (c, self.storages[node]) for node, c in self.held.items()}
+        verdicts = {
+            c.index: (c, self.storages[node])
+            for node, own in self.held.items()
+            for c in self.program.alike(own)
+        }
         self.program.plan = [
             self._verdict(state, *verdicts[state.index]) if state.index in verdicts else state
             for state in self.program.plan
@@ -202,7 +207,11 @@ class _Joiner:
 
     def _residuals(self, node: Node, carried: Carried, storage: str) -> list[Node]:
         dtypes = STORAGES[storage].residuals[carried.val.dtype]
-        return add_residuals(self.program, self.graph, carried, f"{node.name}_lo", dtypes)
+        mine = add_residuals(self.program, self.graph, carried, f"{node.name}_lo", dtypes)
+        for other in self.program.others.get(carried.index, []):
+            name = f"{node.name}_other{other.index}_lo"
+            add_residuals(self.program, self.graph, other, name, dtypes)
+        return mine
 
     def _entered(self, x: Node, lows: Sequence[Node], storage: str | None) -> Node:
         """Return an input as it is computed with: joined, widened, or as it is."""

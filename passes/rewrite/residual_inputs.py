@@ -23,12 +23,32 @@ def add_residuals(
         dtypes: those of the residuals.
     """
     lows = []
+    first = len(graph.find_nodes(op="placeholder"))
+    program.residual_places[carried.index] = [first + k for k in range(len(dtypes))]
     for k, dtype in enumerate(dtypes):
         lows.append(graph.placeholder(f"{name}{k or ''}"))
         lows[-1].meta["val"] = like(carried.val, dtype)
         program.static_residuals.append(carried.static)
     program.residual_inputs.append(carried)
     return lows
+
+
+def add_members(program: Program, graph: Graph, placeholders: Sequence[Node]) -> list[list[Node]]:
+    """Append the inputs of members that were left out; return those of each in turn.
+
+    Args:
+        program: of which the graph is to be the result.
+        graph: that graph.
+        placeholders: the inputs of the graph in the passes.
+    """
+    made: list[list[Node]] = []
+    for copies in program.copies:
+        for carried in copies.others:
+            made.append([])
+            for index, c in zip(copies.inputs, carried, strict=True):
+                made[-1].append(graph.placeholder(f"{placeholders[index].name}_other{c.index}"))
+                made[-1][-1].meta["val"] = c.val
+    return made
 
 
 def fake_mode_of(inputs: Iterable[Node]) -> AbstractContextManager[object]:

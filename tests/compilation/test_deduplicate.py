@@ -41,8 +41,8 @@ def states_after(
     """
     made: list[Narrow] = []
 
-    def spy(*args: Any) -> Narrow | None:
-        return None if whole else narrow(*args)
+    def spy(*args: Any, **kwargs: Any) -> Narrow | None:
+        return None if whole else narrow(*args, **kwargs)
 
     def run(self: Any, *args: Any) -> Any:
         code = original(self, *args)

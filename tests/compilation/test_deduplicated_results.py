@@ -49,7 +49,9 @@ def first_step(monkeypatch: pytest.MonkeyPatch, *, whole: bool) -> tuple[list[Te
     optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1)
     used: list[Any] = []
     with monkeypatch.context() as patch:
-        patch.setattr(aot, "narrow", lambda *a: None if whole else used.append(a) or narrow(*a))
+        patch.setattr(
+            aot, "narrow", lambda *a, **k: None if whole else used.append(a) or narrow(*a, **k)
+        )
         patch.setattr(optimizer_hooks, "can_substitute", lambda optimizer: False)
         options = {"multi_tensor": True}
         torch.compile(optimizer.step, backend="collage", options=options)()  # type: ignore[call-overload]

@@ -38,8 +38,8 @@ def after_steps(late: Sequence[int]) -> tuple[list[Tensor], list[int], list[int]
         optimizer.state[p]["k"] = 0
     left_out: list[int] = []
 
-    def spy(*args: Any) -> Narrow | None:
-        found = narrow(*args)
+    def spy(*args: Any, **kwargs: Any) -> Narrow | None:
+        found = narrow(*args, **kwargs)
         left_out.append(sum(len(g.inputs) - 1 for g in found.groups) if found else 0)
         return found
 
