@@ -350,7 +350,7 @@ class Steps:
         if not self.recorder.asleep:
             self.words.settle()
         try:
-            with self.recorder.paused():
+            with self.recorder.beneath_graph():
                 result = code.run(args)
         finally:
             for tensor, plan in written:
