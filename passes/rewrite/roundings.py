@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -116,7 +117,8 @@ def keep_roundings(gm: GraphModule, only: Iterable[Node] | None = None) -> None:
     narrows = not torch_versions.drops_roundings()
     every = gm.graph.find_nodes(op="call_function", target=CONVERT)
     for node in every if only is None else only:
-        x, dtype = node.args
+        x: Any = node.args[0]
+        dtype: Any = node.args[1]
         wide = x.meta["val"].dtype
         if dtype not in ROUNDED or wide not in (torch.float32, torch.float64):
             continue
