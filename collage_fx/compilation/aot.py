@@ -110,8 +110,7 @@ def _compile_for_others(
     with no_full_collection():
         found = stand_ins.whole_graph(inputs, session.settings)
     if isinstance(found, Narrow):
-        compile_ = _compile_parts if found.apart else _first_alike
-        found = compile_(session, inputs, found, example_inputs)
+        found = _compile_parts(session, inputs, found, example_inputs)
     if isinstance(found, Code):
         return found
     stand_ins.unlike = found
@@ -133,6 +132,8 @@ def _compile_parts(
     session: Session, inputs: Inputs, narrowed: Narrow, example_inputs: Sequence[Any]
 ) -> Code | Unlike:
     """Compile one member of each class, and each class that is done by calls for itself."""
+    if not narrowed.apart:
+        return _first_alike(session, inputs, narrowed, example_inputs)
     noted = len(session.compiled)
     given = [*example_inputs, *(n.meta["example_value"] for n in narrowed.handed)]
     inputs.take_handed(len(narrowed.handed))
@@ -150,8 +151,7 @@ def _compile_parts(
         del session.compiled[noted:]
         return first
     outputs: Any = inputs.gm.graph.output_node().args[0]
-    returned = {k: inputs.locate(inputs.source_of(n)) for k, n in narrowed.returned.items()}
-    return in_turn(first, apart, len(outputs), returned)
+    return in_turn(first, apart, len(outputs))
 
 
 def _compile_narrow(session: Session, inputs: Inputs, example_inputs: Sequence[Any]) -> Code | None:
@@ -167,8 +167,7 @@ def _compile_narrow(session: Session, inputs: Inputs, example_inputs: Sequence[A
             fact, calls = partial(inputs.fact, settings=config), not config.stochastic_rounding
             narrowed = narrow(inputs.gm, fact, least, dtypes, calls=calls)
         if narrowed is not None:
-            compile_ = _compile_parts if narrowed.apart else _first_alike
-            code = compile_(session, inputs, narrowed, example_inputs)
+            code = _compile_parts(session, inputs, narrowed, example_inputs)
             return None if isinstance(code, Unlike) else code
     except (CollageError, RoundingsLost, TorchDynamoException):
         raise
@@ -197,7 +196,7 @@ class Compilation:
     direct: Direct | None = None
     """Its result with the kernels taken out, where that can be."""
     calls: Repeated | None = None
-    """What is done for each member, where the graph is one member and is called for each."""
+    """Calls of the graph, where it is one member of a class."""
     side: SideInputs | None = None
     refused: bool = False
     unlike: Unlike | None = None

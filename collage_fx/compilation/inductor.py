@@ -68,7 +68,7 @@ def floats_of(whole: GraphModule, *, but: GraphModule) -> Iterator[None]:
     and has Dynamo trace the step again, with its value as a constant.
 
     Args:
-        whole: a graph of Dynamo's.
+        whole: the graph that Dynamo traced.
         but: the part of it that is compiled.
     """
     others = _floats(whole) - _floats(but) - TensorifyState.force_specializations
@@ -104,7 +104,7 @@ def compile_rewritten(
         inputs: examples.
         kwargs: for Inductor.
         divides: whether to compile once what it does over and over, see `compile_divided`.
-        calls: what is done for each member, where the graph is one member of a class.
+        calls: calls of the graph, where it is one member of a class.
     """
     compile_ = compile_divided if divides else compile_exactly
     if calls is not None:

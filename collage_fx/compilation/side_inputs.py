@@ -288,31 +288,27 @@ class Code:
         return residual is not None and (self.concluded or not residual.provisional)
 
 
-def in_turn(first: Code | None, apart: list[Code], count: int, returned: dict[int, Locate]) -> Code:
+def in_turn(first: Code | None, apart: list[Code], count: int) -> Code:
     """Return the code of a graph that is compiled in parts, called one after another.
 
     Args:
         first: that of the graph which hands values to the others; None if there is none.
         apart: those of the others, each with narrow graphs.
         count: how many results the whole graph has.
-        returned: results of the whole graph that are inputs, and how to find these.
     """
     codes = [first, *apart] if first is not None else apart
 
     def run(*args: Any) -> tuple[Any, ...]:
         begun = [_side(code).begin(args) for code in codes]  # before anything is written
         results: list[Any] = [None] * count
-        for k, find in returned.items():
-            results[k] = find(args)
         for code, call in zip(codes, begun, strict=True):
             made = _side(code).call(code.function, call)
+            for k in _results_of(code):
+                if k < count:
+                    results[k] = made[k]
             if code is first:
-                results = list(made[:count])
                 for other in begun[1:]:
                     other.args = (*args, *made[count:])
-            else:
-                for k in _results_of(code):
-                    results[k] = made[k]
         return tuple(results)
 
     return Code(
@@ -332,7 +328,7 @@ def _side(code: Code) -> SideInputs:
 
 
 def _results_of(code: Code) -> list[int]:
-    """Return the positions of the results of the whole graph that a part makes."""
+    """Return the positions of the results of the whole graph that a part returns."""
     members = _side(code).members
     assert members is not None
-    return [*members.narrow.results, *members.made]
+    return [*members.narrow.results, *members.made, *members.returned]

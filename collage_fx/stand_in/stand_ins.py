@@ -19,7 +19,8 @@ from collage_fx.compilation.session import Outcome, Session
 from collage_fx.compilation.side_inputs import Code
 from collage_fx.optimizer.ownership import STAND_IN, params_of
 from collage_fx.passes.codegen.multi_tensor_kernel import least_members
-from collage_fx.passes.dedup.deduplicate import CALLS, Group, Narrow, represented
+from collage_fx.passes.dedup.deduplicate import Group, Narrow, represented
+from collage_fx.passes.dedup.independent_parts import LEAST
 from collage_fx.passes.ir.program import Settings, Unlike
 from collage_fx.runtime.residuals.dtensor import is_sharded, shard_of, sharded_like
 from collage_fx.runtime.residuals.memory import empty_as, overlapping
@@ -186,7 +187,7 @@ class StandIns:
             one.values()
             for (device, _), one in classes.items()
             if alike * sum(map(len, one.values()))
-            >= (CALLS if shaped else least_members(session.config, device))
+            >= (LEAST if shaped else least_members(session.config, device))
         ]
         found = [same for one in large for same in one if len(same) > 1 or alike > 1]
         if not found or overlapping(full, by_address=True):
@@ -241,7 +242,8 @@ class StandIns:
             return found
         fakes: dict[Any, Tensor] = {}
         groups = []
-        for k, nodes in found.members:
+        for one in found.members:
+            k, nodes = one.owner, one.inputs
             members: list[list[Any]] = [nodes]
             facts = [inputs.fact(node, settings) for node in nodes]
             places = [place[1] for node in nodes if (place := where(node)) is not None]

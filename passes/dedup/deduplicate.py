@@ -21,14 +21,12 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from collage_fx.passes.dedup.graph_scan import Atom, Part, Scan, UnknownOperation
+from collage_fx.passes.dedup.independent_parts import LEAST
 from collage_fx.passes.frontend.torch_internals import is_concrete_int, set_grad_enabled
 from collage_fx.passes.ir.program import Unlike
 from collage_fx.runtime.expansion.eft import LOW_PRECISION
 
 Fact = Callable[[Node], Hashable | None]
-CALLS = 8
-"""So many members that are alike are worth a graph of their own: to compile one takes as long as to
-compile four or five members of a larger one."""
 
 
 @dataclass
@@ -61,15 +59,15 @@ class Narrow:
     """Other results: the inputs that they are."""
     groups: list[Group]
     called: bool = False
-    """Whether it is one member, and is called for each member of its one group."""
+    """Whether the graph is one member, and is called for each member of its group."""
     handed: list[Node] = field(default_factory=list)
     """Values of the whole graph that graphs in `apart` take from this one."""
     apart: list["Narrow"] = field(default_factory=list)
-    """Graphs that are called after this one."""
+    """Graphs of one member each, which run after this one."""
 
     @property
     def idle(self) -> bool:
-        """Whether it computes nothing and returns nothing."""
+        """Whether the graph computes nothing and returns nothing, and need not run."""
         calls = (n for n in self.gm.graph.nodes if n.op.startswith("call"))
         return not self.results and all(n.target is set_grad_enabled for n in calls)
 
@@ -114,8 +112,21 @@ def narrow(
             shaped.setdefault((key, shapes), []).append(part)
     large = [same for (n, _), same in classes.items() if sum(map(len, same.values())) >= n]
     groups = [parts for same in large for parts in same.values() if len(parts) > 1]
-    apart = [parts for parts in shaped.values() if len(parts) >= CALLS]
+    apart = [parts for parts in shaped.values() if len(parts) >= LEAST]
     return _divided(found, groups, apart) if groups or apart else None
+
+
+@dataclass
+class Standing:
+    """A member that stands for others which Dynamo has not seen."""
+
+    owner: int
+    """The number of its class."""
+    inputs: list[Node]
+    """The inputs that each parameter of the class has of its own."""
+    part: Part
+    called: bool
+    """Whether the members of the class are done by calls."""
 
 
 @dataclass
@@ -123,25 +134,18 @@ class Represented:
     """A graph with the members in it that stand for others which Dynamo has not seen."""
 
     scan: Scan
-    members: list[tuple[int, list[Node]]]
-    """For each the number of its class, and the inputs that each parameter has of its own."""
-    parts: list[Part]
-    """What updates each of them."""
-    apart: list[bool]
-    """For each whether it is to be done by calls."""
+    members: list[Standing] = field(default_factory=list)
 
     def narrow(self, groups: list[Group]) -> Narrow:
         """Return the graph as that of all members, given those of each class."""
-        if not any(self.apart):
+        pairs = list(zip(self.members, groups, strict=True))
+        called = [(member, group) for member, group in pairs if member.called]
+        if not called:
             count = len(self.scan.gm.graph.find_nodes(op="placeholder"))
             return Narrow(self.scan.gm, list(range(count)), [], {}, groups)
-        called = [
-            [part] for part, is_called in zip(self.parts, self.apart, strict=True) if is_called
-        ]
-        rest = _divided(self.scan, [], called)
-        rest.groups = [g for g, is_called in zip(groups, self.apart, strict=True) if not is_called]
-        own = [g for g, is_called in zip(groups, self.apart, strict=True) if is_called]
-        for one, group in zip(rest.apart, own, strict=True):
+        rest = _divided(self.scan, [], [[member.part] for member, _ in called])
+        rest.groups = [group for member, group in pairs if not member.called]
+        for one, (_, group) in zip(rest.apart, called, strict=True):
             one.groups = [group]
         return rest
 
@@ -176,7 +180,7 @@ def represented(
     outside = {x for a in scan.atoms for x in a.operands if x.part is not a.part}
     if any(stands(x.node) is not None for x in (*outside, *scan.numbers_read) if x.is_input):
         return Unlike("what belongs to one parameter is read for others too")
-    found = Represented(scan, [], [], [])
+    found = Represented(scan)
     updated = set()
     for part in parts:
         own = [x for x in part.inputs if stands(x.node) is not None or _full(x) or x.bound]
@@ -190,9 +194,7 @@ def represented(
         if called and not (calls and _shapes(part, dtypes) is not None):
             return Unlike("a parameter is not updated element by element")
         # A rate in a tensor is for all, though no other class reads it.
-        found.members.append((owner, [x.node for x in own]))
-        found.parts.append(part)
-        found.apart.append(called)
+        found.members.append(Standing(owner, [x.node for x in own], part, called))
         if any(x.bound and _full(x) for x in part.inputs):
             updated.add(owner)
     if len(updated) < count:
@@ -290,8 +292,9 @@ def _divided(scan: Scan, groups: list[list[Part]], apart: list[list[Part]]) -> N
         apart: parts that are done by calls of a graph of their own.
     """
     called = {part for parts in apart for part in parts}
+    node_of = {x: node for node, x in scan.atom_of.items()}
     handed = dict.fromkeys(
-        _node_of(scan, x)
+        node_of[x]
         for part in called
         for a in part.atoms
         for x in a.operands
@@ -301,20 +304,17 @@ def _divided(scan: Scan, groups: list[list[Part]], apart: list[list[Part]]) -> N
     gone = {x for part in left for x in (*part.atoms, *part.inputs) if not x.others}
     results = [k for k, a in enumerate(scan.results) if a not in gone and k not in scan.returned]
     rest = _graph_without(scan, gone, results, (), tuple(handed))
-    rest.returned, rest.handed, rest.groups = scan.returned, list(handed), list(map(_group, groups))
-    for first, *_ in apart:
+    rest.handed, rest.groups = list(handed), list(map(_group, groups))
+    for parts in apart:
+        first = parts[0]
         own = {*first.atoms, *first.inputs}
         own |= {x for a in first.atoms for x in a.operands if x.is_input} | {*scan.numbers_read}
         others = {x for x in (*scan.inputs, *scan.atoms) if x not in own}
-        rest.apart.append(_graph_without(scan, others, first.results, tuple(handed), ()))
-    for one, parts in zip(rest.apart, apart, strict=True):
+        one = _graph_without(scan, others, first.results, tuple(handed), ())
         one.groups, one.called = [_group(parts)], True
+        rest.apart.append(one)
+    (rest.apart[0] if rest.idle else rest).returned = scan.returned
     return rest
-
-
-def _node_of(scan: Scan, x: Atom) -> Node:
-    """Return the node whose value is that of an atom."""
-    return x.node if x.at < 0 else next(n for n, a in scan.atom_of.items() if a is x)
 
 
 def _group(parts: list[Part]) -> Group:
@@ -349,7 +349,9 @@ def _graph_without(
     for node in scan.gm.graph.nodes:
         if node in env or node.op == "output" or scan.atom_of.get(node) in gone:
             continue
-        if rest.get(node) == [] or (node in scan.scalars and not {*node.all_input_nodes} <= {*env}):
+        if rest.get(node) == [] or (
+            node in scan.scalars and not env.keys() >= {*node.all_input_nodes}
+        ):
             continue
         if node in rest:
             env[node] = _shortened(graph, node, rest[node], env)
