@@ -43,7 +43,7 @@ _PLAIN = (Tensor, Parameter)
 
 
 class Recorded(NamedTuple):
-    """The source of an input of a recorded graph, in the place of a source of Dynamo's."""
+    """The source of an input of a recorded graph, where a traced graph has one of Dynamo."""
 
     name: str
     state_name: StateName | None

@@ -1,8 +1,13 @@
 """Dispatch modes by which a recorder sees the operations of a step."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode,
+    _pop_mode_temporarily,
+)
 
 
 class Dispatches(Protocol):
@@ -34,6 +39,13 @@ class Mode(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         return self.recorder.dispatch(func, types, args, kwargs)
+
+
+def off_stack(recorder: Dispatches) -> AbstractContextManager[Any]:
+    """Have a recorder called for no operation within, as for each kernel of a compiled graph."""
+    top = _get_current_dispatch_mode()
+    ours = isinstance(top, Mode) and top.recorder is recorder
+    return _pop_mode_temporarily() if ours else nullcontext()
 
 
 class BesideDynamo(Mode):

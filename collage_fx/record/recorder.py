@@ -14,7 +14,6 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
-    _get_current_dispatch_mode,
     _pop_mode_temporarily,
 )
 from torch.utils._pytree import tree_leaves
@@ -116,14 +115,6 @@ class Recorder:
     def paused(self) -> contextlib.AbstractContextManager[None]:
         """Let operations pass, within, as in a compiled graph."""
         return self._set("passes_by", True)
-
-    @contextmanager
-    def beneath_graph(self) -> Iterator[None]:
-        """Let a compiled graph run, without this mode: it would be called for each kernel."""
-        top = _get_current_dispatch_mode()
-        off = isinstance(top, Mode) and top.recorder is self
-        with self.paused(), _pop_mode_temporarily() if off else contextlib.nullcontext():
-            yield
 
     def graph(self, graph: GraphModule, args: tuple[Any, ...]) -> Any:
         """Note a graph of Dynamo's, of which nothing else can read results on the way."""

@@ -34,7 +34,7 @@ class _Account:
     version: int | None
     """Its version at the beginning of the step; None for one that was not there."""
     memory: int | None = None
-    """Its storage then."""
+    """The key of the state's storage at the beginning of the step."""
 
 
 @dataclass(eq=False)

@@ -20,6 +20,7 @@ from collage_fx.optimizer.parameter_names import naming
 from collage_fx.optimizer.served import RETURNED, not_given
 from collage_fx.passes.ir.program import StatePlan
 from collage_fx.record.known_states import KnownStates, OtherMemory, resumed
+from collage_fx.record.modes import off_stack
 from collage_fx.record.recorder import Recorder
 from collage_fx.record.service import TRIED, Service
 from collage_fx.runtime.errors import UnsupportedError
@@ -350,7 +351,7 @@ class Steps:
         if not self.recorder.asleep:
             self.words.settle()
         try:
-            with self.recorder.beneath_graph():
+            with self.recorder.paused(), off_stack(self.recorder):
                 result = code.run(args)
         finally:
             for tensor, plan in written:

@@ -58,7 +58,7 @@ class Strand:
     dtypes: set[torch.dtype] = field(default_factory=set)
     """The dtypes of these inputs and values."""
     numbers: bool = True
-    """Whether all these inputs and values are 0-d."""
+    """Whether all inputs and values of the strand are 0-d tensors."""
 
     def is_plain(self, call: "Call", words: LowWords) -> bool:
         """Tell whether there are no low words in it, nor can there be any, in a call.

@@ -149,8 +149,9 @@ def chosen(program: Program) -> Iterator[str]:
     and its largest element may be greater than 1, and a root of 1 less its square no number.
     """
     choices = list(filter(_chooses, graph_of(program.canonical).graph.nodes))
+    wider = stored_wider(program) if choices else set()
     for rewritten in program.rewritten if choices else ():
-        unrounded = _unrounded(program, rewritten)
+        unrounded = _unrounded(program, rewritten, wider)
         for node in choices:
             if of := _met(node, unrounded):
                 yield f"{of} meets the result of {node.target}, which is of its rounding"
@@ -161,11 +162,11 @@ def _chooses(node: Node) -> bool:
     return named or is_largest(node)
 
 
-def _unrounded(program: Program, rewritten: Rewritten) -> set[Node]:
+def _unrounded(program: Program, rewritten: Rewritten, wider: set[Node]) -> set[Node]:
     """Return the 16-bit values of a class that slices have unrounded, states included."""
     found: set[Node] = set()
     kept, model = rewritten.storages, rewritten.model
-    eft, _ = eft_storage(program, rewritten, stored_wider(program))
+    eft, _ = eft_storage(program, rewritten, wider)
     path = {n for i in kept for n in rewritten.recurrences[i].carried_path}
     for part in rewritten.members:
         pairs = zip(model.nodes, part.nodes, strict=True)

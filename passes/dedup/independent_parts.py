@@ -106,10 +106,11 @@ def calls_of_members(program: Program) -> Repeated:
     """
     graph = graph_of(program.result).graph
     (copies,) = program.copies
-    count, member = len(graph.output_node().args[0]), _Component()  # type: ignore[arg-type]
+    member = _Component()
     member.checks = [n for n in graph.nodes if n.target in CHECKS]
     member.writes = [n for n in graph.nodes if n.target is COPY]
     results: Any = graph.output_node().args[0]
+    count = len(results)
     member.results = [(k, n) for k, n in enumerate(results) if isinstance(n, Node)]
     _traverse(member)
     rows: list[dict[int, int]] = [{i: i for i in copies.inputs}]
@@ -126,14 +127,8 @@ def calls_of_members(program: Program) -> Repeated:
     place = {n: i for i, n in enumerate(graph.find_nodes(op="placeholder"))}
     common = [n for n in member.inputs if place[n] not in rows[0]]
     own = [place[n] for n in member.inputs if place[n] in rows[0]]
-    size = max(n for n in range(1, MOST + 1) if len(rows) % n == 0)
-    calls = [
-        Call(
-            [place[n] for n in common] + [row[i] for row in rows[k : k + size] for i in own],
-            [at for some in numbers[k : k + size] for at in some],
-        )
-        for k in range(0, len(rows), size)
-    ]
+    each = [Call([row[i] for i in own], at) for row, at in zip(rows, numbers, strict=True)]
+    size, calls = _by_several([place[n] for n in common], each)
     return Repeated(_graph_of([member] * size, common), calls)
 
 
@@ -302,15 +297,30 @@ def _stacked(alike: list[_Component], place: dict[Node, int]) -> Repeated:
         alike: isomorphic components.
         place: the positions of the inputs.
     """
-    size = max(n for n in range(1, MOST + 1) if len(alike) % n == 0)
     columns = zip(*(c.inputs for c in alike), strict=True)
     common = [n for n, *others in columns if {n}.issuperset(others)]
-    runs = [alike[i : i + size] for i in range(0, len(alike), size)]
-    calls = []
-    for run in runs:
-        inputs = common + [n for c in run for n in c.inputs if n not in common]
-        calls.append(Call([place[n] for n in inputs], [k for c in run for k, _ in c.results]))
-    return Repeated(_graph_of(runs[0], common), calls)
+    own = [[place[n] for n in c.inputs if n not in common] for c in alike]
+    each = [Call(at, [k for k, _ in c.results]) for at, c in zip(own, alike, strict=True)]
+    size, calls = _by_several([place[n] for n in common], each)
+    return Repeated(_graph_of(alike[:size], common), calls)
+
+
+def _by_several(common: list[int], each: list[Call]) -> tuple[int, list[Call]]:
+    """Return of how many components a graph is, and the calls of it.
+
+    Args:
+        common: the inputs that all components take.
+        each: what each component takes and makes by itself.
+    """
+    size = max(n for n in range(1, MOST + 1) if len(each) % n == 0)
+    runs = [each[i : i + size] for i in range(0, len(each), size)]
+    return size, [
+        Call(
+            common + [i for one in run for i in one.inputs],
+            [k for one in run for k in one.results],
+        )
+        for run in runs
+    ]
 
 
 def _graph_of(components: list[_Component], common: list[Node]) -> Graph:

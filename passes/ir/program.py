@@ -66,7 +66,7 @@ class Carried(Named):
     owned: bool = False
     """Whether a torch.optim.Optimizer holds it."""
     gradient: bool = False
-    """Whether Dynamo's source says that the input is a gradient."""
+    """Whether the input is a gradient, by its source in Dynamo."""
     left_alone: str = ""
     """Why it is left alone though it could be compensated; see `plan.leave_alone`."""
     present: str = ""

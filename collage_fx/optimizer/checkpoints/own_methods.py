@@ -21,7 +21,10 @@ _WITHIN = WeakIdKeyDictionary()
 
 
 class OwnMethod:
-    """What stands for a method of one optimizer, of that name, and in copies for that of theirs."""
+    """A method that the class of an optimizer overrides, with a function that is called after it.
+
+    It is an attribute of the optimizer; a copy of the optimizer has one of its own.
+    """
 
     def __init__(self, optimizer: Optimizer, name: str, then: Callable[..., None]) -> None:
         self.optimizer = weakref.ref(optimizer)
