@@ -66,6 +66,8 @@ class Direct:
     results: list[int]
     """Operands and results are numbered: inputs of the graph, memory, constants, what `rest`
     makes."""
+    first_made: int
+    """The number of the first of these."""
     compiled: Callable[[list[Any]], Any] | None = None
     """The boxed callable of `rest`, once that is compiled."""
 
@@ -91,16 +93,21 @@ class Direct:
         return list(map(empty_as, self.memory))
 
     @property
-    def made(self) -> int:
-        """How many values `rest` makes."""
+    def made(self) -> list[Node]:
+        """The values that `rest` makes."""
         results: Any = self.rest.graph.output_node().args[0] if self.rest is not None else ()
-        return len(results)
+        return list(results)
+
+    @property
+    def writes_by_kernels(self) -> bool:
+        """Whether the graph writes nothing but by kernels."""
+        nodes = self.rest.graph.nodes if self.rest is not None else ()
+        return all(n.target is not aten.copy_.default for n in nodes)
 
     @property
     def only_kernels(self) -> bool:
         """Whether the graph writes nothing but by kernels, and returns nothing."""
-        nodes = self.rest.graph.nodes if self.rest is not None else ()
-        return not self.results and all(n.target is not aten.copy_.default for n in nodes)
+        return not self.results and self.writes_by_kernels
 
     @property
     def may_be_left_out(self) -> bool:
@@ -150,6 +157,7 @@ def split(gm: GraphModule) -> Direct | None:
         constants,
         [_call(n, number, first) for n in kernels],
         [number[n] if isinstance(n, Node) else next(places) for n in results],
+        first,
     )
 
 

@@ -12,26 +12,24 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from collage_fx.binding.bound_kernels import BoundKernels
+from collage_fx.binding.launches import Unrepeatable
 from collage_fx.compilation.layout_guards import guards_of, is_plain
-from collage_fx.compilation.partition import Direct
-from collage_fx.compilation.side_inputs import Code, Observed
+from collage_fx.compilation.side_inputs import Observed
 from collage_fx.hooks.nested_compile import GlobalState
 from collage_fx.hooks.optimizer_hooks import has_foreign_hooks
 from collage_fx.optimizer.ownership import params_of
 from collage_fx.record.steps import Steps
-from collage_fx.runtime.kernels.tensor_snapshot import ANYTHING, NUMBER, Contents, TensorSnapshot
+from collage_fx.runtime.kernels.tensor_snapshot import ANYTHING, NUMBER, Contents
 from collage_fx.runtime.residuals.dtensor import is_sharded, shard_of
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.segments.segment_graph import number_tensor
 from collage_fx.stand_in.alike import is_constant
-from collage_fx.stand_in.launches import Unrepeatable, launches
 from collage_fx.stand_in.stand_ins import StandIns
 
-_NOWHERE = -1
 _FLOAT = re.compile(r"L\['self'\]\.param_groups\[(\d+)\]\['(\w+)'\]")
 """Dynamo's name for a number of a parameter group; see `name_of_number`."""
 
@@ -54,82 +52,43 @@ class RepeatedStep:
         """
         code = stand_ins.code
         assert code is not None
-        self.steps, self.code = steps, code
-        self.generation, self.globals = STORE.generation, GlobalState()
-        self.residuals = [residual for _, residual in observed.residuals.current]
-        self.direct = direct = _direct(code, observed)
+        self.steps, self.globals = steps, GlobalState()
+        if code.direct is None or not code.direct.only_kernels:
+            raise Unrepeatable("its graph returns values")
         numbers = numbers_taken(optimizer, stand_ins.sources, observed)
         self.numbers = list(numbers.values())
         """The group and the key of each float that the graph takes."""
-        memory = direct.allocate()
-        contents = _contents(optimizer, stand_ins, observed, memory, self.numbers)
-        known = [*contents.guarded, *contents.others]
-        grads = [shard_of(p.grad) for p in contents.params]
-        self.first = len(known) + len(grads)
-        """The place of the first address that each step has to be given."""
-        place = {id(t): i for i, t in reversed(list(enumerate([*known, *grads])))}
-        place |= {number: self.first + k for k, number in enumerate(numbers)}
-        # Sizes that are symbols to Dynamo, as those of views, are inputs too; no kernel takes them.
-        place |= {id(n): _NOWHERE for n in observed.inputs if isinstance(n, int)}
-        if any(id(t) not in place for t in observed.inputs):
-            raise Unrepeatable("it takes other tensors than parameters, gradients and states")
-        seeds = range(self.first + len(numbers), self.first + len(numbers) + len(code.seeded))
-        made = range(seeds.stop, seeds.stop + direct.made)
-        places = [*(place[id(t)] for t in observed.inputs), *seeds]
-        places += [*(place[id(m)] for m in memory), *made]
-        self.snapshot = TensorSnapshot(contents, made.stop - self.first)
-        for slot, residual in enumerate(self.residuals):
-            residual.keep_version(self.snapshot.versions, slot)
-        tensors = [*observed.inputs, *(None for _ in seeds), *memory]
-        self.launches = launches(direct.calls, places, tensors, self.first)
-        low = {id(t) for t in contents.others}
-        written = (tensors[i] for call in direct.calls for i in call.operands[0])
-        self.written = [*(t for t in written if id(t) not in low), *contents.sharded]
-        if any(id(observed.inputs[i]) not in numbers for i in direct.inputs):
-            raise Unrepeatable("what Inductor has compiled takes a tensor, such as a rate")
-        self.given = {i: place[id(observed.inputs[i])] - self.first for i in direct.inputs}
-        """Input of what Inductor has compiled -> which of the numbers it is."""
+        contents = _contents(optimizer, stand_ins, observed, self.numbers)
+        tensors = {id(t): t for t in observed.args}
+        self.bound = BoundKernels(code, observed, contents, [tensors[n] for n in numbers])
+        low = {id(c) for r in self.bound.residuals for c in r.components}
+        written = (i for call in code.direct.calls for i in call.operands[0])
+        tensors = [observed.inputs[i] for i in written if i < len(observed.inputs)]
+        self.written = [*(t for t in tensors if id(t) not in low), *contents.sharded]
 
     def run(self, optimizer: Optimizer) -> bool:
         """Do the step; return False, with nothing done, if something has changed."""
-        snapshot, groups = self.snapshot, optimizer.param_groups
-        if not self._allowed(optimizer) or not (grads := snapshot.unchanged(vars(optimizer))):
+        bound, groups = self.bound, optimizer.param_groups
+        if not self._allowed(optimizer):
             return False
-        if not self.launches.fit(snapshot):
+        grads = bound.snapshot.unchanged(vars(optimizer))
+        if not grads or not bound.fit():
             return False
         found = [groups[g][key] for g, key in self.numbers]
         if not all(map(math.isfinite, found)):
             return False
-        numbers = list(map(number_tensor, found))
-        side, direct = self.code.side, self.direct
-        seeds = side.draw(self.residuals, self.code.seeded) if side is not None else []
-        made = direct.make({i: numbers[k] for i, k in self.given.items()})
-        self.launches.run(snapshot, self.first, (*numbers, *seeds, *made))
-        del grads  # which the kernels have read by their addresses
-        torch.autograd.graph.increment_version(self.written)
-        snapshot.settle()
+        bound.run(grads, list(map(number_tensor, found)), self.written)
         self.steps.repeated()
         return True
 
     def _allowed(self, optimizer: Optimizer) -> bool:
         """Tell whether all that is no part of the optimizer is as it was."""
         return bool(
-            self.generation == STORE.generation
+            self.bound.generation == STORE.generation
             and self.steps.compiles
             and self.globals.same()
             and not has_foreign_hooks(optimizer)
         )
-
-
-def _direct(code: Code, observed: Observed) -> Direct:
-    """Return the kernels of a graph that does nothing else."""
-    direct = code.direct
-    if direct is None or not direct.only_kernels:
-        raise Unrepeatable("its graph does more than to call kernels")
-    replaced, current = observed.residuals.replaced, observed.residuals.current
-    if replaced or any(r.expected is not None for _, r in current):
-        raise Unrepeatable("residuals are dropped, or have to be looked at")
-    return direct
 
 
 def name_of_number(group: int, key: str) -> str:
@@ -155,7 +114,6 @@ def _contents(
     optimizer: Optimizer,
     stand_ins: StandIns,
     observed: Observed,
-    memory: list[Tensor],
     numbers: Sequence[tuple[int, str]],
 ) -> Contents:
     """Return what has to be as it was."""
@@ -185,17 +143,19 @@ def _contents(
         raise Unrepeatable("there are inference tensors, which count no versions")
     if any(isinstance(v, Tensor) for v in vars(optimizer).values()):
         raise Unrepeatable("it has what torch.amp.GradScaler leaves there")
+    grads = [shard_of(p.grad) for p in stand_ins.params]
     low = [c for _, r in observed.residuals.current for c in r.components]
     return Contents(
         attributes=list(_items(attributes)),
         containers=containers,
         guarded=guarded,
-        others=[*low, *memory],
+        others=low,
         written=[t for t, _ in observed.residuals.current],
         params=stand_ins.params,
         without=stand_ins.without,
+        given=grads,
         sharded=[t for t in wholes.values() if is_sharded(t)],
-        alike=guards_of([*guarded, *(shard_of(p.grad) for p in stand_ins.params)]).check,
+        alike=guards_of([*guarded, *grads]).check,
     )
 
 

@@ -19,6 +19,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
+from collage_fx.binding.launches import Unrepeatable
 from collage_fx.compilation.session import Outcome, Session
 from collage_fx.compilation.side_inputs import Noted, Observed, is_looked_at, looked_at
 from collage_fx.hooks.optimizer_hooks import has_foreign_hooks
@@ -27,7 +28,6 @@ from collage_fx.record.steps import Steps
 from collage_fx.runtime.kernels import left_out
 from collage_fx.runtime.kernels.triton_launch import is_capturing
 from collage_fx.stand_in.alike import count_alike, register, residuals_of, withdraw
-from collage_fx.stand_in.launches import Unrepeatable
 from collage_fx.stand_in.repeated_step import RepeatedStep
 from collage_fx.stand_in.shared_graph import SharedGraph, share, shared_stand_ins
 from collage_fx.stand_in.stand_ins import StandIns

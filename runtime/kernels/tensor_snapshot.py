@@ -1,4 +1,4 @@
-"""Whether tensors, and the containers they are in, are what they were: one call of compiled C.
+"""Whether tensors, and what they are found in, are what they were: one call of compiled C.
 
 What is compared in Python costs some microseconds for each tensor, which of many small ones is more
 than their arithmetic. Compiled code of Python's own C interface, and of nothing of PyTorch's, which
@@ -31,7 +31,7 @@ struct Snapshot {
   PyObject *guards, *version, *grad;
   PyObject *wholes, *specs, *shard, *spec;
   void* (*address)(PyObject*);
-  int64_t guarded, *addresses, *versions;
+  int64_t guarded, *addresses, *versions, *places, free, *given;
 };
 
 static PyObject* get(PyObject* attribute, PyObject* of) {
@@ -138,8 +138,24 @@ static bool no_gradients(const Snapshot* s) {
   return true;
 }
 
+// Whether tensors that are others in each call are laid out as in the last: notes their addresses.
+static int fit(const Snapshot* s, const std::vector<PyObject*>& given) {
+  const Py_ssize_t size = given.size(), before = PyTuple_GET_SIZE(s->tensors);
+  std::vector<PyObject*> all;
+  all.reserve(s->guarded + size);
+  for (int64_t k = 0; k < s->guarded; ++k) all.push_back(PyTuple_GET_ITEM(s->tensors, k));
+  all.insert(all.end(), given.begin(), given.end());
+  PyObject* answer = PyObject_Vectorcall(s->guards, all.data(), all.size(), nullptr);
+  if (!answer) return -1;
+  const int alike = PyObject_IsTrue(answer);
+  Py_DECREF(answer);
+  for (Py_ssize_t k = 0; alike > 0 && k < size; ++k)
+    if ((s->addresses[before + k] = address_of(s, given[k])) == -1) return 0;
+  return alike;
+}
+
 static int same_gradients(const Snapshot* s, std::vector<PyObject*>& grads) {
-  const Py_ssize_t size = PyTuple_GET_SIZE(s->params), before = PyTuple_GET_SIZE(s->tensors);
+  const Py_ssize_t size = PyTuple_GET_SIZE(s->params);
   for (Py_ssize_t k = 0; k < size; ++k) {
     PyObject* found = get(s->grad, PyTuple_GET_ITEM(s->params, k));
     if (!found) return -1;
@@ -152,17 +168,7 @@ static int same_gradients(const Snapshot* s, std::vector<PyObject*>& grads) {
     grads.back() = shard;
     Py_DECREF(found);
   }
-  std::vector<PyObject*> all;
-  all.reserve(s->guarded + size);
-  for (int64_t k = 0; k < s->guarded; ++k) all.push_back(PyTuple_GET_ITEM(s->tensors, k));
-  all.insert(all.end(), grads.begin(), grads.end());
-  PyObject* answer = PyObject_Vectorcall(s->guards, all.data(), all.size(), nullptr);
-  if (!answer) return -1;
-  const int alike = PyObject_IsTrue(answer);
-  Py_DECREF(answer);
-  for (Py_ssize_t k = 0; alike > 0 && k < size; ++k)
-    if ((s->addresses[before + k] = address_of(s, grads[k])) == -1) return 0;
-  return alike;
+  return fit(s, grads);
 }
 
 extern "C" int unchanged(const Snapshot* s, PyObject* attributes, PyObject* kept) {
@@ -176,6 +182,18 @@ extern "C" int unchanged(const Snapshot* s, PyObject* attributes, PyObject* kept
     Py_DECREF(one);
   }
   return answer;
+}
+
+extern "C" int holds(const Snapshot* s, PyObject* args) {
+  const Py_ssize_t size = PyTuple_GET_SIZE(s->tensors);
+  for (Py_ssize_t k = 0; k < size; ++k)
+    if (s->places[k] >= 0 &&
+        PyTuple_GET_ITEM(args, s->places[k]) != PyTuple_GET_ITEM(s->tensors, k))
+      return 0;
+  if (!same_tensors(s)) return PyErr_Occurred() ? -1 : 0;
+  std::vector<PyObject*> given;
+  for (int64_t k = 0; k < s->free; ++k) given.push_back(PyTuple_GET_ITEM(args, s->given[k]));
+  return fit(s, given);
 }
 
 extern "C" void gather(const int64_t* addresses, const int64_t* source, const int64_t* offset,
@@ -212,6 +230,9 @@ class _Fields(ctypes.Structure):
         ("guarded", ctypes.c_int64),
         ("addresses", ctypes.c_void_p),
         ("versions", ctypes.c_void_p),
+        ("places", ctypes.c_void_p),
+        ("free", ctypes.c_int64),
+        ("given", ctypes.c_void_p),
     ]
 
 
@@ -219,36 +240,45 @@ class _Fields(ctypes.Structure):
 def _library() -> Any:
     """Return the compiled functions, which hold the lock of the interpreter while they run."""
     library = ctypes.PyDLL(cpp_compiler.load(_SOURCE)._name)
-    library.unchanged.restype, library.bits.restype = ctypes.c_int, ctypes.c_int64
+    library.unchanged.restype = library.holds.restype = ctypes.c_int
+    library.bits.restype = ctypes.c_int64
     library.settle.restype = library.gather.restype = None
     return library
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Contents:
-    """What a snapshot compares."""
+    """Tensors, and what they are found in: the arguments of a call, or containers."""
 
-    attributes: Sequence[Any]
-    """The items of a dict that is handed to each comparison, since it is not to be kept alive."""
-    containers: Sequence[tuple[Any, Sequence[Any]]]
-    """Lists and dicts, each with its items: of a dict key, value, key, value. Floats are compared
-    by value, all else by identity, and `NUMBER` and `ANYTHING` stand for others."""
     guarded: Sequence[Tensor]
     """Tensors of which all is compared: the object, its address, and what `alike` does."""
     others: Sequence[Tensor]
     """Tensors of which the object and its address are compared."""
     written: Sequence[Tensor]
     """Those of them whose version counter is compared with the last that was noted."""
-    params: Sequence[Tensor]
-    """Tensors whose gradients are there and are like the present ones, wherever they lie: those of
-    DTensors in their layout, and their shards."""
-    sharded: Sequence[Tensor]
-    """DTensors that have the same shards; these are among the guarded tensors."""
-    without: Sequence[Tensor]
-    """Tensors that have no gradient."""
+    given: Sequence[Tensor]
+    """Tensors that may be others in each call, if these are like the present ones."""
     alike: Callable[..., bool]
-    """Tells whether its arguments, the guarded tensors and the gradients, are what they were in
+    """Tells whether its arguments, the guarded tensors and the given ones, are what they were in
     class, dtype, device, sizes and strides."""
+
+    arguments: Sequence[int] = ()
+    """For each guarded tensor which argument it is, -1 for none."""
+    given_arguments: Sequence[int] = ()
+    """The same of the given ones."""
+
+    attributes: Sequence[Any] = ()
+    """The items of a dict that is handed to each comparison, since it is not to be kept alive."""
+    containers: Sequence[tuple[Any, Sequence[Any]]] = ()
+    """Lists and dicts, each with its items: of a dict key, value, key, value. Floats are compared
+    by value, all else by identity, and `NUMBER` and `ANYTHING` stand for others."""
+    params: Sequence[Tensor] = ()
+    """Tensors whose gradients are the given ones: those of DTensors in their layout, and their
+    shards."""
+    sharded: Sequence[Tensor] = ()
+    """DTensors that have the same shards; these are among the guarded tensors."""
+    without: Sequence[Tensor] = ()
+    """Tensors that have no gradient."""
 
 
 class Addresses:
@@ -264,7 +294,7 @@ class Addresses:
 
 
 class TensorSnapshot:
-    """What tensors and containers are now. It keeps them alive, but for the gradients."""
+    """What tensors and containers are now. It keeps them alive, but for the given ones."""
 
     def __init__(self, contents: Contents, more: int = 0) -> None:
         """Take it, all versions as they are.
@@ -283,10 +313,13 @@ class TensorSnapshot:
         self.params = tuple(contents.params)
         self.written = tuple(contents.written)
         grads = [p.grad for p in self.params if p.grad is not None]
-        present = [t.data_ptr() for t in (*self.tensors, *map(shard_of, grads))]
+        present = [t.data_ptr() for t in (*self.tensors, *contents.given)]
         self.addresses = array("q", [*present, *(0 for _ in range(more))])
-        """Those of the guarded tensors, the others, the gradients in the last call, and more."""
+        """Those of the guarded tensors, the others, the given ones of the last call, and more."""
         self.versions = array("q", (t._version for t in self.written))
+        nowhere = [-1] * (len(self.tensors) - len(contents.arguments))
+        self.places = array("q", [*contents.arguments, *nowhere])
+        self.given = array("q", contents.given_arguments)
         items = ((one, tuple(found)) for one, found in contents.containers)
         self._kept = _Fields(
             tuple(contents.attributes),
@@ -308,6 +341,9 @@ class TensorSnapshot:
             len(contents.guarded),
             self.addresses.buffer_info()[0],
             self.versions.buffer_info()[0],
+            self.places.buffer_info()[0],
+            len(self.given),
+            self.given.buffer_info()[0],
         )
         self._at = ctypes.byref(self._kept)
         self._library = _library()
@@ -322,6 +358,10 @@ class TensorSnapshot:
         grads: list[Tensor] = []
         found = ctypes.py_object(attributes), ctypes.py_object(grads)
         return grads if self._library.unchanged(self._at, *found) else []
+
+    def holds(self, args: tuple[Any, ...]) -> bool:
+        """Tell whether the arguments of a call are as they were; `addresses` has theirs then."""
+        return bool(self._library.holds(self._at, ctypes.py_object(args)))
 
     def gather(self, found: "Addresses", table: int) -> None:
         """Write addresses to the memory at an address."""

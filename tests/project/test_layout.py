@@ -16,7 +16,8 @@ LAYERS = ("collage_fx", "passes", "runtime")
 """The folders with the code, from the top to the bottom."""
 ORDER = [
     *("__main__", "callbacks", "api"),
-    *("inspection", "step", "dynamo*", "stand_in", "record*", "segments*", "compilation*"),
+    *("inspection", "step", "dynamo*", "stand_in", "record*", "segments*", "binding"),
+    "compilation*",
     "hooks*",
     *("optimizer", "config", "errors"),
     *("passes.pipeline", "passes.codegen*", "passes.dedup", "passes.rewrite", "passes.analysis"),

@@ -1,0 +1,135 @@
+"""The kernels of a compiled graph over the tensors of one call, run again for a later one.
+
+A call looks at some thousands of tensors in Python: for residuals that do not belong to their
+tensors any more, for the addresses that kernels are given. Compiled code compares all of them with
+the last call (`TensorSnapshot`), and fills the tables from which kernels take addresses.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from collage_fx.binding.launches import Unrepeatable, launches
+from collage_fx.compilation.partition import Direct
+from collage_fx.compilation.side_inputs import Code, Observed
+from collage_fx.passes.ir.program import LOW_PRECISION, is_tensor, value_of
+from collage_fx.runtime.kernels.tensor_snapshot import Contents, TensorSnapshot
+from collage_fx.runtime.residuals.store import STORE
+
+_NOWHERE = -1
+
+
+class BoundKernels:
+    """The kernels of a graph, bound to tensors."""
+
+    def __init__(
+        self,
+        code: Code,
+        observed: Observed,
+        contents: Contents,
+        values: Sequence[Any],
+    ) -> None:
+        """Bind the kernels to what a call has given them.
+
+        Args:
+            code: the graph.
+            observed: what a call has given to its kernels.
+            contents: what has to be as it was; memory of the kernels' own is added.
+            values: inputs of the graph that are other numbers in each call, here or on a device.
+
+        Raises Unrepeatable.
+        """
+        self.code, self.direct = code, _direct(code, observed)
+        self.generation = STORE.generation
+        self.residuals = [residual for _, residual in observed.residuals.current]
+        memory = self.direct.allocate()
+        contents = dataclasses.replace(contents, others=[*contents.others, *memory])
+        self.known = [*contents.guarded, *contents.others]
+        self.first = len(self.known) + len(contents.given)
+        """The place of the first address that each call has to be given."""
+        places = self._places(observed.inputs, [*self.known, *contents.given, *values], memory)
+        self.rest = [(i, places[i]) for i in self.direct.inputs]
+        """The inputs of what Inductor has compiled, and which of all tensors and values each is."""
+        calls = self.direct.calls
+        taken = {places[n] for call in calls for column in call.operands for n in column}
+        self.taken = sorted(place for place in taken if place >= self.first)
+        """Which of what is another in each call the kernels take."""
+        slots = {place: self.first + k for k, place in enumerate(self.taken)}
+        self.snapshot = TensorSnapshot(contents, len(self.taken))
+        for slot, residual in enumerate(self.residuals):
+            residual.keep_version(self.snapshot.versions, slot)
+        tensors = [*observed.inputs, *(None for _ in code.seeded), *memory]
+        self.launches = launches(calls, [slots.get(p, p) for p in places], tensors, self.first)
+
+    def _places(self, inputs: Sequence[Any], every: list[Any], memory: list[Tensor]) -> list[int]:
+        """Return for each number of `Direct` which of all tensors and values it is.
+
+        Seeds and what Inductor's part makes come after the values, and constants are nowhere.
+        """
+        at = {id(x): k for k, x in reversed(list(enumerate(every))) if isinstance(x, Tensor)}
+        numbers = [k for k, x in enumerate(every) if not isinstance(x, Tensor)]
+        found, given = [at.get(id(x)) for x in inputs], [every[k] for k in numbers]
+        sizes = [i for i, x in enumerate(inputs) if not isinstance(x, Tensor)]
+        if given:  # they keep their order; else they are sizes, which no kernel takes
+            if [inputs[i] for i in sizes] != given:
+                raise Unrepeatable("its numbers are not those that Dynamo has handed over")
+            for i, k in zip(sizes, numbers, strict=True):
+                found[i] = k
+        if any(found[i] is None for i in {*range(len(inputs))} - {*sizes} | {*self.direct.inputs}):
+            raise Unrepeatable("it takes other tensors than parameters, gradients and states")
+        seeds = range(len(every), len(every) + len(self.code.seeded))
+        made = range(seeds.stop, seeds.stop + len(self.direct.made))
+        nowhere = [_NOWHERE for _ in self.direct.constants]
+        known = [_NOWHERE if k is None else k for k in found]
+        return [*known, *seeds, *(at[id(m)] for m in memory), *nowhere, *made]
+
+    def fit(self) -> bool:
+        """Tell whether the kernels can be called for the addresses of now."""
+        return self.launches.fit(self.snapshot)
+
+    def run(
+        self, given: Sequence[Tensor], values: Sequence[Any], written: Sequence[Tensor]
+    ) -> list[Any]:
+        """Call the kernels; return the results of the graph.
+
+        Args:
+            given: as those of the call that they are bound to.
+            values: likewise.
+            written: tensors whose versions are counted up.
+        """
+        side, direct = self.code.side, self.direct
+        seeds = side.draw(self.residuals, self.code.seeded) if side is not None else []
+        made: list[Any] = []
+        if direct.compiled is not None:
+            every = (*self.known, *given, *values)
+            made = direct.make({i: every[k] for i, k in self.rest})
+        fresh = (*values, *seeds, *made)
+        self.launches.run(self.snapshot, self.first, [fresh[k - self.first] for k in self.taken])
+        torch.autograd.graph.increment_version(written)
+        self.snapshot.settle()
+        ends = (*direct.constants, *made)
+        return [ends[n - direct.first_made + len(direct.constants)] for n in direct.results]
+
+
+def _direct(code: Code, observed: Observed) -> Direct:
+    """Return the kernels of a graph that writes nothing else, and returns no state."""
+    direct = code.direct
+    if direct is None or not direct.writes_by_kernels:
+        raise Unrepeatable("its graph does more than to call kernels")
+    for n in direct.results:
+        made = direct.made[n - direct.first_made] if n >= direct.first_made else None
+        if n < direct.first_made - len(direct.constants) or _may_be_state(made):
+            raise Unrepeatable("it returns tensors that may be states")
+    replaced, current = observed.residuals.replaced, observed.residuals.current
+    if replaced or any(r.expected is not None or r.renewed is not False for _, r in current):
+        raise Unrepeatable("residuals are dropped, or have to be looked at")
+    return direct
+
+
+def _may_be_state(made: Node | None) -> bool:
+    """Tell whether a value is a tensor of a dtype that states have."""
+    return made is not None and is_tensor(made) and value_of(made).dtype in LOW_PRECISION
