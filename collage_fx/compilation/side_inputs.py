@@ -43,11 +43,16 @@ class Members:
         kept = function(*(args[i] for i in self.narrow.inputs))
         if self.written:
             torch.autograd.graph.increment_version([call.members[i] for i in self.written])
+        return self.results([*kept, *call.made], args)
+
+    def results(self, made: Sequence[Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the results of the whole graph, given all those of the narrow one."""
+        kept = made[: len(self.narrow.results)]
         results: list[Any] = [None] * self.count
         for k, result in zip(self.narrow.results, kept, strict=True):
             results[k] = result
         for k, at in self.made.items():
-            results[k] = call.made[at]
+            results[k] = made[len(kept) + at]
         for k, find in self.returned.items():
             results[k] = find(args)
         return tuple(results)

@@ -1,5 +1,6 @@
 """The Dynamo backend: from a Dynamo graph to a callable that binds residuals."""
 
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,10 +15,12 @@ from torch.fx import GraphModule, Node
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from collage_fx.binding.backoff import Backoff
+from collage_fx.binding.bound_graph import BoundGraph
 from collage_fx.compilation.aot import compile_graph
 from collage_fx.compilation.layout_guards import Layouts, static_inputs
 from collage_fx.compilation.session import Outcome, Session, StandsForOthers
-from collage_fx.compilation.side_inputs import Code
+from collage_fx.compilation.side_inputs import Code, Noted, is_looked_at, looked_at
 from collage_fx.dynamo.options import split_options
 from collage_fx.dynamo.symbols import Symbols
 from collage_fx.hooks import optimizer_hooks
@@ -30,7 +33,9 @@ from collage_fx.passes.frontend.denominator import one_denominator
 from collage_fx.record.steps import Steps
 from collage_fx.runtime import logs, progress
 from collage_fx.runtime.errors import CollageError, OptionError
+from collage_fx.runtime.kernels import left_out
 from collage_fx.runtime.residuals.memory import has_memory, shared_between_storages
+from collage_fx.runtime.residuals.residual import version
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import compensable_dtypes
 from collage_fx.segments.memory import storage_key
@@ -79,13 +84,17 @@ class Backend(Session):
             self.notes.add("the first step was recorded: its new states have both words")
         return bool(new)
 
+    def is_whole(self, gm: GraphModule) -> bool:
+        """Tell whether a graph that Dynamo has just made is all of an optimizer's step."""
+        reason: Any = gm.compile_subgraph_reason
+        return not reason.graph_break and traced_code() in self.whole
+
     def hands_on(self, gm: GraphModule) -> bool:
         """Tell whether a graph makes values for other parts of the step, out of high words only.
 
         A graph that is all of the step does not: its results are new states.
         """
-        reason: Any = gm.compile_subgraph_reason
-        if self.optimizer() is None or (not reason.graph_break and traced_code() in self.whole):
+        if self.optimizer() is None or self.is_whole(gm):
             return False
         dtypes = compensable_dtypes(self.config.storage)
         given = {storage_key(t) for t in _tensors(gm.graph.find_nodes(op="placeholder"))}
@@ -110,7 +119,9 @@ class Backend(Session):
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one Dynamo graph; the callable that a Dynamo backend returns."""
-        optimizer_hooks.count_graph(supervised=self.supervisor() is not None)
+        if (supervisor := self.supervisor()) is not None:
+            supervisor.look()
+        optimizer_hooks.count_graph(supervised=supervisor is not None)
         self.graphs += 1
         if logs.LOG.isEnabledFor(logging.INFO) and (reason := recompile_reason()):
             logs.LOG.info("%s: traced again, as %s", self.subject, reason)
@@ -186,6 +197,9 @@ class _Step:
                 supervisor.record_rest(_end_of(gm))
         recorded = self.waits or (supervisor is not None and not supervisor.compiles)
         self.code = _left_out(gm) if recorded else self._compile(gm, example_inputs)
+        is_step = session.stand_ins is None and session.is_whole(gm)
+        never = not is_step or supervisor is None or "repeat" in session.config.without
+        self.backoff = Backoff(session.notes.add, never=never)
 
     def _compile(
         self, gm: GraphModule, inputs: Sequence[Any], args: tuple[Any, ...] | None = None
@@ -224,6 +238,10 @@ class _Step:
         """
         self.session.calls += 1
         supervisor = self.session.supervisor()
+        again = supervisor.repeat(self, args) if supervisor is not None else None
+        if again is not None:
+            self.backoff.held()
+            return again
         stand_ins = self.session.stand_ins
         if stand_ins is not None and stand_ins is not self.stand_ins() and supervisor is not None:
             # A part of a step that Dynamo has not seen whole.
@@ -267,10 +285,27 @@ class _Step:
             return supervisor.recorded(self, args)
         self.code.conclude(args)
         self.checked = STORE.generation
-        result = supervisor.run_graph(self.code, args)
+        result = self._run(supervisor, args)
         if stand_ins is not None:
             stand_ins.outcome, stand_ins.code = Outcome.DONE, self.code
             stand_ins.sources = [] if self.symbols.guarded else self.symbols.sources
+        return result
+
+    def _run(self, supervisor: Steps, args: tuple[Any, ...]) -> Any:
+        """Run the graph; bind it to what it is given, if it is a step that may be done again."""
+        binds = self.backoff.is_due() and supervisor.recorder.asleep and not self.symbols.assumed
+        if not binds or is_looked_at() or left_out.is_open():
+            return supervisor.run_graph(self.code, args)
+        attributes = (find() for find in self.static[1])
+        tensors = [t for t in (*args, *attributes) if isinstance(t, Tensor)]
+        before, noted = list(map(version, tensors)), Noted()
+        with looked_at(noted):
+            result = supervisor.run_graph(self.code, args)
+        written = [t for t, old in zip(tensors, before, strict=True) if version(t) != old]
+        if len(noted.calls) == 1:
+            observed = noted.calls[0]
+            bind = functools.partial(BoundGraph, self, self.code, observed, written)
+            supervisor.bound = self.backoff.bind(bind)
         return result
 
     def _look_at_memory(self, args: tuple[Any, ...]) -> None:

@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
+from collage_fx.binding.bound_graph import BoundGraph
 from collage_fx.compilation.session import Session
-from collage_fx.compilation.side_inputs import Code
+from collage_fx.compilation.side_inputs import Code, is_looked_at
 from collage_fx.hooks import nested_compile
 from collage_fx.hooks.dynamo_settings import Failures, graph_breaks
 from collage_fx.optimizer.checkpoints.agreement import check_loads
@@ -24,6 +25,7 @@ from collage_fx.record.modes import off_stack
 from collage_fx.record.recorder import Recorder
 from collage_fx.record.service import TRIED, Service
 from collage_fx.runtime.errors import UnsupportedError
+from collage_fx.runtime.kernels import left_out
 from collage_fx.runtime.residuals.memory import has_memory
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import compensable_dtypes
@@ -81,6 +83,12 @@ class Steps:
         """Whether a graph was recorded in this step that will be compiled in the next."""
         self.forced = False
         """Whether the user wants nothing compiled in this step."""
+        self.bound: BoundGraph | None = None
+        """The graph that did all of the last step, bound to its tensors."""
+        self.unseen = False
+        """Whether nobody has looked at the states in this step: that graph may do it again."""
+        self.again = False
+        """Whether it has."""
         self.returned: set[int] = set()
         """The memory that Dynamo's graphs have returned."""
         self.words = LowWords(
@@ -104,7 +112,7 @@ class Steps:
         self.recorder = Recorder(
             self.words,
             self._run,
-            self._find_states,
+            self._wake,
             self._unknown_reader,
             self.warn,
             self.other_memory.watched,
@@ -213,18 +221,35 @@ class Steps:
         if isinstance(self.discovery, OptimizerStates):
             self.discovery.check_dtypes()
             check_loads(self.discovery.optimizer())
-        self.service.count_repeats()
-        self.steps += 1
-        self.history.taken += 1
-        self.service.by_graph.clear()
         self.returned.clear()
         self.other_memory.begin()
         self.interpreted |= self.failures.no_compiler
         self.forced = nested_compile.stance_is_eager()
+        self.unseen, self.again = True, False
+        if self.bound is not None and self.quiet and self.traces:
+            self.recorder.asleep = True
+        else:
+            self.look()
+
+    def look(self) -> None:
+        """Look at the states before anything but the graph of the last step, done again, runs."""
+        if not self.unseen:
+            return
+        self.unseen, self.bound = False, None
+        self.service.count_repeats()
+        self.steps += 1
+        self.history.taken += 1
+        self.service.by_graph.clear()
         if self.quiet and self.traces and not self.discovery.changed():
             self.recorder.asleep = True
             self.service.begin_again(self.states.alive())
         else:
+            self._find_states()
+
+    def _wake(self) -> None:
+        """Look for the states, now that something but graphs of Dynamo's runs."""
+        self.look()
+        if self.recorder.asleep:
             self._find_states()
 
     def go_on(self) -> None:
@@ -316,6 +341,21 @@ class Steps:
 
     # Graphs of Dynamo's.
 
+    def repeat(self, graph: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Do the step as the graph did the last one; return its results.
+
+        None, with nothing done, if it has to be done in full.
+        """
+        bound, results = self.bound, None
+        fresh = self.active and self.unseen and not (self.again or is_looked_at())
+        if fresh and bound is not None and bound.graph is graph and not left_out.is_open():
+            with self.recorder.paused(), off_stack(self.recorder):
+                results = bound.run(args)
+        self.again |= results is not None
+        if results is None:
+            self.look()
+        return results
+
     def recorded(self, graph: Any, args: tuple[Any, ...]) -> Any:
         """Record what a graph of Dynamo's does; return its results."""
         return self.recorder.graph(self.sources[graph], args)
@@ -389,6 +429,10 @@ class Steps:
 
     def _end(self, *, failed: bool) -> None:
         """Take up the states that the step has made or replaced, and note what served each."""
+        if self.unseen and self.again:
+            self.recorder.asleep = False
+            return self.repeated()
+        self.look()
         unaccounted = self._account_asleep() if self.recorder.asleep else self._account()
         self.recorder.asleep = False
         self.service.by_graph.clear()

@@ -59,8 +59,8 @@ class RepeatedStep:
         self.numbers = list(numbers.values())
         """The group and the key of each float that the graph takes."""
         contents = _contents(optimizer, stand_ins, observed, self.numbers)
-        tensors = {id(t): t for t in observed.args}
-        self.bound = BoundKernels(code, observed, contents, [tensors[n] for n in numbers])
+        given = {id(t): t for t in observed.args}
+        self.bound = BoundKernels(code, observed, contents, [given[n] for n in numbers])
         low = {id(c) for r in self.bound.residuals for c in r.components}
         written = (i for call in code.direct.calls for i in call.operands[0])
         tensors = [observed.inputs[i] for i in written if i < len(observed.inputs)]
@@ -74,7 +74,7 @@ class RepeatedStep:
         grads = bound.snapshot.unchanged(vars(optimizer))
         if not grads or not bound.fit():
             return False
-        found = [groups[g][key] for g, key in self.numbers]
+        found: list[Any] = [groups[g][key] for g, key in self.numbers]
         if not all(map(math.isfinite, found)):
             return False
         bound.run(grads, list(map(number_tensor, found)), self.written)

@@ -10,7 +10,6 @@ what they were is checked here, before each step, as its guards would.
 """
 
 import inspect
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -19,14 +18,13 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
-from collage_fx.binding.launches import Unrepeatable
+from collage_fx.binding.backoff import Backoff
 from collage_fx.compilation.session import Outcome, Session
 from collage_fx.compilation.side_inputs import Noted, Observed, is_looked_at, looked_at
 from collage_fx.hooks.optimizer_hooks import has_foreign_hooks
 from collage_fx.passes.ir.program import Unlike
 from collage_fx.record.steps import Steps
 from collage_fx.runtime.kernels import left_out
-from collage_fx.runtime.kernels.triton_launch import is_capturing
 from collage_fx.stand_in.alike import count_alike, register, residuals_of, withdraw
 from collage_fx.stand_in.repeated_step import RepeatedStep
 from collage_fx.stand_in.shared_graph import SharedGraph, share, shared_stand_ins
@@ -50,10 +48,7 @@ class StandInSteps:
         """The last step, to be done again."""
         self.observed: tuple[StandIns, Observed] | None = None
         """What the graph of the last step was given, if that was looked at."""
-        self.wait = _NEVER if "repeat" in session.config.without else 0
-        """Steps until it is worth while to look at one again."""
-        self.waited = 0
-        """What that was, since one was repeated: it doubles, for steps that are never the same."""
+        self.backoff = Backoff(session.notes.add, never="repeat" in session.config.without)
         self.shared: SharedGraph | None = None
         """What was compiled for this one and others may use."""
         if self.tries:
@@ -90,7 +85,7 @@ class StandInSteps:
             with torch.enable_grad():
                 loss = closure()
         if (called or closure is None) and self.last is not None and self.last.run(optimizer):
-            self.waited = 0
+            self.backoff.held()
             return True, False, loss
         self.last = None
         return False, called, loss
@@ -106,19 +101,7 @@ class StandInSteps:
         observed, self.observed = self.observed, None
         if observed is None or not wanted or not steps.quiet or self.last is not None:
             return
-        if is_capturing():  # nothing can be allocated outside of the memory of the graph
-            return
-        self.waited = self.wait = 2 * self.waited + 1
-        try:
-            self.last = RepeatedStep(self.optimizer(), *observed, steps)
-        except Unrepeatable:
-            self.wait = _NEVER
-        except Exception as error:
-            self.wait = _NEVER
-            self.session.notes.add(
-                f"each step is looked at in Python: {type(error).__name__} was raised in compiling "
-                "what would do so"
-            )
+        self.last = self.backoff.bind(lambda: RepeatedStep(self.optimizer(), *observed, steps))
 
     def step(
         self, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -160,12 +143,11 @@ class StandInSteps:
         stand_ins.outcome = Outcome.PARTS
         self.session.stand_ins = stand_ins
         before = stand_ins.code
-        repeats = before is not None and before.side is not None and not self.wait
+        repeats = self.backoff.is_due() and before is not None and before.side is not None
         repeats = repeats and not left_out.is_open()  # who looks waits for the device
         noted = Noted()
         looks = looked_at(noted) if repeats or stand_ins.pooled else nullcontext()
         residuals = residuals_of(optimizer) if stand_ins.pooled else None
-        self.wait -= self.wait > 0
         try:
             with looks, stand_ins.few.of(optimizer), torch.no_grad():
                 stand_ins.step()
@@ -209,6 +191,5 @@ class StandInSteps:
         return new
 
 
-_NEVER = sys.maxsize
 _KEPT = 4
 """Sets of stand-ins that are remembered, as where gradients are missing by turns."""

@@ -3,27 +3,29 @@
 import gc
 import types
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from repeated_steps import compare, counted, give_gradients, made, params, params_of, trained
+from repeated_steps import (
+    CHANGES,
+    changing,
+    compare,
+    counted,
+    give_gradients,
+    made,
+    params,
+    params_of,
+    trained,
+    write,
+)
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import collage_fx
 from collage_fx.runtime.kernels.tensor_snapshot import TensorSnapshot
 
 pytestmark = pytest.mark.kernels
-
-
-class Passing(TorchDispatchMode):
-    """Does what it is asked for."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 CASES = [
@@ -97,82 +99,14 @@ def test_closures(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == [True] * 24
 
 
-def write(optimizer: Optimizer) -> None:
-    with torch.no_grad():
-        params_of(optimizer)[3].mul_(0.5)
-
-
-def give_data(optimizer: Optimizer) -> None:
-    p = params_of(optimizer)[3]
-    p.data = p.detach() * 0.5
-
-
-def give_transposed(optimizer: Optimizer) -> None:
-    p = params_of(optimizer)[1]
-    p.grad = p.grad.t().contiguous().t()  # type: ignore[union-attr]
-
-
-def replace_state(optimizer: Optimizer) -> None:
-    state = optimizer.state[params_of(optimizer)[2]]
-    state["exp_avg_sq"] = state["exp_avg_sq"] * 0.5
-
-
-def add_group(optimizer: Optimizer) -> None:
-    p = torch.nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
-    p.grad = torch.ones_like(p)
-    optimizer.add_param_group({"params": [p]})
-
-
-def load_residual(optimizer: Optimizer) -> None:
-    p = params_of(optimizer)[2]
-    collage_fx.load_residuals(p, [torch.full_like(r, 1e-4) for r in collage_fx.residuals(p)])
-
-
-def hook(optimizer: Optimizer) -> None:
-    optimizer.register_step_post_hook(lambda one, *_: write(one))
-
-
-def call_wrongly(optimizer: Optimizer) -> None:
-    with pytest.raises(TypeError):
-        optimizer.step(None, None)  # type: ignore[call-arg]
-
-
-CHANGES: dict[str, Callable[[Optimizer], Any]] = {
-    "written": write,
-    "data": give_data,
-    "no gradient": lambda o: setattr(params_of(o)[4], "grad", None),
-    "transposed gradient": give_transposed,
-    "state": replace_state,
-    "state lost": lambda o: o.state.pop(params_of(o)[6]),
-    "group": add_group,
-    "rate": lambda o: o.param_groups[0].update(lr=3e-3),
-    "betas": lambda o: o.param_groups[0].update(betas=(0.8, 0.99)),
-    "maximize": lambda o: o.param_groups[0].update(maximize=True),
-    "loaded": lambda o: o.load_state_dict(o.state_dict()),
-    "residual": load_residual,
-    "hook": hook,
-    "mode": lambda o: Passing(),
-    "stance": lambda o: torch.compiler.set_stance("force_eager"),
-    "another backend": lambda o: torch.compiler.set_stance("default", force_backend="eager"),
-    "gradients off": lambda o: torch.no_grad(),
-    "wrong call": call_wrongly,
-}
-
-
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.quick(
     "written", "data", "no gradient", "state lost", "residual", "hook", "stance", "wrong call"
 )
 def test_what_has_changed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Before one step, and in that step only."""
-    at = 7
-
-    def change(optimizer: Optimizer, i: int) -> Any:
-        entered = CHANGES[name](optimizer) if i == at else None
-        return entered if hasattr(entered, "__enter__") else None
-
-    repeats = compare(monkeypatch, lambda: made(AdamW, "mcf2", lr=1e-3), 14, change)
-    assert at - 1 in repeats and at not in repeats
+    repeats = compare(monkeypatch, lambda: made(AdamW, "mcf2", lr=1e-3), 14, changing(name, 7))
+    assert 6 in repeats and 7 not in repeats
 
 
 def test_control(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,20 @@ import pytest
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import collage_fx
+from collage_fx.binding.bound_graph import BoundGraph
 from collage_fx.record.steps import Steps
 from collage_fx.stand_in.repeated_step import RepeatedStep
+
+
+class Passing(TorchDispatchMode):
+    """Does what it is asked for."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
 
 SIZES = [(3,), (5, 2), (16,), (4, 4), (33,), (7,), (2, 3), (64,), (9,)]
 
@@ -59,6 +69,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, *, allowed: bool) -> Iterator[list[
         patch.setattr(Steps, "repeated", lambda steps: (repeats.append(steps.steps), own(steps)))
         if not allowed:
             patch.setattr(RepeatedStep, "run", lambda *_: False)
+            patch.setattr(BoundGraph, "run", lambda *_: None)
         yield repeats
 
 
@@ -97,3 +108,75 @@ def compare(
     assert same == other_same
     assert not none
     return repeats
+
+
+def write(optimizer: Optimizer) -> None:
+    with torch.no_grad():
+        params_of(optimizer)[3].mul_(0.5)
+
+
+def give_data(optimizer: Optimizer) -> None:
+    p = params_of(optimizer)[3]
+    p.data = p.detach() * 0.5
+
+
+def give_transposed(optimizer: Optimizer) -> None:
+    p = params_of(optimizer)[1]
+    p.grad = p.grad.t().contiguous().t()  # type: ignore[union-attr]
+
+
+def replace_state(optimizer: Optimizer) -> None:
+    state = optimizer.state[params_of(optimizer)[2]]
+    state["exp_avg_sq"] = state["exp_avg_sq"] * 0.5
+
+
+def add_group(optimizer: Optimizer) -> None:
+    p = torch.nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
+    p.grad = torch.ones_like(p)
+    optimizer.add_param_group({"params": [p]})
+
+
+def load_residual(optimizer: Optimizer) -> None:
+    p = params_of(optimizer)[2]
+    collage_fx.load_residuals(p, [torch.full_like(r, 1e-4) for r in collage_fx.residuals(p)])
+
+
+def hook(optimizer: Optimizer) -> None:
+    optimizer.register_step_post_hook(lambda one, *_: write(one))
+
+
+def call_wrongly(optimizer: Optimizer) -> None:
+    with pytest.raises(TypeError):
+        optimizer.step(None, None)  # type: ignore[call-arg]
+
+
+CHANGES: dict[str, Callable[[Optimizer], Any]] = {
+    "written": write,
+    "data": give_data,
+    "no gradient": lambda o: setattr(params_of(o)[4], "grad", None),
+    "transposed gradient": give_transposed,
+    "state": replace_state,
+    "state lost": lambda o: o.state.pop(params_of(o)[6]),
+    "group": add_group,
+    "rate": lambda o: o.param_groups[0].update(lr=3e-3),
+    "betas": lambda o: o.param_groups[0].update(betas=(0.8, 0.99)),
+    "maximize": lambda o: o.param_groups[0].update(maximize=True),
+    "loaded": lambda o: o.load_state_dict(o.state_dict()),
+    "residual": load_residual,
+    "hook": hook,
+    "mode": lambda o: Passing(),
+    "stance": lambda o: torch.compiler.set_stance("force_eager"),
+    "another backend": lambda o: torch.compiler.set_stance("default", force_backend="eager"),
+    "gradients off": lambda o: torch.no_grad(),
+    "wrong call": call_wrongly,
+}
+
+
+def changing(name: str, at: int) -> Callable[[Optimizer, int], Any]:
+    """Return a change for `trained`: one of `CHANGES`, before this step, and in it only."""
+
+    def change(optimizer: Optimizer, i: int) -> Any:
+        entered = CHANGES[name](optimizer) if i == at else None
+        return entered if hasattr(entered, "__enter__") else None
+
+    return change

@@ -1,0 +1,52 @@
+"""When a step is worth binding, which takes longer than to do it."""
+
+import sys
+from collections.abc import Callable
+from typing import TypeVar
+
+from collage_fx.binding.launches import Unrepeatable
+from collage_fx.runtime.kernels.triton_launch import is_capturing
+
+T = TypeVar("T")
+
+
+class Backoff:
+    """Counts the steps until one is bound again, twice as many each time that was in vain."""
+
+    def __init__(self, note: Callable[[str], None], *, never: bool) -> None:
+        """Begin to count.
+
+        Args:
+            note: told of an error in compiling the comparison.
+            never: whether no step is bound at all.
+        """
+        self.note = note
+        self.left = sys.maxsize if never else 0
+        self.before = 0
+
+    def is_due(self) -> bool:
+        """Count one step; tell whether it is worth while to bind it."""
+        due = not self.left
+        self.left -= not due
+        return due
+
+    def bind(self, make: Callable[[], T]) -> T | None:
+        """Return what is made of a step that was done; None if it cannot be repeated."""
+        if is_capturing():  # nothing can be allocated outside of the memory of the graph
+            return None
+        self.before = self.left = 2 * self.before + 1
+        try:
+            return make()
+        except Unrepeatable:
+            self.left = sys.maxsize
+        except Exception as error:
+            self.left = sys.maxsize
+            self.note(
+                f"each step is looked at in Python: {type(error).__name__} was raised in compiling "
+                "what would do so"
+            )
+        return None
+
+    def held(self) -> None:
+        """Note that a step was repeated."""
+        self.before = 0

@@ -1,0 +1,174 @@
+"""Steps of users' optimizers that are done by a graph of Dynamo's, bound to its tensors."""
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from repeated_steps import (
+    CHANGES,
+    changing,
+    compare,
+    counted,
+    give_gradients,
+    made,
+    params_of,
+    trained,
+    values,
+    write,
+)
+from torch.optim import Optimizer
+
+import collage_fx
+from collage_fx.runtime.kernels.cpp_loop import Loop
+from collage_fx.runtime.kernels.tensor_snapshot import TensorSnapshot
+
+pytestmark = pytest.mark.kernels
+
+
+class Signs(Optimizer):
+    """Lion: updates in place."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "maximize": False})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state, (b1, b2) = self.state[p], group["betas"]
+                if not state:
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+                g = -p.grad if group["maximize"] else p.grad
+                average = state["exp_avg"]
+                state["exp_avg_sq"].mul_(0.99).addcmul_(g, g, value=0.01)
+                p.mul_(1 - group["lr"] * 0.01)
+                p.add_((average * b1 + g * (1 - b1)).sign_(), alpha=-group["lr"])
+                average.mul_(b2).add_(g, alpha=1 - b2)
+
+
+class Counts(Optimizer):
+    """Adam through `.data`, with a count of steps that Python keeps: an input and a result."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state.update(step=0, m=torch.zeros_like(p.data), v=torch.zeros_like(p.data))
+                state["step"] += 1
+                g = p.grad.data
+                state["m"].mul_(0.9).add_(g, alpha=0.1)
+                state["v"].mul_(0.999).addcmul_(g, g, value=0.001)
+                rate = group["lr"] / (1 - 0.9 ** state["step"])
+                p.data.addcdiv_(state["m"], state["v"].sqrt().add_(1e-8), value=-rate)
+
+
+def signs(storage: str = "mcf2", **options: Any) -> Optimizer:
+    return made(Signs, storage, lr=1e-3, **options)
+
+
+@pytest.mark.parametrize("kind", [Signs, Counts])
+@pytest.mark.parametrize("options", [{}, {"by_chance": True}], ids=["nearest", "by chance"])
+@pytest.mark.quick("nearest-Signs", "by chance-Counts")
+def test_same_bits(monkeypatch: pytest.MonkeyPatch, kind: Any, options: dict[str, Any]) -> None:
+    repeats = compare(monkeypatch, lambda: made(kind, "mcf2", lr=1e-3, **options), 12)
+    assert len(repeats) >= 6
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.quick("written", "data", "transposed gradient", "state", "residual", "hook")
+def test_what_has_changed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    repeats = compare(monkeypatch, signs, 14, changing(name, 7))
+    # Dynamo sees a context in which gradients are off anyway, and a number that no graph has.
+    assert 6 in repeats and (7 not in repeats or name in ("gradients off", "wrong call"))
+
+
+def test_control(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If nothing were compared, a residual would be added to a value that it does not belong to."""
+    own = TensorSnapshot.holds
+    monkeypatch.setattr(TensorSnapshot, "holds", lambda self, args: own(self, args) or True)
+    with pytest.raises(AssertionError):
+        compare(monkeypatch, signs, 10, lambda optimizer, i: write(optimizer) if i == 7 else None)
+
+
+def test_an_error_after_the_graph_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(optimizer: Optimizer, i: int) -> None:
+        def fail(*_: Any) -> None:
+            raise KeyError(i)
+
+        if i in (7, 8):
+            handle = optimizer.register_step_post_hook(fail)
+            with pytest.raises(KeyError):
+                optimizer.step()
+            handle.remove()
+
+    compare(monkeypatch, signs, 14, change)
+
+
+def test_gradients_that_are_missing_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(optimizer: Optimizer, i: int) -> None:
+        if i % 3 == 2:
+            params_of(optimizer)[i % 4].grad = None
+
+    compare(monkeypatch, signs, 16, change)
+
+
+def test_a_monitor_sees_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = signs()
+    trained(optimizer, 6)
+    with (
+        counted(monkeypatch, allowed=True) as repeats,
+        collage_fx.monitor(optimizer, every=1) as monitor,
+    ):
+        trained(optimizer, 3)
+    assert not repeats and len(monitor.history) == 3
+    with counted(monkeypatch, allowed=True) as repeats:
+        trained(optimizer, 6)
+    assert repeats
+
+
+def test_is_let_go_of() -> None:
+    """A bound graph keeps no optimizer alive that nobody else needs, nor old gradients."""
+    optimizer = signs()
+    trained(optimizer, 6)
+    gradient: Any = weakref.ref(params_of(optimizer)[0].grad)
+    optimizer.zero_grad()
+    assert gradient() is None
+    gone = [weakref.ref(optimizer), *map(weakref.ref, params_of(optimizer))]
+    del optimizer
+    gc.collect()
+    assert not any(reference() is not None for reference in gone)
+
+
+def test_left_out_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with counted(monkeypatch, allowed=True) as repeats:
+        optimizer = signs()
+        optimizer.step = collage_fx.compile(optimizer, without=("repeat",))  # type: ignore[method-assign]
+        trained(optimizer, 6)
+    assert not repeats
+
+
+def test_kernels_that_fail_write_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison comes before anything is written, and an error of it comes up."""
+    optimizer = signs()
+    trained(optimizer, 6)
+    give_gradients(optimizer, 6)
+    before = values(optimizer)
+
+    def fail(self: Loop, *args: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "launch", fail)
+        with pytest.raises(MemoryError):
+            optimizer.step()
+    assert all(map(torch.equal, before, values(optimizer)))
+    said = trained(optimizer, 2)
+    assert not said
