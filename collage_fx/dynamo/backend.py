@@ -305,7 +305,8 @@ class _Step:
         if len(noted.calls) == 1:
             observed = noted.calls[0]
             bind = functools.partial(BoundGraph, self, self.code, observed, written)
-            supervisor.bound = self.backoff.bind(bind)
+            with supervisor.recorder.paused():
+                supervisor.bound = self.backoff.bind(bind)
         return result
 
     def _look_at_memory(self, args: tuple[Any, ...]) -> None:

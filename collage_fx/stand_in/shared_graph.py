@@ -10,6 +10,7 @@ to the tensors of each optimizer that is like the first. All that belongs to one
 
 import threading
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -76,7 +77,8 @@ class SharedGraph:
         self.numbers = list(taken.values())
         """The group and the key of each float that the graph takes."""
         self.signature = signature(optimizer, session, self.numbers)
-        self.residuals = residuals
+        self.residuals = {residuals, residuals_of(optimizer)}
+        """Those that there may be: as when it was compiled, or as it leaves them."""
         self.history = dict(history_of(optimizer).numbers)
         with torch.no_grad():
             self.globals = GlobalState(until_reset=True)
@@ -125,9 +127,13 @@ class SharedGraph:
 
         None if what is compiled for it may be something else.
         """
-        if self.residuals != residuals_of(optimizer) or not self.is_of(optimizer, session):
+        if not self.is_for(optimizer, session):
             return None
         return numbers_if_traced(optimizer, self.history)
+
+    def is_for(self, optimizer: Optimizer, session: Session) -> bool:
+        """Tell whether it does what would be compiled for an optimizer if no number had changed."""
+        return residuals_of(optimizer) in self.residuals and self.is_of(optimizer, session)
 
     def is_of(self, optimizer: Optimizer, session: Session) -> bool:
         """Tell whether all that Dynamo would guard of a step is as it was when it traced one."""
@@ -226,28 +232,40 @@ _LOCK = threading.Lock()
 def share(
     optimizer: Optimizer, session: Session, stand_ins: StandIns, observed: Observed, residuals: Any
 ) -> SharedGraph | None:
-    """Let others use what a step has compiled, as long as somebody has what is returned.
+    """Return what a step has compiled, without its tensors; others may use it if it is pooled.
 
-    None if it is for this optimizer only; the arguments are those of `SharedGraph`.
+    None if it is for these tensors only; the arguments are those of `SharedGraph`.
     """
     try:
         graph = SharedGraph(optimizer, session, stand_ins, observed, residuals)
     except NotShared as why:
-        logs.LOG.info("%s: compiled for this optimizer only: %s", session.subject, why)
+        logs.LOG.info("%s: compiled for these tensors only: %s", session.subject, why)
         return None
-    with _LOCK:
-        _GRAPHS.add(graph)
+    if stand_ins.pooled:
+        with _LOCK:
+            _GRAPHS.add(graph)
     return graph
 
 
-def shared_stand_ins(optimizer: Optimizer, session: Session) -> SharedStandIns | None:
-    """Return how the step of an optimizer is done by what was compiled for another; None if not."""
+def shared_stand_ins(
+    optimizer: Optimizer, session: Session, own: Sequence[SharedGraph]
+) -> SharedStandIns | None:
+    """Return how the step of an optimizer is done by what was compiled before; None if not.
+
+    Args:
+        optimizer: whose step it is.
+        session: compiles it.
+        own: what was compiled for it, the latest last: it has got other states since, as by a load.
+    """
     if not shares(session):
         return None
     with _LOCK:
-        graphs = list(_GRAPHS)
-    for graph in graphs:
-        numbers = graph.numbers_of(optimizer, session)
+        others = [graph for graph in _GRAPHS if graph not in own]
+    for graph in (*reversed(own), *others):
+        if graph in own:
+            numbers = {} if graph.is_for(optimizer, session) else None
+        else:
+            numbers = graph.numbers_of(optimizer, session)
         if numbers is None:
             continue
         members = (Member(p, optimizer) for p in params_of(optimizer) if p.grad is not None)
@@ -255,6 +273,6 @@ def shared_stand_ins(optimizer: Optimizer, session: Session) -> SharedStandIns |
             return None
         found = SharedStandIns(graph, optimizer, session)
         history_of(optimizer).numbers.update(numbers)
-        logs.LOG.info("%s: done by what was compiled for another like it", session.subject)
+        logs.LOG.info("%s: done by what was compiled before", session.subject)
         return found
     return None

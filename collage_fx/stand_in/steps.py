@@ -10,7 +10,7 @@ what they were is checked here, before each step, as its guards would.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from typing import Any
 
@@ -25,9 +25,10 @@ from collage_fx.hooks.optimizer_hooks import has_foreign_hooks
 from collage_fx.passes.ir.program import Unlike
 from collage_fx.record.steps import Steps
 from collage_fx.runtime.kernels import left_out
-from collage_fx.stand_in.alike import count_alike, register, residuals_of, withdraw
+from collage_fx.runtime.residuals.store import STORE
+from collage_fx.stand_in.alike import count_alike, register, residuals_of, shares, withdraw
 from collage_fx.stand_in.repeated_step import RepeatedStep
-from collage_fx.stand_in.shared_graph import SharedGraph, share, shared_stand_ins
+from collage_fx.stand_in.shared_graph import SharedGraph, SharedStandIns, share, shared_stand_ins
 from collage_fx.stand_in.stand_ins import StandIns
 from collage_fx.stand_in.torch_steps import make_states, of_one_shape, serves, without_hooks
 
@@ -49,8 +50,10 @@ class StandInSteps:
         self.observed: tuple[StandIns, Observed] | None = None
         """What the graph of the last step was given, if that was looked at."""
         self.backoff = Backoff(session.notes.add, never="repeat" in session.config.without)
-        self.shared: SharedGraph | None = None
-        """What was compiled for this one and others may use."""
+        self.graphs: list[SharedGraph] = []
+        """What was compiled for this one, the latest last, and others may use."""
+        self.residuals: tuple[int, Hashable] = (-1, None)
+        """Which residuals there were in a generation of the store."""
         if self.tries:
             register(optimizer(), session)
         self.signature: Any = inspect.signature(type(optimizer()).step) if self.tries else None
@@ -146,8 +149,10 @@ class StandInSteps:
         repeats = self.backoff.is_due() and before is not None and before.side is not None
         repeats = repeats and not left_out.is_open()  # who looks waits for the device
         noted = Noted()
-        looks = looked_at(noted) if repeats or stand_ins.pooled else nullcontext()
-        residuals = residuals_of(optimizer) if stand_ins.pooled else None
+        keeps = shares(self.session) and not isinstance(stand_ins, SharedStandIns)
+        looks = looked_at(noted) if repeats or keeps else nullcontext()
+        if keeps and (before is None or self.residuals[0] != STORE.generation):
+            self.residuals = STORE.generation, residuals_of(optimizer)
         try:
             with looks, stand_ins.few.of(optimizer), torch.no_grad():
                 stand_ins.step()
@@ -157,11 +162,18 @@ class StandInSteps:
         if stand_ins.outcome is Outcome.DONE and len(noted.calls) == 1:
             if repeats:
                 self.observed = stand_ins, noted.calls[0]
-            if stand_ins.pooled and stand_ins.code is not before:
-                self.shared = share(optimizer, self.session, stand_ins, noted.calls[0], residuals)
-                if self.shared is None:
-                    withdraw(optimizer, self.session)
+            if keeps and stand_ins.code is not before:
+                self._keep(optimizer, stand_ins, noted.calls[0])
         return stand_ins.outcome
+
+    def _keep(self, optimizer: Optimizer, stand_ins: StandIns, observed: Observed) -> None:
+        """Keep what was compiled for other tensors, as after a load; let those like it use it."""
+        _, residuals = self.residuals
+        graph = share(optimizer, self.session, stand_ins, observed, residuals)
+        if graph is not None:
+            self.graphs = [*self.graphs[1 - _KEPT :], graph]
+        elif stand_ins.pooled:
+            withdraw(optimizer, self.session)
 
     def _give_up(self, unlike: Unlike) -> None:
         """Have all parameters traced from now on, in this step too, of which nothing is done."""
@@ -181,7 +193,7 @@ class StandInSteps:
                 return stand_ins
         with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
             make_states(optimizer)
-        new: StandIns | None = shared_stand_ins(optimizer, self.session)
+        new: StandIns | None = shared_stand_ins(optimizer, self.session, self.graphs)
         if new is None:
             alike = 1 if of_one_shape(optimizer) else count_alike(optimizer, self.session)
             with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():

@@ -5,6 +5,7 @@ from collections.abc import Hashable
 from typing import Any, TypeVar
 
 from torch import Tensor
+from torch.nn import Parameter
 
 
 def is_sharded(tensor: object) -> bool:
@@ -15,12 +16,15 @@ def is_sharded(tensor: object) -> bool:
 
 
 T = TypeVar("T", Tensor, Tensor | None)
+_PLAIN = frozenset({Tensor, Parameter, type(None)})
 SHARD, SPEC = "_local_tensor", "_spec"
 """The attributes of a DTensor: the shard of this process, and how the whole is laid out."""
 
 
 def shard_of(tensor: T) -> T:
     """Return the shard of a DTensor that this process has, itself; any other tensor as it is."""
+    if type(tensor) in _PLAIN:  # as nearly always: this is asked for each tensor in each step
+        return tensor
     sharded: Any = tensor
     return getattr(sharded, SHARD) if is_sharded(tensor) else tensor
 
