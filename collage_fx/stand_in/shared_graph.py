@@ -262,6 +262,7 @@ def shared_stand_ins(
     with _LOCK:
         others = [graph for graph in _GRAPHS if graph not in own]
     for graph in (*reversed(own), *others):
+        numbers: dict[str, float | None] | None
         if graph in own:
             numbers = {} if graph.is_for(optimizer, session) else None
         else:

@@ -17,6 +17,7 @@ from emulated_steps import parameters, renew_gradients
 from torch.optim import SGD, AdamW, Optimizer
 
 import collage_fx
+from collage_fx.binding.bound_graph import BoundGraph
 from collage_fx.runtime.kernels.triton_launch import Geometry, Launch, Members
 from collage_fx.stand_in.repeated_step import RepeatedStep
 
@@ -152,3 +153,18 @@ def test_a_step_that_waits_is_seen() -> None:
         params[0].sum().item()
 
     assert work(logged)["sync: stream"] == 1
+
+
+def test_a_bound_graph_has_the_tables_of_one_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of another optimizer, behind Dynamo's guards: one copy, and one launch."""
+    params = parameters(12)
+    params[3].grad = torch.zeros(65, dtype=torch.bfloat16, device="cuda")[1:]  # is not aligned
+    optimizer = Lion(params)
+    step = collage_fx.compile(optimizer)
+    for _ in range(STEPS):
+        step()
+    assert work(step) == {"kernels": 2, "copy: H2D pinned": 1}
+    bound = launched(step, monkeypatch)
+    monkeypatch.setattr(BoundGraph, "run", lambda self, args: None)
+    in_full = launched(step, monkeypatch)
+    assert bound == in_full and len(bound) == 2
