@@ -83,7 +83,7 @@ def test_same_bits(monkeypatch: pytest.MonkeyPatch, kind: Any, options: dict[str
 
 
 @pytest.mark.parametrize("name", CHANGES)
-@pytest.mark.quick("written", "data", "transposed gradient", "state", "residual", "hook")
+@pytest.mark.quick("written", "transposed gradient", "residual")
 def test_what_has_changed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     repeats = compare(monkeypatch, signs, 14, changing(name, 7))
     # Dynamo sees a context in which gradients are off anyway, and a number that no graph has.
@@ -112,6 +112,7 @@ def test_an_error_after_the_graph_loses_nothing(monkeypatch: pytest.MonkeyPatch)
     compare(monkeypatch, signs, 14, change)
 
 
+@pytest.mark.slow
 def test_gradients_that_are_missing_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     def change(optimizer: Optimizer, i: int) -> None:
         if i % 3 == 2:
@@ -147,6 +148,7 @@ def test_is_let_go_of() -> None:
     assert not any(reference() is not None for reference in gone)
 
 
+@pytest.mark.slow
 def test_left_out_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with counted(monkeypatch, allowed=True) as repeats:
         optimizer = signs()
