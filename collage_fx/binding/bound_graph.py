@@ -4,7 +4,8 @@ Dynamo guards what a step of arbitrary Python may read. Behind its guards the ar
 graph, and the tensors that are attributes of it, are all that a call depends on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,8 +14,10 @@ from torch import Tensor
 from collage_fx.binding.bound_kernels import BoundKernels
 from collage_fx.binding.launches import Unrepeatable
 from collage_fx.compilation.layout_guards import guards_of, is_plain
+from collage_fx.compilation.residual_binding import Gathered
 from collage_fx.compilation.side_inputs import Code, Observed
-from collage_fx.runtime.kernels.tensor_snapshot import Contents
+from collage_fx.runtime.kernels.tensor_snapshot import Contents, TensorSnapshot
+from collage_fx.runtime.residuals.residual import Residual
 from collage_fx.runtime.residuals.store import STORE
 
 
@@ -22,87 +25,132 @@ class BoundGraph:
     """A compiled graph, for calls with the states that one call had, and with any gradients."""
 
     def __init__(
-        self, graph: Any, code: Code, observed: Observed, counted_up: Sequence[Tensor]
+        self,
+        graph: Any,
+        code: Code,
+        observed: Sequence[Observed],
+        attributes: Sequence[Tensor],
+        counted_up: Sequence[Tensor],
     ) -> None:
         """Bind the graph to what a call has given it.
 
         Args:
             graph: what Dynamo calls.
             code: what it was compiled to.
-            observed: what its kernels were given.
+            observed: what the kernels of each part were given.
+            attributes: the tensors of the graph that are no arguments.
             counted_up: the tensors whose versions the call has counted up.
 
         Raises Unrepeatable, or whatever compiling the comparison raises.
         """
-        self.graph, self.code, self.counted_up = graph, code, counted_up
-        fixed = [
-            *counted_up,
-            *(t for t, _ in (*observed.residuals.current, *code.written(observed.args))),
-        ]
-        fixed += [t for find, _ in code.reads if (t := find(observed.args)) is not None]
-        contents, self.values = _contents(code, observed, {id(t) for t in fixed})
-        self.given = contents.given_arguments
-        values = [observed.args[i] for i in self.values]
-        self.kinds = [_kind(value) for value in values]
+        self.graph, self.code, self.generation = graph, code, STORE.generation
+        args = observed[0].args
+        fixed = [*attributes, *counted_up, *(t for t, _ in code.written(args))]
+        fixed += [t for find, _ in code.reads if (t := find(args)) is not None]
+        contents, residuals = _contents(args, observed, fixed)
+        self.runs: _Kernels | _Calls
+        try:
+            if len(observed) > 1:
+                raise Unrepeatable("it is compiled in parts")
+            self.runs = _Kernels(code, observed[0], contents, counted_up)
+        except Unrepeatable:
+            self.runs = _Calls(code, observed, contents)
+        self.snapshot = self.runs.snapshot
+        for slot, residual in enumerate(residuals):
+            residual.keep_version(self.snapshot.versions, slot)
+
+    def run(self, args: tuple[Any, ...]) -> Any:
+        """Do what the graph does; return its results, or None, with nothing done, if it cannot."""
+        if self.generation != STORE.generation or not self.snapshot.holds(args):
+            return None
+        return self.runs.run(args)
+
+
+class _Kernels:
+    """A graph that is done by its kernels and what Inductor has compiled for these."""
+
+    def __init__(
+        self, code: Code, observed: Observed, contents: Contents, counted_up: Sequence[Tensor]
+    ) -> None:
+        args, side = observed.args, code.side
+        self.members = side.members if side is not None else None
+        chosen = range(len(args)) if self.members is None else self.members.narrow.inputs
+        known = {*contents.arguments, *contents.given_arguments}
+        self.values = [i for i in chosen if i not in known]
+        self.given, self.counted_up = contents.given_arguments, counted_up
+        values = [args[i] for i in self.values]
+        self.kinds = list(map(_kind, values))
         self.bound = BoundKernels(code, observed, contents, values)
+        self.snapshot = self.bound.snapshot
 
     def run(self, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Do what the graph does; return its results, or None, with nothing done, if it cannot."""
-        bound = self.bound
-        if bound.generation != STORE.generation or not bound.snapshot.holds(args):
-            return None
         values = [args[i] for i in self.values]
-        if not bound.fit() or [_kind(value) for value in values] != self.kinds:
+        if not self.bound.fit() or list(map(_kind, values)) != self.kinds:
             return None
-        results = bound.run([args[i] for i in self.given], values, self.counted_up)
-        side = self.code.side
-        if side is not None and side.members is not None:
-            return side.members.results(results, args)
-        return tuple(results)
+        results = self.bound.run([args[i] for i in self.given], values, self.counted_up)
+        return tuple(results) if self.members is None else self.members.results(results, args)
 
 
-def _contents(code: Code, observed: Observed, fixed: set[int]) -> tuple[Contents, list[int]]:
-    """Return what has to be as it was, and which arguments are other numbers in each call.
+@dataclass
+class _Known(Gathered):
+    """The residuals of an earlier call; the versions of all their tensors are noted at once."""
+
+    note: Callable[[], None]
+
+    def keep(self) -> None:
+        self.note()
+
+
+class _Calls:
+    """A graph that is called as in full, with the residuals of an earlier call."""
+
+    def __init__(self, code: Code, observed: Sequence[Observed], contents: Contents) -> None:
+        self.code, self.snapshot = code, TensorSnapshot(contents)
+        note = self.snapshot.settle
+        self.known = [_Known(one.residuals.current, [], note) for one in observed]
+
+    def run(self, args: tuple[Any, ...]) -> Any:
+        return self.code.call(args, self.code.begin(args, self.known))
+
+
+def _contents(
+    args: tuple[Any, ...], observed: Sequence[Observed], fixed: Sequence[Tensor]
+) -> tuple[Contents, list[Residual]]:
+    """Return what has to be as it was, and the residuals of the tensors that are written.
 
     Args:
-        code: the compiled graph.
-        observed: what its kernels were given.
-        fixed: the ids of the tensors that no other may take the place of.
+        args: those of the graph.
+        observed: what the kernels of each part were given.
+        fixed: the tensors that no others may take the place of.
     """
-    args, current = observed.args, observed.residuals.current
-    low = [c for _, r in current for c in r.components]
-    lows = {id(c) for c in low}
-    taken = {id(x): x for x in observed.inputs if id(x) not in lows}
+    current = {id(t): (t, r) for one in observed for t, r in one.residuals.current}
+    written, residuals = [t for t, _ in current.values()], [r for _, r in current.values()]
+    if any(one.residuals.replaced for one in observed) or any(
+        r.expected is not None or r.renewed is not False for r in residuals
+    ):
+        raise Unrepeatable("residuals are dropped, or have to be looked at")
+    guarded = list({id(t): t for t in (*fixed, *written)}.values())
     place = {id(x): i for i, x in reversed(list(enumerate(args)))}
-    tensors = [t for t in taken.values() if isinstance(t, Tensor)]
-    guarded = [t for t in tensors if id(t) in fixed or id(t) not in place]
-    free = sorted(place[id(t)] for t in {*tensors} - {*guarded})
-    direct, side = code.direct, code.side
-    on_host = direct is None or all(call.device.type == "cpu" for call in direct.calls)
-    chosen = (
-        range(len(args)) if side is None or side.members is None else side.members.narrow.inputs
-    )
-    values = [i for i in chosen if not isinstance(args[i], Tensor)]
-    values += [i for i in free if not on_host and _is_number(args[i])]
-    given = [i for i in free if i not in {*values}]
+    taken = {id(t) for t in guarded}
+    given = [i for i, x in enumerate(args) if id(x) not in taken and not _is_number(x)]
     present = [args[i] for i in given]
-    if not all(map(is_plain, tensors)) or any(t.is_inference() for t in tensors):
+    if not all(map(is_plain, [*guarded, *present])) or any(t.is_inference() for t in guarded):
         raise Unrepeatable("there are tensors of classes with code of their own, or no versions")
     contents = Contents(
         guarded=guarded,
-        others=low,
-        written=[t for t, _ in current],
+        others=[c for r in residuals for c in r.components],
+        written=written,
         given=present,
         arguments=[place.get(id(t), -1) for t in guarded],
         given_arguments=given,
         alike=guards_of([*guarded, *present]).check,
     )
-    return contents, values
+    return contents, residuals
 
 
-def _is_number(value: Tensor) -> bool:
-    """Tell whether a tensor is a number of the host, as Dynamo hands over floats."""
-    return value.dim() == 0 and value.is_cpu
+def _is_number(value: Any) -> bool:
+    """Tell whether an argument is a number of the host: floats that change come as tensors."""
+    return not isinstance(value, Tensor) or (value.dim() == 0 and value.is_cpu)
 
 
 def _kind(value: Any) -> torch.dtype | type:

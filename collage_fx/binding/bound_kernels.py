@@ -18,7 +18,6 @@ from collage_fx.compilation.partition import Direct
 from collage_fx.compilation.side_inputs import Code, Observed
 from collage_fx.passes.ir.program import LOW_PRECISION, is_tensor, value_of
 from collage_fx.runtime.kernels.tensor_snapshot import Contents, TensorSnapshot
-from collage_fx.runtime.residuals.store import STORE
 
 _NOWHERE = -1
 
@@ -43,8 +42,7 @@ class BoundKernels:
 
         Raises Unrepeatable.
         """
-        self.code, self.direct = code, _direct(code, observed)
-        self.generation = STORE.generation
+        self.code, self.direct = code, _direct(code)
         self.residuals = [residual for _, residual in observed.residuals.current]
         memory = self.direct.allocate()
         contents = dataclasses.replace(contents, others=[*contents.others, *memory])
@@ -60,8 +58,6 @@ class BoundKernels:
         """Which of what is another in each call the kernels take."""
         slots = {place: self.first + k for k, place in enumerate(self.taken)}
         self.snapshot = TensorSnapshot(contents, len(self.taken))
-        for slot, residual in enumerate(self.residuals):
-            residual.keep_version(self.snapshot.versions, slot)
         tensors = [*observed.inputs, *(None for _ in code.seeded), *memory]
         self.launches = launches(calls, [slots.get(p, p) for p in places], tensors, self.first)
 
@@ -115,7 +111,7 @@ class BoundKernels:
         return [ends[n - direct.first_made + len(direct.constants)] for n in direct.results]
 
 
-def _direct(code: Code, observed: Observed) -> Direct:
+def _direct(code: Code) -> Direct:
     """Return the kernels of a graph that writes nothing else, and returns no state."""
     direct = code.direct
     if direct is None or not direct.writes_by_kernels:
@@ -124,9 +120,6 @@ def _direct(code: Code, observed: Observed) -> Direct:
         made = direct.made[n - direct.first_made] if n >= direct.first_made else None
         if n < direct.first_made - len(direct.constants) or _may_be_state(made):
             raise Unrepeatable("it returns tensors that may be states")
-    replaced, current = observed.residuals.replaced, observed.residuals.current
-    if replaced or any(r.expected is not None or r.renewed is not False for _, r in current):
-        raise Unrepeatable("residuals are dropped, or have to be looked at")
     return direct
 
 

@@ -1,5 +1,6 @@
 """What a graph's kernels take beside what AOTAutograd hands on, and what they make."""
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -160,9 +161,14 @@ class SideInputs:
             self.seeds = Seeds(self.seed, devices)
         return self.seeds.draw(next_draw(residuals))
 
-    def begin(self, args: tuple[Any, ...]) -> _Call:
-        """Return what a call with the arguments of the whole graph takes; nothing is written."""
-        gathered = self.residuals.gather(args)
+    def begin(self, args: tuple[Any, ...], known: Gathered | None = None) -> _Call:
+        """Return what a call takes; nothing is written.
+
+        Args:
+            args: those of the whole graph.
+            known: its residuals, if they are known to be those of the tensors.
+        """
+        gathered = known or self.residuals.gather(args)
         if gathered.replaced:  # which are cleared here, and not by a kernel
             left_out.ask()
         absent = [find(args) for find in self.members.locate] if self.members else []
@@ -236,6 +242,9 @@ class Code:
     """How to find those it reads that should get a low word if they have none."""
     kernels: list[tuple[str, torch.device]] = field(default_factory=list)
     """The kernels of classes in it, with the devices that they run on."""
+    parts: Sequence["Code"] = ()
+    """Those of a graph that is compiled in parts: `function` gets the arguments, and what each part
+    takes."""
     concluded: bool = False
     """Whether the residuals that its states were made with are kept or dropped."""
 
@@ -248,8 +257,23 @@ class Code:
         """Run the graph with its residuals."""
         if left_out.is_open() and not self._may_be_left_out():
             left_out.ask()
-        side = self.side
-        return self.function(*args) if side is None else side.call(self.function, side.begin(args))
+        return self.call(args, self.begin(args))
+
+    def begin(self, args: tuple[Any, ...], known: Sequence[Gathered] = ()) -> list[_Call]:
+        """Return what each part of a call takes; nothing is written.
+
+        Args:
+            args: those of the graph.
+            known: the residuals of each part, if they are known to be those of the tensors.
+        """
+        sides = [one.side for one in self.parts or [self] if one.side is not None]
+        return [s.begin(args, r) for s, r in itertools.zip_longest(sides, known)]
+
+    def call(self, args: tuple[Any, ...], begun: list[_Call]) -> Any:
+        """Run the graph; return its results."""
+        if self.parts:
+            return self.function(args, begun)
+        return self.function(*args) if self.side is None else self.side.call(self.function, *begun)
 
     def _may_be_left_out(self) -> bool:
         """Tell whether nothing changes, here or on the device, where its kernels write nothing."""
@@ -303,8 +327,7 @@ def in_turn(first: Code | None, apart: list[Code], count: int) -> Code:
     """
     codes = [first, *apart] if first is not None else apart
 
-    def run(*args: Any) -> tuple[Any, ...]:
-        begun = [_side(code).begin(args) for code in codes]  # before anything is written
+    def run(args: tuple[Any, ...], begun: list[_Call]) -> tuple[Any, ...]:
         results: list[Any] = [None] * count
         for code, call in zip(codes, begun, strict=True):
             made = _side(code).call(code.function, call)
@@ -324,6 +347,7 @@ def in_turn(first: Code | None, apart: list[Code], count: int) -> Code:
         any(code.refused for code in codes),
         wanted=[find for code in codes for find in code.wanted],
         kernels=[kernel for code in codes for kernel in code.kernels],
+        parts=codes,
     )
 
 

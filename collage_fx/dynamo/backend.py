@@ -296,15 +296,15 @@ class _Step:
         binds = self.backoff.is_due() and supervisor.recorder.asleep and not self.symbols.assumed
         if not binds or is_looked_at() or left_out.is_open():
             return supervisor.run_graph(self.code, args)
-        attributes = (find() for find in self.static[1])
+        attributes = [t for find in self.static[1] if (t := find()) is not None]
         tensors = [t for t in (*args, *attributes) if isinstance(t, Tensor)]
         before, noted = list(map(version, tensors)), Noted()
         with looked_at(noted):
             result = supervisor.run_graph(self.code, args)
         written = [t for t, old in zip(tensors, before, strict=True) if version(t) != old]
-        if len(noted.calls) == 1:
-            observed = noted.calls[0]
-            bind = functools.partial(BoundGraph, self, self.code, observed, written)
+        if noted.calls:
+            found = noted.calls, attributes, written
+            bind = functools.partial(BoundGraph, self, self.code, *found)
             with supervisor.recorder.paused():
                 supervisor.bound = self.backoff.bind(bind)
         return result

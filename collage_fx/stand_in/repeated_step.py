@@ -55,12 +55,18 @@ class RepeatedStep:
         self.steps, self.globals = steps, GlobalState()
         if code.direct is None or not code.direct.only_kernels:
             raise Unrepeatable("its graph returns values")
+        replaced, current = observed.residuals.replaced, observed.residuals.current
+        if replaced or any(r.expected is not None for _, r in current):
+            raise Unrepeatable("residuals are dropped, or have to be looked at")
         numbers = numbers_taken(optimizer, stand_ins.sources, observed)
         self.numbers = list(numbers.values())
         """The group and the key of each float that the graph takes."""
         contents = _contents(optimizer, stand_ins, observed, self.numbers)
         given = {id(t): t for t in observed.args}
+        self.generation = STORE.generation
         self.bound = BoundKernels(code, observed, contents, [given[n] for n in numbers])
+        for slot, residual in enumerate(self.bound.residuals):
+            residual.keep_version(self.bound.snapshot.versions, slot)
         low = {id(c) for r in self.bound.residuals for c in r.components}
         written = (i for call in code.direct.calls for i in call.operands[0])
         tensors = [observed.inputs[i] for i in written if i < len(observed.inputs)]
@@ -84,7 +90,7 @@ class RepeatedStep:
     def _allowed(self, optimizer: Optimizer) -> bool:
         """Tell whether all that is no part of the optimizer is as it was."""
         return bool(
-            self.bound.generation == STORE.generation
+            self.generation == STORE.generation
             and self.steps.compiles
             and self.globals.same()
             and not has_foreign_hooks(optimizer)
