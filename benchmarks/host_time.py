@@ -5,7 +5,8 @@ milliseconds, one thread, steps of all ways taking turns, so that each finds its
 cache; the same of a repeated step by itself, and its parts in microseconds: what is not the
 kernels' is the host's. "python" looks at each tensor in Python in
 each step, as all steps did before. "compiled" is torch.compile's plain bf16, for --plain tensors at
-most: it compiles a minute or more. Written to benchmarks/results/host_time.json.
+most: it compiles a minute or more. Lion and Slow are no optimizers of torch's: graphs of Dynamo's,
+bound to their tensors, do their steps. Written to benchmarks/results/host_time.json.
 
 With --device cuda it is the host's time before the device is done; it needs no GPU:
     PYTHONPATH=tests/support PYTHON -m cuda_emulator python benchmarks/host_time.py --device cuda
@@ -25,7 +26,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from steps import conditions, parameters
+from steps import Lion, Slow, conditions, parameters
 from torch.autograd import graph
 from torch.optim import AdamW, Optimizer
 
@@ -64,6 +65,11 @@ def ways(count: int, plain: int, device: str) -> dict[str, Step]:
     found["plain bf16, fused"] = made(fused=True).step
     if count <= plain:
         found["plain bf16, compiled"] = torch.compile(made().step)
+    for own in (Lion, Slow) if count <= plain else ():
+        shapes = [(64,)] * count
+        found[own.__name__] = collage_fx.compile(own(parameters(shapes, device)))
+        optimizer = own(parameters(shapes, device))
+        found[f"{own.__name__}, plain bf16, compiled"] = torch.compile(optimizer.step)
     return found
 
 
