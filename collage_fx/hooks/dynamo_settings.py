@@ -19,10 +19,10 @@ _LOGGER = logging.getLogger("torch._dynamo.convert_frame")
 
 
 RECOMPILE_LIMIT = 256
-"""How many graphs Dynamo may keep for the step of one class of optimizers.
+"""How many graphs Dynamo may keep of one function.
 
-All of them share one function, whose graphs Dynamo counts together: its default limit of 8 is soon
-reached.
+What is behind a graph break all optimizers of a class share, and one step may make more graphs than
+the default of 8 before it is recorded (`step.recompile_guard`).
 """
 
 

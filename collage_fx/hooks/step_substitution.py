@@ -8,7 +8,7 @@ torch.compile was given as `optimizer.step`, and where an exception passes as th
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 from torch.compiler import disable
@@ -80,13 +80,27 @@ def with_own_code(function: Any, name: str) -> FunctionType:
     """Return a copy of a function, with code of its own that begins with a name.
 
     Dynamo keeps what it has compiled and seen as long as there is the code that it is for: a size
-    that differs from what it has seen under the same name would become a symbol.
+    that differs from what it has seen under the same name would become a symbol, and once plain
+    torch.compile has met the limit of graphs of one code nothing is compiled of that any more.
     """
     code = function.__code__.replace(co_name=f"{name}_{next(_COPIES)}")
     defaults, closure = function.__defaults__, function.__closure__
     copy = FunctionType(code, function.__globals__, code.co_name, defaults, closure)
     copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__dict__.update(function.__dict__)
     return copy
+
+
+def apart(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function, or a method, with code of its own; another callable as it is.
+
+    The function that PyTorch puts around steps has one code for all classes of optimizers.
+    """
+    if isinstance(function, MethodType) and isinstance(function.__func__, FunctionType):
+        return MethodType(apart(function.__func__), function.__self__)
+    if isinstance(function, FunctionType):
+        return with_own_code(function, function.__name__)
+    return function
 
 
 _COPIES = itertools.count()

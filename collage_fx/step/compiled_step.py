@@ -19,7 +19,7 @@ from collage_fx.errors import CollageError, OptionError
 from collage_fx.hooks import distributed_state_dicts, nested_compile
 from collage_fx.hooks.dynamo_settings import many_graphs
 from collage_fx.hooks.gc_pause import FIRST, no_full_collection
-from collage_fx.hooks.step_substitution import beneath_hooks, codes
+from collage_fx.hooks.step_substitution import apart, beneath_hooks, codes
 from collage_fx.hooks.symbolic_numbers import symbolic_numbers
 from collage_fx.optimizer import plain_steps
 from collage_fx.optimizer.discovery import FunctionStates, OptimizerStates
@@ -180,8 +180,9 @@ def _supervised(
         steps: runs it.
         few: does the steps of an optimizer of which Dynamo need not see all.
     """
-    compiled = torch.compile(plain, backend=session)
-    session.supervisor, session.whole = weakref.ref(steps), codes(plain)
+    own = apart(plain)
+    compiled = torch.compile(own, backend=session)
+    session.supervisor, session.whole = weakref.ref(steps), codes(own)
     guard = RecompileGuard(session, steps)
     is_closure = _is_function if few is None else callable
 
@@ -190,7 +191,7 @@ def _supervised(
             return few.step(compiled, args, kwargs)
         return compiled(*args, **kwargs)
 
-    def apart(closure: Callable[..., Any]) -> Callable[..., Any]:
+    def excepted(closure: Callable[..., Any]) -> Callable[..., Any]:
         # A closure runs the model, eagerly or as the user compiled it: no part of the step.
         called = disable(steps.recorder.suspended(progress.apart(closure), steps.failures))
 
@@ -221,7 +222,7 @@ def _supervised(
                 symbolic_numbers(session.optimizer()),
                 nested_compile.step_of(session, compiled=by_dynamo),
             ):
-                args, kwargs = replace_functions((args, kwargs), is_closure, apart)
+                args, kwargs = replace_functions((args, kwargs), is_closure, excepted)
                 result = (traced if by_dynamo else plain)(*args, **kwargs)
                 if few is None:
                     steps.see_results(result)
