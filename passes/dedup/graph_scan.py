@@ -302,6 +302,7 @@ def _known(node: Node) -> tuple[bool, bool]:
         return mutable, not random and (not mutable or list(overwritten(target)) == first)
     name = target if node.op == "call_method" else getattr(target, "__name__", "")
     plain = node.op == "call_method" or isinstance(target, _BUILTIN)
+    plain |= getattr(target, "__module__", "") == torch.functional.__name__  # torch.norm, say
     written = name in _IN_PLACE or name in _DUNDERS or (name[-1:] == "_" and name[-2:] != "__")
     # PyTorch's functions take `out` by that name only.
     return written, plain and _repeatable(target, name) and "out" not in node.kwargs
