@@ -24,12 +24,13 @@ from collage_fx.compilation.side_inputs import Code, Noted, is_looked_at, looked
 from collage_fx.dynamo.options import split_options
 from collage_fx.dynamo.symbols import Symbols
 from collage_fx.hooks import optimizer_hooks
-from collage_fx.hooks.dynamo_settings import recompile_reason
+from collage_fx.hooks.dynamo_settings import recompile_reason, trace_without_numbers
 from collage_fx.hooks.optimizer_hooks import traced_code, traced_function
 from collage_fx.optimizer.checkpoints.history import history_of
 from collage_fx.optimizer.ownership import makes_states, rates, stateless
 from collage_fx.optimizer.storage_patterns import Patterns
 from collage_fx.passes.frontend.denominator import one_denominator
+from collage_fx.passes.frontend.read_numbers import CannotRead, read_numbers, reads_numbers
 from collage_fx.record.steps import Steps
 from collage_fx.runtime import logs, progress
 from collage_fx.runtime.errors import CollageError, OptionError
@@ -50,6 +51,8 @@ class Backend(Session):
     """The ids of the parameters whose first states a recorded step made."""
     whole: frozenset[CodeType] = frozenset()
     """The code of the optimizer's step and of its decorators: a graph of any of it is all of it."""
+    reads_numbers: bool = False
+    """Whether Dynamo is to trace on where the step reads a number back from a tensor."""
 
     def begins(self, gm: GraphModule) -> bool:
         """Tell whether a graph makes states for parameters that had none before this step.
@@ -102,6 +105,19 @@ class Backend(Session):
         made = [t for t in results if storage_key(t) not in given]
         return any(t.dtype in dtypes or (t.dim() and t.is_floating_point()) for t in made)
 
+    def _read_numbers(self, gm: GraphModule) -> None:
+        """Compute in the graph what the step reads back; have it traced anew if that cannot be.
+
+        A graph that ends, and hands such numbers on, would have rounded them.
+        """
+        try:
+            if not self.is_whole(gm):
+                raise CannotRead
+            read_numbers(gm)
+        except CannotRead:
+            self.reads_numbers = False
+            trace_without_numbers()
+
     def _refuse_forgetting(self, optimizer: Optimizer, names: list[str]) -> None:
         """Warn of attributes whose assignments Dynamo would lose; have the step recorded.
 
@@ -121,6 +137,8 @@ class Backend(Session):
         """Compile one Dynamo graph; the callable that a Dynamo backend returns."""
         if (supervisor := self.supervisor()) is not None:
             supervisor.look()
+        if self.reads_numbers and reads_numbers(gm):
+            self._read_numbers(gm)
         optimizer_hooks.count_graph(supervised=supervisor is not None)
         self.graphs += 1
         if logs.LOG.isEnabledFor(logging.INFO) and (reason := recompile_reason()):

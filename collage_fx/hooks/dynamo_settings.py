@@ -6,8 +6,10 @@ A part of a step that torch.compile fails on is recorded and interpreted.
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import ClassVar, NoReturn
 
 from torch._dynamo import config as dynamo_config
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.utils import counters, get_metrics_context, graph_break_reasons
 
 from collage_fx.hooks.counted import Counted
@@ -29,6 +31,12 @@ the default of 8 before it is recorded (`step.recompile_guard`).
 def many_graphs() -> AbstractContextManager[None]:
     """Return a context within which Dynamo keeps as many graphs of a function."""
     return dynamo_config.patch(recompile_limit=RECOMPILE_LIMIT)
+
+
+def trace_without_numbers() -> NoReturn:
+    """Have Dynamo trace again what it is tracing, and end graphs at `tensor.item()`."""
+    dynamo_config.capture_scalar_outputs = _Kept.settings["capture_scalar_outputs"]
+    raise TensorifyScalarRestartAnalysis("a number that is read back enters no arithmetic")
 
 
 def graphs_compiled() -> int:
@@ -58,15 +66,16 @@ class _Kept:
     Of two patches that overlap the one that ends last would leave what the other had set.
     """
 
-    suppressed = False
+    settings: ClassVar = dict.fromkeys(("suppress_errors", "capture_scalar_outputs"), False)
 
     @classmethod
     def keep(cls) -> None:
-        cls.suppressed = bool(dynamo_config.suppress_errors)
+        cls.settings = {name: getattr(dynamo_config, name) for name in cls.settings}
 
     @classmethod
     def restore(cls) -> None:
-        dynamo_config.suppress_errors = cls.suppressed
+        for name, value in cls.settings.items():
+            setattr(dynamo_config, name, value)
 
 
 _KEPT = Counted(_Kept.keep, _Kept.restore)
@@ -83,15 +92,19 @@ class Failures(logging.Filter):
         """Set once a failure has shown that no compiler works, or none that rounds as it must."""
 
     @contextmanager
-    def caught(self) -> Iterator[None]:
+    def caught(self, *, reads_numbers: bool = False) -> Iterator[None]:
         """Within, an error of Dynamo's own leaves the function it fails on to Python.
 
         Nothing of that function has run by then. An error of the user's comes up again there.
+
+        Args:
+            reads_numbers: whether `tensor.item()` is a symbol in graphs, and ends none.
         """
         allowed = not dynamo_config.fail_on_recompile_limit_hit  # which excludes the other
         _LOGGER.addFilter(self)
         try:
             with _KEPT.used(), dynamo_config.patch(suppress_errors=allowed):
+                dynamo_config.capture_scalar_outputs |= reads_numbers
                 yield
         finally:
             _LOGGER.removeFilter(self)
@@ -101,7 +114,7 @@ class Failures(logging.Filter):
         """Within a closure that a step calls, errors come up as the user has set it."""
         _LOGGER.removeFilter(self)
         try:
-            with dynamo_config.patch(suppress_errors=_Kept.suppressed):
+            with dynamo_config.patch(_Kept.settings):
                 yield
         finally:
             _LOGGER.addFilter(self)

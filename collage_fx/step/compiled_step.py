@@ -183,6 +183,7 @@ def _supervised(
     own = apart(plain)
     compiled = torch.compile(own, backend=session)
     session.supervisor, session.whole = weakref.ref(steps), codes(own)
+    session.reads_numbers = "numbers" not in session.config.without
     guard = RecompileGuard(session, steps)
     is_closure = _is_function if few is None else callable
 
@@ -218,7 +219,7 @@ def _supervised(
                 progress.work(what, TRACING if by_dynamo else None) if early else nullcontext(),
                 steps.step(traced=by_dynamo, once=begins),
                 many_graphs(),
-                steps.failures.caught(),
+                steps.failures.caught(reads_numbers=session.reads_numbers),
                 symbolic_numbers(session.optimizer()),
                 nested_compile.step_of(session, compiled=by_dynamo),
             ):

@@ -23,7 +23,7 @@ def unify_equal_counts(gm: GraphModule, least: int) -> None:
     """
     inputs = gm.graph.find_nodes(op="placeholder")
     sizes = {s.node.expr for node in inputs for s in _symbolic_sizes(node)}
-    equal: dict[int | None, list[Node]] = {}
+    equal: dict[float | None, list[Node]] = {}
     for node in inputs:
         count = node.meta.get("example_value")
         if isinstance(count, SymInt) and count.node.expr not in sizes:

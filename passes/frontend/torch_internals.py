@@ -14,7 +14,7 @@ set_grad_enabled = torch._C._set_grad_enabled
 """What Dynamo writes into its graphs for torch.no_grad() and torch.enable_grad()."""
 
 
-def hint_of(number: torch.SymInt) -> int | None:
+def hint_of(number: torch.SymInt | torch.SymFloat) -> float | None:
     """Return its value where the graph is compiled, without a guard; None if it has none."""
-    hint: int | None = number.node.hint
+    hint: float | None = number.node.hint
     return hint

@@ -26,8 +26,11 @@ CASTS = frozenset({CONVERT, torch.ops.aten._to_copy.default})
 """The operations whose result is the value of their operand in another dtype."""
 SAME_VALUE = CASTS | {torch.ops.aten.clone.default}
 """Those, and copies: what a value depends on is the same before and after."""
-OPTIONAL = ("denominator", "deduplicate", "escape", "join", "reductions", "repeat", "share")
-"""What may be left out, for debugging: two passes before AOTAutograd, three after it, `repeat`,
+OPTIONAL = (
+    *("denominator", "deduplicate", "escape", "join"),
+    *("numbers", "reductions", "repeat", "share"),
+)
+"""What may be left out, for debugging: three passes before AOTAutograd, three after it, `repeat`,
 which does a step again without looking at each tensor in Python, and `share`, by which optimizers
 that are alike use what was compiled for one of them."""
 

@@ -36,7 +36,7 @@ def begun(way: str) -> tuple[Optimizer, Callable[[], Any]]:
     """Return an optimizer after four steps, and its step."""
     kind, count, options = WAYS[way]
     optimizer = kind(params(count), lr=1e-3)
-    step = collage_fx.compile(optimizer, level="plus", without=("repeat",), **options)
+    step = collage_fx.compile(optimizer, level="plus", without=("numbers", "repeat"), **options)
     for k in range(4):
         fill(optimizer, 0.1 * k + 0.01)
         step()

@@ -44,8 +44,8 @@ def test_a_pass_is_left_out_by_its_name(captured: Captured) -> None:
     assert list(captured.of(Settings(without=("escape",))).seconds) == [
         n for n in NAMES if n != "escape"
     ]
-    names = "'denominator', 'deduplicate', 'escape', 'join', 'reductions', 'repeat', 'share'"
-    with pytest.raises(OptionError, match=f"only {names} can"):
+    names = "'denominator', 'deduplicate', 'escape', 'join', 'numbers', 'reductions', 'repeat'"
+    with pytest.raises(OptionError, match=f"only {names}, 'share' can"):
         collage_fx.CollageConfig(without=("capture",))
 
 

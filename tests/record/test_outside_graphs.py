@@ -29,13 +29,14 @@ def final(make: Any, how: str, steps: int = 24, dtype: torch.dtype = torch.bfloa
     to = torch.float64 if how == "exact" else dtype
     params = [p.to(to).clone().requires_grad_() for p in initial]
     optimizer = make(params)
-    step = collage_fx.compile(optimizer) if how == "collage" else optimizer.step
+    ours = how == "collage"  # without what makes graphs of steps that read numbers back
+    step = collage_fx.compile(optimizer, without=("numbers",)) if ours else optimizer.step
     for each in grads:
         for p, g in zip(params, each, strict=True):
             p.grad = g.to(to)
         step()
     flat = torch.cat([collage_fx.value(p).flatten() for p in params])
-    return flat, collage_fx.report(step) if how == "collage" else None
+    return flat, collage_fx.report(step) if ours else None
 
 
 class Rebinding(Optimizer):

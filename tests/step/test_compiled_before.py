@@ -63,9 +63,14 @@ def taken(step: Callable[..., Any], *args: Any) -> int:
 def test_an_optimizer_has_graphs_past_the_limit_of_plain_ones(kind: type[Scaled]) -> None:
     plain = [made(Scaled) for _ in range(LIMIT + 1)]
     graphs: list[Any] = []
+
+    def kept(gm: Any, _: Any) -> Any:
+        graphs.append(gm)
+        return gm
+
     with config.patch(recompile_limit=LIMIT):
         for optimizer in plain:
-            torch.compile(optimizer.step, backend=lambda gm, _: graphs.append(gm) or gm)()
+            torch.compile(optimizer.step, backend=kept)()
     assert len(graphs) == LIMIT  # the control: Dynamo compiles the code no more
     optimizer = made(kind)
     assert taken(collage_fx.compile(optimizer)) == STEPS
