@@ -71,8 +71,10 @@ def _is_read(node: Node) -> bool:
     return not getattr(source.meta.get("grapharg"), "pass_arg_as_tensor", False)
 
 
+_TORCH: Any = torch
 _SAME = (operator.neg, operator.add, operator.sub, operator.mul, operator.truediv, operator.pow)
-_ARITHMETIC: dict[Any, Any] = {torch._sym_sqrt: torch.sqrt, **dict(zip(_SAME, _SAME, strict=True))}
+_ROOT = {_TORCH._sym_sqrt: torch.sqrt}  # of math.sqrt
+_ARITHMETIC: dict[Any, Any] = {**dict(zip(_SAME, _SAME, strict=True)), **_ROOT}
 """What is done to numbers, with what does the same to tensors."""
 _CHOICES: dict[Any, Any] = {
     **dict.fromkeys((torch.sym_max, builtins.max), operator.gt),
@@ -97,7 +99,7 @@ class _Rewriter:
         target: Any = self.node.target
         args, kwargs = self.node.args, self.node.kwargs
         if _is_read(self.node):
-            return self._read(*args)
+            return self._read(*self.node.all_input_nodes)
         if target in _CHOICES and len(args) == 2:
             first, second = args
             return self._call(torch.where, self._call(_CHOICES[target], second, first), *args[::-1])

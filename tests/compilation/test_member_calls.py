@@ -7,7 +7,7 @@ import pytest
 import torch
 from interpreter import without_compiler
 from torch import Tensor
-from torch.optim import Muon, Optimizer
+from torch.optim import Adafactor, Muon, Optimizer
 
 import collage_fx
 from collage_fx.compilation import aot
@@ -89,6 +89,11 @@ class GivesBack(Lamb):
             p.add_(state["m"] * (p.norm() / (state["m"].norm() + 1e-3)), alpha=-RATE)
 
 
+def adafactor(params: list[Tensor]) -> Optimizer:
+    """It reads numbers back, and calls torch.norm, which is a function in Python."""
+    return Adafactor(params, lr=RATE)
+
+
 def muon(params: list[Tensor]) -> Optimizer:
     return Muon(params, lr=RATE, weight_decay=0.01)
 
@@ -148,8 +153,9 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         (lambda params: Lamb(params, clips=torch.float32), {}),
         (Returns, {}),
         (GivesBack, {}),
+        (adafactor, {}),
     ],
-    ids=["lamb", "remainder16", "eft", "clipped", "returns", "gives back"],
+    ids=["lamb", "remainder16", "eft", "clipped", "returns", "gives back", "adafactor"],
 )
 @pytest.mark.quick("lamb", "gives back")
 def test_members_have_the_bits_of_the_whole_graph(
