@@ -116,6 +116,8 @@ class Backend(Session):
             read_numbers(gm)
         except CannotRead:
             self.reads_numbers = False
+            if (supervisor := self.supervisor()) is not None:
+                supervisor.forget_breaks()  # there are others
             trace_without_numbers()
 
     def _refuse_forgetting(self, optimizer: Optimizer, names: list[str]) -> None:

@@ -100,8 +100,7 @@ class Steps:
             self._lost,
             naming(session.optimizer),
         )
-        self.breaks_before = len(graph_breaks(0))
-        """How many graph breaks Dynamo had met in this process when the steps began."""
+        self.forget_breaks()
         self.executors = Executors(session, self.words, self.failures.note, self._unseen)
         self.switches = type(discovery) is not FunctionStates
         """Whether steps of which a part is recorded are recorded whole: a function may compute
@@ -133,6 +132,10 @@ class Steps:
     def plain(self) -> bool:
         """Whether the step has no state of a dtype with low words."""
         return self.words.plain
+
+    def forget_breaks(self) -> None:
+        """Say of no graph break that Dynamo has met in this process that it cuts these steps."""
+        self.breaks_before = len(graph_breaks(0))
 
     def record_whole(self, *, traced: bool = False) -> None:
         """Record the whole of each step from now on.
