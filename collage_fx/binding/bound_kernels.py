@@ -58,7 +58,8 @@ class BoundKernels:
         """Which of what is another in each call the kernels take."""
         slots = {place: self.first + k for k, place in enumerate(self.taken)}
         self.snapshot = TensorSnapshot(contents, len(self.taken))
-        tensors = [*observed.inputs, *(None for _ in code.seeded), *memory]
+        ends = (*self.direct.constants, *(n.meta["val"] for n in self.direct.made))
+        tensors = [*observed.inputs, *(None for _ in code.seeded), *memory, *ends]
         self.launches = launches(calls, [slots.get(p, p) for p in places], tensors, self.first)
 
     def _places(self, inputs: Sequence[Any], every: list[Any], memory: list[Tensor]) -> list[int]:

@@ -25,7 +25,7 @@ from collage_fx.runtime.kernels.triton_launch import (
 _WORD = 8
 """The bytes of an address; a number takes as many at most."""
 _ANYWHERE = 1
-"""An address that is not aligned, as that of what Inductor has compiled for a kernel may be."""
+"""An address that is not aligned, as that of what is another in each step may be."""
 
 
 class Unrepeatable(Exception):
@@ -56,13 +56,14 @@ def launches(
     Args:
         calls: their operands are numbered.
         places: for each number, which address it is.
-        tensors: for each number what was there, None for a seed.
+        tensors: for each number what was there, None for a seed, a fake tensor for what Inductor's
+            part makes.
         first: the place of the first address that is another in each step.
 
     Raises Unrepeatable.
     """
     devices = {call.device for call in calls}
-    rows = [_Rows(call, places, tensors) for call in calls]
+    rows = [_Rows(call, places, tensors, first) for call in calls]
     taken = {n for one in rows for column in one.numbers.values() for n in column}
     if len(devices) != 1 or any(
         places[n] < first and tensors[n].device not in devices for n in taken
@@ -79,15 +80,15 @@ def launches(
 class _Rows:
     """The operands of one call: for each member and input an address, and bytes from there on."""
 
-    def __init__(self, call: KernelCall, places: list[int], tensors: list[Any]) -> None:
+    def __init__(self, call: KernelCall, places: list[int], tensors: list[Any], first: int) -> None:
         kernel = MULTI_TENSOR_KERNELS[call.key]
         written, read, vectors = call.operands
         self.numbers: dict[int, Any] = {**kernel.columns(written, read)}
         """Input -> for each member, the number of its operand; vectors are left out."""
         own = self.numbers[[*kernel.written, *kernel.read][0]]
         self.sizes = [tensors[n].numel() for n in own]
-        if not all(self.sizes):
-            raise Unrepeatable("its kernels have nothing to do for some members")
+        if not all(type(size) is int and size for size in self.sizes):
+            raise Unrepeatable("its kernels have nothing to do for some members, or sizes change")
         self.runner = kernel.runner(call.device)
         self.entries = {i: [(places[n], 0) for n in column] for i, column in self.numbers.items()}
         for i, number in zip(kernel.vectors, vectors, strict=True):
@@ -97,7 +98,7 @@ class _Rows:
         """The inputs of which each member has a tensor of as many elements as it has itself."""
 
         def start(n: int) -> int:
-            return int(tensors[n].data_ptr()) if n < len(tensors) else _ANYWHERE
+            return int(tensors[n].data_ptr()) if places[n] < first else _ANYWHERE
 
         self.starts = [list(map(start, self.numbers[i])) for i in self.full]
         """Their addresses now."""
