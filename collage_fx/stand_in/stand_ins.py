@@ -212,14 +212,17 @@ class StandIns:
             return False
         if any(p.grad is None for p in self.params):
             return False
-        if not _same([optimizer.state.get(p, NO_STATE) for p in self.members], self.states):
-            return False
-        if not _same(list(_values(self.states)), self.tensors) or not self.few.shares(optimizer):
+        if not self.has_states_of(optimizer) or not self.few.shares(optimizer):
             return False
         shards = [shard_of(t) for t in (*self.plain, *self.tensors)]
         if not _same(shards, self.shards) or not all(m.is_sharded_alike() for m in self.sharded):
             return False
         return bool(self.guards.check(*shards, *map(_grad, self.plain)))
+
+    def has_states_of(self, optimizer: Optimizer) -> bool:
+        """Tell whether the states are still those of the optimizer."""
+        states = [optimizer.state.get(p, NO_STATE) for p in self.members]
+        return _same(states, self.states) and _same(list(_values(self.states)), self.tensors)
 
     def whole_graph(self, inputs: Inputs, settings: Settings) -> Narrow | Unlike:
         """See `StandsForOthers`: or say why it does not do to all what it does to the few."""

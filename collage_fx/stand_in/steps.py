@@ -198,8 +198,9 @@ class StandInSteps:
             alike = 1 if of_one_shape(optimizer) else count_alike(optimizer, self.session)
             with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
                 new = StandIns.of(optimizer, self.session, alike)
-        if new is not None:
-            self.known = [*self.known[1 - _KEPT :], new]
+        if new is not None:  # what has other states, as from before a load, would keep them alive
+            known = [one for one in self.known if one.has_states_of(optimizer)]
+            self.known = [*known[1 - _KEPT :], new]
         return new
 
 

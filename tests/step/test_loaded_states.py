@@ -1,6 +1,8 @@
 """Steps after states have been loaded: by what was compiled for those of before."""
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -66,6 +68,18 @@ def test_nothing_is_compiled_after_a_load(make: Callable[[], Optimizer], graphs:
         unbroken.step()
     assert not graphs
     assert all(map(torch.equal, values(optimizer), values(unbroken)))
+
+
+def test_old_states_are_let_go_of() -> None:
+    optimizer = adamw()
+    trained(optimizer, 6)
+    old = [weakref.ref(optimizer.state[p]["exp_avg"]) for p in params_of(optimizer)]
+    load(optimizer)
+    assert all(state() is not None for state in old)  # steps after it find out
+    trained(optimizer, 3)
+    gc.collect()
+    # Dynamo keeps those of the parameter that it has traced.
+    assert sum(state() is not None for state in old) <= 1
 
 
 CHANGES: dict[str, Callable[[Optimizer], Any]] = {
