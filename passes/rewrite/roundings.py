@@ -11,6 +11,7 @@ from torch.fx.node import map_arg
 
 from collage_fx.passes.ir.program import CONVERT
 from collage_fx.passes.rewrite.lower import EXACT
+from collage_fx.passes.rewrite.op_schema import COLLECTIVE
 from collage_fx.passes.rules.structural import STRUCTURE
 from collage_fx.runtime import torch_versions
 from collage_fx.runtime.expansion.eft import SIXTEEN_BITS
@@ -28,10 +29,12 @@ _NOTED = "low_precision_pointwise_barrier"
 def keep_user_roundings(gm: GraphModule) -> None:
     """Make the results of the operations that were noted ones that Inductor has to round.
 
-    Of what an operation is decomposed into PyTorch rounds the last result only.
+    Of what an operation is decomposed into PyTorch rounds the last result only. That of a
+    collective operation has no data yet, before it has been waited for.
     """
     for node in list(gm.graph.nodes):
-        if not node.meta.pop(_NOTED, False) or node.target is CONVERT:
+        noted = node.meta.pop(_NOTED, False)
+        if not noted or node.target is CONVERT or _communicates(node):
             continue
         results = [*node.users] if isinstance(node.meta["val"], list | tuple) else [node]
         for result in results:
@@ -90,6 +93,10 @@ def _is_fused(node: Node) -> bool:
 
 def _is_random(node: Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def _communicates(node: Node) -> bool:
+    return getattr(node.target, "namespace", "") in COLLECTIVE
 
 
 def _is_view(node: Node) -> bool:

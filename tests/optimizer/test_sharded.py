@@ -9,15 +9,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from interpreter import without_compiler
 from saved import drop_saved_residuals
 from storage_runs import compiled
 from torch import Tensor
+from torch.distributed._functional_collectives import all_gather_tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import collage_fx
 from collage_fx.errors import CheckpointError, CollageWarning
+from collage_fx.passes.rewrite import roundings
 from collage_fx.runtime.residuals.dtensor import shard_of
 from collage_fx.stand_in.members import Member
 from collage_fx.stand_in.repeated_step import RepeatedStep
@@ -230,3 +233,23 @@ def test_master_weights_go_in_and_out_by_shards(mesh: DeviceMesh) -> None:
     copies = {n: DTensor.from_local(w, mesh, [Replicate()]) for n, w in weights.items()}
     with pytest.raises(CheckpointError, match="sharded by"):
         collage_fx.load_master_weights(model, copies)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_nothing_reads_what_is_gathered_before_it_has_been_waited_for(
+    known: bool, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step(p: Tensor, g: Tensor) -> None:
+        rows = all_gather_tensor(g.bfloat16() * 0.3, 0, mesh)
+        p.sub_(rows[: len(p)] * 0.7)
+
+    if not known:
+        monkeypatch.setattr(roundings, "_communicates", lambda node: False)
+    torch.compiler.reset()
+    with without_compiler() as graphs, warnings.catch_warnings():
+        warnings.simplefilter("ignore", CollageWarning)
+        collage_fx.compile(step)(torch.ones(4), torch.ones(4))
+    nodes = [node for graph in graphs for node in graph.graph.nodes]
+    (waited,) = (n for n in nodes if "wait_tensor" in str(n.target))
+    assert ("all_gather" in str(waited.args[0].target)) == known
+    assert any("collage.round" in str(n.target) for n in nodes)
