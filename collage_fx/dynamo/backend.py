@@ -53,6 +53,8 @@ class Backend(Session):
     """The code of the optimizer's step and of its decorators: a graph of any of it is all of it."""
     reads_numbers: bool = False
     """Whether Dynamo is to trace on where the step reads a number back from a tensor."""
+    given: dict[Any, Any] = field(default_factory=dict)
+    """A function and an argument of it -> which part of the optimizer that was."""
 
     def begins(self, gm: GraphModule) -> bool:
         """Tell whether a graph makes states for parameters that had none before this step.
@@ -135,6 +137,20 @@ class Backend(Session):
             raise SkipFrame(message)
         optimizer_hooks.warn_once(f"{message}; collage_fx.compile records such a step", optimizer)
 
+    def _refuse_each(self) -> None:
+        """Have a step recorded in which a method is called for one parameter after another.
+
+        Dynamo would make a graph for each.
+        """
+        code = traced_code()
+        for argument, part in optimizer_hooks.keep_apart().items():
+            first = self.given.setdefault((code, argument), part)
+            if first != part and code is not None and (supervisor := self.supervisor()) is not None:
+                supervisor.record_whole()
+                message = f"{code.co_name} would be traced for each parameter by itself"
+                self.notes.add(f"recorded: {message}")
+                raise SkipFrame(message)
+
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one Dynamo graph; the callable that a Dynamo backend returns."""
         if (supervisor := self.supervisor()) is not None:
@@ -147,6 +163,7 @@ class Backend(Session):
             logs.LOG.info("%s: traced again, as %s", self.subject, reason)
         for optimizer, names in optimizer_hooks.forgotten_attributes():
             self._refuse_forgetting(optimizer, names)
+        self._refuse_each()
         if "denominator" not in self.config.without:
             one_denominator(gm)
         return _Step(self, gm, example_inputs)

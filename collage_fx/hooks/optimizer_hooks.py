@@ -12,6 +12,8 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from itertools import takewhile
 from types import CodeType
 from typing import Any
@@ -21,8 +23,17 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.eval_frame import innermost_backend
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.source import (
+    ChainedSource,
+    OptimizerSource,
+    get_local_source_name,
+    is_from_optimizer_source,
+)
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables.optimizer import OptimizerVariable
+from torch._guards import Source, TracingContext
+from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -235,6 +246,41 @@ def forgotten_attributes() -> list[tuple[Optimizer, list[str]]]:
         for owner, values in effects.store_attr_mutations.items()
         if values and isinstance(owner, OptimizerVariable) and owner.value not in effects
     ]
+
+
+def keep_apart() -> dict[Source, Source]:
+    """Have Dynamo check which part of an optimizer an argument of the traced function is.
+
+    It leaves that out of its guards: of a method that updates one parameter, `self.state[p]` is the
+    state of the first one in every call. See docs/stock-defects.md.
+
+    Returns:
+        Such arguments, and what each is a name for within the optimizer.
+    """
+    tracer, found = _tracer(), {}
+    for guard in list(TracingContext.get().guards_context.dynamo_guards):
+        create: Any = guard.create_fn
+        if getattr(create, "func", None) is not GuardBuilder.DUPLICATE_INPUT:
+            continue
+        pair = guard.originating_source, create.keywords["source_b"]
+        inside = [one for one in pair if is_from_optimizer_source(one)]
+        outside = [one for one in pair if one not in inside]
+        names = [get_local_source_name(one) for one in outside]
+        if len(outside) != 1 or isinstance(tracer.f_locals.get(names[0]), Module | None):
+            continue
+        found[outside[0]] = inside[0]
+        same = partial(GuardBuilder.DUPLICATE_INPUT, source_b=_as_of_no_optimizer(inside[0]))
+        install_guard(outside[0].make_guard(same))
+    return found
+
+
+def _as_of_no_optimizer(source: Any) -> Source:
+    """Return the same place, at which Dynamo does not leave out guards."""
+    if isinstance(source, OptimizerSource):
+        return source.base
+    if isinstance(source, ChainedSource):
+        return replace(source, base=_as_of_no_optimizer(source.base))
+    return source  # type: ignore[no-any-return]
 
 
 def traced_optimizer() -> Optimizer | None:

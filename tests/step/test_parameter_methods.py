@@ -1,0 +1,112 @@
+"""Methods that update one parameter: Dynamo's code for one of them is not that for the others."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from interpreter import without_compiler
+from torch import Tensor
+
+import collage_fx
+from collage_fx.hooks import optimizer_hooks
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*nothing needed compensation")
+RATE = 2.0**-12
+"""Of which a bf16 number near 1 keeps nothing."""
+STEPS = 6
+
+
+class Method(torch.optim.Optimizer):
+    """Calls a method for each parameter; Dynamo cuts its step there, or in the method."""
+
+    def __init__(self, params: list[Tensor], cut: bool) -> None:
+        super().__init__(params, {"cut": cut})
+        for i, p in enumerate(params):
+            self.state[p]["x"] = torch.full_like(p, i + 1.0)
+
+    def update(self, p: Tensor) -> None:
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if group["cut"]:
+                    torch._dynamo.graph_break()
+                self.update(p)
+
+
+class Writes(Method):
+    def update(self, p: Tensor) -> None:
+        torch._dynamo.graph_break()
+        state = self.state[p]
+        p.sub_(state["x"], alpha=RATE)
+
+
+class Indexes(Method):
+    def update(self, p: Tensor) -> None:
+        x = self.state[p]["x"]
+        x.mul_(1 - RATE)
+
+
+class OfLists(Method):
+    def update(self, p: Tensor) -> None:
+        self.update_all([p])
+
+    def update_all(self, params: list[Tensor]) -> None:
+        torch._dynamo.graph_break()
+        for p in params:
+            state = self.state[p]
+            p.sub_(state["x"], alpha=RATE)
+
+
+class Looks(Method):
+    def update(self, p: Tensor) -> None:
+        if "x" in self.state.get(p, {}):
+            p.sub_(RATE)
+        else:
+            p.add_(RATE)
+
+
+def run(kind: Any, dtype: torch.dtype, way: str, *, cut: bool) -> tuple[list[Tensor], str]:
+    """Return the parameters and states after some steps, and what is said of them."""
+    torch.compiler.reset()
+    params = [torch.ones(2, 3, dtype=dtype).requires_grad_() for _ in range(3)]
+    optimizer, report = kind(params, cut), ""
+    if kind is Looks:
+        del optimizer.state[params[1]]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    with without_compiler():
+        if way == "compile":
+            collage_fx.compile_(optimizer)
+        step = torch.compile(optimizer.step, backend="collage") if way == "string" else None
+        for _ in range(STEPS):
+            (step or optimizer.step)()
+    if way == "compile":
+        report = str(collage_fx.report(optimizer))
+    states = [optimizer.state[p]["x"] for p in params if p in optimizer.state]
+    return [collage_fx.value(t).detach() for t in (*params, *states)], report
+
+
+@pytest.mark.parametrize(
+    ("kind", "cut"), [(Writes, False), (Indexes, True), (OfLists, False), (Looks, True)]
+)
+@pytest.mark.quick("Writes-*")
+def test_each_parameter_is_updated_by_its_own_state(kind: Any, cut: bool) -> None:
+    exact, _ = run(kind, torch.float64, "plain", cut=cut)
+    for dtype, far in ((torch.float32, 1e-6), (torch.bfloat16, 1e-4)):
+        found, report = run(kind, dtype, "compile", cut=cut)
+        for x, y in zip(found, exact, strict=True):
+            assert (x - y).abs().max() <= far, report
+    assert "would be traced for each parameter by itself" in report
+    by_name, _ = run(kind, torch.bfloat16, "string", cut=cut)
+    assert all(map(torch.equal, by_name, found))
+
+
+def test_it_would_be_by_that_of_the_first() -> None:
+    exact, _ = run(Writes, torch.float64, "plain", cut=False)
+    with mock.patch.object(optimizer_hooks, "keep_apart", dict):
+        wrong, _ = run(Writes, torch.float32, "compile", cut=False)
+    assert wrong[0][0, 0] < exact[0][0, 0] and torch.equal(wrong[1], torch.ones(2, 3).double())
