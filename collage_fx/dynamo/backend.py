@@ -56,6 +56,10 @@ class Backend(Session):
     given: dict[Any, Any] = field(default_factory=dict)
     """A function and an argument of it -> which part of the optimizer that was."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        optimizer_hooks.watch_traces()
+
     def begins(self, gm: GraphModule) -> bool:
         """Tell whether a graph makes states for parameters that had none before this step.
 
@@ -122,34 +126,29 @@ class Backend(Session):
                 supervisor.forget_breaks()  # there are others
             trace_without_numbers()
 
-    def _refuse_forgetting(self, optimizer: Optimizer, names: list[str]) -> None:
-        """Warn of attributes whose assignments Dynamo would lose; have the step recorded.
+    def refuse(self, message: str) -> None:
+        """Have Python do what Dynamo traces now, where that is recorded.
 
-        Raises SkipFrame where what is not compiled is recorded: Dynamo lets Python do it.
+        Raises SkipFrame then.
         """
-        message = (
-            f"the step assigns self.{', self.'.join(names)}, which torch.compile does to no "
-            "optimizer: the assignment would be lost. Keep what changes in self.state or in "
-            "self.param_groups, or in a list or dict"
-        )
         if self.supervisor() is not None:
             self.notes.add(f"recorded: {message}")
             raise SkipFrame(message)
-        optimizer_hooks.warn_once(f"{message}; collage_fx.compile records such a step", optimizer)
 
-    def _refuse_each(self) -> None:
+    def refuse_each(self, argument: Any, part: Any) -> None:
         """Have a step recorded in which a method is called for one parameter after another.
 
         Dynamo would make a graph for each.
+
+        Args:
+            argument: that of the function which Dynamo traces.
+            part: the part of the optimizer that it is.
         """
-        code = traced_code()
-        for argument, part in optimizer_hooks.keep_apart().items():
-            first = self.given.setdefault((code, argument), part)
-            if first != part and code is not None and (supervisor := self.supervisor()) is not None:
-                supervisor.record_whole()
-                message = f"{code.co_name} would be traced for each parameter by itself"
-                self.notes.add(f"recorded: {message}")
-                raise SkipFrame(message)
+        code, supervisor = traced_code(), self.supervisor()
+        first = self.given.setdefault((code, argument), part)
+        if first != part and code is not None and supervisor is not None:
+            supervisor.record_whole()
+            self.refuse(f"{code.co_name} would be traced for each parameter by itself")
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one Dynamo graph; the callable that a Dynamo backend returns."""
@@ -161,9 +160,6 @@ class Backend(Session):
         self.graphs += 1
         if logs.LOG.isEnabledFor(logging.INFO) and (reason := recompile_reason()):
             logs.LOG.info("%s: traced again, as %s", self.subject, reason)
-        for optimizer, names in optimizer_hooks.forgotten_attributes():
-            self._refuse_forgetting(optimizer, names)
-        self._refuse_each()
         if "denominator" not in self.config.without:
             one_denominator(gm)
         return _Step(self, gm, example_inputs)

@@ -24,15 +24,16 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.eval_frame import innermost_backend
 from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import (
-    ChainedSource,
     OptimizerSource,
     get_local_source_name,
     is_from_optimizer_source,
 )
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables import builder
 from torch._dynamo.variables.optimizer import OptimizerVariable
-from torch._guards import Source, TracingContext
+from torch._guards import ChainedSource, Source
 from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
@@ -44,6 +45,10 @@ from collage_fx.hooks.step_substitution import can_substitute, leave, substitute
 from collage_fx.optimizer.ownership import live_optimizers, params_of
 from collage_fx.runtime.errors import CollageWarning
 
+_BUILDER: Any = builder
+_make_dupe_guard = _BUILDER.make_dupe_guard
+_EFFECTS: Any = SideEffects
+_store = _EFFECTS.store_attr
 _LOG = logging.getLogger("torch._dynamo.convert_frame")
 
 
@@ -74,6 +79,7 @@ def install(backend: Any, compile: Callable[..., Any]) -> None:
             is to do its steps, or None.
     """
     _look_again()
+    watch_traces()
     if _Watch.backend is not None:
         return
     _Watch.backend, _Watch.compile = backend, compile
@@ -232,46 +238,56 @@ def warn_once(message: str, optimizer: Optimizer | None = None) -> None:
         warnings.warn(f"collage_fx: {message}", CollageWarning, stacklevel=2)
 
 
-def forgotten_attributes() -> list[tuple[Optimizer, list[str]]]:
-    """Return the attributes of optimizers that what Dynamo traces now assigns, and will forget.
+def watch_traces() -> None:
+    """Have Dynamo miss nothing of the optimizers in what it traces for our backend. Idempotent."""
+    _BUILDER.make_dupe_guard = _guard_of_two_names
+    _EFFECTS.store_attr = _store_attr
+
+
+def _traced_for() -> Any:
+    """Return our backend, or the session of a step, if Dynamo traces for it now."""
+    backend = getattr(_tracer().output.compiler_fn, "compiler_fn", None)
+    return backend if backend is _Watch.backend or hasattr(backend, "refuse_each") else None
+
+
+def _store_attr(effects: SideEffects, item: Any, name: str, *args: Any, **kwargs: Any) -> None:
+    """Note an assignment to an attribute; refuse one to that of an optimizer.
 
     Dynamo writes back what traced code assigns to objects, but for optimizers, of which it keeps
     no track: `self.k += 1` in a step has no effect. See docs/stock-defects.md.
     """
-    if (tracer := _tracer()) is None:
-        return []
-    effects = tracer.output.side_effects
-    return [
-        (owner.value, sorted(values))
-        for owner, values in effects.store_attr_mutations.items()
-        if values and isinstance(owner, OptimizerVariable) and owner.value not in effects
-    ]
+    _store(effects, item, name, *args, **kwargs)
+    if not isinstance(item, OptimizerVariable) or item.value in effects:
+        return
+    if (backend := _traced_for()) is not None:
+        message = (
+            f"the step assigns self.{name}, which torch.compile does to no optimizer: the "
+            "assignment would be lost. Keep what changes in self.state or in self.param_groups, or "
+            "in a list or dict"
+        )
+        if backend is not _Watch.backend:
+            backend.refuse(message)
+        warn_once(f"{message}; collage_fx.compile records such a step", item.value)
 
 
-def keep_apart() -> dict[Source, Source]:
-    """Have Dynamo check which part of an optimizer an argument of the traced function is.
+def _guard_of_two_names(source: Source, first: Source | None) -> Any:
+    """Return what makes the guard that two names are still of one object, or install it.
 
-    It leaves that out of its guards: of a method that updates one parameter, `self.state[p]` is the
-    state of the first one in every call. See docs/stock-defects.md.
-
-    Returns:
-        Such arguments, and what each is a name for within the optimizer.
+    Dynamo leaves that out where one of them is a place in an optimizer, and so also where the other
+    is an argument: of a method that updates one parameter, `self.state[p]` is the state of the
+    first one in every call. See docs/stock-defects.md.
     """
-    tracer, found = _tracer(), {}
-    for guard in list(TracingContext.get().guards_context.dynamo_guards):
-        create: Any = guard.create_fn
-        if getattr(create, "func", None) is not GuardBuilder.DUPLICATE_INPUT:
-            continue
-        pair = guard.originating_source, create.keywords["source_b"]
-        inside = [one for one in pair if is_from_optimizer_source(one)]
-        outside = [one for one in pair if one not in inside]
-        names = [get_local_source_name(one) for one in outside]
-        if len(outside) != 1 or isinstance(tracer.f_locals.get(names[0]), Module | None):
-            continue
-        found[outside[0]] = inside[0]
-        same = partial(GuardBuilder.DUPLICATE_INPUT, source_b=_as_of_no_optimizer(inside[0]))
-        install_guard(outside[0].make_guard(same))
-    return found
+    inside = [one for one in (source, first) if one and is_from_optimizer_source(one)]
+    outside = [one for one in (source, first) if one and one not in inside]
+    backend = _traced_for() if len(inside) == len(outside) == 1 else None
+    local = get_local_source_name(outside[0]) if backend is not None else None
+    if local is None or isinstance(_tracer().f_locals.get(local), Module):
+        return _make_dupe_guard(source, first)
+    same = partial(GuardBuilder.DUPLICATE_INPUT, source_b=_as_of_no_optimizer(inside[0]))
+    install_guard(outside[0].make_guard(same))
+    if backend is not None and backend is not _Watch.backend:
+        backend.refuse_each(outside[0], inside[0])
+    return None
 
 
 def _as_of_no_optimizer(source: Any) -> Source:
@@ -280,7 +296,8 @@ def _as_of_no_optimizer(source: Any) -> Source:
         return source.base
     if isinstance(source, ChainedSource):
         return replace(source, base=_as_of_no_optimizer(source.base))
-    return source  # type: ignore[no-any-return]
+    found: Source = source
+    return found
 
 
 def traced_optimizer() -> Optimizer | None:

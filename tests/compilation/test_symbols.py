@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from interpreter import without_compiler
 from torch import Tensor, nn
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch.fx import GraphModule
@@ -13,6 +14,7 @@ import collage_fx
 from collage_fx.dynamo import backend
 from collage_fx.dynamo.symbols import Symbols
 from collage_fx.errors import CollageWarning
+from collage_fx.hooks import optimizer_hooks
 from collage_fx.runtime.torch_versions import installed
 
 
@@ -82,6 +84,36 @@ class Attribute(Optimizer):
         self.k += 1
         for p in self.param_groups[0]["params"]:
             p.sub_(p.grad, alpha=1e-3 * self.k)
+
+
+class CutBefore(Attribute):
+    """Dynamo has no graph of what assigns the attribute."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.k += 1
+        torch._dynamo.graph_break()
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad, alpha=1e-3 * self.k)
+
+
+@pytest.mark.skipif(installed() < (2, 13), reason="Dynamo fails itself, with an error")
+@pytest.mark.parametrize("seen", [True, False])
+def test_an_attribute_that_is_assigned_in_no_graph(
+    seen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not seen:
+        monkeypatch.setattr(optimizer_hooks, "_traced_for", lambda: None)
+    torch.compiler.reset()
+    p = nn.Parameter(torch.ones(4).bfloat16())
+    optimizer = CutBefore([p])
+    step = collage_fx.compile(optimizer)
+    p.grad = torch.ones(4).bfloat16()
+    with without_compiler():
+        for _ in range(6):
+            step()
+    right = (collage_fx.value(p) - (1 - 21e-3)).abs().max() < 1e-4
+    assert (optimizer.k == 6) == bool(right) == seen
 
 
 @pytest.mark.filterwarnings("ignore:.*Attempted setattr")  # before 2.13
