@@ -27,7 +27,7 @@ from collage_fx.hooks import optimizer_hooks
 from collage_fx.hooks.dynamo_settings import recompile_reason, trace_without_numbers
 from collage_fx.hooks.optimizer_hooks import traced_code, traced_function
 from collage_fx.optimizer.checkpoints.history import history_of
-from collage_fx.optimizer.ownership import makes_states, rates, stateless
+from collage_fx.optimizer.ownership import makes_states, params_of, rates, stateless
 from collage_fx.optimizer.storage_patterns import Patterns
 from collage_fx.passes.frontend.denominator import one_denominator
 from collage_fx.passes.frontend.read_numbers import CannotRead, read_numbers, reads_numbers
@@ -64,16 +64,16 @@ class Backend(Session):
         """Tell whether a graph makes states for parameters that had none before this step.
 
         It runs once, and what it makes would begin with its high word only: recorded, the
-        states get both words, and nothing is compiled.
+        states get both words, and nothing is compiled. So are, in their first call, all graphs of
+        whole steps that may put new tensors in the place of states: it shows whether they do.
         """
         optimizer = self.optimizer()
         if optimizer is None or self.supervisor() is None:
             return False
         dtypes = compensable_dtypes(self.config.storage)
-        values = [n.meta.get("example_value") for n in gm.graph.output_node().all_input_nodes]
-        if not any(isinstance(v, Tensor) and v.dim() and v.dtype in dtypes for v in values):
-            return False
-        return self._begin(optimizer)
+        scalars = any(not p.dim() for p in params_of(optimizer))
+        made = [t for t in _made(gm) if t.dtype in dtypes and (t.dim() or scalars)]
+        return bool(made) and (self._begin(optimizer) or self.is_whole(gm))
 
     def begins_untraced(self) -> bool:
         """Tell whether a step is the first and makes its states: then Dynamo need not see it.
@@ -106,10 +106,8 @@ class Backend(Session):
         if self.optimizer() is None or self.is_whole(gm):
             return False
         dtypes = compensable_dtypes(self.config.storage)
-        given = {storage_key(t) for t in _tensors(gm.graph.find_nodes(op="placeholder"))}
-        results = _tensors(gm.graph.output_node().all_input_nodes)
-        made = [t for t in results if storage_key(t) not in given]
-        return any(t.dtype in dtypes or (t.dim() and t.is_floating_point()) for t in made)
+        floats = (t for t in _made(gm) if t.is_floating_point())
+        return any(t.dtype in dtypes or t.dim() for t in floats)
 
     def _read_numbers(self, gm: GraphModule) -> None:
         """Compute in the graph what the step reads back; have it traced anew if that cannot be.
@@ -406,6 +404,13 @@ def _tensors(nodes: Iterable[Node]) -> Iterator[Tensor]:
     """Yield what Dynamo has for the values of nodes, those that are tensors with memory."""
     values = (node.meta.get("example_value") for node in nodes)
     return (v for v in values if isinstance(v, Tensor) and has_memory(v))
+
+
+def _made(gm: GraphModule) -> list[Tensor]:
+    """Return the results of a graph that are not in memory which it was given."""
+    given = {storage_key(t) for t in _tensors(gm.graph.find_nodes(op="placeholder"))}
+    results = _tensors(gm.graph.output_node().all_input_nodes)
+    return [t for t in results if storage_key(t) not in given]
 
 
 def _end_of(gm: GraphModule) -> str:

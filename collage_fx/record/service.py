@@ -190,6 +190,13 @@ class Service:
             "are recorded whole from now on. TORCH_LOGS=graph_breaks shows what cuts the step"
         )
 
+    def note_replaced(self, name: str) -> None:
+        """Note for the report that steps are recorded whole, as results become states."""
+        self.session.notes.add(
+            f"the steps are recorded whole, since they put a new tensor in the place of {name}, of "
+            "which a graph has only the high word; update states in place"
+        )
+
     def note_cut(self, where: str) -> None:
         """Note for the report that steps are recorded whole, as a graph ends where others go on."""
         self.session.notes.add(

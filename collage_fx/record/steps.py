@@ -16,7 +16,7 @@ from collage_fx.hooks.dynamo_settings import Failures, graph_breaks
 from collage_fx.optimizer.checkpoints.agreement import check_loads
 from collage_fx.optimizer.checkpoints.history import History, history_of
 from collage_fx.optimizer.discovery import FunctionStates, OptimizerStates, StateStorage
-from collage_fx.optimizer.ownership import Owned, params_of
+from collage_fx.optimizer.ownership import PARAM, Owned, params_of
 from collage_fx.optimizer.parameter_names import naming
 from collage_fx.optimizer.served import RETURNED, not_given
 from collage_fx.passes.ir.program import StatePlan
@@ -473,11 +473,16 @@ class Steps:
     def _account(self) -> list[str]:
         """Note what was written; return the names of what nobody accounts for."""
         service, present = self.service, self.states.find()
-        replaced = service.take_up(present)
-        for owned in replaced:
-            taken = memory_key(owned.tensor) in self.returned and owned.place in service.places
-            if taken and owned.tensor.dim():  # else a norm, say, that somebody looks at
+        scalars = {o.param for o in present if o.key == PARAM and not o.tensor.dim()}
+        new = service.take_up(present)
+        # Others are norms, say, that somebody looks at.
+        replaced = [o for o in new if o.tensor.dim() or o.param in scalars]
+        for owned in (o for o in replaced if o.place in service.places):
+            if memory_key(owned.tensor) in self.returned:
                 self._chained(owned.name)
+            elif self.compiles and self.switches and self.words.has_made(owned.tensor):
+                self.record_whole(traced=True)
+                service.note_replaced(owned.name)
         self.words.adopt(present)
         self.other_memory.adopt()
         self.history.hand_on = self.other_memory.hand_on
@@ -493,8 +498,7 @@ class Steps:
         service.warn_elsewhere(self.words.memory.lasting)
         unaccounted = service.unaccounted(o.tensor for o in rest if id(o.tensor) not in outside)
         service.count_graphs()
-        lasting = not any(o.tensor.dim() for o in replaced)
-        self.quiet = bool(service.by_graph) and not outside and lasting
+        self.quiet = bool(service.by_graph) and not outside and not replaced
         settled = self.steps >= TRIED and self.switches and not (self.waited or self.forced)
         if outside and settled and self.traces:
             self._go_on_recording()

@@ -379,8 +379,12 @@ class LowWords:
     def is_result(self, t: Tensor) -> bool:
         """Tell whether a segment has made t, from whole values: it may have more bits than a graph
         would give it."""
+        return self.has_made(t) and t.is_floating_point() and t.dim() > 0
+
+    def has_made(self, t: Tensor) -> bool:
+        """Tell whether a segment of this step has made t."""
         made = self._memory_of(t).made
-        return made is not None and not made.expired() and t.is_floating_point() and t.dim() > 0
+        return made is not None and not made.expired()
 
     def dropped(self, t: Tensor) -> bool:
         """Tell whether t, which is no state, has something in its low words."""

@@ -1,15 +1,19 @@
 """A first step that makes its states: it is recorded, and Dynamo does not see it."""
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
+from interpreter import without_compiler
+from recorded_steps import train
 from tensors import bf16, with_grads
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.optim import SGD, AdamW, Optimizer
 
 import collage_fx
+from collage_fx.dynamo.backend import Backend
 
 RATES = (1e-3, 2e-3, 3e-3, 4e-3)
 
@@ -135,3 +139,35 @@ def test_a_resumed_run_is_recorded_from_its_first_step_on() -> None:
     assert counters["frames"]["total"] == before
     step()
     assert torch.equal(collage_fx.value(p), collage_fx.value(q))
+
+
+def replaced(p: Tensor, g: Tensor, state: Any) -> None:
+    """An average that is a new tensor after each step, in one graph."""
+    if not state:
+        state["m"] = torch.full_like(p, 1.3125)
+    state["m"] = 0.99 * state["m"] + 0.01 * g
+    p.sub_(state["m"], alpha=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(4, 3), ()], ids=["matrices", "numbers"])
+@pytest.mark.parametrize("known", [True, False])
+def test_the_first_graph_of_states_that_are_replaced_drops_no_low_word(
+    shape: tuple[int, ...], known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not known:
+        monkeypatch.setattr(Backend, "_is_whole", lambda *_: False)
+        monkeypatch.setattr(Backend, "hands_on", lambda *_: False)
+    torch.compiler.reset()
+    averages = []
+    for dtype in (torch.float64, torch.bfloat16):
+        params = [torch.full(shape, 1.5, dtype=dtype).requires_grad_() for _ in range(2)]
+        with without_compiler(), warnings.catch_warnings():
+            warnings.simplefilter("error" if known else "ignore")
+            warnings.filterwarnings("ignore", category=DeprecationWarning)
+            _, step = train(replaced, dtype, params=params, storage="remainder16", level="light")
+        optimizer = getattr(step, "__self__", None) or step._collage.optimizer()
+        averages.append([collage_fx.value(optimizer.state[p]["m"]).double() for p in params])
+    far = max((x - y).abs().max() for x, y in zip(*averages, strict=True))
+    assert far < 1e-6 if known else far > 1e-4
+    if known:
+        assert "put a new tensor in the place of m" in str(collage_fx.report(step))
