@@ -333,7 +333,9 @@ class Compilation:
             return copies
         joins = self.whole.joins
         begun = partial(
-            Program, gm, settings, inputs.describe, inputs.label, is_step, copies, joins=joins
+            *(Program, gm, settings, inputs.describe, inputs.label, is_step, copies),
+            joins=joins,
+            number=inputs.number,
         )
         with no_full_collection():
             program = run_passes(begun(), snapshots=self.session.keep)

@@ -26,6 +26,7 @@ from collage_fx.optimizer.ownership import Owned, is_buffer, owner_of, pretty, s
 from collage_fx.passes.analysis.plan import is_named
 from collage_fx.passes.dedup.deduplicate import Narrow
 from collage_fx.passes.ir.program import (
+    NUMBER,
     Carried,
     Copies,
     Owner,
@@ -105,6 +106,9 @@ class Inputs:
         found = (getattr(node, "_dynamo_source", None) for node in placeholders)
         self.recorded = {s.name: s.state_name for s in found if isinstance(s, Recorded)}
         """Names of states that were recorded by their text, as they stand among the sources."""
+        numbers = ((i, node.meta.get(NUMBER)) for i, node in enumerate(placeholders))
+        self.numbers: dict[Any, float] = {i: x for i, x in numbers if x is not None}
+        """Position of a number that changes -> what it is now, where that is known."""
 
     @functools.cached_property
     def differentiates(self) -> bool:
@@ -279,6 +283,10 @@ class AotInputs:
     def label(self, placeholder: Node) -> str:
         """Return `lr` for a 0-d input that is the `lr` of a parameter group."""
         return self.whole.label(self._source(placeholder)) or placeholder.name
+
+    def number(self, placeholder: Node) -> float | None:
+        """Return the number that an input is now; None if it is none, or not known."""
+        return self.whole.numbers.get(self._source(placeholder))
 
     def _source(self, placeholder: Node) -> Source | None:
         descriptor = placeholder.meta.get("desc")

@@ -16,6 +16,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from collage_fx.passes.ir.program import NUMBER
 from collage_fx.passes.rewrite.comparisons import compared
 from collage_fx.runtime.storage.registry import join_in, split_into
 from collage_fx.segments.low_words import LowWords
@@ -292,7 +293,10 @@ def _piece(graph: Graph, x: Node, part: Part) -> Node:
 
 
 def with_fakes(gm: GraphModule, given: Given, numbers: Numbers) -> tuple[FakeTensorMode, list[Any]]:
-    """Return fake tensors of arguments, floats as Dynamo has them, and note them in a graph."""
+    """Return fake tensors of arguments, floats as Dynamo has them, and note them in a graph.
+
+    With floats it notes what they are now.
+    """
     mode = FakeTensorMode(shape_env=ShapeEnv())
     fakes: list[Any] = [mode.from_tensor(a, static_shapes=True) for a in given.args]
     for i, number in enumerate(numbers.given):
@@ -302,6 +306,8 @@ def with_fakes(gm: GraphModule, given: Given, numbers: Numbers) -> tuple[FakeTen
     placeholders: list[Node] = gm.graph.find_nodes(op="placeholder")
     for node, value in zip(placeholders, fakes, strict=True):
         node.meta["example_value"] = value
+    for node, number in zip(placeholders[len(given.args) :], numbers.given, strict=False):
+        node.meta[NUMBER] = number
     return mode, fakes
 
 

@@ -19,7 +19,8 @@ NUMBER, OTHER, OWN = range(3)
 """The kinds of terms: numbers, rates, and sums or norms of weights; gradients, moments and all
 else; and what has the state itself in it, times any of these."""
 RATE = 0.06
-"""The size of a number that may change from step to step."""
+"""The size of a number that may change from step to step, if it is not known to be larger now: it
+may have any size up to one then."""
 
 
 @dataclass(frozen=True)
@@ -187,11 +188,19 @@ def _weighty(new: Terms) -> frozenset[Node]:
     return whole.of if whole.high and much else frozenset()
 
 
+def _size(now: float | None) -> float:
+    """Return the size of a number that may change from step to step, of what it is now."""
+    if now is None or not abs(now) > RATE:
+        return RATE
+    return math.copysign(max(abs(now), 1.0), now)
+
+
 class _Walk:
     """Goes once through a graph, and through slices again with one state as their own."""
 
     def __init__(self, program: Program, states: dict[Node, Carried]) -> None:
         self.states = states
+        self.number = program.number
         slices = [part for group in program.classes for part in group.members]
         self.place = {p.old(i): set(p.nodes) for p in slices for i in range(len(p.states))}
         """State -> the nodes of its slice."""
@@ -213,7 +222,7 @@ class _Walk:
             self.values[node] = {NUMBER if weight else OTHER: Term(1.0)}
         else:
             real = is_tensor(node) and value_of(node).is_floating_point() and value_of(node).dim()
-            self.values[node] = {OTHER: Term(1.0)} if real else _number(RATE)
+            self.values[node] = {OTHER: Term(1.0)} if real else _number(_size(self.number(node)))
 
     def _lost(self, a: Node, node: Node) -> frozenset[Node]:
         """Return the states whose low word an operand of a node has not: they have that inside of

@@ -21,6 +21,8 @@ Arithmetic = Literal["eft", "wide"]
 OnUnsupported = Literal["join", "error"]
 Owner = Literal["param", "state", "tensor", "buffer"]
 Coefficient: TypeAlias = sympy.Expr | float
+NUMBER = "collage_number"
+"""The key by which the meta of an input has the number that it is now."""
 CONVERT = torch.ops.prims.convert_element_type.default
 CASTS = frozenset({CONVERT, torch.ops.aten._to_copy.default})
 """The operations whose result is the value of their operand in another dtype."""
@@ -270,6 +272,8 @@ class Program:
     """Positions of the states that keep a residual whatever their own recurrence is."""
     joins: bool = False
     """Whether `join` may do the whole graph on joined values, which is left to a recorder else."""
+    number: Callable[[Node], float | None] = lambda node: None
+    """Tells what a number that may change from step to step is now, if that is known."""
     carried: list[Carried] = field(default_factory=list)
     canonical: GraphModule | None = None
     classes: list[StateClass] = field(default_factory=list)

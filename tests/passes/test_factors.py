@@ -11,13 +11,23 @@ import torch
 from graphs import capture
 from interpreter import without_compiler
 from recorded_steps import Each
-from scaled_states import LR, SCALED, Update, by_numbers, centered, exchanged, orthogonalized
+from scaled_states import (
+    LR,
+    SCALED,
+    Update,
+    by_numbers,
+    centered,
+    exchanged,
+    orthogonalized,
+    turned,
+)
 from torch import Tensor
 from torch.fx import Node
 from torch.optim import Optimizer
 
 import collage_fx
 from collage_fx.hooks import data_reads
+from collage_fx.passes.analysis import factors
 from collage_fx.passes.frontend import slice as slice_module
 from collage_fx.passes.ir.program import Carried, Program, Settings
 from collage_fx.passes.pipeline import run_passes
@@ -77,6 +87,12 @@ def test_sums_that_become_lists_are_those_of_whole_values(monkeypatch: pytest.Mo
         assert error(by_numbers, record=True) < 0.006
         monkeypatch.setattr(data_reads, "LOW_PRECISION", ())
         assert error(by_numbers, record=True) > 0.1
+
+
+def test_a_number_of_about_one_that_changes_is_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert error(turned, record=True) < 1e-4
+    monkeypatch.setattr(factors, "_size", lambda now: factors.RATE)
+    assert error(turned, record=True) > 0.01
 
 
 def warnings_of_one_graph(update: Update) -> list[str]:

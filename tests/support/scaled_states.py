@@ -83,3 +83,18 @@ SCALED: dict[str, Update] = {
     "magnitude": of_a_magnitude,
     "scalar": of_a_scalar,
 }
+
+_SKEW = 0.05 * torch.randn(16, 16, generator=torch.Generator().manual_seed(7))
+TURN = torch.linalg.matrix_exp(_SKEW - _SKEW.T).bfloat16()
+"""Rows of sixteen turned a little."""
+
+
+def turned(p: Tensor, g: Tensor, state: Any) -> None:
+    """Each way of the parameter is turned, by a matrix times a number that changes."""
+    if not state:
+        state["turn"], state["old"], state["k"] = TURN.to(p.dtype), p.clone(), 0
+    state["k"] += 1
+    way = p - state["old"]
+    state["old"].copy_(p)
+    p.copy_(p @ (state["turn"] * (1 - 1e-4 * state["k"])))
+    p.add_(way, alpha=0.5)
