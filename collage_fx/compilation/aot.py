@@ -333,7 +333,13 @@ class Compilation:
             return copies
         joins = self.whole.joins
         begun = partial(
-            *(Program, gm, settings, inputs.describe, inputs.label, is_step, copies),
+            Program,
+            gm,
+            settings,
+            inputs.describe,
+            inputs.label,
+            is_step,
+            copies,
             joins=joins,
             number=inputs.number,
         )
