@@ -31,6 +31,7 @@ from collage_fx.optimizer.ownership import makes_states, params_of, rates, state
 from collage_fx.optimizer.storage_patterns import Patterns
 from collage_fx.passes.frontend.denominator import one_denominator
 from collage_fx.passes.frontend.read_numbers import CannotRead, read_numbers, reads_numbers
+from collage_fx.passes.ir.verdict import VerdictKind
 from collage_fx.record.steps import Steps
 from collage_fx.runtime import logs, progress
 from collage_fx.runtime.errors import CollageError, OptionError
@@ -229,6 +230,9 @@ class _Step:
         recorded = self.waits or (supervisor is not None and not supervisor.compiles)
         self.code = _left_out(gm) if recorded else self._compile(gm, example_inputs)
         is_step = session.stand_ins is None and session.is_whole(gm)
+        kinds = {plan.decision.kind for _, plan in self.code.states}
+        if supervisor is not None and not session.is_whole(gm) and VerdictKind.GRADIENT in kinds:
+            supervisor.record_rest(_end_of(gm))  # a gradient is memory for what others go on with
         never = not is_step or supervisor is None or "repeat" in session.config.without
         self.backoff = Backoff(session.notes.add, never=never)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import collage_fx
 from collage_fx.hooks import optimizer_hooks
+from collage_fx.record.steps import Steps
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*nothing needed compensation")
 RATE = 2.0**-12
@@ -123,3 +124,25 @@ def test_it_would_be_by_that_of_the_first() -> None:
     with mock.patch.object(optimizer_hooks, "is_from_optimizer_source", lambda _: False):
         wrong, _ = run(Writes, torch.float32, "compile", cut=False)
     assert wrong[0][0, 0] < exact[0][0, 0] and torch.equal(wrong[1], torch.ones(2, 3).double())
+
+
+class InGradient(Method):
+    """Computes the new value in the gradient's memory, and stores it behind a cut."""
+
+    def update(self, p: Tensor) -> None:
+        torch.add(p, self.state[p]["x"], alpha=-RATE, out=p.grad)
+        torch._dynamo.graph_break()
+        p.copy_(p.grad)
+
+
+def test_a_value_in_a_gradient_keeps_its_low_word_over_a_cut() -> None:
+    exact, _ = run(InGradient, torch.float64, "plain", cut=False)
+
+    def error() -> float:
+        found, _ = run(InGradient, torch.bfloat16, "compile", cut=False)
+        return max(float((x - y).abs().max()) for x, y in zip(found, exact, strict=True))
+
+    assert error() <= 1e-6
+    taken = mock.patch.object(Steps, "record_rest", lambda *_: None)
+    with taken, pytest.warns(collage_fx.CollageWarning, match="in one compiled graph and stores"):
+        assert error() > RATE / 2  # the control
