@@ -25,7 +25,17 @@ from runs import eager
 
 WAYS = ("compile", "string", "function", "engine")
 RECORDED = ("record", "at once")
-SURROUNDINGS = ("draws", "events", "methods", "joins", "dtypes", "layout", "gradients", "infinite")
+SURROUNDINGS = (
+    "draws",
+    "events",
+    "methods",
+    "joins",
+    "dtypes",
+    "layout",
+    "gradients",
+    "infinite",
+    "cut",
+)
 
 
 @contextlib.contextmanager

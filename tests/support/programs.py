@@ -58,6 +58,8 @@ class Program:
     """What happens between two steps: the number of the second, and a text of `events`."""
     methods: str = ""
     """Methods of the optimizer beside its step."""
+    cut: bool = False
+    """Whether each parameter is updated by a method, in which Dynamo cuts the step."""
     joins: int = 0
     """The step before which the last parameter joins, in a group of its own; 0 for none."""
     dtypes: tuple[str, ...] = ()
@@ -105,6 +107,7 @@ class Program:
     def lists(self) -> bool:
         """Whether the step is of operations on lists."""
         able = self.way != "function" and self.counter in ("", "group") and bool(self.lines)
+        able &= not self.cut
         return self.listed and able and all(line.each for line in self.lines)
 
 

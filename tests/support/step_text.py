@@ -49,7 +49,8 @@ def optimizer_text(program: "Program", model: bool) -> str:
     if program.counter == "group":
         text += lines_of(3, ['group["k"] += 1', 'k = group["k"]'])
     text += _of_lists(program, begin) if program.lists else _of_each(program, begin)
-    text += lines_of(3 if program.lists else 4, _body(program, model))
+    depth = 3 if program.lists else 2 if program.cut else 4
+    text += lines_of(depth, _body(program, model))
     if program.methods:
         text += "\n" + lines_of(1, program.methods.split("\n"))
     return text + "\n\n"
@@ -59,11 +60,18 @@ def _of_each(program: "Program", begin: str) -> str:
     text = lines_of(3, ['for p in group["params"]:'])
     if program.by_turns:
         text += lines_of(4, ["if p.grad is None:", "    continue"])
-    text += lines_of(4, ["g, st = p.grad, self.state[p]"])
+    depth = 4
+    if program.cut:
+        given = "p, lr, wd" + (", k" if program.counter == "group" else "")
+        text += lines_of(4, [f"self.update({given})"])
+        text += lines_of(1, ["", f"def update(self, {given}):"])
+        text += lines_of(2, ["torch._dynamo.graph_break()"])
+        depth = 2
+    text += lines_of(depth, ["g, st = p.grad, self.state[p]"])
     if begin != "{}" and not program.in_init:
-        text += lines_of(4, ["if not st:", f"    st |= {begin}"])
+        text += lines_of(depth, ["if not st:", f"    st |= {begin}"])
     if program.counter in ("state", "tensor"):
-        text += lines_of(4, ['st["k"] += 1', 'k = st["k"]'])
+        text += lines_of(depth, ['st["k"] += 1', 'k = st["k"]'])
     return text
 
 

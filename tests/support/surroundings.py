@@ -61,7 +61,7 @@ def surroundings(draw: DrawFn, program: Program, *, loads: bool) -> dict[str, An
     """
     kinds = [dtypes, layout, gradients, infinite]
     if program.way != "function":
-        kinds += [joins, *([] if program.resumed else [events])]
+        kinds += [joins, *([] if program.resumed else [events]), cut]
     found: dict[str, Any] = {}
     for kind in draw(st.lists(st.sampled_from(kinds), max_size=2, unique=True)):
         found |= kind(draw, program, loads) if kind is events else kind(draw, program)
@@ -96,6 +96,11 @@ def gradients(draw: DrawFn, program: Program) -> dict[str, Any]:
 def infinite(draw: DrawFn, program: Program) -> dict[str, Any]:
     """Gradients with elements that are infinite, or no numbers."""
     return {"infinite": draw(st.sampled_from(("inf", "-inf", "nan")))}
+
+
+def cut(draw: DrawFn, program: Program) -> dict[str, Any]:
+    """A method for each parameter that Dynamo does not trace with the step."""
+    return {"cut": bool(program.lines)}
 
 
 def joins(draw: DrawFn, program: Program) -> dict[str, Any]:
