@@ -4,6 +4,7 @@ They live here because every layer raises them and imports point from collage_fx
 """
 
 import itertools
+import re
 from collections.abc import Collection
 
 
@@ -72,3 +73,12 @@ def listed(names: Collection[str], most: int = 4) -> str:
     """Return names for a message, of many the first only and how many more there are."""
     shown = ", ".join(itertools.islice(names, most))
     return f"{shown} and {len(names) - most} more" if len(names) > most else shown
+
+
+OF_COPY = "__copy"
+"""Between the name of a function and a number, in that of a copy with code of its own."""
+
+
+def own_name(text: str) -> str:
+    """Return a text with the names of functions in the place of those of their copies."""
+    return re.sub(rf"{OF_COPY}\d+", "", text)

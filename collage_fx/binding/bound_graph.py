@@ -45,18 +45,17 @@ class BoundGraph:
         """
         self.graph, self.code, self.generation = graph, code, STORE.generation
         args = observed[0].args
-        self.written = code.written(args)
-        """The states of 16 bits that it writes, with the verdicts."""
-        fixed = [*attributes, *counted_up, *(t for t, _ in self.written)]
+        known = [call.residuals for call in code.begin(args)]  # of each part, in their order
+        fixed = [*attributes, *counted_up, *(t for t, _ in code.written(args))]
         fixed += [t for find, _ in code.reads if (t := find(args)) is not None]
-        contents, residuals = _contents(args, observed, fixed)
+        contents, residuals = _contents(args, known, fixed)
         self.runs: _Kernels | _Calls
         try:
-            if len(observed) > 1:
+            if code.parts:
                 raise Unrepeatable("it is compiled in parts")
             self.runs = _Kernels(code, observed[0], contents, counted_up)
         except Unrepeatable:
-            self.runs = _Calls(code, observed, contents)
+            self.runs = _Calls(code, known, contents)
         self.snapshot = self.runs.snapshot
         for slot, residual in enumerate(residuals):
             residual.keep_version(self.snapshot.versions, slot)
@@ -106,28 +105,27 @@ class _Known(Gathered):
 class _Calls:
     """A graph that is called as in full, with the residuals of an earlier call."""
 
-    def __init__(self, code: Code, observed: Sequence[Observed], contents: Contents) -> None:
+    def __init__(self, code: Code, known: Sequence[Gathered], contents: Contents) -> None:
         self.code, self.snapshot = code, TensorSnapshot(contents)
-        note = self.snapshot.settle
-        self.known = [_Known(one.residuals.current, [], note) for one in observed]
+        self.known = [_Known(one.current, [], self.snapshot.settle) for one in known]
 
     def run(self, args: tuple[Any, ...]) -> Any:
         return self.code.call(args, self.code.begin(args, self.known))
 
 
 def _contents(
-    args: tuple[Any, ...], observed: Sequence[Observed], fixed: Sequence[Tensor]
+    args: tuple[Any, ...], known: Sequence[Gathered], fixed: Sequence[Tensor]
 ) -> tuple[Contents, list[Residual]]:
     """Return what has to be as it was, and the residuals of the tensors that are written.
 
     Args:
         args: those of the graph.
-        observed: what the kernels of each part were given.
+        known: the residuals of each part.
         fixed: the tensors that no others may take the place of.
     """
-    current = {id(t): (t, r) for one in observed for t, r in one.residuals.current}
+    current = {id(t): (t, r) for one in known for t, r in one.current}
     written, residuals = [t for t, _ in current.values()], [r for _, r in current.values()]
-    if any(one.residuals.replaced for one in observed) or any(
+    if any(one.replaced for one in known) or any(
         r.expected is not None or r.renewed is not False for r in residuals
     ):
         raise Unrepeatable("residuals are dropped, or have to be looked at")

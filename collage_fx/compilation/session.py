@@ -111,6 +111,7 @@ class Session:
         self.patterns = Patterns(self.config.storage, self.config.states)
         warn_if_untested()
         logs.register()
+        optimizer_hooks.watch_traces()
 
     @property
     def subject(self) -> str:

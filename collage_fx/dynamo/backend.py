@@ -57,10 +57,6 @@ class Backend(Session):
     given: dict[Any, Any] = field(default_factory=dict)
     """A function and an argument of it -> which part of the optimizer that was."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        optimizer_hooks.watch_traces()
-
     def begins(self, gm: GraphModule) -> bool:
         """Tell whether a graph makes states for parameters that had none before this step.
 

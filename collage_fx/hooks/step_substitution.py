@@ -14,6 +14,8 @@ from typing import Any
 from torch.compiler import disable
 from torch.optim import Optimizer
 
+from collage_fx.runtime.errors import OF_COPY
+
 STEP = "_collage_step"
 """Where an optimizer has the function that does its steps; no checkpoint or copy has it."""
 _STEPS = "_collage_steps"
@@ -76,6 +78,9 @@ def beneath_hooks(step: Any) -> Callable[..., Any]:
     return copy if around is step else disable(copy)
 
 
+_COPIES = itertools.count()
+
+
 def with_own_code(function: Any, name: str) -> FunctionType:
     """Return a copy of a function, with code of its own that begins with a name.
 
@@ -83,7 +88,7 @@ def with_own_code(function: Any, name: str) -> FunctionType:
     that differs from what it has seen under the same name would become a symbol, and once plain
     torch.compile has met the limit of graphs of one code nothing is compiled of that any more.
     """
-    code = function.__code__.replace(co_name=f"{name}_{next(_COPIES)}")
+    code = function.__code__.replace(co_name=f"{name}{OF_COPY}{next(_COPIES)}")
     defaults, closure = function.__defaults__, function.__closure__
     copy = FunctionType(code, function.__globals__, code.co_name, defaults, closure)
     copy.__kwdefaults__ = function.__kwdefaults__
@@ -101,9 +106,6 @@ def apart(function: Callable[..., Any]) -> Callable[..., Any]:
     if isinstance(function, FunctionType):
         return with_own_code(function, function.__name__)
     return function
-
-
-_COPIES = itertools.count()
 
 
 def layers(function: Any) -> Iterator[Any]:

@@ -22,7 +22,7 @@ from collage_fx.passes.ir.program import (
 from collage_fx.passes.rules import RULES
 from collage_fx.passes.rules.builder import Builder, Call, Components, Decayed, Expanded
 from collage_fx.passes.rules.join_split import join_op_split
-from collage_fx.runtime.errors import RuleError, UnsupportedError
+from collage_fx.runtime.errors import RuleError, UnsupportedError, own_name
 from collage_fx.runtime.expansion.eft import WIDER, computed_in
 from collage_fx.runtime.ops import JOIN, SPLIT, SPLIT_BY_CHANCE
 
@@ -215,7 +215,7 @@ WAY_OUT = (
 
 def _line_of(trace: str) -> str:
     """Return the innermost line of a stack trace and its text, as one line."""
-    lines = [line.strip() for line in trace.strip().splitlines()]
+    lines = [own_name(line.strip()) for line in trace.strip().splitlines()]
     starts = [i for i, line in enumerate(lines) if line.startswith("File ")]
     return ": ".join(lines[starts[-1] : starts[-1] + 2]) if starts else lines[-1]
 

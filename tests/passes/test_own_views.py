@@ -9,7 +9,7 @@ from interpreter import without_compiler
 from torch import Tensor
 
 import collage_fx
-from collage_fx.passes.analysis import escape
+from collage_fx.passes.analysis import escape, factors
 
 LR, STEPS, SHAPE = 1e-4, 8, (4, 3)
 Write = Callable[[Tensor, Tensor], None]
@@ -73,6 +73,7 @@ def test_it_comes_whole(write: Any, options: dict[str, Any]) -> None:
 
 
 def test_its_high_word_would_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control."""
+    """The control, in which nobody looks at the size of the number either."""
     monkeypatch.setattr(escape, "entering", lambda *_: iter(()))
+    monkeypatch.setattr(factors, "_size", lambda now: factors.RATE)
     assert error(decayed_by_a_rate, record=True) > 0.2

@@ -80,7 +80,7 @@ EXAMPLES = {
     ),
     "layout": replace(STEP, layout="sliced", gradients="transposed"),
     "memory of gradients": replace(STEP, gradients="kept"),
-    "infinite": replace(STEP, infinite="nan"),
+    "infinite": replace(STEP, infinite="inf"),
 }
 
 
@@ -146,7 +146,7 @@ FAULTS: dict[tuple[str, str], Callable[[pytest.MonkeyPatch], Any]] = {
         events=((5, "opt.zero_grad = lambda **_: None"),)
     ),
     ("infinite", "left out"): _instead(infinite=""),
-    ("infinite", "another"): _instead(infinite="inf"),
+    ("infinite", "another"): _instead(infinite="nan"),
 }
 
 

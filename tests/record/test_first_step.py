@@ -155,7 +155,7 @@ def test_the_first_graph_of_states_that_are_replaced_drops_no_low_word(
     shape: tuple[int, ...], known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not known:
-        monkeypatch.setattr(Backend, "_is_whole", lambda *_: False)
+        monkeypatch.setattr(Backend, "is_whole", lambda *_: False)
         monkeypatch.setattr(Backend, "hands_on", lambda *_: False)
     torch.compiler.reset()
     averages = []

@@ -23,7 +23,6 @@ from repeated_steps import (
 from torch.optim import Optimizer
 
 import collage_fx
-from collage_fx.binding.bound_graph import BoundGraph
 from collage_fx.runtime.kernels.cpp_loop import Loop
 from collage_fx.runtime.kernels.tensor_snapshot import TensorSnapshot
 
@@ -119,46 +118,6 @@ def test_kernels_of_numbers_only(monkeypatch: pytest.MonkeyPatch) -> None:
         return Counts(params[:2], lr)
 
     assert len(compare(monkeypatch, lambda: made(two, "mcf2", lr=1e-3), 8)) >= 4
-
-
-class Decays(Optimizer):
-    """Takes the step of another optimizer, which is a graph by itself, and another after it."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-        self.inner = made_of(params, lr)
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.inner.step()
-        with torch.no_grad():
-            for group in self.param_groups:
-                for p in group["params"]:
-                    p.mul_(1 - group["lr"] * 0.1)
-
-
-def made_of(params: Any, lr: float) -> Optimizer:
-    return made(lambda _, lr: Signs(params, lr), "mcf2", lr=lr)
-
-
-def test_another_graph_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step is done in full then, and what the bound graph has written in it is counted too."""
-    again: list[bool] = []
-    own = BoundGraph.run
-
-    def run(bound: BoundGraph, args: Any) -> Any:
-        again.append((results := own(bound, args)) is not None)
-        return results
-
-    monkeypatch.setattr(BoundGraph, "run", run)
-    assert not compare(monkeypatch, lambda: made(Decays, "mcf2", lr=1e-3), 10) and any(again)
-
-
-def test_another_graph_after_it_control(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        BoundGraph, "written", property(lambda _: [], lambda *_: None), raising=False
-    )
-    with pytest.raises(AssertionError):
-        compare(monkeypatch, lambda: made(Decays, "mcf2", lr=1e-3), 10)
 
 
 @pytest.mark.parametrize("name", CHANGES)
