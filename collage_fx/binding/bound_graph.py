@@ -46,7 +46,9 @@ class BoundGraph:
         self.graph, self.code, self.generation = graph, code, STORE.generation
         args = observed[0].args
         known = [call.residuals for call in code.begin(args)]  # of each part, in their order
-        fixed = [*attributes, *counted_up, *(t for t, _ in code.written(args))]
+        self.written = code.written(args)
+        """The states of 16 bits that it writes, with the verdicts."""
+        fixed = [*attributes, *counted_up, *(t for t, _ in self.written)]
         fixed += [t for find, _ in code.reads if (t := find(args)) is not None]
         contents, residuals = _contents(args, known, fixed)
         self.runs: _Kernels | _Calls

@@ -227,7 +227,8 @@ class _Step:
         self.code = _left_out(gm) if recorded else self._compile(gm, example_inputs)
         is_step = session.stand_ins is None and session.is_whole(gm)
         kinds = {plan.decision.kind for _, plan in self.code.states}
-        if supervisor is not None and not session.is_whole(gm) and VerdictKind.GRADIENT in kinds:
+        ends = session.stand_ins is None and not is_step
+        if supervisor is not None and ends and VerdictKind.GRADIENT in kinds:
             supervisor.record_rest(_end_of(gm))  # a gradient is memory for what others go on with
         never = not is_step or supervisor is None or "repeat" in session.config.without
         self.backoff = Backoff(session.notes.add, never=never)

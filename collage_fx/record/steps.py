@@ -238,6 +238,7 @@ class Steps:
         """Look at the states before anything but the graph of the last step, done again, runs."""
         if not self.unseen:
             return
+        again = self.bound.written if self.bound is not None and self.again else []
         self.unseen, self.bound = False, None
         self.service.count_repeats()
         self.steps += 1
@@ -248,6 +249,7 @@ class Steps:
             self.service.begin_again(self.states.alive())
         else:
             self._find_states()
+        self.service.by_graph.update((id(tensor), (tensor, plan)) for tensor, plan in again)
 
     def _wake(self) -> None:
         """Look for the states, now that something but graphs of Dynamo's runs."""
