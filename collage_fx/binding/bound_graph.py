@@ -1,4 +1,4 @@
-"""A graph of Dynamo's bound to the tensors of a call: what does a step like the last one.
+"""A Dynamo graph bound to the tensors of one call, to repeat a step.
 
 Dynamo guards what a step of arbitrary Python may read. Behind its guards the arguments of the
 graph, and the tensors that are attributes of it, are all that a call depends on.
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collage_fx.binding.bound_kernels import BoundKernels
+from collage_fx.binding.bound_kernels import BoundKernels, current_residuals, keep_versions
 from collage_fx.binding.launches import Unrepeatable
 from collage_fx.compilation.layout_guards import guards_of, is_plain
 from collage_fx.compilation.residual_binding import Gathered
@@ -59,8 +59,7 @@ class BoundGraph:
         except Unrepeatable:
             self.runs = _Calls(code, known, contents)
         self.snapshot = self.runs.snapshot
-        for slot, residual in enumerate(residuals):
-            residual.keep_version(self.snapshot.versions, slot)
+        keep_versions(residuals, self.snapshot)
 
     def run(self, args: tuple[Any, ...]) -> Any:
         """Do what the graph does; return its results, or None, with nothing done, if it cannot."""
@@ -125,12 +124,8 @@ def _contents(
         known: the residuals of each part.
         fixed: the tensors that no others may take the place of.
     """
-    current = {id(t): (t, r) for one in known for t, r in one.current}
+    current = current_residuals(known)
     written, residuals = [t for t, _ in current.values()], [r for _, r in current.values()]
-    if any(one.replaced for one in known) or any(
-        r.expected is not None or r.renewed is not False for r in residuals
-    ):
-        raise Unrepeatable("residuals are dropped, or have to be looked at")
     guarded = list({id(t): t for t in (*fixed, *written)}.values())
     place = {id(x): i for i, x in reversed(list(enumerate(args)))}
     taken = {id(t) for t in guarded}

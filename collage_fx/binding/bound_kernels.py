@@ -6,7 +6,7 @@ the last call (`TensorSnapshot`), and fills the tables from which kernels take a
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,11 @@ from torch.fx import Node
 
 from collage_fx.binding.launches import Unrepeatable, launches
 from collage_fx.compilation.partition import Direct
+from collage_fx.compilation.residual_binding import Gathered
 from collage_fx.compilation.side_inputs import Code, Observed
 from collage_fx.passes.ir.program import LOW_PRECISION, is_tensor, value_of
 from collage_fx.runtime.kernels.tensor_snapshot import Contents, TensorSnapshot
+from collage_fx.runtime.residuals.residual import Residual
 
 _NOWHERE = -1
 
@@ -55,7 +57,7 @@ class BoundKernels:
         calls = self.direct.calls
         taken = {places[n] for call in calls for column in call.operands for n in column}
         self.taken = sorted(place for place in taken if place >= self.first)
-        """Which of what is another in each call the kernels take."""
+        """Those addresses from `first` on that the kernels take."""
         slots = {place: self.first + k for k, place in enumerate(self.taken)}
         self.snapshot = TensorSnapshot(contents, len(self.taken))
         ends = (*self.direct.constants, *(n.meta["val"] for n in self.direct.made))
@@ -110,6 +112,25 @@ class BoundKernels:
         self.snapshot.settle()
         ends = (*direct.constants, *made)
         return [ends[n - direct.first_made + len(direct.constants)] for n in direct.results]
+
+
+def current_residuals(known: Iterable[Gathered]) -> dict[int, tuple[Tensor, Residual]]:
+    """Return the tensors that a call has written with their residuals, by the ids of the tensors.
+
+    Raises Unrepeatable where a later call has to do more with a residual than to take it.
+    """
+    known = list(known)
+    current = {id(t): (t, r) for one in known for t, r in one.current}
+    looked_at = (r.expected is not None or r.renewed is not False for _, r in current.values())
+    if any(one.replaced for one in known) or any(looked_at):
+        raise Unrepeatable("residuals are dropped, or have to be looked at")
+    return current
+
+
+def keep_versions(residuals: Iterable[Residual], snapshot: TensorSnapshot) -> None:
+    """Have the versions of residuals kept where a snapshot notes those of all its tensors."""
+    for slot, residual in enumerate(residuals):
+        residual.keep_version(snapshot.versions, slot)
 
 
 def _direct(code: Code) -> Direct:

@@ -243,8 +243,8 @@ class Code:
     kernels: list[tuple[str, torch.device]] = field(default_factory=list)
     """The kernels of classes in it, with the devices that they run on."""
     parts: Sequence["Code"] = ()
-    """Those of a graph that is compiled in parts: `function` gets the arguments, and what each part
-    takes."""
+    """The parts of a graph that is compiled in parts; `function` gets the arguments, and a call for
+    each part, then."""
     concluded: bool = False
     """Whether the residuals that its states were made with are kept or dropped."""
 

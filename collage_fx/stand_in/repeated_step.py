@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from collage_fx.binding.bound_kernels import BoundKernels
+from collage_fx.binding.bound_kernels import BoundKernels, current_residuals, keep_versions
 from collage_fx.binding.launches import Unrepeatable
 from collage_fx.compilation.layout_guards import guards_of, is_plain
 from collage_fx.compilation.side_inputs import Observed
@@ -55,9 +55,7 @@ class RepeatedStep:
         self.steps, self.globals = steps, GlobalState()
         if code.direct is None or not code.direct.only_kernels:
             raise Unrepeatable("its graph returns values")
-        replaced, current = observed.residuals.replaced, observed.residuals.current
-        if replaced or any(r.expected is not None for _, r in current):
-            raise Unrepeatable("residuals are dropped, or have to be looked at")
+        current_residuals([observed.residuals])
         numbers = numbers_taken(optimizer, stand_ins.sources, observed)
         self.numbers = list(numbers.values())
         """The group and the key of each float that the graph takes."""
@@ -65,8 +63,7 @@ class RepeatedStep:
         given = {id(t): t for t in observed.args}
         self.generation = STORE.generation
         self.bound = BoundKernels(code, observed, contents, [given[n] for n in numbers])
-        for slot, residual in enumerate(self.bound.residuals):
-            residual.keep_version(self.bound.snapshot.versions, slot)
+        keep_versions(self.bound.residuals, self.bound.snapshot)
         low = {id(c) for r in self.bound.residuals for c in r.components}
         written = (i for call in code.direct.calls for i in call.operands[0])
         tensors = [observed.inputs[i] for i in written if i < len(observed.inputs)]
