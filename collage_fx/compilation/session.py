@@ -40,8 +40,8 @@ class Outcome(enum.Enum):
 class StandsForOthers(Protocol):
     """Parameters of which a graph is made in place of all; `stand_in.stand_ins` has them."""
 
-    name: str
-    """That of the function which is traced for them."""
+    whole: frozenset[CodeType]
+    """The code of the step that is traced for them."""
     outcome: Outcome
     """What became of the last step."""
     code: Any

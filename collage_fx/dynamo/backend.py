@@ -25,7 +25,7 @@ from collage_fx.dynamo.options import split_options
 from collage_fx.dynamo.symbols import Symbols
 from collage_fx.hooks import optimizer_hooks
 from collage_fx.hooks.dynamo_settings import recompile_reason, trace_without_numbers
-from collage_fx.hooks.optimizer_hooks import traced_code, traced_function
+from collage_fx.hooks.optimizer_hooks import traced_code
 from collage_fx.optimizer.checkpoints.history import history_of
 from collage_fx.optimizer.ownership import makes_states, params_of, rates, stateless
 from collage_fx.optimizer.storage_patterns import Patterns
@@ -93,7 +93,8 @@ class Backend(Session):
     def is_whole(self, gm: GraphModule) -> bool:
         """Tell whether a graph that Dynamo has just made is all of an optimizer's step."""
         reason: Any = gm.compile_subgraph_reason
-        return not reason.graph_break and traced_code() in self.whole
+        whole = self.whole if self.stand_ins is None else self.stand_ins.whole
+        return not reason.graph_break and traced_code() in whole
 
     def hands_on(self, gm: GraphModule) -> bool:
         """Tell whether a graph makes values for other parts of the step, out of high words only.
@@ -203,9 +204,12 @@ class _Step:
         """The generation of the store in which every residual was known to this graph."""
         self.error: CollageError | None = None
         """What the calls raise: a backend that raises it would be passed over by Dynamo."""
-        self.stand_ins: Callable[[], StandsForOthers | None] = _of_whole_step(session.stand_ins, gm)
+        stand_ins = session.stand_ins if session.is_whole(gm) else None
+        self.stand_ins: Callable[[], StandsForOthers | None] = (
+            weakref.ref(stand_ins) if stand_ins is not None else lambda: None
+        )
         """That of the parameters which those in the graph stand for; None if for none."""
-        part = session.stand_ins is not None and self.stand_ins() is None
+        part = session.stand_ins is not stand_ins
         self.waits = 1 if part else 2 if session.begins(gm) else 0
         """The call with which it becomes worth while to compile the graph."""
         self.static = static_inputs(gm)
@@ -389,16 +393,6 @@ _TWO_STORAGES = (
 def _left_out(gm: GraphModule) -> Code:
     """Return what stands for a graph that is not compiled."""
     return Code(gm, None, [], [], refused=True)
-
-
-def _of_whole_step(
-    stand_ins: StandsForOthers | None, gm: GraphModule
-) -> Callable[[], StandsForOthers | None]:
-    """Return a reference to stand-ins if a graph that Dynamo has just made is all of its step."""
-    if stand_ins is None or stand_ins.name != traced_function():
-        return lambda: None
-    reason: Any = gm.compile_subgraph_reason
-    return weakref.ref(stand_ins) if not reason.graph_break else lambda: None
 
 
 def _tensors(nodes: Iterable[Node]) -> Iterator[Tensor]:

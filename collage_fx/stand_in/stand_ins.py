@@ -17,6 +17,7 @@ from collage_fx.compilation.graph_inputs import AbsentInput, Inputs
 from collage_fx.compilation.layout_guards import guards_of, is_plain
 from collage_fx.compilation.session import Outcome, Session
 from collage_fx.compilation.side_inputs import Code
+from collage_fx.hooks.step_substitution import codes
 from collage_fx.optimizer.ownership import STAND_IN, params_of
 from collage_fx.passes.codegen.multi_tensor_kernel import least_members
 from collage_fx.passes.dedup.deduplicate import Group, Narrow, represented
@@ -146,7 +147,7 @@ class StandIns:
         self.few = StandIn(optimizer, lambda p: id(p) not in absent and p.grad is not None, whole)
         self.others = StandIn(optimizer, lambda p: id(p) in absent, whole)
         step = copy_of_step(optimizer)
-        self.name = step.__name__
+        self.whole = codes(step)
         self.compiled = torch.compile(MethodType(step, self.few.optimizer), backend=session)
         self.outcome = Outcome.PARTS
         self.code: Code | None = None
@@ -171,7 +172,8 @@ class StandIns:
         for g, group in enumerate(optimizer.param_groups):
             for p in (p for p in group["params"] if p.grad is not None):
                 member = Member(p, optimizer)
-                member.check()
+                if not shaped:
+                    member.check()
                 kind = member.kind(held, shaped=shaped)
                 at = p.device, (g, kind)
                 if kind is not None and not member.param.numel():

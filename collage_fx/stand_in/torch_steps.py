@@ -6,7 +6,7 @@ from types import FunctionType, GenericAlias
 from typing import Any
 
 from torch import Tensor
-from torch.optim import SGD, Adam, Adamax, AdamW, Muon, NAdam, Optimizer
+from torch.optim import SGD, Adafactor, Adam, Adamax, AdamW, Muon, NAdam, Optimizer
 
 from collage_fx.compilation.session import Session
 from collage_fx.hooks.step_substitution import layers, with_own_code
@@ -16,7 +16,7 @@ from collage_fx.optimizer.ownership import init_states
 ALIKE = frozenset({Adam, Adamax, AdamW, NAdam, SGD})
 """Classes, not those derived from them, whose step treats each parameter of a group by itself."""
 
-SHAPED = frozenset({Muon})
+SHAPED = frozenset({Adafactor, Muon})
 """The same of classes whose step treats those parameters alike that have one shape."""
 
 

@@ -213,8 +213,9 @@ def test_rounded_values_are_not_handed_on(parts: list[list[int]]) -> None:
     assert not parts
 
 
-def test_of_muon_one_matrix_of_a_shape_is_traced(
-    parts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("make", [muon, adafactor])
+def test_one_matrix_of_a_shape_is_traced(
+    parts: list[list[int]], monkeypatch: pytest.MonkeyPatch, make: Make
 ) -> None:
     shapes = [(4, 3)] * 9 + [(2, 6)] * 2
     sizes: list[int] = []
@@ -226,9 +227,9 @@ def test_of_muon_one_matrix_of_a_shape_is_traced(
 
     monkeypatch.setattr("collage_fx.dynamo.backend.compile_graph", spy)
     with without_compiler():
-        found = states_after(muon, shapes)
+        found = states_after(make, shapes)
         assert parts[0] == [9]
-        expected = states_after(muon, shapes, without=("deduplicate",))
+        expected = states_after(make, shapes, without=("deduplicate",))
     assert all(map(torch.equal, found, expected))
     # Three matrices of eleven: the first of nine, and two.
     assert sizes[0] < 0.4 * sizes[-1]
