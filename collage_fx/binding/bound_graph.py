@@ -51,13 +51,13 @@ class BoundGraph:
         fixed = [*attributes, *counted_up, *(t for t, _ in self.written)]
         fixed += [t for find, _ in code.reads if (t := find(args)) is not None]
         contents, residuals = _contents(args, known, fixed)
-        self.runs: _Kernels | _Calls
+        self.runs: _Kernels | Calls
         try:
             if code.parts:
                 raise Unrepeatable("it is compiled in parts")
             self.runs = _Kernels(code, observed[0], contents, counted_up)
         except Unrepeatable:
-            self.runs = _Calls(code, known, contents)
+            self.runs = Calls(code, known, contents)
         self.snapshot = self.runs.snapshot
         keep_versions(residuals, self.snapshot)
 
@@ -103,14 +103,22 @@ class _Known(Gathered):
         self.note()
 
 
-class _Calls:
+class Calls:
     """A graph that is called as in full, with the residuals of an earlier call."""
 
     def __init__(self, code: Code, known: Sequence[Gathered], contents: Contents) -> None:
+        """Take up the residuals of an earlier call.
+
+        Args:
+            code: the graph.
+            known: the residuals of each part of it.
+            contents: what has to be as it was.
+        """
         self.code, self.snapshot = code, TensorSnapshot(contents)
         self.known = [_Known(one.current, [], self.snapshot.settle) for one in known]
 
     def run(self, args: tuple[Any, ...]) -> Any:
+        """Call the graph; return its results."""
         return self.code.call(args, self.code.begin(args, self.known))
 
 

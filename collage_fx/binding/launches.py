@@ -11,7 +11,6 @@ from torch import Tensor
 
 from collage_fx.compilation.partition import KernelCall
 from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS
-from collage_fx.runtime.kernels import left_out
 from collage_fx.runtime.kernels.cpp_loop import Loop
 from collage_fx.runtime.kernels.tensor_snapshot import Addresses, TensorSnapshot
 from collage_fx.runtime.kernels.triton_launch import (
@@ -167,8 +166,7 @@ class _OnCuda:
     def fit(self, snapshot: TensorSnapshot) -> bool:
         """See `Launches`: on the same stream, and where nothing is to be made ready."""
         return not (
-            left_out.is_open()
-            or torch.cuda.current_device() != self.device.index
+            torch.cuda.current_device() != self.device.index
             or torch.cuda.current_stream(self.device) != self.stream
             or is_capturing()
             or not all(call.ready.is_full for call in self.calls)

@@ -248,6 +248,11 @@ class Code:
     concluded: bool = False
     """Whether the residuals that its states were made with are kept or dropped."""
 
+    @property
+    def returns(self) -> bool:
+        """Whether a graph that is compiled in parts returns anything."""
+        return any(map(_results_of, self.parts))
+
     def compile_kernels(self) -> None:
         """Compile the kernels of classes; raise what the compiler raises before anything runs."""
         for key, device in self.kernels:

@@ -12,19 +12,23 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from collage_fx.binding.bound_graph import Calls
 from collage_fx.binding.bound_kernels import BoundKernels, current_residuals, keep_versions
 from collage_fx.binding.launches import Unrepeatable
 from collage_fx.compilation.layout_guards import guards_of, is_plain
-from collage_fx.compilation.side_inputs import Observed
+from collage_fx.compilation.side_inputs import Code, Observed
 from collage_fx.hooks.nested_compile import GlobalState
 from collage_fx.hooks.optimizer_hooks import has_foreign_hooks
 from collage_fx.optimizer.ownership import params_of
 from collage_fx.record.steps import Steps
+from collage_fx.runtime.kernels import left_out
 from collage_fx.runtime.kernels.tensor_snapshot import ANYTHING, NUMBER, Contents
 from collage_fx.runtime.residuals.dtensor import is_sharded, shard_of
+from collage_fx.runtime.residuals.residual import Residual
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.segments.segment_graph import number_tensor
 from collage_fx.stand_in.alike import is_constant
@@ -38,14 +42,14 @@ class RepeatedStep:
     """One step of an optimizer, to be done again as long as nothing has changed."""
 
     def __init__(
-        self, optimizer: Optimizer, stand_ins: StandIns, observed: Observed, steps: Steps
+        self, optimizer: Optimizer, stand_ins: StandIns, observed: Sequence[Observed], steps: Steps
     ) -> None:
         """Take up what the last step has done.
 
         Args:
             optimizer: whose step it was.
             stand_ins: by which it was done, as all of the step.
-            observed: what its graph was given.
+            observed: what each part of its graph was given.
             steps: keeps the record.
 
         Raises Unrepeatable, or whatever compiling the comparison raises.
@@ -53,34 +57,28 @@ class RepeatedStep:
         code = stand_ins.code
         assert code is not None
         self.steps, self.globals = steps, GlobalState()
-        if code.direct is None or not code.direct.only_kernels:
-            raise Unrepeatable("its graph returns values")
-        current_residuals([observed.residuals])
+        self.generation = STORE.generation
+        current = current_residuals([one.residuals for one in observed])
         numbers = numbers_taken(optimizer, stand_ins.sources, observed)
         self.numbers = list(numbers.values())
         """The group and the key of each float that the graph takes."""
-        contents = _contents(optimizer, stand_ins, observed, self.numbers)
-        given = {id(t): t for t in observed.args}
-        self.generation = STORE.generation
-        self.bound = BoundKernels(code, observed, contents, [given[n] for n in numbers])
-        keep_versions(self.bound.residuals, self.bound.snapshot)
-        low = {id(c) for r in self.bound.residuals for c in r.components}
-        written = (i for call in code.direct.calls for i in call.operands[0])
-        tensors = [observed.inputs[i] for i in written if i < len(observed.inputs)]
-        self.written = [*(t for t in tensors if id(t) not in low), *contents.sharded]
+        contents = _contents(optimizer, stand_ins, current, self.numbers)
+        kind = _Calls if code.parts else _Kernels
+        self.runs: _Calls | _Kernels = kind(code, observed, contents, list(numbers))
+        keep_versions([residual for _, residual in current.values()], self.runs.snapshot)
 
     def run(self, optimizer: Optimizer) -> bool:
         """Do the step; return False, with nothing done, if something has changed."""
-        bound, groups = self.bound, optimizer.param_groups
+        runs, groups = self.runs, optimizer.param_groups
         if not self._allowed(optimizer):
             return False
-        grads = bound.snapshot.unchanged(vars(optimizer))
-        if not grads or not bound.fit():
+        grads = runs.snapshot.unchanged(vars(optimizer))
+        if not grads or not runs.fit():
             return False
         found: list[Any] = [groups[g][key] for g, key in self.numbers]
         if not all(map(math.isfinite, found)):
             return False
-        bound.run(grads, list(map(number_tensor, found)), self.written)
+        runs.run(grads, list(map(number_tensor, found)))
         self.steps.repeated()
         return True
 
@@ -90,8 +88,60 @@ class RepeatedStep:
             self.generation == STORE.generation
             and self.steps.compiles
             and self.globals.same()
+            and not left_out.is_open()
             and not has_foreign_hooks(optimizer)
         )
+
+
+class _Kernels:
+    """A step that is done by kernels."""
+
+    def __init__(
+        self, code: Code, observed: Sequence[Observed], contents: Contents, numbers: list[int]
+    ) -> None:
+        if code.direct is None or not code.direct.only_kernels:
+            raise Unrepeatable("its graph returns values")
+        (one,) = observed
+        given = {id(t): t for t in one.args}
+        self.bound = BoundKernels(code, one, contents, [given[n] for n in numbers])
+        self.snapshot, self.fit = self.bound.snapshot, self.bound.fit
+        low = {id(c) for c in contents.others}
+        written = (i for call in code.direct.calls for i in call.operands[0])
+        tensors = [one.inputs[i] for i in written if i < len(one.inputs)]
+        self.written = [*(t for t in tensors if id(t) not in low), *contents.sharded]
+
+    def run(self, grads: Sequence[Tensor], numbers: Sequence[Tensor]) -> None:
+        self.bound.run(grads, numbers, self.written)
+
+
+class _Calls:
+    """A step of which the parts are called one after another, as where matrices are multiplied."""
+
+    def __init__(
+        self, code: Code, observed: Sequence[Observed], contents: Contents, numbers: list[int]
+    ) -> None:
+        if code.returns or contents.sharded:
+            raise Unrepeatable("its graph returns values, or has DTensors")
+        self.calls = Calls(code, [one.residuals for one in observed], contents)
+        self.snapshot = self.calls.snapshot
+        changing = [*map(id, contents.given), *numbers]
+        args = observed[0].args
+        found = ((i, changing.index(id(x))) for i, x in enumerate(args) if id(x) in changing)
+        self.places = list(found)
+        """The arguments that are others in each step, with which gradient or number each is."""
+        self.args = list(args)
+        for i, _ in self.places:
+            self.args[i] = None  # it is let go of
+
+    def fit(self) -> bool:
+        return True
+
+    @torch.no_grad()
+    def run(self, grads: Sequence[Tensor], numbers: Sequence[Tensor]) -> None:
+        given, args = (*grads, *numbers), self.args.copy()
+        for i, k in self.places:
+            args[i] = given[k]
+        self.calls.run(tuple(args))
 
 
 def name_of_number(group: int, key: str) -> str:
@@ -100,26 +150,26 @@ def name_of_number(group: int, key: str) -> str:
 
 
 def numbers_taken(
-    optimizer: Optimizer, sources: Sequence[str], observed: Observed
+    optimizer: Optimizer, sources: Sequence[str], observed: Sequence[Observed]
 ) -> dict[int, tuple[int, str]]:
     """Return, by the ids of the tensors that Dynamo made of them, where floats come from."""
     found = {}
-    for t, source in zip(observed.args, sources, strict=False):
+    for t, source in zip(observed[0].args, sources, strict=False):
         if (place := _FLOAT.fullmatch(source)) is not None:
             group, key = int(place[1]), place[2]
             if type(optimizer.param_groups[group].get(key)) is float:
                 found[id(t)] = group, key
-    taken = {id(t) for t in observed.inputs}
+    taken = {id(t) for one in observed for t in one.inputs}
     return {number: place for number, place in found.items() if number in taken}
 
 
 def _contents(
     optimizer: Optimizer,
     stand_ins: StandIns,
-    observed: Observed,
+    current: dict[int, tuple[Tensor, Residual]],
     numbers: Sequence[tuple[int, str]],
 ) -> Contents:
-    """Return what has to be as it was."""
+    """Return what has to be as it was; `current` is what has residuals."""
     groups, state = optimizer.param_groups, optimizer.state
     # What refers to the optimizer is not to be kept: one that nobody needs is to go at once.
     attributes = {k: v if is_constant(v) else ANYTHING for k, v in vars(optimizer).items()}
@@ -147,13 +197,15 @@ def _contents(
     if any(isinstance(v, Tensor) for v in vars(optimizer).values()):
         raise Unrepeatable("it has what torch.amp.GradScaler leaves there")
     grads = [shard_of(p.grad) for p in stand_ins.params]
-    low = [c for _, r in observed.residuals.current for c in r.components]
+    if len({id(g) for g in grads}) < len(grads):
+        raise Unrepeatable("parameters share a gradient")
+    low = [c for _, r in current.values() for c in r.components]
     return Contents(
         attributes=list(_items(attributes)),
         containers=containers,
         guarded=guarded,
         others=low,
-        written=[t for t, _ in observed.residuals.current],
+        written=[t for t, _ in current.values()],
         params=stand_ins.params,
         without=stand_ins.without,
         given=grads,

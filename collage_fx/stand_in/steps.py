@@ -47,8 +47,8 @@ class StandInSteps:
         self.failed = 0 if serves(optimizer(), session) else ATTEMPTS
         self.last: RepeatedStep | None = None
         """The last step, to be done again."""
-        self.observed: tuple[StandIns, Observed] | None = None
-        """What the graph of the last step was given, if that was looked at."""
+        self.observed: tuple[StandIns, list[Observed]] | None = None
+        """What the parts of the graph of the last step were given, if that was looked at."""
         self.backoff = Backoff(session.notes.add, never="repeat" in session.config.without)
         self.graphs: list[SharedGraph] = []
         """What was compiled for this one, the latest last, and others may use."""
@@ -146,7 +146,7 @@ class StandInSteps:
         stand_ins.outcome = Outcome.PARTS
         self.session.stand_ins = stand_ins
         before = stand_ins.code
-        repeats = self.backoff.is_due() and before is not None and before.side is not None
+        repeats = self.backoff.is_due() and before is not None
         repeats = repeats and not left_out.is_open()  # who looks waits for the device
         noted = Noted()
         keeps = shares(self.session) and not isinstance(stand_ins, SharedStandIns)
@@ -159,9 +159,9 @@ class StandInSteps:
         finally:
             self.session.stand_ins = None
             stand_ins.count_versions()
-        if stand_ins.outcome is Outcome.DONE and len(noted.calls) == 1:
+        if stand_ins.outcome is Outcome.DONE and noted.calls:
             if repeats:
-                self.observed = stand_ins, noted.calls[0]
+                self.observed = stand_ins, noted.calls
             if keeps and stand_ins.code is not before:
                 self._keep(optimizer, stand_ins, noted.calls[0])
         return stand_ins.outcome

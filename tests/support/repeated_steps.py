@@ -27,13 +27,15 @@ class Passing(TorchDispatchMode):
 SIZES = [(3,), (5, 2), (16,), (4, 4), (33,), (7,), (2, 3), (64,), (9,)]
 
 
-def params(seed: int) -> list[Tensor]:
+def params(seed: int, sizes: Any = SIZES) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.nn.Parameter(torch.randn(n, generator=generator).bfloat16()) for n in SIZES]
+    return [torch.nn.Parameter(torch.randn(n, generator=generator).bfloat16()) for n in sizes]
 
 
-def made(kind: Any, storage: str, by_chance: bool = False, **options: Any) -> Optimizer:
-    optimizer: Optimizer = kind(params(0), **options)
+def made(
+    kind: Any, storage: str, by_chance: bool = False, sizes: Any = SIZES, **options: Any
+) -> Optimizer:
+    optimizer: Optimizer = kind(params(0, sizes), **options)
     optimizer.step = collage_fx.compile(  # type: ignore[method-assign]
         optimizer, storage=storage, stochastic_rounding=by_chance
     )
