@@ -101,11 +101,12 @@ class Backend(Session):
 
         A graph that is all of the step does not: its results are new states.
         """
-        if self.optimizer() is None or self.is_whole(gm):
+        supervisor = self.supervisor()
+        if supervisor is None or self.optimizer() is None or self.is_whole(gm):
             return False
         dtypes = compensable_dtypes(self.config.storage)
         floats = (t for t in _made(gm) if t.is_floating_point())
-        return any(t.dtype in dtypes or t.dim() for t in floats)
+        return any(t.dtype in dtypes or supervisor.words.may_be_state(t) for t in floats)
 
     def _read_numbers(self, gm: GraphModule) -> None:
         """Compute in the graph what the step reads back; have it traced anew if that cannot be.

@@ -291,9 +291,12 @@ class Recorder:
         return func if self.words.plain else in_float64(func)
 
     def _on_host(self, operation: Operation, args: Any, kwargs: Any) -> bool:
-        """Tell whether this is arithmetic of numbers on the host, such as a count of steps."""
+        """Tell whether this is arithmetic of numbers on the host, such as a count of steps.
+
+        What makes a 16-bit number is none: it may be the new value of a state with one element.
+        """
         first = args[0] if args else None
-        if isinstance(first, Tensor) and first.dim():
+        if (isinstance(first, Tensor) and first.dim()) or kwargs.get("dtype") in self.words.wide:
             return False
         tensors = tensors_in(args, kwargs)
         if not tensors:

@@ -214,7 +214,8 @@ class Steps:
         """Say so if a function returns new values of its states, and writes none."""
         self.recorder.flush_outside()
         found = [t for t in tree_leaves(results) if isinstance(t, Tensor) and has_memory(t)]
-        if not self.words.writes and any(t.dim() and self.words.dropped(t) for t in found):
+        found = [t for t in found if self.words.may_be_state(t)]
+        if not self.words.writes and any(map(self.words.dropped, found)):
             self.warn(RETURNED)
 
     # The beginning.

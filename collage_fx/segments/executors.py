@@ -277,7 +277,7 @@ class Executors:
             return "it rounds to 16 bits by itself"
         if any(t.dtype in self.words.wide for t in call.memory):
             return _PASSED_ON
-        made = any(t.dim() and t.is_floating_point() for t in call.memory)
+        made = any(map(self.words.may_be_state, call.memory))
         args = []
         wide, memory = self.words.wide, self.words.memory
         for given, written in zip(call.inputs, segment.writes, strict=True):

@@ -67,6 +67,8 @@ class LowWords:
     """Whether a state was written in this step."""
     plain: bool = False
     """Whether no state was of a dtype with low words when the step began."""
+    scalars: bool = False
+    """Whether one of those was a 0-d tensor."""
     who: object = field(default_factory=object)
     """Stands for this in what others remember, and keeps nothing alive."""
 
@@ -81,6 +83,7 @@ class LowWords:
         """Begin a step with these states; clear residuals that do not belong to their values."""
         self.forget()
         self.memory.begin(states)
+        self.scalars = any(not o.tensor.dim() and o.tensor.dtype in self.wide for o in states)
         fitting, stale = [], []
         for owned in states:
             tensor = owned.tensor
@@ -379,7 +382,11 @@ class LowWords:
     def is_result(self, t: Tensor) -> bool:
         """Tell whether a segment has made t, from whole values: it may have more bits than a graph
         would give it."""
-        return self.has_made(t) and t.is_floating_point() and t.dim() > 0
+        return self.has_made(t) and self.may_be_state(t)
+
+    def may_be_state(self, t: Tensor) -> bool:
+        """Tell whether t may be the value of a state, and no number."""
+        return t.is_floating_point() and (t.dim() > 0 or self.scalars)
 
     def has_made(self, t: Tensor) -> bool:
         """Tell whether a segment of this step has made t."""
