@@ -10,6 +10,7 @@ from torch import Tensor
 
 import collage_fx
 from collage_fx.compilation import aot
+from collage_fx.record.recorder import Recorder
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*nothing needed compensation")
 SHAPE = (6, 4)
@@ -45,12 +46,19 @@ def by_chance(p: Tensor, g: Tensor, state: Any) -> None:
 UPDATES = [orthogonalized, read_between, by_chance]
 
 
+def by_a_norm(p: Tensor, g: Tensor, state: Any) -> None:
+    """A norm in 16 bits is made of one that was read, and written in place, as AdaMuon does it."""
+    x, norm = g.bfloat16() * 0.3, g.norm()
+    if float(norm):
+        p.sub_(x.mul_(0.7 / norm.bfloat16().add_(1e-2)), alpha=LR * 100)
+
+
 def run(update: Any, dtype: torch.dtype = torch.float32, **options: Any) -> Tensor:
     torch.manual_seed(3)
     return train(update, params=start(dtype, SHAPE), steps=4, **options)[0]
 
 
-@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("update", [*UPDATES, by_a_norm])
 @pytest.mark.parametrize("options", [{}, {"record": True}, {"arithmetic": "wide", "record": True}])
 @pytest.mark.quick("options0-orthogonalized", "options1-read_between", "options2-by_chance")
 def test_fp32_parameters_have_the_bits_of_plain_pytorch(update: Any, options: Any) -> None:
@@ -58,6 +66,14 @@ def test_fp32_parameters_have_the_bits_of_plain_pytorch(update: Any, options: An
     with torch.compiler.set_stance(stance):
         found = run(update, **options)
     assert torch.equal(found, run(update, plain=True))
+
+
+def test_a_norm_of_the_host_would_be_memory_from_before_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    of_host = Recorder._on_host
+    monkeypatch.setattr(Recorder, "_on_host", lambda self, op, args, _: of_host(self, op, args, {}))
+    assert not torch.equal(run(by_a_norm, record=True), run(by_a_norm, plain=True))
 
 
 @pytest.mark.parametrize("update", UPDATES)
