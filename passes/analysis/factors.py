@@ -19,8 +19,7 @@ NUMBER, OTHER, OWN = range(3)
 """The kinds of terms: numbers, rates, and sums or norms of weights; gradients, moments and all
 else; and what has the state itself in it, times any of these."""
 RATE = 0.06
-"""The size of a number that may change from step to step, if it is not known to be larger now: it
-may have any size up to one then."""
+"""The size of a number that may change from step to step, if it is not known to be larger now."""
 
 
 @dataclass(frozen=True)
@@ -116,12 +115,13 @@ def _computed(node: Node, read: Read) -> Terms:
         if item[1] < len(rows):  # of a check for infinities there is one more result
             return read(rows[item[1]])
     near = [read(a) for a in node.all_input_nodes]
+    if target is aten.full.default:  # of integers too: -1 * rate is no rate
+        return _operand(node.args[1], read)
     if target in DECIDING or (isinstance(val, torch.Tensor) and not val.is_floating_point()):
         return _number(1.0)
     if not near:
         drawn = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
-        filled = node.args[1] if target is aten.full.default else 1
-        return {OTHER: Term(1.0)} if drawn else _operand(filled, read)
+        return {OTHER: Term(1.0)} if drawn else _number(1.0)
     if target is aten.where.self:
         return _one_of(near[1:])
     if target in CHOOSING or target in _GATHERING:
@@ -174,11 +174,14 @@ def scaling(program: Program, states: dict[Node, Carried]) -> Iterator[Node]:
         program: the program, with its classes.
         states: the states that have a low word, or may get one, by their placeholders.
     """
-    walk = _Walk(program, states)
-    for node in graph_of(program.canonical).graph.nodes:
-        walk.take(node)
-    for part, i in program.compensated():
-        yield from walk.entering(part, i)
+    for grown in (False, True):
+        walk = _Walk(program, states, grown=grown)
+        for node in graph_of(program.canonical).graph.nodes:
+            walk.take(node)
+        for part, i in program.compensated():
+            yield from walk.entering(part, i)
+        if not (walk.sized and walk.reads):  # all would be the same
+            return
 
 
 def _weighty(new: Terms) -> frozenset[Node]:
@@ -188,19 +191,30 @@ def _weighty(new: Terms) -> frozenset[Node]:
     return whole.of if whole.high and much else frozenset()
 
 
-def _size(now: float | None) -> float:
-    """Return the size of a number that may change from step to step, of what it is now."""
+def _size(now: float | None, *, grown: bool) -> float:
+    """Return the size of a number that may change from step to step.
+
+    Where it is small it is a rate, which may have grown to one by another step; where it is not it
+    may be as it is, or as large as one.
+
+    Args:
+        now: what it is; None if that is not known.
+        grown: whether it is to be what it is not now, or not for certain.
+    """
+    sign = 1.0 if now is None else now
     if now is None or not abs(now) > RATE:
-        return RATE
-    return math.copysign(max(abs(now), 1.0), now)
+        return math.copysign(1.0 if grown else RATE, sign)
+    return math.copysign(abs(now) if grown else max(abs(now), 1.0), sign)
 
 
 class _Walk:
     """Goes once through a graph, and through slices again with one state as their own."""
 
-    def __init__(self, program: Program, states: dict[Node, Carried]) -> None:
+    def __init__(self, program: Program, states: dict[Node, Carried], *, grown: bool) -> None:
         self.states = states
-        self.number = program.number
+        self.number, self.grown = program.number, grown
+        self.sized = self.reads = False
+        """Whether numbers have an assumed size, and whether high words are read."""
         slices = [part for group in program.classes for part in group.members]
         self.place = {p.old(i): set(p.nodes) for p in slices for i in range(len(p.states))}
         """State -> the nodes of its slice."""
@@ -222,7 +236,9 @@ class _Walk:
             self.values[node] = {NUMBER if weight else OTHER: Term(1.0)}
         else:
             real = is_tensor(node) and value_of(node).is_floating_point() and value_of(node).dim()
-            self.values[node] = {OTHER: Term(1.0)} if real else _number(_size(self.number(node)))
+            self.sized |= not real
+            size = 1.0 if real else _size(self.number(node), grown=self.grown)
+            self.values[node] = {OTHER if real else NUMBER: Term(size)}
 
     def _lost(self, a: Node, node: Node) -> frozenset[Node]:
         """Return the states whose low word an operand of a node has not: they have that inside of
@@ -243,6 +259,7 @@ class _Walk:
         found, lost = dict(self.values[a]), self._lost(a, node)
         if not lost:
             return found
+        self.reads = True
         return {k: Term(x.size, max(x.high, abs(x.size)), x.of | lost) for k, x in found.items()}
 
     def entering(self, part: Slice, i: int) -> frozenset[Node]:
