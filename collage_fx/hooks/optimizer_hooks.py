@@ -27,14 +27,12 @@ from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import (
     OptimizerSource,
-    get_local_source_name,
     is_from_optimizer_source,
 )
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import builder
 from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch._guards import ChainedSource, Source
-from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -273,21 +271,33 @@ def _store_attr(effects: SideEffects, item: Any, name: str, *args: Any, **kwargs
 def _guard_of_two_names(source: Source, first: Source | None) -> Any:
     """Return what makes the guard that two names are still of one object, or install it.
 
-    Dynamo leaves that out where one of them is a place in an optimizer, and so also where the other
-    is an argument: of a method that updates one parameter, `self.state[p]` is the state of the
-    first one in every call. See docs/stock-defects.md.
+    Dynamo leaves that out where one of them is a place in an optimizer, or where one is local and
+    one global. Of a method that updates one parameter, `self.state[p]` is the state of the first
+    one in every call then. Only what optimizers list is taken to stay where it is. See
+    docs/stock-defects.md.
     """
-    inside = [one for one in (source, first) if one and is_from_optimizer_source(one)]
-    outside = [one for one in (source, first) if one and one not in inside]
-    backend = _traced_for() if len(inside) == len(outside) == 1 else None
-    local = get_local_source_name(outside[0]) if backend is not None else None
-    if local is None or isinstance(_tracer().f_locals.get(local), Module):
-        return _make_dupe_guard(source, first)
-    same = partial(GuardBuilder.DUPLICATE_INPUT, source_b=_as_of_no_optimizer(inside[0]))
-    install_guard(outside[0].make_guard(same))
-    if backend is not None and backend is not _Watch.backend:
-        backend.refuse_each(outside[0], inside[0])
+    guard, backend = _make_dupe_guard(source, first), _traced_for()
+    if backend is None or first is None or first == source:
+        return guard
+    names = sorted((first, source), key=_is_listed, reverse=True)
+    stock = guard is not None and not any(map(is_from_optimizer_source, names))
+    if stock or all(map(_is_listed, names)):
+        return guard
+    place, other = names
+    same = partial(GuardBuilder.DUPLICATE_INPUT, source_b=_as_of_no_optimizer(place))
+    install_guard(_as_of_no_optimizer(other).make_guard(same))
+    if backend is not _Watch.backend:
+        backend.refuse_each(other, place)
     return None
+
+
+def _is_listed(source: Any) -> bool:
+    """Tell whether a place is in the parameter groups or the states of an optimizer."""
+    while isinstance(source, ChainedSource):
+        if isinstance(source.base, OptimizerSource):
+            return getattr(source, "member", "") in ("param_groups", "state")
+        source = source.base
+    return False
 
 
 def _as_of_no_optimizer(source: Any) -> Source:

@@ -141,7 +141,8 @@ class Executors:
         """
         for given, written in zip(call.inputs, segment.writes, strict=True):
             t = given.tensor
-            if t is not None and t.requires_grad and written and not given.pieces:
+            unknown = written and not given.pieces and given.layout[0] in self.words.wide
+            if unknown and t is not None and t.requires_grad:
                 self.unseen(t)
         call.at, call.plain = len(self.changing), segment.plain(call, self.words)
         history = self._history(segment, call)

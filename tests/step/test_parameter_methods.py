@@ -1,4 +1,4 @@
-"""Methods that update one parameter: Dynamo's code for one of them is not that for the others."""
+"""What updates one parameter by itself: Dynamo's code for one is not that for the others."""
 
 from typing import Any
 from unittest import mock
@@ -124,6 +124,113 @@ def test_it_would_be_by_that_of_the_first() -> None:
     with mock.patch.object(optimizer_hooks, "is_from_optimizer_source", lambda _: False):
         wrong, _ = run(Writes, torch.float32, "compile", cut=False)
     assert wrong[0][0, 0] < exact[0][0, 0] and torch.equal(wrong[1], torch.ones(2, 3).double())
+
+
+HELD: dict[str, Any] = {}
+"""What functions find in a global."""
+
+
+@torch.no_grad()
+def of_optimizer(p: Tensor) -> None:
+    p.sub_(HELD["optimizer"].state[p]["x"], alpha=RATE)
+
+
+@torch.no_grad()
+def of_present_one(p: Tensor) -> None:
+    held = HELD["present"]
+    held.sub_(HELD["optimizer"].state[held]["x"], alpha=RATE)
+
+
+@torch.no_grad()
+def of_dict(p: Tensor) -> None:
+    p.sub_(HELD["states"][p]["x"], alpha=RATE)
+
+
+@torch.no_grad()
+def of_equal_one(p: Tensor) -> None:
+    for q, state in HELD["states"].items():
+        if q is p:
+            q.sub_(state["x"], alpha=RATE)
+
+
+def run_function(kind: Any, dtype: torch.dtype, way: str) -> list[Tensor]:
+    """Return the parameters after a function was called for each of them."""
+    torch.compiler.reset()
+    params = [torch.ones(2, 3, dtype=dtype).requires_grad_() for _ in range(3)]
+    optimizer = Method(params, False)
+    HELD.update(optimizer=optimizer, states={p: optimizer.state[p] for p in params})
+    wrap = {"compile": collage_fx.compile, "string": torch.compile}.get(way, lambda f: f)
+    function = wrap(kind, **({"backend": "collage"} if way == "string" else {}))
+    with without_compiler():
+        for _ in range(STEPS):
+            for p in params:
+                HELD["present"] = p
+                function(p)
+    HELD.clear()
+    return [collage_fx.value(p).detach() for p in params]
+
+
+FUNCTIONS = [of_optimizer, of_present_one, of_dict, of_equal_one]
+
+
+@pytest.mark.parametrize("kind", FUNCTIONS)
+@pytest.mark.parametrize("way", ["compile", "string"])
+@pytest.mark.quick("compile-of_dict", "string-of_present_one")
+def test_a_function_updates_each_by_what_it_finds_elsewhere(kind: Any, way: str) -> None:
+    exact = run_function(kind, torch.float64, "plain")
+    assert len({float(x[0, 0]) for x in exact}) == 3
+    for dtype, far in ((torch.float32, 1e-6), (torch.bfloat16, 1e-4)):
+        for x, y in zip(run_function(kind, dtype, way), exact, strict=True):
+            assert (x - y).abs().max() <= far
+
+
+def test_it_would_update_each_by_the_state_of_the_first() -> None:
+    exact = run_function(of_dict, torch.float64, "plain")
+    with mock.patch.object(optimizer_hooks, "_traced_for", lambda: None):
+        wrong = run_function(of_dict, torch.float32, "compile")
+    assert torch.equal(wrong[1], wrong[0]) and not torch.equal(exact[1], exact[0])
+
+
+class Present(Method):
+    """The method finds the parameter in an attribute of the optimizer."""
+
+    present: list[Tensor]
+
+    def update(self, p: Tensor) -> None:
+        self.present[:] = [p]
+        self.update_present()
+
+    def update_present(self) -> None:
+        torch._dynamo.graph_break()
+        (p,) = self.present
+        p.sub_(self.state[p]["x"], alpha=RATE)
+
+
+class Module(torch.nn.Module):
+    """Updates its weight by an optimizer that it has."""
+
+    def __init__(self, weight: Any, optimizer: Any) -> None:
+        super().__init__()
+        self.weight, self.optimizer = weight, optimizer
+
+    def forward(self) -> None:
+        torch._dynamo.graph_break()
+        self.weight.sub_(self.optimizer.state[self.weight]["x"], alpha=RATE)
+
+
+class ByModules(Method):
+    def update(self, p: Tensor) -> None:
+        Module(p, self)()
+
+
+@pytest.mark.parametrize("kind", [Present, ByModules])
+def test_a_parameter_is_found_in_an_attribute(kind: Any) -> None:
+    kind.present = []
+    exact, _ = run(kind, torch.float64, "plain", cut=False)
+    for dtype, far in ((torch.float32, 1e-6), (torch.bfloat16, 1e-4)):
+        found, report = run(kind, dtype, "compile", cut=False)
+        for x, y in zip(found, exact, strict=True):
+            assert (x - y).abs().max() <= far, report
 
 
 class InGradient(Method):
