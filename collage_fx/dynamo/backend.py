@@ -220,7 +220,9 @@ class _Step:
         self.layouts: Layouts | None = None
         """Those of the first call."""
         supervisor = session.supervisor()
-        if (optimizer := session.optimizer()) is not None:
+        optimizer = session.optimizer()
+        self.shares_gradients = _shares_gradients(optimizer or optimizer_hooks.traced_optimizer())
+        if optimizer is not None:
             # Dynamo puts its parameters into the graph, and may keep that.
             weakref.finalize(optimizer, gm._buffers.clear)
             weakref.finalize(optimizer, gm._parameters.clear)
@@ -347,17 +349,21 @@ class _Step:
         return result
 
     def _look_at_memory(self, args: tuple[Any, ...]) -> None:
-        """Have a step recorded that writes memory which it also has as a NumPy array.
+        """Have a step recorded that shares memory, or a gradient, unknown to Dynamo.
 
-        To Dynamo the array is another tensor, whose value a write does not change.
+        To Dynamo a NumPy array is another tensor, whose value a write does not change.
         """
-        if not shared_between_storages(a for a in args if isinstance(a, Tensor)):
+        if shared_between_storages(a for a in args if isinstance(a, Tensor)):
+            why = _TWO_STORAGES
+        elif self.shares_gradients:
+            why = _ONE_GRADIENT
+        else:
             return
         if (supervisor := self.session.supervisor()) is not None:
             supervisor.record_whole()
-            self.session.notes.add(f"recorded: {_TWO_STORAGES}")
+            self.session.notes.add(f"recorded: {why}")
         else:
-            self.session.warn_once(f"{_TWO_STORAGES}; collage_fx.compile records such a step")
+            self.session.warn_once(f"{why}; collage_fx.compile records such a step")
 
     def _has_kernels(self, supervisor: Steps) -> bool:
         """Compile the kernels of the graph; where that fails, have the graph recorded."""
@@ -389,6 +395,21 @@ class _Step:
 _TWO_STORAGES = (
     "the step has a NumPy array and a tensor on the same memory, which torch.compile does not know"
 )
+_ONE_GRADIENT = (
+    "two parameters have one tensor as gradient, which torch.compile takes for that of both in "
+    "later steps too"
+)
+
+
+def _shares_gradients(optimizer: Optimizer | None) -> bool:
+    """Tell whether Dynamo would guard none of two parameters that have one gradient.
+
+    It does not where it calls `_init_group`, of torch.optim's, in the place of tracing it.
+    """
+    if optimizer is None or not hasattr(optimizer, "_init_group"):
+        return False
+    gradients = [id(p.grad) for p in params_of(optimizer) if p.grad is not None]
+    return len({*gradients}) < len(gradients)
 
 
 def _left_out(gm: GraphModule) -> Code:

@@ -292,8 +292,11 @@ def _guard_of_two_names(source: Source, first: Source | None) -> Any:
 
 
 def _is_listed(source: Any) -> bool:
-    """Tell whether a place is in the parameter groups or the states of an optimizer."""
-    while isinstance(source, ChainedSource):
+    """Tell whether a place is in the parameter groups or the states of an optimizer.
+
+    A gradient is not: it is another tensor in each step.
+    """
+    while isinstance(source, ChainedSource) and getattr(source, "member", "") != "grad":
         if isinstance(source.base, OptimizerSource):
             return getattr(source, "member", "") in ("param_groups", "state")
         source = source.base
