@@ -126,14 +126,16 @@ def test_a_factor_that_is_computed_of_reductions_is_not_rounded(
     each: Any, options: dict[str, Any]
 ) -> None:
     assert error(each, BF16, **options) < UNIT[BF16] / 12
-    assert error(each, BF16, without=("reductions",), **options) > UNIT[BF16] / 3
+    # Inductor rounds a sum, and what it reads of a state; what it computes of them stays in fp32.
+    assert error(each, BF16, without=("reductions",), **options) > UNIT[BF16] / 4
 
 
 @pytest.mark.parametrize("each", [by_mean, by_norms])
 @pytest.mark.quick("by_norms")
 def test_nor_is_it_in_fp16(each: Any) -> None:
-    assert error(each, FP16) < UNIT[FP16] / 12
-    assert error(each, FP16, without=("reductions",)) > UNIT[FP16] / 3
+    assert error(each, FP16) < UNIT[FP16] / 24
+    # The sums of squares are: their roots are off by half of that, and in a quotient by less.
+    assert error(each, FP16, without=("reductions",)) > UNIT[FP16] / 12
 
 
 @pytest.mark.kernels

@@ -13,8 +13,10 @@ What equality to expect, and what `test_interpreter.py` checks:
   vectorized and scalar code compute differently by an ulp (exp, log, tanh, powers of tensors that
   are not 0-d, ...).
 - Operations outside of them (reductions, matrix products, graphs in which nothing is compensated)
-  round each result to its dtype here, as eager PyTorch does; Inductor keeps fused bf16 and fp16
-  values in fp32. There both are right to a few roundings of the dtype, and not equal.
+  keep 16-bit values in fp32 from one element-wise operation to the next, as Inductor does on a CPU
+  in the kernels that it fuses, and round what a reduction or a matrix product makes and what is
+  stored (`fused`). Where Inductor ends a kernel elsewhere both are right to a few roundings of the
+  dtype; sums are added up in another order.
 """
 
 import contextlib
@@ -28,7 +30,8 @@ from torch import Tensor
 from torch._dynamo import guards
 from torch._inductor import config as inductor_config
 from torch.autograd import _unsafe_preserve_version_counter
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import _disable_current_modes
 
 from collage_fx.passes.codegen import inductor_compile, multi_tensor_kernel
@@ -36,6 +39,7 @@ from collage_fx.passes.codegen.inductor_kernel import CallPerMember
 from collage_fx.passes.codegen.inductor_lowering import _REGIONS
 from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS, MultiTensorKernel
 from collage_fx.passes.codegen.printers import measured_kernel
+from collage_fx.passes.ir.program import CONVERT
 from collage_fx.runtime.kernels.argument_table import Runner
 from collage_fx.runtime.ops import collage
 
@@ -91,7 +95,7 @@ def untimed_guards() -> Iterator[None]:
 
 def _boxed(gm: GraphModule) -> Callable[[list[Any]], Any]:
     """Return a graph as the boxed callable that Inductor would make of it."""
-    module = _exact(gm)
+    module = _exact(fused(gm))
 
     def run(args: list[Any]) -> Any:
         values = list(args)
@@ -123,6 +127,71 @@ def _counted(values: Iterable[Any]) -> tuple[Tensor, ...]:
 def _root(x: Tensor) -> Tensor:
     """Return the correctly rounded root; eager fp32 on a CPU is off by an ulp at times."""
     return x.double().sqrt().to(x.dtype) if x.dtype == torch.float32 else x.sqrt()
+
+
+KEPT = {CONVERT, aten.mean.default, aten.mean.dim, aten.var.correction}
+"""Operations beside element-wise ones whose results Inductor does not round: of means and variances
+it stores the sum, in fp32."""
+OF_MEMORY = {aten.as_strided.default, aten.view.dtype}
+"""Views of memory, for which Inductor stores what they are given."""
+
+
+def fused(gm: GraphModule) -> GraphModule:
+    """Return a copy of a graph that keeps 16-bit values in fp32 between operations that Inductor
+    fuses: those on single elements, and on what they reduce."""
+    graph, env, wide = Graph(), {}, {}  # type: ignore[var-annotated]
+
+    def narrowed(node: Node) -> Node:
+        if node not in env:
+            env[node] = graph.call_function(CONVERT, (wide[node], node.meta["val"].dtype))
+        return env[node]
+
+    def widened(node: Node) -> Node:
+        if not _is_16_bit(node):
+            return env[node]
+        if node not in wide:
+            wide[node] = graph.call_function(CONVERT, (env[node], torch.float32))
+        return wide[node]
+
+    for node in gm.graph.nodes:
+        tags = getattr(node.target, "tags", ())
+        kept = torch.Tag.pointwise in tags or node.target in KEPT or _moves(node, wide)
+        if not (kept or torch.Tag.reduction in tags) or not _computes(node):
+            env[node] = graph.node_copy(node, narrowed)
+            continue
+        new = graph.node_copy(node, widened)
+        new.args, new.kwargs = map_aggregate((new.args, new.kwargs), _in_fp32)
+        if kept and _is_16_bit(node):
+            wide[node] = new
+        else:
+            env[node] = graph.call_function(CONVERT, (new, node.meta["val"].dtype))
+    return GraphModule(gm, graph)
+
+
+def _moves(node: Node, wide: dict[Node, Node]) -> bool:
+    """Tell whether a node is a view of a value that is kept in fp32."""
+    is_view = getattr(node.target, "is_view", False) and node.target not in OF_MEMORY
+    return is_view and node.args[0] in wide
+
+
+def _computes(node: Node) -> bool:
+    """Tell whether a node makes one tensor by an operation of ATen's that changes no operand."""
+    mutable = getattr(getattr(node.target, "_schema", None), "is_mutable", True)
+    return (
+        isinstance(node.meta.get("val"), Tensor)
+        and not mutable
+        and any(map(_is_16_bit, (node, *node.all_input_nodes)))
+    )
+
+
+def _is_16_bit(node: Node) -> bool:
+    val = node.meta.get("val")
+    return isinstance(val, Tensor) and val.dtype in (torch.bfloat16, torch.float16)
+
+
+def _in_fp32(a: Any) -> Any:
+    is_16_bit = isinstance(a, torch.dtype) and a in (torch.bfloat16, torch.float16)
+    return torch.float32 if is_16_bit else a
 
 
 READY: weakref.WeakKeyDictionary[GraphModule, GraphModule] = weakref.WeakKeyDictionary()
