@@ -7,11 +7,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import odd_lines
 import oracle
 import pytest
 import runs
 import surroundings
 import torch
+from generated import drawn
 from oracle import judge
 from program_helpers import HELPERS
 from programs import Line, Program
@@ -49,6 +51,8 @@ SWAPPED = replace(
     events=tuple((t, surroundings.EVALUATION) for t in range(2, 10)),
     methods=surroundings.methods("slow", 0.2, -0.25, "p.data.lerp_(s, weight)"),
 )
+HELD = Line("m = enclosed(st, p)\nm.mul_(0.999).add_(u, alpha=0.1)\nu = m", carried=True)
+MASKED = Line("p[g != 0] -= (lr * u)[g != 0]", carried=True)
 EXAMPLES = {
     "noise": replace(
         STEP,
@@ -69,6 +73,23 @@ EXAMPLES = {
     "shared": replace(kept("shared(p)", AVERAGE), shapes=((4, 3), (4, 3))),
     "replaced": kept(
         "torch.zeros_like(p)", 'st["q"] = 0.999 * st["q"] + 0.001 * u\nu = u + st["q"]', True
+    ),
+    "rows": kept(
+        "torch.zeros_like(p).sum(-1, keepdim=True)",
+        'st["q"].lerp_(u.mean(-1, keepdim=True), 0.01)\nu = u + st["q"]',
+    ),
+    "magnitudes": kept(
+        "p.detach().abs().amax(-1, keepdim=True)",
+        'st["q"].sub_(lr * u.mean(-1, keepdim=True))\n'
+        'p.copy_(st["q"] * p / p.abs().amax(-1, keepdim=True))',
+        True,
+    ),
+    "a holder": replace(STEP, lines=(Line("u = g"), HELD, UPDATE), states=()),
+    "a mask": replace(
+        STEP,
+        lines=(Line("u = g.clone()\nu[g > 0] *= 0.5"), MASKED),
+        states=(),
+        zero_rows=True,
     ),
     "loads": between(*[LOADED, FROM_FILE] * 3),
     "copies": between(*[COPIED, PICKLED] * 3),
@@ -132,6 +153,18 @@ FAULTS: dict[tuple[str, str], Callable[[pytest.MonkeyPatch], Any]] = {
     ("noise", "drawn in float64"): lambda patch: patch.setattr(at_once, "_draws", lambda f: False),
     ("shared", "each has one"): _instead(states=(("q", "torch.zeros_like(p)"),)),
     ("replaced", "not in one step"): _instead(lines=(EXAMPLES["shared"].lines)),
+    ("rows", "of another rate"): _instead(
+        lines=(
+            Line("u = g"),
+            Line('st["q"].lerp_(u.mean(-1, keepdim=True), 0.02)\nu = u + st["q"]'),
+            UPDATE,
+        )
+    ),
+    ("magnitudes", "not moved"): _instead(lines=(Line("u = g"), UPDATE)),
+    ("a holder", "begun anew"): _instead(
+        lines=(Line("u = g"), replace(HELD, text=HELD.text.replace("p)", "p) * 0")), UPDATE)
+    ),
+    ("a mask", "of the others"): _instead(lines=(Line("u = g.clone()\nu[g <= 0] *= 0.5"), MASKED)),
     ("loads", "without low words"): _without_low_words,
     ("copies", "without low words"): lambda patch: patch.setattr(copying, "_restore", _nothing),
     ("a cast", "to other values"): _instead(
@@ -154,3 +187,13 @@ FAULTS: dict[tuple[str, str], Callable[[pytest.MonkeyPatch], Any]] = {
 def test_a_fault_is_seen(fault: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     FAULTS[fault](monkeypatch)
     assert judge(EXAMPLES[fault[0]]).failures
+
+
+def test_statements_of_each_kind_are_made() -> None:
+    texts = [program.statements for program in drawn(2, 600, ("compile", "record"))]
+
+    def missing(kinds: dict[str, tuple[str, ...]]) -> list[str]:
+        return [n for n, of in kinds.items() if not any(x in text for x in of for text in texts)]
+
+    assert missing(odd_lines.KINDS) == []
+    assert missing({"of none": ("p.of_none()",)}) == ["of none"]

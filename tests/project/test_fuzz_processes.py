@@ -6,13 +6,11 @@ from typing import Any
 from unittest import mock
 
 import fuzz
-import hypothesis
+import generated
 import oracle
 import pytest
 import runs
 import torch
-from generated import programs
-from hypothesis import HealthCheck, Phase
 from oracle import judge
 from program_helpers import HELPERS
 from programs import Line, Program
@@ -36,24 +34,13 @@ APART = ("Named", "Boxed", "numpy", "shared(", "buffer(", "torch.tensor(", "toli
 
 def drawn(seed: int, count: int) -> list[Program]:
     """Return some random programs that plain PyTorch takes DTensors in."""
-    found: list[Program] = []
-
-    @hypothesis.seed(seed)
-    @hypothesis.settings(
-        max_examples=20 * count,
-        database=None,
-        deadline=None,
-        phases=(Phase.generate,),
-        suppress_health_check=list(HealthCheck),
-    )
-    @hypothesis.given(programs(("compile", "record")))
-    def collect(program: Program) -> None:
-        plain = not (program.events or program.dtypes or program.draws)
-        if plain and not any(word in program.statements for word in APART):
-            found.append(replace(program, layout="sharded", gradients="sharded"))
-
-    collect()
-    return list({program.script(): program for program in found}.values())[:count]
+    found = [
+        replace(program, layout="sharded", gradients="sharded")
+        for program in generated.drawn(seed, 20 * count, ("compile", "record"))
+        if not (program.events or program.dtypes or program.draws)
+        and not any(word in program.statements for word in APART)
+    ]
+    return found[:count]
 
 
 def _be_one(rank: int, store: str, given: list[Program], out: str) -> None:

@@ -3,6 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
+import hypothesis
+from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 from moments import TORCH_OPTIM, Lines, averages, one, squares
@@ -73,13 +75,14 @@ def own(
     update: Lines = []
     after: Lines = []
     draws = "F32" not in "".join(states.values())  # where dtypes are those of parameters
-    if way != "string" and draw(st.integers(0, 2)) == 2:
+    kind = draw(st.sampled_from(("plain", "odd", "held", "odd"))) if way != "string" else "plain"
+    if kind == "odd":
         holds = way != "function" and not resumes
         kinds = {"near_one": near_one, "tensor_lr": tensor_lr, "holds": holds}
         more, update, after = odd(draw, u, draws=draws, **kinds)
         between += more
         u, us = ("u", "") if more else (u, us)
-    elif way != "string" and draw(st.integers(0, 4)) == 4:
+    elif kind == "held":
         more, begin = held(draw, u, shares=not resumes, draws=draws)
         between += more
         states |= begin
@@ -190,3 +193,23 @@ def _with_eps(program: Program) -> Program:
         ),
         torch_optim=program.torch_optim.replace("EPS", eps),
     )
+
+
+def drawn(seed: int, count: int, ways: tuple[str, ...]) -> list[Program]:
+    """Return some random programs, of each one."""
+    found: dict[str, Program] = {}
+
+    @hypothesis.seed(seed)
+    @hypothesis.settings(
+        max_examples=count,
+        database=None,
+        deadline=None,
+        phases=(Phase.generate,),
+        suppress_health_check=list(HealthCheck),
+    )
+    @hypothesis.given(programs(ways))
+    def collect(program: Program) -> None:
+        found[program.script()] = program
+
+    collect()
+    return list(found.values())

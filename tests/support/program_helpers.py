@@ -18,6 +18,55 @@ class Holder:
     def __init__(self, p):
         self.m = torch.zeros_like(p)
 ''',
+    "Slotted": '''\
+class Slotted:
+    """A state in a slot."""
+
+    __slots__ = ("m",)
+
+    def __init__(self, p):
+        self.m = torch.zeros_like(p)
+''',
+    "Buffered": '''\
+class Buffered(torch.nn.Module):
+    """A state that is a buffer of a module."""
+
+    def __init__(self, p):
+        super().__init__()
+        self.register_buffer("m", torch.zeros_like(p))
+''',
+    "SimpleNamespace": "from types import SimpleNamespace\n",
+    "UserDict": "from collections import UserDict\n",
+    "partial": "from functools import partial\n",
+    "attribute": '''\
+def attribute(p):
+    """Return a state that is an attribute of its parameter."""
+    if not hasattr(p, "m"):
+        p.m = torch.zeros_like(p)
+    return p.m
+''',
+    "listed": '''\
+LIST = []
+
+
+def listed(st, p):
+    """Return a state that is in a global list."""
+    if "place" not in st:
+        st["place"] = len(LIST)
+        LIST.append(torch.zeros_like(p))
+    return LIST[st["place"]]
+''',
+    "enclosed": '''\
+CLOSURES = []
+
+
+def enclosed(st, p):
+    """Return a state that a function encloses."""
+    if "place" not in st:
+        st["place"], m = len(CLOSURES), torch.zeros_like(p)
+        CLOSURES.append(lambda: m)
+    return CLOSURES[st["place"]]()
+''',
     "shared": '''\
 SHARED = {}
 
