@@ -6,6 +6,7 @@ import torch
 from torch.fx import Node
 
 from collage_fx.passes.analysis.affine import (
+    ADDING,
     CHOOSING,
     DECIDING,
     MUCH,
@@ -16,7 +17,7 @@ from collage_fx.passes.analysis.affine import (
     transfer,
 )
 from collage_fx.passes.analysis.carried_path import eft_storage, stored_wider
-from collage_fx.passes.frontend.reductions import is_largest
+from collage_fx.passes.frontend.reductions import SUMS, is_largest
 from collage_fx.passes.frontend.slice import elementwise
 from collage_fx.passes.ir.graph_memory import closure, mutations
 from collage_fx.passes.ir.program import (
@@ -38,6 +39,8 @@ _CHOOSING = frozenset(
     )
 )
 """Operations that return some of the numbers that they are given."""
+_SUMS = SUMS - {aten._foreach_norm.Scalar, aten.prod.default, aten.prod.dim_int}
+"""Reductions of which a share, a mean say, may leave little of the value that it is taken from."""
 _COMPARING = (DECIDING | CHOOSING) | {aten.div.Tensor, aten.sub.Tensor, aten.rsub.Scalar}
 _INVERTING = (aten.div.Tensor, aten.reciprocal.default, aten.rsqrt.default)
 _KEPT = (STRUCTURE - {aten.where.self}) | {aten.abs.default, aten.neg.default}
@@ -146,7 +149,8 @@ def chosen(program: Program) -> Iterator[str]:
     What chooses, a largest element or a median, is in no slice: it reads rounded values. A slice
     has them unrounded: states and what is on their way to their new values, and in arithmetic
     `wide` everything. No element of a state need be its largest one then, and a quotient of a value
-    and its largest element may be greater than 1, and a root of 1 less its square no number.
+    and its largest element may be greater than 1, and a root of 1 less its square no number. A sum
+    is chosen of roundings likewise: a value less its mean is what remains of both.
     """
     choices = list(filter(_chooses, graph_of(program.canonical).graph.nodes))
     wider = stored_wider(program) if choices else set()
@@ -159,7 +163,7 @@ def chosen(program: Program) -> Iterator[str]:
 
 def _chooses(node: Node) -> bool:
     named = getattr(node.target, "_opname", "") in _CHOOSING and not elementwise(node)
-    return named or is_largest(node)
+    return named or is_largest(node) or node.target in _SUMS
 
 
 def _unrounded(program: Program, rewritten: Rewritten, wider: set[Node]) -> set[Node]:
@@ -180,12 +184,30 @@ def _met(choice: Node, unrounded: set[Node]) -> Node | None:
     before = closure(
         choice, lambda n: n.all_input_nodes if n is choice or n.target in _KEPT else ()
     )
+    if choice.target in _SUMS:
+        return next((v for v in before & unrounded if _less_a_share(v, choice)), None)
     after = closure(choice, lambda n: n.users)
     for value in before & unrounded:
         beside = closure(value, lambda n: (u for u in n.users if u is not choice))
         if any(_compares(n, after - beside, beside) for n in after & beside):
             return value
     return None
+
+
+def _less_a_share(value: Node, total: Node) -> bool:
+    """Tell whether a share of its sum, a mean say, is subtracted from a value, or added."""
+
+    def alone(node: Node) -> set[Node]:
+        return closure(
+            node, lambda n: (u for u in n.users if u is not total and len(u.all_input_nodes) == 1)
+        )
+
+    values, shares = alone(value), alone(total)
+    return any(
+        user.target in ADDING and any(a in values for a in user.all_input_nodes)
+        for share in shares
+        for user in share.users
+    )
 
 
 def _compares(node: Node, after: set[Node], beside: set[Node]) -> bool:

@@ -91,3 +91,43 @@ def test_a_quotient_by_a_largest_element_stays_in_eft() -> None:
     call(p, torch.randn(4, 3).bfloat16())
     (state,) = collage_fx.report(call).states
     assert state.graph == 1 and not state.joined
+
+
+LESS_ITS_MEAN: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda u: u - u.mean(0, keepdim=True),
+    "share of a sum": lambda u: u - u.sum(0, keepdim=True) / 4,
+    "added": lambda u: u.add(-u.mean((0, 1), keepdim=True)),
+}
+
+
+@pytest.mark.parametrize("rest", LESS_ITS_MEAN.values(), ids=LESS_ITS_MEAN)
+def test_a_value_less_its_mean_is_what_remains_of_both(
+    rest: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All elements of u are alike, and nothing remains of them; means of roundings leave a part."""
+
+    def step(p: Tensor, g: Tensor, v: Tensor) -> None:
+        v.copy_(torch.lerp(v, g * g, 0.01))
+        p.sub_(rest(g / v.sqrt() / 3))
+
+    def moved(**options: Any) -> float:
+        torch.compiler.reset()
+        p, v = torch.ones(4, 3).bfloat16(), torch.zeros(4, 3).bfloat16()
+        call = collage_fx.compile(step, **options)
+        for _ in range(STEPS):
+            call(p, torch.full((4, 3), 0.3).bfloat16(), v)
+        return float((collage_fx.value(p) - 1).abs().max())
+
+    assert moved() < 2**-17 > moved(arithmetic="wide")
+    monkeypatch.setattr(escape, "chosen", lambda program: iter(()))
+    assert moved(arithmetic="wide") > 2**-9
+
+
+def test_a_step_along_a_mean_is_not_joined() -> None:
+    def step(p: Tensor, g: Tensor) -> None:
+        p.sub_(g * p.mean(), alpha=LR)
+
+    p, call = torch.ones(4, 3, dtype=torch.bfloat16), collage_fx.compile(step)
+    call(p, torch.randn(4, 3).bfloat16())
+    (state,) = collage_fx.report(call).states
+    assert state.graph == 1 and not state.joined
