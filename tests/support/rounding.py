@@ -1,6 +1,7 @@
 """The model of a compensated run: float64 with the roundings that it should have; see `oracle`."""
 
 import contextlib
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -126,9 +127,10 @@ def _modelled(
     """Run it with the roundings of one dtype."""
     options, low = dict(program.options), LOW_BITS[dtype]
     # Graphs where nothing is compensated, as are those of first steps that make states, and what is
-    # between a norm and an update compute in the dtype.
+    # between a norm and an update compute in the dtype. A sum that enters a state reads roundings.
     begins_anew = program.resumed or program.by_turns or program.events or program.joins
     rounded = run.joined > 1 or bool(begins_anew) or "norm" in program.statements
+    rounded = rounded or re.search(r"st\[.*\.(mean|sum)\(", program.statements) is not None
     wide = options.get("arithmetic") == "wide" and not rounded
     late = program.way == "string" and not program.in_init
     first = 24 if wide and not run.joined and not late else low
