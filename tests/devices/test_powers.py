@@ -136,7 +136,7 @@ def test_powers_beside_joined_values_are_rounded_correctly(foreach: bool, exact:
 def test_every_operation_that_takes_powers_is_rounded_correctly(
     traced: bool, exact: Tensor
 ) -> None:
-    counts = [torch.tensor(float(k)) for k in range(1, 601, 10)]
+    counts = [torch.tensor(float(k)) for k in range(1, 601, 50)]
     base = torch.tensor(BETAS[1])
 
     def taken(op: Any, *args: Any) -> list[Tensor]:
@@ -147,10 +147,10 @@ def test_every_operation_that_takes_powers_is_rounded_correctly(
             made = make_fx(lambda *xs: op(*xs), decomposition_table=table)(*args)(*args)
         return made if isinstance(made, list) else [made]
 
-    expected = list(exact[:600:10, 1])
+    expected = list(exact[:600:50, 1])
     assert taken(aten._foreach_pow.ScalarAndTensor, BETAS[1], counts) == expected
     assert taken(aten._foreach_pow.List, [base] * len(counts), counts) == expected
-    for count, power in zip(counts[::10], expected[::10], strict=True):
+    for count, power in zip(counts[::4], expected[::4], strict=True):
         assert taken(aten.pow.Scalar, BETAS[1], count) == [power]
         assert taken(aten.pow.Tensor_Tensor, base, count) == [power]
         assert taken(aten.pow.Tensor_Scalar, base, int(count)) == [power]
@@ -163,10 +163,10 @@ def test_every_operation_that_takes_powers_is_rounded_correctly(
 
 def test_the_oracle_can_fail(exact: Tensor) -> None:
     """PyTorch's fp32 power on a CPU is off by a unit in the last place at times."""
-    counts = torch.arange(1.0, COUNTS + 1)
+    counts = torch.arange(1.0, COUNTS + 1, FEW)
     found = torch.stack([torch.pow(beta, counts) for beta in BETAS], 1)
-    assert differing(found, exact) > 0
-    assert torch.allclose(found, exact, rtol=2**-22, atol=2**-149)
+    assert differing(found, exact[::FEW]) > 0
+    assert torch.allclose(found, exact[::FEW], rtol=2**-22, atol=2**-149)
 
 
 @pytest.mark.filterwarnings("ignore:collage_fx. nothing needed compensation")

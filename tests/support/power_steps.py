@@ -19,7 +19,7 @@ import collage_fx
 
 SIZES = (1, 5, 130)
 BETAS = (0.9, 0.99, 0.999, 0.9999)
-COUNTS, FEW, EVERY = 2000, 5, 200
+COUNTS, FEW, EVERY = 2000, 20, 400
 """The largest step count of powers; one in so many is taken, and by Triton's interpreter."""
 
 
