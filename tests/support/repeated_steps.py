@@ -177,8 +177,14 @@ CHANGES: dict[str, Callable[[Optimizer], Any]] = {
 def changing(name: str, at: int) -> Callable[[Optimizer, int], Any]:
     """Return a change for `trained`: one of `CHANGES`, before this step, and in it only."""
 
+    return by_turns({at: name})
+
+
+def by_turns(names: dict[int, str]) -> Callable[[Optimizer, int], Any]:
+    """Return several such changes, by the numbers of their steps."""
+
     def change(optimizer: Optimizer, i: int) -> Any:
-        entered = CHANGES[name](optimizer) if i == at else None
+        entered = CHANGES[names[i]](optimizer) if i in names else None
         return entered if hasattr(entered, "__enter__") else None
 
     return change
