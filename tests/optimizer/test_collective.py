@@ -2,7 +2,9 @@
 
 import contextlib
 import copy
+import functools
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,6 @@ import collage_fx
 from collage_fx.errors import CollageWarning
 
 RANKS, STEPS, LR = 2, 10, 1e-2
-KINDS = ("zero", "assigned", "alike", "shared", "in turn")
 
 
 def params() -> list[Tensor]:
@@ -135,21 +136,27 @@ def whole(own: list[Tensor], optimizer: Any) -> list[Tensor]:
     return [collage_fx.value(p).detach() for p in own if id(p) in mine]
 
 
-def work(rank: int, folder: str) -> None:
+def work(rank: int, folder: str, kind: str) -> None:
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
     with without_compiler():
-        torch.save({kind: run(kind) for kind in KINDS}, f"{folder}/{rank}")
+        torch.save(run(kind), f"{folder}/{rank}")
     dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("processes")
-    # Forked, since each would import and warm up all that this process has.
-    start_processes(work, args=(str(folder),), nprocs=RANKS, start_method="fork")
-    return [torch.load(Path(folder) / str(rank)) for rank in range(RANKS)]
+def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, Any]]]:
+    """What each process has found of a kind."""
+
+    @functools.cache
+    def of(kind: str) -> list[dict[str, Any]]:
+        folder = tmp_path_factory.mktemp("processes")
+        # Forked, since each would import and warm up all that this process has.
+        start_processes(work, args=(str(folder), kind), nprocs=RANKS, start_method="fork")
+        return [torch.load(Path(folder) / str(rank)) for rank in range(RANKS)]
+
+    return of
 
 
 def alone(kind: str) -> list[Tensor]:
@@ -168,48 +175,49 @@ def alone(kind: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["zero", "assigned", "shared", "in turn"])
+@pytest.mark.quick("assigned", "shared")
 def test_each_process_has_all_updates_and_the_residuals_of_its_own(
-    found: list[dict[str, Any]], kind: str
+    found: Callable[[str], list[dict[str, Any]]], kind: str
 ) -> None:
-    expected = alone(kind)
+    expected, processes = alone(kind), found(kind)
     moved = [not torch.equal(e, p) for e, p in zip(expected, params(), strict=True)]
     assert all(moved)
-    for rank in range(RANKS):
-        one = found[rank][kind]
+    for one in processes:
         assert not one["warnings"]
         assert all(torch.equal(h, e) for h, e in zip(one["high"], expected, strict=True))
         kept = [k for k, n in enumerate(one["residuals"]) if n]
         assert len(kept) == len(expected) // RANKS
         for k in kept:
             assert torch.equal(one["values"][k], collage_fx.value(expected[k]))
-    both = [found[rank][kind]["residuals"] for rank in range(RANKS)]
+    both = [one["residuals"] for one in processes]
     assert [a + b for a, b in zip(*both, strict=True)] == [1] * len(expected)
 
 
 def test_the_optimizer_within_is_the_one_that_is_reported_and_saved(
-    found: list[dict[str, Any]],
+    found: Callable[[str], list[dict[str, Any]]],
 ) -> None:
-    first = found[0]["assigned"]
+    first, _ = found("assigned")
     assert "AdamW in ZeroRedundancyOptimizer" in first["report"]
     assert "exp_avg_sq" in first["report"]
     assert "collage_fx: AdamW, level=plus" in first["explained"] and first["saved"] == 2
 
 
-def test_the_gathered_states_have_all_residuals(found: list[dict[str, Any]]) -> None:
+def test_the_gathered_states_have_all_residuals(
+    found: Callable[[str], list[dict[str, Any]]],
+) -> None:
     """A run that goes on from them has the whole values of the one that did not stop."""
-    for one in found:
-        went_on, again, forgot, residuals = one["assigned"]["resumed"]
+    for one in found("assigned"):
+        went_on, again, forgot, residuals = one["resumed"]
         assert residuals == 2 * len(params())  # of each parameter and its second moment
         assert all(map(torch.equal, went_on, again))
         assert not all(map(torch.equal, went_on, forgot))
 
 
 def test_states_that_come_from_elsewhere_lose_their_residuals_not_in_silence(
-    found: list[dict[str, Any]],
+    found: Callable[[str], list[dict[str, Any]]],
 ) -> None:
     plain = params()
     train(torch.optim.SGD(plain, lr=LR).step, plain)
-    for rank in range(RANKS):
-        one = found[rank]["alike"]
+    for one in found("alike"):
         assert any("its residual begins anew" in message for message in one["warnings"])
         assert all(torch.equal(a, b) for a, b in zip(one["high"], plain, strict=True))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from recorded_steps import LR, off, start, train
+from recorded_steps import LR, Each, off, start, train
 from torch import Tensor
 from torch.optim import SGD, Adafactor, Adagrad, AdamW, Optimizer, RMSprop
 
@@ -177,12 +177,19 @@ def test_a_resumed_run_has_the_bits_of_an_unbroken_one(make: Any, record: Any) -
         assert all(map(torch.equal, values(optimizer), values(other)))
 
 
+def scaled(p: Tensor, g: Tensor, state: Any) -> None:
+    """Read a number back in the middle, as Adafactor does."""
+    m = state["m"] = state.get("m", torch.zeros_like(p))
+    m.mul_(0.9).add_(g, alpha=0.1)
+    p.sub_(m, alpha=LR / (1 + float(p.norm())))
+
+
 def test_optimizers_in_threads_do_not_meet() -> None:
     """Once they are compiled: what PyTorch knows of tracing is one for all threads."""
 
     def prepared() -> list[tuple[Optimizer, Any]]:
         optimizers = [
-            adafactor([(p.detach() * (k + 1)).requires_grad_() for p in start(torch.bfloat16)])
+            Each([(p.detach() * (k + 1)).requires_grad_() for p in start(torch.bfloat16)], scaled)
             for k in range(2)
         ]
         found = [(one, collage_fx.compile(one, record=True)) for one in optimizers]

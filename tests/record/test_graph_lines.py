@@ -265,7 +265,7 @@ def test_a_tensor_of_the_graph_s_own_is_what_it_is_in_the_step(
 ) -> None:
     def run() -> list[Any]:
         torch.compiler.reset()
-        optimizer = Shares(start(torch.bfloat16))
+        optimizer = Shares(start(torch.bfloat16, count=1))
         train(optimizer, collage_fx.compile(optimizer, arithmetic="wide"), 0, 10)
         return list(found_in(optimizer))
 

@@ -62,8 +62,8 @@ def test_one_compilation_for_all(name: str, traced: list[int]) -> None:
 
 def test_where_it_fails_it_is_tried_once(traced: list[int]) -> None:
     """Adamax takes a maximum over two tensors in one, which is not element by element."""
-    train(compiled(lambda ps: Adamax(ps, lr=1e-3), parameters()), 1)
-    assert len(traced) == 1 + len(SHAPES)
+    train(compiled(lambda ps: Adamax(ps, lr=1e-3), parameters(SHAPES[:3])), 1)
+    assert len(traced) == 1 + 3
 
 
 @pytest.mark.slow
@@ -175,7 +175,7 @@ def test_a_stance_on_compiling_anew_changes_nothing_that_is_compiled(traced: lis
     finally:
         torch.compiler.set_stance("default")
     assert len(traced) == 1
-    assert same(bits(optimizers), bits(train(compiled(adamw, parameters(), **ALONE), 3)))
+    assert same(bits(optimizers), bits(train(compiled(adamw, parameters()), 3)))
 
 
 @pytest.mark.slow
