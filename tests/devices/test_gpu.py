@@ -31,9 +31,6 @@ def on(device: str, *values: Any, often: bool = True) -> Any:
     return pytest.param(device, *values, marks=marks)
 
 
-BOTH = [on("cpu"), on("cuda")]
-
-
 @pytest.mark.parametrize(
     ("device", "name"), [on("cpu", "sgd-light"), *(on("cuda", name) for name in CASES)]
 )
@@ -92,7 +89,7 @@ def adamw(device: str, **options: Any) -> tuple[list[Tensor], list[Tensor]]:
     return trained(optim.AdamW, device, **{"capturable": device == "cuda", **options})
 
 
-@pytest.mark.parametrize("device", BOTH)
+@pytest.mark.parametrize("device", [on("cpu", often=False), on("cuda")])
 def test_a_step_on_the_gpu_is_that_of_the_cpu(device: str) -> None:
     on_cpu = trained(optim.SGD, "cpu", momentum=0.9, lr=1e-3)
     for multi_tensor in (True, False):

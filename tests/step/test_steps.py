@@ -141,6 +141,7 @@ def test_a_state_split_over_two_graphs_keeps_its_residual() -> None:
         (torch.optim.SGD, {"momentum": 0.9}, "eft"),  # makes its states in the first graph
     ],
 )
+@pytest.mark.quick("SGD-*")
 def test_one_kernel_for_a_class_is_equal_to_one_for_each(
     kind: Any, options: dict[str, Any], arithmetic: Any
 ) -> None:
