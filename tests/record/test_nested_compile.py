@@ -86,7 +86,7 @@ def test_each_optimizer_has_its_own_options() -> None:
     """Optimizers that share a compiled function."""
     torch.compiler.reset()
     compiled = torch.compile(direction, fullgraph=True)
-    exact = train(compiled, torch.float64)
+    exact = train(direction, torch.float64)
     errors = [
         lost(train(compiled, torch.bfloat16, storage=s), exact) for s in ("ulp8", "mcf3", "ulp8")
     ]
@@ -96,7 +96,7 @@ def test_each_optimizer_has_its_own_options() -> None:
 def test_eager_on_recompile_runs_what_was_compiled_for_the_step_only() -> None:
     torch.compiler.reset()
     compiled = torch.compile(direction, fullgraph=True)
-    exact = train(compiled, torch.float64)
+    exact = train(direction, torch.float64)
     train(compiled, torch.bfloat16)
     options = {"storage": "mcf3", "stance": "eager_on_recompile"}
     assert lost(train(compiled, torch.bfloat16, **options), exact) < 5e-3
