@@ -81,7 +81,6 @@ def test_value_ignores_a_residual_that_no_longer_belongs() -> None:
     assert not collage_fx.residuals(p) and not bool(collage_fx.value(p).any())
 
 
-@pytest.mark.kernels
 def test_reduction_between_two_updates_of_a_state() -> None:
     def step(x: Tensor, g: Tensor) -> None:
         x.sub_(1e-3 * g)
