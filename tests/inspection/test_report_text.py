@@ -10,8 +10,9 @@ from support.tensors import bf16, with_grads
 
 import collage_fx
 from collage_fx.errors import SubjectError
+from collage_fx.optimizer import state_table
 from collage_fx.optimizer.parameter_names import names_of
-from collage_fx.optimizer.state_table import ROWS, table
+from collage_fx.optimizer.state_table import table
 
 
 def _layers(n: int) -> torch.nn.Module:
@@ -148,9 +149,10 @@ def test_wide_tables_wrap_and_long_ones_are_cut(monkeypatch: pytest.MonkeyPatch)
     rows = [("name", "text"), ("a" * 50, "word " * 40)]
     assert max(map(len, table(rows, 80, wraps={0: 10, 1: 10}))) <= 80
     assert max(map(len, table(rows))) > 200, "the control: unwrapped"
-    params = with_grads([bf16(2) for _ in range(ROWS + 6)])
+    monkeypatch.setattr(state_table, "ROWS", 4)
+    params = with_grads([bf16(2) for _ in range(4 + 6)])
     groups = [{"params": [p], "weight_decay": 0.01 * k} for k, p in enumerate(params)]
     found = collage_fx.explain(torch.optim.SGD(groups, 0.01))
     assert "... and 6 rows more, which verbose=True shows" in _lines(found)
     found.verbose = True
-    assert sum("param_groups" in line for line in _lines(found)) == ROWS + 6
+    assert sum("param_groups" in line for line in _lines(found)) == 4 + 6
