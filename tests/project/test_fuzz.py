@@ -28,20 +28,18 @@ AVERAGE = Program(
 )
 
 
-so_many = pytest.mark.parametrize("count", [3, pytest.param(25, marks=pytest.mark.slow)])
-
-
-@so_many
+@pytest.mark.parametrize("count", [3, 25])
 @pytest.mark.parametrize("seed", range(CHUNKS))
+@pytest.mark.quick("0-3", "1-3", "4-3")
 def test_random_programs_lose_nothing_in_silence(seed: int, count: int) -> None:
     counts = fuzz.run(seed, count)
     assert counts["programs"] > count / 2
 
 
-@so_many
+@pytest.mark.parametrize("count", [3, pytest.param(50, marks=pytest.mark.slow)])
 def test_random_programs_lose_nothing_when_they_are_recorded(count: int) -> None:
-    counts = fuzz.run(100, 2 * count, fuzz.RECORDED)
-    assert counts["programs"] > count
+    counts = fuzz.run(100, count, fuzz.RECORDED)
+    assert counts["programs"] > count / 2
     assert count == 3 or counts["recorded: the bits of Dynamo's graphs"] > 0
 
 
@@ -95,6 +93,7 @@ def test_a_run_resumed_before_a_state_is_first_read_has_the_bits_of_the_unbroken
 
 @pytest.mark.parametrize("program", [SUBTRACTION, AVERAGE], ids=["subtraction", "average"])
 @pytest.mark.parametrize("way", ["compile", "string", "engine", "function"])
+@pytest.mark.quick("compile-average", "string-average", "engine-subtraction", "function-average")
 def test_what_is_compensated_holds(program: Program, way: str) -> None:
     verdict = judge(replace(program, way=way), few=False)
     assert not verdict.failures and not verdict.excuse

@@ -79,6 +79,7 @@ def error(update: Any, **options: Any) -> float:
 @pytest.mark.filterwarnings("ignore:.*(drops its low word|is done operation by operation)")
 @pytest.mark.parametrize("record", ["auto", True, False])
 @pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.quick("*-auto", "update_within-True", "read_within-False")
 def test_parameters_keep_their_updates(update: Any, record: Any) -> None:
     assert error(update, plain=True) > 0.5
     assert error(update, record=record) < 0.02
