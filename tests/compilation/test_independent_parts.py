@@ -15,7 +15,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from collage_fx.compilation import inductor
 from collage_fx.compilation.inductor import compile_divided
 from collage_fx.passes.codegen import inductor_compile
-from collage_fx.passes.dedup import independent_parts
 from collage_fx.passes.dedup.independent_parts import LEAST, divide
 
 COUNT = 12
@@ -291,9 +290,8 @@ def test_compiled_parts_have_the_bits_of_the_compiled_graph(
         return parts
 
     monkeypatch.setattr(inductor, "divide", divided)
-    # Fewer, since the compiler takes its time.
-    monkeypatch.setattr(independent_parts, "LEAST", 4)
-    monkeypatch.setattr(independent_parts, "MOST", 2)
+    for name, fewer in ("LEAST", 4), ("MOST", 2):  # the compiler takes its time
+        monkeypatch.setattr(f"collage_fx.passes.dedup.independent_parts.{name}", fewer)
     params = [start(torch.bfloat16, (4, 40), 4) for _ in range(2)]
     found, _ = train(rows, params=params[0], steps=3)
     expected, _ = train(rows, params=params[1], steps=3, without=("deduplicate",))
