@@ -1,6 +1,5 @@
 """Bias corrections have equal bits in every way that a step is done, and are rounded once."""
 
-import functools
 import os
 import subprocess
 import sys
@@ -31,25 +30,18 @@ aten = torch.ops.aten
 IN_PROCESS = tuple(way for way in WAYS if way != "Triton's")
 
 
-@functools.cache
-def saved_by_triton(*names: str) -> dict[str, Any]:
+def by_triton(name: str) -> Any:
     """Return what power_steps.py saves, run by Triton's interpreter, which is chosen at import."""
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     with TemporaryDirectory() as folder:
-        command = [sys.executable, power_steps.__file__, f"{folder}/saved", *names]
+        command = [sys.executable, power_steps.__file__, f"{folder}/saved", name]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-3000:]
-        return torch.load(f"{folder}/saved")
+        return torch.load(f"{folder}/saved")[name]
 
 
-def by_triton(name: str) -> Any:
-    """Return that of one name; what every day needs is done by one process."""
-    every_day = ("powers", "capturable")
-    return saved_by_triton(*(every_day if name in every_day else [name]))[name]
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.quick("capturable")
 def test_steps_have_equal_words_in_every_way(case: str) -> None:
     expected = trained(case, IN_PROCESS[0])
     for way in IN_PROCESS[1:]:
