@@ -127,10 +127,12 @@ def _modelled(
     """Run it with the roundings of one dtype."""
     options, low = dict(program.options), LOW_BITS[dtype]
     # Graphs where nothing is compensated, as are those of first steps that make states, and what is
-    # between a norm and an update compute in the dtype. A sum that enters a state reads roundings.
+    # between a norm and an update compute in the dtype. A sum that enters a state reads roundings,
+    # and so does what puts parts together.
     begins_anew = program.resumed or program.by_turns or program.events or program.joins
     rounded = run.joined > 1 or bool(begins_anew) or "norm" in program.statements
-    rounded = rounded or re.search(r"st\[.*\.(mean|sum)\(", program.statements) is not None
+    reads = r"st\[.*\.(mean|sum)\(|torch\.cat\("
+    rounded = rounded or re.search(reads, program.statements) is not None
     wide = options.get("arithmetic") == "wide" and not rounded
     late = program.way == "string" and not program.in_init
     first = 24 if wide and not run.joined and not late else low
