@@ -224,6 +224,7 @@ def _member(kernel: MultiTensorKernel) -> Callable[[list[Any]], None]:
 
 LIKE_KERNELS: dict[Any, Callable[..., Any]] = {
     aten.sqrt.default: _root,
+    aten.view.default: torch.reshape,  # values may be laid out otherwise than when it was traced
     collage.region.default: region,
 }
 """Operations that eager PyTorch does otherwise than a kernel."""
