@@ -28,6 +28,7 @@ class BoundGraph:
         self,
         graph: Any,
         code: Code,
+        args: tuple[Any, ...],
         observed: Sequence[Observed],
         attributes: Sequence[Tensor],
         counted_up: Sequence[Tensor],
@@ -37,14 +38,14 @@ class BoundGraph:
         Args:
             graph: what Dynamo calls.
             code: what it was compiled to.
-            observed: what the kernels of each part were given.
+            args: those of the call.
+            observed: what the kernels were given, of each part that compensates.
             attributes: the tensors of the graph that are no arguments.
             counted_up: the tensors whose versions the call has counted up.
 
         Raises Unrepeatable, or whatever compiling the comparison raises.
         """
         self.graph, self.code, self.generation = graph, code, STORE.generation
-        args = observed[0].args
         known = [call.residuals for call in code.begin(args)]  # of each part, in their order
         self.written = code.written(args)
         """The states of 16 bits that it writes, with the verdicts."""
@@ -111,7 +112,7 @@ class Calls:
 
         Args:
             code: the graph.
-            known: the residuals of each part of it.
+            known: the residuals of each part of it, as `code.begin` finds them.
             contents: what has to be as it was.
         """
         self.code, self.snapshot = code, TensorSnapshot(contents)

@@ -92,8 +92,8 @@ class _Calls(threading.local):
 class Look:
     """Looks at the calls of graphs."""
 
-    def enter(self) -> None:
-        """A graph is about to be called."""
+    def enter(self, args: tuple[Any, ...]) -> None:
+        """A graph is about to be called with these, or a part of one."""
 
     def take(self, exact: ExactGraph | None, observed: Observed) -> None:
         """It takes these inputs, and has not written any."""
@@ -107,6 +107,13 @@ class Noted(Look):
 
     def __init__(self) -> None:
         self.calls: list[Observed] = []
+        """Of graphs, or parts of one, with nothing to compensate there is none."""
+        self.args: tuple[Any, ...] | None = None
+        """The arguments of the first call."""
+
+    def enter(self, args: tuple[Any, ...]) -> None:
+        """Note the arguments of the first call."""
+        self.args = args if self.args is None else self.args
 
     def take(self, exact: ExactGraph | None, observed: Observed) -> None:
         """Note what a graph takes."""
@@ -178,7 +185,7 @@ class SideInputs:
         """Call what AOTAutograd made."""
         members, args, gathered = self.members, call.args, call.residuals
         for look in _OBSERVING.looks:
-            look.enter()
+            look.enter(args)
         self.calls.running.append(call)
         try:
             result = members.run(function, args, call) if members else function(*args)
@@ -249,8 +256,8 @@ class Code:
     """Whether the residuals that its states were made with are kept or dropped."""
 
     @property
-    def returns(self) -> bool:
-        """Whether a graph that is compiled in parts returns anything."""
+    def returns_from_parts(self) -> bool:
+        """Whether it is compiled in parts and returns anything."""
         return any(map(_results_of, self.parts))
 
     def compile_kernels(self) -> None:

@@ -289,7 +289,7 @@ class _Step:
         if self.error is not None:
             raise self.error
         if self.layouts is None:
-            self._look_at_memory(args)
+            self._look_at_sharing(args)
         if supervisor is not None and supervisor.active and not supervisor.compiles:
             return supervisor.recorded(self, args)
         self.layouts = self.layouts or Layouts(self.static, args)
@@ -342,13 +342,13 @@ class _Step:
             result = supervisor.run_graph(self.code, args)
         written = [t for t, old in zip(tensors, before, strict=True) if version(t) != old]
         if noted.calls:
-            found = noted.calls, attributes, written
+            found = args, noted.calls, attributes, written
             bind = functools.partial(BoundGraph, self, self.code, *found)
             with supervisor.recorder.paused():
                 supervisor.bound = self.backoff.bind(bind)
         return result
 
-    def _look_at_memory(self, args: tuple[Any, ...]) -> None:
+    def _look_at_sharing(self, args: tuple[Any, ...]) -> None:
         """Have a step recorded that shares memory, or a gradient, unknown to Dynamo.
 
         To Dynamo a NumPy array is another tensor, whose value a write does not change.

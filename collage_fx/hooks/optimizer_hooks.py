@@ -25,10 +25,7 @@ from torch._dynamo.callback import callback_handler
 from torch._dynamo.eval_frame import innermost_backend
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.side_effects import SideEffects
-from torch._dynamo.source import (
-    OptimizerSource,
-    is_from_optimizer_source,
-)
+from torch._dynamo.source import OptimizerSource, is_from_optimizer_source
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import builder
 from torch._dynamo.variables.optimizer import OptimizerVariable

@@ -120,10 +120,10 @@ class GraphUpdates(Look):
         """Do a step, and look at its graphs."""
         with looked_at(self):
             result = step(*args, **kwargs)
-        self.enter()  # what was written after the last graph
+        self.enter(())  # what was written after the last graph
         return result
 
-    def enter(self) -> None:
+    def enter(self, args: tuple[Any, ...]) -> None:
         """Note what was written since the last graph."""
         self.missed |= self._written()
 

@@ -9,7 +9,7 @@ state, is asked for beside it. Whatever has changed, the step is done as any oth
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ from collage_fx.binding.bound_graph import Calls
 from collage_fx.binding.bound_kernels import BoundKernels, current_residuals, keep_versions
 from collage_fx.binding.launches import Unrepeatable
 from collage_fx.compilation.layout_guards import guards_of, is_plain
-from collage_fx.compilation.side_inputs import Code, Observed
+from collage_fx.compilation.residual_binding import Gathered
+from collage_fx.compilation.side_inputs import Code, Noted, Observed
 from collage_fx.hooks.nested_compile import GlobalState
 from collage_fx.hooks.optimizer_hooks import has_foreign_hooks
 from collage_fx.optimizer.ownership import params_of
@@ -42,29 +43,34 @@ class RepeatedStep:
     """One step of an optimizer, to be done again as long as nothing has changed."""
 
     def __init__(
-        self, optimizer: Optimizer, stand_ins: StandIns, observed: Sequence[Observed], steps: Steps
+        self, optimizer: Optimizer, stand_ins: StandIns, noted: Noted, steps: Steps
     ) -> None:
         """Take up what the last step has done.
 
         Args:
             optimizer: whose step it was.
             stand_ins: by which it was done, as all of the step.
-            observed: what each part of its graph was given.
+            noted: what its graph was given.
             steps: keeps the record.
 
         Raises Unrepeatable, or whatever compiling the comparison raises.
         """
-        code = stand_ins.code
-        assert code is not None
+        code, args = stand_ins.code, noted.args
+        assert code is not None and args is not None
         self.steps, self.globals = steps, GlobalState()
         self.generation = STORE.generation
-        current = current_residuals([one.residuals for one in observed])
-        numbers = numbers_taken(optimizer, stand_ins.sources, observed)
+        known = [call.residuals for call in code.begin(args)]
+        current = current_residuals(known)
+        taken = args if code.parts else noted.calls[0].inputs
+        numbers = numbers_taken(optimizer, stand_ins.sources, args, taken)
         self.numbers = list(numbers.values())
         """The group and the key of each float that the graph takes."""
         contents = _contents(optimizer, stand_ins, current, self.numbers)
-        kind = _Calls if code.parts else _Kernels
-        self.runs: _Calls | _Kernels = kind(code, observed, contents, list(numbers))
+        self.runs: _ByCalls | _ByKernels
+        if code.parts:
+            self.runs = _ByCalls(code, args, known, contents, list(numbers))
+        else:
+            self.runs = _ByKernels(code, noted.calls[0], contents, list(numbers))
         keep_versions([residual for _, residual in current.values()], self.runs.snapshot)
 
     def run(self, optimizer: Optimizer) -> bool:
@@ -93,45 +99,49 @@ class RepeatedStep:
         )
 
 
-class _Kernels:
+class _ByKernels:
     """A step that is done by kernels."""
 
     def __init__(
-        self, code: Code, observed: Sequence[Observed], contents: Contents, numbers: list[int]
+        self, code: Code, observed: Observed, contents: Contents, numbers: list[int]
     ) -> None:
         if code.direct is None or not code.direct.only_kernels:
             raise Unrepeatable("its graph returns values")
-        (one,) = observed
-        given = {id(t): t for t in one.args}
-        self.bound = BoundKernels(code, one, contents, [given[n] for n in numbers])
+        given = {id(t): t for t in observed.args}
+        self.bound = BoundKernels(code, observed, contents, [given[n] for n in numbers])
         self.snapshot, self.fit = self.bound.snapshot, self.bound.fit
         low = {id(c) for c in contents.others}
         written = (i for call in code.direct.calls for i in call.operands[0])
-        tensors = [one.inputs[i] for i in written if i < len(one.inputs)]
+        tensors = [observed.inputs[i] for i in written if i < len(observed.inputs)]
         self.written = [*(t for t in tensors if id(t) not in low), *contents.sharded]
 
     def run(self, grads: Sequence[Tensor], numbers: Sequence[Tensor]) -> None:
         self.bound.run(grads, numbers, self.written)
 
 
-class _Calls:
+class _ByCalls:
     """A step of which the parts are called one after another, as where matrices are multiplied."""
 
     def __init__(
-        self, code: Code, observed: Sequence[Observed], contents: Contents, numbers: list[int]
+        self,
+        code: Code,
+        args: tuple[Any, ...],
+        known: Sequence[Gathered],
+        contents: Contents,
+        numbers: list[int],
     ) -> None:
-        if code.returns or contents.sharded:
+        if code.returns_from_parts or contents.sharded:
             raise Unrepeatable("its graph returns values, or has DTensors")
-        self.calls = Calls(code, [one.residuals for one in observed], contents)
-        self.snapshot = self.calls.snapshot
-        changing = [*map(id, contents.given), *numbers]
-        args = observed[0].args
-        found = ((i, changing.index(id(x))) for i, x in enumerate(args) if id(x) in changing)
-        self.places = list(found)
+        self.graph = Calls(code, known, contents)
+        self.snapshot = self.graph.snapshot
+        place = {number: k for k, number in enumerate([*map(id, contents.given), *numbers])}
+        known_ids = place.keys() | {id(t) for t in contents.guarded}
+        # Numbers that are none of those come of what is compared.
+        if any(isinstance(x, Tensor) and x.dim() and id(x) not in known_ids for x in args):
+            raise Unrepeatable("it takes other tensors than parameters, gradients and states")
+        self.places = [(i, place[id(x)]) for i, x in enumerate(args) if id(x) in place]
         """The arguments that are others in each step, with which gradient or number each is."""
-        self.args = list(args)
-        for i, _ in self.places:
-            self.args[i] = None  # it is let go of
+        self.args = [None if id(x) in place else x for x in args]
 
     def fit(self) -> bool:
         return True
@@ -141,7 +151,7 @@ class _Calls:
         given, args = (*grads, *numbers), self.args.copy()
         for i, k in self.places:
             args[i] = given[k]
-        self.calls.run(tuple(args))
+        self.graph.run(tuple(args))
 
 
 def name_of_number(group: int, key: str) -> str:
@@ -150,17 +160,27 @@ def name_of_number(group: int, key: str) -> str:
 
 
 def numbers_taken(
-    optimizer: Optimizer, sources: Sequence[str], observed: Sequence[Observed]
+    optimizer: Optimizer,
+    sources: Sequence[str],
+    args: tuple[Any, ...],
+    taken: Iterable[Any],
 ) -> dict[int, tuple[int, str]]:
-    """Return, by the ids of the tensors that Dynamo made of them, where floats come from."""
+    """Return, by the ids of the tensors that Dynamo made of them, where floats come from.
+
+    Args:
+        optimizer: whose groups have them.
+        sources: Dynamo's names for the arguments of the graph.
+        args: the arguments.
+        taken: those, and whatever else, of which they are asked for.
+    """
     found = {}
-    for t, source in zip(observed[0].args, sources, strict=False):
+    for t, source in zip(args, sources, strict=False):
         if (place := _FLOAT.fullmatch(source)) is not None:
             group, key = int(place[1]), place[2]
             if type(optimizer.param_groups[group].get(key)) is float:
                 found[id(t)] = group, key
-    taken = {id(t) for one in observed for t in one.inputs}
-    return {number: place for number, place in found.items() if number in taken}
+    wanted = {*map(id, taken)}
+    return {number: place for number, place in found.items() if number in wanted}
 
 
 def _contents(

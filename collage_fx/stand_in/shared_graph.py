@@ -73,7 +73,7 @@ class SharedGraph:
         """
         code = stand_ins.code
         assert code is not None
-        taken = numbers_taken(optimizer, stand_ins.sources, [observed])
+        taken = numbers_taken(optimizer, stand_ins.sources, observed.args, observed.inputs)
         self.numbers = list(taken.values())
         """The group and the key of each float that the graph takes."""
         self.signature = signature(optimizer, session, self.numbers)

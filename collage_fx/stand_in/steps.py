@@ -47,8 +47,8 @@ class StandInSteps:
         self.failed = 0 if serves(optimizer(), session) else ATTEMPTS
         self.last: RepeatedStep | None = None
         """The last step, to be done again."""
-        self.observed: tuple[StandIns, list[Observed]] | None = None
-        """What the parts of the graph of the last step were given, if that was looked at."""
+        self.observed: tuple[StandIns, Noted] | None = None
+        """What the graph of the last step and its kernels were given, if that was looked at."""
         self.backoff = Backoff(session.notes.add, never="repeat" in session.config.without)
         self.graphs: list[SharedGraph] = []
         """What was compiled for this one, the latest last, and others may use."""
@@ -161,7 +161,7 @@ class StandInSteps:
             stand_ins.count_versions()
         if stand_ins.outcome is Outcome.DONE and noted.calls:
             if repeats:
-                self.observed = stand_ins, noted.calls
+                self.observed = stand_ins, noted
             if keeps and stand_ins.code is not before:
                 self._keep(optimizer, stand_ins, noted.calls[0])
         return stand_ins.outcome

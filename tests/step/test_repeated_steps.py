@@ -77,6 +77,20 @@ def test_steps_that_are_compiled_in_parts(monkeypatch: pytest.MonkeyPatch, kind:
             steps()
 
 
+@pytest.mark.parametrize("kind", [Muon, Adafactor])
+def test_a_part_that_compensates_nothing(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
+    """It has no residuals; each of the others keeps its own."""
+
+    def beside_fp32() -> Optimizer:
+        optimizer = made(kind, "mcf2", sizes=[(4, 3)] * 8, lr=1e-2)
+        optimizer.add_param_group({"params": params(1, [(4, 3)] * 8), "lr": 2e-2})
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(5, 3))]})
+        return optimizer
+
+    with without_compiler():
+        assert len(compare(monkeypatch, beside_fp32, 7)) >= 3
+
+
 def test_left_out_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with counted(monkeypatch, allowed=True) as repeats:
         optimizer = AdamW(params(0))

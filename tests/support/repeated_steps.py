@@ -49,7 +49,7 @@ def params_of(optimizer: Optimizer) -> list[Tensor]:
 def give_gradients(optimizer: Optimizer, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for p in params_of(optimizer):
-        p.grad = torch.randn(p.shape, generator=generator).bfloat16()
+        p.grad = torch.randn(p.shape, generator=generator).bfloat16().to(p.dtype)
 
 
 def values(optimizer: Optimizer) -> list[Tensor]:
