@@ -75,5 +75,5 @@ def test_it_comes_whole(write: Any, options: dict[str, Any]) -> None:
 def test_its_high_word_would_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control, in which nobody looks at the size of the number either."""
     monkeypatch.setattr(escape, "entering", lambda *_: iter(()))
-    monkeypatch.setattr(factors, "_size", lambda now: factors.RATE)
+    monkeypatch.setattr(factors, "_size", lambda now, *, grown: factors.RATE)
     assert error(decayed_by_a_rate, record=True) > 0.2
