@@ -57,7 +57,7 @@ class BoundKernels:
         calls = self.direct.calls
         taken = {places[n] for call in calls for column in call.operands for n in column}
         self.taken = sorted(place for place in taken if place >= self.first)
-        """Those addresses from `first` on that the kernels take."""
+        """The addresses from `first` on that kernels take."""
         slots = {place: self.first + k for k, place in enumerate(self.taken)}
         self.snapshot = TensorSnapshot(contents, len(self.taken))
         ends = (*self.direct.constants, *(n.meta["val"] for n in self.direct.made))

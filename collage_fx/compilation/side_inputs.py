@@ -257,7 +257,7 @@ class Code:
 
     @property
     def returns_from_parts(self) -> bool:
-        """Whether it is compiled in parts and returns anything."""
+        """Whether the graph is compiled in parts and returns anything."""
         return any(map(_results_of, self.parts))
 
     def compile_kernels(self) -> None:

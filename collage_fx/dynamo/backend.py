@@ -34,7 +34,7 @@ from collage_fx.passes.frontend.read_numbers import CannotRead, read_numbers, re
 from collage_fx.passes.ir.verdict import VerdictKind
 from collage_fx.record.steps import Steps
 from collage_fx.runtime import logs, progress
-from collage_fx.runtime.errors import CollageError, OptionError
+from collage_fx.runtime.errors import CollageError, OptionError, own_name
 from collage_fx.runtime.kernels import left_out
 from collage_fx.runtime.residuals.memory import has_memory, shared_between_storages
 from collage_fx.runtime.residuals.residual import version
@@ -53,7 +53,7 @@ class Backend(Session):
     whole: frozenset[CodeType] = frozenset()
     """The code of the optimizer's step and of its decorators: a graph of any of it is all of it."""
     reads_numbers: bool = False
-    """Whether Dynamo is to trace on where the step reads a number back from a tensor."""
+    """Whether Dynamo traces `tensor.item()` as a symbol, and ends no graph there."""
     given: dict[Any, Any] = field(default_factory=dict)
     """A function and an argument of it -> which part of the optimizer that was."""
 
@@ -145,7 +145,7 @@ class Backend(Session):
         first = self.given.setdefault((code, argument), part)
         if first != part and code is not None and supervisor is not None:
             supervisor.record_whole()
-            self.refuse(f"{code.co_name} would be traced for each parameter by itself")
+            self.refuse(f"{own_name(code.co_name)} would be traced for each parameter by itself")
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one Dynamo graph; the callable that a Dynamo backend returns."""

@@ -21,7 +21,7 @@ _LOGGER = logging.getLogger("torch._dynamo.convert_frame")
 
 
 RECOMPILE_LIMIT = 256
-"""How many graphs Dynamo may keep of one function.
+"""The number of graphs that Dynamo may keep for one function.
 
 What is behind a graph break all optimizers of a class share, and one step may make more graphs than
 the default of 8 before it is recorded (`step.recompile_guard`).

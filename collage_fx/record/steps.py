@@ -86,9 +86,9 @@ class Steps:
         self.bound: BoundGraph | None = None
         """The graph that did all of the last step, bound to its tensors."""
         self.unseen = False
-        """Whether the states have not been looked for in this step: `bound` may still repeat it."""
+        """Whether this step has not looked for its states yet: `bound` may still repeat it."""
         self.again = False
-        """Whether `bound` has repeated this step."""
+        """Whether the bound graph has done this step."""
         self.returned: set[int] = set()
         """The memory that Dynamo's graphs have returned."""
         self.words = LowWords(
@@ -253,7 +253,7 @@ class Steps:
         self.service.by_graph.update((id(tensor), (tensor, plan)) for tensor, plan in again)
 
     def _wake(self) -> None:
-        """Look for the states, as an operation outside of Dynamo's graphs is about to run."""
+        """Look for the states before an operation outside of Dynamo's graphs runs."""
         self.look()
         if self.recorder.asleep:
             self._find_states()

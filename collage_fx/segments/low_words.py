@@ -68,7 +68,7 @@ class LowWords:
     plain: bool = False
     """Whether no state was of a dtype with low words when the step began."""
     scalars: bool = False
-    """Whether one of those was a 0-d tensor."""
+    """Whether a state of such a dtype was a 0-d tensor when the step began."""
     who: object = field(default_factory=object)
     """Stands for this in what others remember, and keeps nothing alive."""
 

@@ -48,7 +48,7 @@ class StandInSteps:
         self.last: RepeatedStep | None = None
         """The last step, to be done again."""
         self.observed: tuple[StandIns, Noted] | None = None
-        """What the graph of the last step and its kernels were given, if that was looked at."""
+        """The arguments of the graph of the last step, and the inputs of its kernels, if noted."""
         self.backoff = Backoff(session.notes.add, never="repeat" in session.config.without)
         self.graphs: list[SharedGraph] = []
         """What was compiled for this one, the latest last, and others may use."""

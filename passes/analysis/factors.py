@@ -199,7 +199,7 @@ def _size(now: float | None, *, grown: bool) -> float:
 
     Args:
         now: what it is; None if that is not known.
-        grown: whether it is to be what it is not now, or not for certain.
+        grown: whether a small number counts as grown to one, and a larger one as it is now.
     """
     sign = 1.0 if now is None else now
     if now is None or not abs(now) > RATE:
@@ -213,8 +213,10 @@ class _Walk:
     def __init__(self, program: Program, states: dict[Node, Carried], *, grown: bool) -> None:
         self.states = states
         self.number, self.grown = program.number, grown
-        self.sized = self.reads = False
-        """Whether numbers have an assumed size, and whether high words are read."""
+        self.sized = False
+        """Whether the size of a number was assumed."""
+        self.reads = False
+        """Whether a high word is read."""
         slices = [part for group in program.classes for part in group.members]
         self.place = {p.old(i): set(p.nodes) for p in slices for i in range(len(p.states))}
         """State -> the nodes of its slice."""
