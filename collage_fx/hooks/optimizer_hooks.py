@@ -29,6 +29,7 @@ from torch._dynamo.source import OptimizerSource, is_from_optimizer_source
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import builder
 from torch._dynamo.variables.optimizer import OptimizerVariable
+from torch._dynamo.variables.tensor import TensorVariable
 from torch._guards import ChainedSource, Source
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
@@ -44,7 +45,14 @@ _BUILDER: Any = builder
 _make_dupe_guard = _BUILDER.make_dupe_guard
 _EFFECTS: Any = SideEffects
 _store = _EFFECTS.store_attr
+_TENSOR: Any = TensorVariable
+_has = _TENSOR.call_obj_hasattr
 _LOG = logging.getLogger("torch._dynamo.convert_frame")
+_OTHER_NAME = (
+    "the step asks a tensor for its attribute {0}, or assigns it, by the result of an operation in "
+    "place, of which torch.compile knows no attributes. Use the tensor itself, or keep what "
+    "belongs to it in self.state"
+)
 
 
 class _Watch:
@@ -237,6 +245,7 @@ def watch_traces() -> None:
     """Have Dynamo miss nothing of the optimizers in what it traces for our backend. Idempotent."""
     _BUILDER.make_dupe_guard = _guard_of_two_names
     _EFFECTS.store_attr = _store_attr
+    _TENSOR.call_obj_hasattr = _has_attr
 
 
 def _traced_for() -> Any:
@@ -246,23 +255,48 @@ def _traced_for() -> Any:
 
 
 def _store_attr(effects: SideEffects, item: Any, name: str, *args: Any, **kwargs: Any) -> None:
-    """Note an assignment to an attribute; refuse one to that of an optimizer.
+    """Note an assignment to an attribute; refuse one that Dynamo does not write back.
 
-    Dynamo writes back what traced code assigns to objects, but for optimizers, of which it keeps
-    no track: `self.k += 1` in a step has no effect. See docs/stock-defects.md.
+    That is one to an attribute of an optimizer, of which it keeps no track, and one to an attribute
+    of a tensor by the result of an operation in place. See docs/stock-defects.md.
     """
     _store(effects, item, name, *args, **kwargs)
-    if not isinstance(item, OptimizerVariable) or item.value in effects:
-        return
-    if (backend := _traced_for()) is not None:
-        message = (
+    if _is_result_in_place(item):
+        _refuse(_OTHER_NAME.format(name))
+    elif isinstance(item, OptimizerVariable) and item.value not in effects:
+        _refuse(
             f"the step assigns self.{name}, which torch.compile does to no optimizer: the "
             "assignment would be lost. Keep what changes in self.state or in self.param_groups, or "
-            "in a list or dict"
+            "in a list or dict",
+            item.value,
         )
+
+
+def _has_attr(item: Any, tx: Any, name: str) -> Any:
+    """Tell whether a traced tensor has an attribute; refuse to, where Dynamo does not know."""
+    found = _has(item, tx, name)
+    if not found.value and _is_result_in_place(item):
+        _refuse(_OTHER_NAME.format(name))
+    return found
+
+
+def _is_result_in_place(item: Any) -> bool:
+    """Tell whether a variable of Dynamo's is a tensor under the name of an operation's result, and
+    had another name before: what it knows of the tensor's attributes it knows of that one."""
+    if not isinstance(item, TensorVariable) or item.source is not None:
+        return False
+    node = item.proxy.node
+    value = node.meta.get("example_value")
+    others = (other for other in node.graph.nodes if other is not node)
+    return any(other.meta.get("example_value") is value for other in others)
+
+
+def _refuse(message: str, optimizer: Optimizer | None = None) -> None:
+    """Have the step that is traced for us recorded; where that cannot be, warn of what is lost."""
+    if (backend := _traced_for()) is not None:
         if backend is not _Watch.backend:
             backend.refuse(message)
-        warn_once(f"{message}; collage_fx.compile records such a step", item.value)
+        warn_once(f"{message}; collage_fx.compile records such a step", optimizer)
 
 
 def _guard_of_two_names(source: Source, first: Source | None) -> Any:
