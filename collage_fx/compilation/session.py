@@ -158,9 +158,9 @@ class Session:
         """Warn of states that no optimizer has, unless the user knows that they are theirs."""
         if names and not self.named:
             self.warn_once(
-                f"{', '.join(names)} belong to no torch.optim.Optimizer, so no state_dict() "
-                "holds their residuals. Save collage_fx.residuals(tensor) beside each tensor and "
-                "give them back with collage_fx.load_residuals(tensor, components); "
+                f"{', '.join(dict.fromkeys(names))} belong to no torch.optim.Optimizer, so no "
+                "state_dict() holds their residuals. Save collage_fx.residuals(tensor) beside each "
+                "tensor and give them back with collage_fx.load_residuals(tensor, components); "
                 + (
                     "collage_fx.compile(function) instead of the backend string silences this"
                     if self.optimizer() is None

@@ -198,7 +198,6 @@ class Steps:
             if not self.recorder.asleep:
                 self.words.adopt(self.states.find())
                 self.other_memory.adopt()
-                self.words.memory.expect_same()
                 self.words.settle()
                 self.words.forget()
                 self.quiet = False  # it may have put others in the place of states
@@ -487,7 +486,6 @@ class Steps:
         self.words.adopt(present)
         self.other_memory.adopt()
         self.history.hand_on = self.other_memory.hand_on
-        self.words.memory.expect_same()
         self.words.settle()
         rest = service.not_by_graphs(present)
         outside = {id(o.tensor): o for o in rest if self.words.has_written(o.tensor)}

@@ -406,6 +406,7 @@ class LowWords:
             written: the tensors that may have another version by now; those of all states if None.
         """
         if written is None:
+            self.memory.expect_same()
             for known in self.of_tensor.values():
                 known.settle()
             return

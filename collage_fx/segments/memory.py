@@ -249,9 +249,10 @@ class Memories(dict[int, KnownMemory]):
             known.between = None
 
     def expect_same(self) -> None:
-        """Have the next step see whether those that were met in this one are as it leaves them.
+        """Have the next reader see whether those that were met in this step are as it leaves them.
 
-        Versions do not tell: they may be reached through `.data`, or be views made anew.
+        The next reader is a later step, or a graph in this one. Versions do not tell: the states
+        may be reached through `.data`, or be views made anew.
         """
         for owned in self.met:
             if (residual := STORE.get(owned.tensor)) is not None:
