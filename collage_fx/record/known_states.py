@@ -151,8 +151,12 @@ class OtherMemory:
         """
         if segment.hands_on is None and not tries:
             segment.hands_on = at in self.hand_on
+        # Results in wider dtypes have no low words, and more bits than this memory.
+        words = self.words
         states = frozenset(
-            i for i, x in enumerate(call.inputs) if x.pieces or self.words.known(x.data)
+            i
+            for i, x in enumerate(call.inputs)
+            if x.pieces or words.known(x.data) or words.is_result(x.data)
         )
         from_others = segment.written_from(states, also_written=False)
         for i in segment.written_from(states, also_written=True):

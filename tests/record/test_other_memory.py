@@ -13,6 +13,7 @@ from torch import Tensor
 
 import collage_fx
 from collage_fx.record.known_states import OtherMemory
+from collage_fx.segments.low_words import LowWords
 
 DECAY = 1e-3
 """At which an average in bf16 stands still."""
@@ -133,6 +134,15 @@ def in_gradient_after_decay(p: Tensor, g: Tensor, state: Any) -> None:
         p.copy_(g)
 
 
+def in_gradient_from_fp32(p: Tensor, g: Tensor, state: Any) -> None:
+    """Do so with a value in fp32 that is looked at before."""
+    x = p - 1e-3 * g.float()
+    if bool(x.isfinite().all()):
+        g.copy_(x)
+    if bool(g.isfinite().all()):
+        p.copy_(g)
+
+
 def in_global(p: Tensor, g: Tensor, state: Any) -> None:
     """Compute the parameter in a buffer that is kept from step to step."""
     x = BUFFER.setdefault(p.dtype, torch.empty_like(p))
@@ -157,11 +167,11 @@ def error(update: Callable[..., None], steps: int = 20, **options: Any) -> tuple
     return off(found, exact, begin), step
 
 
-SCRATCH = [in_gradient, in_gradient_after_decay, in_global, as_gradient]
+SCRATCH = [in_gradient, in_gradient_after_decay, in_gradient_from_fp32, in_global, as_gradient]
 
 
 @pytest.mark.parametrize("update", SCRATCH, ids=[f.__name__ for f in SCRATCH])
-@pytest.mark.quick("in_gradient_after_decay", "in_global")
+@pytest.mark.quick("in_gradient_after_decay", "in_gradient_from_fp32", "in_global")
 def test_scratch_memory_keeps_what_is_computed_there(update: Callable[..., None]) -> None:
     for options in ({}, {"arithmetic": "wide", "storage": "remainder16"}):
         off_by, step = error(update, record=True, **options)
@@ -172,6 +182,13 @@ def test_scratch_memory_keeps_what_is_computed_there(update: Callable[..., None]
 def test_it_would_be_rounded_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OtherMemory, "keep_low_words", lambda *_, **__: None)
     assert error(in_gradient, record=True)[0] > 0.5
+
+
+def test_it_would_be_rounded_if_results_in_fp32_did_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(LowWords, "is_result", lambda *_: False)
+    assert error(in_gradient_from_fp32, record=True)[0] > 0.5
 
 
 def test_a_decay_in_the_gradient_is_compiled_as_before() -> None:
