@@ -59,7 +59,9 @@ _DIRECTIONS = {
         "u = u.clone()\nu[g > 0] *= 0.5",
     ),
     "sorting": (
-        "i = u.flatten().abs().argsort()\nu = u.flatten().index_fill(0, i[:1], 0).view(u.shape)",
+        # Of gradients: which of two near ties comes first is no question of lost values.
+        "i = g.flatten().abs().argsort(stable=True)\n"
+        "u = u.flatten().index_fill(0, i[:1], 0).view(u.shape)",
         "u = u - u.flatten().sort().values[u.numel() // 2]",
         "u = u / (u.abs().flatten().topk(1).values.squeeze() + 1)",
     ),
