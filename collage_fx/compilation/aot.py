@@ -32,6 +32,7 @@ from collage_fx.compilation.session import Session, StandsForOthers
 from collage_fx.compilation.side_inputs import Code, SideInputs, in_turn
 from collage_fx.compilation.uncompensated import (
     differentiated,
+    takes_one_for_two,
     warn_of_results,
     warn_of_states,
     written_outside,
@@ -86,7 +87,9 @@ def compile_graph(
     )
     try:
         if session.supervisor() is not None and inputs.share_memory_of_states():
-            return Code(gm, None, [], [], refused=True)  # recorded: the parts of a memory are known
+            # The parts of a memory are known to the recorder.
+            session.notes.add("recorded: a gradient, or another tensor, lies in memory of a state")
+            return Code(gm, None, [], [], refused=True)
         with progress.work(lambda: f"compiling {session.subject}", "AOTAutograd"):
             return _compiled_code(session, inputs, example_inputs)
     finally:
@@ -293,7 +296,7 @@ class Compilation:
         example_inputs = with_present_symbols(example_inputs)
         # Inductor's own again: ours are for AOTAutograd, and no cache can have them in its key.
         kwargs.pop("get_decomp_fn", None)
-        self.refused |= written_outside(self.session, gm)
+        self.refused |= written_outside(self.session, gm) | takes_one_for_two(self.session, gm)
         if not kwargs.get("is_inference", False):
             if self.narrow is not None:
                 self.unlike = Unlike("gradients are recorded")

@@ -7,7 +7,7 @@ for the same.
 
 import functools
 import weakref
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
@@ -39,6 +39,8 @@ class Layouts:
         self.attributes = [find for find in attributes if is_plain(find())]
         tensors = self._of(args)
         self.guards = guards_of(tensors) if len({*map(id, tensors)}) == len(tensors) else None
+        self.sized = self.guards is not None and len(self.places) == sum(map(is_plain, args))
+        """Whether tensors among other arguments are of the same sizes, where they are like them."""
 
     def _of(self, args: tuple[Any, ...]) -> list[Any]:
         return [*[args[i] for i in self.places], *[find() for find in self.attributes]]
@@ -77,6 +79,6 @@ def _is_static(node: Node) -> bool:
     )
 
 
-def is_plain(tensor: Any) -> bool:
+def is_plain(tensor: Any) -> TypeGuard[Tensor]:
     """Tell whether this is a tensor of no other class, with strides."""
     return type(tensor) in (Tensor, Parameter) and tensor.layout is torch.strided

@@ -1,8 +1,9 @@
 """What a graph's kernels take beside what AOTAutograd hands on, and what they make."""
 
 import itertools
+import operator
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from collage_fx.compilation.layout_guards import is_plain
 from collage_fx.compilation.partition import Direct
 from collage_fx.compilation.residual_binding import Gathered, Locate, Residuals, conclude
 from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS
@@ -19,8 +21,13 @@ from collage_fx.passes.ir.program import StatePlan
 from collage_fx.runtime.errors import CollageError
 from collage_fx.runtime.expansion.stochastic import Seeds
 from collage_fx.runtime.kernels import left_out
+from collage_fx.runtime.residuals.dtensor import shard_of
+from collage_fx.runtime.residuals.memory import Apart, has_memory
 from collage_fx.runtime.residuals.residual import Residual, next_draw
 from collage_fx.runtime.residuals.store import STORE
+
+MOVED = "other tensors share memory with states than when the step was compiled"
+"""Why a graph is not called; see `Code.lies_as_before`."""
 
 
 @dataclass(eq=False)
@@ -252,6 +259,12 @@ class Code:
     parts: Sequence["Code"] = ()
     """The parts of a graph that is compiled in parts; `function` gets the arguments, and a call for
     each part, then."""
+    beside: Sequence[Locate] = ()
+    """How to find tensors that it takes beside its arguments and `members`."""
+    apart: Apart | None = None
+    """Which of the tensors of its first call lay in memory of its states."""
+    others: Sequence[Locate] = ()
+    """How to find those that are no states of it."""
     concluded: bool = False
     """Whether the residuals that its states were made with are kept or dropped."""
 
@@ -278,8 +291,7 @@ class Code:
             args: those of the graph.
             known: the residuals of each part, if they are known to be those of the tensors.
         """
-        sides = [one.side for one in self.parts or [self] if one.side is not None]
-        return [s.begin(args, r) for s, r in itertools.zip_longest(sides, known)]
+        return [s.begin(args, r) for s, r in itertools.zip_longest(self._sides(), known)]
 
     def call(self, args: tuple[Any, ...], begun: list[_Call]) -> Any:
         """Run the graph; return its results."""
@@ -291,6 +303,43 @@ class Code:
         """Tell whether nothing changes, here or on the device, where its kernels write nothing."""
         quiet = not (self.seeded or is_looked_at())
         return quiet and self.direct is not None and self.direct.may_be_left_out
+
+    def lies_as_before(self, args: tuple[Any, ...], *, sized: bool) -> bool:
+        """Tell whether what a call takes lies in memory of states only where it did in the first.
+
+        What is compiled takes it for other memory: it has the high word only, and need not be read
+        before the state is written.
+
+        Args:
+            args: those of the graph.
+            sized: whether all sizes are those of the first call.
+        """
+        states = _found(self._held(), args)
+        if not states:
+            return True
+        if self.apart is None:
+            self.others = self._others(args, set(map(id, states)))
+            self.apart = Apart(states, _found(self.others, args))
+        others = _found(self.others, args)
+        if not sized:
+            return Apart(states, others).is_like(self.apart)
+        return self.apart.hold(states, others)
+
+    def _sides(self) -> list[SideInputs]:
+        return [one.side for one in self.parts or [self] if one.side is not None]
+
+    def _held(self) -> list[Locate]:
+        """Return how to find the tensors that have residuals, and others of 16 bits it writes."""
+        found = (side.residuals for side in self._sides())
+        return [find for one in found for find in (*one.locate, *one.others)]
+
+    def _others(self, args: tuple[Any, ...], states: set[int]) -> list[Locate]:
+        """Return how to find the other tensors that it takes."""
+        finds: list[Locate] = [operator.itemgetter(i) for i in range(len(args))]
+        finds += (find for s in self._sides() if s.members for find in s.members.locate)
+        found = ((shard_of(find(args)), find) for find in (*finds, *self.beside))
+        taken = {id(t): find for t, find in found if is_plain(t) and has_memory(t)}
+        return [find for number, find in taken.items() if number not in states]
 
     def written(self, args: tuple[Any, ...]) -> list[tuple[Tensor, StatePlan]]:
         """Return the tensors of 16 bits that a call writes."""
@@ -361,6 +410,11 @@ def in_turn(first: Code | None, apart: list[Code], count: int) -> Code:
         kernels=[kernel for code in codes for kernel in code.kernels],
         parts=codes,
     )
+
+
+def _found(finds: Iterable[Locate], args: tuple[Any, ...]) -> list[Tensor]:
+    found = (find(args) for find in finds)
+    return [shard_of(t) for t in found if t is not None]
 
 
 def _side(code: Code) -> SideInputs:

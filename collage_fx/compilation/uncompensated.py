@@ -7,6 +7,7 @@ from collage_fx.compilation.graph_inputs import AotInputs, aot_metadata
 from collage_fx.compilation.session import Session
 from collage_fx.optimizer.served import RETURNED, left_by_level, nothing_compensated
 from collage_fx.passes.analysis.plan import leave_alone
+from collage_fx.passes.frontend.capture import is_merged
 from collage_fx.passes.ir.program import Program, StatePlan, compensable_in
 from collage_fx.runtime.storage.registry import compensable_dtypes
 
@@ -32,6 +33,18 @@ def written_outside(session: Session, gm: GraphModule) -> bool:
             "not compensated: parameters updated through .data; update them in place under "
             "torch.no_grad(), or use collage_fx.compile, which does that eagerly"
         )
+    return True
+
+
+def takes_one_for_two(session: Session, gm: GraphModule) -> bool:
+    """Tell whether inputs that are written share memory, and a step can be recorded instead.
+
+    AOTAutograd makes one input of them, without a guard: it is so in each call from then on.
+    """
+    inputs = (n.meta.get("desc") for n in gm.graph.find_nodes(op="placeholder"))
+    if session.supervisor() is None or not any(map(is_merged, inputs)):
+        return False
+    session.notes.add("recorded: the step writes tensors that share memory")
     return True
 
 

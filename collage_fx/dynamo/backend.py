@@ -20,14 +20,20 @@ from collage_fx.binding.bound_graph import BoundGraph
 from collage_fx.compilation.aot import compile_graph
 from collage_fx.compilation.layout_guards import Layouts, static_inputs
 from collage_fx.compilation.session import Outcome, Session, StandsForOthers
-from collage_fx.compilation.side_inputs import Code, Noted, is_looked_at, looked_at
+from collage_fx.compilation.side_inputs import MOVED, Code, Noted, is_looked_at, looked_at
 from collage_fx.dynamo.options import split_options
 from collage_fx.dynamo.symbols import Symbols
 from collage_fx.hooks import optimizer_hooks
 from collage_fx.hooks.dynamo_settings import recompile_reason, trace_without_numbers
 from collage_fx.hooks.optimizer_hooks import traced_code
 from collage_fx.optimizer.checkpoints.history import history_of
-from collage_fx.optimizer.ownership import makes_states, params_of, rates, stateless
+from collage_fx.optimizer.ownership import (
+    makes_states,
+    owned_tensors,
+    params_of,
+    rates,
+    stateless,
+)
 from collage_fx.optimizer.storage_patterns import Patterns
 from collage_fx.passes.frontend.denominator import one_denominator
 from collage_fx.passes.frontend.read_numbers import CannotRead, read_numbers, reads_numbers
@@ -303,7 +309,7 @@ class _Step:
             if names := self.code.reads_residual(args):
                 lost = "read in a sum with the high word only, by a graph that does not write"
                 self.session.note_loss([f"{name}: {lost} it" for name in names])
-            self.layouts.check(args)
+            self._check(self.layouts, args)
             self.session.patterns.after_graph(self, self.session.warn_once)
             return self.code.run(args)
         supervisor.recorder.flush_outside()  # what the graph may need
@@ -313,7 +319,7 @@ class _Step:
         self._compile_again(supervisor.sources[self], args)
         if supervisor.switches:
             self.code.refused |= supervisor.executors.computes_anew(self.code, args)
-        fits = self.layouts.hold(args) and self.symbols.hold(args)
+        fits = self._fits(self.layouts, args)
         recorded = self.code.refused or supervisor.expands(args, writes=bool(self.code.states))
         if recorded or not fits or not self._has_kernels(supervisor):
             supervisor.waited |= bool(self.waits) or stand_ins is not None
@@ -329,6 +335,25 @@ class _Step:
             stand_ins.outcome, stand_ins.code = Outcome.DONE, self.code
             stand_ins.sources = [] if self.symbols.guarded else self.symbols.sources
         return result
+
+    def _check(self, layouts: Layouts, args: tuple[Any, ...]) -> None:
+        """Raise CollageError where a step would be recorded; see `_fits`."""
+        layouts.check(args)
+        if not self.code.lies_as_before(args, sized=layouts.sized):
+            raise CollageError(
+                f"{MOVED}, and torch.compile has not noticed. Nothing was written. Give each "
+                "memory of its own, call torch.compiler.reset(), or use collage_fx.compile, "
+                "which records such a step"
+            )
+
+    def _fits(self, layouts: Layouts, args: tuple[Any, ...]) -> bool:
+        """Tell whether the arguments are like those that the graph was compiled for."""
+        if not (layouts.hold(args) and self.symbols.hold(args)):
+            return False
+        if not self.code.refused and not self.code.lies_as_before(args, sized=layouts.sized):
+            self.session.notes.add(f"recorded: {MOVED}")
+            return False
+        return True
 
     def _run(self, supervisor: Steps, args: tuple[Any, ...]) -> Any:
         """Run the graph; bind it to what it is given, if it is a step that may be done again."""
@@ -396,20 +421,21 @@ _TWO_STORAGES = (
     "the step has a NumPy array and a tensor on the same memory, which torch.compile does not know"
 )
 _ONE_GRADIENT = (
-    "two parameters have one tensor as gradient, which torch.compile takes for that of both in "
-    "later steps too"
+    "the gradient of a parameter is that of another one too, or a parameter or state, and "
+    "torch.compile takes it for the same in later steps"
 )
 
 
 def _shares_gradients(optimizer: Optimizer | None) -> bool:
-    """Tell whether Dynamo would guard none of two parameters that have one gradient.
+    """Tell whether a gradient is another part of the optimizer too, which Dynamo would not guard.
 
     It does not where it calls `_init_group`, of torch.optim's, in the place of tracing it.
     """
     if optimizer is None or not hasattr(optimizer, "_init_group"):
         return False
     gradients = [id(p.grad) for p in params_of(optimizer) if p.grad is not None]
-    return len({*gradients}) < len(gradients)
+    known = {id(owned.whole) for owned in owned_tensors(optimizer)}
+    return len({*gradients} - known) < len(gradients)
 
 
 def _left_out(gm: GraphModule) -> Code:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from collage_fx.compilation.residual_binding import Locate, Residuals, of_size
 from collage_fx.compilation.session import Outcome, Session
-from collage_fx.compilation.side_inputs import Code, Observed, SideInputs
+from collage_fx.compilation.side_inputs import MOVED, Code, Observed, SideInputs
 from collage_fx.hooks.nested_compile import GlobalState
 from collage_fx.hooks.symbolic_numbers import numbers_if_traced
 from collage_fx.optimizer.checkpoints.history import history_of
@@ -172,7 +172,8 @@ class SharedGraph:
             torch.autograd.graph.increment_version([t for t in written if t is not None])
             return ()
 
-        return Code(function, side, states, [], False, self.direct, self.seeded)
+        beside = [find for find in locate if not isinstance(find, int)]
+        return Code(function, side, states, [], False, self.direct, self.seeded, beside=beside)
 
 
 class SharedStandIns(StandIns):
@@ -212,8 +213,12 @@ class SharedStandIns(StandIns):
         numbers = tuple(map(number_tensor, found))
         supervisor.recorder.flush_outside()
         tensors = (*self.params, *self.tensors, *(p.grad for p in self.params), *numbers)
+        lies_as_before = code.lies_as_before(numbers, sized=True)
+        if not lies_as_before:
+            self.session.notes.add(f"recorded: {MOVED}")
         if (
             not (supervisor.active and supervisor.compiles)
+            or not lies_as_before
             or supervisor.executors.computes_anew(code, numbers)
             or supervisor.expands(tensors, writes=True)
         ):

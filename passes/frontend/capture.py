@@ -43,10 +43,14 @@ def _converts(device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+def is_merged(descriptor: object) -> bool:
+    """Tell whether an input is what AOTAutograd made of several that share memory."""
+    return isinstance(descriptor, SyntheticBaseAOTInput | ViewBaseAOTInput)
+
+
 def not_held(placeholder: Node, carried: Carried) -> str:
     """Return why a state cannot have a residual, whatever is done to it; empty if it can."""
-    descriptor = placeholder.meta.get("desc")
-    if isinstance(descriptor, SyntheticBaseAOTInput | ViewBaseAOTInput):
+    if is_merged(placeholder.meta.get("desc")):
         return "it overlaps another input in memory; pass tensors that do not share storage"
     dtype = carried.val.dtype
     if dtype in FP8 and not _converts(carried.val.device):

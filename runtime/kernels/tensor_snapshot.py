@@ -19,9 +19,11 @@ from torch._C._dynamo import guards
 
 from collage_fx.runtime.kernels import cpp_compiler
 from collage_fx.runtime.residuals.dtensor import SHARD, SPEC, shard_of, spec_of
+from collage_fx.runtime.residuals.memory import Apart, extent
 
 _SOURCE = r"""
 #include <Python.h>
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -31,7 +33,7 @@ struct Snapshot {
   PyObject *guards, *version, *grad;
   PyObject *wholes, *specs, *shard, *spec;
   void* (*address)(PyObject*);
-  int64_t guarded, *addresses, *versions, *places, free, *given;
+  int64_t guarded, *addresses, *versions, *places, free, *given, *sizes, *bounds, bound;
 };
 
 static PyObject* get(PyObject* attribute, PyObject* of) {
@@ -138,6 +140,13 @@ static bool no_gradients(const Snapshot* s) {
   return true;
 }
 
+// Whether a given tensor lies in memory of those that stay the same.
+static bool within(const Snapshot* s, int64_t start, int64_t size) {
+  const int64_t *begin = s->bounds, *end = begin + s->bound;
+  const int64_t* at = std::upper_bound(begin, end, start);
+  return size && ((at - begin) % 2 || (at != end && *at < start + size));
+}
+
 // Whether tensors that are others in each call are laid out as in the last: notes their addresses.
 static int fit(const Snapshot* s, const std::vector<PyObject*>& given) {
   const Py_ssize_t size = given.size(), before = PyTuple_GET_SIZE(s->tensors);
@@ -149,8 +158,12 @@ static int fit(const Snapshot* s, const std::vector<PyObject*>& given) {
   if (!answer) return -1;
   const int alike = PyObject_IsTrue(answer);
   Py_DECREF(answer);
-  for (Py_ssize_t k = 0; alike > 0 && k < size; ++k)
-    if ((s->addresses[before + k] = address_of(s, given[k])) == -1) return 0;
+  for (Py_ssize_t k = 0; alike > 0 && k < size; ++k) {
+    const int64_t start = address_of(s, given[k]);
+    if (start == s->addresses[before + k]) continue;
+    if (start == -1 || within(s, start, s->sizes[k])) return 0;
+    s->addresses[before + k] = start;
+  }
   return alike;
 }
 
@@ -233,6 +246,9 @@ class _Fields(ctypes.Structure):
         ("places", ctypes.c_void_p),
         ("free", ctypes.c_int64),
         ("given", ctypes.c_void_p),
+        ("sizes", ctypes.c_void_p),
+        ("bounds", ctypes.c_void_p),
+        ("bound", ctypes.c_int64),
     ]
 
 
@@ -257,7 +273,8 @@ class Contents:
     written: Sequence[Tensor]
     """Those of them whose version counter is compared with the last that was noted."""
     given: Sequence[Tensor]
-    """Tensors that may be others in each call, if these are like the present ones."""
+    """Tensors that may be others in each call, if these are like the present ones, and lie in no
+    memory of tensors that are compared, unless in the same place."""
     alike: Callable[..., bool]
     """Tells whether its arguments, the guarded tensors and the given ones, are what they were in
     class, dtype, device, sizes and strides."""
@@ -320,6 +337,8 @@ class TensorSnapshot:
         nowhere = [-1] * (len(self.tensors) - len(contents.arguments))
         self.places = array("q", [*contents.arguments, *nowhere])
         self.given = array("q", contents.given_arguments)
+        self.sizes = array("q", map(extent, contents.given))
+        self.bounds = array("q", Apart(self.tensors).last[1])
         items = ((one, tuple(found)) for one, found in contents.containers)
         self._kept = _Fields(
             tuple(contents.attributes),
@@ -344,6 +363,9 @@ class TensorSnapshot:
             self.places.buffer_info()[0],
             len(self.given),
             self.given.buffer_info()[0],
+            self.sizes.buffer_info()[0],
+            self.bounds.buffer_info()[0],
+            len(self.bounds),
         )
         self._at = ctypes.byref(self._kept)
         self._library = _library()

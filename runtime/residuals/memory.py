@@ -1,6 +1,7 @@
 """Where tensors lie in memory: whether they have any, and whether they share it."""
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -36,17 +37,70 @@ def overlapping(tensors: Iterable[Tensor], *, by_address: bool = False) -> set[i
             start = address(t) if by_address else int(t.storage_offset()) * t.element_size()
             place = 0 if by_address else t.untyped_storage()._cdata
             if start or not by_address:  # or its memory was given back
-                end = start + span(t.shape, t.stride())[1] * t.element_size()
-                spans.setdefault(place, []).append((start, end, id(t)))
-    found: set[int] = set()
-    for shared in spans.values():
-        last_end, last = 0, 0
-        for start, end, tensor in sorted(shared):
-            if start < last_end:
-                found |= {last, tensor}
-            if end > last_end:
-                last_end, last = end, tensor
-    return found
+                spans.setdefault(place, []).append((start, start + extent(t), id(t)))
+    merged = (each for one in spans.values() for each in _merged(one))
+    return {tensor for _, _, shared in merged if len(shared) > 1 for tensor in shared}
+
+
+class Apart:
+    """Where states lie, by address, and which other tensors lie in memory of theirs."""
+
+    def __init__(self, states: Sequence[Tensor], others: Sequence[Tensor] = ()) -> None:
+        """Note where they lie now."""
+        self.sizes, self.other_sizes = list(map(extent, states)), list(map(extent, others))
+        starts = list(map(address, states))
+        self.shared, bounds = self._placed(starts)
+        """The places of states that share memory."""
+        self.last = starts, bounds
+        """Where each state began in the last call, and the bounds of the memory of all, begin and
+        end by turns, in order: replaced as one, since another thread may ask too."""
+        self.within = self._within(bounds, others)
+        """The places of others that lie in memory of states."""
+
+    def hold(self, states: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+        """Tell whether those that share memory are the same, all being laid out as they were."""
+        starts = list(map(address, states))
+        known, bounds = self.last
+        if starts != known:
+            shared, bounds = self._placed(starts)
+            if shared != self.shared:
+                return False
+            self.last = starts, bounds
+        return self._within(bounds, others) == self.within
+
+    def is_like(self, other: "Apart") -> bool:
+        """Tell whether those that share memory are the same, whatever their sizes."""
+        return self.shared == other.shared and self.within == other.within
+
+    def _placed(self, starts: Sequence[int]) -> tuple[set[frozenset[int]], Sequence[int]]:
+        sized = enumerate(zip(starts, self.sizes, strict=True))
+        # At 0 there is no memory any more.
+        spans = list(_merged([(at, at + n, k) for k, (at, n) in sized if at and n]))
+        shared = {frozenset(places) for _, _, places in spans if len(places) > 1}
+        return shared, [bound for start, end, _ in spans for bound in (start, end)]
+
+    def _within(self, bounds: Sequence[int], others: Sequence[Tensor]) -> list[int]:
+        count, found = len(bounds), []
+        for k, (start, size) in enumerate(zip(map(address, others), self.other_sizes, strict=True)):
+            at = bisect_right(bounds, start)
+            if size and (at % 2 or (at < count and bounds[at] < start + size)):
+                found.append(k)
+        return found
+
+
+def _merged(spans: list[tuple[int, int, int]]) -> Iterator[tuple[int, int, list[int]]]:
+    """Yield the spans of memory, begin, end and whose it is, those that overlap as one of all."""
+    begin = last = 0
+    shared: list[int] = []
+    for start, end, one in sorted(spans):
+        if start >= last and shared:
+            yield begin, last, shared
+            shared = []
+        begin = begin if shared else start
+        last = max(last, end) if shared else end
+        shared.append(one)
+    if shared:
+        yield begin, last, shared
 
 
 def shared_between_storages(tensors: Iterable[Tensor]) -> bool:
@@ -61,6 +115,11 @@ def is_expanded(t: Tensor) -> bool:
     if t.layout is not torch.strided:
         return False
     return any(s == 0 and n > 1 for n, s in zip(t.shape, t.stride(), strict=True))
+
+
+def extent(t: Tensor) -> int:
+    """Return how many bytes a strided tensor takes up, from its first to its last element."""
+    return span(t.shape, t.stride())[1] * t.element_size()
 
 
 def span(size: Sequence[int], stride: Sequence[int], offset: int = 0) -> tuple[int, int]:

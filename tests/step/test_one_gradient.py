@@ -1,4 +1,4 @@
-"""Steps in some of which two parameters have one tensor as gradient."""
+"""Steps in some of which two parameters have one tensor as gradient, or one is that of another."""
 
 from collections.abc import Callable
 from typing import Any
@@ -38,10 +38,22 @@ def rmsprop(params: list[Tensor]) -> Optimizer:
     return RMSprop(params, lr=RATE)
 
 
+def one_for_two(params: list[Tensor]) -> None:
+    params[1].grad = params[0].grad
+    params[8].grad = params[7].grad
+
+
+def parameters(params: list[Tensor]) -> None:
+    params[1].grad = params[0]
+
+
 def values(
-    make: Callable[[list[Tensor]], Optimizer], first: int, dtype: torch.dtype
+    make: Callable[[list[Tensor]], Optimizer],
+    share: Callable[[list[Tensor]], None],
+    first: int,
+    dtype: torch.dtype,
 ) -> list[Tensor]:
-    """Return the parameters after steps of which those from `first` to 5 share a gradient."""
+    """Return the parameters after steps of which those from `first` to 5 share gradients."""
     torch.compiler.reset()
     generator = torch.Generator().manual_seed(0)
     begin = [torch.randn(3, 2, generator=generator).bfloat16().to(dtype) for _ in range(9)]
@@ -53,27 +65,30 @@ def values(
         for p in params:
             p.grad = torch.randn(p.shape, generator=generator).bfloat16().to(dtype)
         if first <= i < 6:
-            params[1].grad = params[0].grad
-            params[8].grad = params[7].grad
+            share(params)
         step()
     return [collage_fx.value(p) for p in params]
 
 
-def far(make: Callable[[list[Tensor]], Optimizer], first: int) -> float:
+def far(*args: Any) -> float:
     """Return the largest distance from the trajectory in float64."""
-    expected = values(make, first, torch.float64)
-    found = values(make, first, torch.bfloat16)
+    expected, found = values(*args, torch.float64), values(*args, torch.bfloat16)
     return max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("first", [0, 3])
-@pytest.mark.parametrize("make", [Signs, adamw, rmsprop])
+@pytest.mark.parametrize(
+    ("make", "share", "first"),
+    [
+        *((make, one_for_two, first) for make in (Signs, adamw, rmsprop) for first in (0, 3)),
+        (adamw, parameters, 0),
+    ],
+)
 def test_each_parameter_has_its_own_again(
-    make: Callable[[list[Tensor]], Optimizer], first: int, monkeypatch: pytest.MonkeyPatch
+    make: Any, share: Any, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with without_compiler():
-        assert far(make, first) < 0.2 * RATE
+        assert far(make, share, first) < 0.2 * RATE
         if not first:  # the control: what PyTorch guards by itself
             monkeypatch.setattr(backend, "_shares_gradients", lambda _: False)
             monkeypatch.setattr(optimizer_hooks, "_is_listed", lambda _: True)
-            assert far(make, first) > RATE
+            assert far(make, share, first) > RATE
