@@ -51,10 +51,19 @@ def of_size(plan: StatePlan, tensor: Tensor) -> StatePlan:
     return replace(plan, shape=tuple(tensor.shape), residual_bytes=size)
 
 
+def is_lasting(residual: Residual, state: StatePlan) -> bool:
+    """Tell whether a graph with this verdict on a state is to leave alone what the residual holds.
+
+    The verdict on a state that the graph does not change says nothing of those that do.
+    """
+    unchanged = state.change.kind == "unchanged"
+    return not residual.provisional or (unchanged and residual.has_content())
+
+
 def conclude(state: StatePlan, tensor: Tensor) -> None:
     """Keep or drop the residual that a state was made with, now that there is a verdict."""
     residual = STORE.get(tensor)
-    if residual is not None and residual.provisional:
+    if residual is not None and not is_lasting(residual, state):
         residual.provisional = not (state.compensated or state.refused)
         if residual.provisional and not state.replaced:
             STORE.drop(tensor)

@@ -13,7 +13,13 @@ from torch import Tensor
 
 from collage_fx.compilation.layout_guards import is_plain
 from collage_fx.compilation.partition import Direct
-from collage_fx.compilation.residual_binding import Gathered, Locate, Residuals, conclude
+from collage_fx.compilation.residual_binding import (
+    Gathered,
+    Locate,
+    Residuals,
+    conclude,
+    is_lasting,
+)
 from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS
 from collage_fx.passes.dedup.deduplicate import Narrow
 from collage_fx.passes.ir.exact import ExactGraph
@@ -369,13 +375,13 @@ class Code:
         return [
             plan.name
             for tensor, plan in self.written(args)
-            if not plan.compensated and not plan.replaced and self._has_lasting(tensor)
+            if not plan.compensated and not plan.replaced and self._has_lasting(tensor, plan)
         ]
 
-    def _has_lasting(self, tensor: Tensor) -> bool:
+    def _has_lasting(self, tensor: Tensor, plan: StatePlan) -> bool:
         """Tell whether a state has a residual other than one that is yet to be concluded on."""
         residual = STORE.get(tensor)
-        return residual is not None and (self.concluded or not residual.provisional)
+        return residual is not None and (self.concluded or is_lasting(residual, plan))
 
 
 def in_turn(first: Code | None, apart: list[Code], count: int) -> Code:

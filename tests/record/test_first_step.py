@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 from torch.optim import SGD, AdamW, Optimizer
 
 import collage_fx
+from collage_fx.compilation import residual_binding, side_inputs
 from collage_fx.dynamo.backend import Backend
 
 RATES = (1e-3, 2e-3, 3e-3, 4e-3)
@@ -171,3 +172,35 @@ def test_the_first_graph_of_states_that_are_replaced_drops_no_low_word(
     assert far < 1e-6 if known else far > 1e-4
     if known:
         assert "put a new tensor in the place of m" in str(collage_fx.report(step))
+
+
+@pytest.mark.parametrize("where", ["state", "parameter"])
+def test_a_graph_that_leaves_a_state_alone_says_nothing_of_its_residual(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second step, the first that is compiled, does not change what the first has begun."""
+
+    def update(p: Tensor, g: Tensor, state: Any) -> None:
+        if not state:
+            state |= {"k": 0, "m": p.detach() * 0.7}
+        state["k"] += 1
+        if state["k"] == 2:
+            state["m"].mul_(1.0)
+            if where == "parameter":
+                return p.copy_(p.clone())
+        else:
+            state["m"].add_(g, alpha=1e-3)
+        return p.sub_(state["m"], alpha=1e-3)
+
+    def far() -> float:
+        torch.compiler.reset()
+        found, _ = train(update, storage="remainder16", level="all")
+        return (found - train(update, torch.float64)[0]).abs().max().item()
+
+    with without_compiler():
+        assert far() < 1e-6
+        monkeypatch.setattr(residual_binding, "is_lasting", lambda r, _: not r.provisional)
+        monkeypatch.setattr(side_inputs, "is_lasting", lambda r, _: not r.provisional)
+        with warnings.catch_warnings():  # where the parameter stays too, the graph has nothing
+            warnings.filterwarnings("ignore", ".*nothing needed compensation")
+            assert far() > 1e-5
