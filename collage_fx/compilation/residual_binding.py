@@ -1,7 +1,6 @@
 """The residuals of a compiled graph's states, found anew at each call."""
 
 import functools
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -14,7 +13,7 @@ from collage_fx.optimizer.checkpoints import state_dicts
 from collage_fx.optimizer.ownership import Owned, owners_of
 from collage_fx.optimizer.parameter_names import naming
 from collage_fx.passes.ir.program import Carried, StatePlan
-from collage_fx.runtime.residuals.residual import Residual, clear_stale
+from collage_fx.runtime.residuals.residual import Residual, clear_stale, settle_at_end
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import STORAGES
 
@@ -41,8 +40,7 @@ class Gathered:
 
     def keep(self) -> None:
         """Record that nothing was written, whatever versions AOTAutograd has counted up."""
-        for tensor, residual in self.current:
-            residual.settle_at_end(tensor)
+        settle_at_end(self.current)
 
 
 def of_size(plan: StatePlan, tensor: Tensor) -> StatePlan:
@@ -80,37 +78,28 @@ class Residuals:
     """How to find the 16-bit states that this graph writes without compensation."""
     plan: dict[int, StatePlan]
     """The verdicts by the positions of the states."""
-    last: tuple[int, list[tuple[weakref.ref[Tensor], Residual]]] = (-1, [])
-    """The generation of the store in the last call, the tensors of then and their residuals:
-    replaced as one, since another thread may call the graph too."""
+    introduced: bool = False
+    """Whether the optimizers of its states are known."""
 
     def gather(self, args: tuple[Any, ...]) -> "Gathered":
         """Find the residuals for a call and make sure that each belongs to its tensor."""
         tensors = [tensor for f in self.locate if (tensor := f(args)) is not None]
-        generation, known = self.last
-        # The shapes are the same too: Dynamo guards them.
-        if generation != STORE.generation or any(
-            reference() is not tensor for (reference, _), tensor in zip(known, tensors, strict=True)
-        ):
-            found = [STORE.get(tensor) for tensor in tensors]
-            pairs = zip(tensors, found, strict=True)
-            clear_stale(((t, r) for t, r in pairs if r is not None), self.named)
-            new = not known or any(r is None for r in found)
-            ownerless = self._introduce(tensors) if new else []
-            known = [
-                (
-                    weakref.ref(tensor),
-                    STORE.ensure(tensor, self._storage(c), c.state_name, residual),
-                )
-                for tensor, c, residual in zip(tensors, self.carried, found, strict=True)
-            ]
-            for tensor in ownerless:
-                STORE.share_by_memory(tensor)
-            self.last = STORE.generation, known
-        current = [(t, residual) for t, (_, residual) in zip(tensors, known, strict=True)]
-        clear_stale(current, self.named)
+        found, generation = STORE.of(tensors), STORE.generation
+        pairs = zip(tensors, found, strict=True)
+        clear_stale([(t, r) for t, r in pairs if r is not None], self.named)
+        ownerless = [] if self.introduced and all(found) else self._introduce(tensors)
+        self.introduced = True
+        current = [
+            (tensor, STORE.ensure(tensor, self._storage(c), c.state_name, residual))
+            for tensor, c, residual in zip(tensors, self.carried, found, strict=True)
+        ]
+        for tensor in ownerless:
+            STORE.share_by_memory(tensor)
+        if generation != STORE.generation:  # some were laid out anew
+            clear_stale(current, self.named)
         written = [tensor for f in self.others if (tensor := f(args)) is not None]
-        return Gathered(current, [(t, r) for t in written if (r := STORE.get(t)) is not None])
+        replaced = zip(written, STORE.of(written), strict=True)
+        return Gathered(current, [(t, r) for t, r in replaced if r is not None])
 
     @functools.cached_property
     def named(self) -> Callable[[str], str]:
@@ -136,7 +125,7 @@ class Residuals:
                     self.plan[c.index].state_name = c.state_name
             elif STORE.get(tensor) is None:
                 ownerless[c.name] = tensor
-        for owner, _ in found:
+        for owner in {id(owner): owner for owner, _ in found}.values():
             state_dicts.attach(owner)
         self.session.warn_ownerless(list(ownerless))
         return list(ownerless.values())

@@ -279,6 +279,10 @@ class Code:
         """Whether the graph is compiled in parts and returns anything."""
         return any(map(_results_of, self.parts))
 
+    def new_seeds(self) -> Seeds | None:
+        """Return seeds as it takes them; None if it takes none."""
+        return Seeds(self.side.seed, self.seeded) if self.side and self.seeded else None
+
     def compile_kernels(self) -> None:
         """Compile the kernels of classes; raise what the compiler raises before anything runs."""
         for key, device in self.kernels:
@@ -367,21 +371,20 @@ class Code:
 
     def reads_residual(self, args: tuple[Any, ...]) -> list[str]:
         """Return the names of states that it reads with a low word that the graph would need."""
-        found = [(find(args), name) for find, name in self.reads]
-        return [name for t, name in found if t is not None and STORE.get(t) is not None]
+        read = [(t, name) for find, name in self.reads if (t := find(args)) is not None]
+        found = STORE.of([t for t, _ in read])
+        return [name for (_, name), r in zip(read, found, strict=True) if r is not None]
 
     def drops_residual(self, args: tuple[Any, ...]) -> list[str]:
         """Return the names of states that have a residual which this graph does not know of."""
+        states = [(t, p) for t, p in self.written(args) if not (p.compensated or p.replaced)]
+        found = STORE.of([t for t, _ in states])
+        # Others than those that are yet to be concluded on.
         return [
             plan.name
-            for tensor, plan in self.written(args)
-            if not plan.compensated and not plan.replaced and self._has_lasting(tensor, plan)
+            for (_, plan), r in zip(states, found, strict=True)
+            if r is not None and (self.concluded or is_lasting(r, plan))
         ]
-
-    def _has_lasting(self, tensor: Tensor, plan: StatePlan) -> bool:
-        """Tell whether a state has a residual other than one that is yet to be concluded on."""
-        residual = STORE.get(tensor)
-        return residual is not None and (self.concluded or is_lasting(residual, plan))
 
 
 def in_turn(first: Code | None, apart: list[Code], count: int) -> Code:

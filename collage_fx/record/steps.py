@@ -27,6 +27,7 @@ from collage_fx.record.service import TRIED, Service
 from collage_fx.runtime.errors import UnsupportedError
 from collage_fx.runtime.kernels import left_out
 from collage_fx.runtime.residuals.memory import has_memory
+from collage_fx.runtime.residuals.residual import settle_at_end
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import compensable_dtypes
 from collage_fx.segments.executors import Executors
@@ -509,9 +510,9 @@ class Steps:
     def _settle_arguments(self, present: Iterable[Owned]) -> None:
         """Settle the states of a function at the end of a call, by their bits where versions tell
         nothing."""
-        for owned in present:
-            if (residual := STORE.get(owned.tensor)) is not None:
-                residual.settle_at_end(owned.tensor)
+        tensors = [owned.tensor for owned in present]
+        pairs = zip(tensors, STORE.of(tensors), strict=True)
+        settle_at_end([(t, r) for t, r in pairs if r is not None])
 
     def _go_on_recording(self) -> None:
         """Record steps whole of which a part was; ask Dynamo no more, unless its graphs do most."""

@@ -1,6 +1,7 @@
 """Checksums of the rows of a tensor: whether a residual from a checkpoint belongs to it."""
 
 from collections.abc import Callable
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -22,25 +23,22 @@ def row_checksums(tensor: Tensor, *residuals: Tensor) -> Tensor:
     can be cut where it is sharded by rows. None of them is UNKNOWN.
     """
     shape = tensor.shape[:1]
-    sums = torch.zeros(shape.numel(), dtype=torch.int64, device=tensor.device)
-    for words in (tensor, *residuals) if tensor.numel() else ():
-        matrix = words.detach().reshape(len(sums), -1).view(_INTEGERS[words.itemsize])
-        sums = sums * _ODD + _weighted_sums(matrix)
-    return (sums * _ODD >> 56).clamp_(min=UNKNOWN + 1).to(torch.int8).reshape(shape)
-
-
-def _weighted_sums(words: Tensor) -> Tensor:
-    """Return for each row the sum of its words, each by an odd number of its own, modulo 2^32."""
-    height, width = words.shape
-    weights = torch.arange(1, 2 * width, 2, dtype=torch.int32, device=words.device)
+    height = shape.numel()
+    width, device = tensor.numel() // max(height, 1), tensor.device
+    sums = torch.zeros(height, dtype=torch.int64, device=device)
+    # Each word by an odd number of its own.
+    weights = torch.arange(1, 2 * width + 1, 2, dtype=torch.int32, device=device)
     columns = min(width, _CHUNK)
-    sums = torch.zeros(height, dtype=torch.int32, device=words.device)
-    for start in range(0, width, columns):
-        part, by = words[:, start : start + columns], weights[start : start + columns]
+    for words in (tensor, *residuals) if tensor.numel() else ():
+        matrix = words.detach().reshape(height, width).view(_INTEGERS[words.itemsize])
+        found = torch.zeros(height, dtype=torch.int32, device=device)  # modulo 2^32
         rows = _CHUNK // columns
-        for some, found in zip(part.split(rows), sums.split(rows), strict=True):
-            found += (some.to(torch.int32) * by).sum(dim=1, dtype=torch.int32)
-    return sums
+        for left, top in product(range(0, width, columns), range(0, height, rows)):
+            part = matrix[top : top + rows, left : left + columns].to(torch.int32)
+            own = found[top : top + rows]
+            own += (part * weights[left : left + columns]).sum(dim=1, dtype=torch.int32)
+        sums = sums * _ODD + found
+    return (sums * _ODD >> 56).clamp_(min=UNKNOWN + 1).to(torch.int8).reshape(shape)
 
 
 def same_bits(tensor: Tensor) -> Callable[..., bool]:

@@ -1,7 +1,7 @@
 """Sharded tensors: a state that is a DTensor is, to us, the shard that this process has of it."""
 
 import sys
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -27,6 +27,12 @@ def shard_of(tensor: T) -> T:
         return tensor
     sharded: Any = tensor
     return getattr(sharded, SHARD) if is_sharded(tensor) else tensor
+
+
+def shards_of(tensors: Sequence[Any]) -> list[Any]:
+    """Return `shard_of` of each of these tensors, without a call for each if none is a DTensor."""
+    plain = _PLAIN.issuperset(map(type, tensors))
+    return list(tensors) if plain else list(map(shard_of, tensors))
 
 
 def sharding_of(tensor: Tensor) -> Hashable:

@@ -119,7 +119,8 @@ def is_expanded(t: Tensor) -> bool:
 
 def extent(t: Tensor) -> int:
     """Return how many bytes a strided tensor takes up, from its first to its last element."""
-    return span(t.shape, t.stride())[1] * t.element_size()
+    size = t.numel() if t.is_contiguous() else span(t.shape, t.stride())[1]
+    return size * t.element_size()
 
 
 def span(size: Sequence[int], stride: Sequence[int], offset: int = 0) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from collage_fx.runtime.residuals.memory import address
 from collage_fx.runtime.storage.registry import STORAGES, value_in_float64
 from collage_fx.runtime.storage.state_name import StateName
 
+_CHANGED = "the tensor has another shape, dtype or device by now"
 _OUTSIDE = "it was written from outside the compiled step"
 Expected = Callable[..., bool]
 """(tensor, *components) -> whether they are as they were saved together."""
@@ -77,27 +78,9 @@ class Residual:
         """The version counter of the tensor when the residual was last settled."""
         return self._versions[self._slot]
 
-    def keep_version(self, versions: "array[int]", slot: int) -> None:
-        """Have the version kept there, by whoever settles many residuals at once.
-
-        Who did so before, and will not see later versions, finds one there that no tensor has.
-        """
-        versions[slot] = self.version
-        self._versions[self._slot] = -2
-        self._versions, self._slot = versions, slot
-
     def settle(self, tensor: Tensor) -> None:
         """Record that the residual belongs to the present value of tensor."""
-        self._versions[self._slot] = version(tensor)
-        self.address = address(tensor)
-        self.lent = ()
-
-    def settle_at_end(self, tensor: Tensor) -> None:
-        """Settle at the end of a call, by the bits of a tensor whose versions tell nothing."""
-        self.settle(tensor)
-        if self.renewed is not False or self.version < 0:
-            self.expected = same_bits(tensor)
-            self.renewed = bool(self.renewed)
+        settle([(tensor, self)])
 
     def lend(self) -> None:
         """Note that a state dict has the components: who is given it may write them, as DCP."""
@@ -121,12 +104,7 @@ class Residual:
 
     def fits(self, tensor: Tensor) -> bool:
         """Tell whether tensor can have these components."""
-        dtypes = STORAGES[self.storage].residuals.get(tensor.dtype, ())
-        shape, device = tensor.shape, tensor.device
-        for c, dtype in zip(self.components, dtypes, strict=False):
-            if c.dtype is not dtype or c.shape != shape or c.device != device:
-                return False
-        return len(dtypes) == len(self.components) and tensor.dtype is self._dtype
+        return fit([(tensor, self)])
 
     def lay_out(self, tensor: Tensor) -> None:
         """Have the strides that tensor has got since, and be of no present value.
@@ -158,31 +136,19 @@ class Residual:
         return bool(self.lent) and self.lent != tuple(map(version, self.components))
 
     def stale(self, tensor: Tensor) -> str:
-        """Say why the residual does not belong to the present value of tensor; empty if it does.
+        """Say why the residual, which is not settled on the present value of tensor, is not of it.
 
-        A residual without content belongs to any value, and is settled on the present one.
+        One without content may be of any value: then the answer is empty.
         """
-        why = ""
-        if self.expected is None and self.belongs(tensor):
-            return why
-        if not self.fits(tensor):  # nor will it: `ensure` replaces it
-            changed = "the tensor has another shape, dtype or device by now"
-            return changed if self.has_content() else why
         if self.expected is not None:
-            if not self.expected(tensor, *self.components):
-                by_bits = self.renewed or version(tensor) < 0
-                why = (
-                    _OUTSIDE
-                    if by_bits
-                    else "it and its residual are not as they were saved together"
-                )
+            by_bits = self.renewed or version(tensor) < 0
             self.expected = None
-        elif self._written_by_borrower():
-            why = "it was written from outside, as by a checkpoint that was not loaded to its end"
-        elif self.has_content():
-            why = _OUTSIDE
-        self.settle(tensor)
-        return why
+            return (
+                _OUTSIDE if by_bits else "it and its residual are not as they were saved together"
+            )
+        if self._written_by_borrower():
+            return "it was written from outside, as by a checkpoint that was not loaded to its end"
+        return _OUTSIDE if self.has_content() else ""
 
     def load(self, tensor: Tensor, components: Sequence[Tensor], expected: Expected | None) -> None:
         """Take over components; what the tensor is to fulfil is checked at the next step."""
@@ -190,6 +156,50 @@ class Residual:
             mine.copy_(theirs)
         self.expected = expected
         self.settle(tensor)
+
+
+def fit(pairs: Iterable[tuple[Tensor, Residual]]) -> bool:
+    """Tell whether each tensor can have the components of its residual."""
+    for tensor, residual in pairs:
+        dtypes = STORAGES[residual.storage].residuals.get(tensor.dtype, ())
+        shape, device = tensor.shape, tensor.device
+        for c, dtype in zip(residual.components, dtypes, strict=False):
+            if c.dtype is not dtype or c.shape != shape or c.device != device:
+                return False
+        if len(dtypes) != len(residual.components) or tensor.dtype is not residual._dtype:
+            return False
+    return True
+
+
+def settle(pairs: Sequence[tuple[Tensor, Residual]]) -> None:
+    """Record that residuals belong to the present values of their tensors."""
+    try:
+        versions = [t._version for t, _ in pairs]
+    except RuntimeError:
+        versions = [version(t) for t, _ in pairs]
+    for (tensor, residual), number in zip(pairs, versions, strict=True):
+        residual._versions[residual._slot] = number
+        residual.address, residual.lent = address(tensor), ()
+
+
+def settle_at_end(pairs: Sequence[tuple[Tensor, Residual]]) -> None:
+    """Settle at the end of a call, by the bits of tensors whose versions tell nothing."""
+    settle(pairs)
+    for tensor, residual in pairs:
+        if residual.renewed is not False or residual.version < 0:
+            residual.expected = same_bits(tensor)
+            residual.renewed = bool(residual.renewed)
+
+
+def keep_versions(residuals: Iterable[Residual], versions: "array[int]") -> None:
+    """Have the versions of residuals kept there, by whoever settles all of them at once.
+
+    Who did so before, and will not see later versions, finds one there that no tensor has.
+    """
+    for slot, residual in enumerate(residuals):
+        before, at = residual._versions, residual._slot
+        versions[slot], before[at] = before[at], -2
+        residual._versions, residual._slot = versions, slot
 
 
 def clear_stale(
@@ -204,13 +214,21 @@ def clear_stale(
         named: returns what to call a tensor, of the name that its residual has.
     """
     cleared: dict[str, list[str]] = {}
-    for tensor, residual in pairs:
-        why = residual.stale(tensor)
+    unsure = [(t, r) for t, r in pairs if r.expected is not None or not r.belongs(t)]
+    all_fit = fit(unsure)
+    for tensor, residual in unsure:
+        if not all_fit and not fit([(tensor, residual)]):  # `ensure` replaces it
+            why = _CHANGED if residual.has_content() else ""
+        elif residual.expected is not None and residual.expected(tensor, *residual.components):
+            why, residual.expected = "", None
+        else:
+            why = residual.stale(tensor)
         if why:
             residual.clear()
             if not (residual.shared and residual.refilled):
                 cleared.setdefault(why, []).append(str(residual.name))
             residual.refilled = True
+    settle(unsure if all_fit else [pair for pair in unsure if fit([pair])])
     for why, names in cleared.items():
         warn_of_cleared(list(map(named, names)), why)
 

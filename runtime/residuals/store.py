@@ -1,5 +1,6 @@
 """The residual store: which tensor has which residual."""
 
+import functools
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.weak import WeakIdRef
 
 from collage_fx.runtime.errors import CollageWarning
 from collage_fx.runtime.expansion.eft import WIDER
@@ -27,7 +28,9 @@ class ResidualStore:
     """Residuals by identity of their tensors; an entry goes when its tensor does."""
 
     def __init__(self) -> None:
-        self._residuals: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._residuals: dict[int, tuple[WeakIdRef, Residual]] = {}
+        """By id, with what drops an entry when its tensor goes: one is found without Python code,
+        as a WeakIdKeyDictionary does not."""
         self._of_memory: dict[tuple[Any, ...], Residual] = {}
         """For tensors that are made anew at each call, as `p.data` is: storage and layout."""
         self._coarser: set[tuple[str, str]] = set()
@@ -43,20 +46,38 @@ class ResidualStore:
 
     def get(self, tensor: Tensor) -> Residual | None:
         """Return the residual of tensor, or of another one that is the same piece of memory."""
-        residual: Residual | None = self._residuals.get(tensor)
-        if residual is None and self._of_memory and tensor.layout == torch.strided:
-            residual = self._of_memory.get(_memory(tensor))
-            if residual is not None:
-                self._renew(residual)
-                self._residuals[tensor] = residual
-                # Its version counter may be a new one, which tells nothing of what happened before.
-                residual.settle(tensor)
+        return self.of([tensor])[0]
+
+    def of(self, tensors: Sequence[Tensor]) -> list[Residual | None]:
+        """Return what `get` returns of each of these."""
+        entries = map(self._residuals.get, map(id, tensors))
+        found = [entry and entry[1] for entry in entries]
+        if self._of_memory:
+            pairs = zip(tensors, found, strict=True)
+            return [self._by_memory(t) if r is None else r for t, r in pairs]
+        return found
+
+    def _by_memory(self, tensor: Tensor) -> Residual | None:
+        """Give a tensor the residual of another one that is the same piece of memory."""
+        found = tensor.layout == torch.strided
+        residual = self._of_memory.get(_memory(tensor)) if found else None
+        if residual is not None:
+            self._renew(residual)
+            self._keep(tensor, residual)
+            # Its version counter may be a new one, which tells nothing of what happened before.
+            residual.settle(tensor)
         return residual
+
+    def _keep(self, tensor: Tensor, residual: Residual) -> None:
+        """Make a residual that of a tensor, for as long as there is this."""
+        # It is called with the reference, which is what it returns for an entry that is gone.
+        forget = functools.partial(self._residuals.pop, id(tensor))
+        self._residuals[id(tensor)] = WeakIdRef(tensor, forget), residual
 
     def _renew(self, residual: Residual) -> None:
         """Note that a residual is found by another tensor than before: by its bits from now on."""
         if residual.expected is None and not residual.renewed:
-            before = (t for t, r in self._residuals.items() if r is residual)
+            before = (t for t, r in self if r is residual)
             if not any(map(residual.belongs, before)):
                 residual.expected = _never
         residual.renewed = True
@@ -72,11 +93,12 @@ class ResidualStore:
 
     def share_by_memory(self, tensor: Tensor) -> None:
         """Let later tensors on the same memory have the residual of this one."""
-        if self._of_memory.get(_memory(tensor)) is self._residuals[tensor]:
+        residual = self._residuals[id(tensor)][1]
+        if self._of_memory.get(_memory(tensor)) is residual:
             return
         for key in [key for key in self._of_memory if key[0].expired()]:
             del self._of_memory[key]
-        residual = self._of_memory[_memory(tensor)] = self._residuals[tensor]
+        self._of_memory[_memory(tensor)] = residual
         if not residual.shared:
             residual.shared, residual.renewed = True, None
         self.generation += 1
@@ -138,10 +160,10 @@ class ResidualStore:
         Lows are in the storage that their dtypes say; zeros are made for this one.
         """
         storage = storage if lows is None else storage_of(tensor, lows, str(name))
-        old: Residual | None = self._residuals.get(tensor)
-        residual = self._residuals[tensor] = Residual(tensor, storage, name)
+        old, residual = self._residuals.get(id(tensor)), Residual(tensor, storage, name)
+        self._keep(tensor, residual)
         if old is not None:
-            residual.draws, residual.provisional = old.draws, old.provisional
+            residual.draws, residual.provisional = old[1].draws, old[1].provisional
         self.generation += 1
         if lows is not None:
             residual.components = lows
@@ -149,7 +171,7 @@ class ResidualStore:
 
     def drop(self, tensor: Tensor) -> None:
         """Forget the residual of tensor."""
-        residual = self._residuals.pop(tensor)
+        _, residual = self._residuals.pop(id(tensor))
         for key in [key for key, r in self._of_memory.items() if r is residual]:
             del self._of_memory[key]
         self.generation += 1
@@ -159,7 +181,7 @@ class ResidualStore:
 
         The high word changes where the storages round it differently.
         """
-        old = self._residuals[tensor]
+        _, old = self._residuals[id(tensor)]
         check_compensable(tensor.dtype, storage, str(old.name))
         clear_stale([(tensor, old)])
         with torch.no_grad(), _disable_current_modes():
@@ -204,7 +226,9 @@ class ResidualStore:
                 yield tensor_on(storage, dtype, size, stride, offset), residual
 
     def __iter__(self) -> Iterator[tuple[Tensor, Residual]]:
-        return iter(list(self._residuals.items()))
+        # The list is made without tuples, for which garbage may be collected, and entries with it.
+        entries = ((key(), residual) for key, residual in list(self._residuals.values()))
+        return ((t, residual) for t, residual in entries if t is not None)
 
 
 def _never(tensor: Tensor, *components: Tensor) -> bool:
