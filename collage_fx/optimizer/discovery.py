@@ -17,6 +17,7 @@ from collage_fx.optimizer.ownership import (
     compensable,
     family,
     groups_of,
+    identities,
     init_states,
     owned_tensors,
     params_of,
@@ -44,6 +45,10 @@ class FunctionStates:
     def count(self) -> int:
         """Return a number that changes when a state is made."""
         return 0
+
+    def identities(self) -> list[int]:
+        """Return numbers that change when another tensor takes the place of a state."""
+        return []
 
     def changed(self) -> bool:
         """Tell whether a state was made since they were looked for."""
@@ -100,6 +105,10 @@ class OptimizerStates(FunctionStates):
     def count(self) -> int:
         """Return a number that changes when a state is made."""
         return state_count(self.optimizer())
+
+    def identities(self) -> list[int]:
+        """Return numbers that change when another tensor takes the place of a state."""
+        return identities(self.optimizer())
 
     def place_numbers(self, *, traced: bool, once: bool) -> None:
         """Have step counts where a step reads them without waiting."""

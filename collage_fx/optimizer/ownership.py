@@ -201,6 +201,16 @@ def state_count(optimizer: Optimizer) -> int:
     )
 
 
+def identities(optimizer: Optimizer) -> list[int]:
+    """Return the ids of parameters, and of the states beside them that are no single numbers."""
+    found: list[int] = []
+    for one in family(optimizer):
+        states = [state for state in _states_of(one).values() if isinstance(state, dict)]
+        values = [v for state in states for v in state.values() if isinstance(v, Tensor)]
+        found += map(id, [*params_of(one), *[t for t in values if t.dim()]])
+    return found
+
+
 def stateless(optimizer: Optimizer) -> set[int]:
     """Return the ids of the parameters with a gradient that have no state of their size."""
     found = set()

@@ -34,6 +34,8 @@ class KnownStates:
     tensors: list[weakref.ref[Tensor]] = field(default_factory=list)
     states: list[int] = field(default_factory=list)
     """Which of the tensors may be compensated."""
+    identities: list[int] = field(default_factory=list)
+    """Those of the discovery then."""
 
     def find(self) -> list[Owned]:
         """Return the states that there are now: those of before, if all tensors are the same."""
@@ -49,11 +51,18 @@ class KnownStates:
             self.states = [at[id(o.tensor)] for o in states]
             # Looking for them may have dropped residuals.
             self.generation, self.memory = STORE.generation, memory
+            self.identities = self.discovery.identities()
         return [found[i] for i in self.states]
 
     def __len__(self) -> int:
         """Return how many were found last."""
         return len(self.states)
+
+    def are_present(self) -> bool:
+        """Tell whether those that were found last are those that there are now."""
+        if self.discovery.changed() or self.identities != self.discovery.identities():
+            return False
+        return all([self.tensors[i]() is not None for i in self.states])
 
     def alive(self) -> Iterator[Tensor]:
         """Yield those that were found last, and are still there."""

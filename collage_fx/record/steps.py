@@ -245,7 +245,7 @@ class Steps:
         self.steps += 1
         self.history.taken += 1
         self.service.by_graph.clear()
-        if self.quiet and self.traces and not self.discovery.changed():
+        if self.quiet and self.traces and self.states.are_present():
             self.recorder.asleep = True
             self.service.begin_again(self.states.alive())
         else:
