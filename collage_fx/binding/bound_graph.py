@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collage_fx.binding.bound_kernels import BoundKernels, current_residuals, keep_versions
+from collage_fx.binding.bound_kernels import BoundKernels, current_residuals
 from collage_fx.binding.launches import Unrepeatable
 from collage_fx.compilation.layout_guards import guards_of, is_plain
 from collage_fx.compilation.residual_binding import Gathered
 from collage_fx.compilation.side_inputs import Code, Observed
 from collage_fx.runtime.kernels.tensor_snapshot import Contents, TensorSnapshot
-from collage_fx.runtime.residuals.residual import Residual
+from collage_fx.runtime.residuals.residual import Residual, keep_versions
 from collage_fx.runtime.residuals.store import STORE
 
 
@@ -60,7 +60,7 @@ class BoundGraph:
         except Unrepeatable:
             self.runs = Calls(code, known, contents)
         self.snapshot = self.runs.snapshot
-        keep_versions(residuals, self.snapshot)
+        keep_versions(residuals, self.snapshot.versions)
 
     def run(self, args: tuple[Any, ...]) -> Any:
         """Do what the graph does; return its results, or None, with nothing done, if it cannot."""
@@ -83,7 +83,7 @@ class _Kernels:
         self.given, self.counted_up = contents.given_arguments, counted_up
         values = [args[i] for i in self.values]
         self.kinds = list(map(_kind, values))
-        self.bound = BoundKernels(code, observed, contents, values)
+        self.bound = BoundKernels(code.direct, code.new_seeds(), observed, contents, values)
         self.snapshot = self.bound.snapshot
 
     def run(self, args: tuple[Any, ...]) -> tuple[Any, ...] | None:

@@ -16,10 +16,11 @@ from torch.fx import Node
 from collage_fx.binding.launches import Unrepeatable, launches
 from collage_fx.compilation.partition import Direct
 from collage_fx.compilation.residual_binding import Gathered
-from collage_fx.compilation.side_inputs import Code, Observed
+from collage_fx.compilation.side_inputs import Observed
 from collage_fx.passes.ir.program import LOW_PRECISION, is_tensor, value_of
+from collage_fx.runtime.expansion.stochastic import Seeds
 from collage_fx.runtime.kernels.tensor_snapshot import Contents, TensorSnapshot
-from collage_fx.runtime.residuals.residual import Residual
+from collage_fx.runtime.residuals.residual import Residual, next_draw
 
 _NOWHERE = -1
 
@@ -29,7 +30,8 @@ class BoundKernels:
 
     def __init__(
         self,
-        code: Code,
+        direct: Direct | None,
+        seeds: Seeds | None,
         observed: Observed,
         contents: Contents,
         values: Sequence[Any],
@@ -37,14 +39,15 @@ class BoundKernels:
         """Bind the kernels to what a call has given them.
 
         Args:
-            code: the graph.
+            direct: those of the graph, if it is called without Inductor.
+            seeds: what they take of these, if they round by chance.
             observed: what a call has given to its kernels.
             contents: what has to be as it was; memory of the kernels' own is added.
             values: inputs of the graph that are other numbers in each call, here or on a device.
 
         Raises Unrepeatable.
         """
-        self.code, self.direct = code, _direct(code)
+        self.direct, self.seeds = _repeatable(direct), seeds
         self.residuals = [residual for _, residual in observed.residuals.current]
         memory = self.direct.allocate()
         contents = dataclasses.replace(contents, others=[*contents.others, *memory])
@@ -61,7 +64,7 @@ class BoundKernels:
         slots = {place: self.first + k for k, place in enumerate(self.taken)}
         self.snapshot = TensorSnapshot(contents, len(self.taken))
         ends = (*self.direct.constants, *(n.meta["val"] for n in self.direct.made))
-        tensors = [*observed.inputs, *(None for _ in code.seeded), *memory, *ends]
+        tensors = [*observed.inputs, *(None for _ in self._devices), *memory, *ends]
         self.launches = launches(calls, [slots.get(p, p) for p in places], tensors, self.first)
 
     def _places(self, inputs: Sequence[Any], every: list[Any], memory: list[Tensor]) -> list[int]:
@@ -78,13 +81,19 @@ class BoundKernels:
                 raise Unrepeatable("its numbers are not those that Dynamo has handed over")
             for i, k in zip(sizes, numbers, strict=True):
                 found[i] = k
-        if any(found[i] is None for i in {*range(len(inputs))} - {*sizes} | {*self.direct.inputs}):
+        wanted = {*range(len(inputs))} - {*sizes} | {*self.direct.inputs}
+        if any([found[i] is None for i in wanted]):
             raise Unrepeatable("it takes other tensors than parameters, gradients and states")
-        seeds = range(len(every), len(every) + len(self.code.seeded))
+        seeds = range(len(every), len(every) + len(self._devices))
         made = range(seeds.stop, seeds.stop + len(self.direct.made))
         nowhere = [_NOWHERE for _ in self.direct.constants]
         known = [_NOWHERE if k is None else k for k in found]
-        return [*known, *seeds, *(at[id(m)] for m in memory), *nowhere, *made]
+        return [*known, *seeds, *[at[id(m)] for m in memory], *nowhere, *made]
+
+    @property
+    def _devices(self) -> Sequence[torch.device]:
+        """Those on which the kernels take a seed."""
+        return [t.device for t in self.seeds.tensors] if self.seeds is not None else ()
 
     def fit(self) -> bool:
         """Tell whether the kernels can be called for the addresses of now."""
@@ -100,9 +109,8 @@ class BoundKernels:
             values: likewise.
             written: tensors whose versions are counted up.
         """
-        side, direct = self.code.side, self.direct
-        seeds = side.draw(self.residuals, self.code.seeded) if side is not None else []
-        made: list[Any] = []
+        direct, made = self.direct, list[Any]()
+        seeds = self.seeds.draw(next_draw(self.residuals)) if self.seeds is not None else []
         if direct.compiled is not None:
             every = (*self.known, *given, *values)
             made = direct.make({i: every[k] for i, k in self.rest})
@@ -121,21 +129,14 @@ def current_residuals(known: Iterable[Gathered]) -> dict[int, tuple[Tensor, Resi
     """
     known = list(known)
     current = {id(t): (t, r) for one in known for t, r in one.current}
-    looked_at = (r.expected is not None or r.renewed is not False for _, r in current.values())
-    if any(one.replaced for one in known) or any(looked_at):
+    looked_at = [r.expected is not None or r.renewed is not False for _, r in current.values()]
+    if any(looked_at) or any([one.replaced for one in known]):
         raise Unrepeatable("residuals are dropped, or have to be looked at")
     return current
 
 
-def keep_versions(residuals: Iterable[Residual], snapshot: TensorSnapshot) -> None:
-    """Have the versions of residuals kept where a snapshot notes those of all its tensors."""
-    for slot, residual in enumerate(residuals):
-        residual.keep_version(snapshot.versions, slot)
-
-
-def _direct(code: Code) -> Direct:
+def _repeatable(direct: Direct | None) -> Direct:
     """Return the kernels of a graph that writes nothing else, and returns no state."""
-    direct = code.direct
     if direct is None or not direct.writes_by_kernels:
         raise Unrepeatable("its graph does more than to call kernels")
     for n in direct.results:

@@ -65,7 +65,7 @@ def launches(
     rows = [_Rows(call, places, tensors, first) for call in calls]
     taken = {n for one in rows for column in one.numbers.values() for n in column}
     if len(devices) != 1 or any(
-        places[n] < first and tensors[n].device not in devices for n in taken
+        [places[n] < first and tensors[n].device not in devices for n in taken]
     ):
         raise Unrepeatable("its kernels take tensors of several devices")
     device = devices.pop()
@@ -86,7 +86,7 @@ class _Rows:
         """Input -> for each member, the number of its operand; vectors are left out."""
         own = self.numbers[[*kernel.written, *kernel.read][0]]
         self.sizes = [tensors[n].numel() for n in own]
-        if not all(type(size) is int and size for size in self.sizes):
+        if not all([type(size) is int and size for size in self.sizes]):
             raise Unrepeatable("its kernels have nothing to do for some members, or sizes change")
         self.runner = kernel.runner(call.device)
         self.entries = {i: [(places[n], 0) for n in column] for i, column in self.numbers.items()}
@@ -95,12 +95,15 @@ class _Rows:
             self.entries[i] = [(places[number], m * width) for m in range(len(self.sizes))]
         self.full = [i for i in self.numbers if not kernel.scalar[i]]
         """The inputs of which each member has a tensor of as many elements as it has itself."""
+        self.at = places, tensors, first
 
-        def start(n: int) -> int:
-            return int(tensors[n].data_ptr()) if places[n] < first else _ANYWHERE
-
-        self.starts = [list(map(start, self.numbers[i])) for i in self.full]
-        """Their addresses now."""
+    def starts(self) -> list[list[int]]:
+        """Return the addresses of these tensors now."""
+        places, tensors, first = self.at
+        return [
+            [tensors[n].data_ptr() if places[n] < first else _ANYWHERE for n in self.numbers[i]]
+            for i in self.full
+        ]
 
     def addresses(self, inputs: Sequence[int], members: Sequence[int] | None = None) -> Addresses:
         """Return the addresses of these inputs, those of a member one after the other."""
@@ -152,7 +155,7 @@ class _OnCuda:
         for one in rows:
             if not isinstance(one.runner, Launch):
                 raise Unrepeatable("its kernels are no launches")
-            for is_aligned, at in one.runner.groups(one.starts, one.sizes).items():
+            for is_aligned, at in one.runner.groups(one.starts(), one.sizes).items():
                 members = Members(tuple(one.sizes[m] for m in at), is_aligned, device)
                 ready = one.runner.ready_for(members)
                 ready.used_by(self.stream)

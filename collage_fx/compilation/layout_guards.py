@@ -6,8 +6,9 @@ for the same.
 """
 
 import functools
+import operator
 import weakref
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -79,6 +80,10 @@ def _is_static(node: Node) -> bool:
     )
 
 
-def is_plain(tensor: Any) -> TypeGuard[Tensor]:
-    """Tell whether this is a tensor of no other class, with strides."""
-    return type(tensor) in (Tensor, Parameter) and tensor.layout is torch.strided
+def is_plain(*tensors: Any) -> bool:
+    """Tell whether these are all tensors of no other class, with strides."""
+    return _PLAIN.issuperset(map(type, tensors)) and _STRIDED.issuperset(map(_layout, tensors))
+
+
+_PLAIN, _STRIDED = frozenset({Tensor, Parameter}), frozenset({torch.strided})
+_layout = operator.attrgetter("layout")

@@ -222,9 +222,7 @@ class Steps:
 
     def _begin(self) -> None:
         """Take up the states as they are now, or at the first operation outside of graphs."""
-        if isinstance(self.discovery, OptimizerStates):
-            self.discovery.check_dtypes()
-            check_loads(self.discovery.optimizer())
+        self.check_states()
         self.returned.clear()
         self.other_memory.begin()
         self.interpreted |= self.failures.no_compiler
@@ -234,6 +232,12 @@ class Steps:
             self.recorder.asleep = True
         else:
             self.look()
+
+    def check_states(self) -> None:
+        """Raise CollageError if the states of an optimizer were changed, so that no step can do."""
+        if isinstance(self.discovery, OptimizerStates):
+            self.discovery.check_dtypes()
+            check_loads(self.discovery.optimizer())
 
     def look(self) -> None:
         """Look at the states before anything but the graph of the last step, done again, runs."""

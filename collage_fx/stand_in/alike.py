@@ -2,7 +2,8 @@
 
 import math
 import threading
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Iterable
+from itertools import compress
 from typing import Any
 
 from torch import Tensor
@@ -10,11 +11,9 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from collage_fx.compilation.session import Session
-from collage_fx.optimizer.ownership import params_of
-from collage_fx.runtime.residuals.dtensor import shard_of
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import compensable_dtypes
-from collage_fx.stand_in.members import Member
+from collage_fx.stand_in.members import GRAD, Members
 from collage_fx.stand_in.torch_steps import code_of_step
 
 _COUNTED = frozenset({"_opt_called", "_step_count"})
@@ -77,7 +76,7 @@ def _outline(optimizer: Optimizer, session: Session) -> Hashable:
         [
             (k, _exactly(v))
             for k, v in _read(group)
-            if k not in _MADE and is_constant(v) and not isinstance(v, float)
+            if k not in _MADE and all(constants([v])) and not isinstance(v, float)
         ]
         for group in optimizer.param_groups
     ]
@@ -94,7 +93,10 @@ def _read(group: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def signature(
-    optimizer: Optimizer, session: Session, numbers: Collection[tuple[int, str]]
+    optimizer: Optimizer,
+    session: Session,
+    numbers: Collection[tuple[int, str]],
+    members: Members,
 ) -> Hashable | None:
     """Return all that what is compiled for an optimizer follows from, but for what is input.
 
@@ -107,51 +109,55 @@ def signature(
         optimizer: one of torch.optim, its states being made.
         session: compiles its steps.
         numbers: the group and the key of each float that its graph takes as an input.
+        members: its parameters.
     """
     held, code = compensable_dtypes(session.config.storage), code_of_step(optimizer)
     attributes = [(k, v) for k, v in vars(optimizer).items() if k not in _COUNTED]
-    if code is None or any(isinstance(v, Tensor) for _, v in attributes):
+    if code is None or any([isinstance(v, Tensor) for _, v in attributes]):
         return None  # GradScaler's tensors, such as the scale of gradients
     groups: list[Hashable] = []
-    members: list[Hashable] = []
+    kinds: list[Hashable] = []
     for g, group in enumerate(optimizer.param_groups):
-        for key, value in _read(group):
+        read = _read(group)
+        for (key, value), constant in zip(read, constants([v for _, v in read]), strict=True):
             if (g, key) in numbers and type(value) is float and math.isfinite(value):
                 groups.append((g, key))
-            elif is_constant(value):
+            elif constant:
                 groups.append((g, key, _exactly(value)))
             else:
                 return None
-        for p in group["params"]:
-            kind = Member(p, optimizer).kind(held) if p.grad is not None else _NO_GRADIENT
+        for member, values in members[g]:
+            p = member.whole
+            kind = member.kind(values, held) if values[GRAD] is not None else _NO_GRADIENT
             if kind is None:
                 return None
-            members.append((g, kind, 1 in p.shape))
-    constant = sorted((k, _exactly(v)) for k, v in attributes if is_constant(v))
-    asked = session.config, _settings(session)
-    return code, asked, tuple(constant), tuple(groups), tuple(members)
+            kinds.append((g, kind, 1 in p.shape))
+    asked, same = (session.config, _settings(session)), constants([v for _, v in attributes])
+    known = sorted([(k, _exactly(v)) for k, v in compress(attributes, same)])
+    return code, asked, tuple(known), tuple(groups), tuple(kinds)
 
 
-def residuals_of(optimizer: Optimizer) -> Hashable:
+def residuals_of(members: Members) -> Hashable:
     """Return which residuals the parameters and states of an optimizer have, and how surely."""
-    tensors = ([p, *optimizer.state.get(p, {}).values()] for p in params_of(optimizer))
-    shards = ([shard_of(t) for t in row if isinstance(t, Tensor)] for row in tensors)
-    found = ([STORE.get(t) for t in row] for row in shards)
-    return tuple(
-        tuple((r.storage, r.provisional) if r is not None else None for r in row) for row in found
-    )
+    rows = [values[:GRAD] + values[GRAD + 1 :] for group in members for _, values in group]
+    found = STORE.of([t for row in rows for t in row if isinstance(t, Tensor)])
+    kinds = [(r.storage, r.provisional) if r is not None else None for r in found]
+    return tuple(kinds), tuple(map(len, rows))
 
 
-def is_constant(value: Any) -> bool:
-    """Tell whether a value is what it is for as long as it is the same object."""
-    if type(value) is tuple:
-        return all(map(is_constant, value))
-    return value is None or isinstance(value, bool | int | float | str)
+def constants(values: Iterable[Any]) -> list[bool]:
+    """Tell of each value whether it is what it is for as long as it is the same object."""
+    return [
+        v is None or isinstance(v, _CONSTANT) or (type(v) is tuple and all(constants(v)))
+        for v in values
+    ]
 
 
-def _exactly(value: Any) -> str:
-    """Return what is the same for the same constants only: 0.0 is not -0.0, and 1 not 1.0."""
-    return repr(value)
+_CONSTANT = bool | int | float | str
+
+
+_exactly = repr
+"""Returns what is the same for the same constants only: 0.0 is not -0.0, and 1 not 1.0."""
 
 
 def _settings(session: Session) -> str:

@@ -1,8 +1,8 @@
 """A parameter with its gradient and states, and when such are alike."""
 
 import weakref
-from collections.abc import Callable, Collection, Hashable
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -10,7 +10,12 @@ from torch.optim import Optimizer
 
 from collage_fx.compilation.layout_guards import is_plain
 from collage_fx.runtime.kernels.argument_table import check_sizes
-from collage_fx.runtime.residuals.dtensor import is_partial, is_sharded, shard_of, sharding_of
+from collage_fx.runtime.residuals.dtensor import (
+    is_partial,
+    shard_of,
+    sharding_of,
+    shards_of,
+)
 
 GRAD = 1
 """Where a member has its gradient."""
@@ -24,12 +29,17 @@ class Member:
     """
 
     def __init__(self, param: Tensor, optimizer: Optimizer) -> None:
-        self.whole, self.param = param, shard_of(param)
+        self.whole = param
         self.state: dict[str, Any] = optimizer.state.get(param, NO_STATE)
+
+    @property
+    def param(self) -> Tensor:
+        """The parameter; of a DTensor the shard."""
+        return shard_of(self.whole)
 
     def tensors(self) -> list[Any]:
         """Return them, in an order that members of a class have in common."""
-        return [self.param, shard_of(self.whole.grad), *map(shard_of, self.state.values())]
+        return shards_of([self.whole, self.whole.grad, *self.state.values()])
 
     def check(self) -> None:
         """Raise CollageError if the gradient or a state has not as many elements."""
@@ -42,32 +52,36 @@ class Member:
         full = (t for t in (self.whole.grad, *self.state.values()) if t.dim())
         return all(sharding_of(t) == own for t in full) and not is_partial(self.whole)
 
-    def kind(self, held: Collection[torch.dtype], *, shaped: bool = False) -> Hashable | None:
+    def kind(
+        self, values: Sequence[Any], held: Collection[torch.dtype], *, shaped: bool = False
+    ) -> Hashable | None:
         """Return in what members of a class agree, but for sizes; None for what is in no class.
 
         Args:
+            values: its `tensors`.
             held: the dtypes of states that may be compensated; others need no class.
             shaped: whether they agree in shapes and strides too, since a step does more than to
                 update each element by itself.
         """
-        p = self.param
-        if shaped and is_sharded(self.whole):
-            return None
-        values = self.tensors()
-        if not all(map(is_plain, values)) or not self.is_sharded_alike():
+        p: Tensor = values[0]
+        by_shards = not is_plain(self.whole, self.whole.grad, *self.state.values())
+        if by_shards and (shaped or not is_plain(*values) or not self.is_sharded_alike()):
             return None
         if not p.dim() or p.is_complex():
             return None
-        if not any(t.dtype in held and t.dim() for t in (p, *self.state.values())):
-            return None
         if not (p.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(p)):
             return None
-        alike = all(t.shape == p.shape and t.stride() == p.stride() for t in values if t.dim())
-        if not (alike or shaped) or any(t.device != p.device for t in values):
-            return None
-        facts = ((type(t), t.dtype, t.dim() > 0, t.requires_grad) for t in values)
-        layouts = ((*t.shape, *t.stride()) for t in values) if shaped else ()
-        return p.device, *facts, *layouts, *self.state
+        shape, stride, device, holds = p.shape, p.stride(), p.device, False
+        facts: list[Hashable] = [device]
+        for at, t in enumerate(values):  # in one loop: it is asked of each tensor after each load
+            full = t.dim() > 0
+            alike = shaped or not full or (t.shape == shape and t.stride() == stride)
+            if not alike or t.device != device:
+                return None
+            holds |= full and at != GRAD and t.dtype in held
+            facts.append((type(t), t.dtype, full, t.requires_grad))
+        layouts = [(*t.shape, *t.stride()) for t in values] if shaped else ()
+        return (*facts, *layouts, *self.state) if holds else None
 
     def finder(self, at: int) -> Callable[[Any], Tensor | None]:
         """Return how to find one of its tensors, whatever the arguments of a graph."""
@@ -75,3 +89,13 @@ class Member:
         if at != GRAD:
             return lambda args: reference()
         return lambda args: None if (p := reference()) is None else shard_of(p.grad)
+
+
+Members: TypeAlias = list[list[tuple[Member, list[Any]]]]
+"""The parameters of each group of an optimizer, those without gradient too, with their tensors."""
+
+
+def members_of(optimizer: Optimizer) -> Members:
+    """Return the parameters of an optimizer."""
+    groups = [[Member(p, optimizer) for p in group["params"]] for group in optimizer.param_groups]
+    return [[(member, member.tensors()) for member in group] for group in groups]

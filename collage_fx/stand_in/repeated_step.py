@@ -9,7 +9,8 @@ state, is asked for beside it. Whatever has changed, the step is done as any oth
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,22 +18,24 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_fx.binding.bound_graph import Calls
-from collage_fx.binding.bound_kernels import BoundKernels, current_residuals, keep_versions
+from collage_fx.binding.bound_kernels import BoundKernels, current_residuals
 from collage_fx.binding.launches import Unrepeatable
 from collage_fx.compilation.layout_guards import guards_of, is_plain
+from collage_fx.compilation.partition import Direct
 from collage_fx.compilation.residual_binding import Gathered
 from collage_fx.compilation.side_inputs import Code, Noted, Observed
 from collage_fx.hooks.nested_compile import GlobalState
 from collage_fx.hooks.optimizer_hooks import has_foreign_hooks
 from collage_fx.optimizer.ownership import params_of
 from collage_fx.record.steps import Steps
+from collage_fx.runtime.expansion.stochastic import Seeds
 from collage_fx.runtime.kernels import left_out
 from collage_fx.runtime.kernels.tensor_snapshot import ANYTHING, NUMBER, Contents
-from collage_fx.runtime.residuals.dtensor import is_sharded, shard_of
-from collage_fx.runtime.residuals.residual import Residual
+from collage_fx.runtime.residuals.dtensor import shards_of
+from collage_fx.runtime.residuals.residual import Residual, keep_versions
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.segments.segment_graph import number_tensor
-from collage_fx.stand_in.alike import is_constant
+from collage_fx.stand_in.alike import constants
 from collage_fx.stand_in.stand_ins import StandIns
 
 _FLOAT = re.compile(r"L\['self'\]\.param_groups\[(\d+)\]\['(\w+)'\]")
@@ -43,9 +46,29 @@ class RepeatedStep:
     """One step of an optimizer, to be done again as long as nothing has changed."""
 
     def __init__(
-        self, optimizer: Optimizer, stand_ins: StandIns, noted: Noted, steps: Steps
+        self,
+        runs: "_ByCalls | ByKernels",
+        numbers: Sequence[tuple[int, str]],
+        residuals: Iterable[Residual],
+        steps: Steps,
     ) -> None:
-        """Take up what the last step has done.
+        """Bind it to the state of now of all that it depends on.
+
+        Args:
+            runs: do it.
+            numbers: the group and the key of each float that its graph takes.
+            residuals: those that it writes.
+            steps: keeps the record.
+        """
+        self.runs, self.numbers, self.steps = runs, numbers, steps
+        self.globals, self.generation = GlobalState(), STORE.generation
+        keep_versions(residuals, runs.snapshot.versions)
+
+    @classmethod
+    def of(
+        cls, optimizer: Optimizer, stand_ins: StandIns, noted: Noted, steps: Steps
+    ) -> "RepeatedStep":
+        """Return what does again what the last step has done.
 
         Args:
             optimizer: whose step it was.
@@ -57,21 +80,19 @@ class RepeatedStep:
         """
         code, args = stand_ins.code, noted.args
         assert code is not None and args is not None
-        self.steps, self.globals = steps, GlobalState()
-        self.generation = STORE.generation
         known = [call.residuals for call in code.begin(args)]
         current = current_residuals(known)
         taken = args if code.parts else noted.calls[0].inputs
         numbers = numbers_taken(optimizer, stand_ins.sources, args, taken)
-        self.numbers = list(numbers.values())
-        """The group and the key of each float that the graph takes."""
-        contents = _contents(optimizer, stand_ins, current, self.numbers)
-        self.runs: _ByCalls | _ByKernels
+        places = list(numbers.values())
+        contents = contents_of(optimizer, stand_ins.params, list(current.values()), places)
+        runs: _ByCalls | ByKernels
         if code.parts:
-            self.runs = _ByCalls(code, args, known, contents, list(numbers))
+            runs = _ByCalls(code, args, known, contents, list(numbers))
         else:
-            self.runs = _ByKernels(code, noted.calls[0], contents, list(numbers))
-        keep_versions([residual for _, residual in current.values()], self.runs.snapshot)
+            seeds = code.new_seeds()
+            runs = ByKernels(code.direct, seeds, noted.calls[0], contents, list(numbers))
+        return cls(runs, places, [residual for _, residual in current.values()], steps)
 
     def run(self, optimizer: Optimizer) -> bool:
         """Do the step; return False, with nothing done, if something has changed."""
@@ -99,23 +120,41 @@ class RepeatedStep:
         )
 
 
-class _ByKernels:
+class ByKernels:
     """A step that is done by kernels."""
 
     def __init__(
-        self, code: Code, observed: Observed, contents: Contents, numbers: list[int]
+        self,
+        direct: Direct | None,
+        seeds: Seeds | None,
+        observed: Observed,
+        contents: Contents,
+        numbers: list[int],
     ) -> None:
-        if code.direct is None or not code.direct.only_kernels:
+        """Bind kernels to what a step has given them, or would give them.
+
+        Args:
+            direct: the kernels of its graph, if these are all.
+            seeds: what they take of these, if they round by chance.
+            observed: what they are given.
+            contents: what has to be as it was.
+            numbers: the ids of the arguments of the graph that come of floats.
+
+        Raises Unrepeatable.
+        """
+        if direct is None or not direct.only_kernels:
             raise Unrepeatable("its graph returns values")
         given = {id(t): t for t in observed.args}
-        self.bound = BoundKernels(code, observed, contents, [given[n] for n in numbers])
+        values = [given[n] for n in numbers]
+        self.bound = BoundKernels(direct, seeds, observed, contents, values)
         self.snapshot, self.fit = self.bound.snapshot, self.bound.fit
         low = {id(c) for c in contents.others}
-        written = (i for call in code.direct.calls for i in call.operands[0])
+        written = [i for call in direct.calls for i in call.operands[0]]
         tensors = [observed.inputs[i] for i in written if i < len(observed.inputs)]
-        self.written = [*(t for t in tensors if id(t) not in low), *contents.sharded]
+        self.written = [*[t for t in tensors if id(t) not in low], *contents.sharded]
 
     def run(self, grads: Sequence[Tensor], numbers: Sequence[Tensor]) -> None:
+        """Do the step with these gradients and numbers."""
         self.bound.run(grads, numbers, self.written)
 
 
@@ -183,57 +222,64 @@ def numbers_taken(
     return {number: place for number, place in found.items() if number in wanted}
 
 
-def _contents(
+def contents_of(
     optimizer: Optimizer,
-    stand_ins: StandIns,
-    current: dict[int, tuple[Tensor, Residual]],
+    params: Sequence[Tensor],
+    current: Sequence[tuple[Tensor, Residual]],
     numbers: Sequence[tuple[int, str]],
 ) -> Contents:
-    """Return what has to be as it was; `current` is what has residuals."""
+    """Return what has to be as it was for a step to be done again.
+
+    Args:
+        optimizer: whose step it is.
+        params: the parameters that it updates.
+        current: what has residuals that it writes, with these.
+        numbers: the group and the key of each float that may be another one.
+
+    Raises Unrepeatable.
+    """
     groups, state = optimizer.param_groups, optimizer.state
     # What refers to the optimizer is not to be kept: one that nobody needs is to go at once.
-    attributes = {k: v if is_constant(v) else ANYTHING for k, v in vars(optimizer).items()}
+    own = vars(optimizer)
+    fixed = zip(own.items(), constants(own.values()), strict=True)
+    attributes = {k: v if constant else ANYTHING for (k, v), constant in fixed}
     attributes |= {"param_groups": groups, "state": state}
-    containers: list[tuple[Any, Sequence[Any]]] = [
-        (groups, list(groups)),
-        (state, list(_items(state))),
-        *(
-            (group, list(_items({k: NUMBER if (g, k) in numbers else v for k, v in group.items()})))
-            for g, group in enumerate(groups)
-        ),
-        *((group["params"], list(group["params"])) for group in groups),
-        *((one, list(_items(one))) for one in state.values()),
+    known = [
+        {k: NUMBER if (g, k) in numbers else v for k, v in group.items()}
+        for g, group in enumerate(groups)
     ]
-    held = [*state.values(), *({k: v for k, v in g.items() if k != "params"} for g in groups)]
-    if not all(is_constant(v) or isinstance(v, Tensor) for one in held for v in one.values()):
-        raise Unrepeatable("a group or a state has what can be changed in place")
+    containers: list[tuple[Any, Iterable[Any]]] = [
+        (groups, groups),
+        (state, chain.from_iterable(state.items())),
+        *[(one, chain.from_iterable(its.items())) for one, its in zip(groups, known, strict=True)],
+        *[(group["params"], group["params"]) for group in groups],
+        *[(one, chain.from_iterable(one.items())) for one in state.values()],
+    ]
+    held = [*state.values(), *[{k: v for k, v in g.items() if k != "params"} for g in groups]]
     others = [v for one in held for v in one.values() if isinstance(v, Tensor)]
-    wholes = {id(t): t for t in (*params_of(optimizer), *others)}
-    guarded = list(map(shard_of, wholes.values()))
-    if len(stand_ins.plain) != len(stand_ins.params) or not all(map(is_plain, guarded)):
+    rest = [v for one in held for v in one.values() if not isinstance(v, Tensor)]
+    if not all(constants(rest)):
+        raise Unrepeatable("a group or a state has what can be changed in place")
+    every = params_of(optimizer)
+    wholes = list({id(t): t for t in (*every, *others)}.values())
+    guarded, grads = shards_of(wholes), shards_of([p.grad for p in params])
+    if not is_plain(*guarded, *grads):
         raise Unrepeatable("there are tensors of classes with code of their own")
-    if any(t.is_inference() for t in guarded):
+    if any([t.is_inference() for t in guarded]):
         raise Unrepeatable("there are inference tensors, which count no versions")
-    if any(isinstance(v, Tensor) for v in vars(optimizer).values()):
+    if any([isinstance(v, Tensor) for v in own.values()]):
         raise Unrepeatable("it has what torch.amp.GradScaler leaves there")
-    grads = [shard_of(p.grad) for p in stand_ins.params]
-    if len({id(g) for g in grads}) < len(grads):
+    if len({*map(id, grads)}) < len(grads):
         raise Unrepeatable("parameters share a gradient")
-    low = [c for _, r in current.values() for c in r.components]
     return Contents(
-        attributes=list(_items(attributes)),
+        attributes=list(chain.from_iterable(attributes.items())),
         containers=containers,
         guarded=guarded,
-        others=low,
-        written=[t for t, _ in current.values()],
-        params=stand_ins.params,
-        without=stand_ins.without,
+        others=[c for _, r in current for c in r.components],
+        written=[t for t, _ in current],
+        params=params,
+        without=[p for p in every if p.grad is None],
         given=grads,
-        sharded=[t for t in wholes.values() if is_sharded(t)],
+        sharded=[t for t, shard in zip(wholes, guarded, strict=True) if t is not shard],
         alike=guards_of([*guarded, *grads]).check,
     )
-
-
-def _items(one: dict[Any, Any]) -> Iterator[Any]:
-    for pair in one.items():
-        yield from pair

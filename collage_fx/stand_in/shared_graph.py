@@ -11,6 +11,7 @@ to the tensors of each optimizer that is like the first. All that belongs to one
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,21 +19,32 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from collage_fx.compilation.residual_binding import Locate, Residuals, of_size
+from collage_fx.binding.bound_kernels import current_residuals
+from collage_fx.compilation.residual_binding import Gathered, Locate, Residuals, of_size
 from collage_fx.compilation.session import Outcome, Session
 from collage_fx.compilation.side_inputs import MOVED, Code, Observed, SideInputs
 from collage_fx.hooks.nested_compile import GlobalState
 from collage_fx.hooks.symbolic_numbers import numbers_if_traced
 from collage_fx.optimizer.checkpoints.history import history_of
 from collage_fx.optimizer.ownership import params_of
+from collage_fx.optimizer.parameter_names import naming
+from collage_fx.record.modes import off_stack
 from collage_fx.record.steps import Steps
 from collage_fx.runtime import logs, progress
+from collage_fx.runtime.expansion.stochastic import Seeds
 from collage_fx.runtime.residuals.memory import overlapping
+from collage_fx.runtime.residuals.residual import Residual, clear_stale, fit
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.segments.segment_graph import number_tensor
 from collage_fx.stand_in.alike import residuals_of, shares, signature
-from collage_fx.stand_in.members import Member
-from collage_fx.stand_in.repeated_step import name_of_number, numbers_taken
+from collage_fx.stand_in.members import GRAD, Member, Members, members_of
+from collage_fx.stand_in.repeated_step import (
+    ByKernels,
+    RepeatedStep,
+    contents_of,
+    name_of_number,
+    numbers_taken,
+)
 from collage_fx.stand_in.stand_ins import StandIns
 
 
@@ -76,11 +88,12 @@ class SharedGraph:
         taken = numbers_taken(optimizer, stand_ins.sources, observed.args, observed.inputs)
         self.numbers = list(taken.values())
         """The group and the key of each float that the graph takes."""
-        self.signature = signature(optimizer, session, self.numbers)
-        self.residuals = {residuals, residuals_of(optimizer)}
+        members = members_of(optimizer)
+        self.signature = signature(optimizer, session, self.numbers, members)
+        self.residuals = {residuals, residuals_of(members)}
         """Those that there may be: as when it was compiled, or as it leaves them."""
         self.history = dict(history_of(optimizer).numbers)
-        with torch.no_grad():
+        with torch.no_grad(), _unrecorded(session):
             self.globals = GlobalState(until_reset=True)
         self.place: dict[int, Place | int] = {number: k for k, number in enumerate(taken)}
         for i, p in enumerate(stand_ins.params):
@@ -114,6 +127,8 @@ class SharedGraph:
         self.plain = [self._place_of(find(observed.args)) for find in residuals.others]
         self.plans = residuals.plan
         self.states = [(self._place_of(find(observed.args)), plan) for find, plan in code.states]
+        self.computes_anew = any(p.computed_anew and not p.compensated for _, p in code.states)
+        """Whether it may have to be recorded, where whole values have low words."""
         self.place.clear()
 
     def _place_of(self, tensor: Tensor | None) -> Place:
@@ -127,19 +142,82 @@ class SharedGraph:
 
         None if what is compiled for it may be something else.
         """
-        if not self.is_for(optimizer, session):
+        if not self.is_for(optimizer, session, members_of(optimizer)):
             return None
         return numbers_if_traced(optimizer, self.history)
 
-    def is_for(self, optimizer: Optimizer, session: Session) -> bool:
-        """Tell whether it does what would be compiled for an optimizer if no number had changed."""
-        return residuals_of(optimizer) in self.residuals and self.is_of(optimizer, session)
+    def is_for(self, optimizer: Optimizer, session: Session, members: Members) -> bool:
+        """Tell whether it does what would be compiled for an optimizer if no number had changed.
 
-    def is_of(self, optimizer: Optimizer, session: Session) -> bool:
-        """Tell whether all that Dynamo would guard of a step is as it was when it traced one."""
-        with torch.no_grad():  # as in a step
+        Args:
+            optimizer: any.
+            session: compiles its steps.
+            members: its parameters.
+        """
+        known = residuals_of(members) in self.residuals
+        return known and self.is_of(optimizer, session, members)
+
+    def is_of(self, optimizer: Optimizer, session: Session, members: Members) -> bool:
+        """Tell whether all that Dynamo would guard of a step is as it was when it traced one.
+
+        The arguments are those of `is_for`.
+        """
+        with torch.no_grad(), _unrecorded(session):  # as in a step
             same = self.globals.same_within_modes()
-        return same and signature(optimizer, session, self.numbers) == self.signature
+        return same and signature(optimizer, session, self.numbers, members) == self.signature
+
+    def repeated(
+        self,
+        optimizer: Optimizer,
+        session: Session,
+        members: Members,
+        steps: Steps,
+    ) -> RepeatedStep | None:
+        """Return a step that it has done, bound to the tensors that the optimizer has got since.
+
+        None if there is more to do than to call its kernels, and nothing is done. Residuals that do
+        not belong to their tensors are cleared.
+
+        Args:
+            optimizer: whose step it is, and which it is for (`is_for`).
+            session: has compiled it.
+            members: its parameters.
+            steps: keeps the record.
+
+        Raises Unrepeatable, or whatever compiling the comparison raises.
+        """
+        used = [one for group in members for one in group if one[1][GRAD] is not None]
+        rows = [tensors for _, tensors in used]
+        shared = overlapping([t for row in rows for t in row], by_address=True)
+        current = self._current(rows) if not (self.computes_anew or shared) else None
+        if current is None:
+            return None
+        clear_stale(current, naming(session.optimizer))
+        gathered = Gathered(current, [])
+        current_residuals([gathered])
+        floats = [number_tensor(optimizer.param_groups[g][key]) for g, key in self.numbers]
+        high = [floats[x] if isinstance(x, int) else rows[x.param][x.at] for x in self.inputs]
+        low = [c for _, r in current for c in r.components]
+        observed = Observed(tuple(floats), gathered, [*high, *low])
+        contents = contents_of(optimizer, [m.whole for m, _ in used], current, self.numbers)
+        seeds = Seeds(session.config.seed, self.seeded) if self.seeded else None
+        runs = ByKernels(self.direct, seeds, observed, contents, list(map(id, floats)))
+        logs.LOG.info("%s: done by what was compiled before", session.subject)
+        return RepeatedStep(runs, self.numbers, [r for _, r in current], steps)
+
+    def _current(self, rows: Sequence[Sequence[Any]]) -> list[tuple[Tensor, Residual]] | None:
+        """Return the states that have residuals, with these, if they are those that it is to have.
+
+        Args:
+            rows: the tensors of each parameter that has a gradient.
+        """
+        tensors = [rows[place.param][place.at] for place, _ in self.carried]
+        found = STORE.of(tensors)
+        current = [(t, r) for t, r in zip(tensors, found, strict=True) if r is not None]
+        strides = [c.stride() == t.stride() for t, r in current for c in r.components]
+        whole = len(current) == len(tensors) and all(strides) and fit(current)
+        others = STORE.of([rows[place.param][place.at] for place in self.plain])
+        return current if whole and not any(others) else None
 
     def bind(self, optimizer: Optimizer, session: Session, params: list[Tensor]) -> Code:
         """Return the graph for the parameters of an optimizer, those that have a gradient."""
@@ -176,6 +254,13 @@ class SharedGraph:
         return Code(function, side, states, [], False, self.direct, self.seeded, beside=beside)
 
 
+def _unrecorded(session: Session) -> AbstractContextManager[Any]:
+    """Have modes, within, as they are around a step."""
+    steps = session.supervisor()
+    assert isinstance(steps, Steps)
+    return off_stack(steps.recorder)
+
+
 class SharedStandIns(StandIns):
     """The parameters of an optimizer whose step was compiled for another one that is like it."""
 
@@ -183,24 +268,19 @@ class SharedStandIns(StandIns):
         """Bind a graph to all parameters of an optimizer that have gradients."""
         params = [[p] for p in params_of(optimizer) if p.grad is not None]
         super().__init__(optimizer, params, session)
-        self.graph = graph
+        self.graph: SharedGraph = graph
         self.session = session
         self.code = graph.bind(optimizer, session, self.params)
         self.sources = [name_of_number(*number) for number in graph.numbers]
-        self.checked = -1
-        """The generation of the store in which every residual was known to the graph."""
 
     def holds(self, optimizer: Optimizer) -> bool:
         """Tell whether all is as it was, and as it was for the optimizer that was traced."""
         code = self.code
-        if not super().holds(optimizer) or not self.graph.is_of(optimizer, self.session):
+        members = members_of(optimizer)
+        if not super().holds(optimizer) or not self.graph.is_of(optimizer, self.session, members):
             return False
-        if self.checked != STORE.generation:
-            assert code is not None
-            if code.drops_residual(()):
-                return False
-        self.checked = STORE.generation
-        return True
+        assert code is not None
+        return not code.drops_residual(())
 
     @progress.apart
     def step(self) -> None:
@@ -269,7 +349,7 @@ def shared_stand_ins(
     for graph in (*reversed(own), *others):
         numbers: dict[str, float | None] | None
         if graph in own:
-            numbers = {} if graph.is_for(optimizer, session) else None
+            numbers = {} if graph.is_for(optimizer, session, members_of(optimizer)) else None
         else:
             numbers = graph.numbers_of(optimizer, session)
         if numbers is None:

@@ -153,6 +153,8 @@ class StandIns:
         self.code: Code | None = None
         self.sources: list[str] = []
         self.unlike: Unlike | None = None
+        self.graph: Any = None
+        """What it has compiled without the tensors, if there is that: a `SharedGraph`."""
 
     @classmethod
     def of(cls, optimizer: Optimizer, session: Session, alike: int = 1) -> "StandIns | None":
@@ -174,7 +176,7 @@ class StandIns:
                 member = Member(p, optimizer)
                 if not shaped:
                     member.check()
-                kind = member.kind(held, shaped=shaped)
+                kind = member.kind(member.tensors(), held, shaped=shaped)
                 at = p.device, (g, kind)
                 if kind is not None and not member.param.numel():
                     empty.append((at, p))

@@ -27,6 +27,7 @@ from collage_fx.record.steps import Steps
 from collage_fx.runtime.kernels import left_out
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.stand_in.alike import count_alike, register, residuals_of, shares, withdraw
+from collage_fx.stand_in.members import members_of
 from collage_fx.stand_in.repeated_step import RepeatedStep
 from collage_fx.stand_in.shared_graph import SharedGraph, SharedStandIns, share, shared_stand_ins
 from collage_fx.stand_in.stand_ins import StandIns
@@ -47,6 +48,8 @@ class StandInSteps:
         self.failed = 0 if serves(optimizer(), session) else ATTEMPTS
         self.last: RepeatedStep | None = None
         """The last step, to be done again."""
+        self.graph: SharedGraph | None = None
+        """What that has compiled, to be bound to other tensors."""
         self.observed: tuple[StandIns, Noted] | None = None
         """The arguments of the graph of the last step, and the inputs of its kernels, if noted."""
         self.backoff = Backoff(session.notes.add, never="repeat" in session.config.without)
@@ -87,11 +90,42 @@ class StandInSteps:
             called = True
             with torch.enable_grad():
                 loss = closure()
-        if (called or closure is None) and self.last is not None and self.last.run(optimizer):
+        if (called or closure is None) and self._again(optimizer):
             self.backoff.held()
             return True, False, loss
         self.last = None
         return False, called, loss
+
+    def _again(self, optimizer: Optimizer) -> bool:
+        """Do the last step again, maybe to other tensors; return False if that cannot be."""
+        last = self.last
+        if last is None or last.run(optimizer):
+            return last is not None
+        self.last = None
+        self.last = self._rebound(optimizer, last.steps)
+        return self.last is not None and self.last.run(optimizer)
+
+    def _rebound(self, optimizer: Optimizer, steps: Steps) -> RepeatedStep | None:
+        """Return the last step bound to the tensors that the optimizer has now, as from a load.
+
+        None if it is not known to do all that a step is to do.
+        """
+        graph = self.graph
+        if (
+            graph is None
+            or not steps.compiles
+            or left_out.is_open()
+            or has_foreign_hooks(optimizer)
+        ):
+            return None
+        steps.check_states()
+        members = members_of(optimizer)
+        if not graph.is_for(optimizer, self.session, members):
+            return None
+        last = self.backoff.bind(lambda: graph.repeated(optimizer, self.session, members, steps))
+        if last is not None:  # what has other states would keep them alive
+            self.known = [one for one in self.known if one.has_states_of(optimizer)]
+        return last
 
     def prepare_repeat(self, steps: Steps, *, wanted: bool) -> None:
         """Take up the step that was just done, if it may be done again in the same way.
@@ -104,7 +138,8 @@ class StandInSteps:
         observed, self.observed = self.observed, None
         if observed is None or not wanted or not steps.quiet or self.last is not None:
             return
-        self.last = self.backoff.bind(lambda: RepeatedStep(self.optimizer(), *observed, steps))
+        self.last = self.backoff.bind(lambda: RepeatedStep.of(self.optimizer(), *observed, steps))
+        self.graph = observed[0].graph
 
     def step(
         self, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -152,7 +187,7 @@ class StandInSteps:
         keeps = shares(self.session) and not isinstance(stand_ins, SharedStandIns)
         looks = looked_at(noted) if repeats or keeps else nullcontext()
         if keeps and (before is None or self.residuals[0] != STORE.generation):
-            self.residuals = STORE.generation, residuals_of(optimizer)
+            self.residuals = STORE.generation, residuals_of(members_of(optimizer))
         try:
             with looks, stand_ins.few.of(optimizer), torch.no_grad():
                 stand_ins.step()
@@ -171,6 +206,7 @@ class StandInSteps:
         _, residuals = self.residuals
         graph = share(optimizer, self.session, stand_ins, observed, residuals)
         if graph is not None:
+            stand_ins.graph = graph
             self.graphs = [*self.graphs[1 - _KEPT :], graph]
         elif stand_ins.pooled:
             withdraw(optimizer, self.session)

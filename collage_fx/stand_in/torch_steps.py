@@ -54,10 +54,10 @@ def code_of_step(optimizer: Optimizer) -> tuple[Any, ...] | None:
     called = [v for v in named.values() if callable(v) and not isinstance(v, type | GenericAlias)]
     ours = ("torch.", "typing")
     if not all(
-        isinstance(v, FunctionType) and v.__globals__["__name__"].startswith(ours) for v in called
+        [isinstance(v, FunctionType) and v.__globals__["__name__"].startswith(ours) for v in called]
     ):
         return None
-    return kind, kind._init_group, *around, *(f.__code__ for f in around), *called
+    return kind, kind._init_group, *around, *[f.__code__ for f in around], *called
 
 
 def without_hooks(optimizer: Optimizer) -> Callable[..., Any]:

@@ -96,7 +96,7 @@ class MultiTensorKernel:
         """The name of it, by what is compiled of it."""
         return hashlib.sha256(self.text().encode()).hexdigest()[:16]
 
-    @property
+    @functools.cached_property
     def read(self) -> list[int]:
         """The inputs that are only read, and of which each member has its own."""
         others = {*self.written, *self.vectors}

@@ -97,7 +97,7 @@ class Loop:
         """
         arrays = (table, sizes, array("q", self.widths))
         pointers = [ctypes.c_void_p(a.buffer_info()[0]) for a in arrays]
-        counts = (ctypes.c_int64(n) for n in (len(sizes), torch.get_num_threads()))
+        counts = [ctypes.c_int64(n) for n in (len(sizes), torch.get_num_threads())]
         self.driver.run(ctypes.c_void_p(self.kernel), *pointers, *counts)
 
 

@@ -9,8 +9,9 @@ import ctypes
 import functools
 import types
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -286,7 +287,7 @@ class Contents:
 
     attributes: Sequence[Any] = ()
     """The items of a dict that is handed to each comparison, since it is not to be kept alive."""
-    containers: Sequence[tuple[Any, Sequence[Any]]] = ()
+    containers: Sequence[tuple[Any, Iterable[Any]]] = ()
     """Lists and dicts, each with its items: of a dict key, value, key, value. Floats are compared
     by value, all else by identity, and `NUMBER` and `ANYTHING` stand for others."""
     params: Sequence[Tensor] = ()
@@ -303,8 +304,8 @@ class Addresses:
 
     def __init__(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Take places in `TensorSnapshot.addresses`, and bytes."""
-        self.source = array("q", (place for place, _ in pairs))
-        self.offset = array("q", (offset for _, offset in pairs))
+        self.source = array("q", [place for place, _ in pairs])
+        self.offset = array("q", [offset for _, offset in pairs])
 
     def __len__(self) -> int:
         return len(self.source)
@@ -331,18 +332,19 @@ class TensorSnapshot:
         self.written = tuple(contents.written)
         grads = [p.grad for p in self.params if p.grad is not None]
         present = [t.data_ptr() for t in (*self.tensors, *contents.given)]
-        self.addresses = array("q", [*present, *(0 for _ in range(more))])
+        self.addresses = array("q", [*present, *[0] * more])
         """Those of the guarded tensors, the others, the given ones of the last call, and more."""
-        self.versions = array("q", (t._version for t in self.written))
+        self.versions = array("q", [t._version for t in self.written])
         nowhere = [-1] * (len(self.tensors) - len(contents.arguments))
         self.places = array("q", [*contents.arguments, *nowhere])
         self.given = array("q", contents.given_arguments)
         self.sizes = array("q", map(extent, contents.given))
         self.bounds = array("q", Apart(self.tensors).last[1])
-        items = ((one, tuple(found)) for one, found in contents.containers)
+        items = [(one, tuple(found)) for one, found in contents.containers]
+        sharded = [(t, shard_of(t)) for t in contents.sharded]
         self._kept = _Fields(
             tuple(contents.attributes),
-            tuple(part for pair in items for part in pair),
+            tuple(chain.from_iterable(items)),
             NUMBER,
             ANYTHING,
             self.tensors,
@@ -352,8 +354,8 @@ class TensorSnapshot:
             contents.alike,
             version,
             grad,
-            tuple(one for t in contents.sharded for one in (t, shard_of(t))),
-            tuple(map(spec_of, grads)),
+            tuple(chain.from_iterable(sharded)),
+            tuple(map(spec_of, grads) if sharded else [None] * len(grads)),
             SHARD,
             SPEC,
             guards._torchinductor_pyobject_tensor_data_ptr,  # type: ignore[attr-defined]
@@ -395,7 +397,7 @@ class TensorSnapshot:
 
     def _pointers(self, found: "Addresses") -> tuple[Any, ...]:
         arrays = (self.addresses, found.source, found.offset)
-        pointers = (ctypes.c_void_p(a.buffer_info()[0]) for a in arrays)
+        pointers = [ctypes.c_void_p(a.buffer_info()[0]) for a in arrays]
         return *pointers, ctypes.c_int64(len(found))
 
     def settle(self) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from torch.optim import SGD, AdamW, Optimizer
 import collage_fx
 from collage_fx.compilation.side_inputs import Code
 from collage_fx.dynamo.backend import Backend
+from collage_fx.record.known_states import KnownStates
 from collage_fx.stand_in.shared_graph import SharedGraph
 
 pytestmark = pytest.mark.kernels
@@ -68,6 +70,61 @@ def test_nothing_is_compiled_after_a_load(make: Callable[[], Optimizer], graphs:
         unbroken.step()
     assert not graphs
     assert all(map(torch.equal, values(optimizer), values(unbroken)))
+
+
+def calls_in(do: Callable[[], Any]) -> int:
+    """Return how many functions of Python are called."""
+    calls = 0
+
+    def note(_: Any, event: str, __: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        do()
+    finally:
+        sys.setprofile(before)
+    return calls
+
+
+def test_the_step_after_a_load(graphs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its parameters, states and residuals are looked at once, and bound to what was compiled."""
+    optimizer = adamw(sizes=[(8, 8)] * 10)
+    trained(optimizer, 6)
+    quiet = calls_in(optimizer.step)
+    assert quiet < 80
+    graphs.clear()
+    for _ in range(2):
+        load(optimizer)
+        assert calls_in(optimizer.step) <= 500
+        assert calls_in(optimizer.step) == quiet
+    assert not graphs
+    # The control: a step is done in full where that cannot be.
+    monkeypatch.setattr(SharedGraph, "repeated", lambda *_: None)
+    load(optimizer)
+    assert calls_in(optimizer.step) > 2000
+    assert not graphs
+
+
+@pytest.mark.parametrize("bound", [True, False])
+def test_a_report_counts_on(bound: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The states of a load are those of before, however the step after it is done."""
+
+    def counts() -> list[int]:
+        optimizer = adamw()
+        trained(optimizer, 4)
+        load(optimizer)
+        trained(optimizer, 3)
+        return [state.steps for state in collage_fx.report(optimizer.step).states]
+
+    if not bound:
+        monkeypatch.setattr(SharedGraph, "repeated", lambda *_: None)
+    assert counts() == [7] * 27
+    if not bound:  # the control: nobody asks whether they are others
+        monkeypatch.setattr(KnownStates, "are_present", lambda _: True)
+        assert len(counts()) == 27 + 18
 
 
 def test_old_states_are_let_go_of() -> None:

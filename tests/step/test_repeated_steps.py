@@ -143,6 +143,8 @@ def test_closures(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == [True] * 24
 
 
+REBOUND = {"written", "data", "residual", "loaded", "gradients off"}
+"""After which the same kernels do the step, over the tensors and residuals that there are now."""
 FEW = ("written", "data", "no gradient", "residual", "stance", "state lost", "wrong call")
 
 
@@ -152,7 +154,7 @@ def test_what_has_changed_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     make = functools.partial(made, AdamW, "mcf2", lr=1e-3)
     repeats = compare(monkeypatch, make, 7 + 6 * len(FEW), by_turns(names))
     found = {name: (i - 1 in repeats, i in repeats) for i, name in names.items()}
-    assert found == dict.fromkeys(FEW, (True, False))
+    assert found == {name: (True, name in REBOUND) for name in FEW}
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -160,7 +162,7 @@ def test_what_has_changed_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_has_changed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Before one step, and in that step only."""
     repeats = compare(monkeypatch, lambda: made(AdamW, "mcf2", lr=1e-3), 14, changing(name, 7))
-    assert 6 in repeats and 7 not in repeats
+    assert 6 in repeats and (7 in repeats) is (name in REBOUND)
 
 
 def test_control(monkeypatch: pytest.MonkeyPatch) -> None:
