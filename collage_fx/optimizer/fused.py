@@ -32,7 +32,12 @@ SCALE = "_collage_grad_scale"
 
 def is_fused(optimizer: Optimizer) -> bool:
     """Tell whether a step of the optimizer, or of one that it wraps, would run a fused kernel."""
-    return any(True for one in family(optimizer) for _ in _fused_groups(one))
+    return any(map(has_fused_groups, family(optimizer)))
+
+
+def has_fused_groups(optimizer: Optimizer) -> bool:
+    """Tell whether a step of the optimizer itself would run a fused kernel."""
+    return any(True for _ in _fused_groups(optimizer))
 
 
 def _fused_groups(optimizer: Optimizer) -> Iterator[dict[str, Any]]:

@@ -179,6 +179,8 @@ def family(optimizer: Optimizer) -> list[Optimizer]:
     for one in found:
         for value in vars(one).values():
             for kept in value if isinstance(value, list | tuple) else [value]:
+                if type(kept) is not MethodType and not issubclass(type(kept), Optimizer):
+                    continue
                 inner = _behind(kept)
                 known = any(inner is one for one in found)
                 if issubclass(type(inner), Optimizer) and not known:

@@ -22,6 +22,7 @@ from collage_fx.binding.backoff import Backoff
 from collage_fx.compilation.session import Outcome, Session
 from collage_fx.compilation.side_inputs import Noted, Observed, is_looked_at, looked_at
 from collage_fx.hooks.optimizer_hooks import has_foreign_hooks
+from collage_fx.optimizer.fused import has_fused_groups, traceable
 from collage_fx.passes.ir.program import Unlike
 from collage_fx.record.steps import Steps
 from collage_fx.runtime.kernels import left_out
@@ -119,8 +120,11 @@ class StandInSteps:
         ):
             return None
         steps.check_states()
-        members = members_of(optimizer)
-        if not graph.is_for(optimizer, self.session, members):
+        fused = has_fused_groups(optimizer)
+        with traceable(optimizer, asks=True) if fused else nullcontext(True) as wanted:
+            members = members_of(optimizer)
+            known = wanted and graph.is_for(optimizer, self.session, members)
+        if not known:
             return None
         last = self.backoff.bind(lambda: graph.repeated(optimizer, self.session, members, steps))
         if last is not None:  # what has other states would keep them alive

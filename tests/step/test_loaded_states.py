@@ -89,16 +89,19 @@ def calls_in(do: Callable[[], Any]) -> int:
     return calls
 
 
-def test_the_step_after_a_load(graphs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("fused", "most"), [(False, 500), (True, 560)])
+def test_the_step_after_a_load(
+    fused: bool, most: int, graphs: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its parameters, states and residuals are looked at once, and bound to what was compiled."""
-    optimizer = adamw(sizes=[(8, 8)] * 10)
+    optimizer = adamw(sizes=[(8, 8)] * 10, fused=fused)
     trained(optimizer, 6)
     quiet = calls_in(optimizer.step)
     assert quiet < 80
     graphs.clear()
     for _ in range(2):
         load(optimizer)
-        assert calls_in(optimizer.step) <= 500
+        assert calls_in(optimizer.step) <= most
         assert calls_in(optimizer.step) == quiet
     assert not graphs
     # The control: a step is done in full where that cannot be.
