@@ -4,7 +4,8 @@ A step of three hundred parameters looks at some thousands of tensors in Python:
 residuals that do not belong to their tensors any more, for the addresses that kernels are given.
 Where nothing has changed since the last step, compiled code sees that in a fraction of the time,
 and the kernels are called from here. What the compiled code does not see, such as another global
-state, is asked for beside it. Whatever has changed, the step is done as any other.
+state, is asked for beside it. Whatever has changed, the step is done as any other, or bound anew
+where only tensors are others (`SharedGraph.repeated`).
 """
 
 import math

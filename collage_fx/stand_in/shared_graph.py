@@ -5,7 +5,8 @@ backward pass), makes as many steps of the same code. Dynamo, AOTAutograd and th
 to the same graph each time: kernels over classes, which take tensors of any sizes. So a graph that
 does nothing but call such kernels over parameters, gradients, states and numbers of groups is bound
 to the tensors of each optimizer that is like the first. All that belongs to one optimizer
-(residuals, seeds, what its numbers have been) stays its own.
+(residuals, seeds, what its numbers have been) stays its own. An optimizer that has got other
+tensors, as by a load, has its graph bound to them as a `RepeatedStep`.
 """
 
 import threading
