@@ -348,7 +348,9 @@ class Code:
         finds: list[Locate] = [operator.itemgetter(i) for i in range(len(args))]
         finds += (find for s in self._sides() if s.members for find in s.members.locate)
         found = ((shard_of(find(args)), find) for find in (*finds, *self.beside))
-        taken = {id(t): find for t, find in found if is_plain(t) and has_memory(t)}
+        taken = {
+            id(t): find for t, find in found if t is not None and is_plain(t) and has_memory(t)
+        }
         return [find for number, find in taken.items() if number not in states]
 
     def written(self, args: tuple[Any, ...]) -> list[tuple[Tensor, StatePlan]]:

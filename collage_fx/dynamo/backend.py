@@ -313,10 +313,11 @@ class _Step:
         if self.code.wanted:
             supervisor.want(find(args) for find in self.code.wanted)
             self.code.wanted = []
-        self._compile_again(supervisor.sources[self], args)
+        fits = self._fits(self.layouts, args)
+        if self._compile_again(supervisor.sources[self], args, fits=fits):
+            fits = self._fits(self.layouts, args)
         if supervisor.switches:
             self.code.refused |= supervisor.executors.computes_anew(self.code, args)
-        fits = self._fits(self.layouts, args)
         recorded = self.code.refused or supervisor.expands(args, writes=bool(self.code.states))
         if recorded or not fits or not self._has_kernels(supervisor):
             supervisor.waited |= bool(self.waits) or stand_ins is not None
@@ -396,21 +397,31 @@ class _Step:
             self.code.refused = True
         return not self.code.refused
 
-    def _compile_again(self, gm: GraphModule, args: tuple[Any, ...]) -> None:
+    def _compile_again(self, gm: GraphModule, args: tuple[Any, ...], *, fits: bool) -> bool:
         """Compile the graph if that has become worth while, or a state has got a residual since.
 
         Raises the CollageError that this raises.
+
+        Args:
+            gm: the graph as Dynamo made it.
+            args: those of a call.
+            fits: whether they are like those that it was compiled for.
+
+        Returns:
+            whether it was compiled.
         """
+        before = self.code
         if self.waits:
             self.waits -= 1
             if not self.waits:
                 self.code = self._again(gm, args, "now that it has run before")
-        if self.code.misses_residual(args):
+        if fits and self.code.misses_residual(args):
             # Another graph, or a segment, has since given a residual to a state of this graph.
             self.code = self._again(gm, args, "again, as a state of it has a residual now")
             self.code.refused |= self.code.misses_residual(args)
         if self.error is not None:
             raise self.error
+        return self.code is not before
 
 
 _TWO_STORAGES = (

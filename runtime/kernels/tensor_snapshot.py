@@ -20,7 +20,7 @@ from torch._C._dynamo import guards
 
 from collage_fx.runtime.kernels import cpp_compiler
 from collage_fx.runtime.residuals.dtensor import SHARD, SPEC, shard_of, spec_of
-from collage_fx.runtime.residuals.memory import Apart, extent
+from collage_fx.runtime.residuals.memory import Apart
 
 _SOURCE = r"""
 #include <Python.h>
@@ -338,8 +338,8 @@ class TensorSnapshot:
         nowhere = [-1] * (len(self.tensors) - len(contents.arguments))
         self.places = array("q", [*contents.arguments, *nowhere])
         self.given = array("q", contents.given_arguments)
-        self.sizes = array("q", map(extent, contents.given))
-        self.bounds = array("q", Apart(self.tensors).last[1])
+        apart = Apart(self.tensors, contents.given)
+        self.sizes, self.bounds = array("q", apart.other_sizes), array("q", apart.last[1])
         items = [(one, tuple(found)) for one, found in contents.containers]
         sharded = [(t, shard_of(t)) for t in contents.sharded]
         self._kept = _Fields(

@@ -1,7 +1,8 @@
 """Where tensors lie in memory: whether they have any, and whether they share it."""
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -32,13 +33,13 @@ def overlapping(tensors: Iterable[Tensor], *, by_address: bool = False) -> set[i
             on devices whose data pointers are no addresses.
     """
     spans: dict[int, list[tuple[int, int, int]]] = {}
-    for t in tensors:
-        if t.layout is torch.strided and t.numel():
-            start = address(t) if by_address else int(t.storage_offset()) * t.element_size()
-            place = 0 if by_address else t.untyped_storage()._cdata
-            if start or not by_address:  # or its memory was given back
-                spans.setdefault(place, []).append((start, start + extent(t), id(t)))
-    merged = (each for one in spans.values() for each in _merged(one))
+    strided = [t for t in tensors if t.layout is torch.strided and t.numel()]
+    for t, size in zip(strided, extents(strided), strict=True):
+        start = address(t) if by_address else int(t.storage_offset()) * t.element_size()
+        place = 0 if by_address else t.untyped_storage()._cdata
+        if start or not by_address:  # or its memory was given back
+            spans.setdefault(place, []).append((start, start + size, id(t)))
+    merged = chain.from_iterable(map(_merged, spans.values()))
     return {tensor for _, _, shared in merged if len(shared) > 1 for tensor in shared}
 
 
@@ -47,14 +48,15 @@ class Apart:
 
     def __init__(self, states: Sequence[Tensor], others: Sequence[Tensor] = ()) -> None:
         """Note where they lie now."""
-        self.sizes, self.other_sizes = list(map(extent, states)), list(map(extent, others))
+        sizes = extents((*states, *others))
+        self.sizes, self.other_sizes = sizes[: len(states)], sizes[len(states) :]
         starts = list(map(address, states))
         self.shared, bounds = self._placed(starts)
         """The places of states that share memory."""
         self.last = starts, bounds
         """Where each state began in the last call, and the bounds of the memory of all, begin and
         end by turns, in order: replaced as one, since another thread may ask too."""
-        self.within = self._within(bounds, others)
+        self.within = self._within(bounds, others) if others else []
         """The places of others that lie in memory of states."""
 
     def hold(self, states: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
@@ -75,8 +77,10 @@ class Apart:
     def _placed(self, starts: Sequence[int]) -> tuple[set[frozenset[int]], Sequence[int]]:
         sized = enumerate(zip(starts, self.sizes, strict=True))
         # At 0 there is no memory any more.
-        spans = list(_merged([(at, at + n, k) for k, (at, n) in sized if at and n]))
-        shared = {frozenset(places) for _, _, places in spans if len(places) > 1}
+        each = [(at, at + n, k) for k, (at, n) in sized if at and n]
+        spans, shared = _merged(each), set[frozenset[int]]()
+        if len(spans) < len(each):
+            shared = {frozenset(places) for _, _, places in spans if len(places) > 1}
         return shared, [bound for start, end, _ in spans for bound in (start, end)]
 
     def _within(self, bounds: Sequence[int], others: Sequence[Tensor]) -> list[int]:
@@ -88,19 +92,20 @@ class Apart:
         return found
 
 
-def _merged(spans: list[tuple[int, int, int]]) -> Iterator[tuple[int, int, list[int]]]:
-    """Yield the spans of memory, begin, end and whose it is, those that overlap as one of all."""
-    begin = last = 0
-    shared: list[int] = []
+def _merged(spans: list[tuple[int, int, int]]) -> list[tuple[int, int, list[int]]]:
+    """Return the spans of memory, begin, end and whose it is, those that overlap as one of all."""
+    merged: list[tuple[int, int, list[int]]] = []
+    last = 0
     for start, end, one in sorted(spans):
-        if start >= last and shared:
-            yield begin, last, shared
-            shared = []
-        begin = begin if shared else start
-        last = max(last, end) if shared else end
-        shared.append(one)
-    if shared:
-        yield begin, last, shared
+        if merged and start < last:
+            begin, _, shared = merged[-1]
+            shared.append(one)
+            last = max(last, end)
+            merged[-1] = begin, last, shared
+        else:
+            merged.append((start, end, [one]))
+            last = end
+    return merged
 
 
 def shared_between_storages(tensors: Iterable[Tensor]) -> bool:
@@ -117,10 +122,12 @@ def is_expanded(t: Tensor) -> bool:
     return any(s == 0 and n > 1 for n, s in zip(t.shape, t.stride(), strict=True))
 
 
-def extent(t: Tensor) -> int:
-    """Return how many bytes a strided tensor takes up, from its first to its last element."""
-    size = t.numel() if t.is_contiguous() else span(t.shape, t.stride())[1]
-    return size * t.element_size()
+def extents(tensors: Sequence[Tensor]) -> list[int]:
+    """Return how many bytes strided tensors take up, each from its first to its last element."""
+    return [
+        t.element_size() * (t.numel() if t.is_contiguous() else span(t.shape, t.stride())[1])
+        for t in tensors
+    ]
 
 
 def span(size: Sequence[int], stride: Sequence[int], offset: int = 0) -> tuple[int, int]:

@@ -89,7 +89,7 @@ def calls_in(do: Callable[[], Any]) -> int:
     return calls
 
 
-@pytest.mark.parametrize(("fused", "most"), [(False, 500), (True, 560)])
+@pytest.mark.parametrize(("fused", "most"), [(False, 500), (True, 570)])
 def test_the_step_after_a_load(
     fused: bool, most: int, graphs: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
