@@ -5,11 +5,18 @@ import operator
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from collage_fx.passes.frontend.decompose import like
+from collage_fx.passes.frontend.scales import (
+    COPY,
+    is_16_bit,
+    is_one_of_many,
+    is_scalar,
+    makes_scale,
+    tensors_of,
+)
 from collage_fx.passes.frontend.slice import elementwise, shape_of
 from collage_fx.passes.ir.graph_memory import ORIGIN, WIDENED
 from collage_fx.passes.ir.program import CASTS, CONVERT, Program, graph_of, is_tensor, value_of
@@ -51,7 +58,7 @@ ROUNDED_ONCE = frozenset({aten.add.Tensor, aten.div.Tensor, aten.mul.Tensor, ate
 """Operations that are exact but for one rounding, for which an operand need not be rounded too."""
 PRODUCTS = frozenset({aten.div.Tensor, aten.mul.Tensor})
 """Of these, those whose results need not be rounded before the next of them either."""
-HOLDS = MOVES | {aten.copy_.default, "output"}
+HOLDS = MOVES | {COPY, "output"}
 """What stores a product, or parts of it: the rest of the step is to compute with what is stored."""
 SMOOTH = (ROUNDED_ONCE | SUMS | HOLDS | CASTS) | {
     aten.lerp.Scalar,
@@ -68,6 +75,9 @@ CONSTANTS = frozenset({aten.full.default, aten.scalar_tensor.default})
 
 def reductions(program: Program) -> None:
     """Keep the results of reductions, and what is computed of them alone, in fp32.
+
+    So are other 0-d values of 16 bits that scale larger tensors: an element, a median, a state of
+    one number. In 16 bits `1 - lr * s` is 1.
 
     A trust ratio, a global norm or a distance estimate is one number for many elements: what is
     lost by rounding it to 16 bits does not average out over them. PyTorch adds up in fp32, rounds
@@ -99,18 +109,6 @@ def reductions(program: Program) -> None:
     module.recompile()
 
 
-def _tensors(node: Node) -> tuple[Tensor, ...]:
-    """Return the tensors that a node stands for."""
-    val = node.meta.get("val")
-    vals = val if isinstance(val, list | tuple) else (val,)
-    return tuple(v for v in vals if isinstance(v, Tensor))
-
-
-def _is_16_bit(node: Node) -> bool:
-    vals = _tensors(node)
-    return bool(vals) and all(v.dtype in SIXTEEN_BITS for v in vals)
-
-
 def _is_done_by_element(node: Node, operands: list[Node]) -> bool:
     """Tell whether a node is elementwise, and has the shape of one of these operands."""
     return elementwise(node) and any(shape_of(node) == shape_of(a) for a in operands)
@@ -121,7 +119,7 @@ def _rounded_alone(node: Node) -> Node | None:
 
     Who uses both splits it into two words.
     """
-    if node.target is not CONVERT or not _is_16_bit(node):
+    if node.target is not CONVERT or not is_16_bit(node):
         return None
     source = node.args[0]
     assert isinstance(source, Node)
@@ -165,6 +163,7 @@ class _Widening:
 
     def __init__(self, graph: Graph, casts: set[str]) -> None:
         self.graph = graph
+        self.inputs = list(graph.find_nodes(op="placeholder"))
         self.casts = casts
         """Names of the casts of the step itself, in its source."""
         self.wide: dict[Any, Node] = {}
@@ -186,15 +185,17 @@ class _Widening:
     def take(self, node: Node) -> None:
         """Widen a 16-bit node that is a reduction or computed of such, else what it reads."""
         if node.op == "placeholder":
-            if is_tensor(node) and value_of(node).dim() == 0 and not _is_16_bit(node):
+            if is_scalar(node) and not is_16_bit(node):
                 self.scalars.add(node)
+            elif is_scalar(node) and makes_scale(node):
+                self._hand_on(node)
         elif node.op != "call_function":
             return
         elif (wide := self._rounded_from(node)) is not None:
             self.wide[node] = wide
             wide.meta[WIDENED] = True
             self.replaced.append(node)
-        elif _is_16_bit(node) and self._is_reduced(node):
+        elif is_16_bit(node) and self._is_reduced(node):
             self._widen(node)
         else:
             rounded = self._read_wide(node)
@@ -204,7 +205,7 @@ class _Widening:
                 self._note_conversion(node)
             if self._is_as_small(node):
                 self.small |= {node, rounded}
-                if _is_16_bit(rounded) and _is_handed_on(rounded):
+                if is_16_bit(rounded) and _is_handed_on(rounded):
                     self._hand_on(rounded)
 
     def _rounded_from(self, node: Node) -> Node | None:
@@ -216,6 +217,8 @@ class _Widening:
         """Tell whether a node is a reduction, or computed of their results and scalars alone."""
         if node.target in SUMS or node.target in CHOICES:
             return node.kwargs.get("dtype") is None
+        if is_one_of_many(node):
+            return True
         return node.target not in CASTS and bool(self._reduced_operands(node))
 
     def _reduced_operands(self, node: Node) -> list[Node] | None:
@@ -223,7 +226,7 @@ class _Widening:
 
         It is if all others are scalars, and it is elementwise and no larger, or moves elements.
         """
-        operands = [a for a in node.all_input_nodes if _tensors(a)]
+        operands = [a for a in node.all_input_nodes if tensors_of(a)]
         of = [a for a in operands if a in self.wide or a in self.reduced]
         if not operands or not all(a in of or a in self.scalars for a in operands):
             return None
@@ -248,10 +251,15 @@ class _Widening:
         self.replaced.append(rounded)
         return rounded
 
+    def _is_given(self, node: Node) -> bool:
+        """Tell whether a node returns numbers that it is given, or that nobody can have whole."""
+        chosen = node.target in CHOICES or is_one_of_many(node)
+        return chosen and not any(a in self.wide for a in node.all_input_nodes)
+
     def _in_fp32(self, node: Node) -> Node:
-        vals = [like(v, WIDE) for v in _tensors(node)]
+        vals = [like(v, WIDE) for v in tensors_of(node)]
         val = vals[0] if is_tensor(node) else vals
-        if node.target in CHOICES and node.args[0] not in self.wide:
+        if node.target not in SUMS and self._is_given(node):
             return self._call(node, CONVERT, node, WIDE, val=val)
         if node.target in SUMS:
             args = map_arg(node.args, lambda a: self.wide.get(a, a))
@@ -265,7 +273,7 @@ class _Widening:
         """Return what stands for an operand where a node is computed in fp32."""
         if self._reads_unrounded(node, operand):
             return self._unrounded(operand)
-        if not _is_16_bit(operand):
+        if not is_16_bit(operand):
             return operand
         return self._call(node, CONVERT, operand, WIDE, val=like(value_of(operand), WIDE))
 
@@ -287,8 +295,10 @@ class _Widening:
         )
 
     def _hand_on(self, node: Node) -> None:
-        """Put the value of a state in fp32 behind its new value, for what is computed of it."""
-        with self.graph.inserting_before(node.next):
+        """Put a value in fp32 behind a number that is given, or the new value of a state, for what
+        is computed of it."""
+        last = self.inputs[-1] if node.op == "placeholder" else node
+        with self.graph.inserting_after(last):
             whole = self._call(node, CONVERT, node, WIDE, val=like(value_of(node), WIDE))
             self.wide[node] = whole
             self.reduced.add(whole)
@@ -304,8 +314,8 @@ class _Widening:
         read = [a for a in node.all_input_nodes if self._reads_unrounded(node, a)]
         if not read or not elementwise(node):
             return node
-        if not _is_16_bit(node):
-            if all(a in read for a in node.all_input_nodes if _is_16_bit(a)):
+        if not is_16_bit(node):
+            if all(a in read for a in node.all_input_nodes if is_16_bit(a)):
                 node.args = map_arg(node.args, lambda a: self._unrounded(a) if a in read else a)
                 if node.target is CONVERT:
                     self._leave_out(node)
@@ -379,7 +389,7 @@ class _Widening:
             self.scalars.add(node)
         elif node.target in SUMS or node.target in CHOICES:
             # A list of norms may be of both kinds.
-            if not any(v.dtype in SIXTEEN_BITS for v in _tensors(node)):
+            if not any(v.dtype in SIXTEEN_BITS for v in tensors_of(node)):
                 self.reduced.add(node)
-        elif (of := self._reduced_operands(node)) is not None and not (of and _is_16_bit(node)):
+        elif (of := self._reduced_operands(node)) is not None and not (of and is_16_bit(node)):
             (self.reduced if of else self.scalars).add(node)
