@@ -94,6 +94,8 @@ def _classified(func: Any) -> Operation:
     solves = name.removeprefix("_").startswith(_SOLVES) and name != "linalg_vector_norm"
     tensors = all("Tensor" in str(r.type) for r in schema.returns)
     odd = any(t.name.startswith(_ODD) for t in func.tags)
+    # Of a quantized tensor nobody knows the scale who sees its dtype and sizes.
+    odd |= name.startswith(("quantize_", "dequantize")) or "_quantized" in name
     # A tensor of numbers is read on the host.
     odd |= any(a.name == "scalars" and str(a.type) == "Tensor" for a in arguments)
     if func.namespace not in ("aten", "prims", "profiler"):

@@ -400,6 +400,7 @@ def run_joined(segment: Segment, call: Call, words: LowWords) -> None:
     number, cast = call.floats.__getitem__, Tensor.to
     widened = Operands(segment, computed, value, number, cast)
     left = Operands(segment, {}, as_it_is, number, cast)
+    narrowed = Operands(segment, {}, lambda at: value(at).to(segment.dtype[at]), number, cast)
     unstored: set[int] = set()
     for line in segment.lines:
         operands = left if line.strand in call.plain else widened
@@ -407,9 +408,10 @@ def run_joined(segment: Segment, call: Call, words: LowWords) -> None:
         try:
             if (dtype := operands.compares_in(line)) is not None:
                 result = compared(line.func, dtype, *args, **kwargs)
+            elif operands is left:
+                result = operands.function(line)(*args, **kwargs)
             else:
-                func = operands.function(line)
-                result = (func if operands is left else in_float64(func))(*args, **kwargs)
+                result = _done_in(line, (args, kwargs), narrowed)
         except BaseException:
             for at in unstored:  # as after the same error in eager PyTorch
                 _store(env[at], given.get(at), made.get(at), words)
@@ -424,6 +426,18 @@ def run_joined(segment: Segment, call: Call, words: LowWords) -> None:
             _store(env[at], given.get(at), made.get(at), words)
         for at in line.over:
             env[at] = None
+
+
+def _done_in(line: Line, wide: tuple[list[Any], dict[str, Any]], narrowed: Operands) -> Any:
+    """Do an operation in the wide dtype; in the step's own, if it is one that takes no other."""
+    args, kwargs = wide
+    try:
+        return in_float64(line.func)(*args, **kwargs)
+    except (RuntimeError, NotImplementedError):
+        if line.writes:
+            raise
+        args, kwargs = narrowed.of(line)
+        return line.func(*args, **kwargs)
 
 
 def _store(value: Tensor, given: Input | None, made: Tensor | None, words: LowWords) -> None:

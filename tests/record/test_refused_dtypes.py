@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from recorded_steps import interpreted
+from recorded_steps import LR, interpreted, off, start
+from recorded_steps import train as train_all
 from torch import Tensor
 
 import collage_fx
+from collage_fx.segments import segment
 
 
 def _of_the_step(x: Tensor) -> None:
@@ -80,3 +82,32 @@ def test_an_error_of_the_step_comes_up(library: None) -> None:
 
     with pytest.raises(RuntimeError, match="it takes bfloat16"):
         train(wrong, record=True)
+
+
+def quantized(x: Tensor) -> Tensor:
+    return torch.quantize_per_tensor(x, 0.1, 0, torch.qint8).dequantize()
+
+
+def fake_quantized(x: Tensor) -> Tensor:
+    scale, zero = torch.full((len(x),), 0.1), torch.zeros(len(x), dtype=torch.int32)
+    return torch.fake_quantize_per_channel_affine(x, scale, zero, 0, -127, 127)
+
+
+@pytest.mark.filterwarnings("ignore:.*fails on a part of the step", "ignore:.*quantize_per_tensor")
+@pytest.mark.parametrize("operation", [quantized, fake_quantized])
+def test_what_takes_fp32_only_is_given_that(
+    operation: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of fp32 values steps are done in float64."""
+
+    def update(p: Tensor, g: Tensor, state: Any) -> None:
+        if bool(p.isfinite().all()):
+            p.sub_(operation(p.float()).to(p.dtype), alpha=LR).sub_(g, alpha=LR)
+
+    exact, _ = train_all(update, torch.float64)
+    begin = torch.cat([p.detach().double().flatten() for p in start(torch.bfloat16)])
+    assert off(train_all(update, record=True)[0], exact, begin) < 0.02
+    if operation is fake_quantized:  # the control; the other is done at once
+        monkeypatch.setattr(segment, "_done_in", lambda line, given, _: line.func(*given[0]))
+        with pytest.raises(RuntimeError, match="found Double"):
+            train_all(update, record=True)
