@@ -96,9 +96,9 @@ class OptimizerStates(FunctionStates):
             called = [names.get(owned[i].name, owned[i].name) for i in changed]
             raise ResidualError(
                 f"{listed(called)} of {type(optimizer).__name__} had {old[first[0]]} in the last "
-                f"step, and has {first[1]} now, as after model.float(); moments and residuals are "
-                "those of the dtype before. Nothing was done. Give the model that dtype again; to "
-                "change it take whole values first, by master_state_dict(model, optimizer), and "
+                f"step, and has {first[1]} now, as after model.to(dtype); moments and residuals "
+                "are those of the dtype before. Nothing was done. Give the model that dtype again; "
+                "to change it take whole values first, by master_state_dict(model, optimizer), and "
                 "make a new optimizer"
             )
 

@@ -275,7 +275,11 @@ def report_of(step: Any) -> Report:
     """
     made = step_made_here(step, "_report")
     if made is None:
-        raise CollageError(f"{step!r} was not made by collage_fx.compile, which keeps the record")
+        called = f"the step of this {type(step).__name__}" if isinstance(step, Optimizer) else step
+        raise CollageError(
+            f"{called} was not made by collage_fx.compile, which keeps the record: call what that "
+            "returns, or give an optimizer such a step by collage_fx.compile_"
+        )
     return made._report()
 
 
