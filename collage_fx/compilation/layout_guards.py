@@ -82,8 +82,8 @@ def _is_static(node: Node) -> bool:
 
 def is_plain(*tensors: Any) -> bool:
     """Tell whether these are all tensors of no other class, with strides."""
-    return _PLAIN.issuperset(map(type, tensors)) and _STRIDED.issuperset(map(_layout, tensors))
+    return PLAIN.issuperset(map(type, tensors)) and STRIDED.issuperset(map(layout, tensors))
 
 
-_PLAIN, _STRIDED = frozenset({Tensor, Parameter}), frozenset({torch.strided})
-_layout = operator.attrgetter("layout")
+PLAIN, STRIDED = frozenset({Tensor, Parameter}), frozenset({torch.strided})
+layout = operator.attrgetter("layout")

@@ -99,8 +99,11 @@ def _given(optimizer: Optimizer) -> dict[int, str]:
 
 
 def _smallest_owner(params: set[int]) -> Module | None:
-    """Return the module with the fewest parameters, and parts, of those that have all of these."""
-    best, least = None, (0, 0)
+    """Return the module with the fewest parameters, and parts, of those that have all of these.
+
+    One of a class of its own comes first: while Dynamo compiles it has a bare one.
+    """
+    best, least = None, (False, 0, 0)
     for one in gc.get_objects() if params else ():
         # Not isinstance, which asks proxies and lazy modules for their class and may load them.
         kind = type(one)
@@ -110,7 +113,7 @@ def _smallest_owner(params: set[int]) -> Module | None:
             continue
         try:
             own = {id(p) for p in one.parameters()}
-            size = len(own), sum(1 for _ in one.modules())
+            size = kind is Module, len(own), sum(1 for _ in one.modules())
         except Exception:  # a module of somebody else's that does not let itself be looked at
             continue
         if params <= own and (best is None or size < least):

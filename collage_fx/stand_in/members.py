@@ -1,5 +1,6 @@
 """A parameter with its gradient and states, and when such are alike."""
 
+import operator
 import weakref
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, TypeAlias
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from collage_fx.compilation.layout_guards import is_plain
+from collage_fx.compilation.layout_guards import PLAIN, STRIDED, layout
 from collage_fx.runtime.kernels.argument_table import check_sizes
 from collage_fx.runtime.residuals.dtensor import (
     is_partial,
@@ -64,8 +65,11 @@ class Member:
                 update each element by itself.
         """
         p: Tensor = values[0]
-        by_shards = not is_plain(self.whole, self.whole.grad, *self.state.values())
-        if by_shards and (shaped or not is_plain(*values) or not self.is_sharded_alike()):
+        if not (PLAIN.issuperset(map(type, values)) and STRIDED.issuperset(map(layout, values))):
+            return None
+        wholes = (self.whole, self.whole.grad, *self.state.values())
+        by_shards = not all(map(operator.is_, values, wholes))
+        if by_shards and (shaped or not self.is_sharded_alike()):
             return None
         if not p.dim() or p.is_complex():
             return None

@@ -216,11 +216,15 @@ def clear_stale(
     cleared: dict[str, list[str]] = {}
     unsure = [(t, r) for t, r in pairs if r.expected is not None or not r.belongs(t)]
     all_fit = fit(unsure)
+    held: dict[int, Expected] = {}
+    """What was expected of residuals, and found: one may be that of several pairs, of tied weights
+    say, or of two tensors on its memory."""
     for tensor, residual in unsure:
+        expected = residual.expected or held.get(id(residual))
         if not all_fit and not fit([(tensor, residual)]):  # `ensure` replaces it
             why = _CHANGED if residual.has_content() else ""
-        elif residual.expected is not None and residual.expected(tensor, *residual.components):
-            why, residual.expected = "", None
+        elif expected is not None and expected(tensor, *residual.components):
+            why, residual.expected, held[id(residual)] = "", None, expected
         else:
             why = residual.stale(tensor)
         if why:
