@@ -16,6 +16,7 @@ import collage_fx
 from collage_fx.compilation.side_inputs import Code
 from collage_fx.dynamo.backend import Backend
 from collage_fx.record.known_states import KnownStates
+from collage_fx.runtime.residuals.store import STORE
 from collage_fx.stand_in.shared_graph import SharedGraph
 
 pytestmark = pytest.mark.kernels
@@ -81,11 +82,14 @@ def calls_in(do: Callable[[], Any]) -> int:
         calls += event == "call"
 
     before = sys.getprofile()
+    gc.collect()  # else it may begin within, and call what other tests have left
+    gc.disable()
     sys.setprofile(note)
     try:
         do()
     finally:
         sys.setprofile(before)
+        gc.enable()
     return calls
 
 
@@ -94,6 +98,8 @@ def test_the_step_after_a_load(
     fused: bool, most: int, graphs: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its parameters, states and residuals are looked at once, and bound to what was compiled."""
+    # Those of functions are found by memory, and other tests may have left some.
+    monkeypatch.setattr(STORE, "_of_memory", {})
     optimizer = adamw(sizes=[(8, 8)] * 10, fused=fused)
     trained(optimizer, 6)
     quiet = calls_in(optimizer.step)

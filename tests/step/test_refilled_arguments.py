@@ -11,8 +11,10 @@ from interpreter import without_compiler
 from torch import Tensor
 
 import collage_fx
+from collage_fx.compilation import residual_binding
 from collage_fx.errors import CollageWarning
-from collage_fx.runtime.residuals.residual import Residual
+from collage_fx.record import steps
+from collage_fx.runtime.residuals import residual
 from collage_fx.runtime.residuals.store import ResidualStore
 
 LR, ROUNDS, SHAPE = 1e-4, 4, (4, 3)
@@ -104,7 +106,8 @@ def test_by_their_versions_they_would_be_another_value_s(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control."""
-    monkeypatch.setattr(Residual, "settle_at_end", Residual.settle)
+    for module in (residual_binding, steps):
+        monkeypatch.setattr(module, "settle_at_end", residual.settle)
     monkeypatch.setattr(ResidualStore, "_renew", lambda store, residual: None)
     found, said = error(kind)
     assert found > 1 and not any("was cleared" in text for text in said)
