@@ -80,6 +80,8 @@ class Residuals:
     """The verdicts by the positions of the states."""
     introduced: bool = False
     """Whether the optimizers of its states are known."""
+    ensured: tuple[int, list[Residual | None]] = (-1, [])
+    """The generation of the store in the last call, and the residuals of then."""
 
     def gather(self, args: tuple[Any, ...]) -> "Gathered":
         """Find the residuals for a call and make sure that each belongs to its tensor."""
@@ -89,10 +91,13 @@ class Residuals:
         clear_stale([(t, r) for t, r in pairs if r is not None], self.named)
         ownerless = [] if self.introduced and all(found) else self._introduce(tensors)
         self.introduced = True
-        current = [
-            (tensor, STORE.ensure(tensor, self._storage(c), c.state_name, residual))
-            for tensor, c, residual in zip(tensors, self.carried, found, strict=True)
-        ]
+        if self.ensured != (generation, found):
+            found = [
+                STORE.ensure(tensor, self._storage(c), c.state_name, residual)
+                for tensor, c, residual in zip(tensors, self.carried, found, strict=True)
+            ]
+            self.ensured = STORE.generation, found
+        current = [(t, r) for t, r in zip(tensors, found, strict=True) if r is not None]
         for tensor in ownerless:
             STORE.share_by_memory(tensor)
         if generation != STORE.generation:  # some were laid out anew
