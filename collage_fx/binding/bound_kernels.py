@@ -92,7 +92,7 @@ class BoundKernels:
 
     @property
     def _devices(self) -> Sequence[torch.device]:
-        """Those on which the kernels take a seed."""
+        """The devices on which the kernels take a seed."""
         return [t.device for t in self.seeds.tensors] if self.seeds is not None else ()
 
     def fit(self) -> bool:

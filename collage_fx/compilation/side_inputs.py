@@ -1,5 +1,6 @@
 """What a graph's kernels take beside what AOTAutograd hands on, and what they make."""
 
+import functools
 import itertools
 import operator
 import threading
@@ -27,7 +28,7 @@ from collage_fx.passes.ir.program import StatePlan
 from collage_fx.runtime.errors import CollageError
 from collage_fx.runtime.expansion.stochastic import Seeds
 from collage_fx.runtime.kernels import left_out
-from collage_fx.runtime.residuals.dtensor import shard_of
+from collage_fx.runtime.residuals.dtensor import shard_of, shards_of
 from collage_fx.runtime.residuals.memory import Apart, has_memory
 from collage_fx.runtime.residuals.residual import Residual, next_draw
 from collage_fx.runtime.residuals.store import STORE
@@ -266,11 +267,11 @@ class Code:
     """The parts of a graph that is compiled in parts; `function` gets the arguments, and a call for
     each part, then."""
     beside: Sequence[Locate] = ()
-    """How to find tensors that it takes beside its arguments and `members`."""
+    """How to find the tensors that the graph takes beside its arguments and `members`."""
     apart: Apart | None = None
-    """Which of the tensors of its first call lay in memory of its states."""
+    """The tensors of the first call that lay in memory of states of the graph."""
     others: Sequence[Locate] = ()
-    """How to find those that are no states of it."""
+    """How to find the tensors that the graph takes and that are none of its states."""
     concluded: bool = False
     """Whether the residuals that its states were made with are kept or dropped."""
 
@@ -324,7 +325,7 @@ class Code:
             args: those of the graph.
             sized: whether all sizes are those of the first call.
         """
-        states = _found(self._held(), args)
+        states = _found(self._held, args)
         if not states:
             return True
         if self.apart is None:
@@ -338,6 +339,7 @@ class Code:
     def _sides(self) -> list[SideInputs]:
         return [one.side for one in self.parts or [self] if one.side is not None]
 
+    @functools.cached_property
     def _held(self) -> list[Locate]:
         """Return how to find the tensors that have residuals, and others of 16 bits it writes."""
         found = (side.residuals for side in self._sides())
@@ -424,8 +426,7 @@ def in_turn(first: Code | None, apart: list[Code], count: int) -> Code:
 
 
 def _found(finds: Iterable[Locate], args: tuple[Any, ...]) -> list[Tensor]:
-    found = (find(args) for find in finds)
-    return [shard_of(t) for t in found if t is not None]
+    return shards_of([t for find in finds if (t := find(args)) is not None])
 
 
 def _side(code: Code) -> SideInputs:

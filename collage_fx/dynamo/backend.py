@@ -44,6 +44,7 @@ from collage_fx.runtime.errors import CollageError, OptionError, own_name
 from collage_fx.runtime.kernels import left_out
 from collage_fx.runtime.residuals.memory import has_memory, shared_between_storages
 from collage_fx.runtime.residuals.residual import version
+from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import compensable_dtypes
 from collage_fx.segments.memory import storage_key
 
@@ -206,6 +207,8 @@ class _Step:
 
     def __init__(self, session: Backend, gm: GraphModule, example_inputs: Sequence[Any]) -> None:
         self.session = session
+        self.checked = -1
+        """The generation of the store in which every residual was known to this graph."""
         self.error: CollageError | None = None
         """What the calls raise: a backend that raises it would be passed over by Dynamo."""
         stand_ins = session.stand_ins if session.is_whole(gm) else None
@@ -327,6 +330,7 @@ class _Step:
                 return ()
             return supervisor.recorded(self, args)
         self.code.conclude(args)
+        self.checked = STORE.generation
         result = self._run(supervisor, args)
         if stand_ins is not None:
             stand_ins.outcome, stand_ins.code = Outcome.DONE, self.code
@@ -415,7 +419,7 @@ class _Step:
             self.waits -= 1
             if not self.waits:
                 self.code = self._again(gm, args, "now that it has run before")
-        if fits and self.code.misses_residual(args):
+        if fits and STORE.generation != self.checked and self.code.misses_residual(args):
             # Another graph, or a segment, has since given a residual to a state of this graph.
             self.code = self._again(gm, args, "again, as a state of it has a residual now")
             self.code.refused |= self.code.misses_residual(args)

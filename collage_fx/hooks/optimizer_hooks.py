@@ -281,8 +281,10 @@ def _has_attr(item: Any, tx: Any, name: str) -> Any:
 
 
 def _is_result_in_place(item: Any) -> bool:
-    """Tell whether a variable of Dynamo's is a tensor under the name of an operation's result, and
-    had another name before: what it knows of the tensor's attributes it knows of that one."""
+    """Tell whether a variable of Dynamo's is the result of an operation in place.
+
+    Dynamo knows the attributes of the tensor by the variable that the operation was given.
+    """
     if not isinstance(item, TensorVariable) or item.source is not None:
         return False
     node = item.proxy.node

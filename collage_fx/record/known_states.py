@@ -35,7 +35,7 @@ class KnownStates:
     states: list[int] = field(default_factory=list)
     """Which of the tensors may be compensated."""
     identities: list[int] = field(default_factory=list)
-    """Those of the discovery then."""
+    """The ids of the parameters and states when they were looked for."""
 
     def find(self) -> list[Owned]:
         """Return the states that there are now: those of before, if all tensors are the same."""

@@ -408,10 +408,12 @@ def run_joined(segment: Segment, call: Call, words: LowWords) -> None:
         try:
             if (dtype := operands.compares_in(line)) is not None:
                 result = compared(line.func, dtype, *args, **kwargs)
-            elif operands is left:
-                result = operands.function(line)(*args, **kwargs)
             else:
-                result = _done_in(line, (args, kwargs), narrowed)
+                func = operands.function(line)
+                if operands is left:
+                    result = func(*args, **kwargs)
+                else:
+                    result = _done_wide(func, line, (args, kwargs), narrowed)
         except BaseException:
             for at in unstored:  # as after the same error in eager PyTorch
                 _store(env[at], given.get(at), made.get(at), words)
@@ -428,16 +430,21 @@ def run_joined(segment: Segment, call: Call, words: LowWords) -> None:
             env[at] = None
 
 
-def _done_in(line: Line, wide: tuple[list[Any], dict[str, Any]], narrowed: Operands) -> Any:
-    """Do an operation in the wide dtype; in the step's own, if it is one that takes no other."""
+def _done_wide(
+    func: Callable[..., Any],
+    line: Line,
+    wide: tuple[list[Any], dict[str, Any]],
+    narrowed: Operands,
+) -> Any:
+    """Do an operation in the wide dtype, or in the step's own dtypes if it takes no other."""
     args, kwargs = wide
     try:
-        return in_float64(line.func)(*args, **kwargs)
+        return in_float64(func)(*args, **kwargs)
     except (RuntimeError, NotImplementedError):
         if line.writes:
             raise
         args, kwargs = narrowed.of(line)
-        return line.func(*args, **kwargs)
+        return func(*args, **kwargs)
 
 
 def _store(value: Tensor, given: Input | None, made: Tensor | None, words: LowWords) -> None:

@@ -19,7 +19,7 @@ from collage_fx.passes.ir.program import (
     Carried,
     Rewritten,
     Slice,
-    is_tensor,
+    is_scalar,
     other_outputs,
     value_of,
 )
@@ -94,9 +94,7 @@ def _cone(member: Slice, others: set[Node]) -> list[Node]:
 
 def _is_scalar(node: Node) -> bool:
     """Tell whether a node is a 0-d tensor, and not of low precision."""
-    return (
-        is_tensor(node) and not value_of(node).dim() and value_of(node).dtype not in LOW_PRECISION
-    )
+    return is_scalar(node) and value_of(node).dtype not in LOW_PRECISION
 
 
 def _feeds(member: Slice, part: Slice) -> dict[int, int]:

@@ -5,7 +5,7 @@ from torch._functorch._aot_autograd.descriptors import SyntheticBaseAOTInput, Vi
 from torch.fx import Node
 
 from collage_fx.passes.ir.graph_memory import mutations
-from collage_fx.passes.ir.program import LOW_PRECISION, Carried, Program, is_tensor, value_of
+from collage_fx.passes.ir.program import LOW_PRECISION, Carried, Program, is_scalar
 from collage_fx.runtime.expansion.eft import FP8
 
 
@@ -30,7 +30,7 @@ def capture(program: Program) -> None:
             carried.takes_over = index in program.keep
             program.carried.append(carried)
             label = carried.state_name.short
-        if is_tensor(placeholder) and value_of(placeholder).dim() == 0:
+        if is_scalar(placeholder):
             label = label or program.label(placeholder)
             placeholder.meta["label"] = placeholder.name if label in labels else label
             labels.add(label)

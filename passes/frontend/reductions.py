@@ -9,17 +9,18 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from collage_fx.passes.frontend.decompose import like
-from collage_fx.passes.frontend.scales import (
-    COPY,
-    is_16_bit,
-    is_one_of_many,
-    is_scalar,
-    makes_scale,
-    tensors_of,
-)
+from collage_fx.passes.frontend.scales import is_16_bit, is_one_of_many, makes_scale, tensors_of
 from collage_fx.passes.frontend.slice import elementwise, shape_of
-from collage_fx.passes.ir.graph_memory import ORIGIN, WIDENED
-from collage_fx.passes.ir.program import CASTS, CONVERT, Program, graph_of, is_tensor, value_of
+from collage_fx.passes.ir.graph_memory import ORIGIN, WIDENED, mutations
+from collage_fx.passes.ir.program import (
+    CASTS,
+    CONVERT,
+    Program,
+    graph_of,
+    is_scalar,
+    is_tensor,
+    value_of,
+)
 from collage_fx.runtime.expansion.eft import SIXTEEN_BITS
 
 aten = torch.ops.aten
@@ -58,7 +59,7 @@ ROUNDED_ONCE = frozenset({aten.add.Tensor, aten.div.Tensor, aten.mul.Tensor, ate
 """Operations that are exact but for one rounding, for which an operand need not be rounded too."""
 PRODUCTS = frozenset({aten.div.Tensor, aten.mul.Tensor})
 """Of these, those whose results need not be rounded before the next of them either."""
-HOLDS = MOVES | {COPY, "output"}
+HOLDS = MOVES | {aten.copy_.default, "output"}
 """What stores a product, or parts of it: the rest of the step is to compute with what is stored."""
 SMOOTH = (ROUNDED_ONCE | SUMS | HOLDS | CASTS) | {
     aten.lerp.Scalar,
@@ -164,6 +165,8 @@ class _Widening:
     def __init__(self, graph: Graph, casts: set[str]) -> None:
         self.graph = graph
         self.inputs = list(graph.find_nodes(op="placeholder"))
+        self.written = mutations(graph)
+        """The inputs that are written: a state is in a slice, where nothing is rounded."""
         self.casts = casts
         """Names of the casts of the step itself, in its source."""
         self.wide: dict[Any, Node] = {}
@@ -187,7 +190,7 @@ class _Widening:
         if node.op == "placeholder":
             if is_scalar(node) and not is_16_bit(node):
                 self.scalars.add(node)
-            elif is_scalar(node) and makes_scale(node):
+            elif is_scalar(node) and node not in self.written and makes_scale(node):
                 self._hand_on(node)
         elif node.op != "call_function":
             return
@@ -252,14 +255,15 @@ class _Widening:
         return rounded
 
     def _is_given(self, node: Node) -> bool:
-        """Tell whether a node returns numbers that it is given, or that nobody can have whole."""
-        chosen = node.target in CHOICES or is_one_of_many(node)
-        return chosen and not any(a in self.wide for a in node.all_input_nodes)
+        """Tell whether a node returns elements of 16-bit operands, or rounds its result itself."""
+        if node.target in SUMS or any(a in self.wide for a in node.all_input_nodes):
+            return False
+        return node.target in CHOICES or is_one_of_many(node)
 
     def _in_fp32(self, node: Node) -> Node:
         vals = [like(v, WIDE) for v in tensors_of(node)]
         val = vals[0] if is_tensor(node) else vals
-        if node.target not in SUMS and self._is_given(node):
+        if self._is_given(node):
             return self._call(node, CONVERT, node, WIDE, val=val)
         if node.target in SUMS:
             args = map_arg(node.args, lambda a: self.wide.get(a, a))

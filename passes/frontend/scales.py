@@ -2,15 +2,12 @@
 
 import operator
 
-import torch
 from torch import Tensor
 from torch.fx import Node
 
 from collage_fx.passes.frontend.slice import elementwise
-from collage_fx.passes.ir.program import CASTS, is_tensor, value_of
+from collage_fx.passes.ir.program import CASTS, is_scalar, is_tensor
 from collage_fx.runtime.expansion.eft import SIXTEEN_BITS
-
-COPY = torch.ops.aten.copy_.default
 
 
 def tensors_of(node: Node) -> tuple[Tensor, ...]:
@@ -26,25 +23,13 @@ def is_16_bit(node: Node) -> bool:
     return bool(vals) and all(v.dtype in SIXTEEN_BITS for v in vals)
 
 
-def is_scalar(node: Node) -> bool:
-    """Tell whether a node is a 0-d tensor."""
-    return is_tensor(node) and value_of(node).dim() == 0
-
-
 def makes_scale(node: Node) -> bool:
-    """Tell whether larger tensors read a number that is computed of this one, which is given.
-
-    A state that is written is in a slice, where nothing is rounded.
-    """
+    """Tell whether larger tensors read a number that is computed of a number in 16 bits."""
     seen, scalars = set[Node](), [node]
     while scalars:
-        for user in scalars.pop().users:
-            if user.target is COPY:
-                if user.args[0] is node:
-                    return False
-            elif user not in seen and elementwise(user) and is_scalar(user):
-                seen.add(user)
-                scalars.append(user)
+        users = [u for u in scalars.pop().users if elementwise(u) and is_scalar(u)]
+        scalars += (u for u in users if u not in seen)
+        seen.update(users)
     return any(is_tensor(u) and not is_scalar(u) for n in seen for u in n.users)
 
 

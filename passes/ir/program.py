@@ -388,3 +388,8 @@ def value_of(node: Operand) -> Tensor:
 def is_tensor(node: object) -> bool:
     """Tell whether node is a graph node that stands for one tensor."""
     return isinstance(node, Node) and isinstance(node.meta.get("val"), Tensor)
+
+
+def is_scalar(node: Node) -> bool:
+    """Tell whether node stands for a 0-d tensor."""
+    return is_tensor(node) and value_of(node).dim() == 0

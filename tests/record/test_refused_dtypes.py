@@ -108,6 +108,6 @@ def test_what_takes_fp32_only_is_given_that(
     begin = torch.cat([p.detach().double().flatten() for p in start(torch.bfloat16)])
     assert off(train_all(update, record=True)[0], exact, begin) < 0.02
     if operation is fake_quantized:  # the control; the other is done at once
-        monkeypatch.setattr(segment, "_done_in", lambda line, given, _: line.func(*given[0]))
+        monkeypatch.setattr(segment, "_done_wide", lambda func, _, given, __: func(*given[0]))
         with pytest.raises(RuntimeError, match="found Double"):
             train_all(update, record=True)
