@@ -91,7 +91,7 @@ gpu: a-gpu $(READY)
 	$(BIN)/python benchmarks/memory.py --device cuda
 	$(BIN)/python benchmarks/train_gpt.py --device cuda
 
-# What a GPU has to show, in two runs of six minutes, with the Python that is there: it needs torch,
+# What a GPU has to show, in runs of five to ten minutes, with the Python that is there: it needs torch,
 # triton, numpy and pytest, and asks no network. What the two targets below leave in build/ is used.
 #   make gpu-here RUN=A        make gpu-here RUN=B ARGS="--commit 85bc725"
 #   make gpu-here ARGS=--dry   for the CPU

@@ -1,7 +1,8 @@
-"""All that a GPU has to show, in two runs of six minutes each, the most valued parts first.
+"""All that a GPU has to show, in three runs of five to seven minutes, the most valued parts first.
 
     python benchmarks/gpu_check.py --run A        words, kernels, whole steps, graphs, limits
-    python benchmarks/gpu_check.py --run B        peers, training, sizes, tests
+    python benchmarks/gpu_check.py --run B        peers, training, tests
+    python benchmarks/gpu_check.py --run C        what limits kernels, sizes, what compiles for long
 
 Needs torch with CUDA, triton, numpy and pytest, and nothing installed of this project: `make
 gpu-here RUN=A` lays the packages out under build/site. A part is a process of its own, which
@@ -55,6 +56,7 @@ SLOW_PEERS = ("torchao rounding", "torchao 8-bit", "heavyball")
 WHOLE = ("plus eft", "master", "remainder16", "plain fused")
 """They train models."""
 LARGEST = ("plus eft", "master")
+PROFILED = ("plus eft", "mcf3")
 RUNS: dict[str, dict[str, Part]] = {
     "A": {
         "A1 device": Part("gpu_steps.device", 40),
@@ -63,23 +65,28 @@ RUNS: dict[str, dict[str, Part]] = {
         **{f"A3 {way}": Part("gpu_kernels.variant", 40, way) for way in VARIANTS},
         "A4 steps": Part("gpu_steps.host", 80),
         "A5 graphs": Part("gpu_steps.graphs", 60),
-        "A6 limits": Part("gpu_limits.large", 70),
+        "A6 limits": Part("gpu_limits.large", 90),
     },
     "B": {
         **{f"B1 {way}": Part("gpu_training.peer", 45, way) for way in PEERS},
         **{f"B2 {way}": Part("gpu_training.losses", 45, way) for way in WHOLE},
         **{f"B3 {way}": Part("gpu_training.trained", 40, way) for way in WHOLE},
         **{f"B3 batch, {way}": Part("gpu_training.batch", 40, way) for way in LARGEST},
-        "B4 profile": Part("gpu_kernels.profile", 60, "plus eft"),
-        "B5 tests": Part("gpu_steps.tests", 100),
-        "B4 chunks": Part("gpu_kernels.chunks", 60),
-        **{f"B6 {way}": Part("gpu_training.peer", 60, way) for way in SLOW_PEERS},
-        "B7 graphs of Inductor": Part("gpu_steps.inductors_graphs", 60),
-        "B8 stock": Part("gpu_steps.stock", 100),
+        "B4 tests": Part("gpu_steps.tests", 120),
+    },
+    "C": {
+        **{f"C1 {way}": Part("gpu_kernels.blocks", 40, way) for way in VARIANTS},
+        "C2 chunks": Part("gpu_kernels.chunks", 60),
+        **{f"C3 profile, {way}": Part("gpu_kernels.profile", 120, way) for way in PROFILED},
+        **{f"C4 {way}": Part("gpu_training.peer", 60, way) for way in SLOW_PEERS},
+        "C5 graphs of Inductor": Part("gpu_steps.inductors_graphs", 60),
+        "C6 stock": Part("gpu_steps.stock", 100),
     },
 }
-"""The parts of both runs; what would be missed most comes first."""
+"""The parts of all runs; what would be missed most comes first."""
 PARTS = {name: part for run in RUNS.values() for name, part in run.items()}
+SECONDS = {"A": 390, "B": 320, "C": 600}
+"""For the parts of each run together."""
 Row = dict[str, object]
 
 
@@ -237,8 +244,8 @@ def _say(name: str, took: float, rows: list[Row]) -> None:
 
 def arguments() -> argparse.Namespace:
     """Return the command line's."""
-    parser = argparse.ArgumentParser(description="all that a GPU has to show, in two runs")
-    parser.add_argument("--run", choices=RUNS, help="A or B; both without it")
+    parser = argparse.ArgumentParser(description="all that a GPU has to show, in three runs")
+    parser.add_argument("--run", choices=RUNS, help="A, B or C; all without it")
     parser.add_argument("--parts", nargs="+", metavar="PART", help="names of parts, or beginnings")
     parser.add_argument("--seconds", type=float, help="for all parts together")
     parser.add_argument("--out", type=Path, help="rows, JSON; in $OUT where that is set")
@@ -311,7 +318,7 @@ def main() -> int:
             file=sys.stderr,
         )
         return 1
-    seconds = args.seconds or {"A": 310, "B": 380}.get(args.run, 690)
+    seconds = args.seconds or SECONDS.get(args.run, sum(SECONDS.values()))
     env = surroundings()
     command = [sys.executable, __file__, *(["--dry"] if args.dry else [])]
     command += ["--out", str(args.out), "--words", str(args.words), "--command", given()]

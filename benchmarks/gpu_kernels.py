@@ -65,22 +65,34 @@ def variant(setup: Setup, rows: Rows, name: str) -> None:
         free(setup)
 
 
+def blocks(setup: Setup, rows: Rows, name: str) -> None:
+    """Time a variant at GPT-1.5B with 4 elements in each thread, in place of those built in."""
+    way, elements = VARIANTS[name], count(setup.gpt)
+    step = way.make(parameters(setup.gpt, setup.device))
+    _replays(setup, rows, f"{name}, as built", step, way.moved * elements)
+    for block, warps in ((512, 4), (1024, 8)):
+        with _launched_with(None, block, warps):
+            said = f"{name}, blocks of {block}, {warps} warps"
+            _replays(setup, rows, said, step, way.moved * elements)
+
+
 def chunks(setup: Setup, rows: Rows) -> None:
     """Time other sizes of chunks and blocks, and other numbers of warps, than those built in."""
     for size, shapes in (("GPT-1.5B", setup.gpt), ("31M", setup.gpt[-14:])):
         step = WAYS["plus eft"].make(parameters(shapes, setup.device))
-        _replays(setup, rows, f"{size}, as built", step, count(shapes))
+        moved = WAYS["plus eft"].moved * count(shapes)
+        _replays(setup, rows, f"{size}, as built", step, moved)
         for chunk in (4096, 16384, 65536):
             for block, warps in ((512, 4), (1024, 4), (1024, 8), (2048, 8)):
                 name = f"{size}, chunks of {chunk}, blocks of {block}, {warps} warps"
                 with _launched_with(chunk, block, warps):
-                    _replays(setup, rows, name, step, count(shapes))
+                    _replays(setup, rows, name, step, moved)
         free(setup)
 
 
-def _replays(setup: Setup, rows: Rows, name: str, step: Step, elements: int) -> None:
+def _replays(setup: Setup, rows: Rows, name: str, step: Step, moved: float) -> None:
     times = between_events(setup, graph_of(setup, step), calls=3)
-    rows.measure(name, times, **bandwidth(setup, spread(times)["median"], 22 * elements))
+    rows.measure(name, times, **bandwidth(setup, spread(times)["median"], moved))
 
 
 class _Sizes(NamedTuple):
@@ -88,13 +100,15 @@ class _Sizes(NamedTuple):
     WARPS: int
 
 
-def _launched_with(chunk: int, block: int, warps: int) -> Any:
-    """Return a context in which launches have these sizes."""
+def _launched_with(chunk: int | None, block: int, warps: int) -> Any:
+    """Return a context in which launches have these sizes; None for chunks as built."""
     for kernel in MULTI_TENSOR_KERNELS.values():
         launch = kernel.runners.get("cuda")
         if isinstance(launch, triton_launch.Launch):
             launch.ready.clear()  # the geometry of the other chunks
-    sizes = {"chunk_of": lambda _: chunk, **_Sizes(block, warps)._asdict()}
+    sizes: dict[str, Any] = _Sizes(block, warps)._asdict()
+    if chunk is not None:
+        sizes["chunk_of"] = lambda _: chunk
     return mock.patch.multiple(triton_launch, **sizes)
 
 

@@ -27,9 +27,9 @@ from gpu_rows import Rows
 from gpu_timing import Setup
 
 BENCHMARKS = Path(gpu_check.__file__).parent
-QUICK = ("A1 device", "B4 profile", "B7 graphs of Inductor")
+QUICK = ("A1 device", "C3 profile, plus eft", "C5 graphs of Inductor")
+SKIPPED = ("C3 profile, plus eft", "C3 profile, mcf3", "C5 graphs of Inductor")
 PEERS = ("optimi", "flashoptim", "torchao", "heavyball")
-SKIPPED = ("B4 profile", "B7 graphs of Inductor")
 CONDITIONS = {"copy, GB/s", *gpu_rows.CONDITIONS}
 
 
@@ -168,8 +168,8 @@ def test_without_a_gpu_or_with_an_unknown_part_it_says_so(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert gpu_check.main() == 1
     assert "finds no CUDA device here; with --dry" in capsys.readouterr().err
-    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--dry", "--parts", "C1"])
-    with pytest.raises(SystemExit, match="no part begins with 'C1'"):
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--dry", "--parts", "D1"])
+    with pytest.raises(SystemExit, match="no part begins with 'D1'"):
         gpu_check.main()
 
 
