@@ -355,6 +355,11 @@ class Code:
         }
         return [find for number, find in taken.items() if number not in states]
 
+    @functools.cached_property
+    def anew(self) -> list[Locate]:
+        """Return how to find the states that it computes anew without compensation."""
+        return [f for f, plan in self.states if plan.computed_anew and not plan.compensated]
+
     def written(self, args: tuple[Any, ...]) -> list[tuple[Tensor, StatePlan]]:
         """Return the tensors of 16 bits that a call writes."""
         return [(t, plan) for find, plan in self.states if (t := find(args)) is not None]

@@ -336,8 +336,8 @@ class Executors:
         """
         return any(
             owned.owner != "state"
-            for tensor, plan in code.written(args)
-            if plan.computed_anew and not plan.compensated
+            for find in code.anew
+            if (tensor := find(args)) is not None
             for owned in self.words.states_in(tensor)
         )
 

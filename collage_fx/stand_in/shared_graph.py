@@ -128,7 +128,7 @@ class SharedGraph:
         self.plain = [self._place_of(find(observed.args)) for find in residuals.others]
         self.plans = residuals.plan
         self.states = [(self._place_of(find(observed.args)), plan) for find, plan in code.states]
-        self.computes_anew = any(p.computed_anew and not p.compensated for _, p in code.states)
+        self.computes_anew = bool(code.anew)
         """Whether it may have to be recorded, where whole values have low words."""
         self.place.clear()
 

@@ -339,7 +339,7 @@ class TensorSnapshot:
         self.places = array("q", [*contents.arguments, *nowhere])
         self.given = array("q", contents.given_arguments)
         apart = Apart(self.tensors, contents.given)
-        self.sizes, self.bounds = array("q", apart.other_sizes), array("q", apart.last[1])
+        self.sizes, self.bounds = array("q", apart.other_sizes), array("q", apart.bounds)
         items = [(one, tuple(found)) for one, found in contents.containers]
         sharded = [(t, shard_of(t)) for t in contents.sharded]
         self._kept = _Fields(

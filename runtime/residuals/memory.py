@@ -50,25 +50,34 @@ class Apart:
         """Note where they lie now."""
         sizes = extents((*states, *others))
         self.sizes, self.other_sizes = sizes[: len(states)], sizes[len(states) :]
-        starts = list(map(address, states))
+        starts, beside = list(map(address, states)), list(map(address, others))
         self.shared, bounds = self._placed(starts)
         """The places of states that share memory."""
-        self.last = starts, bounds
-        """Where each state began in the last call, and the bounds of the memory of all, begin and
-        end by turns, in order: replaced as one, since another thread may ask too."""
-        self.within = self._within(bounds, others) if others else []
+        self.last = starts, beside, bounds
+        """Where each state and each other tensor began in the last call that was as the first, and
+        `bounds`: replaced as one, since another thread may ask too."""
+        self.within = self._within(bounds, beside)
         """The places of others that lie in memory of states."""
+
+    @property
+    def bounds(self) -> Sequence[int]:
+        """The bounds of the memory of all states, begin and end by turns, in order."""
+        return self.last[2]
 
     def hold(self, states: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
         """Tell whether those that share memory are the same, all being laid out as they were."""
-        starts = list(map(address, states))
-        known, bounds = self.last
+        starts, beside = list(map(address, states)), list(map(address, others))
+        known, known_beside, bounds = self.last
         if starts != known:
             shared, bounds = self._placed(starts)
             if shared != self.shared:
                 return False
-            self.last = starts, bounds
-        return self._within(bounds, others) == self.within
+        elif beside == known_beside:
+            return True
+        if self._within(bounds, beside) != self.within:
+            return False
+        self.last = starts, beside, bounds
+        return True
 
     def is_like(self, other: "Apart") -> bool:
         """Tell whether those that share memory are the same, whatever their sizes."""
@@ -83,9 +92,9 @@ class Apart:
             shared = {frozenset(places) for _, _, places in spans if len(places) > 1}
         return shared, [bound for start, end, _ in spans for bound in (start, end)]
 
-    def _within(self, bounds: Sequence[int], others: Sequence[Tensor]) -> list[int]:
+    def _within(self, bounds: Sequence[int], starts: Sequence[int]) -> list[int]:
         count, found = len(bounds), []
-        for k, (start, size) in enumerate(zip(map(address, others), self.other_sizes, strict=True)):
+        for k, (start, size) in enumerate(zip(starts, self.other_sizes, strict=True)):
             at = bisect_right(bounds, start)
             if size and (at % 2 or (at < count and bounds[at] < start + size)):
                 found.append(k)

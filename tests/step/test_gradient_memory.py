@@ -63,9 +63,7 @@ def of_gradients(params: list[Tensor], _: Optimizer) -> None:
 class Blind(Apart):
     """Sees no memory of states."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.last = [], []
+    bounds: Any = ()
 
     def hold(self, *_: Any) -> bool:
         return True
