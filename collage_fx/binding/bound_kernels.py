@@ -49,6 +49,7 @@ class BoundKernels:
         """
         self.direct, self.seeds = _repeatable(direct), seeds
         self.residuals = [residual for _, residual in observed.residuals.current]
+        self.kept = kept_of(observed.residuals)
         memory = self.direct.allocate()
         contents = dataclasses.replace(contents, others=[*contents.others, *memory])
         self.known = [*contents.guarded, *contents.others]
@@ -118,8 +119,15 @@ class BoundKernels:
         self.launches.run(self.snapshot, self.first, [fresh[k - self.first] for k in self.taken])
         torch.autograd.graph.increment_version(written)
         self.snapshot.settle()
+        for tensor, residual in self.kept:
+            residual.keep(tensor)
         ends = (*direct.constants, *made)
         return [ends[n - direct.first_made + len(direct.constants)] for n in direct.results]
+
+
+def kept_of(known: Gathered) -> list[tuple[Tensor, Residual]]:
+    """Return the states, with residuals, of which each step keeps the bits."""
+    return [(t, r) for t, r in known.current if r.kept is not None]
 
 
 def current_residuals(known: Iterable[Gathered]) -> dict[int, tuple[Tensor, Residual]]:

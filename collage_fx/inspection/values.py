@@ -22,11 +22,11 @@ def residuals(tensor: Tensor) -> tuple[Tensor, ...]:
     Each has the shape and device of tensor, and the dtype that its storage says: that of tensor
     for `mcf2`, whose value is the sum of both. A residual whose tensor was written since from
     outside does not count, nor does that of a checkpoint beside other values than it was saved
-    with; the next step clears it.
+    with; the next step clears it. Where it is known which elements were written, only these do not
+    count, and the components are copies until the next step.
     """
-    residual = _present(tensor, "residuals")
-    components = () if residual is None else residual.components
-    return tuple(sharded_like(c, tensor) for c in components)
+    _, components = _present(tensor, "residuals")
+    return tuple(sharded_like(c, tensor) for c in components or ())
 
 
 def value(tensor: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -37,10 +37,10 @@ def value(tensor: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     """
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise OptionError(f"dtype={dtype!r} is no floating dtype of torch")
-    residual = _present(tensor, "value")
-    if residual is None:
+    residual, components = _present(tensor, "value")
+    if residual is None or components is None:
         return tensor.detach().to(dtype)
-    return sharded_like(residual.whole(shard_of(tensor)).to(dtype), tensor)
+    return sharded_like(residual.whole(shard_of(tensor), components).to(dtype), tensor)
 
 
 def draws(tensor: Tensor) -> int:
@@ -78,10 +78,10 @@ def _checked(tensor: Any, function: str) -> Tensor:
     return tensor
 
 
-def _present(tensor: Any, function: str) -> Residual | None:
-    """Return the residual of tensor if it belongs to its present value."""
+def _present(tensor: Any, function: str) -> tuple[Residual | None, tuple[Tensor, ...] | None]:
+    """Return the residual of tensor, and its components as they belong to its present value."""
     residual = STORE.get(shard_of(_checked(tensor, function)))
-    return residual if residual is not None and residual.is_present(shard_of(tensor)) else None
+    return residual, None if residual is None else residual.present(shard_of(tensor))
 
 
 def _name_of(tensor: Tensor) -> StateName:

@@ -256,5 +256,19 @@ class Service:
             warn(left)
 
 
+def written_between_steps(states: Iterable[Owned]) -> list[str]:
+    """Say of which states the bits are kept, since others have written them, and what was lost."""
+    states = list(states)
+    pairs = zip(states, STORE.of([o.tensor for o in states]), strict=True)
+    found = [(o.name, r, r.kept) for o, r in pairs if r is not None and r.kept is not None]
+    if not found:
+        return []
+    size, lost = sum(kept.nbytes for *_, kept in found), sum(int(r.lost) for _, r, _ in found)
+    return [
+        f"written from outside between steps: {listed([name for name, *_ in found])}. A copy of "
+        f"the bits is kept, {size:,} bytes; {lost:,} elements have lost their residual since"
+    ]
+
+
 def _memory(tensor: Tensor) -> tuple[Any, ...]:
     return memory_key(tensor), layout_of(tensor)

@@ -34,6 +34,7 @@ from collage_fx.optimizer.ownership import (
 from collage_fx.optimizer.served import Report, put_in_place
 from collage_fx.optimizer.state_table import sort_key
 from collage_fx.passes.ir.program import LOW_PRECISION
+from collage_fx.record.service import written_between_steps
 from collage_fx.record.steps import Steps
 from collage_fx.runtime import progress
 from collage_fx.stand_in.steps import StandInSteps
@@ -305,6 +306,7 @@ def _report(supervisor: Steps, session: Backend) -> Report:
             *sorted(session.warned | session.notes),
             *supervisor.executors.outside_graphs(),
             *supervisor.recorder.unrecorded.notes(),
+            *written_between_steps(supervisor.states.find()),
         ],
         supervisor.steps,
     )

@@ -46,15 +46,19 @@ def same_bits(tensor: Tensor) -> Callable[..., bool]:
 
     For memory that nobody counts versions of: a buffer of gradients, say, written through `.data`.
     """
-    before = tensor.detach().clone().view(_INTEGERS[tensor.itemsize])
+    before = bits_of(tensor).clone()
 
     def expected(now: Tensor, *residuals: Tensor) -> bool:
-        if now.shape != tensor_shape or now.itemsize != before.itemsize:
+        if now.shape != before.shape or now.itemsize != before.itemsize:
             return False
-        return torch.equal(now.detach().view(before.dtype), before)
+        return torch.equal(bits_of(now), before)
 
-    tensor_shape = tensor.shape
     return expected
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """Return a view of the bits of a tensor, as integers."""
+    return tensor.detach().view(_INTEGERS[tensor.itemsize])
 
 
 def rows_match(rows: Tensor, tensor: Tensor, *residuals: Tensor) -> bool:

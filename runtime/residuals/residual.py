@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from collage_fx.runtime.errors import CollageWarning, listed
-from collage_fx.runtime.residuals.checksum import same_bits
+from collage_fx.runtime.residuals.checksum import bits_of, same_bits
 from collage_fx.runtime.residuals.components import zeros
 from collage_fx.runtime.residuals.memory import address
 from collage_fx.runtime.storage.registry import STORAGES, value_in_float64
@@ -18,6 +19,14 @@ from collage_fx.runtime.storage.state_name import StateName
 
 _CHANGED = "the tensor has another shape, dtype or device by now"
 _OUTSIDE = "it was written from outside the compiled step"
+_IN_TIME = (
+    "To keep a residual, write the tensor before the first step or load weights and optimizer from "
+    "one checkpoint."
+)
+_FROM_NOW_ON = (
+    "From now on a copy of its bits is kept, as large as itself, so that elements which such a "
+    "write leaves as they are, or restores, keep theirs."
+)
 Expected = Callable[..., bool]
 """(tensor, *components) -> whether they are as they were saved together."""
 
@@ -62,6 +71,12 @@ class Residual:
     nothing; None until the second one."""
     refilled: bool = False
     """Whether others were seen to write the tensor, and that was said."""
+    kept: Tensor | None = None
+    """The bits of the tensor when the residual was last settled, from the first write from outside
+    on: they tell which elements a later one changes."""
+    lost: int | Tensor = 0
+    """The elements of which later writes have cleared a residual; on the device of the tensor, so
+    that nobody waits for it."""
     address: int = field(init=False)
     _versions: "array[int]" = field(init=False)
     _slot: int = field(default=0, init=False)
@@ -92,6 +107,42 @@ class Residual:
         for component in self.components:
             component.zero_()
 
+    def keep(self, tensor: Tensor) -> None:
+        """Have a write from outside clear no more than the elements of tensor that it changes."""
+        with torch.no_grad(), _disable_current_modes():
+            bits = bits_of(tensor)
+            if self.kept is None or self.kept.shape != bits.shape:
+                self.kept = torch.empty_like(bits)
+            self.kept.copy_(bits)
+
+    def clear_changed(self, tensor: Tensor) -> None:
+        """Clear the elements that a write from outside has changed since the bits were kept."""
+        with torch.no_grad(), _disable_current_modes():
+            changed = self._changed(tensor)
+            lost = torch.zeros_like(changed)
+            for component in map(bits_of, self.components):
+                lost |= changed & (component != 0)
+                component.masked_fill_(changed, 0)
+            self.lost += lost.sum()
+
+    def _changed(self, tensor: Tensor) -> Tensor:
+        """Return where the bits of tensor are not those that are kept."""
+        assert self.kept is not None
+        return bits_of(tensor) != self.kept
+
+    def present(self, tensor: Tensor) -> tuple[Tensor, ...] | None:
+        """Return the components that belong to the present value of tensor, None if none do.
+
+        Copies where a write from outside has changed some elements, which have none.
+        """
+        if self.is_present(tensor):
+            return self.components
+        if self.expected is not None or not self.knows_elements(tensor):
+            return None
+        changed = self._changed(tensor)
+        found = [bits_of(c).masked_fill(changed, 0).view(c.dtype) for c in self.components]
+        return tuple(found)
+
     def has_content(self) -> bool:
         """Tell whether any component is not zero."""
         return any(bool(component.any()) for component in self.components)
@@ -115,9 +166,10 @@ class Residual:
         self.components = tuple(n.copy_(c) for n, c in zip(new, self.components, strict=True))
         self._versions[self._slot] = -2
 
-    def whole(self, tensor: Tensor) -> Tensor:
-        """Return the value of tensor and its components, in float64."""
-        return value_in_float64(self.storage, tensor.detach(), self.components)
+    def whole(self, tensor: Tensor, components: tuple[Tensor, ...] | None = None) -> Tensor:
+        """Return the value of tensor and its components, or these, in float64."""
+        found = self.components if components is None else components
+        return value_in_float64(self.storage, tensor.detach(), found)
 
     def belongs(self, tensor: Tensor) -> bool:
         """Tell whether tensor is as it was when the residual was last settled."""
@@ -127,9 +179,16 @@ class Residual:
     def is_present(self, tensor: Tensor) -> bool:
         """Tell whether it is of the present value of tensor; one of a checkpoint is looked at."""
         if self.expected is None:
-            return self.belongs(tensor)
+            if self.belongs(tensor):
+                return True
+            return self.knows_elements(tensor) and not bool(self._changed(tensor).any())
         # It stays what it is: the values that it was saved with may be loaded after it.
         return self.expected(tensor, *self.components)
+
+    def knows_elements(self, tensor: Tensor) -> bool:
+        """Tell whether it is known which elements of tensor have changed since it was settled."""
+        kept = self.kept
+        return kept is not None and kept.shape == tensor.shape and not self._written_by_borrower()
 
     def _written_by_borrower(self) -> bool:
         """Tell whether who was lent the components has written them."""
@@ -180,6 +239,8 @@ def settle(pairs: Sequence[tuple[Tensor, Residual]]) -> None:
     for (tensor, residual), number in zip(pairs, versions, strict=True):
         residual._versions[residual._slot] = number
         residual.address, residual.lent = address(tensor), ()
+        if residual.kept is not None:
+            residual.keep(tensor)
 
 
 def settle_at_end(pairs: Sequence[tuple[Tensor, Residual]]) -> None:
@@ -207,42 +268,49 @@ def clear_stale(
 ) -> None:
     """Clear every residual that no longer belongs to its tensor, with one warning for all.
 
-    An argument of a function that is filled anew for each call is named once.
+    From the first such write on the bits of the tensor are kept, and a later one clears no more
+    than the elements that it changes, without a warning. Not so of an argument of a function that
+    is filled anew for each call, which is named once.
 
     Args:
         pairs: tensors with their residuals.
         named: returns what to call a tensor, of the name that its residual has.
     """
-    cleared: dict[str, list[str]] = {}
+    cleared: dict[tuple[str, str], list[str]] = {}
     unsure = [(t, r) for t, r in pairs if r.expected is not None or not r.belongs(t)]
     all_fit = fit(unsure)
     held: dict[int, Expected] = {}
     """What was expected of residuals, and found: one may be that of several pairs, of tied weights
     say, or of two tensors on its memory."""
     for tensor, residual in unsure:
-        expected = residual.expected or held.get(id(residual))
+        expected, then = residual.expected or held.get(id(residual)), _IN_TIME
         if not all_fit and not fit([(tensor, residual)]):  # `ensure` replaces it
             why = _CHANGED if residual.has_content() else ""
         elif expected is not None and expected(tensor, *residual.components):
             why, residual.expected, held[id(residual)] = "", None, expected
+        elif expected is None and residual.knows_elements(tensor):
+            residual.clear_changed(tensor)
+            why = ""
         else:
             why = residual.stale(tensor)
+            if expected is None and residual.renewed is False and version(tensor) >= 0:
+                residual.keep(tensor)
+                then = _FROM_NOW_ON
         if why:
             residual.clear()
             if not (residual.shared and residual.refilled):
-                cleared.setdefault(why, []).append(str(residual.name))
+                cleared.setdefault((why, then), []).append(str(residual.name))
             residual.refilled = True
     settle(unsure if all_fit else [pair for pair in unsure if fit([pair])])
-    for why, names in cleared.items():
-        warn_of_cleared(list(map(named, names)), why)
+    for (why, then), names in cleared.items():
+        warn_of_cleared(list(map(named, names)), why, then)
 
 
-def warn_of_cleared(names: list[str], why: str) -> None:
-    """Warn that the residuals of these were cleared."""
+def warn_of_cleared(names: list[str], why: str, then: str = _IN_TIME) -> None:
+    """Warn that the residuals of these were cleared; `then` is what can be done, or will be."""
     warnings.warn(
         f"collage_fx: the residual of {listed(names)} was cleared, because {why}. The step goes on "
-        "from the stored value. To keep a residual, write the tensor before the first step or "
-        "load weights and optimizer from one checkpoint.",
+        f"from the stored value. {then}",
         CollageWarning,
         stacklevel=3,
     )

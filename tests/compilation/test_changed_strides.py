@@ -37,15 +37,18 @@ def trained(count: int, change: Callable[[Tensor], Tensor], steps: int = 3) -> t
     optimizer = torch.optim.SGD(params, lr=LR)
     step = collage_fx.compile(optimizer)
     first, want = params[0], params[0].detach().double()
-    for _ in range(3):
+    for changed in range(3):
         for _ in range(steps):
             for p in params:
                 p.grad = gradient()
             step()
         want -= LR * steps * gradient().double()
         torch.testing.assert_close(collage_fx.value(first), want, rtol=2.0**-16, atol=0)
+        before = first.detach().clone()
         first.data = change(first.data)
-        want = first.detach().double()  # the low word of other strides is of no present value
+        high = first.detach()
+        # Later than the first time it is known which elements are what they were.
+        want = torch.where(high == before, want, high.double()) if changed else high.double()
     for p in params[1:]:  # whose strides stay
         moved = 9 * LR * gradient().double()
         torch.testing.assert_close(collage_fx.value(p), 1.5 - moved, rtol=2.0**-16, atol=0)
@@ -60,7 +63,7 @@ def test_a_parameter_of_other_strides_trains_on(
     with pytest.warns(CollageWarning, match=r"params\[0\] was cleared") as caught:
         first, *_ = trained(count, change)
     said = [str(w.message) for w in caught if w.category is CollageWarning]
-    assert len(said) == len([m for m in said if "was cleared" in m]) == 2
+    assert len(said) == len([m for m in said if "was cleared" in m]) == 1
     assert gradient().unique().numel() > 4 and not torch.equal(gradient(), gradient().t())
     assert bool((first.detach() == 1.5).any())  # a control: plain bf16 would lose what is small
 

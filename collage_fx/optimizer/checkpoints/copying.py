@@ -14,7 +14,6 @@ from collage_fx.optimizer.checkpoints.own_methods import OwnMethod
 from collage_fx.optimizer.ownership import compensated_tensors
 from collage_fx.optimizer.plain_steps import watch_copy
 from collage_fx.runtime.residuals.dtensor import shard_of
-from collage_fx.runtime.residuals.residual import Residual
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.state_name import StateName
 
@@ -66,7 +65,7 @@ class _Carrier:
 
     def __reduce__(self) -> Any:
         optimizer: Any = self.optimizer()
-        entries = [(t, *_content(r)) for t, r in _residuals(optimizer)]
+        entries = [(t, *content) for t, content in _residuals(optimizer)]
         return _restore, (optimizer, entries, copy.deepcopy(history_of(optimizer)))
 
 
@@ -78,7 +77,7 @@ def copy_residuals(optimizer: Any, memo: dict[int, Any]) -> None:
         memo: of copy.deepcopy; it has the copy.
     """
     found = _residuals(optimizer)
-    entries = [(copy.deepcopy(t, memo), *_content(residual)) for t, residual in found]
+    entries = [(copy.deepcopy(t, memo), *content) for t, content in found]
     _restore(memo[id(optimizer)], entries, copy.deepcopy(history_of(optimizer)))
 
 
@@ -94,16 +93,13 @@ def _restore(optimizer: Optimizer, entries: Iterable[Any], history: History) -> 
     set_history(optimizer, history)
 
 
-def _content(residual: Residual) -> tuple[Any, ...]:
-    found = residual.name, residual.storage, list(residual.components)
-    return *found, residual.draws, residual.expected
-
-
-def _residuals(optimizer: Optimizer) -> Iterator[tuple[Tensor, Residual]]:
-    """Yield parameters and states with the residuals that belong to them, or may."""
-    for owned, residual in compensated_tensors(optimizer):
-        if residual.expected is not None or residual.belongs(owned.tensor):
-            yield owned.whole, residual
+def _residuals(optimizer: Optimizer) -> Iterator[tuple[Tensor, tuple[Any, ...]]]:
+    """Yield parameters and states with what `_restore` takes of residuals that are, or may be,
+    theirs."""
+    for owned, r in compensated_tensors(optimizer):
+        components = r.components if r.expected is not None else r.present(owned.tensor)
+        if components is not None:
+            yield owned.whole, (r.name, r.storage, list(components), r.draws, r.expected)
 
 
 def _of_ours(hooks: Iterable[Any]) -> "OrderedDict[Any, Any]":
