@@ -9,6 +9,7 @@ from typing import Any
 
 import odd_lines
 import oracle
+import programs
 import pytest
 import runs
 import surroundings
@@ -53,6 +54,7 @@ SWAPPED = replace(
 )
 HELD = Line("m = enclosed(st, p)\nm.mul_(0.999).add_(u, alpha=0.1)\nu = m", carried=True)
 MASKED = Line("p[g != 0] -= (lr * u)[g != 0]", carried=True)
+CLONED = 'for st in opt.state.values():\n    st["m"] = st["m"].clone()'
 EXAMPLES = {
     "noise": replace(
         STEP,
@@ -93,7 +95,15 @@ EXAMPLES = {
     ),
     "loads": between(*[LOADED, FROM_FILE] * 3),
     "copies": between(*[COPIED, PICKLED] * 3),
-    "a cast": between(surroundings.CAST.format("F32")),
+    "a cast": between(programs.WIDE_CAST),
+    "a cast to the low dtype": replace(
+        between(programs.LOW_CAST),
+        lines=(Line('st["m"] *= 0.999\nst["m"] += 0.001 * g.to(F32)\nu = g + st["m"]'), UPDATE),
+        states=(("m", "torch.zeros_like(p, dtype=F32)"),),
+        shapes=((4, 3), (4, 3), (5,)),
+        dtypes=("bfloat16", "float32", "float16"),
+        steps=50,
+    ),
     "methods": SWAPPED,
     "joins": replace(STEP, shapes=((4, 3), (5,)), joins=4),
     "dtypes": replace(
@@ -170,6 +180,9 @@ FAULTS: dict[tuple[str, str], Callable[[pytest.MonkeyPatch], Any]] = {
     ("a cast", "to other values"): _instead(
         events=((3, 'for st in opt.state.values():\n    st["m"] = torch.zeros_like(st["m"])'),)
     ),
+    ("a cast to the low dtype", "without low words"): _instead(
+        events=((3, programs.LOW_CAST), *((t, CLONED) for t in range(4, 50)))
+    ),
     ("methods", "outside of the package"): lambda patch: patch.setattr(
         compiled_step, "serve_methods", _nothing
     ),
@@ -187,6 +200,14 @@ FAULTS: dict[tuple[str, str], Callable[[pytest.MonkeyPatch], Any]] = {
 def test_a_fault_is_seen(fault: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     FAULTS[fault](monkeypatch)
     assert judge(EXAMPLES[fault[0]]).failures
+
+
+def test_what_is_exact_has_no_state_of_a_low_dtype() -> None:
+    """A run that rounds as plain training does would say that this is not off at all."""
+    program = EXAMPLES["a cast to the low dtype"]
+    runs.eager(program, torch.float64)
+    with pytest.raises(AssertionError, match="rounded in float64 too: m0, m1, m2"):
+        runs.eager(replace(program, events=((3, programs.CAST.format("LOW")),)), torch.float64)
 
 
 def test_statements_of_each_kind_are_made() -> None:

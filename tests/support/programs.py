@@ -11,6 +11,10 @@ from program_helpers import helpers_of
 from step_text import function_text, optimizer_text
 from train_text import main_text, train_text
 
+CAST = 'for st in opt.state.values():\n    st["m"] = HIGH(st["m"]).to({})'
+LOW_CAST, WIDE_CAST = CAST.format("dtype"), CAST.format("F32")
+"""Events: what is cast stays in its dtype; in float64 it stays in float64."""
+
 
 @dataclass(frozen=True)
 class Line:
@@ -88,8 +92,12 @@ class Program:
         return _HEAD.format(dtype=self.dtype) + helpers_of(text) + text + main_text(self)
 
     def dtype_of(self, name: str) -> str:
-        """Return the dtype of the parameter that a state, p0 or m12, belongs to."""
-        number = int(name[len(name.rstrip("0123456789")) :])
+        """Return the dtype of the parameter that a state, p0 or m12, belongs to; of one that was
+        cast to LOW, that."""
+        kind = name.rstrip("0123456789")
+        if self.casts_low and kind == "m":
+            return self.dtype
+        number = int(name[len(kind) :])
         return self.dtypes[number % len(self.dtypes)] if self.dtypes else self.dtype
 
     @property
@@ -97,6 +105,11 @@ class Program:
         """The text of what a step does, and of its states."""
         own = [*(line.text for line in self.lines), *(begin for _, begin in self.states)]
         return self.torch_optim + "\n".join(own)
+
+    @property
+    def casts_low(self) -> bool:
+        """Whether m becomes LOW between two steps, beside parameters of any dtype."""
+        return any(text == LOW_CAST for _, text in self.events)
 
     @property
     def draws(self) -> bool:

@@ -19,11 +19,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 class Rounding(TorchDispatchMode):
     """Rounds what operations on float64 tensors give to the bits that it would have."""
 
-    def __init__(self, bits: dict[str, int], arithmetic: int, dtype: str, seed: int):
+    def __init__(self, bits: dict[str, int], arithmetic: int, dtypes: set[str], seed: int):
         super().__init__()
-        self.bits, self.arithmetic, self.low = bits, arithmetic, LOW_BITS[dtype]
-        self.dtype: torch.dtype = getattr(torch, dtype)
-        self.smallest = SMALLEST[dtype]
+        self.bits, self.arithmetic = bits, arithmetic
+        narrowest = min(dtypes, key=lambda dtype: LOW_BITS[dtype])
+        self.low = LOW_BITS[narrowest]
+        self.dtype: torch.dtype = getattr(torch, narrowest)
+        self.smallest = max(SMALLEST[dtype] for dtype in dtypes)
         self.states: dict[int, tuple[str, Tensor]] = {}
         self.exact = 0
         self.dithered = bool(seed % 2)
@@ -125,7 +127,10 @@ def _modelled(
     program: Program, run: Run, bits: dict[str, int], seed: int, dtype: str
 ) -> dict[str, Tensor]:
     """Run it with the roundings of one dtype."""
-    options, low = dict(program.options), LOW_BITS[dtype]
+    options = dict(program.options)
+    # What is computed of a state that was cast to LOW has its bits, beside any parameter.
+    dtypes = {dtype, program.dtype} if program.casts_low else {dtype}
+    low = min(LOW_BITS[dtype] for dtype in dtypes)
     # Graphs where nothing is compensated, as are those of first steps that make states, and what is
     # between a norm and an update compute in the dtype. A sum that enters a state reads roundings,
     # and so does what puts parts together.
@@ -138,7 +143,7 @@ def _modelled(
     first = 24 if wide and not run.joined and not late else low
     # The first step knows states by their kind only.
     kinds = {kind_of(name): n for name, n in sorted(bits.items(), key=lambda item: item[1])}
-    mode = Rounding(kinds | bits, first, dtype, seed)
+    mode = Rounding(kinds | bits, first, dtypes, seed)
     numbers = contextlib.nullcontext() if program.way == "engine" else _traced_numbers()
 
     def compiled(x: Any) -> Any:

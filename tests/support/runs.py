@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from draws import Drawn
 from interpreter import without_compiler
-from programs import Program
+from programs import WIDE_CAST, Program
 from torch import Tensor
 from torch._inductor import config as inductor_config
 from torch.distributed.tensor import DTensor
@@ -75,7 +75,10 @@ def eager(program: Program, dtype: torch.dtype) -> dict[str, Tensor]:
             unwrapped(module)
             if program.draws:
                 stack.enter_context(Drawn(getattr(torch, program.dtype)))
-        return {k: x.double() for k, x in tensors(module.train(dtype, plain)).items()}
+        found = tensors(module.train(dtype, plain))
+    low = [k for k, x in found.items() if x.dtype in (torch.bfloat16, torch.float16)]
+    assert dtype != torch.float64 or not low, f"rounded in float64 too: {', '.join(low)}"
+    return {k: x.double() for k, x in found.items()}
 
 
 def unwrapped(module: types.ModuleType) -> None:
@@ -149,8 +152,8 @@ def compensated(program: Program, *, interpreted: bool = True) -> Run:
         whole, high = collage_fx.value(x), x.detach().double()
         run.values[name], run.high[name] = full(whole), full(high)
         run.bits[name] = LOW_BITS[str(x.dtype).removeprefix("torch.")]
-        if any("HIGH" in event for _, event in program.events) and kind_of(name) == "m":
-            run.bits[name] = LOW_BITS[program.dtype_of(name)]  # it was cast
+        if any(event == WIDE_CAST for _, event in program.events) and kind_of(name) == "m":
+            run.bits[name] = LOW_BITS[program.dtype_of(name)]  # until it was cast
             continue
         residual = STORE.get(shard_of(x))
         if residual is not None and collage_fx.residuals(x):

@@ -4,7 +4,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
-from programs import Program
+from programs import LOW_CAST, WIDE_CAST, Program
 
 _CHANNELS = (2, 3, 2, 2)
 LOADS = (
@@ -25,7 +25,6 @@ _READS = (
     "step = compiled(opt)",
 )
 """Nothing changes."""
-CAST = 'for st in opt.state.values():\n    st["m"] = HIGH(st["m"]).to({})'
 EVALUATION = "opt.eval()\nopt.train()"
 _METHODS = """\
 @torch.no_grad()
@@ -119,7 +118,7 @@ def events(draw: DrawFn, program: Program, loads: bool) -> dict[str, Any]:
         and not program.draws
         and not any("lerp" in line.text for line in program.lines)
     ):
-        kinds.append((CAST.format("LOW" if "F32" in states["m"] else "F32"),))
+        kinds.append((LOW_CAST if "F32" in states["m"] else WIDE_CAST,))
     swapped = next((name for name in ("slow", "z") if name in states), "")
     if swapped and program.way != "string":
         kinds.append((EVALUATION,))
