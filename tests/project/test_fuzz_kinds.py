@@ -95,6 +95,9 @@ EXAMPLES = {
     ),
     "loads": between(*[LOADED, FROM_FILE] * 3),
     "copies": between(*[COPIED, PICKLED] * 3),
+    "resumed by the backend string": replace(
+        STEP, way="string", shapes=((4, 3), (5,)), in_init=True, resumed=4
+    ),
     "a cast": between(programs.WIDE_CAST),
     "a cast to the low dtype": replace(
         between(programs.LOW_CAST),

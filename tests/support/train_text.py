@@ -88,7 +88,9 @@ def _train_optimizer(program: "Program", model: bool) -> str:
         text += lines_of(3, ["params = [p.detach().clone().requires_grad_() for p in params]"])
         text += lines_of(3, [*_OPTIMIZED, "opt.load_state_dict(saved)"])
         if program.way == "string":
-            text += lines_of(3, ["states = [opt.state[p] for p in params]", *_GIVEN_BACK])
+            # Residuals are entries of what is loaded, until a first step takes them out.
+            own = '{k: x for k, x in opt.state[p].items() if not k.startswith("collage_fx.")}'
+            text += lines_of(3, [f"states = [{own} for p in params]", *_GIVEN_BACK])
     text += _between(program, model)
     if program.gradients == "kept":
         text += lines_of(2, ["opt.zero_grad(set_to_none=False)"])
