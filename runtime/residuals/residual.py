@@ -113,6 +113,8 @@ class Residual:
             bits = bits_of(tensor)
             if self.kept is None or self.kept.shape != bits.shape:
                 self.kept = torch.empty_like(bits)
+                # Who settles it without Python does not know of the bits: it is to begin anew.
+                keep_versions([self], array("q", [0]))
             self.kept.copy_(bits)
 
     def clear_changed(self, tensor: Tensor) -> None:
@@ -187,8 +189,8 @@ class Residual:
 
     def knows_elements(self, tensor: Tensor) -> bool:
         """Tell whether it is known which elements of tensor have changed since it was settled."""
-        kept = self.kept
-        return kept is not None and kept.shape == tensor.shape and not self._written_by_borrower()
+        known = self.kept is not None and not self.shared and not self._written_by_borrower()
+        return known and self.fits(tensor)
 
     def _written_by_borrower(self) -> bool:
         """Tell whether who was lent the components has written them."""
@@ -293,7 +295,8 @@ def clear_stale(
             why = ""
         else:
             why = residual.stale(tensor)
-            if expected is None and residual.renewed is False and version(tensor) >= 0:
+            # An argument of a function is another value in each call, whatever bits are the same.
+            if expected is None and not residual.shared and version(tensor) >= 0:
                 residual.keep(tensor)
                 then = _FROM_NOW_ON
         if why:

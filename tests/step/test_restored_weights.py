@@ -1,5 +1,6 @@
 """Weights that others write between steps, and that are what they were, keep their residuals."""
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,9 @@ from torch import Tensor, nn, optim
 
 import collage_fx
 from collage_fx.binding import bound_graph, bound_kernels
+from collage_fx.runtime.residuals.checksum import bits_of
 from collage_fx.runtime.residuals.residual import Residual
+from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.state_name import StateName
 
 STEPS = 60
@@ -113,6 +116,61 @@ def test_repeated_steps_keep_the_bits_too(monkeypatch: pytest.MonkeyPatch) -> No
     for place in (bound_graph, bound_kernels):
         monkeypatch.setattr(place, "kept_of", lambda _: [])
     assert error(restored, 12, **options) > 0.1
+
+
+@pytest.mark.kernels
+@pytest.mark.filterwarnings("ignore:.*written from outside")
+def test_repeated_steps_learn_of_a_copy_that_others_began() -> None:
+    """As by a checkpoint, between a write and the step that would see it."""
+    model = nn.ParameterList([torch.ones(8, 8).bfloat16() for _ in range(2)])
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+    step = collage_fx.compile(optimizer)
+    for k in range(12):
+        for p in model:
+            p.grad = torch.full_like(p, 1.0 - k % 3)
+        if k == 8:
+            with torch.no_grad():
+                for p in model:
+                    p.mul_(1.25)
+            collage_fx.master_state_dict(model)
+        step()
+    residuals = STORE.of(list(model))
+    assert all(r is not None and r.is_present(p) for p, r in zip(model, residuals, strict=True))
+    kept = [r.kept for r in residuals if r is not None and r.kept is not None]
+    assert len(kept) == 2
+    assert all(torch.equal(x, bits_of(p)) for p, x in zip(model, kept, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:.*written from outside")
+def test_a_functions_argument_is_another_value_in_each_call() -> None:
+    def add(x: Tensor) -> None:
+        x.add_(0.001)
+
+    step, x = collage_fx.compile(add), torch.empty(4, dtype=torch.bfloat16)
+    values = []
+    for _ in range(6):
+        x.fill_(1.0)
+        step(x)
+        values.append(float(collage_fx.value(x)[0]))
+    # The second call sees its bits only, which are those of before.
+    assert values[2:] == [values[0]] * 4 and values[0] == pytest.approx(1.001, abs=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*written from outside")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+def test_a_parameter_of_another_dtype_has_no_residual(dtype: torch.dtype) -> None:
+    model = nn.Linear(4, 4, bias=False).bfloat16()
+    optimizer = optim.SGD(model.parameters(), lr=1e-3)
+    step = collage_fx.compile(optimizer, record=True)
+    for _ in range(2):
+        model.weight.grad = torch.ones_like(model.weight)
+        step()
+        with torch.no_grad():
+            model.weight.mul_(1)
+    model.to(dtype)
+    assert collage_fx.residuals(model.weight) == ()
+    assert torch.equal(collage_fx.value(model.weight), model.weight.double())
+    copy.deepcopy(optimizer)
 
 
 def test_it_is_said_once_and_lost_elements_are_counted() -> None:
