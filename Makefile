@@ -7,6 +7,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 FRAMEWORKS := $(VENV)/.frameworks
+# Where bytecode is not kept, each process compiles all of torch anew, for ten to twenty seconds.
+unexport PYTHONDONTWRITEBYTECODE
 # Two processes for two cores, of one thread each.
 PYTEST := -m pytest -n 2 --dist worksteal
 
