@@ -52,7 +52,9 @@ def steps(cache: Path, members: int, before: str = "", **settings: str) -> Ran:
         before: statements that come before the optimizers are made.
         settings: environment variables.
     """
-    given = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TORCHINDUCTOR_VEC_ISA_OK": "1", **settings}
+    given = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TORCHINDUCTOR_VEC_ISA_OK": "1"}
+    # The compiler takes 14 s to prepare headers, which does not pay for a few kernels.
+    given |= {"TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0", **settings}
     done = run_script(
         STEPS.format(settings=given, members=members, multi_tensor=members >= 8, before=before)
     )
