@@ -51,6 +51,7 @@ def counts(name: str, *, averaged: bool = False, **options: Any) -> list[int]:
 
 @pytest.mark.parametrize("options", [{}, {"arithmetic": "wide"}], ids=["eft", "wide"])
 @pytest.mark.parametrize("name", EACH_STEP)
+@pytest.mark.quick("*-eft", "its largest-wide")
 def test_the_element_that_is_chosen_is_one_of_the_value(name: str, options: Any) -> None:
     assert counts(name, **options) == [EACH_STEP[name][1]] * STEPS
 

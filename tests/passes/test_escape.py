@@ -132,6 +132,14 @@ def moved(update: Any, dtype: torch.dtype, *, compensated: bool, steps: int = 8)
         turned_in_place,
     ],
 )
+@pytest.mark.quick(
+    "over_a_graph_break",
+    "state_made_as_a_copy",
+    "replaced_state",
+    "parts_that_the_step_compiles",
+    "pulled_to_an_anchor",
+    "turned_in_place",
+)
 def test_no_update_is_lost_and_none_counts_twice(update: Any) -> None:
     exact = moved(update, torch.float64, compensated=False)
     assert math.isclose(moved(update, torch.bfloat16, compensated=True), exact, rel_tol=0.01)

@@ -69,7 +69,7 @@ def error(
 
 
 @pytest.mark.parametrize("name", SCALED)
-@pytest.mark.quick("row_sums", "median", "norm_inf", "products", "one_of_them", "magnitude")
+@pytest.mark.quick("row_sums", "products", "magnitude")
 def test_what_scales_a_state_is_computed_of_whole_values(name: str) -> None:
     assert error(SCALED[name]) < 0.006
     assert error(SCALED[name], without=("escape",)) > 0.012
@@ -166,6 +166,7 @@ def as_function(optimizer: Each, **options: Any) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("name", THROUGH_VIEWS)
+@pytest.mark.quick("flat", "by_rows", "in_order")
 def test_a_function_that_writes_through_a_view_overwrites_nothing(name: str) -> None:
     assert error(THROUGH_VIEWS[name], as_function) < 0.01
 
@@ -247,11 +248,13 @@ def lost(update: Update) -> list[str]:
 @pytest.mark.parametrize(
     "update", [trust_ratio, projected, relative_rate, by_newton_schulz, averaged_step]
 )
+@pytest.mark.quick("trust_ratio", "by_newton_schulz")
 def test_what_scales_an_update_stays_in_slices(update: Update) -> None:
     assert lost(update) == []
 
 
 @pytest.mark.parametrize("update", [SCALED["sum"], centered, orthogonalized, exchanged])
+@pytest.mark.quick("towards_its_sum", "orthogonalized")
 def test_what_scales_a_state_does_not(update: Update) -> None:
     scales = "param_groups[0].params[0] scales a new value with its high word only"
     assert lost(update)[0] == scales

@@ -22,6 +22,7 @@ Lists = Callable[[list[Tensor]], list[Tensor]]
     ],
     ids=["maximum", "minimum", "clamp_min", "norm", "sigmoid"],
 )
+@pytest.mark.quick("maximum", "norm")
 def test_update_by_a_list_operation(function: Lists) -> None:
     def step(params: list[Tensor], gs: list[Tensor]) -> None:
         torch._foreach_sub_(params, function(gs), alpha=1e-3)

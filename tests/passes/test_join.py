@@ -63,12 +63,7 @@ def error(found: Any, exact: Any) -> float:
 @pytest.mark.parametrize("storage", ["mcf2", "mcf3", "remainder16"])
 @pytest.mark.parametrize("arithmetic", ["eft", "wide"])
 @pytest.mark.parametrize("update", UPDATES)
-@pytest.mark.quick(
-    "largest_of_rows-wide-mcf3",
-    "old_value-eft-remainder16",
-    "from_state-eft-mcf3",
-    "old_value-wide-mcf2",
-)
+@pytest.mark.quick("largest_of_rows-wide-mcf3", "old_value-eft-remainder16", "from_state-eft-mcf3")
 def test_nothing_is_lost_and_the_step_stays_with_dynamo(
     update: Update, arithmetic: Any, storage: str
 ) -> None:

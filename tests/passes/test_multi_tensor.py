@@ -17,7 +17,7 @@ from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS
 from collage_fx.passes.codegen.printers.cpp_kernel import Unprintable
 from collage_fx.runtime.kernels.cpp_loop import CHUNK, Loop
 
-COUNT = 9
+COUNT = 5
 
 
 class Written(Optimizer):
@@ -116,7 +116,7 @@ def test_members_of_any_size_are_equal_by_our_kernel_and_by_inductors(
         if kind is CallPerMember:
             monkeypatch.setattr(inductor_kernel, "loop_over", lambda *_: None)
         generator = torch.Generator().manual_seed(1)
-        shapes = [(n, 3 + n % 2) for n in range(1, 10)]
+        shapes = [(n, 3 + n % 2) for n in range(1, 6)]
         params = [torch.randn(s, generator=generator).bfloat16() for s in shapes]
         for p in params:
             p.requires_grad_().grad = torch.randn(p.shape, generator=generator).bfloat16()
@@ -194,10 +194,10 @@ def test_views_of_what_is_overwritten_are_read_before() -> None:
 
 
 @pytest.mark.parametrize("kind, options", OPTIMIZERS, ids=named)
-@pytest.mark.quick("Adadelta-*", "Adam-foreach=True*", "Rprop-*", "RAdam-foreach=False")
+@pytest.mark.quick("Rprop-*", "Adam-foreach=True*")
 def test_every_kernel_of_torch_can_be_printed(kind: Any, options: dict[str, Any]) -> None:
     before = set(MULTI_TENSOR_KERNELS)
-    program = capture_optimizer(kind, shapes=((4, 3),) * 8, **options).program()
+    program = capture_optimizer(kind, shapes=((4, 3),) * 2, **options).program()
     keys = {str(n.args[3]) for n in program.result.graph.nodes if "multi_tensor" in str(n.target)}  # type: ignore[union-attr]
     assert keys and keys >= set(MULTI_TENSOR_KERNELS) - before
     for key in keys:
@@ -205,7 +205,7 @@ def test_every_kernel_of_torch_can_be_printed(kind: Any, options: dict[str, Any]
 
 
 def test_a_kernel_of_step_counts_is_compiled_for_a_gpu() -> None:
-    program = capture_optimizer(torch.optim.AdamW, shapes=((4, 3),) * 8).program()
+    program = capture_optimizer(torch.optim.AdamW, shapes=((4, 3),) * 2).program()
     kernels = [n for n in program.result.graph.nodes if "multi_tensor" in str(n.target)]  # type: ignore[union-attr]
     source = MULTI_TENSOR_KERNELS[str(kernels[0].args[3])].triton()
     assert "libdevice.pow" in source

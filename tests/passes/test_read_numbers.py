@@ -108,6 +108,7 @@ def graphs(step: Any) -> set[int]:
 
 @pytest.mark.parametrize("arithmetic", ["eft", "wide"])
 @pytest.mark.parametrize("update", ARITHMETIC)
+@pytest.mark.quick("clipped-eft", "counted-wide", "scaled-eft")
 def test_what_only_computes_with_them_is_one_graph(update: Update, arithmetic: str) -> None:
     exact, plain = run(update, torch.float64)[0], run(update, torch.bfloat16)[0]
     found, step = run(update, torch.bfloat16, arithmetic=arithmetic)
@@ -120,6 +121,7 @@ def test_what_only_computes_with_them_is_one_graph(update: Update, arithmetic: s
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("update", OTHER)
+@pytest.mark.quick("branches", "ends_graph", "returns")
 def test_what_does_more_with_them_is_recorded_as_before(update: Update) -> None:
     found, step = run(update, torch.bfloat16, record="auto")
     recorded, other = run(update, torch.bfloat16, without=("numbers",))
@@ -161,6 +163,7 @@ def chosen(x: Tensor, y: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("first", [-2.5, 2.0, 7.0, math.nan])
 @pytest.mark.parametrize("second", [4.0, 1.5])
+@pytest.mark.quick("4.0--2.5", "4.0-nan", "1.5-2.0", "1.5-7.0")
 def test_python_chooses_as_in_eager_code(first: float, second: float) -> None:
     """Of NaN and a number max() returns the one that comes first."""
     given = torch.tensor(first), torch.tensor(second)

@@ -118,14 +118,7 @@ def plain(optimizer: Optimizer) -> Any:
 
 @pytest.mark.parametrize("each", EACH)
 @pytest.mark.parametrize("options", [{}, {"arithmetic": "wide"}], ids=["eft", "wide"])
-@pytest.mark.quick(
-    "eft-by_mean",
-    "eft-by_foreach_norms",
-    "eft-by_average",
-    "eft-shrunk_by_dot",
-    "wide-by_norms",
-    "wide-by_largest",
-)
+@pytest.mark.quick("eft-by_mean", "eft-by_foreach_norms", "wide-by_norms")
 def test_a_factor_that_is_computed_of_reductions_is_not_rounded(
     each: Any, options: dict[str, Any]
 ) -> None:
