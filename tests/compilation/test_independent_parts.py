@@ -278,6 +278,7 @@ def test_steps_have_the_same_bits(update: Any, record: bool) -> None:
     assert all(some in (all_, all_ // 2) for some, all_ in zip(parts, whole, strict=True)), sizes
 
 
+@pytest.mark.slow
 @pytest.mark.kernels
 def test_compiled_parts_have_the_bits_of_the_compiled_graph(
     monkeypatch: pytest.MonkeyPatch,

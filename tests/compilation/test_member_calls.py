@@ -164,7 +164,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     ],
     ids=["lamb", "remainder16", "eft", "clipped", "returns", "gives back", "adafactor"],
 )
-@pytest.mark.quick("lamb", "gives back")
+@pytest.mark.quick("gives back")
 def test_members_have_the_bits_of_the_whole_graph(
     parts: list[list[int]], make: Make, options: dict[str, Any]
 ) -> None:
@@ -223,6 +223,7 @@ def test_rounded_values_are_not_handed_on(parts: list[list[int]]) -> None:
 
 
 @pytest.mark.parametrize("make", [muon, adafactor])
+@pytest.mark.quick("muon")
 def test_one_matrix_of_a_shape_is_traced(
     parts: list[list[int]], monkeypatch: pytest.MonkeyPatch, make: Make
 ) -> None:

@@ -80,6 +80,7 @@ def spilled(built: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("case", EACH)
+@pytest.mark.quick("adamw-plus")
 def test_the_kernel_of_a_class(case: Case) -> None:
     of_class = rewritten(case)
     source = kernel_of(of_class).triton()
@@ -92,6 +93,7 @@ def test_the_kernel_of_a_class(case: Case) -> None:
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("case", EACH)
+@pytest.mark.quick("trust-light")
 def test_the_kernel_of_inductor(case: Case) -> None:
     of_class, kernel = emitted(case)
     built, smaller = (kernel.assembled(block=n, target=GFX942) for n in (1024, 512))

@@ -37,20 +37,11 @@ from collage_fx.runtime.kernels import triton_launch
 from collage_fx.runtime.kernels.argument_table import addresses
 from collage_fx.runtime.kernels.triton_launch import CHUNKS, MANY, Launch, _chunks, chunk_of
 
-QUICK = pytest.mark.quick(
-    "adamw-plus",
-    "adamw-remainder16",
-    "adamw-ulp8",
-    "adamw-mcf2-by-chance",
-    "adam-e5m2-mcf3",
-    "trust-in-fp32",
-    "library",
-)
 MIXED = ((64, 64), (64,), (128, 65), (31, 2), (256,))
 
 
 @parametrized(CASES | {"library": LIBRARY})
-@QUICK
+@pytest.mark.quick("adamw-plus", "adamw-remainder16", "adamw-ulp8", "trust-in-fp32")
 def test_on_an_nvidia_gpu_each_tensor_is_read_and_written_once_by_16_bytes(case: Case) -> None:
     kernel = kernel_of(rewritten(case))
     built = assembled(kernel.triton(), SM90)
@@ -70,7 +61,7 @@ def test_on_an_nvidia_gpu_each_tensor_is_read_and_written_once_by_16_bytes(case:
 
 
 @parametrized(CASES | {"library": LIBRARY})
-@QUICK
+@pytest.mark.quick("adamw-plus", "adamw-mcf2-by-chance", "adam-e5m2-mcf3", "library")
 def test_every_rounding_is_there_and_no_product_is_contracted(case: Case) -> None:
     of_class = rewritten(case)
     source = kernel_of(of_class).triton()

@@ -30,7 +30,7 @@ AVERAGE = Program(
 
 @pytest.mark.parametrize("count", [3, 25])
 @pytest.mark.parametrize("seed", range(CHUNKS))
-@pytest.mark.quick("0-3", "1-3", "4-3")
+@pytest.mark.quick("0-3", "1-3")
 def test_random_programs_lose_nothing_in_silence(seed: int, count: int) -> None:
     counts = fuzz.run(seed, count)
     assert counts["programs"] > count / 2
@@ -71,7 +71,15 @@ def test_a_bias_correction_is_judged_alike_in_traced_graphs_and_recorded_ones() 
     assert recorded.compensated == traced.compensated == {"p0"}
 
 
-@pytest.mark.parametrize("name", MENDED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        # What was wrong with those of torch.optim others show too: test_zero_rate.py,
+        # test_fp16_range.py, test_powers.py.
+        pytest.param(name, marks=pytest.mark.slow if program.torch_optim else ())
+        for name, program in MENDED.items()
+    ],
+)
 def test_what_was_mended_holds(name: str) -> None:
     """Its states are as they should be, or a warning says that they are not."""
     assert judge(MENDED[name]).failures == []

@@ -138,6 +138,7 @@ def test_interpreted_steps_are_those_of_inductor_bit_for_bit(name: str) -> None:
     ],
     ids=["roundings", "roots"],
 )
+@pytest.mark.quick("roundings")
 def test_the_comparison_can_fail(
     name: str, operation: Any, wrong: Any, differ: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
