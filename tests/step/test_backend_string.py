@@ -60,7 +60,7 @@ KINDS = [optim.Adafactor, sparse_adam, lbfgs, optim.Adamax, fused, Data, Helped,
 
 
 @pytest.mark.parametrize("make", KINDS)
-@pytest.mark.quick("lbfgs", "fused", "Data", "Helped")
+@pytest.mark.quick("lbfgs", "Data", "Helped")
 def test_the_string_does_what_compile_does(make: Any) -> None:
     expected, _ = trained(make, collage_fx.compile)
     found, optimizer = trained(make, string)
@@ -205,7 +205,7 @@ def test_a_wrapper_of_an_optimizer_that_was_compiled_is_compiled_too() -> None:
 
 
 @pytest.mark.parametrize("make", [Helped, Counts, optim.Adafactor])
-@pytest.mark.quick("Helped", "Counts")
+@pytest.mark.quick("Counts")
 def test_optimizers_and_parameters_are_freed(make: Any) -> None:
     def once() -> list[weakref.ref[Any]]:
         p = torch.ones(4, 3).bfloat16().requires_grad_()

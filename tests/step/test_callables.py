@@ -62,6 +62,7 @@ def run(step: Any, p: Tensor, count: int = 20) -> Tensor:
 
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("make", [of_an_object, of_a_method, of_a_part, of_a_part_of_a_method])
+@pytest.mark.quick("of_an_object-*", "of_a_part_of_a_method-*")
 def test_callables_with_states_of_their_own(make: Any, eager: bool) -> None:
     step = collage_fx.compile(make(), level="all")
     with torch.compiler.set_stance("force_eager" if eager else "default"):
@@ -113,7 +114,7 @@ def averaged(how: dict[str, Any], dtype: torch.dtype, compiled: bool) -> list[Te
     [{}, {"avg_fn": _ema}, {"multi_avg_fn": get_ema_multi_avg_fn(0.999)}],
     ids=["equal", "each", "together"],
 )
-@pytest.mark.quick("each", "together")
+@pytest.mark.quick("each")
 def test_an_averaged_model_keeps_what_plain_bf16_loses(how: dict[str, Any]) -> None:
     exact = averaged(how, torch.float64, False)
     ways = [averaged(how, torch.bfloat16, compiled) for compiled in (True, False)]
@@ -189,6 +190,7 @@ class Outsider:
 
 
 @pytest.mark.parametrize("kind", [Wrapper, Outsider])
+@pytest.mark.quick("Wrapper")
 def test_wrapped_optimizers_are_reported_and_explained(kind: Any) -> None:
     params = with_grads([bf16(4)])
     optimizer = torch.optim.SGD(params)

@@ -131,6 +131,7 @@ def off(*args: Any, **options: Any) -> tuple[float, str]:
     ],
     ids=["repeated", "stand-ins", "shared", "bound", "graph"],
 )
+@pytest.mark.quick("shared", "bound", "graph")
 def test_views_of_states_are_read_whole(
     make: Any, options: Any, where: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,6 +144,7 @@ def test_views_of_states_are_read_whole(
 
 
 @pytest.mark.parametrize("shares", [range(5), range(4, 7)], ids=["from the first", "later"])
+@pytest.mark.quick("later")
 def test_gradients_that_the_step_writes(shares: range, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is added to once for each name. Control: nobody looks."""
     distance, report = off(decaying, of_gradients, shares)

@@ -56,6 +56,7 @@ def after(
 @pytest.mark.parametrize(
     "make", [adamw, lambda: made(SGD, "remainder16", lr=1e-2, momentum=0.9)], ids=["AdamW", "SGD"]
 )
+@pytest.mark.quick("SGD")
 def test_nothing_is_compiled_after_a_load(make: Callable[[], Optimizer], graphs: list[Any]) -> None:
     """The bits are those of a run that loads nothing."""
     optimizer, unbroken = make(), make()
@@ -118,6 +119,7 @@ def test_the_step_after_a_load(
 
 
 @pytest.mark.parametrize("bound", [True, False])
+@pytest.mark.quick("False")
 def test_a_report_counts_on(bound: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The states of a load are those of before, however the step after it is done."""
 
@@ -162,7 +164,7 @@ CHANGES: dict[str, Callable[[Optimizer], Any]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-@pytest.mark.quick("loaded", "state of another dtype", "loaded without a gradient")
+@pytest.mark.quick("loaded", "state of another dtype")
 def test_as_where_all_is_compiled_anew(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("repeated_steps.CHANGES", CHANGES)
     found = after(adamw, changing(name, 7))

@@ -42,7 +42,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "options", "storage"), CASES)
-@pytest.mark.quick("NAdam-*", "AdamW-options5-*")
+@pytest.mark.quick("AdamW-options5-*")
 def test_same_bits(
     monkeypatch: pytest.MonkeyPatch, kind: Any, options: dict[str, Any], storage: str
 ) -> None:
@@ -51,6 +51,7 @@ def test_same_bits(
 
 
 @pytest.mark.parametrize("kind", [Muon, Adafactor])
+@pytest.mark.quick("Adafactor")
 def test_steps_that_are_compiled_in_parts(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
     """As where a step reduces: a weight is written before one step, later the rate changes."""
     shapes = [(4, 3)] * 9 + [(2, 6)] * 2
@@ -78,6 +79,7 @@ def test_steps_that_are_compiled_in_parts(monkeypatch: pytest.MonkeyPatch, kind:
 
 
 @pytest.mark.parametrize("kind", [Muon, Adafactor])
+@pytest.mark.quick("Muon")
 def test_a_part_that_compensates_nothing(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
     """It has no residuals; each of the others keeps its own."""
 

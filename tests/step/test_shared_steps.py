@@ -51,11 +51,11 @@ slow = pytest.mark.slow
 def test_one_compilation_for_all(name: str, traced: list[int]) -> None:
     """In the backward pass; with the bits of optimizers that are compiled each alone."""
     make = OPTIMIZERS[name]
-    found = train(compiled(make, parameters()))
+    found = train(compiled(make, parameters(SHAPES[:3])))
     assert len(traced) == 1
     traced.clear()
-    alone = train(compiled(make, parameters(), **ALONE))
-    assert len(traced) == len(SHAPES)  # what the count would be
+    alone = train(compiled(make, parameters(SHAPES[:3]), **ALONE))
+    assert len(traced) == 3  # what the count would be
     assert same(bits(found), bits(alone))
     assert [str(collage_fx.report(o)) for o in found] == [str(collage_fx.report(o)) for o in alone]
 
