@@ -85,7 +85,7 @@ static void add_block(const uint16_t* high, const double* whole, const uint16_t*
     exponents += (int64_t)(word >> 52);
     product *= bits<double>((word & 0x000fffffffffffffu) | 0x3ff0000000000000u);
   }
-  const double logs = std::log2(product) + (double)(exponents - 1023 * count);
+  const double logs = __builtin_log2(product) + (double)(exponents - 1023 * count);
   const double sums[COUNT] = {moved,  lost_plain, lost,     square,  plain,
                               stored, logs,       residual, infinite};
   for (int64_t i = 0; i < COUNT; ++i) found[i] += sums[i];

@@ -40,7 +40,7 @@ extern "C" void pairs(int64_t first, int64_t count, int64_t* differing) {{
       const float t = round_{half}(round_{half}(a - a_part) + round_{half}(b - b_part));
       const float a_exact = s - b, b_exact = s - a_exact;
       const float t_exact = (a - a_exact) + (b - b_exact);
-      n0 += differ(t, std::fabs(a_exact) < {overflow}f ? t_exact : NAN);
+      n0 += differ(t, absolute(a_exact) < {overflow}f ? t_exact : NAN);
       n1 += differ(t, (a - ((a + b) - b)) + (b - ((a + b) - ((a + b) - b))));
       const float z = round_{half}(s - a), fast = round_{half}(b - z);
       n2 += differ(fast, b - z);

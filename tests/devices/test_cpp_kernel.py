@@ -1,5 +1,6 @@
 """The C++ kernel of a class: bit for bit the eager functions, whatever the inputs are."""
 
+import re
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from interpreter import region
 from kernels import CASES, LIBRARY, Case, Trust, kernel_of, parametrized, rewritten
 from tensors import bf16, with_grads
 from torch import Tensor
+from torch._inductor.exc import CppCompileError
 from torch.fx import Graph, Node
 
 import collage_fx
@@ -148,6 +150,25 @@ def test_what_c_means_otherwise_is_not_printed(
     graph = graph_of_one(target, dtypes, *numbers, to=to)
     with pytest.raises(Unprintable):
         print_cpp_kernel(graph, [False] * (len(dtypes) + 1), [len(dtypes)], [0])
+
+
+def test_headers_that_compilers_take_long_to_read_are_for_functions_of_the_c_library() -> None:
+    """The control: without <cmath> there is no std::exp."""
+    texts = {}
+    for target in (aten.sqrt.default, aten.abs.default, aten.exp.default):
+        source, order = print_cpp_kernel(
+            graph_of_one(target, [F32], to=F32), [False] * 2, [1], [0], libm=True
+        )
+        texts[target] = source
+        columns = [torch.full((3,), 2.25), torch.zeros(3)]
+        compile_loop(source, order, [4, 4]).run([[c] for c in columns], [3])
+        assert torch.allclose(columns[1], target(columns[0]))
+    long = [
+        target for target, text in texts.items() if re.search("#include <(cmath|vector)>", text)
+    ]
+    assert long == [aten.exp.default]
+    with pytest.raises(CppCompileError):
+        compile_loop(texts[aten.exp.default].replace("#include <cmath>", ""), order, [4, 4])
 
 
 def test_the_nan_of_another_dtype_stays_one_where_no_rounding_is_done() -> None:

@@ -91,14 +91,14 @@ def print_cpp_kernel(
     for i in (i for i in read if scalar[i]):
         number = f"plain_nan(*p{i})" if inputs[i].meta["dtype"] in _FLOATS else f"*p{i}"
         casts.append(f"const {_type(inputs[i])} x{i} = {number};")
-    source = HELPERS + _KERNEL.format(
+    kernel = _KERNEL.format(
         pointers="".join(f"void* a{i}, " for i in order),
         casts="\n  ".join(casts),
         loads="\n    ".join(loops),
         body="\n    ".join(printer.lines),
         stores="\n    ".join(f"p{i}[i] = {v};" for i, v in zip(stored, values, strict=True)),
     )
-    return source, order
+    return ("#include <cmath>\n" if "std::" in kernel else "") + HELPERS + kernel, order
 
 
 def names_in_cpp(graph: Graph, scalar: Sequence[bool], *, single: bool = False) -> dict[Node, str]:
@@ -209,7 +209,7 @@ class _Printer:
             if overflowing is None:
                 return name
             limit = _literal(OVERFLOW[to], dtype)
-            return f"std::fabs({self.names[overflowing]}) < {limit} ? {name} : NAN"
+            return f"absolute({self.names[overflowing]}) < {limit} ? {name} : NAN"
         if dtype is torch.float64 and to is torch.float32:
             return f"double(float({name}))"
         if dtype is not torch.float32 or to not in _HALVES:
@@ -290,7 +290,7 @@ def _same(printer: _Printer, node: Node) -> str:
     return printer.operand(node.args[0], node.meta["dtype"])
 
 
-_POWERS = {2.0: "{0} * {0}", 3.0: "{0} * {0} * {0}", 0.5: "std::sqrt({0})"}
+_POWERS = {2.0: "{0} * {0}", 3.0: "{0} * {0} * {0}", 0.5: "root({0})"}
 """Exponents that eager PyTorch has without the function of the C library."""
 
 
@@ -313,8 +313,8 @@ _OPERATIONS: dict[Any, Print] = {
     aten.div.Tensor: _of_floats("{} / {}"),
     aten.reciprocal.default: _of_floats("1 / {}"),
     aten.neg.default: _elementwise("-{}"),
-    aten.abs.default: _of_floats("std::fabs({})"),
-    aten.sqrt.default: _of_floats("std::sqrt({})"),
+    aten.abs.default: _of_floats("absolute({})"),
+    aten.sqrt.default: _of_floats("root({})"),
     aten.sign.default: _elementwise("({0} > 0) - ({0} < 0)"),
     aten.maximum.default: _elementwise("{0} > {1} || {0} != {0} ? {0} : {1}"),
     aten.minimum.default: _elementwise("{0} < {1} || {0} != {0} ? {0} : {1}"),
@@ -366,7 +366,7 @@ _LIBM: dict[Any, Print] = {
     aten.sub.Tensor: _scaled("{0} - {2} * {1}", "alpha"),
     aten.addcmul.default: _scaled("{0} + {3} * {1} * {2}", "value"),
     aten.addcdiv.default: _scaled("{0} + {3} * ({1} / {2})", "value"),
-    aten.rsqrt.default: _of_floats("1 / std::sqrt({})"),
+    aten.rsqrt.default: _of_floats("1 / root({})"),
     aten.sigmoid.default: _of_floats("1 / (1 + std::exp(-{}))"),
 }
 """The same of all elements, where a unit in the last place does not matter."""

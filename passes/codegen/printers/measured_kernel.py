@@ -22,12 +22,10 @@ from collage_fx.passes.ir.exact import Function, Member, Words
 from collage_fx.passes.ir.graph_memory import with_memory
 from collage_fx.passes.rewrite.lower import lowered_function
 from collage_fx.runtime import logs
-from collage_fx.runtime.kernels.cpp_loop import CHUNKS, PARALLEL
+from collage_fx.runtime.kernels.cpp_loop import ARRAY, CHUNKS, PARALLEL
 from collage_fx.runtime.kernels.update_sums import COUNT, SUMS, TYPES, compiled
 
 _DRIVER = """
-#include <vector>
-
 static void measure_chunk(const int64_t* words, int64_t start, int64_t end, double least,
                           double* found) {{
   using namespace sums_of_updates;
@@ -45,11 +43,11 @@ extern "C" void measure(const int64_t* words, const int64_t* sizes, int64_t memb
                         int64_t threads, double* found) {{
   constexpr int64_t SUMS = {states} * sums_of_updates::COUNT;
   {chunks}
-  std::vector<double> parts(tasks * SUMS);
+  const Array<double> parts(tasks * SUMS);
   {parallel} {{
     const int64_t end = start[t] + CHUNK, size = sizes[member[t]];
     measure_chunk(words + member[t] * {arity}, start[t], end < size ? end : size, least,
-                  parts.data() + t * SUMS);
+                  parts.items + t * SUMS);
   }}
   for (int64_t t = 0; t < tasks; ++t)
     for (int64_t k = 0; k < SUMS; ++k) found[member[t] * SUMS + k] += parts[t * SUMS + k];
@@ -224,7 +222,7 @@ def _driver(signature: Signature, order: Sequence[int]) -> str:
         _SUM.format(high=starts[at], type=TYPES[words[now].dtype], now=now, k=k)
         for k, (at, now) in enumerate(zip(signature.states, new, strict=True))
     ]
-    return _DRIVER.format(
+    return ARRAY + _DRIVER.format(
         arrays=3 * len(new),
         arguments="".join(map(argument, order)),
         sums="\n    ".join(sums),
