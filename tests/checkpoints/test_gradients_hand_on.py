@@ -61,6 +61,7 @@ def params_of(optimizer: Each) -> list[Tensor]:
 
 @pytest.mark.parametrize("record", ["auto", True])
 @pytest.mark.parametrize("resumed", [0, 1, 4])
+@pytest.mark.quick("0-auto", "4-True")
 def test_parameters_keep_their_low_words(record: Any, resumed: int) -> None:
     torch.compiler.reset()
     with torch.compiler.set_stance("force_eager"):

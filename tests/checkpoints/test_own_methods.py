@@ -98,6 +98,7 @@ def copied(first: Run) -> Run:
 
 @pytest.mark.parametrize("way", [loaded, copied])
 @pytest.mark.parametrize("cls", [Walking, Putting])
+@pytest.mark.quick("Walking-loaded", "Putting-copied")
 def test_they_resume_bit_for_bit(cls: type[AdamW], way: Callable[[Run], Run]) -> None:
     first, second = resumed(cls, way)
     found, expected = words(second), words(first)

@@ -81,7 +81,7 @@ def _step(optimizer: Any) -> tuple[Stats, Stats | str, str]:
 
 @pytest.mark.parametrize("storage", ["mcf2", "remainder16"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.quick("AdamW-mcf2", "one of the user's-remainder16")
+@pytest.mark.quick("one of the user's-remainder16")
 def test_the_numbers_are_those_of_a_float64_copy(name: str, storage: str) -> None:
     optimizer = OPTIMIZERS[name](_params(some=12 if "foreach" in name else 3))
     optimizer.step = collage_fx.compile(optimizer, storage=storage)

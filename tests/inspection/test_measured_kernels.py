@@ -134,7 +134,7 @@ def _equal(one: UpdateStats, other: UpdateStats) -> bool:
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.quick("AdamW", "fp16")
+@pytest.mark.quick("AdamW")
 def test_sums_are_those_of_pytorch_operations(case: str, both: Both) -> None:
     make, storage = CASES[case]
     _train(make(_params(torch.float16 if case == "fp16" else torch.bfloat16)), storage)

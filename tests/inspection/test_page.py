@@ -76,6 +76,7 @@ def test_names_of_values_that_live_on_are_not_taken() -> None:
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("arithmetic", ["eft", "wide"])
+@pytest.mark.quick("eft")
 def test_all_values_are_linked(adamw: Any, arithmetic: str) -> None:
     if arithmetic == "eft":
         explanation, text = adamw

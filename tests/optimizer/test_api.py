@@ -22,6 +22,7 @@ def sgd_step(params: list[Tensor], grads: list[Tensor], momenta: list[Tensor]) -
 
 
 @pytest.mark.parametrize("arithmetic", ["eft", "wide"])
+@pytest.mark.quick("eft")
 def test_plain_function_is_compensated(arithmetic: str) -> None:
     params = [torch.ones(5).bfloat16(), torch.ones(3, 4).bfloat16()]
     momenta = [torch.zeros_like(p) for p in params]

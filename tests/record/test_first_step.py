@@ -152,6 +152,7 @@ def replaced(p: Tensor, g: Tensor, state: Any) -> None:
 
 @pytest.mark.parametrize("shape", [(4, 3), ()], ids=["matrices", "numbers"])
 @pytest.mark.parametrize("known", [True, False])
+@pytest.mark.quick("True-matrices", "False-numbers")
 def test_the_first_graph_of_states_that_are_replaced_drops_no_low_word(
     shape: tuple[int, ...], known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,7 +30,7 @@ def words(params: list[Tensor]) -> list[Tensor]:
 @pytest.mark.kernels
 @pytest.mark.parametrize("arithmetic", ["wide", "eft"])
 @pytest.mark.parametrize("storage", ["mcf2", "remainder16", "mcf3"])
-@pytest.mark.quick("mcf2-wide", "remainder16-wide", "mcf3-eft")
+@pytest.mark.quick("mcf2-wide")
 def test_a_compiled_segment_has_the_bits_of_an_interpreted_one(
     storage: str, arithmetic: str
 ) -> None:

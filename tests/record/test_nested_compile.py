@@ -69,7 +69,7 @@ def lost(moved: list[Tensor], exact: list[Tensor]) -> float:
 
 @pytest.mark.parametrize("backend", ["inductor", by_hand, "collage", "aot_eager", None])
 @pytest.mark.filterwarnings("ignore:collage_fx. nothing needed compensation")  # of plain steps
-@pytest.mark.quick("inductor", "collage", "None")
+@pytest.mark.quick("inductor", "collage")
 def test_a_function_compiled_before_for_plain_steps_is_compiled_anew(backend: Any) -> None:
     """What was compiled then would read memory that has no data yet: NaN."""
     torch.compiler.reset()

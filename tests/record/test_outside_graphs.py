@@ -87,7 +87,7 @@ class Views(Optimizer):
         Views,
     ],
 )
-@pytest.mark.quick("Rebinding-dtype1", "Views-dtype0")
+@pytest.mark.quick("Views-dtype0")
 def test_step_outside_graphs_is_compensated(make: Any, dtype: torch.dtype) -> None:
     exact, _ = final(make, "exact", dtype=dtype)
     plain, _ = final(make, "plain", dtype=dtype)
@@ -186,6 +186,12 @@ def shifted_averages(p: Tensor, g: Tensor, state: Any) -> None:
         through_a_plain_state,
         shifted_averages,
     ],
+)
+@pytest.mark.quick(
+    "through_a_product",
+    "through_views_of_a_copy",
+    "through_fp32",
+    "shifted_averages",
 )
 def test_nothing_is_lost_on_the_way(update: Any) -> None:
     improves(update)

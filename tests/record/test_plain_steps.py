@@ -77,6 +77,7 @@ def test_a_norm_of_the_host_would_be_memory_from_before_the_step(
 
 
 @pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.quick("orthogonalized", "by_chance")
 def test_of_bf16_parameters_temporaries_are_kept_whole(update: Any) -> None:
     """The control: that is how far from plain PyTorch a step is whose 16-bit values are wide."""
     with torch.compiler.set_stance("force_eager"):

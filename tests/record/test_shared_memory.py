@@ -32,7 +32,7 @@ def data_of_one_result(p: Tensor, g: Tensor, state: Any) -> None:
 
 @pytest.mark.parametrize("options", [{"record": True}, {"record": True, "storage": "remainder16"}])
 @pytest.mark.parametrize("update", [halves_of_one_result, data_of_one_result])
-@pytest.mark.quick("halves_of_one_result-options0", "data_of_one_result-options1")
+@pytest.mark.quick("halves_of_one_result-options0")
 def test_states_that_are_parts_of_one_result(
     update: Callable[..., None], options: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,6 +91,7 @@ def test_a_buffer_of_which_parameters_are_views(way: Way, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("options", [{}, {"record": True}, {"record": True, "storage": "mcf3"}])
+@pytest.mark.quick("options0")
 def test_a_state_that_is_expanded_is_left_alone(options: Any) -> None:
     """As PyTorch has it, several elements are one in memory: it is named, and steps are taken."""
 

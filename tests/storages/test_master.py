@@ -45,6 +45,7 @@ def test_fp32_weights_come_back_bit_for_bit(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("storage", ["mcf2", "remainder16"])
 @pytest.mark.filterwarnings("ignore:.*keeps 17 bits instead of 24")
+@pytest.mark.quick("remainder16")
 def test_a_step_goes_on_from_the_weights_that_were_loaded(storage: str) -> None:
     there = model(torch.bfloat16)
     optimizer = torch.optim.SGD(there.parameters(), lr=1e-4)
@@ -209,7 +210,7 @@ def near_one(count: int) -> tuple[list[nn.Parameter], list[Tensor]]:
 
 @WAYS
 @KEPT
-@pytest.mark.quick("None-string-2", "mcf3-eager-2", "ulp8-graph-2")
+@pytest.mark.quick("None-string-2", "ulp8-graph-2")
 def test_a_step_goes_on_in_the_storage_of_the_master_weights(
     way: str, count: int, storage: str | None
 ) -> None:

@@ -89,7 +89,7 @@ def test_a_storage_keeps_the_value_on_average(storage: str, dtype: torch.dtype) 
 
 
 @WAYS
-@pytest.mark.quick("shared", "eager")
+@pytest.mark.quick("shared")
 def test_steps_too_small_for_the_storage_are_kept_on_average(way: str) -> None:
     """Updates of an eighth of what ulp8 keeps: nothing, or all on average."""
     begin = [(torch.arange(128) / 128 + 1).bfloat16() for _ in range(MEMBERS[way])]
@@ -112,6 +112,7 @@ def test_steps_too_small_for_the_storage_are_kept_on_average(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["shared", "eager"])
+@pytest.mark.quick("eager")
 def test_a_resumed_run_draws_what_it_would_have_drawn(way: str) -> None:
     options = {"stochastic_rounding": True, "seed": 3, "level": "all"}
 

@@ -114,6 +114,7 @@ def test_a_checkpoint_of_another_dtype_is_refused(first: str) -> None:
 
 @pytest.mark.parametrize("first", ["load", "compile"])
 @pytest.mark.parametrize("as_bits", [False, True])
+@pytest.mark.quick("False-load", "True-compile")
 def test_a_checkpoint_with_words_that_were_cast_is_refused(first: str, as_bits: bool) -> None:
     """By a tool: to another dtype, or to that in which their bits travel."""
     params = start(1, torch.bfloat16)
@@ -148,6 +149,7 @@ def test_residuals_that_were_saved_apart_come_back_in_their_storage() -> None:
 
 
 @WAYS
+@pytest.mark.quick("shared", "eager")
 def test_a_state_that_the_storage_cannot_hold_is_refused_before_anything_changes(way: str) -> None:
     params = start(MEMBERS[way], torch.float16)
     before = [p.detach().clone() for p in params]

@@ -30,7 +30,7 @@ MIXED = {"param": "remainder16", "exp_avg_sq*": "ulp8", "*": "mcf3"}
 
 
 @WAYS
-@pytest.mark.quick("shared", "eager")
+@pytest.mark.quick("shared")
 def test_each_state_has_the_storage_that_its_pattern_says(way: str) -> None:
     exact, fp32 = trained(way, torch.float64), trained(way, torch.float32)
     params = start(MEMBERS[way], torch.bfloat16)
@@ -45,7 +45,7 @@ def test_each_state_has_the_storage_that_its_pattern_says(way: str) -> None:
 
 
 @WAYS
-@pytest.mark.quick("each", "eager")
+@pytest.mark.quick("each")
 def test_auto_is_remainder16_for_bf16_and_mcf2_for_fp16(way: str) -> None:
     for dtype, word in ((torch.bfloat16, torch.int16), (torch.float16, torch.float16)):
         params = start(MEMBERS[way], dtype)
