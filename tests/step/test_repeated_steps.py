@@ -160,8 +160,8 @@ def test_what_has_changed_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == {name: (True, name in REBOUND) for name in FEW}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
-@pytest.mark.quick("hook")
 def test_what_has_changed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Before one step, and in that step only."""
     repeats = compare(monkeypatch, lambda: made(AdamW, "mcf2", lr=1e-3), 14, changing(name, 7))
