@@ -89,7 +89,7 @@ def states_after(
         ),
     ],
 )
-@pytest.mark.quick("sizes")
+@pytest.mark.slow
 def test_equal_to_the_whole_graph(
     update: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

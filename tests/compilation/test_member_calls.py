@@ -178,8 +178,8 @@ def test_members_have_the_bits_of_the_whole_graph(
     assert len(found) > 2 * len(shapes) and all(map(torch.equal, found, expected))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clips", [None, torch.float32], ids=["apart", "clipped"])
-@pytest.mark.quick("clipped")
 def test_rates_that_change_compile_nothing_anew(
     parts: list[list[int]], clips: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,6 +64,7 @@ def test_equal_to_a_step_that_is_traced_whole(
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_equal_in_other_storages(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """As above."""
     found, expected = (

@@ -107,6 +107,7 @@ def test_powers_are_rounded_correctly(way: str, exact: Tensor) -> None:
         assert any("std::pow" in source for source in sources)
 
 
+@pytest.mark.slow
 def test_powers_of_triton_kernels_are_rounded_correctly(exact: Tensor) -> None:
     assert differing(by_triton("powers"), exact[::EVERY]) == 0
 

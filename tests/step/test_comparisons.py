@@ -104,9 +104,9 @@ def test_interpreted_steps() -> None:
     assert torch.equal(found, exact(0.1, torch.bfloat16))
 
 
+@pytest.mark.slow
 @pytest.mark.kernels
 @pytest.mark.parametrize("way", ["eft", "class", "recorded wide"])
-@pytest.mark.quick("class")
 def test_compiled_kernels(way: str) -> None:
     found = moved(0.1, torch.bfloat16, lambda o: collage_fx.compile(o, **WAYS[way]))
     assert torch.equal(found, exact(0.1, torch.bfloat16))
