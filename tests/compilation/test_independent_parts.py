@@ -280,9 +280,7 @@ def test_steps_have_the_same_bits(update: Any, record: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.kernels
-def test_compiled_parts_have_the_bits_of_the_compiled_graph(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_compiled_parts_have_the_bits_of_the_whole_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = []
 
     def divided(graph: Any) -> Any:
