@@ -46,7 +46,7 @@ def same_bits(tensor: Tensor) -> Callable[..., bool]:
 
     For memory that nobody counts versions of: a buffer of gradients, say, written through `.data`.
     """
-    before = bits_of(tensor).clone()
+    before = bits_of(tensor.detach().clone())  # a recorder knows of the copy, and not of the bits
 
     def expected(now: Tensor, *residuals: Tensor) -> bool:
         if now.shape != before.shape or now.itemsize != before.itemsize:

@@ -152,7 +152,7 @@ def test_of_a_method_that_is_not_served_low_words_are_lost(
 ) -> None:
     """The control."""
     monkeypatch.setattr(other_methods, "_methods_of", lambda cls: {})
-    assert error(call) > 1e-2
+    assert error(call) > 1e-3  # some elements are what they were
 
 
 def compiled(**options: Any) -> tuple[Averaged, list[Tensor]]:
