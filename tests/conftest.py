@@ -20,18 +20,12 @@ import torch
 from interpreter import untimed_guards, without_compiler
 from poison import poisoned
 from torch import Tensor
-from torch._decomp.decompositions_for_rng import PhiloxStateTracker
-from torch._functorch import config as functorch_config
 
 from collage_fx.dynamo import backend
 from collage_fx.runtime.torch_versions import installed
 
 # A compilation makes a hundred thousand objects, few of which go before it ends.
 gc.set_threshold(20_000, 50, 100)
-# AOTAutograd makes twelve tensors in each trace, for graphs that have random numbers of their own.
-assert not functorch_config.functionalize_rng_ops
-PhiloxStateTracker.reset()
-PhiloxStateTracker.reset = classmethod(lambda cls: None)  # type: ignore[method-assign,assignment]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
