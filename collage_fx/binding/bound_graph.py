@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collage_fx.binding.bound_kernels import BoundKernels, current_residuals, kept_of
+from collage_fx.binding.bound_kernels import BoundKernels, current_residuals, settling
 from collage_fx.binding.launches import Unrepeatable
 from collage_fx.compilation.layout_guards import guards_of, is_plain
 from collage_fx.compilation.residual_binding import Gathered
@@ -99,12 +99,9 @@ class _Known(Gathered):
     """The residuals of an earlier call; the versions of all their tensors are noted at once."""
 
     note: Callable[[], None]
-    kept: list[tuple[Tensor, Residual]]
 
     def keep(self) -> None:
         self.note()
-        for tensor, residual in self.kept:
-            residual.keep(tensor)
 
 
 class Calls:
@@ -119,8 +116,7 @@ class Calls:
             contents: what has to be as it was.
         """
         self.code, self.snapshot = code, TensorSnapshot(contents)
-        note = self.snapshot.settle
-        self.known = [_Known(one.current, [], note, kept_of(one)) for one in known]
+        self.known = [_Known(one.current, [], settling(self.snapshot, one)) for one in known]
 
     def run(self, args: tuple[Any, ...]) -> Any:
         """Call the graph; return its results."""

@@ -6,7 +6,7 @@ the last call (`TensorSnapshot`), and fills the tables from which kernels take a
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -49,7 +49,6 @@ class BoundKernels:
         """
         self.direct, self.seeds = _repeatable(direct), seeds
         self.residuals = [residual for _, residual in observed.residuals.current]
-        self.kept = kept_of(observed.residuals)
         memory = self.direct.allocate()
         contents = dataclasses.replace(contents, others=[*contents.others, *memory])
         self.known = [*contents.guarded, *contents.others]
@@ -64,6 +63,7 @@ class BoundKernels:
         """The addresses from `first` on that kernels take."""
         slots = {place: self.first + k for k, place in enumerate(self.taken)}
         self.snapshot = TensorSnapshot(contents, len(self.taken))
+        self.settle = settling(self.snapshot, observed.residuals)
         ends = (*self.direct.constants, *(n.meta["val"] for n in self.direct.made))
         tensors = [*observed.inputs, *(None for _ in self._devices), *memory, *ends]
         self.launches = launches(calls, [slots.get(p, p) for p in places], tensors, self.first)
@@ -118,16 +118,21 @@ class BoundKernels:
         fresh = (*values, *seeds, *made)
         self.launches.run(self.snapshot, self.first, [fresh[k - self.first] for k in self.taken])
         torch.autograd.graph.increment_version(written)
-        self.snapshot.settle()
-        for tensor, residual in self.kept:
-            residual.keep(tensor)
+        self.settle()
         ends = (*direct.constants, *made)
         return [ends[n - direct.first_made + len(direct.constants)] for n in direct.results]
 
 
-def kept_of(known: Gathered) -> list[tuple[Tensor, Residual]]:
-    """Return the states, with residuals, of which each step keeps the bits."""
-    return [(t, r) for t, r in known.current if r.kept is not None]
+def settling(snapshot: TensorSnapshot, known: Gathered) -> Callable[[], None]:
+    """Return a function that settles the residuals of a snapshot's tensors after each step."""
+    kept = [(t, r) for t, r in known.current if r.kept is not None]
+
+    def settle() -> None:
+        snapshot.settle()
+        for tensor, residual in kept:
+            residual.keep(tensor)
+
+    return settle
 
 
 def current_residuals(known: Iterable[Gathered]) -> dict[int, tuple[Tensor, Residual]]:

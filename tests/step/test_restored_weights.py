@@ -114,7 +114,7 @@ def test_repeated_steps_keep_the_bits_too(monkeypatch: pytest.MonkeyPatch) -> No
     options = {"storage": "remainder16"}
     assert error(restored, 12, **options) < 2 * error(nothing, **options) + ONE_STEP
     for place in (bound_graph, bound_kernels):
-        monkeypatch.setattr(place, "kept_of", lambda _: [])
+        monkeypatch.setattr(place, "settling", lambda snapshot, _: snapshot.settle)
     assert error(restored, 12, **options) > 0.1
 
 
