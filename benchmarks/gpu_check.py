@@ -1,4 +1,4 @@
-"""All that a GPU has to show, in three runs of five to seven minutes, the most valued parts first.
+"""All that a GPU has to show, in three runs of five to ten minutes, the most valued parts first.
 
     python benchmarks/gpu_check.py --run A        words, kernels, whole steps, graphs, limits
     python benchmarks/gpu_check.py --run B        peers, training, tests

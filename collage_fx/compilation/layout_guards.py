@@ -41,7 +41,7 @@ class Layouts:
         tensors = self._of(args)
         self.guards = guards_of(tensors) if len({*map(id, tensors)}) == len(tensors) else None
         self.sized = self.guards is not None and len(self.places) == sum(map(is_plain, args))
-        """Whether equal layouts mean that all tensors among the arguments have equal sizes."""
+        """Whether the guards cover the sizes of all tensor arguments."""
 
     def _of(self, args: tuple[Any, ...]) -> list[Any]:
         return [*[args[i] for i in self.places], *[find() for find in self.attributes]]

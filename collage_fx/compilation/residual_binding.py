@@ -79,7 +79,7 @@ class Residuals:
     plan: dict[int, StatePlan]
     """The verdicts by the positions of the states."""
     introduced: bool = False
-    """Whether the optimizers that own states of the graph have been looked for."""
+    """Whether the optimizers of the graph's states have been searched for."""
     ensured: tuple[int, list[Residual | None]] = (-1, [])
     """The generation of the store in the last call, and the residuals of then."""
 

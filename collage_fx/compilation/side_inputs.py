@@ -267,11 +267,11 @@ class Code:
     """The parts of a graph that is compiled in parts; `function` gets the arguments, and a call for
     each part, then."""
     beside: Sequence[Locate] = ()
-    """How to find the tensors that the graph takes beside its arguments and `members`."""
+    """Locators of further tensor inputs, beside the arguments and `members`."""
     apart: Apart | None = None
     """The tensors of the first call that lay in memory of states of the graph."""
     others: Sequence[Locate] = ()
-    """How to find the tensors that the graph takes and that are none of its states."""
+    """Locators of the tensor inputs that are no states of the graph."""
     concluded: bool = False
     """Whether the residuals that its states were made with are kept or dropped."""
 

@@ -281,7 +281,7 @@ def _has_attr(item: Any, tx: Any, name: str) -> Any:
 
 
 def _is_result_in_place(item: Any) -> bool:
-    """Tell whether a variable of Dynamo's is the result of an operation in place.
+    """Tell whether a Dynamo variable is the result of an in-place operation.
 
     Dynamo knows the attributes of the tensor by the variable that the operation was given.
     """

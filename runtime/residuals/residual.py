@@ -282,8 +282,8 @@ def clear_stale(
     unsure = [(t, r) for t, r in pairs if r.expected is not None or not r.belongs(t)]
     all_fit = fit(unsure)
     held: dict[int, Expected] = {}
-    """What was expected of residuals, and found: one may be that of several pairs, of tied weights
-    say, or of two tensors on its memory."""
+    """Expectations that were met, by the ids of residuals: a residual may stand in several pairs,
+    with tied weights or with two tensors on one memory."""
     for tensor, residual in unsure:
         expected, then = residual.expected or held.get(id(residual)), _IN_TIME
         if not all_fit and not fit([(tensor, residual)]):  # `ensure` replaces it
