@@ -304,11 +304,18 @@ class Addresses:
 
     def __init__(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Take places in `TensorSnapshot.addresses`, and bytes."""
-        self.source = array("q", [place for place, _ in pairs])
-        self.offset = array("q", [offset for _, offset in pairs])
+        self._source = array("q", [place for place, _ in pairs])
+        self._offset = array("q", [offset for _, offset in pairs])
+        self.arguments = _pointer(self._source), _pointer(self._offset), ctypes.c_int64(len(pairs))
+        """What compiled functions take: the places, the bytes, and how many there are."""
 
     def __len__(self) -> int:
-        return len(self.source)
+        return len(self._source)
+
+
+def _pointer(numbers: "array[int]") -> ctypes.c_void_p:
+    """Return a pointer to an array, which keeps its size."""
+    return ctypes.c_void_p(numbers.buffer_info()[0])
 
 
 class TensorSnapshot:
@@ -369,7 +376,7 @@ class TensorSnapshot:
             self.bounds.buffer_info()[0],
             len(self.bounds),
         )
-        self._at = ctypes.byref(self._kept)
+        self._at, self._start = ctypes.byref(self._kept), _pointer(self.addresses)
         self._library = _library()
 
     def unchanged(self, attributes: dict[str, Any]) -> list[Tensor]:
@@ -389,16 +396,11 @@ class TensorSnapshot:
 
     def gather(self, found: "Addresses", table: int) -> None:
         """Write addresses to the memory at an address."""
-        self._library.gather(*self._pointers(found), ctypes.c_void_p(table))
+        self._library.gather(self._start, *found.arguments, ctypes.c_void_p(table))
 
     def bits(self, found: "Addresses") -> int:
         """Return the bits that any of the addresses has: they are as aligned as this number."""
-        return int(self._library.bits(*self._pointers(found)))
-
-    def _pointers(self, found: "Addresses") -> tuple[Any, ...]:
-        arrays = (self.addresses, found.source, found.offset)
-        pointers = [ctypes.c_void_p(a.buffer_info()[0]) for a in arrays]
-        return *pointers, ctypes.c_int64(len(found))
+        return int(self._library.bits(self._start, *found.arguments))
 
     def settle(self) -> None:
         """Note the versions as they are now."""
