@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 
 from collage_fx.passes.ir.program import OPTIONAL, Arithmetic, Level, OnUnsupported, Settings
 from collage_fx.runtime.errors import OptionError
-from collage_fx.runtime.storage.registry import DEFAULT, EXPANSIONS, STORAGES, Choice
+from collage_fx.runtime.storage.registry import DEFAULT, STORAGES, Choice
 
 _ALLOWED: dict[str, tuple[Any, ...]] = {
     "level": get_args(Level),
@@ -132,12 +132,6 @@ class CollageConfig(Settings):
                 f"stochastic_rounding=True with storage={self.storage!r}, which holds what is "
                 f"computed as it is and rounds nothing; it is for {can}"
             )
-
-    @property
-    def wide(self) -> bool:
-        """Whether the step is computed in fp32 registers: as asked for, or as the storage needs."""
-        known = self.storage in EXPANSIONS
-        return self.arithmetic == "wide" or not known
 
     def rounds_by_chance(self, storage: str) -> bool:
         """Tell whether the last residual of a storage is rounded by chance."""

@@ -9,6 +9,7 @@ from collage_fx.passes.analysis.recurrence import recurrence
 from collage_fx.passes.codegen.emit import emit
 from collage_fx.passes.frontend.canonicalize import canonicalize
 from collage_fx.passes.frontend.capture import capture
+from collage_fx.passes.frontend.moves import moves
 from collage_fx.passes.frontend.reductions import reductions
 from collage_fx.passes.frontend.slice import slice_
 from collage_fx.passes.ir.listing import UNCHANGED, snapshot
@@ -23,6 +24,7 @@ PASSES: tuple[Callable[[Program], None], ...] = (
     capture,
     canonicalize,
     reductions,
+    moves,
     slice_,
     recurrence,
     plan,

@@ -1,4 +1,4 @@
-"""Pass 7: what a graph would pass on of a state with its high word only."""
+"""Pass 8: what a graph would pass on of a state with its high word only."""
 
 from collections.abc import Container, Iterable, Iterator
 

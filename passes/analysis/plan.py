@@ -1,4 +1,4 @@
-"""Pass 6: decide which carried states get residuals, and say why."""
+"""Pass 7: decide which carried states get residuals, and say why."""
 
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -10,7 +10,6 @@ from torch.fx import Node
 from collage_fx.passes.analysis.affine import FREE, Form, cancels, is_number
 from collage_fx.passes.analysis.carried_path import walk
 from collage_fx.passes.analysis.criticality import critical
-from collage_fx.passes.frontend.torch_internals import is_concrete_int
 from collage_fx.passes.ir.program import (
     Carried,
     Level,
@@ -24,6 +23,7 @@ from collage_fx.passes.ir.program import (
     other_outputs,
     value_of,
 )
+from collage_fx.passes.ir.torch_internals import is_concrete_int
 from collage_fx.passes.ir.verdict import UNKNOWN, Verdict, VerdictKind
 from collage_fx.runtime.errors import StorageError
 from collage_fx.runtime.storage.registry import STORAGES, Choice, check_compensable

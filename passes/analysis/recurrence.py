@@ -1,4 +1,4 @@
-"""Pass 5: for each class, how a step changes each carried state, x' = a*x + B."""
+"""Pass 6: for each class, how a step changes each carried state, x' = a*x + B."""
 
 from torch.fx import Node
 

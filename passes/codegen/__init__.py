@@ -1,1 +1,1 @@
-"""Pass 11 and what follows it: one graph for Inductor, and kernels over many tensors."""
+"""Pass 12 and what follows it: one graph for Inductor, and kernels over many tensors."""

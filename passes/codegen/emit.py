@@ -1,4 +1,4 @@
-"""Pass 11: put the lowered slices into one graph for Inductor, with residuals as inputs."""
+"""Pass 12: put the lowered slices into one graph for Inductor, with residuals as inputs."""
 
 import functools
 import itertools
@@ -26,7 +26,7 @@ from collage_fx.passes.codegen.replicas import LeftOutMember, LeftOutMembers
 from collage_fx.passes.codegen.scalar_kernel import Scalars, scalars_of
 from collage_fx.passes.frontend.decompose import like
 from collage_fx.passes.frontend.slice import inverse
-from collage_fx.passes.ir.graph_memory import mutations
+from collage_fx.passes.ir.graph_memory import fake_mode_of, mutations
 from collage_fx.passes.ir.program import (
     Program,
     Rewritten,
@@ -35,7 +35,7 @@ from collage_fx.passes.ir.program import (
     other_outputs,
     value_of,
 )
-from collage_fx.passes.rewrite.residual_inputs import add_residuals, fake_mode_of
+from collage_fx.passes.rewrite.residual_inputs import add_residuals
 from collage_fx.passes.rewrite.roundings import keep_shared_roundings
 from collage_fx.runtime.ops import collage
 

@@ -22,8 +22,8 @@ from torch.fx.node import map_aggregate
 
 from collage_fx.passes.dedup.graph_scan import Atom, Part, Scan, UnknownOperation
 from collage_fx.passes.dedup.independent_parts import LEAST
-from collage_fx.passes.frontend.torch_internals import is_concrete_int, set_grad_enabled
 from collage_fx.passes.ir.program import Unlike
+from collage_fx.passes.ir.torch_internals import is_concrete_int, set_grad_enabled
 from collage_fx.runtime.expansion.eft import LOW_PRECISION
 
 Fact = Callable[[Node], Hashable | None]

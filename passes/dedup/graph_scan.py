@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
-from collage_fx.passes.frontend.torch_internals import OpOverload, set_grad_enabled
 from collage_fx.passes.ir.graph_memory import Connected
+from collage_fx.passes.ir.torch_internals import OpOverload, set_grad_enabled
 from collage_fx.passes.rewrite.op_schema import written as overwritten
 
 

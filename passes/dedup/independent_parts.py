@@ -17,9 +17,9 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from collage_fx.passes.dedup.single_tensors import on_single_tensors
-from collage_fx.passes.frontend.torch_internals import OpOverload, is_concrete_int
 from collage_fx.passes.ir.graph_memory import Connected
 from collage_fx.passes.ir.program import Program, graph_of
+from collage_fx.passes.ir.torch_internals import OpOverload, is_concrete_int
 
 aten = torch.ops.aten
 COPY = aten.copy_.default

@@ -11,9 +11,9 @@ from torch.fx import Graph, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from collage_fx.passes.frontend.decompose import DECOMPOSITIONS, like
-from collage_fx.passes.frontend.torch_internals import OpOverload
 from collage_fx.passes.ir.graph_memory import ORIGIN, base_of, note_origin
 from collage_fx.passes.ir.program import CONVERT, Program, compensable_in, is_tensor, value_of
+from collage_fx.passes.ir.torch_internals import OpOverload
 
 aten = torch.ops.aten
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 
-from collage_fx.passes.frontend.torch_internals import hint_of
+from collage_fx.passes.ir.torch_internals import hint_of
 
 
 class CannotRead(Exception):

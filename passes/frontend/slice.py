@@ -1,4 +1,4 @@
-"""Pass 4: cut the graph into slices, and group isomorphic slices into classes."""
+"""Pass 5: cut the graph into slices, and group isomorphic slices into classes."""
 
 import torch
 from torch.fx import Node

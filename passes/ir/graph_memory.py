@@ -3,6 +3,7 @@
 import functools
 import operator
 from collections.abc import Callable, Container, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -109,6 +110,12 @@ def _is_view(target: Any) -> bool:
     return any(
         r.alias_info is not None and not r.alias_info.is_write for r in target._schema.returns
     )
+
+
+def fake_mode_of(inputs: Iterable[Node]) -> AbstractContextManager[object]:
+    """Return the mode of the fake tensors among the inputs of a graph; none does nothing."""
+    modes = (getattr(node.meta.get("val"), "fake_mode", None) for node in inputs)
+    return next(filter(None, modes), nullcontext())
 
 
 def note_origin(node: Node, origin: Node | None) -> None:

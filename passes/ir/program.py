@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 
 from collage_fx.passes.ir.verdict import Change, Judged
 from collage_fx.runtime.expansion.eft import LOW_PRECISION as LOW_PRECISION
-from collage_fx.runtime.storage.registry import STORAGES, Choice, Unnamed, chosen, kept
+from collage_fx.runtime.storage.registry import EXPANSIONS, STORAGES, Choice, Unnamed, chosen, kept
 from collage_fx.runtime.storage.state_name import Named, StateName
 
 Level = Literal["light", "plus", "auto", "all"]
@@ -30,9 +30,9 @@ SAME_VALUE = CASTS | {torch.ops.aten.clone.default}
 """Those, and copies: what a value depends on is the same before and after."""
 OPTIONAL = (
     *("denominator", "deduplicate", "escape", "join"),
-    *("numbers", "reductions", "repeat", "share"),
+    *("moves", "numbers", "reductions", "repeat", "share"),
 )
-"""What may be left out, for debugging: three passes before AOTAutograd, three after it, `repeat`,
+"""What may be left out, for debugging: three passes before AOTAutograd, four after it, `repeat`,
 which does a step again without looking at each tensor in Python, and `share`, by which optimizers
 that are alike use what was compiled for one of them."""
 
@@ -50,6 +50,11 @@ class Settings:
     stochastic_rounding: bool = False
     without: tuple[str, ...] = field(default=(), kw_only=True)
     """Passes that are left out, for debugging; see OPTIONAL."""
+
+    @property
+    def wide(self) -> bool:
+        """Whether a step is computed in fp32 registers: as asked for, or as the storage needs."""
+        return self.arithmetic == "wide" or self.storage not in EXPANSIONS
 
 
 @dataclass

@@ -171,6 +171,7 @@ _CHECKS = {
     "capture": _captured,
     "canonicalize": _canonical,
     "reductions": _canonical,
+    "moves": _canonical,
     "recurrence": _recurrences,
     "escape": _escaped,
     "join": _joined,

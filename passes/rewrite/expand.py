@@ -1,4 +1,4 @@
-"""Pass 9: rewrite the representative of each class on expansions."""
+"""Pass 10: rewrite the representative of each class on expansions."""
 
 import operator
 import re

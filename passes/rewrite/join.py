@@ -1,4 +1,4 @@
-"""Pass 8: do the whole graph on joined values, where slices would lose a part of a state."""
+"""Pass 9: do the whole graph on joined values, where slices would lose a part of a state."""
 
 import operator
 from collections.abc import Callable, Sequence
@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from collage_fx.passes.analysis.plan import storage_of
 from collage_fx.passes.frontend.capture import not_held
 from collage_fx.passes.frontend.decompose import COMPARISONS, compare
-from collage_fx.passes.frontend.torch_internals import select_decomp_table
-from collage_fx.passes.ir.graph_memory import mutations
+from collage_fx.passes.ir.graph_memory import fake_mode_of, mutations
 from collage_fx.passes.ir.program import (
     CONVERT,
     LOW_PRECISION,
@@ -30,9 +29,10 @@ from collage_fx.passes.ir.program import (
     is_tensor,
     value_of,
 )
+from collage_fx.passes.ir.torch_internals import select_decomp_table
 from collage_fx.passes.ir.verdict import UNKNOWN, Change, Verdict, VerdictKind
 from collage_fx.passes.rewrite.powers import POWERS, in_float64
-from collage_fx.passes.rewrite.residual_inputs import add_members, add_residuals, fake_mode_of
+from collage_fx.passes.rewrite.residual_inputs import add_members, add_residuals
 from collage_fx.passes.rewrite.roundings import keep_roundings
 from collage_fx.runtime.expansion.eft import FP8, wider_dtypes
 from collage_fx.runtime.storage.registry import (

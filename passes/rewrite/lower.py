@@ -1,4 +1,4 @@
-"""Pass 10: replace collage:: operations by their arithmetic and make every rounding explicit."""
+"""Pass 11: replace collage:: operations by their arithmetic and make every rounding explicit."""
 
 import functools
 import math
@@ -14,9 +14,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from collage_fx.passes.frontend.torch_internals import select_decomp_table, unset_fake_temporarily
 from collage_fx.passes.ir.graph_memory import ORIGIN, note_origin
 from collage_fx.passes.ir.program import CASTS, CONVERT, LOW_PRECISION, Program, graph_of
+from collage_fx.passes.ir.torch_internals import select_decomp_table, unset_fake_temporarily
 from collage_fx.runtime.expansion.eft import WIDER, computed_in
 from collage_fx.runtime.ops import collage
 from collage_fx.runtime.storage.layouts import LAST

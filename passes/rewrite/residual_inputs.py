@@ -1,7 +1,6 @@
 """Residuals as inputs of a graph that is being built."""
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 
 import torch
 from torch.fx import Graph, Node
@@ -49,9 +48,3 @@ def add_members(program: Program, graph: Graph, placeholders: Sequence[Node]) ->
                 made[-1].append(graph.placeholder(f"{placeholders[index].name}_other{c.index}"))
                 made[-1][-1].meta["val"] = c.val
     return made
-
-
-def fake_mode_of(inputs: Iterable[Node]) -> AbstractContextManager[object]:
-    """Return the mode of the fake tensors among the inputs of a graph; none does nothing."""
-    modes = (getattr(node.meta.get("val"), "fake_mode", None) for node in inputs)
-    return next(filter(None, modes), nullcontext())

@@ -35,6 +35,7 @@ _MOVING = (
     aten.unsqueeze.default,
     aten.view.default,
     aten._unsafe_view.default,
+    torch.ops.prims.rev.default,
 )
 _GATHERING = (aten.cat.default, aten.stack.default)
 STRUCTURE = frozenset((*_KEEPING, *_MOVING, *_GATHERING, aten.where.self))

@@ -32,7 +32,8 @@ def test_each_pass_leaves_a_snapshot_and_a_time(captured: Captured) -> None:
     assert "ops.collage." not in program.snapshots["escape"] + program.snapshots["plan"]
     assert "collage.round" in program.snapshots["lower"]
     same = {n for n in NAMES if program.snapshots[n] == UNCHANGED}
-    assert same == {"reductions", "escape", "join"}  # it has none, and nothing leaves or is lost
+    # It has none, moves nothing, and nothing leaves or is lost.
+    assert same == {"reductions", "moves", "escape", "join"}
 
 
 def test_no_snapshot_is_made_unasked(captured: Captured) -> None:
@@ -44,8 +45,8 @@ def test_a_pass_is_left_out_by_its_name(captured: Captured) -> None:
     assert list(captured.of(Settings(without=("escape",))).seconds) == [
         n for n in NAMES if n != "escape"
     ]
-    names = "'denominator', 'deduplicate', 'escape', 'join', 'numbers', 'reductions', 'repeat'"
-    with pytest.raises(OptionError, match=f"only {names}, 'share' can"):
+    names = "'denominator', 'deduplicate', 'escape', 'join', 'moves', 'numbers', 'reductions'"
+    with pytest.raises(OptionError, match=f"only {names}, 'repeat', 'share' can"):
         collage_fx.CollageConfig(without=("capture",))
 
 

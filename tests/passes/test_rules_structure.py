@@ -42,6 +42,7 @@ CASES: dict[Any, tuple[Any, ...]] = {
     aten.unsqueeze.default: (1,),
     aten.view.default: ([6, 4],),
     aten._unsafe_view.default: ([4, 6],),
+    prims.rev.default: ([1],),
     prims.convert_element_type.default: (torch.float32,),
     aten.cat.default: (1,),
     aten.stack.default: (1,),

@@ -21,7 +21,7 @@ ORDER = [
     "hooks*",
     *("optimizer", "config", "errors"),
     *("passes.pipeline", "passes.codegen*", "passes.dedup", "passes.rewrite", "passes.analysis"),
-    *("passes.frontend*", "passes.rules", "passes.ir"),
+    *("passes.frontend*", "passes.rules", "passes.ir*"),
     *("runtime.ops", "runtime.kernels*", "runtime.residuals*", "runtime.storage"),
     *("runtime.expansion", "runtime.progress", "runtime.logs*"),
     *("runtime.torch_versions", "runtime.errors"),
