@@ -22,9 +22,11 @@ def recorded_and_traced(program: Program) -> tuple[Run, Run] | None:
     resumed run only the end is reported. And a tensor's rate times a decay is 0 in a graph of
     Dynamo's if the decay is, and small if it is written out; a recorded segment has one 0-d tensor
     there, the product being done at once, and takes it for a factor near one: it is computed on
-    whole values.
+    whole values. And a number that is read of a parameter, and scales it, ends a recorded segment,
+    which rounds the parameter to its storage, where Dynamo's graph has the number in it.
     """
     apart = program.torch_optim or program.schedule or program.resumed
+    apart = apart or "p.sum().item()" in program.script()
     apart = apart or (program.by_turns and program.counter in ("state", "group"))
     decays = any("wd" in line.text for line in program.lines)
     no_decay = decays and any(wd == 0 for _, wd in program.rates)
