@@ -11,6 +11,7 @@ from torch.fx import Graph, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from collage_fx.passes.frontend.decompose import DECOMPOSITIONS, like
+from collage_fx.passes.frontend.slice import shape_of
 from collage_fx.passes.ir.graph_memory import ORIGIN, base_of, note_origin
 from collage_fx.passes.ir.program import CONVERT, Program, compensable_in, is_tensor, value_of
 from collage_fx.passes.ir.torch_internals import OpOverload
@@ -41,7 +42,7 @@ _WITH_NUMBER: dict[Any, Any] = {
 }
 
 
-_THE_SAME = (aten.clone.default, aten.alias.default)
+_THE_SAME = (aten.clone.default, aten.alias.default, aten.expand.default, aten.view.default)
 """What is its operand where nothing is overwritten, if it is laid out alike."""
 
 _WITH_TENSOR = {number: tensor for tensor, number in _WITH_NUMBER.items()}
@@ -217,14 +218,15 @@ class _Builder:
             self.env[node] = new
 
     def _is_laid_out_alike(self, clone: Node) -> bool:
-        """Tell whether a clone, or `p.data`, is the very thing it is made of.
+        """Tell whether a clone, `p.data`, or a view, is the very thing it is made of.
 
         It is where nothing is overwritten.
         """
         source: Any = clone.args[0]
-        return is_tensor(self.env[source]) and (
-            _strides(value_of(self.env[source])) == _strides(value_of(clone))
-        )
+        if not is_tensor(self.env[source]):
+            return False
+        alike = shape_of(self.env[source]) == shape_of(clone)
+        return alike and _strides(value_of(self.env[source])) == _strides(value_of(clone))
 
     def _is_old(self, node: Any) -> bool:
         """Tell whether a node has become an input, or a view of one."""

@@ -9,8 +9,9 @@ from expecttest import assert_expected_inline
 from graphs import capture
 from recorded_steps import Each, off, start, train
 from torch import Tensor
+from torch.fx import Graph
 
-from collage_fx.passes.ir.program import Settings, graph_of, is_tensor
+from collage_fx.passes.ir.program import Program, Settings, graph_of, is_tensor
 
 F64 = torch.float64
 LR = 0.02
@@ -71,21 +72,45 @@ def test_what_is_moved_is_not_rounded_first(move: Callable[[Tensor], Tensor]) ->
     assert error(record=True) < 2e-5
 
 
+def test_a_view_of_the_same_shape_is_no_move() -> None:
+    """As what Dynamo makes of a product in an array of NumPy."""
+
+    def each(p: Tensor, g: Tensor, state: Any) -> None:
+        a = torch.zeros(g.shape).numpy()
+        torch.from_numpy(a).copy_(g * state["m"])
+        a *= 0.5
+        p.sub_(torch.from_numpy(a).to(p.dtype))
+
+    program = captured(each)
+    expand = torch.ops.aten.expand.default
+    found = [g.find_nodes(op="call_function", target=expand) for g in graphs_of(program)]
+    assert list(map(len, found)) == [1, 0]
+
+
 def test_in_eft_its_bits_are_the_same() -> None:
     found = [train(update(indexed), without=w)[0] for w in ((), ("moves",))]
     assert torch.equal(*found)
 
 
-def canonical(each: Callable[..., None]) -> str:
-    """Return the operations of the canonical graph, with the dtypes of their results."""
+def captured(each: Callable[..., None]) -> Program:
+    """Return the program of an update of a parameter with a state."""
     p = torch.nn.Parameter(torch.ones(4, 3, dtype=torch.bfloat16))
     p.grad = torch.ones_like(p)
     optimizer = Each([p], each)
     optimizer.state[p]["m"] = torch.zeros_like(p)
-    program = capture(optimizer.step).of(Settings(arithmetic="wide"))
+    return capture(optimizer.step).of(Settings(arithmetic="wide"))
+
+
+def graphs_of(program: Program) -> tuple[Graph, Graph]:
+    """Return the graph of AOTAutograd, and the canonical one."""
+    return program.source.graph, graph_of(program.canonical).graph
+
+
+def canonical(each: Callable[..., None]) -> str:
+    """Return the operations of the canonical graph, with the dtypes of their results."""
     return "\n".join(
         f"{node.target}: {str(node.meta['val'].dtype).removeprefix('torch.')}"
-        for node in graph_of(program.canonical).graph.nodes
+        for node in graphs_of(captured(each))[1].nodes
         if node.op == "call_function" and is_tensor(node)
     )
 
