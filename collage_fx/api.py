@@ -28,7 +28,7 @@ from collage_fx.step.compiled_step import (
     report_of,
 )
 from collage_fx.step.distributed_wrappers import compile_wrapper, wrapped_optimizers
-from collage_fx.step.subject import innermost, refuse_mastered, subject_of
+from collage_fx.step.subject import refuse_mastered, stepping, subject_of
 
 OptimizerT = TypeVar("OptimizerT")
 
@@ -87,9 +87,10 @@ def compile_(optimizer: OptimizerT, *, mode: str | None = None, **options: Any) 
     """Compile the step of an optimizer with compensation, in place: assign what `compile` returns.
 
     Args:
-        optimizer: a torch.optim.Optimizer, or a wrapper that has one as its `optimizer`, such as
-            accelerate's AcceleratedOptimizer, whose step is compiled then. Schedulers may have been
-            made for it already.
+        optimizer: a torch.optim.Optimizer, or a wrapper that has one as its `optimizer`. Of a
+            wrapper that only hands steps on, such as accelerate's AcceleratedOptimizer, that one's
+            step is compiled; of one whose step reaches for parameters, such as Lookahead, its own.
+            Schedulers may have been made for it already.
         mode: as of `compile`.
         **options: as of `compile`.
 
@@ -101,7 +102,7 @@ def compile_(optimizer: OptimizerT, *, mode: str | None = None, **options: Any) 
         SubjectError: anything that is no optimizer.
     """
     refuse_mastered(optimizer)
-    inner = innermost(optimizer)
+    inner = stepping(optimizer)
     if not isinstance(inner, Optimizer):
         raise SubjectError(f"compile_ takes an optimizer, got {type(optimizer).__name__}")
     inner.step = compile(inner, mode=mode, **options)  # type: ignore[method-assign]

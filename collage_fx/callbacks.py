@@ -45,7 +45,7 @@ def trainer_callback(every: int = 100, *, to: Any = None) -> Any:
             # Not when training begins: another callback may compile the step then.
             if self.monitor is None:
                 self.monitor = monitor(kwargs["optimizer"], every, to=to, model=kwargs["model"])
-                _warn_if_plain(innermost(kwargs["optimizer"]))
+                _warn_if_plain(kwargs["optimizer"])
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             found = self.monitor
@@ -66,8 +66,9 @@ def trainer_callback(every: int = 100, *, to: Any = None) -> Any:
 
 def _warn_if_plain(optimizer: Optimizer) -> None:
     if step_made_here(optimizer, "_collage") is None:
+        name = type(innermost(optimizer)).__name__
         warnings.warn(
-            f"collage_fx: the steps of {type(optimizer).__name__} that are measured are plain, and "
+            f"collage_fx: the steps of {name} that are measured are plain, and "
             "nothing is compensated; collage_fx.compile_callback() has them compiled",
             CollageWarning,
             stacklevel=3,
@@ -107,7 +108,7 @@ def compile_callback(*, mode: str | None = None, **options: Any) -> Any:
 
     class CompileCallback(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if step_made_here(innermost(kwargs["optimizer"]), "_collage") is None:
+            if step_made_here(kwargs["optimizer"], "_collage") is None:
                 compile_(kwargs["optimizer"], mode=mode, **options)
 
     return CompileCallback()

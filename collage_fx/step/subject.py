@@ -1,6 +1,7 @@
 """What `compile`, `explain` and `report` were given: an optimizer, a function, or a mistake."""
 
 import inspect
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,8 @@ _REMEDY = (
 )
 
 
+_PARAMETERS = frozenset({"param_groups", "params", "grad", "state"})
+"""What a step asks for that writes parameters itself."""
 _MASTERED = {"deepspeed": "DeepSpeed"}
 """Packages whose wrappers step on fp32 copies of the weights, and what to call them."""
 
@@ -108,6 +111,30 @@ def innermost(given: Any) -> Any:
     has_states = isinstance(given, Optimizer) and "param_groups" in vars(given)
     inner = None if has_states else inner_of(given)
     return given if inner is None else innermost(inner)
+
+
+def stepping(given: Any) -> Any:
+    """Return the optimizer whose step is to be compiled: given, or what it only hands steps to.
+
+    A wrapper that is a torch.optim.Optimizer may write parameters itself, as Lookahead does, behind
+    the step of what it wraps. One whose step never asks for parameters, as accelerate's, does not.
+    """
+    inner = inner_of(given)
+    if inner is None or innermost(given) is given:
+        return given
+    own = isinstance(given, Optimizer) and not _only_hands_on(type(given).step)
+    return given if own else stepping(inner)
+
+
+def _only_hands_on(step: Any) -> bool:
+    code = getattr(inspect.unwrap(step), "__code__", None)
+    return code is not None and _PARAMETERS.isdisjoint(_names_in(code))
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    """Return the attributes and globals that a function, and functions within it, ask for."""
+    within = (c for c in code.co_consts if isinstance(c, types.CodeType))
+    return {*code.co_names}.union(*map(_names_in, within))
 
 
 def inner_of(given: Any) -> Any:

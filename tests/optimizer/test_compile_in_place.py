@@ -70,3 +70,64 @@ def test_what_is_no_optimizer_is_refused() -> None:
             collage_fx.compile_(given)  # type: ignore[type-var]
     with pytest.raises(OptionError):
         collage_fx.compile_(SGD([bf16(2)]), storage="none")
+
+
+class Ahead(torch.optim.Optimizer):
+    """Writes the parameters of the optimizer that it wraps every third step, as Lookahead does."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.taken = optimizer, 0
+        self.slow = [p.detach().clone() for p in self.param_groups[0]["params"]]
+
+    state = property(lambda self: self.optimizer.state)  # type: ignore[assignment]
+    param_groups = property(lambda self: self.optimizer.param_groups)  # type: ignore[assignment]
+    defaults = property(lambda self: self.optimizer.defaults)  # type: ignore[assignment]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.optimizer.step(closure)
+        self.taken += 1
+        if self.taken % 3 == 0:
+            for slow, p in zip(self.slow, self.param_groups[0]["params"], strict=True):
+                slow.add_(p - slow, alpha=0.5)
+                p.copy_(slow)
+
+
+class HandsOn(Ahead):
+    """Only hands steps on, as AcceleratedOptimizer does."""
+
+    def step(self, closure: Any = None) -> None:
+        if self.taken >= 0:
+            self.optimizer.step(closure)
+
+
+@pytest.mark.filterwarnings("error:.*was cleared")
+def test_a_wrapper_that_writes_parameters_has_its_own_step_compiled() -> None:
+    """Control: with the step of what it wraps compiled its writes are from outside."""
+
+    def moved(dtype: torch.dtype, wrap: Any) -> torch.Tensor:
+        p = torch.nn.Parameter(torch.linspace(1, 2, 8).bfloat16().to(dtype))
+        optimizer = SGD([p], lr=1e-4)
+        begin, given = p.detach().double().clone(), wrap(Ahead(optimizer))
+        for k in range(12):
+            p.grad = torch.full_like(p, 0.25 + k % 3)
+            given.step()
+        return collage_fx.value(p).double() - begin
+
+    def compiled(wrapper: Ahead) -> Any:
+        return collage_fx.compile_(wrapper, storage="remainder16", record=True)
+
+    def within(wrapper: Ahead) -> Any:
+        collage_fx.compile_(wrapper.optimizer, storage="remainder16", record=True)
+        return wrapper
+
+    exact = moved(torch.float64, lambda wrapper: wrapper)
+    assert (moved(torch.bfloat16, compiled) - exact).norm() < 5e-3 * exact.norm()
+    with pytest.warns(collage_fx.CollageWarning, match="was cleared"):
+        assert (moved(torch.bfloat16, within) - exact).norm() > 0.2 * exact.norm()
+
+
+def test_one_that_only_hands_steps_on_has_not() -> None:
+    wrapper = HandsOn(SGD([bf16(8)], lr=1e-3))
+    assert collage_fx.compile_(wrapper) is wrapper
+    assert "step" in vars(wrapper.optimizer) and "step" not in vars(wrapper)
