@@ -19,8 +19,7 @@ from collage_fx.passes.codegen.rounding_probe import check_roundings
 from collage_fx.passes.ir.cache_key import source_digest
 from collage_fx.passes.ir.graph_memory import base_of
 from collage_fx.passes.ir.program import is_tensor
-from collage_fx.runtime import progress
-from collage_fx.runtime.kernels import cpp_compiler
+from collage_fx.runtime import cpp_compiler, progress
 from collage_fx.runtime.ops import collage
 
 

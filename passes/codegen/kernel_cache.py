@@ -19,7 +19,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.compiler import config as compiler_config
 
 from collage_fx.passes.ir.cache_key import source_digest
-from collage_fx.runtime.kernels.cpp_compiler import quote_cache_dir
+from collage_fx.runtime.cpp_compiler import quote_cache_dir
 from collage_fx.runtime.kernels.cpp_loop import Loop
 
 _LOGGER = logging.getLogger(__name__)

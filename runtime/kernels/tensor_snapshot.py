@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._C._dynamo import guards
 
-from collage_fx.runtime.kernels import cpp_compiler
+from collage_fx.runtime import cpp_compiler
 from collage_fx.runtime.residuals.dtensor import SHARD, SPEC, shard_of, spec_of
 from collage_fx.runtime.residuals.memory import Apart
 

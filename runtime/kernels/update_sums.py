@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collage_fx.runtime import logs
-from collage_fx.runtime.kernels import cpp_compiler
+from collage_fx.runtime import cpp_compiler, logs
 from collage_fx.runtime.kernels.cpp_helpers import HELPERS
 from collage_fx.runtime.kernels.cpp_loop import FLAGS
 

@@ -22,7 +22,8 @@ ORDER = [
     *("optimizer", "config", "errors"),
     *("passes.pipeline", "passes.codegen*", "passes.dedup", "passes.rewrite", "passes.analysis"),
     *("passes.frontend*", "passes.rules", "passes.ir*"),
-    *("runtime.ops", "runtime.kernels*", "runtime.residuals*", "runtime.storage"),
+    *("runtime.ops", "runtime.kernels*", "runtime.residuals*"),
+    *("runtime.cpp_compiler*", "runtime.storage"),
     *("runtime.expansion", "runtime.progress", "runtime.logs*"),
     *("runtime.torch_versions", "runtime.errors"),
 ]
