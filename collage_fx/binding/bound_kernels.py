@@ -6,7 +6,7 @@ the last call (`TensorSnapshot`), and fills the tables from which kernels take a
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from collage_fx.compilation.side_inputs import Observed
 from collage_fx.passes.ir.program import LOW_PRECISION, is_tensor, value_of
 from collage_fx.runtime.expansion.stochastic import Seeds
 from collage_fx.runtime.kernels.tensor_snapshot import Contents, TensorSnapshot
+from collage_fx.runtime.residuals.checks import note
 from collage_fx.runtime.residuals.residual import Residual, next_draw
 
 _NOWHERE = -1
@@ -63,10 +64,12 @@ class BoundKernels:
         """The addresses from `first` on that kernels take."""
         slots = {place: self.first + k for k, place in enumerate(self.taken)}
         self.snapshot = TensorSnapshot(contents, len(self.taken))
-        self.settle = settling(self.snapshot, observed.residuals)
         ends = (*self.direct.constants, *(n.meta["val"] for n in self.direct.made))
         tensors = [*observed.inputs, *(None for _ in self._devices), *memory, *ends]
-        self.launches = launches(calls, [slots.get(p, p) for p in places], tensors, self.first)
+        unchecked = {id(t): r.checks for t, r in observed.residuals.current if r.checks}
+        at = [slots.get(p, p) for p in places]
+        self.launches = launches(calls, at, tensors, self.first, unchecked)
+        self.settle = settling(self.snapshot, observed.residuals, unchecked)
 
     def _places(self, inputs: Sequence[Any], every: list[Any], memory: list[Tensor]) -> list[int]:
         """Return for each number of `Direct` which of all tensors and values it is.
@@ -123,12 +126,27 @@ class BoundKernels:
         return [ends[n - direct.first_made + len(direct.constants)] for n in direct.results]
 
 
-def settling(snapshot: TensorSnapshot, known: Gathered) -> Callable[[], None]:
-    """Return a function that settles the residuals of a snapshot's tensors after each step."""
+def settling(
+    snapshot: TensorSnapshot, known: Gathered, unchecked: Container[int] | None = None
+) -> Callable[[], None]:
+    """Return a function that settles the residuals of a snapshot's tensors after each step.
+
+    Args:
+        snapshot: of these tensors.
+        known: the residuals.
+        unchecked: the ids of tensors whose checks no kernel notes; None for all.
+    """
     kept = [(t, r) for t, r in known.current if r.kept is not None]
+    noted = [
+        (r.address, r.checks)
+        for t, r in known.current
+        if r.checks is not None and (unchecked is None or id(t) in unchecked)
+    ]
 
     def settle() -> None:
         snapshot.settle()
+        if noted:
+            note(noted)
         for tensor, residual in kept:
             residual.keep(tensor)
 

@@ -20,6 +20,7 @@ from collage_fx.runtime.kernels.triton_launch import (
     Ready,
     is_capturing,
 )
+from collage_fx.runtime.residuals.checks import Checks
 
 _WORD = 8
 """The bytes of an address; a number takes as many at most."""
@@ -48,7 +49,11 @@ class Launches(Protocol):
 
 
 def launches(
-    calls: Sequence[KernelCall], places: list[int], tensors: list[Any], first: int
+    calls: Sequence[KernelCall],
+    places: list[int],
+    tensors: list[Any],
+    first: int,
+    checks: dict[int, Checks],
 ) -> Launches:
     """Return the calls of kernels, to be done again.
 
@@ -58,6 +63,7 @@ def launches(
         tensors: for each number what was there, None for a seed, a fake tensor for what Inductor's
             part makes.
         first: the place of the first address that is another in each step.
+        checks: those of tensors, by the ids of these. Kernels that note some take them out.
 
     Raises Unrepeatable.
     """
@@ -70,7 +76,7 @@ def launches(
         raise Unrepeatable("its kernels take tensors of several devices")
     device = devices.pop()
     if device.type == "cpu":
-        return _OnCpu(rows)
+        return _OnCpu(rows, checks)
     if device.type != "cuda":
         raise Unrepeatable(f"its kernels run on {device.type}")
     return _OnCuda(rows, device)
@@ -95,6 +101,7 @@ class _Rows:
             self.entries[i] = [(places[number], m * width) for m in range(len(self.sizes))]
         self.full = [i for i in self.numbers if not kernel.scalar[i]]
         """The inputs of which each member has a tensor of as many elements as it has itself."""
+        self.written = kernel.written
         self.at = places, tensors, first
 
     def starts(self) -> list[list[int]]:
@@ -105,6 +112,16 @@ class _Rows:
             for i in self.full
         ]
 
+    def checked(self, checks: dict[int, Checks]) -> dict[int, list[Checks]]:
+        """Return the inputs that the kernel writes and that have checks: those of all members."""
+        found, (_, tensors, _) = {}, self.at
+        for i in self.written:
+            members = map(tensors.__getitem__, self.numbers[i])
+            column = list(map(checks.get, map(id, members)))
+            if None not in column:
+                found[i] = column
+        return found  # type: ignore[return-value]
+
     def addresses(self, inputs: Sequence[int], members: Sequence[int] | None = None) -> Addresses:
         """Return the addresses of these inputs, those of a member one after the other."""
         chosen = range(len(self.sizes)) if members is None else members
@@ -112,14 +129,23 @@ class _Rows:
 
 
 class _OnCpu:
-    def __init__(self, rows: Sequence[_Rows]) -> None:
-        self.calls: list[tuple[Loop, Addresses, array[int], array[int]]] = []
+    def __init__(self, rows: Sequence[_Rows], checks: dict[int, Checks]) -> None:
+        self.calls: list[tuple[Loop, Addresses, tuple[array[int], ...]]] = []
+        self.checks = list(checks.values())
+        """Whose memory kernels write."""
         for one in rows:
             if not isinstance(one.runner, Loop):
                 raise Unrepeatable("its kernels are no loops")
             found = one.addresses(one.runner.order)
             table = array("q", bytes(_WORD * len(found)))
-            self.calls.append((one.runner, found, table, array("q", one.sizes)))
+            columns = one.checked(checks)
+            noted = [c.address for row in zip(*columns.values(), strict=True) for c in row]
+            checked = map(one.runner.order.index, columns)
+            arrays = (table, array("q", one.sizes), array("q", checked), array("q", noted))
+            self.calls.append((one.runner, found, arrays))
+            for i in columns:
+                for n in one.numbers[i]:
+                    checks.pop(id(one.at[1][n]), None)
 
     def fit(self, snapshot: TensorSnapshot) -> bool:
         return True
@@ -127,9 +153,9 @@ class _OnCpu:
     def run(self, snapshot: TensorSnapshot, first: int, values: Sequence[Tensor]) -> None:
         for at, t in enumerate(values, first):
             snapshot.addresses[at] = t.data_ptr()
-        for loop, found, table, sizes in self.calls:
-            snapshot.gather(found, table.buffer_info()[0])
-            loop.launch(table, sizes)
+        for loop, found, arrays in self.calls:
+            snapshot.gather(found, arrays[0].buffer_info()[0])
+            loop.launch(*arrays)
 
 
 @dataclass

@@ -34,7 +34,7 @@ from collage_fx.record.steps import Steps
 from collage_fx.runtime import logs, progress
 from collage_fx.runtime.expansion.stochastic import Seeds
 from collage_fx.runtime.residuals.memory import overlapping
-from collage_fx.runtime.residuals.residual import Residual, clear_stale, fit, settle
+from collage_fx.runtime.residuals.residual import Residual, clear_stale, fit
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.segments.segment_graph import number_tensor
 from collage_fx.stand_in.alike import residuals_of, shares, signature
@@ -194,7 +194,8 @@ class SharedGraph:
         if current is None:
             return None
         clear_stale(current, naming(session.optimizer))
-        settle(current)  # who was lent one was to write it before this step
+        for _, residual in current:  # who was lent one was to write it before this step
+            residual.lent = ()
         gathered = Gathered(current, [])
         current_residuals([gathered])
         floats = [number_tensor(optimizer.param_groups[g][key]) for g, key in self.numbers]

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collage_fx.runtime.kernels import cpp_compiler
+from collage_fx.runtime import cpp_compiler
 from collage_fx.runtime.kernels.argument_table import Column, addresses
+from collage_fx.runtime.residuals.checks import CHUNK as CHECKED
+from collage_fx.runtime.residuals.checks import DIGEST
 
 FLAGS = (
     "-ftree-loop-vectorize",  # which Inductor switches off: it writes its vectors itself
@@ -57,15 +59,24 @@ PARALLEL = """\
 _DRIVER = """
 using Kernel = void (*)({pointers}int64_t);
 extern "C" void run(void* kernel, const int64_t* table, const int64_t* sizes, const int64_t* widths,
-                    int64_t members, int64_t threads) {{
+                    int64_t members, int64_t threads, int64_t count, const int64_t* checked,
+                    const int64_t* checks) {{
   {chunks}
   {parallel} {{
     const int64_t* at = table + member[t] * {arity};
-    const int64_t left = sizes[member[t]] - start[t];
-    reinterpret_cast<Kernel>(kernel)({arguments}left < CHUNK ? left : CHUNK);
+    const int64_t s = start[t], left = sizes[member[t]] - s, size = left < CHUNK ? left : CHUNK;
+    reinterpret_cast<Kernel>(kernel)({arguments}size);
+    for (int64_t k = 0; k < count; ++k) {{
+      const int64_t column = checked[k], width = widths[column];
+      check(reinterpret_cast<char*>(at[column] + s * width), size, width,
+            reinterpret_cast<uint64_t*>(checks[member[t] * count + k]) + s / {each});
+    }}
   }}
 }}
 """
+
+
+_NONE = array("q")
 
 
 @dataclass(frozen=True)
@@ -90,7 +101,7 @@ class Loop:
         address = ctypes.cast(opened.kernel, ctypes.c_void_p).value
         assert address is not None
         # A kernel of our own has its loop in the same library.
-        driver = opened if hasattr(opened, "run") else cpp_compiler.load(_driver(len(order)))
+        driver = opened if hasattr(opened, "run") else cpp_compiler.load(_driver(len(order)), FLAGS)
         return cls(address, tuple(order), tuple(widths), driver, str(library))
 
     def run(self, columns: Sequence[Column], sizes: Sequence[int]) -> None:
@@ -99,29 +110,43 @@ class Loop:
         table = itertools.chain.from_iterable(zip(*(starts[i] for i in self.order), strict=True))
         self.launch(array("q", table), array("q", sizes))
 
-    def launch(self, table: "array[int]", sizes: "array[int]") -> None:
+    def launch(
+        self,
+        table: "array[int]",
+        sizes: "array[int]",
+        checked: "array[int]" = _NONE,
+        checks: "array[int]" = _NONE,
+    ) -> None:
         """Run the kernel over members.
 
         Args:
             table: for each member the addresses of its inputs, in the order of `order`.
             sizes: the elements of each member.
+            checked: places in `order` of inputs that the kernel writes, and notes checks of.
+            checks: for each member the addresses of these checks.
         """
-        arrays = (table, sizes, array("q", self.widths))
-        pointers = [ctypes.c_void_p(a.buffer_info()[0]) for a in arrays]
-        counts = [ctypes.c_int64(n) for n in (len(sizes), torch.get_num_threads())]
-        self.driver.run(ctypes.c_void_p(self.kernel), *pointers, *counts)
+        arrays = (table, sizes, array("q", self.widths), checked, checks)
+        *where, columns, found = [ctypes.c_void_p(a.buffer_info()[0]) for a in arrays]
+        numbers = (len(sizes), torch.get_num_threads(), len(checked))
+        counts = [ctypes.c_int64(n) for n in numbers]
+        self.driver.run(ctypes.c_void_p(self.kernel), *where, *counts, columns, found)
 
 
 def _driver(arity: int) -> str:
     """Return the source of the loop over a kernel that takes so many pointers."""
-    return ARRAY + _DRIVER.format(
-        pointers="void*, " * arity,
-        arguments="".join(
-            f"reinterpret_cast<void*>(at[{k}] + start[t] * widths[{k}]), " for k in range(arity)
-        ),
-        arity=arity,
-        chunks=CHUNKS,
-        parallel=PARALLEL,
+    return (
+        ARRAY
+        + DIGEST
+        + _DRIVER.format(
+            pointers="void*, " * arity,
+            arguments="".join(
+                f"reinterpret_cast<void*>(at[{k}] + s * widths[{k}]), " for k in range(arity)
+            ),
+            arity=arity,
+            each=CHECKED,
+            chunks=CHUNKS,
+            parallel=PARALLEL,
+        )
     )
 
 

@@ -11,12 +11,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from collage_fx.runtime.errors import CollageWarning, listed
+from collage_fx.runtime.residuals import checks
+from collage_fx.runtime.residuals.checks import Checks
 from collage_fx.runtime.residuals.checksum import bits_of, same_bits
 from collage_fx.runtime.residuals.components import zeros
 from collage_fx.runtime.residuals.memory import address
 from collage_fx.runtime.storage.registry import STORAGES, value_in_float64
 from collage_fx.runtime.storage.state_name import StateName
 
+ANOTHER = "a tensor of another shape or dtype has taken its place"
 _CHANGED = "the tensor has another shape, dtype or device by now"
 _OUTSIDE = "it was written from outside the compiled step"
 _IN_TIME = (
@@ -71,6 +74,8 @@ class Residual:
     nothing; None until the second one."""
     refilled: bool = False
     """Whether others were seen to write the tensor, and that was said."""
+    checks: Checks | None = None
+    """Of the words of the tensor when the residual was last settled, until their bits are kept."""
     kept: Tensor | None = None
     """The bits of the tensor when the residual was last settled, from the first write from outside
     on: they tell which elements a later one changes."""
@@ -115,22 +120,32 @@ class Residual:
                 self.kept = torch.empty_like(bits)
                 # Who settles it without Python does not know of the bits: it is to begin anew.
                 keep_versions([self], array("q", [0]))
+                self.checks = None
             self.kept.copy_(bits)
 
-    def clear_changed(self, tensor: Tensor) -> None:
-        """Clear the elements that a write from outside has changed since the bits were kept."""
+    def new_checks(self, tensor: Tensor) -> Checks | None:
+        """Return checks for the words of tensor; None where there can be none."""
+        return Checks.of(tensor, self.components[0]) if self.components else None
+
+    def clear_changed(self, tensor: Tensor) -> Tensor:
+        """Clear the elements that a write from outside may have changed; return how many had any.
+
+        They are known by the bits that are kept, or by the checks of chunks of elements.
+        """
         with torch.no_grad(), _disable_current_modes():
             changed = self._changed(tensor)
             lost = torch.zeros_like(changed)
             for component in map(bits_of, self.components):
                 lost |= changed & (component != 0)
                 component.masked_fill_(changed, 0)
-            self.lost += lost.sum()
+            return lost.sum()
 
     def _changed(self, tensor: Tensor) -> Tensor:
-        """Return where the bits of tensor are not those that are kept."""
-        assert self.kept is not None
-        return bits_of(tensor) != self.kept
+        """Return where the bits of tensor are not those that are kept, or may be others."""
+        if self.kept is not None:
+            return bits_of(tensor) != self.kept
+        assert self.checks is not None
+        return self.checks.changed(tensor)
 
     def present(self, tensor: Tensor) -> tuple[Tensor, ...] | None:
         """Return the components that belong to the present value of tensor, None if none do.
@@ -142,6 +157,8 @@ class Residual:
         if self.expected is not None or not self.knows_elements(tensor):
             return None
         changed = self._changed(tensor)
+        if bool(changed.all()):
+            return None
         found = [bits_of(c).masked_fill(changed, 0).view(c.dtype) for c in self.components]
         return tuple(found)
 
@@ -166,7 +183,17 @@ class Residual:
         """
         new = zeros(tensor, self.storage)
         self.components = tuple(n.copy_(c) for n, c in zip(new, self.components, strict=True))
+        self.forget_tensor()
+
+    def forget_tensor(self) -> None:
+        """Be of no tensor that anybody has seen: the value decides at the next step."""
         self._versions[self._slot] = -2
+
+    def bring_to(self, device: torch.device) -> None:
+        """Have the components, and what is known of the tensor, on a device."""
+        if self.components and self.components[0].device != device:
+            self.components = tuple(c.to(device) for c in self.components)
+            self.checks, self.kept = None, None if self.kept is None else self.kept.to(device)
 
     def whole(self, tensor: Tensor, components: tuple[Tensor, ...] | None = None) -> Tensor:
         """Return the value of tensor and its components, or these, in float64."""
@@ -189,7 +216,8 @@ class Residual:
 
     def knows_elements(self, tensor: Tensor) -> bool:
         """Tell whether it is known which elements of tensor have changed since it was settled."""
-        known = self.kept is not None and not self.shared and not self._written_by_borrower()
+        known = self.kept is not None or self.checks is not None
+        known = known and not self.shared and not self._written_by_borrower()
         return known and self.fits(tensor)
 
     def _written_by_borrower(self) -> bool:
@@ -238,11 +266,18 @@ def settle(pairs: Sequence[tuple[Tensor, Residual]]) -> None:
         versions = [t._version for t, _ in pairs]
     except RuntimeError:
         versions = [version(t) for t, _ in pairs]
+    noted: list[tuple[int, Checks]] = []
     for (tensor, residual), number in zip(pairs, versions, strict=True):
         residual._versions[residual._slot] = number
         residual.address, residual.lent = address(tensor), ()
+        found = residual.checks
         if residual.kept is not None:
             residual.keep(tensor)
+        elif found is None or found.size != tensor.numel():
+            found = residual.checks = residual.new_checks(tensor)
+        if found is not None:
+            noted.append((residual.address, found))
+    checks.note(noted)
 
 
 def settle_at_end(pairs: Sequence[tuple[Tensor, Residual]]) -> None:
@@ -270,15 +305,16 @@ def clear_stale(
 ) -> None:
     """Clear every residual that no longer belongs to its tensor, with one warning for all.
 
-    From the first such write on the bits of the tensor are kept, and a later one clears no more
-    than the elements that it changes, without a warning. Not so of an argument of a function that
-    is filled anew for each call, which is named once.
+    A write that leaves the checks of a tensor as they were, where it has any, has restored it. From
+    the first other one on its bits are kept, and a later one clears no more than the elements that
+    it changes, without a warning. Not so of an argument of a function that is filled anew for each
+    call, which is named once.
 
     Args:
         pairs: tensors with their residuals.
         named: returns what to call a tensor, of the name that its residual has.
     """
-    cleared: dict[tuple[str, str], list[str]] = {}
+    cleared, partly = dict[tuple[str, str], list[str]](), dict[str, int]()
     unsure = [(t, r) for t, r in pairs if r.expected is not None or not r.belongs(t)]
     all_fit = fit(unsure)
     held: dict[int, Expected] = {}
@@ -290,9 +326,15 @@ def clear_stale(
             why = _CHANGED if residual.has_content() else ""
         elif expected is not None and expected(tensor, *residual.components):
             why, residual.expected, held[id(residual)] = "", None, expected
-        elif expected is None and residual.knows_elements(tensor):
-            residual.clear_changed(tensor)
+        elif expected is None and residual.kept is None and residual.is_present(tensor):
             why = ""
+        elif expected is None and residual.knows_elements(tensor):
+            first, found, why = residual.kept is None, residual.clear_changed(tensor), ""
+            if first:
+                residual.keep(tensor)
+                partly |= {str(residual.name): int(found)} if found else {}
+            else:
+                residual.lost += found
         else:
             why = residual.stale(tensor)
             # An argument of a function is another value in each call, whatever bits are the same.
@@ -305,15 +347,25 @@ def clear_stale(
                 cleared.setdefault((why, then), []).append(str(residual.name))
             residual.refilled = True
     settle(unsure if all_fit else [pair for pair in unsure if fit([pair])])
+    if partly:
+        where = f" in {sum(partly.values()):,} elements, in or near those that have changed"
+        warn_of_cleared(list(map(named, partly)), _OUTSIDE, _FROM_NOW_ON, where)
     for (why, then), names in cleared.items():
         warn_of_cleared(list(map(named, names)), why, then)
 
 
-def warn_of_cleared(names: list[str], why: str, then: str = _IN_TIME) -> None:
-    """Warn that the residuals of these were cleared; `then` is what can be done, or will be."""
+def warn_of_cleared(names: list[str], why: str, then: str = _IN_TIME, where: str = "") -> None:
+    """Warn that residuals were cleared.
+
+    Args:
+        names: of the tensors.
+        why: they were.
+        then: what can be done, or will be.
+        where: if not in all elements.
+    """
     warnings.warn(
-        f"collage_fx: the residual of {listed(names)} was cleared, because {why}. The step goes on "
-        f"from the stored value. {then}",
+        f"collage_fx: the residual of {listed(names)} was cleared{where}, because {why}. "
+        f"The step goes on from the stored value. {then}",
         CollageWarning,
         stacklevel=3,
     )

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn, optim
 
 import collage_fx
-from collage_fx.binding import bound_graph, bound_kernels
+from collage_fx.binding import bound_graph, bound_kernels, launches
+from collage_fx.runtime.residuals.checks import Checks
 from collage_fx.runtime.residuals.checksum import bits_of
 from collage_fx.runtime.residuals.residual import Residual
 from collage_fx.runtime.residuals.store import STORE
@@ -52,13 +53,13 @@ def masked(params: list[nn.Parameter], _: list[Tensor]) -> None:
 
 
 def trained(
-    dtype: torch.dtype, event: Event, every: int = 1, **options: Any
+    dtype: torch.dtype, event: Event, every: int = 1, first: int = 0, **options: Any
 ) -> tuple[list[Tensor], list[Tensor], Any]:
     """Return whole weights, and those at the beginning, of the rows that nobody masks."""
     grads, noises = torch.Generator().manual_seed(0), torch.Generator().manual_seed(1)
     start = [1 + 0.25 * torch.randn(8, 8, generator=grads) for _ in range(2)]
     params = [nn.Parameter(x.bfloat16().to(dtype)) for x in start]
-    first = [p.detach().double()[1::3].clone() for p in params]
+    begin = [p.detach().double()[1::3].clone() for p in params]
     optimizer = optim.AdamW(params, lr=1e-4)
     step = collage_fx.compile(optimizer, **options) if options else optimizer.step
     for k in range(STEPS):
@@ -66,23 +67,29 @@ def trained(
             p.grad = (0.3 + torch.randn(8, 8, generator=grads)).bfloat16().to(dtype)
         step()
         noise = [0.1 * torch.randn(8, 8, generator=noises).to(dtype) for _ in params]
-        if k % every == 0:
+        if k % every == first:
             event(params, noise)
-    return [collage_fx.value(p).double()[1::3] for p in params], first, step
+    return [collage_fx.value(p).double()[1::3] for p in params], begin, step
 
 
-def error(event: Event, every: int = 1, **options: Any) -> float:
+def error(event: Event, every: int = 1, first: int = 0, **options: Any) -> float:
     """Return how much of the way the weights are off."""
-    exact, start, _ = trained(torch.float64, event, every)
+    exact, start, _ = trained(torch.float64, event, every, first)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*written from outside")
-        found, *_ = trained(torch.bfloat16, event, every, **options)
+        found, *_ = trained(torch.bfloat16, event, every, first, **options)
     off = sum(float((f - x).norm()) for f, x in zip(found, exact, strict=True))
     return off / sum(float((x - s).norm()) for x, s in zip(exact, start, strict=True))
 
 
 ONE_STEP = 4 / STEPS
 """The share of the way that the first event may cost: it clears what the first step has left."""
+
+
+def no_checks(*_: Any) -> None:
+    """Stand for `Checks.of` on a device where there are none."""
+
+
 FULL: dict[str, Any] = {"without": ("repeat",)}
 
 
@@ -101,20 +108,50 @@ FULL: dict[str, Any] = {"without": ("repeat",)}
 def test_what_a_write_leaves_or_restores_keeps_its_residual(
     event: Event, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Control: without the copy of the bits each event clears all."""
+    """Without checks the first event clears all. Control: without a copy of the bits each does."""
     undisturbed = error(nothing, **options)
+    # The first event clears a chunk where it changes an element, and all of this is one.
+    assert error(event, **options) < 2 * undisturbed + ONE_STEP * (event is masked)
+    monkeypatch.setattr(Checks, "of", no_checks)
     assert error(event, **options) < 2 * undisturbed + ONE_STEP
     monkeypatch.setattr(Residual, "keep", lambda *_: None)
     assert error(event, **options) > 0.3
 
 
+@pytest.mark.parametrize("options", [{"storage": "remainder16"}, {"record": True}])
+@pytest.mark.quick("options0")
+def test_one_event_late_in_training_costs_nothing(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control: without checks it costs the way before it, half of all."""
+    undisturbed = error(nothing, **options)
+    for event in (restored, swapped):
+        assert error(event, 30, 29, **options) < 2 * undisturbed
+    monkeypatch.setattr(Checks, "of", no_checks)
+    assert error(restored, 30, 29, **options) > 0.3
+
+
+@pytest.mark.kernels
+def test_kernels_note_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: those of the last step that was done in full know nothing of the present bits."""
+    options = {"storage": "remainder16"}
+    undisturbed = error(nothing, **options)
+    assert error(restored, 30, 29, **options) < 2 * undisturbed
+    passes: list[int] = []
+    monkeypatch.setattr(bound_kernels, "note", lambda pairs: passes.append(len(pairs)))
+    assert error(restored, 30, 29, **options) < 2 * undisturbed and not passes
+    monkeypatch.setattr(launches._Rows, "checked", lambda *_: {})
+    assert error(restored, 30, 29, **options) > 0.3 and sum(passes) > STEPS
+
+
 @pytest.mark.kernels
 def test_repeated_steps_keep_the_bits_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: the copy is that of the last step that was done in full."""
+    monkeypatch.setattr(Checks, "of", no_checks)
     options = {"storage": "remainder16"}
     assert error(restored, 12, **options) < 2 * error(nothing, **options) + ONE_STEP
     for place in (bound_graph, bound_kernels):
-        monkeypatch.setattr(place, "settling", lambda snapshot, _: snapshot.settle)
+        monkeypatch.setattr(place, "settling", lambda snapshot, *_: snapshot.settle)
     assert error(restored, 12, **options) > 0.1
 
 
@@ -184,7 +221,8 @@ def test_it_is_said_once_and_lost_elements_are_counted() -> None:
     said = [str(w.message) for w in caught if "was cleared" in str(w.message)]
     assert len(said) == 1 and "From now on a copy of its bits is kept" in said[0]
     note = collage_fx.report(step).notes[-1]
-    # Of three events the first clears all.
+    # Of three events the first clears the chunk, which is all.
+    assert "in 64 elements, in or near those that have changed" in said[0]
     assert "128 bytes; 6 elements have lost" in note
 
 
@@ -194,13 +232,14 @@ def test_equal_bits_elsewhere_are_no_reason_to_keep() -> None:
     residual = Residual(p, "mcf2", StateName("p"))
     residual.keep(p)
     residual.components[0].fill_(0.25)
+    lost = 0
     for change, left in (
         (lambda: p.copy_(p.clone()), [[1, 1], [1, 1], [1, 1]]),
         (lambda: p[1, 1].neg_(), [[1, 1], [1, 0], [1, 1]]),
         (lambda: p.copy_(p[[1, 0, 2]]), [[0, 0], [0, 0], [1, 1]]),
     ):
         change()
-        residual.clear_changed(p)
+        lost += int(residual.clear_changed(p))
         residual.settle(p)
         assert torch.equal(residual.components[0] != 0, torch.tensor(left, dtype=torch.bool))
-    assert int(residual.lost) == 4
+    assert lost == 4

@@ -1,0 +1,123 @@
+"""Checks of the words of tensors: which elements may have changed since they were noted.
+
+A version counter says that a tensor was written from outside a step, and not what that has changed.
+A check of each CHUNK of words, 8 bytes for 1,024 elements, tells which chunks are bit for bit what
+they were, before there is any copy of the bits. A kernel on a CPU notes it of what it has just
+written, which is in the nearest cache; other steps note it in a pass of its own. Tensors on other
+devices have none.
+"""
+
+import ctypes
+import functools
+from array import array
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from collage_fx.runtime import cpp_compiler
+from collage_fx.runtime.residuals.memory import address
+
+CHUNK = 1 << 10
+"""Elements that have a check together."""
+FLAGS = ("-ftree-loop-vectorize", "-fwrapv")
+"""What the compiler needs to do several words at once."""
+DIGEST = f"""
+#include <cstdint>
+// Each word by an odd number of its own, so that the place of a word counts.
+struct Keys {{
+  int16_t of[1024];
+  constexpr Keys() : of() {{
+    uint32_t x = 1;
+    for (int16_t& key : of) key = int16_t((x = x * 747796405u + 2891336453u) >> 16 | 1);
+  }}
+}};
+static constexpr Keys KEYS;
+typedef int16_t __attribute__((aligned(1), may_alias)) Word;
+static uint32_t sum_of(const Word* words) {{
+  int32_t sum = 0;
+#pragma GCC unroll 8
+  for (int i = 0; i < 1024; ++i) sum += int32_t(words[i]) * KEYS.of[i];
+  return uint32_t(sum);
+}}
+// Writes a check of each CHUNK of elements that are so many bytes wide.
+static void check(const char* at, int64_t elements, int64_t width, uint64_t* found) {{
+  constexpr int64_t BLOCK = sizeof(KEYS.of);
+  for (; elements > 0; elements -= {CHUNK}, ++found) {{
+    int64_t left = width * (elements < {CHUNK} ? elements : {CHUNK});
+    *found = 0;
+    for (; left >= BLOCK; at += BLOCK, left -= BLOCK)
+      *found = *found * 0x9E3779B97F4A7C15u + sum_of(reinterpret_cast<const Word*>(at));
+    if (!left) continue;
+    Word rest[1024] = {{}};
+    __builtin_memcpy(rest, at, left);
+    *found = *found * 0x9E3779B97F4A7C15u + sum_of(rest);
+    at += left;
+  }}
+}}
+"""
+"""C++ of a function `check`, for a kernel too."""
+_SOURCE = (
+    DIGEST
+    + """
+extern "C" void note(const int64_t* rows, int64_t count) {
+  for (const int64_t* row = rows; row < rows + 4 * count; row += 4)
+    check(reinterpret_cast<const char*>(row[0]), row[1], row[2],
+          reinterpret_cast<uint64_t*>(row[3]));
+}
+"""
+)
+
+
+@functools.cache
+def _library() -> Any:
+    """Return the compiled function; None where no C++ compiler works."""
+    try:
+        return cpp_compiler.load(_SOURCE, FLAGS)
+    except Exception:
+        return None
+
+
+class Checks:
+    """The checks of the words of one tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.size, self.width = tensor.numel(), tensor.itemsize
+        self.found = torch.zeros(-(-self.size // CHUNK), dtype=torch.int64, device="cpu")
+        self.address = address(self.found)
+
+    @classmethod
+    def of(cls, tensor: Tensor, component: Tensor) -> "Checks | None":
+        """Return checks for a tensor with a residual; None where there can be none.
+
+        Args:
+            tensor: whose words have checks.
+            component: of its residual, dense: chunks are of memory.
+        """
+        on_cpu = tensor.device.type == "cpu" and tensor.numel() > 0
+        if not on_cpu or tensor.stride() != component.stride() or _library() is None:
+            return None
+        with torch.inference_mode(False):
+            return cls(tensor)
+
+    def changed(self, tensor: Tensor) -> Tensor:
+        """Return a bool for each element of the tensor: whether it is in a chunk that has changed.
+
+        The tensor is of the size that it had, and dense.
+        """
+        now = Checks(tensor)
+        note([(address(tensor), now)])
+        each = (now.found != self.found).repeat_interleave(CHUNK)
+        return each.as_strided(tensor.shape, tensor.stride())
+
+
+def note(pairs: Iterable[tuple[int, Checks]]) -> None:
+    """Note the words of tensors as they are now.
+
+    Args:
+        pairs: where tensors of the sizes that the checks are for begin, with these.
+    """
+    rows = array("q", [n for at, c in pairs for n in (at, c.size, c.width, c.address)])
+    if rows:
+        _library().note(ctypes.c_void_p(rows.buffer_info()[0]), ctypes.c_int64(len(rows) // 4))
