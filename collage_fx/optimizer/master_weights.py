@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from collage_fx.config import CollageConfig
 from collage_fx.optimizer.checkpoints import state_dicts
+from collage_fx.optimizer.checkpoints.places import hand_on
 from collage_fx.optimizer.ownership import Owned, compensated_tensors, owned_tensors
 from collage_fx.optimizer.parameter_names import naming
 from collage_fx.optimizer.storage_patterns import Patterns, warn_now
@@ -86,6 +87,7 @@ def master_state_dict(
         raise OptionError(f"dtype={dtype} is not torch.float32 or torch.float64")
     if optimizer is not None:
         state_dicts.attach(optimizer)
+        hand_on(optimizer)
     tensors, result = _tensors(model), {}
     _clear_stale({name: shard_of(tensor) for name, tensor in tensors.items()})
     for name, tensor in tensors.items():
@@ -114,6 +116,7 @@ def convert_residuals(optimizer: Optimizer, storage: str | Mapping[str, str]) ->
     """
     choice = CollageConfig(storage=storage).storage  # type: ignore[arg-type]
     state_dicts.attach(optimizer)
+    hand_on(optimizer)
     patterns = Patterns(choice)
     for owned in owned_tensors(optimizer):
         patterns.see(owned.state_name)

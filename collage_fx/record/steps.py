@@ -15,6 +15,7 @@ from collage_fx.hooks import nested_compile
 from collage_fx.hooks.dynamo_settings import Failures, graph_breaks
 from collage_fx.optimizer.checkpoints.agreement import check_loads
 from collage_fx.optimizer.checkpoints.history import History, history_of
+from collage_fx.optimizer.checkpoints.places import hand_on, note_places
 from collage_fx.optimizer.discovery import FunctionStates, OptimizerStates, StateStorage
 from collage_fx.optimizer.ownership import PARAM, Owned, params_of
 from collage_fx.optimizer.parameter_names import naming
@@ -90,6 +91,8 @@ class Steps:
         """Whether this step has not looked for its states yet: `bound` may still repeat it."""
         self.again = False
         """Whether the bound graph has done this step."""
+        self.noted = -1
+        """The generation of the store when the places of residuals were noted."""
         self.returned: set[int] = set()
         """The memory that Dynamo's graphs have returned."""
         self.words = LowWords(
@@ -280,6 +283,8 @@ class Steps:
 
     def _find_states(self) -> None:
         self.recorder.asleep = False
+        if isinstance(self.discovery, OptimizerStates):
+            hand_on(self.discovery.optimizer())
         present = self.states.find()
         self.words.begin(present)
         self.words.plain = all(o.tensor.dtype not in self.words.wide for o in present)
@@ -443,7 +448,12 @@ class Steps:
             self.recorder.asleep = False
             return self.repeated()
         self.look()
-        unaccounted = self._account_asleep() if self.recorder.asleep else self._account()
+        asleep = self.recorder.asleep
+        unaccounted = self._account_asleep() if asleep else self._account()
+        if isinstance(self.discovery, OptimizerStates):
+            if not asleep or self.noted != STORE.generation:
+                note_places(self.discovery.optimizer())
+            self.noted = STORE.generation
         self.recorder.asleep = False
         self.service.by_graph.clear()
         if failed:  # what was counted as written need not have been

@@ -14,9 +14,16 @@ from torch.utils.weak import WeakIdRef
 
 from collage_fx.runtime.errors import CollageWarning
 from collage_fx.runtime.expansion.eft import WIDER
+from collage_fx.runtime.residuals.checksum import bits_of
 from collage_fx.runtime.residuals.components import check_components, storage_of
 from collage_fx.runtime.residuals.memory import is_laid_out_as, tensor_on
-from collage_fx.runtime.residuals.residual import Expected, Residual, clear_stale, warn_of_cleared
+from collage_fx.runtime.residuals.residual import (
+    ANOTHER,
+    Expected,
+    Residual,
+    clear_stale,
+    warn_of_cleared,
+)
 from collage_fx.runtime.storage.registry import (
     STORAGES,
     check_compensable,
@@ -37,6 +44,31 @@ class ResidualStore:
         self.generation = 0
         """How often a tensor was given a residual, or other components, or what `get` says changed
         in another way: who remembers answers of the store asks anew then."""
+
+    def hand_on(self, before: Tensor | None, tensor: Tensor, residual: Residual) -> None:
+        """Give a tensor the residual of one in whose place it is, if that may be of its value.
+
+        Args:
+            before: the tensor that was there; None if it is gone, and the value decides at the next
+                step, as after a write from outside. Of one that is there bits are compared.
+            tensor: without residual.
+            residual: that of the one before.
+        """
+        if before is None:
+            residual.bring_to(tensor.device)
+        if not residual.fits(tensor):
+            if before is None and residual.has_content():
+                warn_of_cleared([str(residual.name)], ANOTHER)
+            return
+        if before is None:
+            residual.forget_tensor()
+        elif residual.belongs(before) and _are_equal(before, tensor):
+            self._residuals.pop(id(before), None)
+            residual.settle(tensor)
+        else:
+            return
+        self._keep(tensor, residual)
+        self.generation += 1
 
     def lend(self, residuals: Iterable[Residual]) -> None:
         """Have the next step see whether who was given residuals has written them."""
@@ -229,6 +261,11 @@ class ResidualStore:
         # The list is made without tuples, for which garbage may be collected, and entries with it.
         entries = ((key(), residual) for key, residual in list(self._residuals.values()))
         return ((t, residual) for t, residual in entries if t is not None)
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    with torch.no_grad(), _disable_current_modes():
+        return torch.equal(bits_of(one), bits_of(other))
 
 
 def _never(tensor: Tensor, *components: Tensor) -> bool:

@@ -23,6 +23,7 @@ from torch import Tensor
 from collage_fx.optimizer.checkpoints import copying
 from collage_fx.record import at_once
 from collage_fx.runtime.residuals.residual import Residual
+from collage_fx.runtime.residuals.store import ResidualStore
 from collage_fx.step import compiled_step
 
 UPDATE = Line("p.sub_(u, alpha=lr)")
@@ -158,6 +159,12 @@ def _scrambled(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(oracle, "compensated", other)
 
 
+def _lost_in_clones(patch: pytest.MonkeyPatch) -> None:
+    """Let clones of states, which begin without low words, take their places."""
+    patch.setattr(ResidualStore, "hand_on", _nothing)
+    _instead(events=((3, programs.LOW_CAST), *((t, CLONED) for t in range(4, 50))))(patch)
+
+
 def _nothing(*_: object) -> None:
     """Take the place of what would be done."""
 
@@ -183,9 +190,7 @@ FAULTS: dict[tuple[str, str], Callable[[pytest.MonkeyPatch], Any]] = {
     ("a cast", "to other values"): _instead(
         events=((3, 'for st in opt.state.values():\n    st["m"] = torch.zeros_like(st["m"])'),)
     ),
-    ("a cast to the low dtype", "without low words"): _instead(
-        events=((3, programs.LOW_CAST), *((t, CLONED) for t in range(4, 50)))
-    ),
+    ("a cast to the low dtype", "without low words"): _lost_in_clones,
     ("methods", "outside of the package"): lambda patch: patch.setattr(
         compiled_step, "serve_methods", _nothing
     ),

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from collage_fx.optimizer.checkpoints.history import History, history_of, set_history
 from collage_fx.optimizer.checkpoints.own_methods import OwnMethod
+from collage_fx.optimizer.checkpoints.places import hand_on
 from collage_fx.optimizer.ownership import compensated_tensors
 from collage_fx.optimizer.plain_steps import watch_copy
 from collage_fx.runtime.residuals.dtensor import shard_of
@@ -96,6 +97,7 @@ def _restore(optimizer: Optimizer, entries: Iterable[Any], history: History) -> 
 def _residuals(optimizer: Optimizer) -> Iterator[tuple[Tensor, tuple[Any, ...]]]:
     """Yield parameters and states with what `_restore` takes of residuals that are, or may be,
     theirs."""
+    hand_on(optimizer)
     for owned, r in compensated_tensors(optimizer):
         components = r.components if r.expected is not None else r.present(owned.tensor)
         if components is not None:

@@ -28,6 +28,7 @@ from collage_fx.optimizer.checkpoints.own_methods import (
     replaces_state_dict,
     serve,
 )
+from collage_fx.optimizer.checkpoints.places import hand_on
 from collage_fx.optimizer.checkpoints.reading import (
     ENTRY,
     Loaded,
@@ -132,6 +133,7 @@ def _load_into_held(held: list[Optimizer], optimizer: Optimizer) -> None:
 
 def _save(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """Add the residuals to the states of their parameters, and the entry to each group."""
+    hand_on(optimizer)
     found = list(compensated_tensors(optimizer))
     pairs = ((owned.tensor, residual) for owned, residual in found)
     clear_stale(pairs, naming(lambda: optimizer))

@@ -1,0 +1,40 @@
+"""Residuals by the places of states: for tensors that take the places of others between steps."""
+
+from typing import Any, TypeAlias
+
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
+
+from collage_fx.optimizer.ownership import owned_tensors
+from collage_fx.runtime.residuals.residual import Residual
+from collage_fx.runtime.residuals.store import STORE
+
+Places: TypeAlias = dict[tuple[int, int, str], tuple[WeakIdRef, Residual]]
+"""Place of a state -> its tensor when a step ended, which is not kept alive, and its residual."""
+_PLACES = WeakIdKeyDictionary()
+
+
+def note_places(optimizer: Optimizer) -> None:
+    """Note which residual the state at each place has at the end of a step."""
+    found = list(owned_tensors(optimizer))
+    pairs = zip(found, STORE.of([o.tensor for o in found]), strict=True)
+    places: Places = {o.place: (WeakIdRef(o.tensor), r) for o, r in pairs if r is not None}
+    _PLACES[optimizer] = places
+
+
+def hand_on(optimizer: Optimizer) -> None:
+    """Give tensors that have taken the places of states since then the residuals of these.
+
+    As by offloading, by `state[key] = state[key].clone()` or by a new Parameter. Their values
+    decide, see `ResidualStore.hand_on`.
+    """
+    places: Places = _PLACES.get(optimizer, {})
+    found = [o for o in owned_tensors(optimizer) if o.place in places] if places else []
+    own = STORE.of([o.tensor for o in found])
+    used: set[Any] = {id(r) for r in own}
+    for owned, mine in zip(found, own, strict=True):
+        reference, residual = places[owned.place]
+        before = reference()
+        # Of a tensor that is still there the residual was dropped on purpose.
+        if mine is None and id(residual) not in used and before is not owned.tensor:
+            STORE.hand_on(before, owned.tensor, residual)
