@@ -96,6 +96,7 @@ EXAMPLES = {
     ),
     "loads": between(*[LOADED, FROM_FILE] * 3),
     "copies": between(*[COPIED, PICKLED] * 3),
+    "restored": between(*surroundings.RESTORED),
     "resumed by the backend string": replace(
         STEP, way="string", shapes=((4, 3), (5,)), in_init=True, resumed=4
     ),
@@ -187,6 +188,9 @@ FAULTS: dict[tuple[str, str], Callable[[pytest.MonkeyPatch], Any]] = {
     ("a mask", "of the others"): _instead(lines=(Line("u = g.clone()\nu[g <= 0] *= 0.5"), MASKED)),
     ("loads", "without low words"): _without_low_words,
     ("copies", "without low words"): lambda patch: patch.setattr(copying, "_restore", _nothing),
+    ("restored", "to other values"): _instead(
+        events=((3, "for p in params:\n    p.data.mul_(1.01)"),)
+    ),
     ("a cast", "to other values"): _instead(
         events=((3, 'for st in opt.state.values():\n    st["m"] = torch.zeros_like(st["m"])'),)
     ),

@@ -25,6 +25,15 @@ _READS = (
     "step = compiled(opt)",
 )
 """Nothing changes."""
+RESTORED = (
+    "with torch.no_grad():\n    for p in params:\n        old = p.clone()\n        p.add_(0.25)\n"
+    "        p.copy_(old)",
+    "with torch.no_grad():\n    for p in params:\n        p.clamp_(-float('inf'), float('inf'))",
+    "for p in params:\n    p.data = p.data.clone()",
+    "for st in opt.state.values():\n    for k, x in st.items():\n"
+    "        st[k] = x.clone() if type(x) is torch.Tensor else x",
+)
+"""Values are what they were, though others have written them or they are in other memory."""
 EVALUATION = "opt.eval()\nopt.train()"
 _METHODS = """\
 @torch.no_grad()
@@ -111,6 +120,8 @@ def joins(draw: DrawFn, program: Program) -> dict[str, Any]:
 def events(draw: DrawFn, program: Program, loads: bool) -> dict[str, Any]:
     """What happens between two steps."""
     kinds, states = [_READS], dict(program.states)
+    # Of two that share a state one has the low words of the clones.
+    kinds.append(RESTORED[: 3 if "shared(" in str(states) else 4])
     if loads and program.counter != "tensor" and "Boxed" not in program.statements:
         kinds.append(LOADS)
     if (
