@@ -83,6 +83,7 @@ class Checks:
     """The checks of the words of one tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
+        self.shape, self.stride = tensor.shape, tensor.stride()
         self.size, self.width = tensor.numel(), tensor.itemsize
         self.found = torch.zeros(-(-self.size // CHUNK), dtype=torch.int64, device="cpu")
         self.address = address(self.found)
@@ -101,10 +102,14 @@ class Checks:
         with torch.inference_mode(False):
             return cls(tensor)
 
+    def fit(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor is laid out as the one that they are of: memory is read by that."""
+        return self.stride == tensor.stride() and self.shape == tensor.shape
+
     def changed(self, tensor: Tensor) -> Tensor:
         """Return a bool for each element of the tensor: whether it is in a chunk that has changed.
 
-        The tensor is of the size that it had, and dense.
+        They fit the tensor.
         """
         now = Checks(tensor)
         note([(address(tensor), now)])

@@ -142,10 +142,11 @@ class Residual:
 
     def _changed(self, tensor: Tensor) -> Tensor:
         """Return where the bits of tensor are not those that are kept, or may be others."""
-        if self.kept is not None:
-            return bits_of(tensor) != self.kept
-        assert self.checks is not None
-        return self.checks.changed(tensor)
+        with torch.no_grad(), _disable_current_modes():
+            if self.kept is not None:
+                return bits_of(tensor) != self.kept
+            assert self.checks is not None
+            return self.checks.changed(tensor)
 
     def present(self, tensor: Tensor) -> tuple[Tensor, ...] | None:
         """Return the components that belong to the present value of tensor, None if none do.
@@ -216,7 +217,7 @@ class Residual:
 
     def knows_elements(self, tensor: Tensor) -> bool:
         """Tell whether it is known which elements of tensor have changed since it was settled."""
-        known = self.kept is not None or self.checks is not None
+        known = self.kept is not None or (self.checks is not None and self.checks.fit(tensor))
         known = known and not self.shared and not self._written_by_borrower()
         return known and self.fits(tensor)
 
@@ -273,7 +274,7 @@ def settle(pairs: Sequence[tuple[Tensor, Residual]]) -> None:
         found = residual.checks
         if residual.kept is not None:
             residual.keep(tensor)
-        elif found is None or found.size != tensor.numel():
+        elif found is None or found.stride != tensor.stride() or found.shape != tensor.shape:
             found = residual.checks = residual.new_checks(tensor)
         if found is not None:
             noted.append((residual.address, found))

@@ -243,3 +243,23 @@ def test_equal_bits_elsewhere_are_no_reason_to_keep() -> None:
         residual.settle(p)
         assert torch.equal(residual.components[0] != 0, torch.tensor(left, dtype=torch.bool))
     assert lost == 4
+
+
+@pytest.mark.filterwarnings("ignore:.*was cleared")
+@pytest.mark.parametrize("how", ["expanded", "sliced"])
+def test_other_strides_are_no_memory_to_read(how: str) -> None:
+    p = nn.Parameter(torch.ones(64, 64).bfloat16())
+    optimizer = optim.SGD([p], lr=1e-3)
+    step = collage_fx.compile(optimizer, record=True)
+    for k in range(4):
+        p.grad = torch.full_like(p, 0.3)
+        step()
+        if k == 2:
+            p.data = {
+                "expanded": torch.ones(1).bfloat16().expand(64, 64),
+                "sliced": torch.ones(64, 128).bfloat16()[:, ::2],
+            }[how]
+            assert not collage_fx.residuals(p)
+            if how == "expanded":
+                return
+    assert float(collage_fx.value(p)[0, 0]) < 1
