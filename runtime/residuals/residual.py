@@ -177,6 +177,11 @@ class Residual:
         """Tell whether tensor can have these components."""
         return fit([(tensor, self)])
 
+    def is_shaped_as(self, tensor: Tensor) -> bool:
+        """Tell whether tensor is of the shape and dtype of the residual's, and has data."""
+        shapes = [c.shape == tensor.shape for c in self.components]
+        return all(shapes) and tensor.dtype is self._dtype and not tensor.is_meta
+
     def lay_out(self, tensor: Tensor) -> None:
         """Have the strides that tensor has got since, and be of no present value.
 

@@ -17,13 +17,7 @@ from collage_fx.runtime.expansion.eft import WIDER
 from collage_fx.runtime.residuals.checksum import bits_of
 from collage_fx.runtime.residuals.components import check_components, storage_of
 from collage_fx.runtime.residuals.memory import is_laid_out_as, tensor_on
-from collage_fx.runtime.residuals.residual import (
-    ANOTHER,
-    Expected,
-    Residual,
-    clear_stale,
-    warn_of_cleared,
-)
+from collage_fx.runtime.residuals.residual import Expected, Residual, clear_stale, warn_of_cleared
 from collage_fx.runtime.storage.registry import (
     STORAGES,
     check_compensable,
@@ -45,30 +39,33 @@ class ResidualStore:
         """How often a tensor was given a residual, or other components, or what `get` says changed
         in another way: who remembers answers of the store asks anew then."""
 
-    def hand_on(self, before: Tensor | None, tensor: Tensor, residual: Residual) -> None:
+    def hand_on(self, before: Tensor | None, tensor: Tensor, residual: Residual) -> bool:
         """Give a tensor the residual of one in whose place it is, if that may be of its value.
 
         Args:
-            before: the tensor that was there; None if it is gone, and the value decides at the next
-                step, as after a write from outside. Of one that is there bits are compared.
+            before: the tensor that was there; None if it is gone. While it has the value that the
+                residual is of, an equal tensor gets a copy, and another one none. Else the value
+                decides at the next step, as after a write from outside.
             tensor: without residual.
             residual: that of the one before.
+
+        Returns False if the tensor can have no such residual, being of another shape or dtype.
         """
-        if before is None:
+        if before is None and residual.is_shaped_as(tensor):
             residual.bring_to(tensor.device)
         if not residual.fits(tensor):
-            if before is None and residual.has_content():
-                warn_of_cleared([str(residual.name)], ANOTHER)
-            return
-        if before is None:
-            residual.forget_tensor()
-        elif residual.belongs(before) and _are_equal(before, tensor):
+            return residual.is_shaped_as(tensor)
+        if before is not None and residual.fits(before) and residual.is_present(before):
+            if _are_equal(before, tensor):
+                copies = tuple(c.clone() for c in residual.components)
+                self.adopt(tensor, copies, residual.storage, residual.name).draws = residual.draws
+            return True
+        if before is not None:
             self._residuals.pop(id(before), None)
-            residual.settle(tensor)
-        else:
-            return
+        residual.forget_tensor()
         self._keep(tensor, residual)
         self.generation += 1
+        return True
 
     def lend(self, residuals: Iterable[Residual]) -> None:
         """Have the next step see whether who was given residuals has written them."""

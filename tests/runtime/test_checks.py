@@ -74,6 +74,25 @@ def test_what_changes_all_chunks_is_seen_in_each(change: str) -> None:
         assert chunks(before, x) == [0, 1, 2, 3]
 
 
+def test_two_elements_exchanged_are_seen() -> None:
+    for seed in range(2000):
+        x = words(CHUNK, torch.bfloat16, seed)
+        g = torch.Generator().manual_seed(seed)
+        one, other = torch.randperm(CHUNK, generator=g)[:2].tolist()
+        before = noted(x)
+        x[[one, other]] = x[[other, one]]
+        assert chunks(before, x) == ([0] if x[one] != x[other] else []), (one, other)
+
+
+def test_each_place_has_a_key_of_its_own() -> None:
+    keys = set()
+    for place in range(CHUNK):
+        x = torch.zeros(CHUNK, dtype=torch.int16).view(torch.bfloat16)
+        x.view(torch.int16)[place] = 1
+        keys.add(int(noted(x).found[0]))
+    assert len(keys) == CHUNK and all(0 < key < 1 << 15 and key % 2 for key in keys)
+
+
 def test_sums_without_keys_would_not_see_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: the same test fails where each word has the same key."""
     monkeypatch.setattr(checks, "_SOURCE", checks._SOURCE.replace("* KEYS.of[i]", ""))

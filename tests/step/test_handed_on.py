@@ -1,5 +1,6 @@
 """States that are replaced between steps by tensors of the same values keep their residuals."""
 
+import copy
 import gc
 import warnings
 from collections.abc import Callable
@@ -102,7 +103,7 @@ def test_a_tensor_of_the_same_value_has_the_residual(
         warnings.filterwarnings("error", ".*was cleared")
         found = errors(event, 20, **options)
     assert all(f < 2 * u for f, u in zip(found, undisturbed, strict=True)), (found, undisturbed)
-    monkeypatch.setattr(ResidualStore, "hand_on", lambda *_: None)
+    monkeypatch.setattr(ResidualStore, "hand_on", lambda *_: True)
     lost = errors(event, 20, **options)
     assert lost[event is not new_parameters] > 10 * undisturbed[event is not new_parameters]
 
@@ -158,3 +159,60 @@ def test_a_checkpoint_right_after_it_has_the_residuals() -> None:
     collage_fx.compile_(resumed, storage="remainder16", record=True)
     resumed.load_state_dict(optimizer.state_dict())
     assert torch.equal(collage_fx.value(resumed.state[other]["exp_avg_sq"]), want)
+
+
+def taken(steps: int = 4) -> tuple[nn.Parameter, optim.Optimizer, Any]:
+    p = nn.Parameter(torch.ones(8, 8).bfloat16())
+    optimizer = optim.AdamW([p], lr=1e-3)
+    step = collage_fx.compile_(optimizer, storage="remainder16", record=True).step
+    for _ in range(steps):
+        p.grad = torch.full_like(p, 0.3)
+        step()
+    return p, optimizer, step
+
+
+def test_after_a_load_the_loaded_residual_is_that_of_the_place() -> None:
+    """Control: what the step before the load left belongs to the same high words."""
+    p, optimizer, step = taken()
+    saved = copy.deepcopy(optimizer.state_dict())
+    want = collage_fx.value(optimizer.state[p]["exp_avg_sq"])
+    p.grad = torch.full_like(p, 0.03)
+    step()
+    optimizer.load_state_dict(saved)
+    cloned(optimizer)
+    gc.collect()
+    optimizer.state_dict()  # which hands residuals on
+    found = collage_fx.value(optimizer.state[p]["exp_avg_sq"])
+    assert torch.equal(found, want)
+
+
+def test_a_tensor_that_is_still_used_keeps_its_own() -> None:
+    p, optimizer, _ = taken()
+    other = optim.SGD([p], lr=1e-3)
+    want = collage_fx.value(p)
+    optimizer.param_groups[0]["params"][0] = nn.Parameter(p.detach().clone())
+    optimizer.state[optimizer.param_groups[0]["params"][0]] = optimizer.state.pop(p)
+    optimizer.state_dict()
+    for one in (optimizer, other):
+        assert torch.equal(collage_fx.value(one.param_groups[0]["params"][0]), want)
+
+
+def test_one_that_is_reused_does_not_keep_the_residual_from_its_clone() -> None:
+    p, optimizer, _ = taken()
+    old = optimizer.state[p]["exp_avg_sq"]
+    want = collage_fx.value(old)
+    optimizer.state[p]["exp_avg_sq"] = old.clone()
+    old.zero_()
+    optimizer.state_dict()
+    assert torch.equal(collage_fx.value(optimizer.state[p]["exp_avg_sq"]), want)
+    assert not collage_fx.value(old).any()
+
+
+def test_states_on_meta_wait() -> None:
+    p, optimizer, _ = taken()
+    state = optimizer.state[p]
+    want, kept = collage_fx.value(state["exp_avg_sq"]), dict(state)
+    state.update({k: v.to("meta") for k, v in kept.items()})
+    optimizer.state_dict()
+    state.update(kept)
+    assert torch.equal(collage_fx.value(state["exp_avg_sq"]), want)

@@ -6,7 +6,8 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
 
 from collage_fx.optimizer.ownership import owned_tensors
-from collage_fx.runtime.residuals.residual import Residual
+from collage_fx.optimizer.parameter_names import naming
+from collage_fx.runtime.residuals.residual import ANOTHER, Residual, warn_of_cleared
 from collage_fx.runtime.residuals.store import STORE
 
 Places: TypeAlias = dict[tuple[int, int, str], tuple[WeakIdRef, Residual]]
@@ -15,7 +16,7 @@ _PLACES = WeakIdKeyDictionary()
 
 
 def note_places(optimizer: Optimizer) -> None:
-    """Note which residual the state at each place has at the end of a step."""
+    """Note which residual the state at each place has at the end of a step, or of a load."""
     found = list(owned_tensors(optimizer))
     pairs = zip(found, STORE.of([o.tensor for o in found]), strict=True)
     places: Places = {o.place: (WeakIdRef(o.tensor), r) for o, r in pairs if r is not None}
@@ -31,10 +32,17 @@ def hand_on(optimizer: Optimizer) -> None:
     places: Places = _PLACES.get(optimizer, {})
     found = [o for o in owned_tensors(optimizer) if o.place in places] if places else []
     own = STORE.of([o.tensor for o in found])
+    new = [o for o, mine in zip(found, own, strict=True) if mine is None and not o.tensor.is_meta]
     used: set[Any] = {id(r) for r in own}
-    for owned, mine in zip(found, own, strict=True):
+    others: list[str] = []
+    for owned in new:
         reference, residual = places[owned.place]
         before = reference()
         # Of a tensor that is still there the residual was dropped on purpose.
-        if mine is None and id(residual) not in used and before is not owned.tensor:
-            STORE.hand_on(before, owned.tensor, residual)
+        if id(residual) not in used and before is not owned.tensor:
+            fits = STORE.hand_on(before, owned.tensor, residual)
+            others += [] if fits or not residual.has_content() else [owned.name]
+    if new:
+        note_places(optimizer)
+    if others:
+        warn_of_cleared(list(map(naming(lambda: optimizer), others)), ANOTHER)

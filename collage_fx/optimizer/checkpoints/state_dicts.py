@@ -28,7 +28,7 @@ from collage_fx.optimizer.checkpoints.own_methods import (
     replaces_state_dict,
     serve,
 )
-from collage_fx.optimizer.checkpoints.places import hand_on
+from collage_fx.optimizer.checkpoints.places import hand_on, note_places
 from collage_fx.optimizer.checkpoints.reading import (
     ENTRY,
     Loaded,
@@ -334,3 +334,4 @@ def _give(optimizer: Optimizer, loaded: Loaded) -> None:
     """Give tensors their residuals; warn once of all that is not as it was saved."""
     if messages := list(give(optimizer, loaded, _ATTACHED.get(optimizer, ""))):
         _warn(renamed("; ".join(messages), names_of(optimizer)))
+    note_places(optimizer)
