@@ -209,7 +209,8 @@ def test_views_of_the_same_layout_and_sizes_by_floats_are_not_mixed_up(update: A
 def test_plain_operations_are_put_off() -> None:
     """Of a step that does none of this nothing is said."""
     _, step = error(lambda p, g, _: p.sub_(g.float().mul(LR).to(p.dtype)), record=True)
-    assert not collage_fx.report(step).notes
+    # On a busy machine the profiler's mark may take a tenth of such a step, which is noted.
+    assert not [n for n in collage_fx.report(step).notes if not n.startswith("profiler.")]
     assert not step._collage.supervisor().recorder.all_at_once
 
 
