@@ -20,7 +20,7 @@ _REMEDY = (
 
 
 _PARAMETERS = frozenset({"param_groups", "params", "grad", "state"})
-"""What a step asks for that writes parameters itself."""
+"""Names of attributes by which a step reaches parameters."""
 _MASTERED = {"deepspeed": "DeepSpeed"}
 """Packages whose wrappers step on fp32 copies of the weights, and what to call them."""
 

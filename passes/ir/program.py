@@ -32,7 +32,7 @@ OPTIONAL = (
     *("denominator", "deduplicate", "escape", "join"),
     *("moves", "numbers", "reductions", "repeat", "share"),
 )
-"""What may be left out, for debugging: three passes before AOTAutograd, four after it, `repeat`,
+"""Names for `without`, for debugging: three passes before AOTAutograd, four after it, `repeat`,
 which does a step again without looking at each tensor in Python, and `share`, by which optimizers
 that are alike use what was compiled for one of them."""
 

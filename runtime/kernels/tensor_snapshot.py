@@ -307,7 +307,7 @@ class Addresses:
         self._source = array("q", [place for place, _ in pairs])
         self._offset = array("q", [offset for _, offset in pairs])
         self.arguments = _pointer(self._source), _pointer(self._offset), ctypes.c_int64(len(pairs))
-        """What compiled functions take: the places, the bytes, and how many there are."""
+        """Arguments of compiled functions: pointers to the places and the bytes, and the count."""
 
     def __len__(self) -> int:
         return len(self._source)

@@ -22,7 +22,7 @@ from collage_fx.runtime.residuals.memory import address
 CHUNK = 1 << 10
 """Elements that have a check together."""
 FLAGS = ("-ftree-loop-vectorize", "-fwrapv")
-"""What the compiler needs to do several words at once."""
+"""Flags by which the compiler vectorizes the loop over words."""
 DIGEST = f"""
 #include <cstdint>
 // Each word by an odd number of its own, so that the place of a word counts: 1,024 of 16,384 in an

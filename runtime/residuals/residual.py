@@ -276,7 +276,7 @@ def settle(pairs: Sequence[tuple[Tensor, Residual]]) -> None:
     for (tensor, residual), number in zip(pairs, versions, strict=True):
         residual._versions[residual._slot] = number
         residual.address, residual.lent = address(tensor), ()
-        found = residual.checks
+        found = residual.checks  # and not found.fit(tensor): for each state in each step
         if residual.kept is not None:
             residual.keep(tensor)
         elif found is None or found.stride != tensor.stride() or found.shape != tensor.shape:

@@ -117,14 +117,19 @@ def test_without_checks_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(said) == 1 and "exp_avg_sq" in said[0]
 
 
-def test_another_value_has_none() -> None:
-    """States that begin anew, of a parameter that is another one, and of another shape."""
+def taken(steps: int = 4) -> tuple[nn.Parameter, optim.Optimizer, Any]:
     p = nn.Parameter(torch.ones(8, 8).bfloat16())
     optimizer = optim.AdamW([p], lr=1e-3)
-    step = collage_fx.compile(optimizer, storage="remainder16", record=True)
-    for _ in range(4):
+    step = collage_fx.compile_(optimizer, storage="remainder16", record=True).step
+    for _ in range(steps):
         p.grad = torch.full_like(p, 0.3)
         step()
+    return p, optimizer, step
+
+
+def test_another_value_has_none() -> None:
+    """States that begin anew, of a parameter that is another one, and of another shape."""
+    p, optimizer, step = taken()
     state = optimizer.state[p]
     assert collage_fx.residuals(state["exp_avg_sq"])[0].any()
     state["exp_avg_sq"] = torch.full_like(p, 0.25)
@@ -145,12 +150,7 @@ def test_another_value_has_none() -> None:
 
 
 def test_a_checkpoint_right_after_it_has_the_residuals() -> None:
-    p = nn.Parameter(torch.ones(8, 8).bfloat16())
-    optimizer = optim.AdamW([p], lr=1e-3)
-    step = collage_fx.compile(optimizer, storage="remainder16", record=True)
-    for _ in range(4):
-        p.grad = torch.full_like(p, 0.3)
-        step()
+    p, optimizer, _ = taken()
     want = collage_fx.value(optimizer.state[p]["exp_avg_sq"])
     cloned(optimizer)
     gc.collect()
@@ -159,16 +159,6 @@ def test_a_checkpoint_right_after_it_has_the_residuals() -> None:
     collage_fx.compile_(resumed, storage="remainder16", record=True)
     resumed.load_state_dict(optimizer.state_dict())
     assert torch.equal(collage_fx.value(resumed.state[other]["exp_avg_sq"]), want)
-
-
-def taken(steps: int = 4) -> tuple[nn.Parameter, optim.Optimizer, Any]:
-    p = nn.Parameter(torch.ones(8, 8).bfloat16())
-    optimizer = optim.AdamW([p], lr=1e-3)
-    step = collage_fx.compile_(optimizer, storage="remainder16", record=True).step
-    for _ in range(steps):
-        p.grad = torch.full_like(p, 0.3)
-        step()
-    return p, optimizer, step
 
 
 def test_after_a_load_the_loaded_residual_is_that_of_the_place() -> None:
