@@ -37,7 +37,7 @@ from collage_fx.compilation.uncompensated import (
     warn_of_states,
     written_outside,
 )
-from collage_fx.hooks.gc_pause import no_full_collection
+from collage_fx.hooks.dynamo_settings import no_full_collection
 from collage_fx.optimizer.checkpoints import state_dicts
 from collage_fx.optimizer.ownership import kept_elsewhere, owners_of
 from collage_fx.passes.codegen import inductor_compile

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from collage_fx.config import CollageConfig
 from collage_fx.hooks import optimizer_hooks
+from collage_fx.hooks.traces import traced_code, watch_traces
 from collage_fx.optimizer.ownership import family
 from collage_fx.optimizer.storage_patterns import Patterns
 from collage_fx.passes.codegen.multi_tensor_kernel import unreachable
@@ -111,7 +112,7 @@ class Session:
         self.patterns = Patterns(self.config.storage, self.config.states)
         warn_if_untested()
         logs.register()
-        optimizer_hooks.watch_traces()
+        watch_traces()
 
     @property
     def subject(self) -> str:
@@ -149,7 +150,7 @@ class Session:
 
     def warn_once(self, message: str) -> None:
         """Warn unless this session has said the same before, of the same function."""
-        of_code = optimizer_hooks.traced_code() if self.shared else None
+        of_code = traced_code() if self.shared else None
         if (key := (message, of_code)) not in self.said:
             self.said.add(key)
             warnings.warn(f"collage_fx: {message}", CollageWarning, stacklevel=2)

@@ -25,7 +25,7 @@ from collage_fx.dynamo.options import split_options
 from collage_fx.dynamo.symbols import Symbols
 from collage_fx.hooks import optimizer_hooks
 from collage_fx.hooks.dynamo_settings import recompile_reason, trace_without_numbers
-from collage_fx.hooks.optimizer_hooks import traced_code
+from collage_fx.hooks.traces import traced_code
 from collage_fx.optimizer.checkpoints.history import history_of
 from collage_fx.optimizer.ownership import (
     makes_states,

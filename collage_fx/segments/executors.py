@@ -17,7 +17,7 @@ from collage_fx.compilation.graph_inputs import Recorded
 from collage_fx.compilation.session import Session
 from collage_fx.compilation.side_inputs import Code
 from collage_fx.errors import CollageError
-from collage_fx.hooks.gc_pause import no_full_collection
+from collage_fx.hooks.dynamo_settings import no_full_collection
 from collage_fx.optimizer.ownership import Owned
 from collage_fx.passes.ir.program import StatePlan
 from collage_fx.runtime import logs

@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_leaves
 from collage_fx.dynamo.backend import Backend
 from collage_fx.errors import CollageError, OptionError
 from collage_fx.hooks import distributed_state_dicts, nested_compile
-from collage_fx.hooks.dynamo_settings import many_graphs
-from collage_fx.hooks.gc_pause import FIRST, no_full_collection
+from collage_fx.hooks.dynamo_settings import FIRST, many_graphs, no_full_collection
 from collage_fx.hooks.step_substitution import apart, beneath_hooks, codes
 from collage_fx.hooks.symbolic_numbers import symbolic_numbers
 from collage_fx.optimizer import plain_steps

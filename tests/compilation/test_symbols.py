@@ -14,7 +14,7 @@ import collage_fx
 from collage_fx.dynamo import backend
 from collage_fx.dynamo.symbols import Symbols
 from collage_fx.errors import CollageWarning
-from collage_fx.hooks import optimizer_hooks
+from collage_fx.hooks import traces
 from collage_fx.runtime.torch_versions import installed
 
 
@@ -103,7 +103,7 @@ def test_an_attribute_that_is_assigned_in_no_graph(
     seen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not seen:
-        monkeypatch.setattr(optimizer_hooks, "_traced_for", lambda: None)
+        monkeypatch.setattr(traces, "_traced_for", lambda: None)
     torch.compiler.reset()
     p = nn.Parameter(torch.ones(4).bfloat16())
     optimizer = CutBefore([p])

@@ -9,7 +9,7 @@ import torch
 from tensors import bf16, with_grads
 
 import collage_fx
-from collage_fx.hooks.gc_pause import FIRST, no_full_collection
+from collage_fx.hooks.dynamo_settings import FIRST, no_full_collection
 
 OFTEN = (50, 2, 2)
 

@@ -11,7 +11,7 @@ from torch.optim import AdamW, Optimizer, RMSprop
 
 import collage_fx
 from collage_fx.dynamo import backend
-from collage_fx.hooks import optimizer_hooks
+from collage_fx.hooks import traces
 
 RATE = 1e-2
 STEPS = 9
@@ -91,5 +91,5 @@ def test_each_parameter_has_its_own_again(
         assert far(make, share, first) < 0.2 * RATE
         if not first:  # the control: what PyTorch guards by itself
             monkeypatch.setattr(backend, "_shares_gradients", lambda _: False)
-            monkeypatch.setattr(optimizer_hooks, "_is_listed", lambda _: True)
+            monkeypatch.setattr(traces, "_is_listed", lambda _: True)
             assert far(make, share, first) > RATE

@@ -9,7 +9,7 @@ from interpreter import without_compiler
 from torch import Tensor
 
 import collage_fx
-from collage_fx.hooks import optimizer_hooks
+from collage_fx.hooks import traces
 from collage_fx.record.steps import Steps
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*nothing needed compensation")
@@ -121,7 +121,7 @@ def test_each_parameter_is_updated_by_its_own_state(kind: Any, cut: bool) -> Non
 
 def test_it_would_be_by_that_of_the_first() -> None:
     exact, _ = run(Writes, torch.float64, "plain", cut=False)
-    with mock.patch.object(optimizer_hooks, "is_from_optimizer_source", lambda _: False):
+    with mock.patch.object(traces, "is_from_optimizer_source", lambda _: False):
         wrong, _ = run(Writes, torch.float32, "compile", cut=False)
     assert wrong[0][0, 0] < exact[0][0, 0] and torch.equal(wrong[1], torch.ones(2, 3).double())
 
@@ -186,7 +186,7 @@ def test_a_function_updates_each_by_what_it_finds_elsewhere(kind: Any, way: str)
 
 def test_it_would_update_each_by_the_state_of_the_first() -> None:
     exact = run_function(of_dict, torch.float64, "plain")
-    with mock.patch.object(optimizer_hooks, "_traced_for", lambda: None):
+    with mock.patch.object(traces, "_traced_for", lambda: None):
         wrong = run_function(of_dict, torch.float32, "compile")
     assert torch.equal(wrong[1], wrong[0]) and not torch.equal(exact[1], exact[0])
 

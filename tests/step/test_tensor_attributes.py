@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import collage_fx
-from collage_fx.hooks import optimizer_hooks
+from collage_fx.hooks import traces
 from collage_fx.segments.memory import Memories
 
 RATE = 1e-2
@@ -95,7 +95,7 @@ def test_attributes_belong_to_the_tensor_under_each_name(
     with without_compiler():
         assert far(average) < 1e-3 * RATE
         if average is not only_looked_at:  # the control: Dynamo's own
-            monkeypatch.setattr(optimizer_hooks, "_is_result_in_place", lambda _: False)
+            monkeypatch.setattr(traces, "_is_result_in_place", lambda _: False)
             assert far(average) > 0.1 * RATE
 
 

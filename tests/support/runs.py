@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 import collage_fx
 from collage_fx.dynamo import backend
 from collage_fx.errors import CollageError, CollageWarning
-from collage_fx.hooks import optimizer_hooks
+from collage_fx.hooks.traces import Traces
 from collage_fx.runtime.residuals.dtensor import shard_of
 from collage_fx.runtime.residuals.store import STORE
 
@@ -126,7 +126,7 @@ def compensated(program: Program, *, interpreted: bool = True) -> Run:
     torch.compiler.reset()
     # What the backend string has said once for some options it does not say again.
     backend._SESSIONS.clear()
-    optimizer_hooks._Watch.warned.clear()
+    Traces.warned.clear()
     stance = "force_eager" if program.way == "engine" else "default"
     with contextlib.ExitStack() as stack:
         module = stack.enter_context(module_of(program))

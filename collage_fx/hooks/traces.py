@@ -1,0 +1,172 @@
+"""Have Dynamo guard and notice what it forgets, in what it traces for our backend.
+
+What each of these is for is in docs/stock-defects.md.
+"""
+
+import warnings
+from dataclasses import replace
+from functools import partial
+from types import CodeType
+from typing import Any
+
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.side_effects import SideEffects
+from torch._dynamo.source import OptimizerSource, is_from_optimizer_source
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables import builder
+from torch._dynamo.variables.optimizer import OptimizerVariable
+from torch._dynamo.variables.tensor import TensorVariable
+from torch._guards import ChainedSource, Source
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from collage_fx.runtime.errors import CollageWarning
+
+_BUILDER: Any = builder
+_make_dupe_guard = _BUILDER.make_dupe_guard
+_EFFECTS: Any = SideEffects
+_store = _EFFECTS.store_attr
+_TENSOR: Any = TensorVariable
+_has = _TENSOR.call_obj_hasattr
+_OTHER_NAME = (
+    "the step asks a tensor for its attribute {0}, or assigns it, by the result of an operation in "
+    "place, of which torch.compile knows no attributes. Use the tensor itself, or keep what "
+    "belongs to it in self.state"
+)
+
+
+class Traces:
+    """What is watched, and what was said of it."""
+
+    backend: Any = None
+    """The backend whose steps are watched."""
+    warned: set[str] = set()  # noqa: RUF012 - one watch per process
+    warned_of = WeakIdKeyDictionary()
+    """What was said of each optimizer."""
+
+
+def warn_once(message: str, optimizer: Optimizer | None = None) -> None:
+    """Warn unless the same was said before, of that optimizer if it is known which."""
+    said = Traces.warned if optimizer is None else Traces.warned_of.setdefault(optimizer, set())
+    if message not in said:
+        said.add(message)
+        warnings.warn(f"collage_fx: {message}", CollageWarning, stacklevel=2)
+
+
+def watch_traces() -> None:
+    """Have Dynamo miss nothing of the optimizers in what it traces for our backend. Idempotent."""
+    _BUILDER.make_dupe_guard = _guard_of_two_names
+    _EFFECTS.store_attr = _store_attr
+    _TENSOR.call_obj_hasattr = _has_attr
+
+
+def _traced_for() -> Any:
+    """Return our backend, or the session of a step, if Dynamo traces for it now."""
+    backend = getattr(tracer().output.compiler_fn, "compiler_fn", None)
+    return backend if backend is Traces.backend or hasattr(backend, "refuse_each") else None
+
+
+def _store_attr(effects: SideEffects, item: Any, name: str, *args: Any, **kwargs: Any) -> None:
+    """Note an assignment to an attribute; refuse one that Dynamo does not write back.
+
+    That is one to an attribute of an optimizer, of which it keeps no track, and one to an attribute
+    of a tensor by the result of an operation in place. See docs/stock-defects.md.
+    """
+    _store(effects, item, name, *args, **kwargs)
+    if _is_result_in_place(item):
+        _refuse(_OTHER_NAME.format(name))
+    elif isinstance(item, OptimizerVariable) and item.value not in effects:
+        _refuse(
+            f"the step assigns self.{name}, which torch.compile does to no optimizer: the "
+            "assignment would be lost. Keep what changes in self.state or in self.param_groups, or "
+            "in a list or dict",
+            item.value,
+        )
+
+
+def _has_attr(item: Any, tx: Any, name: str) -> Any:
+    """Tell whether a traced tensor has an attribute; refuse to, where Dynamo does not know."""
+    found = _has(item, tx, name)
+    if not found.value and _is_result_in_place(item):
+        _refuse(_OTHER_NAME.format(name))
+    return found
+
+
+def _is_result_in_place(item: Any) -> bool:
+    """Tell whether a Dynamo variable is the result of an in-place operation.
+
+    Dynamo knows the attributes of the tensor by the variable that the operation was given.
+    """
+    if not isinstance(item, TensorVariable) or item.source is not None:
+        return False
+    node = item.proxy.node
+    value = node.meta.get("example_value")
+    others = (other for other in node.graph.nodes if other is not node)
+    return any(other.meta.get("example_value") is value for other in others)
+
+
+def _refuse(message: str, optimizer: Optimizer | None = None) -> None:
+    """Have the step that is traced for us recorded; where that cannot be, warn of what is lost."""
+    if (backend := _traced_for()) is not None:
+        if backend is not Traces.backend:
+            backend.refuse(message)
+        warn_once(f"{message}; collage_fx.compile records such a step", optimizer)
+
+
+def _guard_of_two_names(source: Source, first: Source | None) -> Any:
+    """Return what makes the guard that two names are still of one object, or install it.
+
+    Dynamo leaves that out where one of them is a place in an optimizer, or where one is local and
+    one global. Of a method that updates one parameter, `self.state[p]` is the state of the first
+    one in every call then. Only what optimizers list is taken to stay where it is. See
+    docs/stock-defects.md.
+    """
+    guard, backend = _make_dupe_guard(source, first), _traced_for()
+    if backend is None or first is None or first == source:
+        return guard
+    names = sorted((first, source), key=_is_listed, reverse=True)
+    stock = guard is not None and not any(map(is_from_optimizer_source, names))
+    if stock or all(map(_is_listed, names)):
+        return guard
+    place, other = names
+    same = partial(GuardBuilder.DUPLICATE_INPUT, source_b=_as_of_no_optimizer(place))
+    install_guard(_as_of_no_optimizer(other).make_guard(same))
+    if backend is not Traces.backend:
+        backend.refuse_each(other, place)
+    return None
+
+
+def _is_listed(source: Any) -> bool:
+    """Tell whether a place is in the parameter groups or the states of an optimizer.
+
+    A gradient is not: it is another tensor in each step.
+    """
+    while isinstance(source, ChainedSource) and getattr(source, "member", "") != "grad":
+        if isinstance(source.base, OptimizerSource):
+            return getattr(source, "member", "") in ("param_groups", "state")
+        source = source.base
+    return False
+
+
+def _as_of_no_optimizer(source: Any) -> Source:
+    """Return the same place, at which Dynamo does not leave out guards."""
+    if isinstance(source, OptimizerSource):
+        return source.base
+    if isinstance(source, ChainedSource):
+        return replace(source, base=_as_of_no_optimizer(source.base))
+    found: Source = source
+    return found
+
+
+def traced_code() -> CodeType | None:
+    """Return the code of the function that Dynamo traces now, if it traces one."""
+    traced = tracer()
+    return traced.f_code if traced is not None else None
+
+
+def tracer() -> Any:
+    """Return what Dynamo traces with now, None if it traces nothing."""
+    try:
+        return InstructionTranslator.current_tx()
+    except AttributeError:  # None in 2.11
+        return None
