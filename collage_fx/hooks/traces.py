@@ -9,11 +9,18 @@ from functools import partial
 from types import CodeType
 from typing import Any
 
+from torch._dynamo import guards
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.side_effects import SideEffects
-from torch._dynamo.source import OptimizerSource, is_from_optimizer_source
+from torch._dynamo.source import (
+    AttrSource,
+    ConstDictKeySource,
+    DictGetItemSource,
+    OptimizerSource,
+    is_from_optimizer_source,
+)
 from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._dynamo.variables import builder
+from torch._dynamo.variables import LazyVariableTracker, VariableTracker, builder
 from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._guards import ChainedSource, Source
@@ -28,6 +35,10 @@ _EFFECTS: Any = SideEffects
 _store = _EFFECTS.store_attr
 _TENSOR: Any = TensorVariable
 _has = _TENSOR.call_obj_hasattr
+_OPTIMIZER: Any = OptimizerVariable
+_guard_most = _OPTIMIZER.map_sources_and_install_guards
+_GUARDS: Any = guards
+_same_but_for_shape = _GUARDS.check_dtensor_spec
 _OTHER_NAME = (
     "the step asks a tensor for its attribute {0}, or assigns it, by the result of an operation in "
     "place, of which torch.compile knows no attributes. Use the tensor itself, or keep what "
@@ -58,6 +69,8 @@ def watch_traces() -> None:
     _BUILDER.make_dupe_guard = _guard_of_two_names
     _EFFECTS.store_attr = _store_attr
     _TENSOR.call_obj_hasattr = _has_attr
+    _OPTIMIZER.map_sources_and_install_guards = _guard_states
+    _GUARDS.check_dtensor_spec = _is_alike
 
 
 def _traced_for() -> Any:
@@ -90,6 +103,37 @@ def _has_attr(item: Any, tx: Any, name: str) -> Any:
     if not found.value and _is_result_in_place(item):
         _refuse(_OTHER_NAME.format(name))
     return found
+
+
+def _guard_states(item: Any, tx: Any) -> None:
+    """Have Dynamo guard the states that a step is to make, the first among them too.
+
+    Of each parameter group it guards the states of one parameter, but by mistake not those of the
+    first one that has any. See docs/stock-defects.md.
+    """
+    _guard_most(item, tx)
+    states = AttrSource(item.source, "state")
+    for index, state in enumerate(item.value.state.values()):
+        if isinstance(state, dict) and not state:
+            source = DictGetItemSource(states, ConstDictKeySource(states, index))
+            LazyVariableTracker.realize_all(VariableTracker.build(tx, state, source))
+
+
+def _is_alike(spec: Any, traced: Any) -> bool:
+    """Tell whether a DTensor can take the place of one that was traced, its shard being alike.
+
+    Dynamo does not compare the sizes of the whole. The shard tells them only where all are alike.
+
+    Args:
+        spec: the DTensorSpec of the one.
+        traced: that of the other.
+    """
+    alike: bool = _same_but_for_shape(spec, traced)
+    return alike and (spec.shape == traced.shape or not (_is_uneven(spec) or _is_uneven(traced)))
+
+
+def _is_uneven(spec: Any) -> bool:
+    return any(n % parts for n, parts in zip(spec.shape, spec.num_shards_map, strict=True))
 
 
 def _is_result_in_place(item: Any) -> bool:

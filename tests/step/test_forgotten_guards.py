@@ -1,0 +1,111 @@
+"""What Dynamo does not guard, and we do: the states a step makes, the sizes of uneven DTensors."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from interpreter import without_compiler
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import collage_fx
+from collage_fx.hooks import traces
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*nothing needed compensation")
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Hands steps on, as wrappers do that share groups and states with what they wrap."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer.param_groups, {})
+        self.param_groups, self.state = optimizer.param_groups, optimizer.state
+        self.optimizer = optimizer
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        self.optimizer.step()
+
+
+def by_wrapper(optimizer: Any) -> Callable[[], Any]:
+    return collage_fx.compile(Wrapper(optimizer))
+
+
+def by_function(optimizer: Any) -> Callable[[], Any]:
+    def step() -> None:
+        optimizer.step()
+
+    return collage_fx.compile(step)
+
+
+def by_string(optimizer: Any) -> Callable[[], Any]:
+    step: Callable[[], Any] = torch.compile(Wrapper(optimizer).step, backend="collage")
+    return step
+
+
+def momentum(compiled: Callable[[Any], Callable[[], Any]], dtype: torch.dtype) -> Tensor:
+    """Return a parameter after steps of SGD, the group before it being frozen."""
+    torch.compiler.reset()
+    frozen, p = (torch.zeros(2, 2, dtype=dtype, requires_grad=True) for _ in range(2))
+    optimizer = torch.optim.SGD([{"params": [frozen]}, {"params": [p]}], lr=0.125, momentum=0.5)
+    step = compiled(optimizer)
+    with without_compiler():
+        for _ in range(4):
+            p.grad = torch.ones_like(p)
+            step()
+    return collage_fx.value(p).detach()
+
+
+@pytest.mark.parametrize("compiled", [by_wrapper, by_function, by_string])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.quick("dtype0-by_wrapper")
+def test_a_state_that_the_step_makes_is_used_by_the_next(
+    compiled: Callable[[Any], Callable[[], Any]], dtype: torch.dtype
+) -> None:
+    exact = momentum(lambda optimizer: optimizer.step, torch.float64)
+    assert torch.allclose(momentum(compiled, dtype), exact, rtol=0, atol=1e-6)
+
+
+def test_it_would_be_made_anew_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traces, "_guard_states", traces._guard_most)
+    assert float(momentum(by_function, torch.float32)[0, 0]) == -0.5
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """The first of two processes."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+def added_rows(mesh: DeviceMesh, rows: list[int]) -> list[float]:
+    """Return what a function adds that adds to a parameter how many rows it has."""
+
+    def add_rows(p: Tensor) -> None:
+        p.add_(p.shape[0])
+
+    added, step = [], collage_fx.compile(add_rows)
+    with without_compiler():
+        for count in rows:
+            whole = {"shape": torch.Size([count, 2]), "stride": (2, 1)}
+            mine = torch.zeros(-(-count // 2), 2, dtype=torch.bfloat16)
+            p = DTensor.from_local(mine, mesh, [Shard(0)], run_check=False, **whole)
+            step(p)
+            added.append(float(p.to_local()[0, 0]))
+    return added
+
+
+def test_a_dtensor_of_another_size_whose_shard_is_alike_is_another(mesh: DeviceMesh) -> None:
+    assert added_rows(mesh, [4, 3, 4, 3]) == [4, 3, 4, 3]
+    torch.compiler.reset()
+    assert added_rows(mesh, [3, 4, 8, 16, 7]) == [3, 4, 8, 16, 7]
+
+
+def test_it_would_be_taken_for_the_first(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traces, "_is_uneven", lambda _: False)
+    assert added_rows(mesh, [4, 3]) == [4, 4]
