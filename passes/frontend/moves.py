@@ -52,7 +52,13 @@ def moves(program: Program) -> None:
 
 
 def _moves(node: Node) -> bool:
-    return node.target in _KEEPING and is_16_bit(node) and not elementwise(node)
+    return _keeps(node) and is_16_bit(node) and not elementwise(node)
+
+
+def _keeps(node: Node) -> bool:
+    """Tell whether the elements of a result are elements of its operands."""
+    puts = node.target is aten.index_put.default and node.args[3:] in ((), (False,))
+    return puts or node.target in _KEEPING
 
 
 class _Moves:
@@ -101,7 +107,7 @@ class _Moves:
         if node.target is CONVERT:
             source: Any = node.args[0]
             return source if value_of(source).dtype == _WIDE else None
-        if node.target in _KEEPING and self.wide.keys().isdisjoint(node.all_input_nodes):
+        if _keeps(node) and self.wide.keys().isdisjoint(node.all_input_nodes):
             return None
         args, kwargs = map_arg((node.args, dict(node.kwargs)), self._operand)
         return self._call(node, node.target, *args, **kwargs)

@@ -45,11 +45,15 @@ def with_a_gap(u: Tensor) -> Tensor:
     return x.view(u.shape)
 
 
+def filled(u: Tensor) -> Tensor:
+    return u.flatten().index_fill(0, torch.arange(2), 0).view(u.shape)
+
+
 def moved_twice(u: Tensor) -> Tensor:
     return u.roll(1, 0) * (u.t().reshape(u.shape) * 1.3).flip(1)
 
 
-EACH = [indexed, flipped, transposed, put_together, with_a_gap, moved_twice]
+EACH = [indexed, flipped, transposed, put_together, with_a_gap, filled, moved_twice]
 
 
 def update(move: Callable[[Tensor], Tensor]) -> Callable[..., None]:
