@@ -50,7 +50,7 @@ def read_numbers(gm: GraphModule) -> None:
     for node in list(gm.graph.nodes):
         if _is_read(node) or not read.isdisjoint(node.all_input_nodes):
             with gm.graph.inserting_before(node):
-                new = _Rewriter(gm.graph, node).of_tensors()
+                new = _Rewriter(gm.graph, node).as_in_step()
             if isinstance(node.meta.get("example_value"), torch.SymFloat):
                 read.add(new)
             node.replace_all_uses_with(new)
@@ -93,6 +93,15 @@ class _Rewriter:
         self.graph, self.node = graph, node
         examples = (n.meta["example_value"] for n in node.all_input_nodes)
         self.mode: Any = next(x.fake_mode for x in examples if isinstance(x, FakeTensor))
+
+    def as_in_step(self) -> Node:
+        """Return what does the same on tensors, in the dtype that the step has it in.
+
+        A tensor without dimensions is promoted by another one, but not by a number.
+        """
+        new, old = self.of_tensors(), self.node.meta.get("example_value")
+        same = not isinstance(old, Tensor) or new.meta["example_value"].dtype == old.dtype
+        return new if same else self._made("to", new, old.dtype)
 
     def of_tensors(self) -> Node:
         """Return what does the same on tensors."""

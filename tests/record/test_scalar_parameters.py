@@ -41,6 +41,11 @@ def state_made_anew(p: Tensor, g: Tensor, state: Any) -> None:
         p.copy_(state["x"])
 
 
+def scaled_by_a_number(p: Tensor, g: Tensor, state: Any) -> None:
+    u = g / max(float(g.norm()), 0.5)  # of the dtype of g, which a 0-d float64 would promote
+    p.lerp_(p - u, LR)
+
+
 def error(update: Any, **options: Any) -> float:
     """Return the error of 0-d parameters as a share of the way."""
     exact, _ = train(update, torch.float64, params=start(torch.float64, ()))
@@ -49,10 +54,13 @@ def error(update: Any, **options: Any) -> float:
     return off(found, exact, begin)
 
 
+UPDATES = [put_in_place, copied, behind_a_cut, state_made_anew, scaled_by_a_number]
+
+
 @pytest.mark.parametrize(
     ("update", "record"),
     [
-        *((update, "auto") for update in (put_in_place, copied, behind_a_cut, state_made_anew)),
+        *((update, "auto") for update in UPDATES),
         *((put_in_place, record) for record in (True, False)),
     ],
 )
