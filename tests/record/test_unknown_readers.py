@@ -5,6 +5,8 @@ All tests run with such memory filled with NaN (`poison`); the controls let it b
 
 import copy
 import ctypes
+import threading
+import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -212,6 +214,34 @@ def test_plain_operations_are_put_off() -> None:
     # On a busy machine the profiler's mark may take a tenth of such a step, which is noted.
     assert not [n for n in collage_fx.report(step).notes if not n.startswith("profiler.")]
     assert not step._collage.supervisor().recorder.all_at_once
+
+
+def test_a_thread_that_torch_starts_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To note a graph of Dynamo's FX makes a bar of tqdm, of which the first has a thread."""
+    noting = []
+
+    def bar(*_: Any, **__: Any) -> Any:
+        if recorder().graphs.trace is not None:
+            noting.append(threading.Thread(target=lambda: None))
+            noting[-1].start()
+        return types.SimpleNamespace(update=lambda _: None)
+
+    def recorder() -> Recorder:
+        found: Recorder = step._collage.supervisor().recorder
+        return found
+
+    def update(p: Tensor, g: Tensor, state: Any) -> None:
+        u = g.float().mul(LR)
+        torch._dynamo.graph_break()
+        p.sub_(u.to(p.dtype))
+
+    monkeypatch.setattr("torch.fx.interpreter.tqdm", bar)
+    p = torch.ones(4, dtype=torch.bfloat16, requires_grad=True)
+    step = collage_fx.compile(Each([p], update))
+    for _ in range(4):
+        p.grad = torch.ones_like(p)
+        step()
+    assert noting and not recorder().all_at_once
 
 
 def test_a_resumed_run_knows_it() -> None:
