@@ -61,7 +61,10 @@ def check(program: Program, counts: Counter[str]) -> None:
         return
     gc.collect()
     gc.freeze()
-    verdict = judge(program)
+    try:
+        verdict = judge(program)
+    except Exception as error:  # which stock PyTorch does not raise
+        raise AssertionError("\n".join(["", program.script(), repr(error)])) from error
     if verdict.failures:
         if defect := known(program, verdict.run):
             counts[f"fails for a known defect: {defect}"] += 1
