@@ -27,7 +27,7 @@ def recorded_and_traced(program: Program) -> tuple[Run, Run] | None:
     """
     apart = program.torch_optim or program.schedule or program.resumed
     apart = apart or "p.sum().item()" in program.script()
-    apart = apart or (program.by_turns and program.counter in ("state", "group"))
+    apart = apart or program.wrapped or (program.by_turns and program.counter in ("state", "group"))
     decays = any("wd" in line.text for line in program.lines)
     no_decay = decays and any(wd == 0 for _, wd in program.rates)
     subtracted = any("lr * wd * p" in line.text for line in program.lines)

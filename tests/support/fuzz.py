@@ -35,6 +35,8 @@ SURROUNDINGS = (
     "gradients",
     "infinite",
     "cut",
+    "wrapped",
+    "frozen",
 )
 
 

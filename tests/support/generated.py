@@ -175,6 +175,8 @@ def programs(draw: DrawFn, ways: tuple[str, ...] = ("compile", "string", "functi
         options=chosen,
     )
     program = replace(program, **surroundings(draw, program, loads=kept_dtype))
+    if program.methods:  # which those who have the wrapper do not call
+        program = replace(program, wrapped=False)
     return _with_eps(program)
 
 

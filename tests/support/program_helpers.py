@@ -90,6 +90,26 @@ def laid_out(x, how):
         return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
     return x.new_zeros(*x.shape, 2)[..., 0].copy_(x)
 ''',
+    "Wrapper": '''\
+class Wrapper(torch.optim.Optimizer):
+    """Hands on steps, groups and states."""
+
+    def __init__(self, inner):
+        self.inner, self.defaults = inner, inner.defaults
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = {}, {}
+        self._patch_step_function()
+
+    @property
+    def param_groups(self):
+        return self.inner.param_groups
+
+    @property
+    def state(self):
+        return self.inner.state
+
+    def step(self):
+        self.inner.step()
+''',
     "Named": '''\
 class Named(torch.Tensor):
     """A tensor of a class with the `__torch_function__` of all classes."""

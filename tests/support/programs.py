@@ -64,6 +64,10 @@ class Program:
     """Methods of the optimizer beside its step."""
     cut: bool = False
     """Whether each parameter is updated by a method, in which Dynamo cuts the step."""
+    wrapped: bool = False
+    """Whether another optimizer hands its steps on, and is what is compiled."""
+    frozen: bool = False
+    """Whether there is a group before all others, of a parameter that never has a gradient."""
     joins: int = 0
     """The step before which the last parameter joins, in a group of its own; 0 for none."""
     dtypes: tuple[str, ...] = ()

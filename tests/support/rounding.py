@@ -151,7 +151,7 @@ def _modelled(
             if args:  # a function
                 params, rows = args[0], args[2]
             else:
-                params = _in_turn(x, len(program.rates))
+                params = _in_turn(x, program)
                 rows = [x.state[p] for p in params]
             pairs = [{"p": p, **row} for p, row in zip(params, rows, strict=True)]
             return {f"{k}{i}": x for i, pair in enumerate(pairs) for k, x in pair.items()}
@@ -231,10 +231,11 @@ def place_of(x: Any) -> int | None:
     return x.untyped_storage()._cdata if isinstance(x, Tensor) else None
 
 
-def _in_turn(optimizer: Any, first: int) -> list[Tensor]:
-    """Return the parameters of an optimizer, of which the first groups take them in turn, and later
+def _in_turn(optimizer: Any, program: Program) -> list[Tensor]:
+    """Return the parameters of a program, of which the first groups take them in turn, and later
     ones have joined."""
-    groups = [group["params"] for group in optimizer.param_groups]
+    groups = [group["params"] for group in optimizer.param_groups[program.frozen :]]
+    first = len(program.rates)
     count = sum(map(len, groups[:first]))
     params = [groups[i % first][i // first] for i in range(count)]
     return params + [p for group in groups[first:] for p in group]

@@ -58,7 +58,7 @@ def optimizer_text(program: "Program", model: bool) -> str:
 
 def _of_each(program: "Program", begin: str) -> str:
     text = lines_of(3, ['for p in group["params"]:'])
-    if program.by_turns:
+    if program.by_turns or program.frozen:
         text += lines_of(4, ["if p.grad is None:", "    continue"])
     depth = 4
     if program.cut:
@@ -76,9 +76,10 @@ def _of_each(program: "Program", begin: str) -> str:
 
 
 def _of_lists(program: "Program", begin: str) -> str:
-    condition = " if p.grad is not None" if program.by_turns else ""
+    some = program.by_turns or program.frozen
+    condition = " if p.grad is not None" if some else ""
     text = lines_of(3, [f'ps = [p for p in group["params"]{condition}]'])
-    if program.by_turns:
+    if some:
         text += lines_of(3, ["if not ps:", "    continue"])
     if begin != "{}" and not program.in_init:
         text += lines_of(3, ["for p in ps:", "    if not self.state[p]:"])

@@ -69,7 +69,7 @@ def surroundings(draw: DrawFn, program: Program, *, loads: bool) -> dict[str, An
     """
     kinds = [dtypes, layout, gradients, infinite]
     if program.way != "function":
-        kinds += [joins, *([] if program.resumed else [events]), cut]
+        kinds += [joins, *([] if program.resumed else [events]), cut, wrapped]
     found: dict[str, Any] = {}
     for kind in draw(st.lists(st.sampled_from(kinds), max_size=2, unique=True)):
         found |= kind(draw, program, loads) if kind is events else kind(draw, program)
@@ -99,6 +99,12 @@ def gradients(draw: DrawFn, program: Program) -> dict[str, Any]:
     kinds = ["transposed", "sliced", "Named", "Boxed"]
     kinds[:0] = ["kept"] if program.way != "function" else []
     return {"gradients": draw(st.sampled_from(kinds))}
+
+
+def wrapped(draw: DrawFn, program: Program) -> dict[str, Any]:
+    """A wrapper around the optimizer, a group that is frozen before the others, or both."""
+    around, before = draw(st.sampled_from(((True, True), (True, False), (False, True))))
+    return {"wrapped": around, "frozen": before}
 
 
 def infinite(draw: DrawFn, program: Program) -> dict[str, Any]:

@@ -15,6 +15,9 @@ def train_text(program: "Program", model: bool) -> str:
 
 def _groups(program: "Program") -> str:
     found, n = [], len(program.rates)
+    if program.frozen:
+        decay = "" if program.torch_optim else ', "wd": 0.0'
+        found.append(f'{{"params": [torch.ones_like(params[0])], "lr": 0.1{decay}}}')
     for i, (lr, wd) in enumerate(program.rates):
         chosen = "params" if n == 1 else f"params[{i}::{n}]"
         rate = f"torch.tensor({lr}, dtype=F32)" if program.tensor_lr else lr
@@ -76,6 +79,9 @@ def _results(program: "Program") -> list[str]:
 def _train_optimizer(program: "Program", model: bool) -> str:
     text = _start(program)
     begun = [*_OPTIMIZED]
+    if program.wrapped:
+        begun[1] = begun[1].replace("opt", "Wrapper(opt)")
+    again = [*begun]
     if program.joins:
         begun[0] = begun[0].replace("params", "params[:-1]")
     text += lines_of(1, ["params = [p.requires_grad_() for p in params]", *begun])
@@ -86,7 +92,7 @@ def _train_optimizer(program: "Program", model: bool) -> str:
             text += lines_of(3, ["old = [x for p in params for x in (p, *opt.state[p].values())]"])
         text += lines_of(3, ["saved = copy.deepcopy(opt.state_dict())"])
         text += lines_of(3, ["params = [p.detach().clone().requires_grad_() for p in params]"])
-        text += lines_of(3, [*_OPTIMIZED, "opt.load_state_dict(saved)"])
+        text += lines_of(3, [*again, "opt.load_state_dict(saved)"])
         if program.way == "string":
             # Residuals are entries of what is loaded, until a first step takes them out.
             own = '{k: x for k, x in opt.state[p].items() if not k.startswith("collage_fx.")}'
@@ -101,7 +107,8 @@ def _train_optimizer(program: "Program", model: bool) -> str:
         text += lines_of(3, ["if (t + i) % 3 == 2:", "    p.grad = None"])
     if program.schedule:
         rates = ", ".join(str(lr) for lr, _ in program.rates)
-        text += lines_of(2, [f"for group, lr in zip(opt.param_groups, ({rates},)):"])
+        groups = "opt.param_groups[1:]" if program.frozen else "opt.param_groups"
+        text += lines_of(2, [f"for group, lr in zip({groups}, ({rates},)):"])
         fill = 'group["lr"].fill_(' if program.tensor_lr else 'group["lr"] = ('
         text += lines_of(3, [f"{fill}lr * {program.schedule})"])
     text += lines_of(2, ["step()"])
