@@ -59,9 +59,9 @@ class Monitor(Watch):
         """Whether graphs have shown all of the last step that was measured."""
 
     @property
-    def latest(self) -> dict[str, Any]:
-        """The last measurement, as `Measurement.to_dict` gives it; empty before the first."""
-        return self.history[-1].to_dict() if self.history else {}
+    def latest(self) -> Measurement | None:
+        """The last of `history`; None before the first."""
+        return self.history[-1] if self.history else None
 
     def attach(self) -> None:
         """Look at the steps from now on, those that are compiled and plain ones."""
@@ -245,11 +245,11 @@ def monitor(
         model: the module whose names the parameters have, as of `explain`.
 
     Returns:
-        A Monitor: `latest` has the last measurement, by kind of state, layer and state; `history`
-        all of them; `remove()` ends it. Of sharded parameters each process measures its shard. In
-        the first step, which makes the states, it measures parameters only. Of steps that graphs
-        do not show, those that evaluate a closure more than once, draw random numbers or have hooks
-        are not measured; a warning says so.
+        A Monitor: `history` has the measurements, each by kind of state, layer and state; `latest`
+        is the last of them; `remove()` ends it. Of sharded parameters each process measures its
+        shard. In the first step, which makes the states, it measures parameters only. Of steps that
+        graphs do not show, those that evaluate a closure more than once, draw random numbers or
+        have hooks are not measured; a warning says so.
 
     Raises:
         OptionError: `every` is not a positive integer, or `to` is none of these.

@@ -295,6 +295,10 @@ class Measurement:
             lambda kind, param: (param.rpartition(".")[0] or param) if kind == PARAMETER else None
         )
 
+    def __getitem__(self, part: str) -> Any:
+        """Return `kinds`, `layers`, `states` or `step` of `to_dict`."""
+        return self.to_dict()[part]
+
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as JSON can hold it."""
         parts = {"kinds": self.kinds(), "layers": self.layers(), "states": self.states}

@@ -59,6 +59,7 @@ def test_numbers_are_those_of_a_float64_recomputation(storage: str) -> None:
         optimizer.step()
     after = _wholes(model, optimizer)
     told = found.latest["states"]
+    assert found.latest is found.history[-1]
     assert found.latest["step"] == 4 and set(told) == set(before)
     for name, stats in told.items():
         update, stored = exact[name] - before[name], after[name] - before[name]
