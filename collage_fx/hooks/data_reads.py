@@ -129,6 +129,16 @@ def flushed_by(
             _RECORDERS.steps.pop()
 
 
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Within, nothing that reads or shares memory is seen: it has nothing to do with a step."""
+    steps, _RECORDERS.steps = _RECORDERS.steps, []
+    try:
+        yield
+    finally:
+        _RECORDERS.steps = steps
+
+
 @functools.cache
 def _flushing(method: Callable[..., Any], why: str) -> Callable[..., Any]:
     # Dynamo would trace it, and have what it compiles for numpy() call it again, without an end.

@@ -9,6 +9,7 @@ from functools import partial
 from types import CodeType
 from typing import Any
 
+from torch import Tensor
 from torch._dynamo import guards
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.side_effects import SideEffects
@@ -65,7 +66,10 @@ def warn_once(message: str, optimizer: Optimizer | None = None) -> None:
 
 
 def watch_traces() -> None:
-    """Have Dynamo miss nothing of the optimizers in what it traces for our backend. Idempotent."""
+    """Have Dynamo miss nothing of the optimizers in what it traces for our backend. Idempotent.
+
+    The sizes of DTensors it guards in all that it traces from then on.
+    """
     _BUILDER.make_dupe_guard = _guard_of_two_names
     _EFFECTS.store_attr = _store_attr
     _TENSOR.call_obj_hasattr = _has_attr
@@ -105,16 +109,21 @@ def _has_attr(item: Any, tx: Any, name: str) -> Any:
     return found
 
 
+_PLAIN = {type(None), bool, int, float}
+
+
 def _guard_states(item: Any, tx: Any) -> None:
-    """Have Dynamo guard the states that a step is to make, the first among them too.
+    """Have Dynamo guard the states that a step is to make, and those that are None or numbers.
 
     Of each parameter group it guards the states of one parameter, but by mistake not those of the
     first one that has any. See docs/stock-defects.md.
     """
     _guard_most(item, tx)
     states = AttrSource(item.source, "state")
-    for index, state in enumerate(item.value.state.values()):
-        if isinstance(state, dict) and not state:
+    found = item.value.state.values() if _traced_for() is not None else ()
+    for index, state in enumerate(found):
+        kinds = set(map(type, state.values())) if isinstance(state, dict) else {Tensor}
+        if not kinds or kinds & _PLAIN:
             source = DictGetItemSource(states, ConstDictKeySource(states, index))
             LazyVariableTracker.realize_all(VariableTracker.build(tx, state, source))
 

@@ -198,9 +198,8 @@ class Recorder:
         Args:
             why: what may read memory in ways that are not seen.
         """
-        # Else it is no operation of the step that does it, but what compiles, runs or notes these.
-        apart = self.passes_by or self.graphs.trace is not None
-        if not apart and torch._C._len_torch_dispatch_stack():
+        # Else it is no operation of the step that does it, but what compiles or does these.
+        if not self.passes_by and torch._C._len_torch_dispatch_stack():
             with _disable_current_modes():
                 self._note_no_more(why)
 

@@ -86,6 +86,28 @@ _FMA = torch.ops.prims.fma.default
 _META = ("stack_trace", "nn_module_stack", "source_fn_stack")
 
 
+def _enters_arithmetic(node: Node) -> bool:
+    """Tell whether what reads a value without dimensions takes it in any dtype."""
+    for user in node.users:
+        target: Any = user.target
+        name = target if isinstance(target, str) else getattr(target, "__name__", "")
+        if name.removesuffix("_") not in _PROMOTING:
+            return False
+        value = user.meta.get("example_value")
+        if isinstance(value, Tensor) and not value.dim() and not _enters_arithmetic(user):
+            return False
+    return True
+
+
+_PROMOTING = frozenset(
+    {
+        *("add", "sub", "rsub", "mul", "div", "truediv", "true_divide", "maximum", "minimum"),
+        *("neg", "abs", "pow", "sqrt", "rsqrt", "square"),
+    }
+)
+"""Operations that take operands of any dtypes."""
+
+
 class _Rewriter:
     """Rewrites a node that reads a number back, or takes one that was."""
 
@@ -95,13 +117,16 @@ class _Rewriter:
         self.mode: Any = next(x.fake_mode for x in examples if isinstance(x, FakeTensor))
 
     def as_in_step(self) -> Node:
-        """Return what does the same on tensors, in the dtype that the step has it in.
+        """Return what does the same on tensors.
 
-        A tensor without dimensions is promoted by another one, but not by a number.
+        A tensor without dimensions is promoted by another one, but not by a number. Arithmetic goes
+        on with what is wider; raises CannotRead where it is read by anything else.
         """
         new, old = self.of_tensors(), self.node.meta.get("example_value")
-        same = not isinstance(old, Tensor) or new.meta["example_value"].dtype == old.dtype
-        return new if same else self._made("to", new, old.dtype)
+        wider = isinstance(old, Tensor) and new.meta["example_value"].dtype != old.dtype
+        if wider and not _enters_arithmetic(self.node):
+            raise CannotRead
+        return new
 
     def of_tensors(self) -> Node:
         """Return what does the same on tensors."""

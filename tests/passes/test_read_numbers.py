@@ -56,6 +56,10 @@ def scaled(p: Tensor, g: Tensor, state: Any, lr: float) -> None:
     p.addcdiv_(state["v"], g.abs() + 1, value=-lr * scale)
 
 
+def decayed(p: Tensor, g: Tensor, state: Any, lr: float) -> None:
+    p.mul_(1 - lr * (g.abs().mean() / g.norm().item()))  # a factor near one, of two numbers
+
+
 def branches(p: Tensor, g: Tensor, state: Any, lr: float) -> None:
     norm = g.norm().item()
     p.add_(g, alpha=-lr / 2 if norm > 2 else -lr)
@@ -83,7 +87,11 @@ def fills(p: Tensor, g: Tensor, state: Any, lr: float) -> None:
     p.add_(g - torch.full_like(g, mean), alpha=-lr)
 
 
-ARITHMETIC, OTHER = [clipped, counted, scaled], [branches, ends_graph, keeps, returns, fills]
+ARITHMETIC = [clipped, counted, scaled, decayed]
+OTHER = [branches, ends_graph, keeps, returns, fills]
+    [clipped, counted, scaled, decayed],
+    [branches, ends_graph, keeps, returns, fills],
+)
 
 
 def run(update: Update, dtype: torch.dtype, **options: Any) -> tuple[Tensor, Any]:

@@ -5,8 +5,6 @@ All tests run with such memory filled with NaN (`poison`); the controls let it b
 
 import copy
 import ctypes
-import threading
-import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,6 +16,7 @@ from recorded_steps import LR, Each, off, start, train
 from torch import Tensor
 
 import collage_fx
+from collage_fx.record import graph_notes
 from collage_fx.record.recorder import Recorder
 from collage_fx.segments.operations import OPERATIONS, Operation
 
@@ -218,30 +217,29 @@ def test_plain_operations_are_put_off() -> None:
 
 def test_a_thread_that_torch_starts_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """To note a graph of Dynamo's FX makes a bar of tqdm, of which the first has a thread."""
-    noting = []
-
-    def bar(*_: Any, **__: Any) -> Any:
-        if recorder().graphs.trace is not None:
-            noting.append(threading.Thread(target=lambda: None))
-            noting[-1].start()
-        return types.SimpleNamespace(update=lambda _: None)
-
-    def recorder() -> Recorder:
-        found: Recorder = step._collage.supervisor().recorder
-        return found
+    bars = pytest.importorskip("tqdm").tqdm
 
     def update(p: Tensor, g: Tensor, state: Any) -> None:
         u = g.float().mul(LR)
         torch._dynamo.graph_break()
         p.sub_(u.to(p.dtype))
 
-    monkeypatch.setattr("torch.fx.interpreter.tqdm", bar)
-    p = torch.ones(4, dtype=torch.bfloat16, requires_grad=True)
-    step = collage_fx.compile(Each([p], update))
-    for _ in range(4):
-        p.grad = torch.ones_like(p)
-        step()
-    assert noting and not recorder().all_at_once
+    def at_once() -> bool:
+        torch.compiler.reset()
+        monkeypatch.setattr(bars, "monitor", None)
+        p = torch.ones(4, dtype=torch.bfloat16, requires_grad=True)
+        step = collage_fx.compile(Each([p], update))
+        for _ in range(4):
+            p.grad = torch.ones_like(p)
+            step()
+        assert bars.monitor is not None
+        found: bool = step._collage.supervisor().recorder.all_at_once
+        return found
+
+    graph_notes._begin_bars.cache_clear()
+    assert not at_once()
+    monkeypatch.setattr(graph_notes, "_begin_bars", lambda: None)
+    assert at_once()
 
 
 def test_a_resumed_run_knows_it() -> None:

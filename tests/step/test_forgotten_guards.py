@@ -75,6 +75,27 @@ def test_it_would_be_made_anew_in_each_step(monkeypatch: pytest.MonkeyPatch) -> 
     assert float(momentum(by_function, torch.float32)[0, 0]) == -0.5
 
 
+def of_none(dtype: torch.dtype, compiled: Callable[[Any], Callable[[], Any]]) -> Tensor:
+    """Return a parameter after steps of SGD whose momentum is None at first."""
+    torch.compiler.reset()
+    p = torch.zeros(2, 2, dtype=dtype, requires_grad=True)
+    optimizer = torch.optim.SGD([p], lr=0.125, momentum=0.5)
+    optimizer.state[p]["momentum_buffer"] = None
+    step = compiled(optimizer)
+    with without_compiler():
+        for _ in range(4):
+            p.grad = torch.ones_like(p)
+            step()
+    return collage_fx.value(p).detach()
+
+
+def test_a_state_that_was_none_is_used_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = of_none(torch.float64, lambda optimizer: optimizer.step)
+    assert torch.allclose(of_none(torch.float32, collage_fx.compile).double(), exact)
+    monkeypatch.setattr(traces, "_PLAIN", set())
+    assert float(of_none(torch.float32, collage_fx.compile)[0, 0]) == -0.5
+
+
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
     """The first of two processes."""
