@@ -22,7 +22,7 @@ from collage_fx.compilation.layout_guards import Layouts, static_inputs
 from collage_fx.compilation.session import Outcome, Session, StandsForOthers
 from collage_fx.compilation.side_inputs import MOVED, Code, Noted, is_looked_at, looked_at
 from collage_fx.dynamo.options import split_options
-from collage_fx.dynamo.symbols import Symbols
+from collage_fx.dynamo.symbols import Symbols, writes_number
 from collage_fx.hooks import optimizer_hooks
 from collage_fx.hooks.dynamo_settings import recompile_reason, trace_without_numbers
 from collage_fx.hooks.traces import traced_code
@@ -129,6 +129,14 @@ class Backend(Session):
                 supervisor.forget_breaks()  # there are others
             trace_without_numbers()
 
+    def record_instead(self, why: str) -> None:
+        """Have a step recorded that torch.compile does wrong; where that cannot be, warn."""
+        if (supervisor := self.supervisor()) is not None:
+            supervisor.record_whole()
+            self.notes.add(f"recorded: {why}")
+        else:
+            self.warn_once(f"{why}; collage_fx.compile records such a step")
+
     def refuse(self, message: str) -> None:
         """Have Python do what Dynamo traces now, where that is recorded.
 
@@ -159,6 +167,8 @@ class Backend(Session):
             supervisor.look()
         if self.reads_numbers and reads_numbers(gm):
             self._read_numbers(gm)
+        if writes_number(gm):
+            self.record_instead(_NUMBER)
         optimizer_hooks.count_graph(supervised=supervisor is not None)
         self.graphs += 1
         if logs.LOG.isEnabledFor(logging.INFO) and (reason := recompile_reason()):
@@ -385,11 +395,7 @@ class _Step:
             why = _ONE_GRADIENT
         else:
             return
-        if (supervisor := self.session.supervisor()) is not None:
-            supervisor.record_whole()
-            self.session.notes.add(f"recorded: {why}")
-        else:
-            self.session.warn_once(f"{why}; collage_fx.compile records such a step")
+        self.session.record_instead(why)
 
     def _has_kernels(self, supervisor: Steps) -> bool:
         """Compile the kernels of the graph; where that fails, have the graph recorded."""
@@ -431,6 +437,7 @@ class _Step:
 _TWO_STORAGES = (
     "the step has a NumPy array and a tensor on the same memory, which torch.compile does not know"
 )
+_NUMBER = "a float64 tensor without dimensions is written, which torch.compile forgets"
 _ONE_GRADIENT = (
     "the gradient of a parameter is that of another one too, or a parameter or state, and "
     "torch.compile takes it for the same in later steps"

@@ -13,7 +13,8 @@ import sympy
 import torch
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
 
 from collage_fx.compilation.graph_inputs import sources_of
 
@@ -93,3 +94,31 @@ def _symbolic(example: Any) -> bool:
         sizes = (*example.shape, *example.stride()) if example.layout is torch.strided else ()
         return any(map(_symbolic, sizes))
     return isinstance(example, torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def writes_number(gm: GraphModule) -> bool:
+    """Tell whether a graph of Dynamo's writes a float64 tensor without dimensions on the host.
+
+    Dynamo takes one for a Python number when it traces the graph anew, and drops what writes it.
+    See docs/stock-defects.md.
+    """
+    return any(map(_is_number, _written(gm)))
+
+
+def _written(gm: GraphModule) -> Iterator[Any]:
+    for node in gm.graph.nodes:
+        target = node.target
+        name = target if isinstance(target, str) else getattr(target, "__name__", "")
+        if name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")):
+            yield from tree_leaves(node.args[:1])
+
+
+_IN_PLACE = frozenset({"iadd", "isub", "imul", "itruediv", "ipow"})
+
+
+def _is_number(node: Any) -> bool:
+    if not isinstance(node, Node) or node.op not in ("placeholder", "get_attr"):
+        return False
+    x = node.meta.get("example_value")
+    alike = isinstance(x, torch.Tensor) and not x.dim() and x.dtype == torch.float64
+    return alike and x.device.type == "cpu"

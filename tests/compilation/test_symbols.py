@@ -266,3 +266,44 @@ def test_one_symbol_may_take_the_place_of_another() -> None:
     moved = (exact - 1).norm()
     assert float((run(torch.bfloat16, compiled=True) - exact).norm() / moved) < 1e-2
     assert float((run(torch.bfloat16, compiled=False) - exact).norm() / moved) > 0.1
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts in a tensor of float64, in ones and a half."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        super().__init__(params, {})
+        for p in params:
+            self.state[p]["step"] = torch.tensor(0.0, dtype=torch.float64)
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["step"].add_(1.5)
+            p.sub_(p.grad / self.state[p]["step"], alpha=1e-3)
+
+
+def counted(compiled: Any) -> tuple[float, float]:
+    """Return the count of four steps, and how far they are off."""
+    torch.compiler.reset()
+    p = nn.Parameter(torch.ones(4).bfloat16())
+    optimizer = Counting([p])
+    step = compiled(optimizer)
+    with without_compiler():
+        for _ in range(4):
+            p.grad = torch.ones(4).bfloat16()
+            step()
+    off = float((collage_fx.value(p) - (1 - 1e-3 * (1 + 1 / 2 + 1 / 3 + 1 / 4) / 1.5)).abs().max())
+    return float(optimizer.state[p]["step"]), off
+
+
+def test_a_count_in_float64_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    count, off = counted(collage_fx.compile)
+    assert count == 6 and off < 1e-4
+    monkeypatch.setattr(backend, "writes_number", lambda _: False)
+    assert counted(collage_fx.compile)[0] < 6
+
+
+def test_the_string_does_so_too() -> None:
+    count, off = counted(lambda optimizer: torch.compile(optimizer.step, backend="collage"))
+    assert count == 6 and off < 1e-4

@@ -89,9 +89,6 @@ def fills(p: Tensor, g: Tensor, state: Any, lr: float) -> None:
 
 ARITHMETIC = [clipped, counted, scaled, decayed]
 OTHER = [branches, ends_graph, keeps, returns, fills]
-    [clipped, counted, scaled, decayed],
-    [branches, ends_graph, keeps, returns, fills],
-)
 
 
 def run(update: Update, dtype: torch.dtype, **options: Any) -> tuple[Tensor, Any]:
