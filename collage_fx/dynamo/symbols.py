@@ -120,5 +120,6 @@ def _is_number(node: Any) -> bool:
     if not isinstance(node, Node) or node.op not in ("placeholder", "get_attr"):
         return False
     x = node.meta.get("example_value")
-    alike = isinstance(x, torch.Tensor) and not x.dim() and x.dtype == torch.float64
-    return alike and x.device.type == "cpu"
+    if not isinstance(x, torch.Tensor) or x.dim():
+        return False
+    return x.dtype == torch.float64 and x.device.type == "cpu"
