@@ -1,4 +1,4 @@
-"""What Dynamo does not guard, and we do: the states a step makes, the sizes of uneven DTensors."""
+"""What Dynamo forgets: states that a step makes, sizes of uneven DTensors, a count in float64."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,9 +10,11 @@ from interpreter import without_compiler
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn import Parameter
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import collage_fx
+from collage_fx.dynamo import backend
 from collage_fx.hooks import traces
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*nothing needed compensation")
@@ -130,3 +132,44 @@ def test_a_dtensor_of_another_size_whose_shard_is_alike_is_another(mesh: DeviceM
 def test_it_would_be_taken_for_the_first(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traces, "_is_uneven", lambda _: False)
     assert added_rows(mesh, [4, 3]) == [4, 4]
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts in a tensor of float64, in ones and a half."""
+
+    def __init__(self, params: list[Parameter]) -> None:
+        super().__init__(params, {})
+        for p in params:
+            self.state[p]["step"] = torch.tensor(0.0, dtype=torch.float64)
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["step"].add_(1.5)
+            p.sub_(p.grad / self.state[p]["step"], alpha=1e-3)
+
+
+def counted(compiled: Any) -> tuple[float, float]:
+    """Return the count of four steps, and how far they are off."""
+    torch.compiler.reset()
+    p = Parameter(torch.ones(4).bfloat16())
+    optimizer = Counting([p])
+    step = compiled(optimizer)
+    with without_compiler():
+        for _ in range(4):
+            p.grad = torch.ones(4).bfloat16()
+            step()
+    off = float((collage_fx.value(p) - (1 - 1e-3 * (1 + 1 / 2 + 1 / 3 + 1 / 4) / 1.5)).abs().max())
+    return float(optimizer.state[p]["step"]), off
+
+
+def test_a_count_in_float64_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    count, off = counted(collage_fx.compile)
+    assert count == 6 and off < 1e-4
+    monkeypatch.setattr(backend, "writes_number", lambda _: False)
+    assert counted(collage_fx.compile)[0] < 6
+
+
+def test_the_string_does_so_too() -> None:
+    count, off = counted(lambda optimizer: torch.compile(optimizer.step, backend="collage"))
+    assert count == 6 and off < 1e-4
