@@ -7,6 +7,7 @@ the graph would have the numbers of that call for ever.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import sympy
@@ -17,6 +18,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from collage_fx.compilation.graph_inputs import sources_of
+from collage_fx.passes.dedup.graph_scan import overwrites
 
 
 class Symbols:
@@ -97,23 +99,13 @@ def _symbolic(example: Any) -> bool:
 
 
 def writes_number(gm: GraphModule) -> bool:
-    """Tell whether a graph of Dynamo's writes a float64 tensor without dimensions on the host.
+    """Tell whether a Dynamo graph overwrites an input that is a 0-d float64 tensor on a CPU.
 
-    Dynamo takes one for a Python number when it traces the graph anew, and drops what writes it.
-    See docs/stock-defects.md.
+    Dynamo takes such a tensor for a Python number when it traces again, and drops the write. See
+    docs/stock-defects.md.
     """
-    return any(map(_is_number, _written(gm)))
-
-
-def _written(gm: GraphModule) -> Iterator[Any]:
-    for node in gm.graph.nodes:
-        target = node.target
-        name = target if isinstance(target, str) else getattr(target, "__name__", "")
-        if name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")):
-            yield from tree_leaves(node.args[:1])
-
-
-_IN_PLACE = frozenset({"iadd", "isub", "imul", "itruediv", "ipow"})
+    written = (tree_leaves(n.args[:1]) for n in gm.graph.nodes if overwrites(n))
+    return any(map(_is_number, chain.from_iterable(written)))
 
 
 def _is_number(node: Any) -> bool:

@@ -159,7 +159,7 @@ class Scan:
 
         map_aggregate(args, note)
         tensor = value if isinstance(value, Tensor) else None
-        writes, plain = _known(node)
+        writes, plain = overwrites(node), _can_leave(node)
         # A number to which a tensor is added is not overwritten.
         writes &= isinstance(first := next(iter(args[0]), None), Node) and first in self.atom_of
         odd = not plain or tensor is None
@@ -288,24 +288,36 @@ _PYTHONS = {"to", "type", "type_as", "_get_data_attr", *_DTYPES}
 _BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 
 
-def _known(node: Node) -> tuple[bool, bool]:
-    """Tell whether an operation overwrites its first operand, and whether it can leave the graph.
+def overwrites(node: Node) -> bool:
+    """Tell whether an operation of a Dynamo graph overwrites its first operand."""
+    if isinstance(node.target, OpOverload):
+        return bool(node.target._schema.is_mutable)
+    name = _name_of(node)
+    return name in _IN_PLACE or name in _DUNDERS or (name[-1:] == "_" and name[-2:] != "__")
+
+
+def _name_of(node: Node) -> str:
+    target: Any = node.target
+    return target if node.op == "call_method" else getattr(target, "__name__", "")
+
+
+def _can_leave(node: Node) -> bool:
+    """Tell whether an operation can leave the graph.
 
     Of one that cannot, nothing is known: it may overwrite whatever it takes.
     """
     target: Any = node.target
     if target is getattr:
-        return False, node.args[1] in _VIEWS
+        return node.args[1] in _VIEWS
     if isinstance(target, OpOverload):
         random = torch.Tag.nondeterministic_seeded in target.tags
         mutable, first = target._schema.is_mutable, [a.name for a in target._schema.arguments[:1]]
-        return mutable, not random and (not mutable or list(overwritten(target)) == first)
-    name = target if node.op == "call_method" else getattr(target, "__name__", "")
+        return not random and (not mutable or list(overwritten(target)) == first)
+    name = _name_of(node)
     plain = node.op == "call_method" or isinstance(target, _BUILTIN)
     plain |= getattr(target, "__module__", "") == torch.functional.__name__  # torch.norm, say
-    written = name in _IN_PLACE or name in _DUNDERS or (name[-1:] == "_" and name[-2:] != "__")
     # PyTorch's functions take `out` by that name only.
-    return written, plain and _repeatable(target, name) and "out" not in node.kwargs
+    return plain and _repeatable(target, name) and "out" not in node.kwargs
 
 
 @functools.cache
