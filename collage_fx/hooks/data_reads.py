@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, hub
 from torch._guards import CompileContext
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -119,6 +119,7 @@ def flushed_by(
         shared: is told what lets others read memory whenever they want, before it is called.
         beside_dynamo: whether Dynamo may trace functions of torch, which are left alone then.
     """
+    _begin_bars()
     with ExitStack() as patched:
         for patch in _patches(beside_dynamo=beside_dynamo):
             patched.enter_context(patch.used())
@@ -129,14 +130,13 @@ def flushed_by(
             _RECORDERS.steps.pop()
 
 
-@contextmanager
-def unwatched() -> Iterator[None]:
-    """Within, nothing that reads or shares memory is seen: it has nothing to do with a step."""
-    steps, _RECORDERS.steps = _RECORDERS.steps, []
-    try:
-        yield
-    finally:
-        _RECORDERS.steps = steps
+@functools.cache
+def _begin_bars() -> None:
+    """Have tqdm, where it is installed, start the thread of its first bar before threads are seen.
+
+    FX makes a bar for each graph that it runs.
+    """
+    hub.tqdm(total=0, disable=True)  # type: ignore[attr-defined]  # it is FX's own import
 
 
 @functools.cache

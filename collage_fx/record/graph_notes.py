@@ -1,17 +1,15 @@
 """Graphs of Dynamo's in a recorded step: noted operation by operation once, and then as a whole."""
 
-import functools
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from torch import Tensor, hub
+from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import _pop_mode_temporarily
 from torch.utils._pytree import tree_map_only
 
-from collage_fx.hooks.data_reads import unwatched
 from collage_fx.record.at_once import AtOnce
 from collage_fx.record.graph_effects import KnownGraph, Tracer, own_tensors
 from collage_fx.record.notes import Notes, Region
@@ -23,16 +21,6 @@ MOST = 16
 """A graph that does something else in each of so many steps is noted operation by operation."""
 _GONE = Region((None, (), (), 0))
 """What a graph makes and gives up."""
-
-
-@functools.cache
-def _begin_bars() -> None:
-    """Have tqdm, where it is installed, start the thread of its first bar.
-
-    FX makes a bar for each graph that it runs, and who starts a thread may read memory.
-    """
-    with unwatched():
-        hub.tqdm(total=0, disable=True)  # type: ignore[attr-defined]
 
 
 @dataclass(eq=False)
@@ -103,7 +91,6 @@ class GraphNotes:
         given = [(i, a, version(a)) for i, a in enumerate(args) if isinstance(a, Tensor)]
         known.count(self.steps)
         trace = self.trace = Tracer(known, notes, args)
-        _begin_bars()
         try:
             results = trace.run(*args)
         finally:

@@ -16,7 +16,7 @@ from recorded_steps import LR, Each, off, start, train
 from torch import Tensor
 
 import collage_fx
-from collage_fx.record import graph_notes
+from collage_fx.hooks import data_reads
 from collage_fx.record.recorder import Recorder
 from collage_fx.segments.operations import OPERATIONS, Operation
 
@@ -236,9 +236,9 @@ def test_a_thread_that_torch_starts_reads_nothing(monkeypatch: pytest.MonkeyPatc
         found: bool = step._collage.supervisor().recorder.all_at_once
         return found
 
-    graph_notes._begin_bars.cache_clear()
+    data_reads._begin_bars.cache_clear()
     assert not at_once()
-    monkeypatch.setattr(graph_notes, "_begin_bars", lambda: None)
+    monkeypatch.setattr(data_reads, "_begin_bars", lambda: None)
     assert at_once()
 
 
