@@ -88,14 +88,15 @@ _META = ("stack_trace", "nn_module_stack", "source_fn_stack")
 
 def _enters_arithmetic(node: Node) -> bool:
     """Tell whether what reads a value without dimensions takes it in any dtype."""
-    for user in node.users:
+    promoted = [node]  # it grows
+    for user in (user for one in promoted for user in one.users):
         target: Any = user.target
         name = target if isinstance(target, str) else getattr(target, "__name__", "")
         if name.removesuffix("_") not in _PROMOTING:
             return False
         value = user.meta.get("example_value")
-        if isinstance(value, Tensor) and not value.dim() and not _enters_arithmetic(user):
-            return False
+        if isinstance(value, Tensor) and not value.dim() and user not in promoted:
+            promoted.append(user)
     return True
 
 
