@@ -1,4 +1,4 @@
-"""What is set while a step runs or is compiled: Dynamo's limit, what its errors do, collections.
+"""Settings while a step runs or is compiled: Dynamo's limits and errors, garbage collections.
 
 A part of a step that torch.compile fails on is recorded and interpreted. Full garbage collections
 are put off while a step is compiled: one walks through all that torch has made since it was
@@ -159,13 +159,13 @@ class Failures(logging.Filter):
 
 
 FIRST = 4
-"""How many steps of an optimizer are taken so: those that make states and meet changed numbers."""
+"""How many first steps of an optimizer run without full collections: these compile most graphs."""
 _NEVER = 1 << 30
 
 
 class _Thresholds:
     before = gc.get_threshold()
-    """Those that were set when collections were put off."""
+    """The thresholds that the process had before."""
 
 
 def _put_off() -> None:

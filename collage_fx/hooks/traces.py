@@ -9,7 +9,6 @@ from functools import partial
 from types import CodeType
 from typing import Any
 
-from torch import Tensor
 from torch._dynamo import guards
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.side_effects import SideEffects
@@ -48,13 +47,13 @@ _OTHER_NAME = (
 
 
 class Traces:
-    """What is watched, and what was said of it."""
+    """The backend of the string, and the warnings that were given."""
 
     backend: Any = None
-    """The backend whose steps are watched."""
+    """`backend="collage"`, once torch.compile has looked it up."""
     warned: set[str] = set()  # noqa: RUF012 - one watch per process
     warned_of = WeakIdKeyDictionary()
-    """What was said of each optimizer."""
+    """Optimizer -> the warnings that name it."""
 
 
 def warn_once(message: str, optimizer: Optimizer | None = None) -> None:
@@ -110,6 +109,7 @@ def _has_attr(item: Any, tx: Any, name: str) -> Any:
 
 
 _PLAIN = {type(None), bool, int, float}
+"""The types of states that are no tensors."""
 
 
 def _guard_states(item: Any, tx: Any) -> None:
@@ -122,8 +122,7 @@ def _guard_states(item: Any, tx: Any) -> None:
     states = AttrSource(item.source, "state")
     found = item.value.state.values() if _traced_for() is not None else ()
     for index, state in enumerate(found):
-        kinds = set(map(type, state.values())) if isinstance(state, dict) else {Tensor}
-        if not kinds or kinds & _PLAIN:
+        if isinstance(state, dict) and (not state or _PLAIN & set(map(type, state.values()))):
             source = DictGetItemSource(states, ConstDictKeySource(states, index))
             LazyVariableTracker.realize_all(VariableTracker.build(tx, state, source))
 

@@ -49,17 +49,21 @@ def by_string(optimizer: Any) -> Callable[[], Any]:
     return step
 
 
-def momentum(compiled: Callable[[Any], Callable[[], Any]], dtype: torch.dtype) -> Tensor:
-    """Return a parameter after steps of SGD, the group before it being frozen."""
-    torch.compiler.reset()
-    frozen, p = (torch.zeros(2, 2, dtype=dtype, requires_grad=True) for _ in range(2))
-    optimizer = torch.optim.SGD([{"params": [frozen]}, {"params": [p]}], lr=0.125, momentum=0.5)
-    step = compiled(optimizer)
+def value_after(step: Callable[[], Any], p: Tensor) -> Tensor:
+    """Return a parameter after four steps with gradients of one."""
     with without_compiler():
         for _ in range(4):
             p.grad = torch.ones_like(p)
             step()
     return collage_fx.value(p).detach()
+
+
+def momentum(compiled: Callable[[Any], Callable[[], Any]], dtype: torch.dtype) -> Tensor:
+    """Return a parameter after steps of SGD, the group before it being frozen."""
+    torch.compiler.reset()
+    frozen, p = (torch.zeros(2, 2, dtype=dtype, requires_grad=True) for _ in range(2))
+    optimizer = torch.optim.SGD([{"params": [frozen]}, {"params": [p]}], lr=0.125, momentum=0.5)
+    return value_after(compiled(optimizer), p)
 
 
 @pytest.mark.parametrize("compiled", [by_wrapper, by_function, by_string])
@@ -83,12 +87,7 @@ def of_none(dtype: torch.dtype, compiled: Callable[[Any], Callable[[], Any]]) ->
     p = torch.zeros(2, 2, dtype=dtype, requires_grad=True)
     optimizer = torch.optim.SGD([p], lr=0.125, momentum=0.5)
     optimizer.state[p]["momentum_buffer"] = None
-    step = compiled(optimizer)
-    with without_compiler():
-        for _ in range(4):
-            p.grad = torch.ones_like(p)
-            step()
-    return collage_fx.value(p).detach()
+    return value_after(compiled(optimizer), p)
 
 
 def test_a_state_that_was_none_is_used_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,12 +153,8 @@ def counted(compiled: Any) -> tuple[float, float]:
     torch.compiler.reset()
     p = Parameter(torch.ones(4).bfloat16())
     optimizer = Counting([p])
-    step = compiled(optimizer)
-    with without_compiler():
-        for _ in range(4):
-            p.grad = torch.ones(4).bfloat16()
-            step()
-    off = float((collage_fx.value(p) - (1 - 1e-3 * (1 + 1 / 2 + 1 / 3 + 1 / 4) / 1.5)).abs().max())
+    value = value_after(compiled(optimizer), p)
+    off = float((value - (1 - 1e-3 * (1 + 1 / 2 + 1 / 3 + 1 / 4) / 1.5)).abs().max())
     return float(optimizer.state[p]["step"]), off
 
 
