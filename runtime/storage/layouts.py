@@ -159,8 +159,8 @@ def split_remainder16(x: Tensor, dtype: torch.dtype) -> Components:
     a NaN hi is a NaN. Sign and magnitude count: lo of -x is that of x.
     """
     hi, lo = _low_bits(_bits(x), 16)
-    finite = x.abs() < math.inf
-    return torch.where(finite, hi, x).to(dtype), torch.where(finite, lo, 0).to(torch.int16)
+    number = x == x  # the low half of an infinite one is zero
+    return torch.where(number, hi, math.nan).to(dtype), torch.where(number, lo, 0).to(torch.int16)
 
 
 def join_ulp8(hi: Tensor, lo: Tensor) -> Tensor:

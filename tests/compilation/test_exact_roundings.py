@@ -13,12 +13,15 @@ from kernels import CASES, rewritten
 from torch import Tensor
 from torch._inductor.codecache import CppCodeCache
 
+import collage_fx
+from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS
 from collage_fx.passes.codegen.printers.exact_roundings import OVERFLOW, exact_roundings
 from collage_fx.passes.ir.program import graph_of
 from collage_fx.runtime.expansion.eft import fast_two_sum, two_sum
 from collage_fx.runtime.kernels.cpp_helpers import HELPERS
 from collage_fx.runtime.kernels.cpp_loop import FLAGS
 from collage_fx.runtime.ops import collage
+from collage_fx.runtime.storage.layouts import split_remainder16
 
 HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _SOURCE = """
@@ -145,3 +148,29 @@ def test_a_step_of_adamw_rounds_less_than_half_as_often() -> None:
     ends = [node for node, overflowing in exact.items() if overflowing is not None]
     # Two sums, each of a 2Sum (five of its six roundings) and a Fast2Sum (one of three).
     assert (len(ends), len(exact), len(roundings)) == (2, 12, 26)
+
+
+def test_a_split_of_fp32_rounds_nothing() -> None:
+    graph = graph_of(rewritten(CASES["adamw-remainder16"]).lowered).graph
+    roundings = [n for n in graph.nodes if n.target is collage.round.default]
+    # Parameter and second moment are split; the first moment is rounded.
+    assert len(roundings) == 3 and len(exact_roundings(graph).exact) == 2
+
+
+@pytest.mark.kernels
+def test_words_of_fp32_are_those_of_the_function() -> None:
+    """Every high half with the ends of all low ones, infinite ones and NaN among them."""
+    low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
+    high = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32) << 16
+    x = (high[:, None] + low).flatten().view(torch.float32)
+    p = torch.zeros(x.numel(), dtype=torch.bfloat16)
+
+    def step(p: Tensor, x: Tensor) -> None:
+        p.add_(x)
+
+    collage_fx.compile(step, level="all")(p, x)
+    hi, lo = split_remainder16(x + 0.0, torch.bfloat16)
+    assert differing(p, hi) == differing(*collage_fx.residuals(p), lo) == 0
+    assert int(hi.isnan().sum()) == int(x.isnan().sum()) > 700 and hi.isinf().any()
+    source = str(list(MULTI_TENSOR_KERNELS.values())[-1].sources["cpu"])
+    assert "round" not in source[source.index("extern") :]

@@ -10,8 +10,11 @@ numbers, infinite ones and NaN included (`tests/compilation/test_exact_roundings
   none for |a| >= |b| only, and `arithmetic.normalize` may meet smaller ones: it stays.
 
 The error of a product needs its rounding below 2^-118 (bf16), so that stays too.
+
+A number without its low half, or NaN, as `split_remainder16` makes it, is one of bf16.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,6 +61,7 @@ def exact_roundings(graph: Graph) -> ExactRoundings:
         found.values[node] = dtype
         if _is_rounding(node):
             found.exact |= _two_sum(node, found.values) or _fast_two_sum(node, found.values)
+            found.exact |= _of_high_half(node)
     return found
 
 
@@ -71,6 +75,8 @@ def _dtype_of_value(node: Node, values: dict[Node, torch.dtype]) -> torch.dtype 
     if node.target is CONVERT:
         dtype = operands[0].meta["dtype"]
         return dtype if dtype in OVERFLOW else None
+    if _is_high_half(node):
+        return torch.bfloat16
     if node.target not in _CHOOSING:
         return None
     conditions = (a for a in node.all_input_nodes if a.meta["dtype"] == torch.bool)
@@ -82,7 +88,36 @@ def _dtype_of_value(node: Node, values: dict[Node, torch.dtype]) -> torch.dtype 
 
 
 def _represents(dtype: torch.dtype, number: float) -> bool:
-    return bool(torch.tensor(number, dtype=torch.float64).to(dtype).item() == number)
+    nearest = torch.tensor(number, dtype=torch.float64).to(dtype).item()
+    return bool(nearest == number) or math.isnan(number)
+
+
+def _of_high_half(rounding: Node) -> dict[Node, Node | None]:
+    """Return a rounding of a number without its low half, if it is that."""
+    chosen: Any = rounding.args[0]
+    if chosen.target is not aten.where.ScalarOther or not math.isnan(chosen.args[2]):
+        return {}
+    half = chosen.args[1]
+    while half.target is aten.alias.default:
+        half = half.args[0]
+    return {rounding: None} if _is_high_half(half) else {}
+
+
+def _is_high_half(node: Node) -> bool:
+    """Tell whether a node is fp32 of bits less ((bits & 0xffff) ^ 0x8000) - 0x8000."""
+    if node.target is not aten.view.dtype or node.args[1] is not torch.float32:
+        return False
+    bits, low = _args_of(node.args[0], aten.sub.Tensor)
+    signed, half = _args_of(low, aten.sub.Tensor)
+    masked, sign = _args_of(signed, aten.bitwise_xor.Scalar)
+    whole, mask = _args_of(masked, aten.bitwise_and.Scalar)
+    return bits is whole is not None and (mask, sign, half) == (0xFFFF, 0x8000, 0x8000)
+
+
+def _args_of(node: Any, target: Any) -> tuple[Any, Any]:
+    """Return the two operands of an operation, if that is what a node is."""
+    is_that = isinstance(node, Node) and node.target is target and not node.kwargs
+    return tuple(node.args) if is_that else (None, None)  # type: ignore[return-value]
 
 
 def _is_rounding(node: Any) -> bool:
