@@ -10,6 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 from collage_fx.passes.analysis.affine import LERP
 from collage_fx.passes.analysis.carried_path import eft_storage, stored_wider
 from collage_fx.passes.ir.graph_memory import note_origin
+from collage_fx.passes.ir.own_errors import roundings_for_errors
 from collage_fx.passes.ir.program import (
     CASTS,
     CONVERT,
@@ -51,8 +52,8 @@ def expand(program: Program) -> None:
         grow = collage.grow(mul[0], mul[1], square)
 
     Arithmetic `wide`: compensated states are joined, everything is computed in fp32 without
-    rounding in between, and new values are split (or rounded, where the state is plain) at the end,
-    with `stochastic_rounding` by chance.
+    rounding in between, but for those whose errors the step computes, and new values are split (or
+    rounded, where the state is plain) at the end, with `stochastic_rounding` by chance.
     So are slices whose states have a storage without transformations, fp8 ones, or not all the same
     storage, and those that store in fp32 what they compute on a carried path. Slices with an fp32
     state that is compensated are computed in float64.
@@ -247,9 +248,14 @@ class _Wide(_Expander):
         if self.rewritten.seeded:
             seed = self.graph.placeholder("seed")
             seed.meta.update(dtype=torch.int32, scalar=True)
+        compensated = {self.part.states[i][2] for i in self.rewritten.storages}
+        rounded = roundings_for_errors(self.part, compensated)
         for node in self.part.nodes:
             self.origin = node
-            self.env[node] = self._wide_op(node)
+            x = self._wide_op(node)
+            if node in rounded:
+                x = self.convert(self.convert(x, value_of(node).dtype), x.meta["dtype"])
+            self.env[node] = x
         return self._outputs(seed)
 
     def _wide_op(self, node: Node) -> Node:
@@ -257,7 +263,8 @@ class _Wide(_Expander):
         if node.target in CASTS and dtype.is_floating_point:
             x: Node = self.env[node.args[0]]  # type: ignore[index]
             if x.meta["dtype"].is_floating_point and self._wide(dtype) != dtype:
-                return x
+                # A number stays as exact as it is; beside it a tensor decides in which dtype.
+                return x if x.meta["scalar"] else self.convert(x, self._wide(dtype))
             return self.convert(x, self._wide(dtype))
         wide = self._wide(dtype)
         taken: Any = torch.fx.node.map_arg((node.args, dict(node.kwargs)), self.env.__getitem__)

@@ -1,0 +1,85 @@
+"""Steps that compute rounding errors themselves: two words, Kahan's summation, error feedback."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from interpreter import without_compiler
+from recorded_steps import LR, Each, off, start, train
+from torch import Tensor
+
+import collage_fx
+from collage_fx.passes.rewrite import expand
+
+F64 = torch.float64
+
+
+def two_words(p: Tensor, g: Tensor, state: Any) -> None:
+    """Average in two words of its own, at a decay that gets no residual."""
+    whole = 0.9 * (state["high"].float() + state["low"].float()) + g.float().sin()
+    if p.dtype == F64:
+        whole = 0.9 * (state["high"] + state["low"]) + g.sin()
+    state["high"].copy_(whole)
+    state["low"].copy_(whole - whole.to(p.dtype).to(whole.dtype))
+    p.sub_(state["high"].cos() - 1, alpha=LR)
+
+
+def fed_back(p: Tensor, g: Tensor, state: Any) -> None:
+    """Move by what fits a message, and keep the rest for the next one."""
+    if not state:
+        state["rest"] = torch.zeros_like(p)
+    whole = state["rest"] + g.cos()
+    message = (whole * 3).round() / 3
+    state["rest"].copy_(whole - message)
+    p.sub_(message, alpha=LR)
+
+
+def kahan(p: Tensor, g: Tensor, state: Any) -> None:
+    """Keep what the parameter has no room for, as optimizers do that know nothing of collage_fx."""
+    if not state:
+        state["rest"] = torch.zeros_like(p)
+    update = state["rest"] - LR * g.sin()
+    new = p + update
+    state["rest"].copy_(update - (new - p))
+    p.copy_(new)
+
+
+def words(update: Callable[..., None], dtype: torch.dtype, **options: Any) -> Tensor:
+    """Return the average that is kept in two words."""
+    params = start(dtype)
+    optimizer = Each(params, update)
+    for p in params:
+        optimizer.state[p] = {"high": torch.zeros_like(p), "low": torch.zeros_like(p)}
+    step = collage_fx.compile(optimizer, **options) if dtype != F64 else optimizer.step
+    generator = torch.Generator().manual_seed(0)
+    with without_compiler():
+        for _ in range(6):
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=generator).bfloat16().to(dtype)
+            step()
+    both = [(collage_fx.value(t).flatten() for t in optimizer.state[p].values()) for p in params]
+    return torch.cat([high + low for high, low in both])
+
+
+@pytest.mark.parametrize("arithmetic", ["wide", "eft"])
+def test_what_high_has_lost_is_in_low(arithmetic: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = words(two_words, F64)
+
+    def error() -> float:
+        return float((words(two_words, torch.bfloat16, arithmetic=arithmetic) - exact).norm())
+
+    assert error() < 1e-4 * exact.norm()
+    if arithmetic == "wide":  # the control
+        torch.compiler.reset()
+        monkeypatch.setattr(expand, "roundings_for_errors", lambda *_: set())
+        assert error() > 5e-4 * exact.norm()
+
+
+@pytest.mark.parametrize("update", [fed_back, kahan])
+def test_an_error_of_what_has_a_residual_is_counted_once(update: Callable[..., None]) -> None:
+    exact, _ = train(update, F64)
+    begin = torch.cat([p.detach().double().flatten() for p in start(F64)])
+    with without_compiler():
+        found, _ = train(update)
+    assert off(found, exact, begin) < 2e-3
