@@ -27,13 +27,8 @@ from collage_fx.hooks import optimizer_hooks
 from collage_fx.hooks.dynamo_settings import recompile_reason, trace_without_numbers
 from collage_fx.hooks.traces import traced_code
 from collage_fx.optimizer.checkpoints.history import history_of
-from collage_fx.optimizer.ownership import (
-    makes_states,
-    owned_tensors,
-    params_of,
-    rates,
-    stateless,
-)
+from collage_fx.optimizer.first_states import init_of_torch, makes_states
+from collage_fx.optimizer.ownership import owned_tensors, params_of, rates, stateless
 from collage_fx.optimizer.storage_patterns import Patterns
 from collage_fx.passes.frontend.denominator import one_denominator
 from collage_fx.passes.frontend.read_numbers import CannotRead, read_numbers, reads_numbers
@@ -449,7 +444,7 @@ def _shares_gradients(optimizer: Optimizer | None) -> bool:
 
     It does not where it calls `_init_group`, of torch.optim's, in the place of tracing it.
     """
-    if optimizer is None or not hasattr(optimizer, "_init_group"):
+    if optimizer is None or init_of_torch(optimizer) is None:
         return False
     gradients = [id(p.grad) for p in params_of(optimizer) if p.grad is not None]
     known = {id(owned.whole) for owned in owned_tensors(optimizer)}

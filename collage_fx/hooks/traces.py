@@ -27,6 +27,7 @@ from torch._guards import ChainedSource, Source
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from collage_fx.optimizer.first_states import init_of_torch
 from collage_fx.runtime.errors import CollageWarning
 
 _BUILDER: Any = builder
@@ -37,6 +38,7 @@ _TENSOR: Any = TensorVariable
 _has = _TENSOR.call_obj_hasattr
 _OPTIMIZER: Any = OptimizerVariable
 _guard_most = _OPTIMIZER.map_sources_and_install_guards
+_call = _OPTIMIZER.call_method
 _GUARDS: Any = guards
 _same_but_for_shape = _GUARDS.check_dtensor_spec
 _OTHER_NAME = (
@@ -73,6 +75,7 @@ def watch_traces() -> None:
     _EFFECTS.store_attr = _store_attr
     _TENSOR.call_obj_hasattr = _has_attr
     _OPTIMIZER.map_sources_and_install_guards = _guard_states
+    _OPTIMIZER.call_method = _call_method
     _GUARDS.check_dtensor_spec = _is_alike
 
 
@@ -106,6 +109,18 @@ def _has_attr(item: Any, tx: Any, name: str) -> Any:
     if not found.value and _is_result_in_place(item):
         _refuse(_OTHER_NAME.format(name))
     return found
+
+
+def _call_method(item: Any, tx: Any, name: str, *args: Any) -> Any:
+    """Trace the call of a method of an optimizer.
+
+    Dynamo calls `_init_group` itself, once, so that what it returns and writes is what it was then:
+    right for torch.optim's, not for one that counts steps, say. See docs/stock-defects.md.
+    """
+    by_torch = name != "_init_group" or init_of_torch(item.value) is not None
+    if by_torch or _traced_for() is None:
+        return _call(item, tx, name, *args)
+    return super(OptimizerVariable, item).call_method(tx, name, *args)
 
 
 _PLAIN = {type(None), bool, int, float}

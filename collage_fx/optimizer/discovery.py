@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from collage_fx.config import CollageConfig
 from collage_fx.optimizer.checkpoints.history import history_of
+from collage_fx.optimizer.first_states import init_of_torch, init_states
 from collage_fx.optimizer.ownership import (
     STAND_IN,
     Owned,
@@ -18,7 +19,6 @@ from collage_fx.optimizer.ownership import (
     family,
     groups_of,
     identities,
-    init_states,
     owned_tensors,
     params_of,
     state_count,
@@ -172,8 +172,7 @@ def _on_host(optimizer: Optimizer, group: dict[str, Any]) -> list[str]:
 
 def _made_for_one_like(param: Tensor, optimizer: Optimizer, group: dict[str, Any]) -> Any:
     """Return the states that a class of torch.optim makes of a parameter; {} for other classes."""
-    init: Any = getattr(type(optimizer), "_init_group", None)
-    if not getattr(init, "__module__", "").startswith("torch.optim."):
+    if init_of_torch(optimizer) is None:
         return {}
     twin = object.__new__(type(optimizer))
     p = torch.zeros(1, dtype=param.dtype, device=param.device, requires_grad=True)

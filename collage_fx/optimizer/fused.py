@@ -17,7 +17,8 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.optimizer import _use_grad_for_differentiable
 
 from collage_fx.config import CollageConfig
-from collage_fx.optimizer.ownership import family, init_states
+from collage_fx.optimizer.first_states import init_states
+from collage_fx.optimizer.ownership import family
 from collage_fx.runtime.kernels.left_out import left_out_if
 
 FUSED = (Adam, AdamW, SGD, Adagrad)
@@ -62,7 +63,11 @@ def as_its_kernel(
 
 def note_of(config: CollageConfig) -> str:
     """Return what a report says of a fused optimizer, whose step is compiled as an unfused one."""
-    how = "in fp32 registers, as the fused kernel does" if config.wide else "in arithmetic 'eft'"
+    how = (
+        "in fp32 registers, as the fused kernel does"
+        if config.arithmetic == "wide"
+        else "in arithmetic 'eft'"
+    )
     return f"fused=True: the step is traced as without it, and computed {how}"
 
 

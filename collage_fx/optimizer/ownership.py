@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from collage_fx.optimizer.checkpoints.saved_residuals import is_entry
 from collage_fx.passes.ir.program import Owner
@@ -222,29 +222,6 @@ def stateless(optimizer: Optimizer) -> set[int]:
             if not any(t.shape == p.shape for _, t in tensors_in(states.get(p, {}))):
                 found.add(id(p))
     return found
-
-
-def makes_states(optimizer: Optimizer) -> bool:
-    """Tell whether a step is the first and will make states itself, as far as can be foreseen.
-
-    For a class that has `_init_group` Dynamo calls that before it traces the step, and only SGD's
-    momentum is left for the step to make. Of others the code tells: it names `state`.
-    """
-    if state_count(optimizer) or not stateless(optimizer):
-        return False
-    if hasattr(optimizer, "_init_group"):
-        return isinstance(optimizer, SGD) and any(g["momentum"] for g in groups_of(optimizer))
-    step = inspect.unwrap(type(optimizer).step)
-    return "state" in getattr(getattr(step, "__code__", None), "co_names", ())
-
-
-def init_states(optimizer: Optimizer, groups: Iterable[dict[str, Any]]) -> None:
-    """Make the states of one of torch.optim's classes that a step would begin by making."""
-    for group in groups:
-        if any(p.grad is not None and not optimizer.state.get(p) for p in group["params"]):
-            init = optimizer._init_group  # type: ignore[attr-defined]
-            lists = len(inspect.signature(init).parameters) - 1
-            init(group, *([] for _ in range(lists)))
 
 
 def rates(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -10,8 +10,8 @@ from torch.optim import SGD, Adafactor, Adam, Adamax, AdamW, Muon, NAdam, Optimi
 
 from collage_fx.compilation.session import Session
 from collage_fx.hooks.step_substitution import layers, with_own_code
+from collage_fx.optimizer.first_states import init_states
 from collage_fx.optimizer.fused import unscaled
-from collage_fx.optimizer.ownership import init_states
 
 ALIKE = frozenset({Adam, Adamax, AdamW, NAdam, SGD})
 """Classes, not those derived from them, whose step treats each parameter of a group by itself."""

@@ -76,6 +76,44 @@ def test_a_state_that_the_step_makes_is_used_by_the_next(
     assert torch.allclose(momentum(compiled, dtype), exact, rtol=0, atol=1e-6)
 
 
+class Numbered(torch.optim.Optimizer):
+    """Counts its steps where the classes of torch.optim make their states."""
+
+    def _init_group(self, group: dict[str, Any], counts: list[int]) -> None:
+        for p in group["params"]:
+            counts.append(self.state[p].setdefault("k", 0))
+            self.state[p]["k"] += 1
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            counts: list[int] = []
+            self._init_group(group, counts)
+            for p, k in zip(group["params"], counts, strict=True):
+                p.sub_(p.grad * (1e-3 / (1 + k)))
+
+
+def way_of_counting(compiled: Callable[[Any], Callable[[], Any]], dtype: torch.dtype) -> Tensor:
+    torch.compiler.reset()
+    p = torch.ones(2, dtype=dtype, requires_grad=True)
+    return value_after(compiled(Numbered([p], {})), p)
+
+
+@pytest.mark.parametrize("compiled", [collage_fx.compile, by_wrapper, by_function, by_string])
+@pytest.mark.quick("compile", "by_string")
+def test_what_init_group_counts_is_counted_in_each_step(
+    compiled: Callable[[Any], Callable[[], Any]],
+) -> None:
+    exact = way_of_counting(lambda optimizer: optimizer.step, torch.float64)
+    assert torch.allclose(way_of_counting(compiled, torch.bfloat16), exact, rtol=0, atol=1e-6)
+
+
+def test_it_would_be_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traces, "_call_method", traces._call)
+    exact = way_of_counting(lambda optimizer: optimizer.step, torch.float64)
+    assert float((way_of_counting(by_string, torch.bfloat16) - exact).abs().min()) > 1e-3
+
+
 def test_it_would_be_made_anew_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traces, "_guard_states", traces._guard_most)
     assert float(momentum(by_function, torch.float32)[0, 0]) == -0.5
