@@ -34,7 +34,7 @@ Run = tuple[nn.Module, AdamW]
 OPTIONS: dict[str, dict[str, Any] | None] = {
     "fp32 master weights": None,
     "plain bf16": None,
-    "plus, mcf2": {"level": "plus"},
+    "plus, mcf2": {"level": "plus", "storage": "mcf2"},
     "plus, remainder16": {"level": "plus", "storage": "remainder16"},
 }
 

@@ -25,11 +25,9 @@ from typing import Any
 import coverage_classes
 import torch
 from coverage_classes import gradient_stream, load
-from coverage_entry import STEPS, Row, choose, compare, trained
+from coverage_entry import STEPS, WRAP, Row, choose, compare, trained
 from other_version import other_version
 from torch._inductor import config as inductor_config
-
-import collage_fx
 
 APART = 1000
 """Between the seeds of two streams."""
@@ -44,7 +42,7 @@ def error(package: str, name: str, level: Any, stream: int) -> float:
         raise RuntimeError(f"{package}.{name} does not run: {row.reason}")
     gradients = gradient_stream(STEPS)
     with inductor_config.patch(fallback_random=True):
-        wrap = functools.partial(collage_fx.compile, level=level)
+        wrap = functools.partial(WRAP, level=level)
         collage, _ = trained(recipe, torch.bfloat16, gradients, wrap)
     compare(row, recipe, plain, collage)
     return row.err_collage

@@ -3,11 +3,11 @@
 Each class of benchmarks/results/coverage.json that runs, driven as it is there, takes steps on 4
 parameters of 1024 x 1024 and on 100 of 64 elements, one thread, in a process of its own with empty
 caches: plain bf16, where torch.compile is made to do nothing (heavyball compiles parts of its steps
-by itself), and collage_fx.compile(arithmetic="wide"), in turns. For each: the median of a step
-after four of warm-up as a multiple of the plain median, and the 95th percentile of the steps
-likewise, both of the CPU's time, which other processes change less than the elapsed; the seconds
-to the end of the first and of the third step, with what they compile; and what served a step, each
-way as a number for one step. A step that takes a closure is timed with it.
+by itself), and collage_fx.compile with storage="mcf2" in wide arithmetic, in turns. For each: the
+median of a step after four of warm-up as a multiple of the plain median, and the 95th percentile of
+the steps likewise, both of the CPU's time, which other processes change less than the elapsed; the
+seconds to the end of the first and of the third step, with what they compile; and what served a
+step, each way as a number for one step. A step that takes a closure is timed with it.
 
 Written to benchmarks/results/engine_times.json after each class; a class that is run again replaces
 its row. `make engine-times` runs it in the environment of `make coverage`.

@@ -67,7 +67,9 @@ class Run:
         self.recipe, self.model, self.plain = recipe, Many(kind), plain
         self.optimizer = recipe.make(self.model)
         self.compiled: Callable[..., Any] = (
-            self.optimizer.step if plain else collage_fx.compile(self.optimizer, arithmetic="wide")
+            self.optimizer.step
+            if plain
+            else collage_fx.compile(self.optimizer, storage="mcf2", arithmetic="wide")
         )
         self.times: list[float] = []
         self.cpu: list[float] = []

@@ -32,8 +32,8 @@ SETS: dict[str, Shapes] = {
 }
 WAYS: dict[str, dict[str, Any] | None] = {
     "plain": None,
-    "eft": {},
-    "wide": {"arithmetic": "wide"},
+    "eft": {"storage": "mcf2"},
+    "wide": {"storage": "mcf2", "arithmetic": "wide"},
     "remainder16": {"storage": "remainder16"},
 }
 KINDS: dict[str, Callable[[Any], Any]] = {

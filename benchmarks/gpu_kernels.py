@@ -45,12 +45,12 @@ def _sgd(params: list[Tensor]) -> SGD:
 
 VARIANTS: dict[str, Way] = {
     **{name: WAYS[name] for name in ("plus eft", "remainder16", "plus wide", "light eft")},
-    "by chance": _adamw(22, 12, arithmetic="wide", stochastic_rounding=True),
+    "by chance": _adamw(22, 12, storage="mcf2", arithmetic="wide", stochastic_rounding=True),
     "ulp8": _adamw(18, 10, storage="ulp8"),
     "mcf3": _adamw(30, 16, storage="mcf3"),
     "light wide": WAYS["light wide"],
-    "SGD": Way(_compiled(_sgd, level="light"), 14, 8),
-    "Lion": Way(_compiled(Lion, level="light"), 14, 8),
+    "SGD": Way(_compiled(_sgd, level="light", storage="mcf2"), 14, 8),
+    "Lion": Way(_compiled(Lion, level="light", storage="mcf2"), 14, 8),
 }
 """The kernels that are measured; bytes moved and held by the table of their states."""
 

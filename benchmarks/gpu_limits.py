@@ -16,7 +16,7 @@ import collage_fx
 LENGTH = 4101
 """Elements of each stretch that is compared."""
 VARIANTS: dict[str, dict[str, Any]] = {
-    "plus": {"level": "plus"},
+    "plus": {"level": "plus", "storage": "mcf2"},
     "remainder16": {"level": "plus", "storage": "remainder16"},
 }
 

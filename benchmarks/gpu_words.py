@@ -38,7 +38,7 @@ SUPPORT = Path(__file__).parents[1] / "tests/support"
 LAUNCHES, STEPS = 3, 10
 SHAPES = [(64, 48), (7,), (130, 131), (1,), (3, 5, 7), (1024,), (33, 3), (9, 9)]
 Words = dict[str, Tensor]
-PLUS: dict[str, Any] = {"level": "plus"}
+PLUS: dict[str, Any] = {"level": "plus", "storage": "mcf2"}
 ONE = {"foreach": False}
 """PyTorch's default is another on a GPU than on a CPU, with another formula."""
 R16 = PLUS | {"storage": "remainder16"}
@@ -46,9 +46,9 @@ WHOLE: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "AdamW, plus": (AdamW, ONE, PLUS),
     "AdamW, remainder16": (AdamW, ONE, R16),
     "AdamW, remainder16, capturable": (AdamW, {"capturable": True, **ONE}, R16),
-    "AdamW, light": (AdamW, ONE, {"level": "light"}),
+    "AdamW, light": (AdamW, ONE, PLUS | {"level": "light"}),
     "AdamW, wide": (AdamW, ONE, PLUS | {"arithmetic": "wide"}),
-    "AdamW, all": (AdamW, ONE, {"level": "all"}),
+    "AdamW, all": (AdamW, ONE, PLUS | {"level": "all"}),
     "AdamW, mcf3": (AdamW, ONE, PLUS | {"storage": "mcf3"}),
     "AdamW, ulp8": (AdamW, ONE, PLUS | {"storage": "ulp8"}),
     "AdamW, by chance": (AdamW, ONE, PLUS | {"arithmetic": "wide", "stochastic_rounding": True}),

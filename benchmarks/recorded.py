@@ -30,8 +30,9 @@ import collage_fx
 SETS = {"4 of 1024 x 1024": ((1024, 1024), 4), "100 of 64 elements": ((64,), 100)}
 WAYS: dict[str, dict[str, Any] | None] = {
     "plain": None,
-    "wide": {"arithmetic": "wide"},
-    "eft": {},
+    "wide": {"storage": "mcf2", "arithmetic": "wide"},
+    "eft": {"storage": "mcf2"},
+    "remainder16": {},
 }
 
 

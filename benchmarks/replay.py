@@ -134,10 +134,10 @@ def errors(start: list[Tensor], exact: Result, found: Result) -> tuple[float, fl
 
 VARIANTS: dict[str, Callable[[torch.optim.Optimizer], Callable[[], object]]] = {
     "plain bf16": lambda optimizer: optimizer.step,
-    "collage light": lambda optimizer: collage_fx.compile(optimizer, level="light"),
-    "collage plus": lambda optimizer: collage_fx.compile(optimizer, level="plus"),
+    "collage light": lambda optimizer: collage_fx.compile(optimizer, level="light", storage="mcf2"),
+    "collage plus": lambda optimizer: collage_fx.compile(optimizer, level="plus", storage="mcf2"),
     "collage plus, wide": lambda optimizer: collage_fx.compile(
-        optimizer, level="plus", arithmetic="wide"
+        optimizer, level="plus", storage="mcf2", arithmetic="wide"
     ),
 }
 

@@ -84,9 +84,12 @@ VARIANTS: dict[str, tuple[torch.dtype, dict[str, Any] | None]] = {
     "fp32": (torch.float32, None),
     "fp32, compiled": (torch.float32, STOCK),
     "plain bf16": (torch.bfloat16, None),
-    "mcf2, eft": (torch.bfloat16, {"level": "all"}),
-    "mcf2, wide": (torch.bfloat16, {"level": "all", "arithmetic": "wide"}),
-    "mcf2, by chance": (torch.bfloat16, {"level": "all", "stochastic_rounding": True}),
+    "mcf2, eft": (torch.bfloat16, {"level": "all", "storage": "mcf2"}),
+    "mcf2, wide": (torch.bfloat16, {"level": "all", "storage": "mcf2", "arithmetic": "wide"}),
+    "mcf2, by chance": (
+        torch.bfloat16,
+        {"level": "all", "storage": "mcf2", "stochastic_rounding": True},
+    ),
     "ulp8": (torch.bfloat16, {"level": "all", "storage": "ulp8"}),
     "ulp8, by chance": (
         torch.bfloat16,

@@ -116,16 +116,18 @@ WAYS: dict[str, Way] = {
     # Gradients widened (6), fused step (28), parameters copied (6); 4 bytes are those gradients.
     "master": Way(_master, 40, 20),
     "master compiled": Way(_master_compiled, 28, 16),
-    "light eft": Way(_collage(level="light"), 18, 10),
-    "light wide": Way(_collage(level="light", arithmetic="wide"), 18, 10),
-    "plus eft": Way(_collage(level="plus"), 22, 12),
-    "plus wide": Way(_collage(level="plus", arithmetic="wide"), 22, 12),
+    "light eft": Way(_collage(level="light", storage="mcf2"), 18, 10),
+    "light wide": Way(_collage(level="light", storage="mcf2", arithmetic="wide"), 18, 10),
+    "plus eft": Way(_collage(level="plus", storage="mcf2"), 22, 12),
+    "plus wide": Way(_collage(level="plus", storage="mcf2", arithmetic="wide"), 22, 12),
     "plus foreach": Way(
-        _collage(level="plus", arithmetic="wide", optimizer={"foreach": True}), 22, 12
+        _collage(level="plus", storage="mcf2", arithmetic="wide", optimizer={"foreach": True}),
+        22,
+        12,
     ),
-    "plus fused": Way(_collage(level="plus", optimizer={"fused": True}), 22, 12),
+    "plus fused": Way(_collage(level="plus", storage="mcf2", optimizer={"fused": True}), 22, 12),
     "remainder16": Way(_collage(level="plus", storage="remainder16"), 22, 12),
-    "plus eft each": Way(_collage(level="plus", multi_tensor=False), 22, 12),
+    "plus eft each": Way(_collage(level="plus", storage="mcf2", multi_tensor=False), 22, 12),
 }
 
 

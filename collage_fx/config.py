@@ -6,7 +6,12 @@ from typing import Any, Literal, get_args
 
 from collage_fx.passes.ir.program import OPTIONAL, Arithmetic, Level, OnUnsupported, Settings
 from collage_fx.runtime.errors import OptionError
-from collage_fx.runtime.storage.registry import DEFAULT, STORAGES, Choice
+from collage_fx.runtime.storage.registry import (
+    DEFAULT,
+    STORAGES,
+    Choice,
+    Unnamed,
+)
 
 _ALLOWED: dict[str, tuple[Any, ...]] = {
     "level": get_args(Level),
@@ -52,18 +57,19 @@ class CollageConfig(Settings):
     from), `auto` (parameters, and what the analysis finds critical), `plus` (and what decays up to
     twice as fast), `all`."""
     arithmetic: Arithmetic = None  # type: ignore[assignment]  # it is one when this is made
-    """`eft`, the default: each operation on the carried path in the state's own dtype with its
-    error caught, as in the Collage paper. `wide`: the step in fp32 registers, split once at the
-    store."""
+    """`wide`, the default: the step in fp32 registers, split once at the store. `eft`, the default
+    where storage `mcf2` or `mcf3` is named: each operation on the carried path in the state's own
+    dtype with its error caught, as in the Collage paper."""
     storage: Choice = DEFAULT
-    """How an expansion is laid out in memory; if it is not said, `mcf2`, and for a state that has a
-    residual already (master weights, a checkpoint) the storage of that. `mcf2`: hi and lo in the
-    state's dtype, 17 bits in bf16. `remainder16`: bf16 and the int16 that fp32 has beyond, exactly
-    fp32 in four bytes. `ulp8`: 8 more bits in an int8. `mcf3`: two residuals in the state's dtype.
-    `double_single`: hi and lo in fp32, for states of fp32, which are left alone unless it is named.
-    Others than `mcf2` and `mcf3` are for arithmetic `wide`, which they imply, as fp8 states do.
-    `auto`: what keeps most for as many bytes again, `remainder16` for bf16 and `mcf2` for fp16 and
-    fp8. A dict gives each state its own, by patterns (as in fnmatch) for its kind (`param`,
+    """How an expansion is laid out in memory; `auto` by default, but a state that has a residual
+    already (master weights, a checkpoint) goes on in the storage of that. `auto`: what keeps most
+    for as many bytes again, `remainder16` for bf16 and `mcf2` for fp16 and fp8. `remainder16`: bf16
+    and the int16 that fp32 has beyond, exactly fp32 in four bytes. `mcf2`, the paper's: hi and lo
+    in the state's dtype, 17 bits in bf16; the default with `arithmetic="eft"` and with
+    `stochastic_rounding=True`. `ulp8`: 8 more bits in an int8. `mcf3`: two residuals in the state's
+    dtype. `double_single`: hi and lo in fp32, for states of fp32, which are left alone unless it is
+    named. Others than `mcf2` and `mcf3` are for arithmetic `wide`, which they imply, as fp8 states
+    do. A dict gives each state its own, by patterns (as in fnmatch) for its kind (`param`,
     `exp_avg_sq`) or its name, in order: {"param": "remainder16", "*": "ulp8"}; `auto` for what no
     pattern fits. States of different storages that are updated together are in arithmetic `wide`
     too."""
@@ -107,18 +113,17 @@ class CollageConfig(Settings):
                 "stochastic_rounding=True with arithmetic='eft', which rounds each operation to "
                 "nearest; leave arithmetic out, or pass arithmetic='wide'"
             )
-        if self.arithmetic is None:
-            object.__setattr__(self, "arithmetic", "wide" if self.stochastic_rounding else "eft")
+        self._set_storage()
         for name, allowed in _ALLOWED.items():
             value = getattr(self, name)
             if value not in allowed:
                 raise OptionError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}")
+        super().__post_init__()
         for name in ("states", "without"):
             object.__setattr__(self, name, _names(name, getattr(self, name)))
         if unknown := set(self.without) - set(OPTIONAL):
             known = ", ".join(map(repr, OPTIONAL))
             raise OptionError(f"without={sorted(unknown)!r}: only {known} can be left out")
-        object.__setattr__(self, "storage", _choice(self.storage))
         for name in ("seed", "verify"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
@@ -132,6 +137,17 @@ class CollageConfig(Settings):
                 f"stochastic_rounding=True with storage={self.storage!r}, which holds what is "
                 f"computed as it is and rounds nothing; it is for {can}"
             )
+
+    def _set_storage(self) -> None:
+        """Choose the storage, and the arithmetic that goes with it, where they are not given."""
+        given = self.storage
+        if isinstance(given, Unnamed):
+            paper = self.arithmetic == "eft" or self.stochastic_rounding
+            given = Unnamed("mcf2") if paper else DEFAULT
+        object.__setattr__(self, "storage", _choice(given))
+        if self.arithmetic is None:
+            arithmetic = "wide" if self.stochastic_rounding else "eft"
+            object.__setattr__(self, "arithmetic", arithmetic)
 
     def rounds_by_chance(self, storage: str) -> bool:
         """Tell whether the last residual of a storage is rounded by chance."""

@@ -31,9 +31,9 @@ def main() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)).bfloat16()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    collage_fx.compile_(optimizer, storage="remainder16")
+    collage_fx.compile_(optimizer)
     plain, ours = averaged(model), averaged(model)
-    update = collage_fx.compile(ours.update_parameters, storage="remainder16")
+    update = collage_fx.compile(ours.update_parameters)
     data = torch.randn(64, 16).bfloat16()
     exact = start = torch.empty(0)
     for step in range(STEPS):

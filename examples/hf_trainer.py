@@ -32,7 +32,7 @@ def trainer(folder: str) -> Trainer:
         disable_tqdm=True,
     )
     data = [{"input_ids": row, "labels": row} for row in rows]
-    compiles = collage_fx.compile_callback(storage="remainder16")
+    compiles = collage_fx.compile_callback()
     return Trainer(model=model, args=arguments, train_dataset=data, callbacks=[compiles])
 
 

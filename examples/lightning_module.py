@@ -28,7 +28,7 @@ class Autoencoder(lightning.LightningModule):
     def configure_optimizers(self):
         """Return an optimizer with compensated steps, and a schedule."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
-        collage_fx.compile_(optimizer, storage="remainder16")
+        collage_fx.compile_(optimizer)
         return {"optimizer": optimizer, "lr_scheduler": CosineAnnealingLR(optimizer, EPOCHS)}
 
 

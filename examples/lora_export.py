@@ -29,7 +29,7 @@ def tuned(steps: int, compensated: bool = False) -> dict[str, torch.Tensor]:
     adapters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(adapters, lr=RATE, weight_decay=0.0)
     if compensated:
-        collage_fx.compile_(optimizer, storage="remainder16")
+        collage_fx.compile_(optimizer)
     rows = torch.stack([(torch.arange(16) + begin) % 64 for begin in range(16)])
     for _ in range(steps):
         optimizer.zero_grad()

@@ -21,7 +21,7 @@ class Compensated(OptimizersContainer):
     def __init__(self, config, *, model_parts):
         super().__init__(config, model_parts=model_parts)
         for optimizer in self.optimizers:
-            collage_fx.compile_(optimizer, storage="remainder16")
+            collage_fx.compile_(optimizer)
 
     def state_dict(self):
         """Return the states of all optimizers, and their residuals, by name of the parameter."""

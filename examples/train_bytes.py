@@ -5,8 +5,9 @@ out for validation. Weights, activations and gradients of the model are bf16 eve
 optimizer keeps differs:
 
     bf16          torch.optim.AdamW on the bf16 weights, both moments bf16
-    collage auto  the same optimizer, its step compiled by collage_fx
-    collage wide  the same, with arithmetic="wide"
+    collage       the same optimizer, its step compiled by collage_fx: weights and second moments
+                  are exactly fp32, in bf16 and the 16 bits beyond (storage "remainder16")
+    collage plus  the same with level="plus", storage="mcf2": what the Collage paper has
     fp32 master   AdamW on an fp32 copy of the weights with fp32 moments, copied down after a step
 
 All start from the same weights and see the same batches in the same order. The setting is the
@@ -67,8 +68,8 @@ EVALUATIONS, PROBES = 16, 8
 WARMUP = 0.05  # share of the steps
 LOOKS = {  # colour, line style and width: curves which coincide stay visible
     "bf16": ("tab:red", "-", 2.0),
-    "collage auto": ("lightskyblue", "-", 6.0),
-    "collage wide": ("tab:blue", "--", 2.5),
+    "collage": ("lightskyblue", "-", 6.0),
+    "collage plus": ("tab:blue", "--", 2.5),
     "fp32 master": ("black", ":", 2.0),
 }
 STRATEGIES = tuple(LOOKS)
@@ -104,10 +105,10 @@ def start(name: str, model: nn.Module, lr: float) -> Run:
     step: Callable[[], object]
     if name == "bf16":
         step = torch.compile(optimizer.step)
-    elif name == "collage auto":
+    elif name == "collage":
         step = collage_fx.compile(optimizer)
     else:
-        step = collage_fx.compile(optimizer, arithmetic="wide")
+        step = collage_fx.compile(optimizer, level="plus", storage="mcf2")
     return Run(name, model, optimizer, step, weights)
 
 

@@ -21,7 +21,7 @@ class Compensated(TrainerCallback):
 
     def on_train_begin(self, *args, optimizer, **kwargs):
         """Come after a checkpoint has been loaded."""
-        collage_fx.compile_(optimizer, storage="remainder16")
+        collage_fx.compile_(optimizer)
 
 
 def trainer(folder: str, callback: TrainerCallback) -> SFTTrainer:

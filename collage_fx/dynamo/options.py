@@ -8,7 +8,7 @@ from torch._inductor import list_mode_options
 
 from collage_fx.config import CollageConfig
 from collage_fx.runtime.errors import OptionError
-from collage_fx.runtime.storage.registry import EXPANSIONS, Choice
+from collage_fx.runtime.storage.registry import EXPANSIONS, Choice, named_in
 
 
 def split_options(
@@ -51,8 +51,7 @@ def _options_of(mode: str) -> dict[str, Any]:
 
 def _refuse_eft_without_floats(choice: Choice) -> None:
     """Raise OptionError for a storage in which there is no arithmetic on sums of floats."""
-    named = [choice] if isinstance(choice, str) else [name for _, name in choice]
-    if without := [name for name in named if name not in EXPANSIONS]:
+    if without := [name for name in named_in(choice) if name not in EXPANSIONS]:
         raise OptionError(
             f"arithmetic='eft' with storage={without[0]!r}, which is computed in fp32; leave "
             f"arithmetic out, or pass arithmetic='wide'; eft is for {', '.join(EXPANSIONS)}"

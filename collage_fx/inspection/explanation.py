@@ -154,7 +154,7 @@ class Explanation:
         width = terminal_width()
         head = (
             f"collage_fx: {self.subject}, level={self.config.level}, arithmetic="
-            f"{'wide' if self.config.wide else 'eft'}, storage={_written(self.config.storage)}"
+            f"{self.config.arithmetic}, storage={_written(self.config.storage)}"
         )
         lines = [*wrapped(head, width), "", *self._table(width), ""]
         for line in self._below():
@@ -184,7 +184,7 @@ class Explanation:
                 )
             )
         # Names can be searched for only if they stand on one line.
-        floors = {0: 200 if self.verbose else 16, 2: 14, 3: 12, 7: 5}
+        floors = {0: 200 if self.verbose else 16, 2: 12, 3: 12, 7: 5}
         return [*table(rows, width, wraps=floors), *more]
 
     def _below(self) -> Iterator[str]:

@@ -97,7 +97,7 @@ class Steps:
         """The memory that Dynamo's graphs have returned."""
         self.words = LowWords(
             compensable_dtypes(config.storage),
-            not config.wide,
+            config.arithmetic == "eft",
             self._storage_for,
             config.rounds_by_chance,
             config.seed,

@@ -153,7 +153,7 @@ class StepCheck:
         In eft what is not on a carried path is computed in the state's own dtype, with a handful of
         roundings one after the other.
         """
-        wide = self.session.config.wide or tensor.dtype.itemsize > 2
+        wide = self.session.config.arithmetic == "wide" or tensor.dtype.itemsize > 2
         return 2.0**-6 if wide else min(0.25, 16 * torch.finfo(tensor.dtype).eps)
 
 

@@ -45,7 +45,7 @@ def moves(program: Program) -> None:
         add = aten.add.Tensor(p, rounded)
     """
     module = graph_of(program.canonical)
-    if program.settings.wide and any(map(_moves, module.graph.nodes)):
+    if program.settings.arithmetic == "wide" and any(map(_moves, module.graph.nodes)):
         with fake_mode_of(module.graph.find_nodes(op="placeholder")):
             _Moves(module.graph).run()
         module.recompile()

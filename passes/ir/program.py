@@ -13,7 +13,15 @@ from torch.fx import GraphModule, Node
 
 from collage_fx.passes.ir.verdict import Change, Judged
 from collage_fx.runtime.expansion.eft import LOW_PRECISION as LOW_PRECISION
-from collage_fx.runtime.storage.registry import EXPANSIONS, STORAGES, Choice, Unnamed, chosen, kept
+from collage_fx.runtime.storage.registry import (
+    EXPANSIONS,
+    STORAGES,
+    Choice,
+    Unnamed,
+    chosen,
+    kept,
+    named_in,
+)
 from collage_fx.runtime.storage.state_name import Named, StateName
 
 Level = Literal["light", "plus", "auto", "all"]
@@ -51,10 +59,10 @@ class Settings:
     without: tuple[str, ...] = field(default=(), kw_only=True)
     """Passes that are left out, for debugging; see OPTIONAL."""
 
-    @property
-    def wide(self) -> bool:
-        """Whether a step is computed in fp32 registers: as asked for, or as the storage needs."""
-        return self.arithmetic == "wide" or self.storage not in EXPANSIONS
+    def __post_init__(self) -> None:
+        """Take arithmetic `wide` where a storage has no other."""
+        if not all(name in EXPANSIONS for name in named_in(self.storage)):
+            object.__setattr__(self, "arithmetic", "wide")
 
 
 @dataclass

@@ -119,7 +119,7 @@ class Unnamed(str):
         return f"{super().__repr__()} (by default)"
 
 
-DEFAULT = Unnamed("mcf2")
+DEFAULT = Unnamed("auto")
 AUTO = {_BF16: "remainder16", **dict.fromkeys((_FP16, *FP8), "mcf2")}
 """dtype -> what keeps most of a state for as many bytes again; fp32 states stay as they are."""
 FINEST = {_BF16: "remainder16", **dict.fromkeys((_FP16, *FP8), "mcf3"), _FP32: "double_single"}
@@ -152,6 +152,11 @@ def chosen(choice: Choice, name: StateName, dtype: torch.dtype, *, scalar: bool 
     return storage if held and not counts else ""
 
 
+def named_in(choice: Choice) -> list[str]:
+    """Return the names in a choice, of storages or `auto`."""
+    return [choice] if isinstance(choice, str) else [name for _, name in choice]
+
+
 def fits(pattern: str, name: StateName) -> bool:
     """Tell whether a pattern, as in fnmatch, is one for a state by its kind or its name."""
     return fnmatchcase(name.kind, pattern) or fnmatchcase(str(name), pattern)
@@ -159,8 +164,8 @@ def fits(pattern: str, name: StateName) -> bool:
 
 def compensable_dtypes(choice: Choice) -> tuple[torch.dtype, ...]:
     """Return the dtypes of states that may get residuals: fp32 where a storage for it is named."""
-    names = [choice] if isinstance(choice, str) else [name for _, name in choice]
-    held = {d: None for name in names if name in STORAGES for d in STORAGES[name].residuals}
+    known = [STORAGES[name] for name in named_in(choice) if name in STORAGES]
+    held = {d: None for storage in known for d in storage.residuals}
     return (*LOW_PRECISION, *(d for d in held if d not in LOW_PRECISION))
 
 

@@ -26,7 +26,7 @@ def differences(
     start = mixed(1.0, dtype, generator)
     p = start.clone().requires_grad_()
     optimizer = torch.optim.AdamW([p], lr=1e-3, betas=(0.9, beta2), foreach=foreach)
-    step = collage_fx.compile(optimizer, level="plus", multi_tensor=multi_tensor)
+    step = collage_fx.compile(optimizer, level="plus", multi_tensor=multi_tensor, storage="mcf2")
     eager = AdamW(start.clone(), foreach=foreach, betas=(0.9, beta2))
     found: dict[str, int] = dict.fromkeys(eager.stored, 0)
     for _ in range(steps):
@@ -85,7 +85,7 @@ def test_inductor_keeps_every_rounding_of_the_lowered_graph(kind: type, options:
     generator = torch.Generator().manual_seed(2)
     p = mixed(1.0, torch.bfloat16, generator).requires_grad_()
     optimizer = kind([p], lr=1e-3, **options)
-    session = Backend(CollageConfig(level="all", multi_tensor=False), keep=True)
+    session = Backend(CollageConfig(level="all", storage="mcf2", multi_tensor=False), keep=True)
     step = torch.compile(optimizer.step, backend=session)
     p.grad = mixed(1e-2, torch.bfloat16, generator)
     for _ in range(2):
@@ -155,7 +155,7 @@ def test_bad_gradient_leaves_hi_as_plain_and_residuals_zero(arithmetic: str, bad
         steps.append(
             optimizer.step
             if p is plain
-            else collage_fx.compile(optimizer, level="all", arithmetic=arithmetic)
+            else collage_fx.compile(optimizer, level="all", storage="mcf2", arithmetic=arithmetic)
         )
         params.append(p)
     for k in range(3):

@@ -70,7 +70,9 @@ def test_compiled_operation_is_bit_identical_to_eager(name: str, dtype: torch.dt
     expected = eager(p.clone(), lo, q)
     collage_fx.load_residuals(p, [lo])
     torch.compiler.reset()
-    collage_fx.compile(function, level="all", on_unsupported="error", multi_tensor=False)(p, q)
+    collage_fx.compile(
+        function, level="all", on_unsupported="error", multi_tensor=False, storage="mcf2"
+    )(p, q)
     assert differing(p, expected[0]) == 0
     assert differing(collage_fx.residuals(p)[0], expected[1]) == 0
     assert collage_fx.residuals(p)[0].any()

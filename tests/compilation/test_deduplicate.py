@@ -60,7 +60,7 @@ def states_after(
         patch.setattr(aot, "narrow", spy)
         patch.setattr(aot.Compilation, "run", run)
         optimizer = Written(params, update)
-        step = collage_fx.compile(optimizer, level="all", multi_tensor=multi_tensor)
+        step = collage_fx.compile(optimizer, level="all", multi_tensor=multi_tensor, storage="mcf2")
         torch.manual_seed(1)
         for i in range(3):
             grads = [torch.randn(p.shape, generator=generator).bfloat16() for p in params]
@@ -131,7 +131,7 @@ def test_that_members_are_unlike_is_found_out_once(monkeypatch: pytest.MonkeyPat
         attempts.clear()
         torch.compiler.reset()
         optimizer = Written(with_grads([bf16(*s) for s in of]), update)
-        collage_fx.compile(optimizer, level="all")()
+        collage_fx.compile(optimizer, level="all", storage="mcf2")()
         assert attempts == expected, update
 
 

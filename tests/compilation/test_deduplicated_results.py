@@ -18,7 +18,7 @@ def test_another_shape_is_a_clear_error_and_nothing_is_written() -> None:
     torch.compiler.reset()
     params = [torch.ones(4, 3).bfloat16().requires_grad_() for _ in range(9)]
     optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9)
-    step = collage_fx.compile(optimizer)
+    step = collage_fx.compile(optimizer, storage="mcf2")
     for _ in range(3):
         for p in params:
             p.grad = torch.ones_like(p)
@@ -77,7 +77,7 @@ def nodes_compiled(count: int, monkeypatch: pytest.MonkeyPatch, *, whole: bool) 
     with monkeypatch.context() as patch:
         if whole:
             patch.setattr(aot, "narrow", lambda *_: None)
-        step = collage_fx.compile(optimizer)
+        step = collage_fx.compile(optimizer, storage="mcf2")
         step._collage.keep = True
         step()
     (one,) = step._collage.compiled
@@ -120,7 +120,7 @@ def test_states_made_in_the_first_step_have_both_words() -> None:
     p = torch.ones(8).bfloat16().requires_grad_()
     p.grad = torch.linspace(0.1, 0.9, 8).bfloat16()
     optimizer = torch.optim.SGD([p], lr=1e-3, momentum=0.9, weight_decay=1e-3)
-    step = collage_fx.compile(optimizer, level="all")
+    step = collage_fx.compile(optimizer, level="all", storage="mcf2")
     exact = p.grad.double() + 1e-3 * p.detach().double()
     step()
     state = optimizer.state[p]["momentum_buffer"]

@@ -53,7 +53,7 @@ def trained(update: Any, *dtypes: torch.dtype, record: bool | str | None) -> lis
     torch.manual_seed(0)
     params = [torch.randn(3, 3).to(dtype) for dtype in dtypes]
     opt = Each(params, update)
-    step = opt.step if record is None else collage_fx.compile(opt, record=record)  # type: ignore[arg-type]
+    step = opt.step if record is None else collage_fx.compile(opt, record=record, storage="mcf2")  # type: ignore[arg-type]
     for _ in range(5):
         for p in params:
             p.grad = torch.randn(3, 3).to(p.dtype)

@@ -25,7 +25,7 @@ import sys
 sys.modules["triton"] = None  # importing it raises ImportError
 import torch, collage_fx
 params = [torch.ones(5, requires_grad=True, dtype=torch.bfloat16) for _ in range(9)]
-step = collage_fx.compile(torch.optim.SGD(params, lr=1e-3))
+step = collage_fx.compile(torch.optim.SGD(params, lr=1e-3), storage="mcf2")
 for p in params:
     p.grad = torch.ones_like(p)
 step()

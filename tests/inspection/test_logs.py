@@ -145,7 +145,7 @@ def test_logs_have_a_line_for_each_compilation(logged: Run) -> None:
 def test_artifacts_are_logged_under_their_names(logged: Run) -> None:
     verdict = (
         r"\[__collage_verdicts\] param_groups\[0\].params\[0\] and 7 more: bfloat16, x' = x \+ B, "
-        r"compensated: .*, storage mcf2$"
+        r"compensated: .*, storage remainder16$"
     )
     assert re.search(verdict, logged.stderr, re.MULTILINE)
     for name, text in (

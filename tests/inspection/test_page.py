@@ -16,7 +16,7 @@ from collage_fx.inspection.page.classes import ClassView
 
 @pytest.fixture(scope="module")
 def adamw() -> tuple[collage_fx.Explanation, str]:
-    return pages.explained(pages.optimizer(), replay=2)
+    return pages.explained(pages.optimizer(), storage="mcf2", replay=2)
 
 
 def test_every_state_is_on_it(adamw: Any) -> None:

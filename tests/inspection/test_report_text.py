@@ -33,7 +33,7 @@ def test_the_layers_of_a_model_fit_a_screen() -> None:
     found = collage_fx.explain(optimizer)
     lines = _lines(found)
     assert len(lines) <= 40 and max(map(len, lines)) <= 120
-    assert any(line.startswith("48 x exp_avg_sq") and "mcf2" in line for line in lines)
+    assert any(line.startswith("48 x exp_avg_sq") and "remainder16" in line for line in lines)
     assert found.plan[0].name == "layers.0.self_attn.in_proj_weight"
     found.verbose = True
     rows = [line for line in _lines(found) if "layers.3.norm2.bias" in line]

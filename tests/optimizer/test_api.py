@@ -132,7 +132,8 @@ def test_explain_reports_and_changes_nothing() -> None:
     params = with_grads([bf16(8, 4), bf16(4)])
     optimizer = torch.optim.AdamW(params, lr=1e-3)
     before = [p.detach().clone() for p in params]
-    found = collage_fx.explain(optimizer, level="plus", verbose=True, multi_tensor=False)
+    options: dict[str, Any] = {"level": "plus", "storage": "mcf2", "multi_tensor": False}
+    found = collage_fx.explain(optimizer, verbose=True, **options)
     assert not optimizer.state
     assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
     assert not any(collage_fx.residuals(p) for p in params)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import collage_fx
 from collage_fx.errors import CheckpointError, CollageWarning
 from collage_fx.runtime.residuals.store import STORE
+from collage_fx.runtime.storage.layouts import join_remainder16
 
 Step = Callable[[], Any]
 
@@ -194,7 +195,7 @@ def test_checkpoint_that_does_not_fit_is_refused_before_anything_is_loaded(
     uninterrupted: tuple[Path, list[Tensor]],
 ) -> None:
     checkpoint = torch.load(uninterrupted[0], weights_only=True)["optimizer"]
-    checkpoint["state"][0]["collage_fx.exp_avg_sq.mcf2.0"] = torch.zeros(3).bfloat16()
+    checkpoint["state"][0]["collage_fx.exp_avg_sq.remainder16.0"] = torch.zeros(3).bfloat16()
     model = make()
     optimizer = adamw(model)
     compiled(optimizer, "compile")
@@ -220,7 +221,7 @@ def test_residuals_of_a_checkpoint_do_not_count_beside_other_values(
     for p in model.parameters():
         (lo,) = collage_fx.residuals(p)
         assert bool(lo.any())
-        assert torch.equal(collage_fx.value(p), p.detach().double() + lo.double())
+        assert torch.equal(collage_fx.value(p), join_remainder16(p.detach(), lo).double())
 
 
 def test_residual_goes_with_its_tensor() -> None:

@@ -143,7 +143,7 @@ class Wide(Optimizer):
 def test_states_in_fp32_that_the_first_step_makes_do_not_keep_others_from_graphs() -> None:
     torch.compiler.reset()
     optimizer = Wide([torch.ones(s).bfloat16().requires_grad_() for s in SHAPES], {})
-    step = collage_fx.compile(optimizer)
+    step = collage_fx.compile(optimizer, storage="mcf2")
     for _ in range(4):
         for p in optimizer.param_groups[0]["params"]:
             p.grad = torch.ones_like(p)

@@ -88,7 +88,7 @@ def test_a_quotient_by_a_largest_element_stays_in_eft() -> None:
         u = g * 1.1
         p.sub_(u / u.abs().max(), alpha=LR)
 
-    p, call = torch.ones(4, 3, dtype=torch.bfloat16), collage_fx.compile(step)
+    p, call = torch.ones(4, 3, dtype=torch.bfloat16), collage_fx.compile(step, storage="mcf2")
     call(p, torch.randn(4, 3).bfloat16())
     (state,) = collage_fx.report(call).states
     assert state.graph == 1 and not state.joined
@@ -128,7 +128,7 @@ def test_a_step_along_a_mean_is_not_joined() -> None:
     def step(p: Tensor, g: Tensor) -> None:
         p.sub_(g * p.mean(), alpha=LR)
 
-    p, call = torch.ones(4, 3, dtype=torch.bfloat16), collage_fx.compile(step)
+    p, call = torch.ones(4, 3, dtype=torch.bfloat16), collage_fx.compile(step, storage="mcf2")
     call(p, torch.randn(4, 3).bfloat16())
     (state,) = collage_fx.report(call).states
     assert state.graph == 1 and not state.joined

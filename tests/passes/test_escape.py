@@ -106,7 +106,7 @@ def moved(update: Any, dtype: torch.dtype, *, compensated: bool, steps: int = 8)
     torch.compiler.reset()
     p = torch.ones(4, dtype=dtype, requires_grad=True)
     optimizer = Each([p], update)
-    step = collage_fx.compile(optimizer) if compensated else optimizer.step
+    step = collage_fx.compile(optimizer, storage="mcf2") if compensated else optimizer.step
     for _ in range(steps):
         p.grad = torch.ones_like(p)
         step()
@@ -221,7 +221,9 @@ def test_functions_that_read_what_another_one_writes() -> None:
         return 1 - collage_fx.value(p)
 
     exact = moved(torch.float64, lambda function: function)
-    ours = moved(torch.bfloat16, lambda function: collage_fx.compile(function, level="all"))
+    ours = moved(
+        torch.bfloat16, lambda function: collage_fx.compile(function, level="all", storage="mcf2")
+    )
     assert torch.allclose(ours, exact, rtol=0.01)
     assert not torch.allclose(moved(torch.bfloat16, lambda f: f), exact, rtol=0.5)
 
@@ -244,7 +246,7 @@ class Split(Optimizer):
 def test_moments_whose_low_word_has_no_weight_leave_the_parameter_in_its_graph() -> None:
     p = torch.ones(4).bfloat16().requires_grad_()
     p.grad = torch.ones_like(p)
-    step = collage_fx.compile(Split([p], {}), level="all")
+    step = collage_fx.compile(Split([p], {}), level="all", storage="mcf2")
     for _ in range(5):
         step()
     states = collage_fx.report(step).states
@@ -255,7 +257,7 @@ def test_moments_whose_low_word_has_no_weight_leave_the_parameter_in_its_graph()
 def test_report_says_where_dynamo_cuts_a_step_that_is_recorded() -> None:
     torch.compiler.reset()
     p = torch.ones(4).bfloat16().requires_grad_()
-    step = collage_fx.compile(Each([p], over_a_graph_break))
+    step = collage_fx.compile(Each([p], over_a_graph_break), storage="mcf2")
     p.grad = torch.ones_like(p)
     step()
     step()

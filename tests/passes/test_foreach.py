@@ -30,7 +30,7 @@ def test_update_by_a_list_operation(function: Lists) -> None:
     grads = [torch.randn(n).bfloat16() for n in (4, 6)]
     params = [torch.ones(n).bfloat16() for n in (4, 6)]
     exact = [p.double() for p in params]
-    compiled = collage_fx.compile(step)
+    compiled = collage_fx.compile(step, storage="mcf2")
     for _ in range(4):
         compiled(params, grads)
         step(exact, [g.double() for g in grads])

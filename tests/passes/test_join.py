@@ -86,7 +86,11 @@ def test_nothing_is_lost_and_the_step_stays_with_dynamo(
 @pytest.mark.quick("old_value")
 def test_left_out_by_its_name_the_step_is_recorded(update: Update) -> None:
     with without_compiler():
-        _, step = run(update, torch.bfloat16, lambda o: collage_fx.compile(o, without=("join",)))
+        _, step = run(
+            update,
+            torch.bfloat16,
+            lambda o: collage_fx.compile(o, without=("join",), storage="mcf2"),
+        )
     assert all(row.joined == STEPS for row in collage_fx.report(step).states)
 
 
@@ -97,7 +101,7 @@ def test_a_result_that_others_go_on_with_keeps_its_low_word_in_a_recorded_step()
 
     exact, _ = run(replaced, torch.float64, lambda o: o.step)
     with without_compiler():
-        found, step = run(replaced, torch.bfloat16, lambda o: collage_fx.compile(o))
+        found, step = run(replaced, torch.bfloat16, lambda o: collage_fx.compile(o, storage="mcf2"))
     assert error(found, exact) < 1e-4
     assert all(row.joined for row in collage_fx.report(step).states)
 
@@ -113,7 +117,7 @@ def test_a_number_that_is_replaced_keeps_its_low_word_in_a_recorded_step() -> No
     exact, _ = run(averaged, torch.float64, lambda o: o.step)
     plain, _ = run(averaged, torch.bfloat16, lambda o: o.step)
     with without_compiler():
-        found, step = run(averaged, torch.bfloat16, lambda o: collage_fx.compile(o))
+        found, step = run(averaged, torch.bfloat16, lambda o: collage_fx.compile(o, storage="mcf2"))
     assert error(found, exact) < 1e-4 < 1e-3 < error(plain, exact)
     assert all(row.joined for row in collage_fx.report(step).states)
 
@@ -127,7 +131,7 @@ def test_random_numbers_are_drawn_as_in_eager_pytorch() -> None:
     exact, _ = run(noisy, torch.bfloat16, lambda o: o.step)
     torch.manual_seed(1)
     with without_compiler():
-        found, step = run(noisy, torch.bfloat16, lambda o: collage_fx.compile(o))
+        found, step = run(noisy, torch.bfloat16, lambda o: collage_fx.compile(o, storage="mcf2"))
     assert all(row.joined for row in collage_fx.report(step).states)
     assert error(found[1], exact[1]) < 1e-2
 
@@ -144,7 +148,9 @@ def test_a_state_that_is_only_read_enters_with_its_residual() -> None:
     exact, _ = run(from_start, torch.float64, lambda o: o.step)
     plain, _ = run(from_start, torch.bfloat16, lambda o: o.step)
     with without_compiler():
-        found, step = run(from_start, torch.bfloat16, lambda o: collage_fx.compile(o))
+        found, step = run(
+            from_start, torch.bfloat16, lambda o: collage_fx.compile(o, storage="mcf2")
+        )
     assert error(found[0], exact[0]) < 5e-5 < 1e-3 < error(plain[0], exact[0])
     rows = collage_fx.report(step).states
     assert all(row.graph > STEPS / 2 for row in rows if row.name.startswith("p")), step

@@ -92,7 +92,7 @@ def test_a_view_of_the_same_shape_is_no_move() -> None:
 
 
 def test_in_eft_its_bits_are_the_same() -> None:
-    found = [train(update(indexed), without=w)[0] for w in ((), ("moves",))]
+    found = [train(update(indexed), storage="mcf2", without=w)[0] for w in ((), ("moves",))]
     assert torch.equal(*found)
 
 

@@ -90,7 +90,7 @@ def test_a_shared_step_is_equal_to_one_of_single_kernels(update: Callable[..., A
         for p in params:
             p.grad = torch.randn(4, 3, generator=generator).bfloat16()
         optimizer = Written(params, update)
-        step = collage_fx.compile(optimizer, multi_tensor=multi_tensor)
+        step = collage_fx.compile(optimizer, multi_tensor=multi_tensor, storage="mcf2")
         for _ in range(4):
             step()
         states = [t for p in params for t in (p, *optimizer.state[p].values())]
@@ -121,7 +121,7 @@ def test_members_of_any_size_are_equal_by_our_kernel_and_by_inductors(
         for p in params:
             p.requires_grad_().grad = torch.randn(p.shape, generator=generator).bfloat16()
         optimizer = Written(params, running_mean)
-        step = collage_fx.compile(optimizer, multi_tensor=True)
+        step = collage_fx.compile(optimizer, multi_tensor=True, storage="mcf2")
         for _ in range(3):
             step()
         kernels = MULTI_TENSOR_KERNELS.values()

@@ -53,7 +53,7 @@ def test_a_state_that_averages_the_moves_of_another() -> None:
     """What is left of a clone of an old value depends on torch; it has the low word either way."""
     states = [torch.ones(64).bfloat16(), torch.zeros(64).bfloat16()]
     plain, exact = [x.clone() for x in states], [x.double() for x in states]
-    compiled = collage_fx.compile(add_move, level="all")
+    compiled = collage_fx.compile(add_move, level="all", storage="mcf2")
     for _ in range(50):
         g = (torch.rand(64) * 1e-3).to(torch.bfloat16)
         compiled(*states, g)

@@ -52,8 +52,10 @@ def test_a_pass_is_left_out_by_its_name(captured: Captured) -> None:
 
 def test_explain_shows_them_and_leaves_them_out() -> None:
     optimizer = torch.optim.AdamW(with_grads([bf16(3) for _ in range(9)]), foreach=False)
-    shown = collage_fx.explain(optimizer)
-    apart = collage_fx.explain(optimizer, without=("denominator", "deduplicate", "escape"))
+    shown = collage_fx.explain(optimizer, storage="mcf2")
+    apart = collage_fx.explain(
+        optimizer, without=("denominator", "deduplicate", "escape"), storage="mcf2"
+    )
     assert list(shown.snapshots[-1]) == list(shown.seconds[-1]) == NAMES
     assert "escape" not in apart.snapshots[-1]
     # Of nine parameters that are alike one is in the graph, or all are.

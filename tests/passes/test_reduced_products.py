@@ -54,7 +54,7 @@ def normed(x: Tensor, g: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("of", [clipped, scaled, normed])
-@pytest.mark.parametrize("options", [{}, {"arithmetic": "wide"}], ids=["eft", "wide"])
+@pytest.mark.parametrize("options", [{"storage": "mcf2"}, {}], ids=["eft", "wide"])
 @pytest.mark.quick("eft-clipped", "wide-scaled", "eft-normed")
 def test_a_chain_of_products_is_rounded_once(of: Any, options: dict[str, Any]) -> None:
     def each(p: Tensor, g: Tensor, state: Any) -> None:
@@ -66,7 +66,7 @@ def test_a_chain_of_products_is_rounded_once(of: Any, options: dict[str, Any]) -
         return int((u != of(g, g.to(F64)).to(BF16)).sum())
 
     assert wrong(**options) <= 1  # a tie that fp32 breaks otherwise
-    assert wrong(without=("reductions",)) > 30
+    assert wrong(storage="mcf2", without=("reductions",)) > 30
 
 
 def test_what_a_sum_of_products_loses_can_be_computed() -> None:
@@ -125,8 +125,9 @@ def fed_back(x: Tensor, n: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     return message, whole - message.float() * (0.7 * n)
 
 
+@pytest.mark.parametrize("storage", ["mcf2", "auto"])
 @pytest.mark.parametrize("words", [split, split_by_promotion, fed_back])
-def test_what_a_product_that_is_stored_has_lost_can_be_computed(words: Any) -> None:
+def test_what_a_product_that_is_stored_has_lost_can_be_computed(words: Any, storage: str) -> None:
     def each(p: Tensor, g: Tensor, state: Any) -> None:
         n = g.norm()
         high, low = words(g * n, n, g)
@@ -134,7 +135,7 @@ def test_what_a_product_that_is_stored_has_lost_can_be_computed(words: Any) -> N
         state["low"].copy_(low.to(g.dtype))
         p.sub_(g, alpha=1e-3)
 
-    (high, low), g = stored(each, "high", "low")
+    (high, low), g = stored(each, "high", "low", storage=storage)
     n = g.double().norm()
     exact = g.double() * n
     found = high.double() * (0.7 * n if words is fed_back else 1) + low.double()

@@ -65,7 +65,9 @@ def moved(update: Any, dtype: torch.dtype, compile: Callable[[Optimizer], Any]) 
 def test_level_light_keeps_what_a_parameter_is_computed_from(update: Any) -> None:
     exact = moved(update, torch.float64, lambda optimizer: optimizer.step)
     plain = moved(update, torch.bfloat16, lambda optimizer: optimizer.step)
-    ours = moved(update, torch.bfloat16, lambda o: collage_fx.compile(o, level="light"))
+    ours = moved(
+        update, torch.bfloat16, lambda o: collage_fx.compile(o, level="light", storage="mcf2")
+    )
     assert ours[:2] == pytest.approx(exact[:2], rel=0.01)
     assert plain[1] == 0
     states = collage_fx.report(ours[2]).states
@@ -87,7 +89,9 @@ def test_the_backend_string_at_level_light_keeps_it_too() -> None:
 def test_a_parameter_that_takes_over_a_state_stays_in_the_graph_at_every_level() -> None:
     for level in ("auto", "plus", "all"):
         distance, _, step = moved(
-            taken, torch.bfloat16, lambda o, level=level: collage_fx.compile(o, level=level)
+            taken,
+            torch.bfloat16,
+            lambda o, level=level: collage_fx.compile(o, level=level, storage="mcf2"),
         )
         assert distance == pytest.approx(10 * LR, rel=0.01)
         assert all(s.graph == 10 and s.compensated for s in collage_fx.report(step).states)
@@ -96,7 +100,7 @@ def test_a_parameter_that_takes_over_a_state_stays_in_the_graph_at_every_level()
 def test_a_warning_says_what_level_light_loses() -> None:
     options = {"level": "light", "seed": 7}  # one session does not say a thing twice
     for function in (
-        collage_fx.compile(decided, level="light"),
+        collage_fx.compile(decided, level="light", storage="mcf2"),
         torch.compile(decided, backend="collage", options=options),
     ):
         p, g, z = (torch.ones(4).bfloat16() for _ in range(3))
@@ -164,7 +168,7 @@ def test_one_value_in_two_storages_of_fp8() -> None:
 
 def test_light_names_what_a_function_loses() -> None:
     """No tensor of it is known to be a parameter, and a slow decay may be a second moment's."""
-    step = collage_fx.compile(lambda p: p.mul_(1 - 1e-3), level="light")
+    step = collage_fx.compile(lambda p: p.mul_(1 - 1e-3), level="light", storage="mcf2")
     with pytest.warns(CollageWarning, match="level light compensates parameters.*p lose"):
         for _ in range(3):
             step(torch.ones(4).bfloat16())

@@ -48,7 +48,7 @@ def test_a_recorded_run_with_other_roundings_differs_from_the_traced_graphs() ->
     program = replace(AVERAGE, lines=(ours, theirs))
     recorded, traced = recorded_and_traced(program) or pytest.fail("not by the passes alone")
     assert not differing(recorded, traced)
-    wide = replace(program, options=(("arithmetic", "wide"),))
+    wide = replace(program, options=(("arithmetic", "wide"), ("storage", "mcf2")))
     other, _ = recorded_and_traced(wide) or pytest.fail("not by the passes alone")
     assert differing(other, traced)
 
@@ -64,7 +64,7 @@ def test_a_bias_correction_is_judged_alike_in_traced_graphs_and_recorded_ones() 
         states=(("m", "torch.zeros_like(p)"),),
         rates=((1e-3, 0.1),),
         counter="state",
-        options=(("level", "light"),),
+        options=(("level", "light"), ("storage", "mcf2")),
     )
     recorded, traced = recorded_and_traced(program) or pytest.fail("not by the passes alone")
     assert not differing(recorded, traced)
@@ -91,7 +91,7 @@ def test_a_run_resumed_before_a_state_is_first_read_has_the_bits_of_the_unbroken
         lines=(*SUBTRACTION.lines, Line(turns)),
         states=(("slow", "p.detach().clone()"),),
         counter="state",
-        options=(("level", "light"),),
+        options=(("level", "light"), ("storage", "mcf2")),
     )
     unbroken, resumed = runs.compensated(program), runs.compensated(replace(program, resumed=7))
     assert "slow0" in unbroken.compensated and resumed.compensated == unbroken.compensated

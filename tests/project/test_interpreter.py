@@ -41,8 +41,8 @@ class Own(Optimizer):
 
 Make = Callable[[list[Tensor]], Optimizer]
 CASES: dict[str, tuple[Make, int, torch.dtype, dict[str, Any]]] = {
-    "adamw-light": (AdamW, 1, BF16, {"level": "light"}),
-    "adamw-plus": (AdamW, 1, BF16, {"level": "plus"}),
+    "adamw-light": (AdamW, 1, BF16, {"level": "light", "storage": "mcf2"}),
+    "adamw-plus": (AdamW, 1, BF16, {"level": "plus", "storage": "mcf2"}),
     "sgd-mcf3": (
         lambda p: SGD(p, lr=1e-3, momentum=0.99),
         1,
@@ -58,8 +58,8 @@ CASES: dict[str, tuple[Make, int, torch.dtype, dict[str, Any]]] = {
         {"level": "all", "arithmetic": "wide"},
     ),
     "adamw-double-single": (AdamW, 1, torch.float32, {"storage": "double_single"}),
-    "own": (Own, 2, BF16, {}),
-    "adamw-class": (AdamW, 9, BF16, {"level": "plus"}),
+    "own": (Own, 2, BF16, {"storage": "mcf2"}),
+    "adamw-class": (AdamW, 9, BF16, {"level": "plus", "storage": "mcf2"}),
     "own-class-by-chance": (Own, 9, BF16, {"stochastic_rounding": True, "seed": 3}),
     "sgd-class-mixed": (
         lambda p: SGD(p, lr=1e-3, momentum=0.99, nesterov=True),
@@ -174,7 +174,7 @@ def test_outside_of_regions_values_are_rounded_where_kernels_end(
     def run() -> Tensor:
         p, trust, m = begin.clone(), torch.zeros_like(begin), torch.zeros_like(begin)
         torch.compiler.reset()
-        compiled = collage_fx.compile(step)
+        compiled = collage_fx.compile(step, storage="mcf2")
         for _ in range(3):
             compiled(p, g, trust, m)
         return torch.stack([collage_fx.value(p) - begin.double(), collage_fx.value(m)])

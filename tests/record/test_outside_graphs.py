@@ -244,7 +244,7 @@ def test_unsupported_operation_raises_before_it_changes_anything() -> None:
 
     p = torch.full((4,), 0.5, dtype=torch.bfloat16, requires_grad=True)
     p.grad = torch.ones_like(p)
-    step = collage_fx.compile(each([p], update), on_unsupported="error")
+    step = collage_fx.compile(each([p], update), storage="mcf2", on_unsupported="error")
     with pytest.raises(UnsupportedError, match=r"tanh.* param_groups\[0\].params\[0\].*join"):
         step()
     assert (p == 0.5).all()

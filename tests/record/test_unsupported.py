@@ -25,7 +25,7 @@ def operands() -> tuple[Tensor, Tensor]:
 
 def compiled(**options: Any) -> Any:
     torch.compiler.reset()
-    return collage_fx.compile(decay, level="all", **options)
+    return collage_fx.compile(decay, level="all", storage="mcf2", **options)
 
 
 def failing(step: Any, p: Tensor, g: Tensor, error: type[CollageError]) -> str:
@@ -41,7 +41,7 @@ def failing(step: Any, p: Tensor, g: Tensor, error: type[CollageError]) -> str:
 
 def test_error_names_operation_state_line_and_the_way_out() -> None:
     p, g = operands()
-    collage_fx.compile(lambda p, g: p.add_(g), level="all")(p, g)
+    collage_fx.compile(lambda p, g: p.add_(g), level="all", storage="mcf2")(p, g)
     assert collage_fx.residuals(p)[0].any()
     text = failing(compiled(on_unsupported="error"), p, g, UnsupportedError)
     for part in (
@@ -59,7 +59,7 @@ def test_error_names_operation_state_line_and_the_way_out() -> None:
 def test_join_is_the_default_and_is_in_the_plan() -> None:
     p, g = operands()
     compiled()(p, g)
-    report = collage_fx.explain(decay, *operands(), level="all")
+    report = collage_fx.explain(decay, *operands(), level="all", storage="mcf2")
     assert "for want of a rule: aten.tanh.default" in str(report)
     expected = torch.tanh(torch.tensor(0.5) + g[0].float())
     assert float(collage_fx.value(p)[0]) == pytest.approx(float(expected), rel=2.0**-16)
@@ -68,7 +68,9 @@ def test_join_is_the_default_and_is_in_the_plan() -> None:
 def test_error_has_nothing_to_say_where_every_operation_has_a_rule() -> None:
     p, g = operands()
     torch.compiler.reset()
-    collage_fx.compile(lambda p, g: p.mul_(0.9).add_(g), level="all", on_unsupported="error")(p, g)
+    collage_fx.compile(
+        lambda p, g: p.mul_(0.9).add_(g), level="all", on_unsupported="error", storage="mcf2"
+    )(p, g)
     assert collage_fx.residuals(p)[0].any()
 
 

@@ -1,5 +1,6 @@
 """Stochastic rounding of the last residual: unbiased, seeded, the same after a resume."""
 
+import dataclasses
 import io
 from typing import Any
 
@@ -194,6 +195,27 @@ def test_arithmetic_that_rounds_to_nearest_is_refused_at_once() -> None:
             collage_fx.compile(lambda p: p, arithmetic="eft", **options)
         wide = collage_fx.CollageConfig(**options)
         assert wide == collage_fx.CollageConfig(arithmetic="wide", **options)
-        assert wide.arithmetic == "wide" and wide.wide
-    assert collage_fx.CollageConfig().arithmetic == "eft"
-    assert collage_fx.CollageConfig(arithmetic="eft") == collage_fx.CollageConfig()
+        assert wide.arithmetic == "wide"
+    by_chance = collage_fx.CollageConfig(stochastic_rounding=True)
+    assert (by_chance.storage, by_chance.arithmetic) == ("mcf2", "wide")
+
+
+@pytest.mark.parametrize(
+    ("options", "storage", "arithmetic"),
+    [
+        ({}, "auto", "wide"),
+        ({"level": "plus"}, "auto", "wide"),
+        ({"arithmetic": "wide"}, "auto", "wide"),
+        ({"arithmetic": "eft"}, "mcf2", "eft"),
+        ({"storage": "mcf2"}, "mcf2", "eft"),
+        ({"storage": "mcf3"}, "mcf3", "eft"),
+        ({"storage": "ulp8"}, "ulp8", "wide"),
+    ],
+    ids=str,
+)
+def test_arithmetic_and_storage_go_together(
+    options: dict[str, Any], storage: str, arithmetic: str
+) -> None:
+    config = collage_fx.CollageConfig(**options)
+    assert (config.storage, config.arithmetic) == (storage, arithmetic)
+    assert config == dataclasses.replace(config)

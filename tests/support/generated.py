@@ -121,7 +121,7 @@ def options(draw: DrawFn, dtype: str) -> tuple[tuple[str, Any], ...]:
     }
     if found["storage"] in ("mcf2", "ulp8") and draw(st.integers(0, 5)) == 5:
         found |= {"stochastic_rounding": True, "arithmetic": "wide"}
-    defaults = {"arithmetic": "eft", "storage": "mcf2", "multi_tensor": "auto"}
+    defaults = {"arithmetic": "eft", "storage": "auto", "multi_tensor": "auto"}
     return tuple((k, v) for k, v in found.items() if defaults.get(k) != v)
 
 

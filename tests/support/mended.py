@@ -33,7 +33,7 @@ MENDED: dict[str, Program] = AVERAGES | {
     "light drops the first update of a state that the first step makes": Program(
         lines=(Line('p.lerp_(st["z"], 0.1)'), Line('st["z"].add_(g * -lr)')),
         states=(("z", "p.detach().clone()"),),
-        options=(("level", "light"),),
+        options=(("level", "light"), ("storage", "mcf2")),
     ),
     "a parameter that takes over a state is on a cycle through its decay": Program(
         lines=(

@@ -22,7 +22,7 @@ AVERAGES: dict[str, Program] = {
         in_init=True,
         way="string",
         rates=((1e-2, 0.0),),
-        options=(("level", "auto"), ("arithmetic", "wide")),
+        options=(("level", "auto"), ("arithmetic", "wide"), ("storage", "mcf2")),
     ),
     "an exchange of values in the first step drops an update": Program(
         lines=(
@@ -41,7 +41,7 @@ AVERAGES: dict[str, Program] = {
         states=(("m", "torch.zeros_like(p)"), ("slow", "p.detach().clone()")),
         rates=((0.01, 0.1),),
         way="function",
-        options=(("level", "light"),),
+        options=(("level", "light"), ("storage", "mcf2")),
     ),
     "eft rounds the product with a parameter that enters an average of it": Program(
         lines=(
@@ -83,7 +83,7 @@ AVERAGES: dict[str, Program] = {
         states=(("slow", "p.detach().clone()"),),
         way="function",
         rates=((0.001, 0.1),),
-        options=(("level", "all"),),
+        options=(("level", "all"), ("storage", "mcf2")),
     ),
     "a factor that is not known stands in a sum of known ones": Program(
         lines=(
@@ -148,7 +148,7 @@ AVERAGES: dict[str, Program] = {
         counter="state",
         near_one=False,
         rates=((0.001, 0.1),),
-        options=(("level", "auto"), ("arithmetic", "wide")),
+        options=(("level", "auto"), ("arithmetic", "wide"), ("storage", "mcf2")),
     ),
     "a momentum over a root hides that a parameter enters an average": Program(
         lines=(
@@ -164,7 +164,7 @@ AVERAGES: dict[str, Program] = {
             ("slow", "p.detach().clone()"),
         ),
         rates=((0.001, 0.1),),
-        options=(("level", "auto"),),
+        options=(("level", "auto"), ("storage", "mcf2")),
     ),
     "eft rounds what begins at a state that is only read, and enters an average": Program(
         lines=(
@@ -175,7 +175,7 @@ AVERAGES: dict[str, Program] = {
         states=(("v", "torch.zeros_like(p)"), ("x0", "p.detach().clone()")),
         in_init=True,
         rates=((0.001, 0.1),),
-        options=(("level", "auto"),),
+        options=(("level", "auto"), ("storage", "mcf2")),
     ),
     "light leaves what a parameter is computed anew from in every second step": Program(
         lines=(
@@ -189,7 +189,7 @@ AVERAGES: dict[str, Program] = {
         counter="state",
         near_one=False,
         rates=((0.001, 0.1),),
-        options=(("level", "light"),),
+        options=(("level", "light"), ("storage", "mcf2")),
     ),
     "light drops what a parameter will be computed anew from in every second step": Program(
         lines=(
@@ -204,7 +204,7 @@ AVERAGES: dict[str, Program] = {
         near_one=False,
         rates=((0.001, 0.1),),
         way="record",
-        options=(("level", "light"),),
+        options=(("level", "light"), ("storage", "mcf2")),
     ),
     "a parameter takes over, every few steps, a state that its graph only reads": Program(
         lines=(
@@ -216,7 +216,7 @@ AVERAGES: dict[str, Program] = {
         states=(("slow", "p.detach().clone()"),),
         counter="state",
         rates=((0.001, 0.1),),
-        options=(("level", "auto"),),
+        options=(("level", "auto"), ("storage", "mcf2")),
     ),
     "light drops a low word for a graph that is not used": Program(
         lines=(
@@ -230,7 +230,7 @@ AVERAGES: dict[str, Program] = {
         near_one=False,
         rates=((0.001, 0.1),),
         way="record",
-        options=(("level", "light"),),
+        options=(("level", "light"), ("storage", "mcf2")),
     ),
     "light drops a low word for a graph that is recorded when it is called": Program(
         lines=(
@@ -242,6 +242,6 @@ AVERAGES: dict[str, Program] = {
         states=(("m", "torch.zeros_like(p)"), ("slow", "p.detach().clone()")),
         near_one=False,
         rates=((0.001, 0.1),),
-        options=(("level", "light"),),
+        options=(("level", "light"), ("storage", "mcf2")),
     ),
 }

@@ -82,7 +82,7 @@ class Program:
     seed: int = 0
     way: str = "compile"
     """`compile`, `string`, `engine` (the eager one alone) or `function`."""
-    options: tuple[tuple[str, Any], ...] = field(default=(("level", "auto"),))
+    options: tuple[tuple[str, Any], ...] = field(default=(("level", "auto"), ("storage", "mcf2")))
 
     def script(self, *, model: bool = False) -> str:
         """Return the text of a script that runs the program.

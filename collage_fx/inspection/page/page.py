@@ -101,7 +101,7 @@ def _content(explanation: "Explanation") -> dict[str, Any]:
     return {
         "version": __version__,
         "explanation": explanation,
-        "arithmetic": "wide" if config.wide else "eft",
+        "arithmetic": config.arithmetic,
         "classes": classes,
         "states": states,
         "plain": PLAIN,
