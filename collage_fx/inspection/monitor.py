@@ -26,6 +26,7 @@ from collage_fx.inspection.update_stats import (
 )
 from collage_fx.optimizer.ownership import Owned, owned_tensors
 from collage_fx.optimizer.parameter_names import names_of, renamed_state
+from collage_fx.optimizer.plain_steps import watch_monitored
 from collage_fx.passes.ir.program import LOW_PRECISION
 from collage_fx.runtime.storage.state_name import StateName
 from collage_fx.step.first_steps import exact_step, in_float64
@@ -69,6 +70,7 @@ class Monitor(Watch):
         assert optimizer is not None, "whoever attaches it has the optimizer"
         self._active = True
         add_watch(optimizer, self.measured)
+        watch_monitored(optimizer, seen=False)
         if step_made_here(optimizer, "_collage") is not None:
             return
         step = optimizer.step
@@ -89,6 +91,7 @@ class Monitor(Watch):
         if optimizer is None:
             return
         remove_watch(optimizer, self.measured)
+        watch_monitored(optimizer, seen=True)
         # A scheduler or another monitor may have put something around it, which stays.
         ours: Any = self._plain()
         if ours is not None and getattr(vars(optimizer).get("step"), "__func__", None) is ours:
@@ -103,6 +106,8 @@ class Monitor(Watch):
             return run(*args, **kwargs)
         self._within = True
         try:
+            if not self.steps:
+                watch_monitored(optimizer, seen=True)
             self.steps += 1
             if self.steps % self.every == 0:
                 return self._measured(optimizer, run, args, kwargs)

@@ -1,4 +1,4 @@
-"""Notice an optimizer that takes plain steps while what was compiled for it is never called."""
+"""Notice an optimizer that takes plain steps while what was made for it is never called."""
 
 import warnings
 from typing import Any
@@ -14,6 +14,8 @@ _KEY = "collage_fx"
 _CALLED = WeakIdKeyDictionary()
 """Optimizers whose compiled step was called."""
 _SAID = WeakIdKeyDictionary()
+"""Optimizer -> what was said of it."""
+_MONITORED = "collage_fx.monitor"
 
 
 def watch(optimizers: list[Optimizer]) -> None:
@@ -24,6 +26,15 @@ def watch(optimizers: list[Optimizer]) -> None:
     for optimizer in optimizers:
         if optimizer not in _CALLED and hasattr(optimizer, _HOOKS):
             getattr(optimizer, _HOOKS)[_KEY] = _compiled_in_vain
+
+
+def watch_monitored(optimizer: Optimizer, *, seen: bool) -> None:
+    """Warn of the first step of an optimizer that a monitor does not see, until it has seen one."""
+    hooks = getattr(optimizer, _HOOKS, {})
+    if seen:
+        hooks.pop(_MONITORED, None)
+    else:
+        hooks[_MONITORED] = _not_measured
 
 
 def was_called(optimizer: Optimizer) -> bool:
@@ -62,11 +73,22 @@ def _not_compiled(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     )
 
 
+def _not_measured(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    watch_monitored(optimizer, seen=True)
+    _warn_once(
+        optimizer,
+        f"the monitor does not see the steps of {type(optimizer).__name__}, which are taken by a "
+        "method that was bound before it was made, as in step = optimizer.step: bind it after "
+        "collage_fx.monitor(optimizer), or call optimizer.step()",
+    )
+
+
 def _warn_once(optimizer: Optimizer, message: str) -> None:
     if torch.compiler.is_compiling():  # Dynamo traces the hook, and the step with it
         return
     # Checkpoints are primed by a step with a rate of zero, which makes the states.
     idle = all(float(group.get("lr", 1)) == 0 for group in optimizer.param_groups)
-    if not idle and optimizer not in _SAID:
-        _SAID[optimizer] = True
+    said = _SAID.setdefault(optimizer, set())
+    if not idle and message not in said:
+        said.add(message)
         warnings.warn(f"collage_fx: {message}", CollageWarning, stacklevel=4)

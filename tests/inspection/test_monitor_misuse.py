@@ -40,6 +40,26 @@ def test_two_on_a_plain_optimizer_are_removed_in_any_order() -> None:
     assert first.steps == second.steps == 2
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_a_step_that_was_bound_before_is_not_missed_in_silence(own: bool) -> None:
+    model = model_in_bf16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    bound = optimizer.step
+    found = collage_fx.monitor(optimizer, every=1)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    if own:  # the control: it sees this one, and says nothing
+        optimizer.step()
+        bound()
+        assert found.steps == 1
+    else:
+        with pytest.warns(CollageWarning, match="does not see the steps of SGD") as caught:
+            bound()
+            bound()
+        assert len(caught) == 1 and found.latest is None
+    assert not optimizer._optimizer_step_post_hooks  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_optimizer_goes_while_its_monitor_is_kept(compiled: bool) -> None:
     optimizer: Any = torch.optim.SGD(model_in_bf16().parameters(), lr=1e-3)
