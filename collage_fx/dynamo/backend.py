@@ -27,7 +27,7 @@ from collage_fx.hooks import optimizer_hooks
 from collage_fx.hooks.dynamo_settings import recompile_reason, trace_without_numbers
 from collage_fx.hooks.traces import traced_code
 from collage_fx.optimizer.checkpoints.history import history_of
-from collage_fx.optimizer.first_states import init_of_torch, makes_states
+from collage_fx.optimizer.discovery import init_of_torch, makes_states
 from collage_fx.optimizer.ownership import owned_tensors, params_of, rates, stateless
 from collage_fx.optimizer.storage_patterns import Patterns
 from collage_fx.passes.frontend.denominator import one_denominator

@@ -27,7 +27,7 @@ from torch._guards import ChainedSource, Source
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from collage_fx.optimizer.first_states import init_of_torch
+from collage_fx.optimizer.discovery import init_of_torch
 from collage_fx.runtime.errors import CollageWarning
 
 _BUILDER: Any = builder

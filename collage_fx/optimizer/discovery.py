@@ -1,16 +1,16 @@
 """The states that a step may carry, as its supervisor looks for them."""
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from collage_fx.config import CollageConfig
 from collage_fx.optimizer.checkpoints.history import history_of
-from collage_fx.optimizer.first_states import init_of_torch, init_states
 from collage_fx.optimizer.ownership import (
     STAND_IN,
     Owned,
@@ -22,6 +22,7 @@ from collage_fx.optimizer.ownership import (
     owned_tensors,
     params_of,
     state_count,
+    stateless,
 )
 from collage_fx.optimizer.parameter_names import names_of
 from collage_fx.passes.ir.program import LOW_PRECISION, Carried, compensable_in
@@ -232,3 +233,37 @@ class StateStorage:
         carried = Carried(-1, owned.state_name, owned.owner, False, owned.tensor)
         carried.present = "" if residual is None else residual.storage
         return compensable_in(carried, self.config.storage)
+
+
+def init_of_torch(optimizer: Optimizer) -> Callable[..., Any] | None:
+    """Return the method by which a class of torch.optim makes its states before a step.
+
+    Dynamo calls it once, in place of tracing it. None for an `_init_group` of others, which may do
+    more: see docs/stock-defects.md.
+    """
+    init: Any = getattr(optimizer, "_init_group", None)
+    return init if getattr(init, "__module__", "").startswith("torch.optim.") else None
+
+
+def makes_states(optimizer: Optimizer) -> bool:
+    """Tell whether a step is the first and will make states itself, as far as can be foreseen.
+
+    Of torch.optim's classes only SGD's momentum is left for the step to make, since Dynamo calls
+    `_init_group` before. Of others the code tells: it names `state`.
+    """
+    if state_count(optimizer) or not stateless(optimizer):
+        return False
+    if init_of_torch(optimizer) is not None:
+        return isinstance(optimizer, SGD) and any(g["momentum"] for g in groups_of(optimizer))
+    methods = (type(optimizer).step, getattr(type(optimizer), "_init_group", None))
+    codes = (getattr(inspect.unwrap(m), "__code__", None) for m in methods if m is not None)
+    return any("state" in getattr(code, "co_names", ()) for code in codes)
+
+
+def init_states(optimizer: Optimizer, groups: Iterable[dict[str, Any]]) -> None:
+    """Make the states of one of torch.optim's classes that a step would begin by making."""
+    for group in groups:
+        if any(p.grad is not None and not optimizer.state.get(p) for p in group["params"]):
+            init = optimizer._init_group  # type: ignore[attr-defined]
+            lists = len(inspect.signature(init).parameters) - 1
+            init(group, *([] for _ in range(lists)))

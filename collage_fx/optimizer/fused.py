@@ -17,7 +17,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.optimizer import _use_grad_for_differentiable
 
 from collage_fx.config import CollageConfig
-from collage_fx.optimizer.first_states import init_states
+from collage_fx.optimizer.discovery import init_states
 from collage_fx.optimizer.ownership import family
 from collage_fx.runtime.kernels.left_out import left_out_if
 

@@ -10,7 +10,7 @@ from torch.optim import SGD, Adafactor, Adam, Adamax, AdamW, Muon, NAdam, Optimi
 
 from collage_fx.compilation.session import Session
 from collage_fx.hooks.step_substitution import layers, with_own_code
-from collage_fx.optimizer.first_states import init_states
+from collage_fx.optimizer.discovery import init_states
 from collage_fx.optimizer.fused import unscaled
 
 ALIKE = frozenset({Adam, Adamax, AdamW, NAdam, SGD})

@@ -78,10 +78,12 @@ class _Exact:
         return x if of.dtype.is_floating_point else (x > 0).to(of.dtype)
 
     def _add(self, node: Node) -> None:
-        rounds = node.target in CASTS and value_of(node).dtype.is_floating_point
+        target: Any = node.target
+        rounds = target in CASTS and value_of(node).dtype.is_floating_point
         with contextlib.suppress(KeyError, RuntimeError, TypeError):  # nothing is known of it
-            args, kwargs = map_arg((node.args, dict(node.kwargs)), self.values.__getitem__)
-            self.values[node] = args[0].double() if rounds else node.target(*args, **kwargs)
+            taken: Any = map_arg((node.args, dict(node.kwargs)), self.values.__getitem__)
+            args, kwargs = taken
+            self.values[node] = args[0].double() if rounds else target(*args, **kwargs)
 
 
 def _cancels(node: Node, exact: dict[Node, Tensor]) -> bool:

@@ -117,7 +117,7 @@ def _is_high_half(node: Node) -> bool:
 def _args_of(node: Any, target: Any) -> tuple[Any, Any]:
     """Return the two operands of an operation, if that is what a node is."""
     is_that = isinstance(node, Node) and node.target is target and not node.kwargs
-    return tuple(node.args) if is_that else (None, None)  # type: ignore[return-value]
+    return tuple(node.args) if is_that else (None, None)
 
 
 def _is_rounding(node: Any) -> bool:
