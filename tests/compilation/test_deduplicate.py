@@ -104,6 +104,7 @@ def test_equal_to_the_whole_graph(
     assert left_out >= (6 if update is sums else 14) or not made
 
 
+@pytest.mark.slow
 def test_gradients_in_one_buffer_do_not_tie_members(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("narrow_steps.SHAPES", [(4, 3), (7,)] * 4)
     update = ALIKE[2]
@@ -112,6 +113,7 @@ def test_gradients_in_one_buffer_do_not_tie_members(monkeypatch: pytest.MonkeyPa
     assert all(map(torch.equal, found, expected)) and made
 
 
+@pytest.mark.slow
 def test_that_members_are_unlike_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where Inductor could not help, the graph is compiled whole at the second attempt."""
     attempts: list[str] = []

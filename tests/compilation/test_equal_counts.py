@@ -72,6 +72,7 @@ def test_equal_counts_are_one(late: tuple[int, ...], monkeypatch: pytest.MonkeyP
     assert each_alone == [9, 0]
 
 
+@pytest.mark.slow
 def test_a_count_that_is_apart_makes_a_difference() -> None:
     """Or the test above would not see whether one count was taken for another."""
     (together, *_), (apart, *_) = after_steps(()), after_steps((3,))

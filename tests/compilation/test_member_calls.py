@@ -200,6 +200,7 @@ def test_rates_that_change_compile_nothing_anew(
     assert all(map(torch.equal, found, expected))
 
 
+@pytest.mark.slow
 def test_a_row_too_few_is_seen(parts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the one before: the call of one member is left out."""
     original = independent_parts.calls_of_members

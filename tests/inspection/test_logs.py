@@ -110,6 +110,7 @@ def logged(folder: Path) -> Run:
     return done
 
 
+@pytest.mark.slow
 def test_trace_has_the_graphs_and_kernels_that_explain_shows(logged: Run, folder: Path) -> None:
     told = json.loads(logged.stdout)
     found = entries(folder / "trace")

@@ -222,6 +222,7 @@ def test_what_is_exact_has_no_state_of_a_low_dtype() -> None:
         runs.eager(replace(program, events=((3, programs.CAST.format("LOW")),)), torch.float64)
 
 
+@pytest.mark.slow
 def test_statements_of_each_kind_are_made() -> None:
     texts = [program.statements for program in drawn(4, 600, ("compile", "record"))]
 

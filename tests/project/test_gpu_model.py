@@ -55,6 +55,7 @@ def test_the_slower_of_memory_and_execution_decides() -> None:
     assert predicted(Loop(work, 32), 4, 88, Card(1, 1.0, 1.0))["blocks at once"] == 5
 
 
+@pytest.mark.slow
 def test_a_kernel_of_a_class_is_read_as_it_is() -> None:
     found = gpu_model.row("light eft")
     assert sum(found["counts in a loop"].values()) == 8 * found["instructions"]

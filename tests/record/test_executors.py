@@ -98,6 +98,7 @@ def test_what_is_seen_twice_is_compiled_and_what_is_seen_once_is_not() -> None:
     assert executors_of(step).runs == {"interpreted": 10} and not executors_of(step).count
 
 
+@pytest.mark.slow
 def test_a_step_of_ever_new_structures_compiles_no_more_than_so_many() -> None:
     def many(p: Tensor, g: Tensor, state: Any) -> None:
         for k in range(MOST):
@@ -135,6 +136,7 @@ def test_numbers_that_change_are_inputs_and_what_is_asked_of_them_is_kept(rates:
     assert executors_of(step).count <= 3
 
 
+@pytest.mark.slow
 def test_classes_of_parameters_are_compiled_once() -> None:
     params = [p for _ in range(10) for p in start(torch.bfloat16)]
     optimizer = AdamW(params, lr=LR, foreach=False)
