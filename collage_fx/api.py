@@ -128,6 +128,7 @@ def _compile_for_backend(
     if wrapped_optimizers(optimizer):
         return None
     config, inductor = split_options(options or {}, mode)
+    backend.refuse_verify(config)
     config = _begin(optimizer, config, options or {})
     session = Backend(config, inductor, optimizer=weakref.ref(optimizer))
     return compile_optimizer(optimizer, session, hooked=False)

@@ -21,6 +21,7 @@ from collage_fx.compilation.aot import compile_graph
 from collage_fx.compilation.layout_guards import Layouts, static_inputs
 from collage_fx.compilation.session import Outcome, Session, StandsForOthers
 from collage_fx.compilation.side_inputs import MOVED, Code, Noted, is_looked_at, looked_at
+from collage_fx.config import CollageConfig
 from collage_fx.dynamo.options import split_options
 from collage_fx.dynamo.symbols import Symbols, writes_number
 from collage_fx.hooks import optimizer_hooks
@@ -194,8 +195,7 @@ def collage(
     Raises OptionError for unknown names and values.
     """
     config, inductor = split_options(options or {}, mode)
-    if config.verify:
-        raise OptionError("verify=n is for collage_fx.compile, which sees whole steps")
+    refuse_verify(config)
     # Not one for each graph, so that a warning is not repeated at every recompilation.
     optimizer = optimizer_hooks.traced_optimizer()
     sessions = _SESSIONS if optimizer is None else _OF_OPTIMIZER.setdefault(optimizer, {})
@@ -205,6 +205,15 @@ def collage(
         # Another part of a step may be traced without its optimizer in sight.
         sessions[key].patterns = _PATTERNS.setdefault(key, sessions[key].patterns)
     return sessions[key](gm, example_inputs)
+
+
+def refuse_verify(config: CollageConfig) -> None:
+    """Raise OptionError if the backend string is to check steps against float64.
+
+    The copy's step would be one of the optimizer's to it, and taken.
+    """
+    if config.verify:
+        raise OptionError("verify=n is for collage_fx.compile, which sees whole steps")
 
 
 class _Step:

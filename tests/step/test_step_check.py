@@ -267,3 +267,9 @@ def test_bad_options_are_refused() -> None:
     function = torch.compile(lambda p: p.add_(1), backend="collage", options={"verify": 1})
     with pytest.raises(Exception, match="verify"):
         function(torch.ones(3).bfloat16())
+    (p,) = params(1)
+    p.grad, before = torch.ones_like(p), p.detach().clone()
+    step = torch.compile(torch.optim.SGD([p]).step, backend="collage", options={"verify": 1})
+    with pytest.raises(Exception, match="verify"):
+        step()
+    assert torch.equal(p, before)
