@@ -21,8 +21,9 @@ _NOTHING = 2.0**-40
 def roundings_for_errors(part: Slice, whole: set[Node]) -> set[Node]:
     """Return the values in 16 bits whose roundings a slice computes the errors of.
 
-    A sum or difference that is nothing where nothing is rounded is such an error: of g * n and of
-    its rounding, say, where the step keeps both. Without the rounding it would be zero, and lost.
+    A sum or difference that is nothing where nothing is rounded, and something where all is, is
+    such an error: of g * n and of its rounding, say, where the step keeps both. Without the
+    rounding it would be zero, and lost.
 
     Args:
         part: the slice.
@@ -30,32 +31,40 @@ def roundings_for_errors(part: Slice, whole: set[Node]) -> set[Node]:
             what is computed of them, count without their rounding.
     """
     behind: dict[Node, set[Node]] = {}
-    candidates = []
+    candidates = {}
+    inputs = set(part.inputs)
     for node in part.nodes:
         of = [behind.get(n, {n}) for n in node.all_input_nodes]
         behind[node] = {node}.union(*of)
         if node.target in _ADDING and len(of) == 2 and of[0] & of[1]:
-            apart = (n for n in of[0] ^ of[1] if _is_rounded(n, part))
-            candidates += [node] if any(behind[n].isdisjoint(whole) for n in apart) else []
+            apart = {n for n in (of[0] ^ of[1]) - inputs if _is_16_bit(n)}
+            if apart := {n for n in apart if behind[n].isdisjoint(whole)}:
+                candidates[node] = apart
     if not candidates:
         return set()
     with unset_fake_temporarily(), torch.no_grad():
-        exact = _Exact(part).values
-        errors = [node for node in candidates if node in exact and _cancels(node, exact)]
-    upstream = set().union(*(behind[node] - {node} for node in errors))
-    return {n for n in upstream if _is_rounded(n, part) and behind[n].isdisjoint(whole)}
+        exact, rounded = (_Values(part, rounds=rounds).found for rounds in (False, True))
+        errors = [n for n in candidates if _is_zero(n, exact) and not _is_zero(n, rounded)]
+    return set().union(*(candidates[node] for node in errors))
 
 
-def _is_rounded(node: Node, part: Slice) -> bool:
-    return node not in part.inputs and value_of(node).dtype in LOW_PRECISION
+def _is_16_bit(node: Node) -> bool:
+    return value_of(node).dtype in LOW_PRECISION
 
 
-class _Exact:
+class _Values:
     """What the nodes of a slice give in float64 on random inputs, as far as they give anything."""
 
-    def __init__(self, part: Slice) -> None:
+    def __init__(self, part: Slice, *, rounds: bool) -> None:
+        """Compute them.
+
+        Args:
+            part: the slice.
+            rounds: whether values in 16 bits are rounded, as inputs are in any case.
+        """
+        self.rounds = rounds
         self.generator = torch.Generator().manual_seed(0)
-        self.values: dict[Node, Any] = {}
+        self.found: dict[Node, Any] = {}
         for node in part.inputs:
             self._add_input(node)
         for node in part.nodes:
@@ -66,29 +75,39 @@ class _Exact:
         of = node.all_input_nodes
         if of and all(is_tensor(n) and value_of(n).dim() == 0 for n in (node, *of)):
             for n in of:
-                if n not in self.values:
+                if n not in self.found:
                     self._add_input(n)
             self._add(node)
-        self.values.setdefault(node, self._drawn(value_of(node)))
+        self.found.setdefault(node, self._drawn(value_of(node)))
 
     def _drawn(self, of: Tensor) -> Tensor:
         shape = () if of.dim() == 0 else (_ELEMENTS,)
         size = torch.randint(-_SIZES, _SIZES, shape, generator=self.generator)
         x = torch.randn(shape, dtype=torch.float64, generator=self.generator) * 2.0**size
+        if of.dtype in LOW_PRECISION:
+            return x.to(of.dtype).double()
         return x if of.dtype.is_floating_point else (x > 0).to(of.dtype)
 
     def _add(self, node: Node) -> None:
         target: Any = node.target
-        rounds = target in CASTS and value_of(node).dtype.is_floating_point
+        dtype = value_of(node).dtype
+        if getattr(target, "namespace", "") not in ("aten", "prims"):
+            return  # a user's own may do anything
         with contextlib.suppress(KeyError, RuntimeError, TypeError):  # nothing is known of it
-            taken: Any = map_arg((node.args, dict(node.kwargs)), self.values.__getitem__)
+            taken: Any = map_arg((node.args, dict(node.kwargs)), self.found.__getitem__)
             args, kwargs = taken
-            self.values[node] = args[0].double() if rounds else target(*args, **kwargs)
+            casts = target in CASTS and dtype.is_floating_point
+            x = args[0].double() if casts else target(*args, **kwargs)
+            rounded = self.rounds and dtype in LOW_PRECISION
+            self.found[node] = x.to(dtype).double() if rounded else x
 
 
-def _cancels(node: Node, exact: dict[Node, Tensor]) -> bool:
-    """Tell whether a sum is nothing, though what it adds up is something."""
-    terms = [exact[n].abs() for n in node.all_input_nodes]
-    size = torch.maximum(*terms)
-    known = exact[node].isfinite() & size.isfinite() & (size > 0)
-    return bool(known.any()) and bool((exact[node].abs() <= _NOTHING * size)[known].all())
+def _is_zero(node: Node, values: dict[Node, Tensor]) -> bool:
+    """Tell whether a sum of floats is nothing, though what it adds up is something."""
+    terms = [values.get(n) for n in node.all_input_nodes]
+    found = values.get(node)
+    if found is None or not all(t is not None and t.is_floating_point() for t in (*terms, found)):
+        return False
+    size = torch.maximum(*(t.abs() for t in terms if t is not None))
+    known = found.isfinite() & size.isfinite() & (size > 0)
+    return bool(known.any()) and bool((found.abs() <= _NOTHING * size)[known].all())

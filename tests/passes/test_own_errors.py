@@ -76,6 +76,40 @@ def test_what_high_has_lost_is_in_low(arithmetic: str, monkeypatch: pytest.Monke
         assert error() > 5e-4 * exact.norm()
 
 
+def bounded(p: Tensor, g: Tensor, state: Any) -> None:
+    """Keep what is beyond a bound, which nothing is."""
+    u = ((g * 1.1).sin() * 0.3 + g * 0.77).tanh()
+    c = u.clamp(-100, 100)
+    state["over"].copy_(u - c)
+    p.sub_(c, alpha=LR)
+
+
+def masked(p: Tensor, g: Tensor, state: Any) -> None:
+    """Add up masks."""
+    above = g > 0
+    state["over"].copy_((above | (g < 1)) + above.to(p.dtype))
+    p.sub_(g * (above | (g < 1)), alpha=LR)
+
+
+@pytest.mark.parametrize("update", [bounded, masked])
+def test_what_is_nothing_for_other_reasons_rounds_nothing(
+    update: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    original = expand.roundings_for_errors
+    monkeypatch.setattr(
+        expand, "roundings_for_errors", lambda *a: found.append(original(*a)) or found[-1]
+    )
+    params = start(torch.bfloat16)
+    optimizer = Each(params, update)
+    for p in params:
+        optimizer.state[p] = {"over": torch.zeros_like(p)}
+        p.grad = torch.rand_like(p)
+    with without_compiler():
+        collage_fx.compile(optimizer)()
+    assert found and not any(found)
+
+
 @pytest.mark.parametrize("update", [fed_back, kahan])
 def test_an_error_of_what_has_a_residual_is_counted_once(update: Callable[..., None]) -> None:
     exact, _ = train(update, F64)
