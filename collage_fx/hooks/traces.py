@@ -9,6 +9,8 @@ from functools import partial
 from types import CodeType
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch._dynamo import guards
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.side_effects import SideEffects
@@ -21,7 +23,7 @@ from torch._dynamo.source import (
 )
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import LazyVariableTracker, VariableTracker, builder
-from torch._dynamo.variables.optimizer import OptimizerVariable
+from torch._dynamo.variables.optimizer import ArgMappingException, OptimizerVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._guards import ChainedSource, Source
 from torch.optim import Optimizer
@@ -111,16 +113,54 @@ def _has_attr(item: Any, tx: Any, name: str) -> Any:
     return found
 
 
-def _call_method(item: Any, tx: Any, name: str, *args: Any) -> Any:
+def _call_method(item: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
     """Trace the call of a method of an optimizer.
 
     Dynamo calls `_init_group` itself, once, so that what it returns and writes is what it was then:
-    right for torch.optim's, not for one that counts steps, say. See docs/stock-defects.md.
+    right where that makes tensors, not where it counts steps, say. See docs/stock-defects.md.
     """
-    by_torch = name != "_init_group" or init_of_torch(item.value) is not None
-    if by_torch or _traced_for() is None:
-        return _call(item, tx, name, *args)
-    return super(OptimizerVariable, item).call_method(tx, name, *args)
+    own = name == "_init_group" and hasattr(item.value, name) and init_of_torch(item.value) is None
+    if own and _traced_for() is not None and _does_more(item, args, kwargs):
+        return super(OptimizerVariable, item).call_method(tx, name, args, kwargs)
+    return _call(item, tx, name, args, kwargs)
+
+
+def _does_more(item: Any, args: Any, kwargs: Any) -> bool:
+    """Tell whether `_init_group` does more than make new tensors: it is tried, and undone."""
+    try:
+        given, named = item.get_python_args(*args, **kwargs)
+    except ArgMappingException:
+        return True
+    optimizer = item.value
+    states = list(optimizer.state.items())
+    holders = [vars(optimizer), *optimizer.param_groups, *(s for _, s in states)]
+    before = [(held, dict(held)) for held in holders if isinstance(held, dict)]
+    tensors = [t for _, old in before for t in old.values() if isinstance(t, Tensor)]
+    numbers = [(t, t.clone()) for t in tensors if not t.dim()]
+    versions, drawn = [t._version for t in tensors], torch.get_rng_state()
+    optimizer._init_group(*given, **named)
+    made = [s for p, s in optimizer.state.items() if all(p is not q for q, _ in states)]
+    more = versions != [t._version for t in tensors]
+    for held, old in [*before, *((s, {}) for s in made if isinstance(s, dict))]:
+        new = {k: v for k, v in held.items() if k not in old or old[k] is not v}
+        more |= any(k in old or not isinstance(v, Tensor | None) for k, v in new.items())
+    _undo(optimizer, states, before, numbers)
+    torch.set_rng_state(drawn)
+    return more
+
+
+def _undo(optimizer: Any, states: Any, before: Any, numbers: Any) -> None:
+    """Put back what an optimizer held: its states, what each dict had, and values of numbers."""
+    optimizer.state.clear()
+    optimizer.state.update(states)
+    for held, old in before:
+        for key in held.keys() - old.keys():
+            del held[key]
+        held.update(old)
+    with torch.no_grad():
+        for t, value in numbers:
+            if not torch.equal(t, value):
+                t.copy_(value)
 
 
 _PLAIN = {type(None), bool, int, float}

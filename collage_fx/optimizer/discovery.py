@@ -242,7 +242,16 @@ def init_of_torch(optimizer: Optimizer) -> Callable[..., Any] | None:
     more: see docs/stock-defects.md.
     """
     init: Any = getattr(optimizer, "_init_group", None)
-    return init if getattr(init, "__module__", "").startswith("torch.optim.") else None
+    function = init
+    while _module(function).startswith("torch._dynamo"):  # which has disabled it, in its place
+        function = getattr(function, "__wrapped__", None)
+    return init if _module(function).startswith("torch.optim.") else None
+
+
+def _module(function: Any) -> str:
+    """Return the module that a function stands in, whatever it says of itself."""
+    name: str = getattr(function, "__globals__", {}).get("__name__", "")
+    return name
 
 
 def makes_states(optimizer: Optimizer) -> bool:

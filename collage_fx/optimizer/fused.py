@@ -17,7 +17,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.optimizer import _use_grad_for_differentiable
 
 from collage_fx.config import CollageConfig
-from collage_fx.optimizer.discovery import init_states
+from collage_fx.optimizer.discovery import init_of_torch, init_states
 from collage_fx.optimizer.ownership import family
 from collage_fx.runtime.kernels.left_out import left_out_if
 
@@ -93,7 +93,7 @@ def traceable(optimizer: Optimizer, *, asks: bool) -> Iterator[bool]:
             groups = list(_fused_groups(one))
             if not groups:
                 continue
-            if isinstance(one, Adam):
+            if isinstance(one, Adam) and init_of_torch(one) is not None:
                 init_states(one, groups)
             restored.callback(vars(one).update, {k: vars(one)[k] for k in _AMP if k in vars(one)})
             restored.callback(vars(one).pop, SCALE, None)

@@ -74,21 +74,24 @@ def _not_compiled(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _not_measured(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    watch_monitored(optimizer, seen=True)
-    _warn_once(
+    said = _warn_once(
         optimizer,
         f"the monitor does not see the steps of {type(optimizer).__name__}, which are taken by a "
         "method that was bound before it was made, as in step = optimizer.step: bind it after "
         "collage_fx.monitor(optimizer), or call optimizer.step()",
     )
+    if said:
+        watch_monitored(optimizer, seen=True)
 
 
-def _warn_once(optimizer: Optimizer, message: str) -> None:
+def _warn_once(optimizer: Optimizer, message: str) -> bool:
+    """Warn of a step that does something; tell whether it was such a step."""
     if torch.compiler.is_compiling():  # Dynamo traces the hook, and the step with it
-        return
+        return False
     # Checkpoints are primed by a step with a rate of zero, which makes the states.
     idle = all(float(group.get("lr", 1)) == 0 for group in optimizer.param_groups)
     said = _SAID.setdefault(optimizer, set())
     if not idle and message not in said:
         said.add(message)
         warnings.warn(f"collage_fx: {message}", CollageWarning, stacklevel=4)
+    return not idle

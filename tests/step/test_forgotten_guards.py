@@ -108,6 +108,27 @@ def test_what_init_group_counts_is_counted_in_each_step(
     assert torch.allclose(way_of_counting(compiled, torch.bfloat16), exact, rtol=0, atol=1e-6)
 
 
+class Aged(torch.optim.AdamW):
+    """Makes a tensor where AdamW makes its states."""
+
+    def _init_group(self, group: Any, *lists: Any) -> Any:
+        found = super()._init_group(group, *lists)  # type: ignore[misc]
+        for p in group["params"]:
+            self.state[p].setdefault("age", torch.zeros(()))
+        return found
+
+
+def test_what_only_makes_tensors_is_called_as_torch_has_it_called() -> None:
+    torch.compiler.reset()
+    p = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
+    optimizer = Aged([p], lr=1e-4, foreach=True)
+    step = collage_fx.compile(optimizer)
+    assert float(1 - value_after(step, p)[0]) == pytest.approx(4e-4, rel=2e-2)
+    served = {s.name: (s.graph, s.joined) for s in collage_fx.report(step).states}
+    assert set(served.values()) == {(3, 1)}, served
+    assert optimizer.state[p]["age"] == 0
+
+
 def test_it_would_be_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traces, "_call_method", traces._call)
     exact = way_of_counting(lambda optimizer: optimizer.step, torch.float64)
