@@ -24,6 +24,8 @@ def split_options(
     Raises OptionError for a name that neither collage_fx nor Inductor knows.
     """
     options = {**(known or {}), **given}
+    if "arithmetic" not in given and given.keys() & {"storage", "stochastic_rounding"}:
+        options.pop("arithmetic", None)  # it goes with these
     fields = {field.name for field in dataclasses.fields(CollageConfig)}
     mine = {k: v for k, v in options.items() if k in fields}
     theirs = {k.replace("-", "_"): v for k, v in options.items() if k not in fields}

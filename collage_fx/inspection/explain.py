@@ -82,7 +82,8 @@ def explain(
     """
     subject, step, known, names = _prepare(optimizer_or_function, args, model)
     config, inductor = split_options(options, known=known)
-    options = {**known, **options}
+    implied = options.keys() & {"storage", "stochastic_rounding"}
+    options = options if implied else {**known, **options}
     owner = getattr(step, "__self__", None)
     if isinstance(owner, Optimizer):
         config = as_its_kernel(config, options, owner)

@@ -358,7 +358,9 @@ class Program:
 
 def compensable_in(carried: Carried, choice: Choice) -> str:
     """Return the storage for a state, which may not be able to hold it; empty to leave it alone."""
-    if carried.present and isinstance(choice, Unnamed) and carried.val.dtype in LOW_PRECISION:
+    low = carried.val.dtype in LOW_PRECISION and isinstance(choice, Unnamed)
+    # Where `eft` or chance was asked for, of which remainder16 has neither, it is converted.
+    if low and (choice == "auto" or carried.present != "remainder16") and carried.present:
         return carried.present
     return chosen(choice, carried.state_name, carried.val.dtype, scalar=carried.val.dim() == 0)
 

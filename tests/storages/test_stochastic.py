@@ -219,3 +219,17 @@ def test_arithmetic_and_storage_go_together(
     config = collage_fx.CollageConfig(**options)
     assert (config.storage, config.arithmetic) == (storage, arithmetic)
     assert config == dataclasses.replace(config)
+
+
+def test_a_storage_that_is_asked_for_takes_its_arithmetic_with_it() -> None:
+    """Of `explain`, and of words in remainder16 for which `eft` or chance is asked."""
+    p = torch.nn.Parameter(torch.ones(8).bfloat16())
+    optimizer = torch.optim.SGD([p], lr=1e-4)
+    step = collage_fx.compile(optimizer)
+    p.grad = torch.ones_like(p)
+    step()
+    found = collage_fx.explain(step, storage="mcf2")
+    assert found.config.arithmetic == "eft" and found.plan[0].storage == "mcf2"
+    for options in ({"arithmetic": "eft"}, {"stochastic_rounding": True}):
+        (state,) = collage_fx.explain(step, **options).plan  # type: ignore[arg-type]
+        assert state.storage == "mcf2"
