@@ -6,12 +6,7 @@ from typing import Any, Literal, get_args
 
 from collage_fx.passes.ir.program import OPTIONAL, Arithmetic, Level, OnUnsupported, Settings
 from collage_fx.runtime.errors import OptionError
-from collage_fx.runtime.storage.registry import (
-    DEFAULT,
-    STORAGES,
-    Choice,
-    Unnamed,
-)
+from collage_fx.runtime.storage.registry import DEFAULT, STORAGES, Choice, Unnamed
 
 _ALLOWED: dict[str, tuple[Any, ...]] = {
     "level": get_args(Level),

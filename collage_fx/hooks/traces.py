@@ -138,15 +138,18 @@ def _does_more(item: Any, args: Any, kwargs: Any) -> bool:
     tensors = [t for _, old in before for t in old.values() if isinstance(t, Tensor)]
     numbers = [(t, t.clone()) for t in tensors if not t.dim()]
     versions, drawn = [t._version for t in tensors], torch.get_rng_state()
-    optimizer._init_group(*given, **named)
-    made = [s for p, s in optimizer.state.items() if all(p is not q for q, _ in states)]
-    more = versions != [t._version for t in tensors]
-    for held, old in [*before, *((s, {}) for s in made if isinstance(s, dict))]:
-        new = {k: v for k, v in held.items() if k not in old or old[k] is not v}
-        more |= any(k in old or not isinstance(v, Tensor | None) for k, v in new.items())
-    _undo(optimizer, states, before, numbers)
-    torch.set_rng_state(drawn)
-    return more
+    known = {id(held) for held in holders}
+    try:
+        optimizer._init_group(*given, **named)
+        made = [s for s in optimizer.state.values() if isinstance(s, dict) and id(s) not in known]
+        more = versions != [t._version for t in tensors]
+        for held, old in [*before, *((s, {}) for s in made)]:
+            new = {k: v for k, v in held.items() if k not in old or old[k] is not v}
+            more |= any(k in old or not isinstance(v, Tensor | None) for k, v in new.items())
+        return more
+    finally:
+        _undo(optimizer, states, before, numbers)
+        torch.set_rng_state(drawn)
 
 
 def _undo(optimizer: Any, states: Any, before: Any, numbers: Any) -> None:

@@ -82,8 +82,9 @@ def explain(
     """
     subject, step, known, names = _prepare(optimizer_or_function, args, model)
     config, inductor = split_options(options, known=known)
-    implied = options.keys() & {"storage", "stochastic_rounding"}
-    options = options if implied else {**known, **options}
+    # What was given counts, and what the step was given, unless that is for another storage.
+    other = options.keys() & {"storage", "stochastic_rounding"}
+    options = options if other else {**known, **options}
     owner = getattr(step, "__self__", None)
     if isinstance(owner, Optimizer):
         config = as_its_kernel(config, options, owner)

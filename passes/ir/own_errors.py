@@ -37,7 +37,7 @@ def roundings_for_errors(part: Slice, whole: set[Node]) -> set[Node]:
         of = [behind.get(n, {n}) for n in node.all_input_nodes]
         behind[node] = {node}.union(*of)
         if node.target in _ADDING and len(of) == 2 and of[0] & of[1]:
-            apart = {n for n in (of[0] ^ of[1]) - inputs if _is_16_bit(n)}
+            apart = {n for n in (of[0] ^ of[1]) - inputs if _is_low(n)}
             if apart := {n for n in apart if behind[n].isdisjoint(whole)}:
                 candidates[node] = apart
     if not candidates:
@@ -48,7 +48,7 @@ def roundings_for_errors(part: Slice, whole: set[Node]) -> set[Node]:
     return set().union(*(candidates[node] for node in errors))
 
 
-def _is_16_bit(node: Node) -> bool:
+def _is_low(node: Node) -> bool:
     return value_of(node).dtype in LOW_PRECISION
 
 
