@@ -31,8 +31,9 @@ What the columns of the final table mean:
     lost       share of the weights whose stored value, all components, did not change although
                the update was non-zero; the mean over a few probe steps spread over training. The
                intended update is computed in float64 from the gradients and stored states of that
-               very step, weight decay included. The little that Collage still loses is mostly
-               decay alone (lr * 0.01 of a weight) on the embeddings of bytes absent from a batch.
+               very step, weight decay included. The little that "collage plus" still loses is
+               mostly decay alone (lr * 0.01 of a weight) on the embeddings of bytes absent from a
+               batch.
     step ms    median time of an optimizer step outside the probes. All four are compiled: the two
                plain optimizers by torch.compile's default backend. For the master strategy it
                includes casting the gradients up and copying the weights down.
