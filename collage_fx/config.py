@@ -56,9 +56,9 @@ class CollageConfig(Settings):
     where storage `mcf2` or `mcf3` is named: each operation on the carried path in the state's own
     dtype with its error caught, as in the Collage paper."""
     storage: Choice = DEFAULT
-    """How an expansion is laid out in memory; `auto` by default, but a state that has a residual
-    already (master weights, a checkpoint) goes on in the storage of that. `auto`: what keeps most
-    for as many bytes again, `remainder16` for bf16 and `mcf2` for fp16 and fp8. `remainder16`: bf16
+    """The layout of an expansion in memory. `auto` is the default; a state with a residual (master
+    weights, a checkpoint) keeps the storage of that residual then. `auto`: the most precise storage
+    of as many bytes again, `remainder16` for bf16, `mcf2` for fp16 and fp8. `remainder16`: bf16
     and the int16 that fp32 has beyond, exactly fp32 in four bytes. `mcf2`, the paper's: hi and lo
     in the state's dtype, 17 bits in bf16; the default with `arithmetic="eft"` and with
     `stochastic_rounding=True`. `ulp8`: 8 more bits in an int8. `mcf3`: two residuals in the state's

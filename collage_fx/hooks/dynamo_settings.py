@@ -159,7 +159,7 @@ class Failures(logging.Filter):
 
 
 FIRST = 4
-"""How many first steps of an optimizer run without full collections: these compile most graphs."""
+"""First steps of an optimizer without full collections; most graphs are compiled in these."""
 _NEVER = 1 << 30
 
 

@@ -53,7 +53,7 @@ def _is_low(node: Node) -> bool:
 
 
 class _Values:
-    """What the nodes of a slice give in float64 on random inputs, as far as they give anything."""
+    """Values of the nodes of a slice in float64, on random inputs; a node that fails has none."""
 
     def __init__(self, part: Slice, *, rounds: bool) -> None:
         """Compute them.
