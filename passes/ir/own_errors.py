@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from collage_fx.passes.ir.program import CASTS, LOW_PRECISION, Slice, is_tensor, value_of
+from collage_fx.passes.ir.exact import NotExact, operation
+from collage_fx.passes.ir.program import LOW_PRECISION, Slice, is_tensor, value_of
 from collage_fx.passes.ir.torch_internals import unset_fake_temporarily
 
 aten = torch.ops.aten
@@ -89,15 +90,11 @@ class _Values:
         return x if of.dtype.is_floating_point else (x > 0).to(of.dtype)
 
     def _add(self, node: Node) -> None:
-        target: Any = node.target
         dtype = value_of(node).dtype
-        if getattr(target, "namespace", "") not in ("aten", "prims"):
-            return  # a user's own may do anything
-        with contextlib.suppress(KeyError, RuntimeError, TypeError):  # nothing is known of it
-            taken: Any = map_arg((node.args, dict(node.kwargs)), self.found.__getitem__)
-            args, kwargs = taken
-            casts = target in CASTS and dtype.is_floating_point
-            x = args[0].double() if casts else target(*args, **kwargs)
+        with contextlib.suppress(NotExact, KeyError, RuntimeError, TypeError):  # it has no value
+            target, *given = operation(node)
+            args, kwargs = map_arg(given, self.found.__getitem__)
+            x = target(*args, **kwargs)
             rounded = self.rounds and dtype in LOW_PRECISION
             self.found[node] = x.to(dtype).double() if rounded else x
 
