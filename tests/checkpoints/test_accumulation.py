@@ -113,6 +113,7 @@ def test_it_goes_on_as_the_unbroken_one(kind: str, way: Any, after: int, tmp_pat
     assert all(map(torch.equal, words(again), words(run)))
 
 
+@pytest.mark.slow
 def test_without_its_gradients_it_is_another(tmp_path: Path) -> None:
     """The control."""
     run, again = made("AdamW", 0), made("AdamW", 1)

@@ -216,10 +216,7 @@ MORE = (
     "name", [pytest.param(n, marks=[pytest.mark.slow] if n in MORE else []) for n in WAYS]
 )
 @pytest.mark.quick(
-    "`torch.save*",
     "`get_state_dict`*",
-    "... and `broadcast*",
-    "`dcp.save`*",
     "a checkpoint*",
     "... and back again",
 )

@@ -88,8 +88,8 @@ def test_a_checkpoint_in_one_storage_goes_on_in_another(
         assert [c.dtype for c in residual] == [*STORAGES[here].residuals[torch.bfloat16]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [None, FLAT])
-@pytest.mark.quick("options1")
 def test_more_or_fewer_states_may_have_residuals(
     options: StateDictOptions | None, tmp_path: Path
 ) -> None:
@@ -111,6 +111,7 @@ def test_it_is_refused_without_our_part(tmp_path: Path, monkeypatch: pytest.Monk
     assert hasattr(default_planner.DefaultLoadPlanner.create_local_plan, "_collage")
 
 
+@pytest.mark.slow
 def test_sharded_residuals_come_in_another_storage(tmp_path: Path) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -174,6 +174,7 @@ class Outer(Optimizer):
         self.inner.zero_grad(set_to_none)
 
 
+@pytest.mark.slow
 def test_a_wrapper_and_what_it_wraps_have_one_memory() -> None:
     rates = (1e-2, 2.3e-2, 1.1e-2, 1.1e-2, 1.1e-2, 1.1e-2)
 

@@ -109,6 +109,7 @@ def test_all_schedulers_of_pytorch_are_here() -> None:
     assert {*SCHEDULERS, *MORE} | known == {*lr_scheduler.__all__} | known
 
 
+@pytest.mark.slow
 def test_it_has_others_if_nobody_remembers_which_rates_have_changed() -> None:
     """The negative control, and what Dynamo does: a rate is a constant until it changes."""
     run, saved = halfway(by_hand)

@@ -113,6 +113,7 @@ def _only_kernel() -> multi_tensor_kernel.MultiTensorKernel:
     return found
 
 
+@pytest.mark.slow
 def test_other_passes_are_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(multi_tensor_kernel, "print_cpp_kernel", unprintable)
     compiled()

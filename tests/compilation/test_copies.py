@@ -55,9 +55,9 @@ def copies(ps: list[Tensor], gs: list[Tensor]) -> list[Tensor]:
     return [*olds, ps[0].view(2, 4).t().clone(), torch.empty_like(ps[1]).copy_(ps[1])]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*belong to no torch.optim.Optimizer")
 @pytest.mark.parametrize("backend", ["collage", None])
-@pytest.mark.quick("collage")
 def test_a_copy_that_a_function_returns_has_memory_of_its_own(backend: str | None) -> None:
     step = collage_fx.compile(copies)
     if backend:

@@ -140,6 +140,7 @@ def test_the_sequences_are_those_of_the_arithmetic() -> None:
     assert differing(two_sum(a, b)[1], t) == differing(fast_two_sum(a, b)[1], b - (s - a)) == 0
 
 
+@pytest.mark.slow
 def test_a_step_of_adamw_rounds_less_than_half_as_often() -> None:
     graph = graph_of(rewritten(CASES["adamw-plus"]).lowered).graph
     roundings = [n for n in graph.nodes if n.target is collage.round.default]

@@ -260,9 +260,9 @@ def rows(p: Tensor, g: Tensor, state: Any) -> None:
     p.sub_(LR * g / (m.sqrt() + 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("record", [False, True])
 @pytest.mark.parametrize("update", [from_state, rows])
-@pytest.mark.quick("rows-False")
 def test_steps_have_the_same_bits(update: Any, record: bool) -> None:
     """Of rewritten graphs, of graphs on joined values and of recorded segments."""
     found, sizes = [], []

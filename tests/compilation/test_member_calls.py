@@ -216,6 +216,7 @@ def test_a_row_too_few_is_seen(parts: list[list[int]], monkeypatch: pytest.Monke
         assert not all(map(torch.equal, states_after(Lamb, steps=3), expected))
 
 
+@pytest.mark.slow
 def test_rounded_values_are_not_handed_on(parts: list[list[int]]) -> None:
     """A norm in 16 bits is kept in fp32 within a graph; parts would get it rounded."""
     with without_compiler():
@@ -223,8 +224,8 @@ def test_rounded_values_are_not_handed_on(parts: list[list[int]]) -> None:
     assert not parts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [muon, adafactor])
-@pytest.mark.quick("muon")
 def test_one_matrix_of_a_shape_is_traced(
     parts: list[list[int]], monkeypatch: pytest.MonkeyPatch, make: Make
 ) -> None:

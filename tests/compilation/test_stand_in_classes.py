@@ -50,7 +50,7 @@ def _class_as_it_was() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_class_as_it_was")
 @pytest.mark.parametrize("spoil", [hook, overlap, subclass, wrapped])
-@pytest.mark.quick("hook", "subclass")
+@pytest.mark.quick("hook")
 def test_steps_that_are_traced_whole(spoil: Callable[[Optimizer], None], traced: list[int]) -> None:
     """Where others look at the optimizer, memory overlaps, or class or step are not torch's."""
     optimizer = AdamW(parameters(SHAPES * 4))
@@ -159,6 +159,7 @@ def test_what_the_engine_does_it_does_to_all_alike(foreach: bool, traced: list[i
         assert all(torch.equal(collage_fx.value(x), collage_fx.value(states[0])) for x in states)
 
 
+@pytest.mark.slow
 def test_a_residual_that_some_of_a_class_are_given_stays() -> None:
     """The class is no class any more; nothing is dropped, and nothing warns."""
     optimizer = AdamW(parameters([(4, 3)] * 20))
@@ -183,8 +184,8 @@ def test_states_that_were_only_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     assert same(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.quick("True")
 def test_gradients_whose_strides_change(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo guards nothing of an optimizer's gradients but that there are any."""
     if whole:

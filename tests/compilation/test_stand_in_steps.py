@@ -152,6 +152,7 @@ def late(optimizer: Optimizer, i: int) -> None:
         p.grad = None
 
 
+@pytest.mark.slow
 def test_states_that_a_later_step_makes(monkeypatch: pytest.MonkeyPatch, traced: list[int]) -> None:
     """Dynamo's code puts the results of such a graph into them: the graph is done, and recorded.
 

@@ -248,6 +248,7 @@ class SharedFactor(Optimizer):
             p.sub_(p.grad, alpha=self.last[1])
 
 
+@pytest.mark.slow
 @pytest.mark.kernels
 def test_one_symbol_may_take_the_place_of_another() -> None:
     """Inductor alone raises NameError: its code has the name of a symbol that no input has."""

@@ -95,7 +95,7 @@ def test_the_check_on_roundings_can_fail() -> None:
 
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("rate", ["constant", "tensor", "scheduled"])
-@pytest.mark.quick("tensor-False", "scheduled-True")
+@pytest.mark.quick("tensor-False")
 def test_a_step_of_many_parameters_is_two_kernels_and_no_kernel_of_inductor(
     rate: str, foreach: bool
 ) -> None:

@@ -35,6 +35,7 @@ assert engines == {"graph"}, engines
 """
 
 
+@pytest.mark.slow
 def test_a_cpu_needs_no_triton() -> None:
     done = run_script(WITHOUT_TRITON)
     assert done.returncode == 0, done.stderr[-2000:]

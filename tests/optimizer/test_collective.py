@@ -175,7 +175,7 @@ def alone(kind: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["zero", "assigned", "shared", "in turn"])
-@pytest.mark.quick("assigned", "shared")
+@pytest.mark.quick("shared")
 def test_each_process_has_all_updates_and_the_residuals_of_its_own(
     found: Callable[[str], list[dict[str, Any]]], kind: str
 ) -> None:

@@ -93,7 +93,7 @@ def error(values: list[Tensor], exact: list[Tensor]) -> float:
 
 
 @pytest.mark.parametrize("update", STEPS)
-@pytest.mark.quick("lookahead", "masked")
+@pytest.mark.quick("lookahead")
 def test_one_kernel_for_all_is_equal_to_one_for_each_and_loses_nothing(update: Update) -> None:
     exact, weights, _ = run(update, SHAPES, exact=True)
     values, states, step = run(update, SHAPES, multi_tensor=True)

@@ -121,6 +121,7 @@ EXAMPLES = {
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.quick("[b-z]*", "a box", "a cast", "a holder")
 def test_an_example_holds_that_plain_training_would_fail(name: str) -> None:
     verdict = judge(EXAMPLES[name])
     assert not verdict.failures and not verdict.excuse
@@ -209,6 +210,7 @@ FAULTS: dict[tuple[str, str], Callable[[pytest.MonkeyPatch], Any]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=": ".join)
+@pytest.mark.quick("[b-z]*", "a cast: *", "a holder: *")
 def test_a_fault_is_seen(fault: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     FAULTS[fault](monkeypatch)
     assert judge(EXAMPLES[fault[0]]).failures

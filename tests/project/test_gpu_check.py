@@ -190,6 +190,7 @@ def one_bit(words: dict[str, torch.Tensor]) -> None:
     low[7] ^= 1
 
 
+@pytest.mark.slow
 def test_one_bit_of_a_parameters_low_word_fails_the_words(tmp_path: Path) -> None:
     setup = Setup("cpu", dry=True, folder=tmp_path, words=tmp_path / "words.pt")
     known = gpu_words.expected([SGD])

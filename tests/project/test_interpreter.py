@@ -125,7 +125,7 @@ FEW = ("adamw-plus", "sgd-mcf3", "adamw-remainder16", "adamw-double-single", "ow
 @pytest.mark.parametrize(
     "name", [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
 )
-@pytest.mark.quick("adamw-plus", "own-class-by-chance")
+@pytest.mark.quick("adamw-plus")
 def test_interpreted_steps_are_those_of_inductor_bit_for_bit(name: str) -> None:
     assert differences(name) == {}
 
@@ -160,6 +160,7 @@ def test_constants_of_a_graph_are_found() -> None:
     assert torch.allclose(1 - collage_fx.value(p), torch.tensor([1e-2, 2e-2]).double(), rtol=0.01)
 
 
+@pytest.mark.slow
 def test_outside_of_regions_values_are_rounded_where_kernels_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

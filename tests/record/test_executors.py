@@ -154,7 +154,7 @@ def adafactor(params: list[Tensor]) -> Optimizer:
 
 @pytest.mark.parametrize("record", ["auto", True])
 @pytest.mark.parametrize("make", [adafactor, MAKERS["AdamW"]], ids=["Adafactor", "AdamW"])
-@pytest.mark.quick("AdamW-*")
+@pytest.mark.quick("AdamW-auto")
 def test_a_resumed_run_has_the_bits_of_an_unbroken_one(make: Any, record: Any) -> None:
     """Under a rate that changes: it is an input of the graphs of both from the beginning."""
     if record == "auto" and make is not adafactor:
@@ -190,6 +190,7 @@ def scaled(p: Tensor, g: Tensor, state: Any) -> None:
     p.sub_(m, alpha=LR / (1 + float(p.norm())))
 
 
+@pytest.mark.slow
 def test_optimizers_in_threads_do_not_meet() -> None:
     """Once they are compiled: what PyTorch knows of tracing is one for all threads."""
 

@@ -127,6 +127,7 @@ def test_a_line_does_what_its_operations_do(
     assert equal(found, one_by_one)
 
 
+@pytest.mark.slow
 def test_another_update_leaves_other_bits() -> None:
     """The control."""
     assert not equal(run(average)[0], run(views)[0])
@@ -193,7 +194,7 @@ def numbered(update: Callable[..., Any]) -> tuple[list[Any], list[int]]:
 
 
 @pytest.mark.parametrize("update", [by_count, rolled, equal_at_first, read_back])
-@pytest.mark.quick("by_count", "equal_at_first", "read_back")
+@pytest.mark.quick("by_count")
 def test_numbers_of_a_graph_are_those_of_each_step(
     update: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +207,7 @@ def test_numbers_of_a_graph_are_those_of_each_step(
     assert equal(found, one_by_one)
 
 
+@pytest.mark.slow
 def test_a_float_that_is_taken_for_a_constant_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_effects, "same_number", lambda a, b: False)  # none is recognised
     assert numbered(by_count)[1][-1] > 2
@@ -260,6 +262,7 @@ class Shares(Nested):
         super()._step()
 
 
+@pytest.mark.slow
 def test_a_tensor_of_the_graph_s_own_is_what_it_is_in_the_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -113,7 +113,7 @@ def signs() -> Optimizer:
 
 @pytest.mark.parametrize("kind", [Signs, Counts, ratios])
 @pytest.mark.parametrize("options", [{}, {"by_chance": True}], ids=["nearest", "by chance"])
-@pytest.mark.quick("nearest-ratios", "by chance-Counts")
+@pytest.mark.quick("nearest-ratios")
 def test_same_bits(monkeypatch: pytest.MonkeyPatch, kind: Any, options: dict[str, Any]) -> None:
     make = functools.partial(made, kind, "mcf2", sizes=SIZES[:5], lr=1e-3, **options)
     repeats = compare(monkeypatch, make, 12)
@@ -130,6 +130,7 @@ def test_kernels_of_numbers_only(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(compare(monkeypatch, lambda: made(two, "mcf2", lr=1e-3), 8)) >= 4
 
 
+@pytest.mark.slow
 def test_what_has_changed_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {7: "written", 13: "residual", 19: "transposed gradient"}
     repeats = compare(monkeypatch, signs, 21, by_turns(names))

@@ -32,6 +32,7 @@ def test_a_compiler_that_is_killed(tmp_path: Path) -> None:
     assert error < 0.05 and "status -9" in message
 
 
+@pytest.mark.slow
 def test_a_folder_with_a_space(tmp_path: Path) -> None:
     """Kernels of classes and Inductor's are compiled into it."""
     spaced = tmp_path / "a folder"

@@ -131,7 +131,7 @@ def off(*args: Any, **options: Any) -> tuple[float, str]:
     ],
     ids=["repeated", "stand-ins", "shared", "bound", "graph"],
 )
-@pytest.mark.quick("bound", "graph")
+@pytest.mark.quick("graph")
 def test_views_of_states_are_read_whole(
     make: Any, options: Any, where: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

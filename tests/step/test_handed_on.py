@@ -91,7 +91,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.quick("cloned-options0", "new_parameters-options1")
+@pytest.mark.quick("cloned-options0")
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("event", [cloned, cloned_and_held, new_parameters])
 def test_a_tensor_of_the_same_value_has_the_residual(

@@ -164,7 +164,7 @@ CHANGES: dict[str, Callable[[Optimizer], Any]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-@pytest.mark.quick("loaded", "state of another dtype")
+@pytest.mark.quick("loaded")
 def test_as_where_all_is_compiled_anew(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("repeated_steps.CHANGES", CHANGES)
     found = after(adamw, changing(name, 7))

@@ -83,7 +83,7 @@ def far(*args: Any) -> float:
         (adamw, parameters, 0),
     ],
 )
-@pytest.mark.quick("Signs-*", "adamw-parameters-0")
+@pytest.mark.quick("Signs-*")
 def test_each_parameter_has_its_own_again(
     make: Any, share: Any, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -224,6 +224,7 @@ class ByModules(Method):
 
 
 @pytest.mark.parametrize("kind", [Present, ByModules])
+@pytest.mark.quick("Present")
 def test_a_parameter_is_found_in_an_attribute(kind: Any) -> None:
     kind.present = []
     exact, _ = run(kind, torch.float64, "plain", cut=False)

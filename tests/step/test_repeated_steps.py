@@ -50,8 +50,8 @@ def test_same_bits(
     assert len(repeats) >= 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Muon, Adafactor])
-@pytest.mark.quick("Adafactor")
 def test_steps_that_are_compiled_in_parts(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
     """As where a step reduces: a weight is written before one step, later the rate changes."""
     shapes = [(4, 3)] * 9 + [(2, 6)] * 2
@@ -79,8 +79,8 @@ def test_steps_that_are_compiled_in_parts(monkeypatch: pytest.MonkeyPatch, kind:
             steps(9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Muon, Adafactor])
-@pytest.mark.quick("Muon")
 def test_a_part_that_compensates_nothing(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
     """It has no residuals; each of the others keeps its own."""
 

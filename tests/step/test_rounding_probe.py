@@ -41,6 +41,7 @@ def test_where_inductor_leaves_roundings_out_steps_are_interpreted(tmp_path: Pat
     assert "interpreted" in report, report
 
 
+@pytest.mark.slow
 def test_where_the_compiler_reorders_sums_steps_are_interpreted(tmp_path: Path) -> None:
     """Kernels of classes are our own text, and the compiler's as much as Inductor's are."""
     compiler = tmp_path / "unsafe"
