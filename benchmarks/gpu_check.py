@@ -176,7 +176,7 @@ def run_here(name: str, args: argparse.Namespace, file: Path) -> int:
             importlib.import_module("cuda_emulator.probe").leave_out_probe()
     from collage_fx.step import small_updates
 
-    small_updates.LOOKS = 0  # what it looks at in steps 100 and 101 waits for the device
+    small_updates.FIRST = sys.maxsize  # what it looks at is waited for
     if not args.at_once:
         sys.stdin.readline()
     rows = Rows(file, name, device, args.command, commit=args.commit, folder=args.out.parent)

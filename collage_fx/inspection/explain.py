@@ -42,7 +42,7 @@ from collage_fx.runtime.storage.registry import chosen
 from collage_fx.step.compiled_step import compile_function, compile_optimizer, report_of
 from collage_fx.step.distributed_wrappers import wrapped_optimizers
 from collage_fx.step.optimizer_clone import clone_of, with_some_gradient
-from collage_fx.step.small_updates import median_update, moving_parameters
+from collage_fx.step.small_updates import moving_parameters
 from collage_fx.step.subject import innermost, name_of, step_made_here, subject_of
 
 
@@ -103,7 +103,7 @@ def explain(
             supervised(*_copied(args))
             before = [(o, full_value(o.tensor)) for o in _moving(owner)]
             supervised(*_copied(args))
-            found = ((o.name, median_update(o, old, full_value(o.tensor))) for o, old in before)
+            found = ((o.name, _median_update(o, old, full_value(o.tensor))) for o, old in before)
             updates = {name: update for name, update in found if update is not None}
         except OptionError:
             raise
@@ -142,6 +142,18 @@ def _moving(owner: Any) -> list[Owned]:
     """Return the 16-bit parameters that a step of an optimizer moves, but for sharded ones."""
     found = moving_parameters(owner) if isinstance(owner, Optimizer) else []
     return [o for o in found if o.whole is o.tensor]
+
+
+def _median_update(owned: Owned, old: Tensor, new: Tensor) -> float | None:
+    """Return the median of the updates of a parameter by a step, each relative to the value.
+
+    Of elements that have a gradient and were not zero; None if there are none.
+    """
+    gradient = owned.tensor.grad
+    if gradient is None or gradient.layout != torch.strided:
+        return None
+    moved = ((new - old) / old).abs()[(gradient != 0) & (old != 0)]
+    return float(moved.median()) if moved.numel() else None
 
 
 def _prepare(

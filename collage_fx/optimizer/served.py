@@ -86,21 +86,52 @@ def too_small(losing: Iterable[tuple[torch.dtype, str, str]]) -> Iterator[str]:
     Args:
         losing: of each the dtype, the storage, which keeps too little, and the name.
     """
-    alike: dict[tuple[torch.dtype, str], list[str]] = {}
-    for dtype, storage, name in losing:
-        alike.setdefault((dtype, storage), []).append(name)
-    for (dtype, storage), names in alike.items():
-        least = kept(dtype, storage)
-        fitting = (s.name for s in STORAGES.values() if dtype in s.residuals)
-        finer = [repr(s) for s in fitting if kept(dtype, s) < least]
+    for (dtype, storage), names in _by_storage(losing).items():
         more = f" and of {len(names) - 1} more" if names[1:] else ""
-        would = f"{' or '.join(finer)} keeps more" if finer else "no storage keeps more"
-        if STORAGES[storage].split_by_chance is not None:
-            would += ", and stochastic_rounding=True keeps them on average"
         yield (
-            f"storage {storage!r} keeps changes of {least:.1e} of a value and more: at the "
-            f"learning rate of now half the updates of {names[0]}{more} are smaller; {would}"
+            f"storage {storage!r} keeps changes of {kept(dtype, storage):.1e} of a value and more: "
+            f"at the learning rate of now half the updates of {names[0]}{more} are smaller; "
+            f"{_finer(dtype, storage)}"
         )
+
+
+def way_lost(
+    losing: Iterable[tuple[torch.dtype, str, tuple[float, str]]], steps: int
+) -> Iterator[str]:
+    """Yield what to say of parameters of whose way of some steps a storage lost a part.
+
+    Args:
+        losing: of each the dtype, the storage, and the share that was lost with the name.
+        steps: how many.
+    """
+    for (dtype, storage), lost in _by_storage(losing).items():
+        (most, name), *others = sorted(lost, reverse=True)
+        more = f", and {others[-1][0]:.0%} or more of {len(others)} others'" if others else ""
+        yield (
+            f"of the last {steps} steps {most:.0%} of the way of {name} was lost{more}: storage "
+            f"{storage!r} keeps changes of {kept(dtype, storage):.1e} of a value and more; "
+            f"{_finer(dtype, storage)}"
+        )
+
+
+def _by_storage(
+    losing: Iterable[tuple[torch.dtype, str, Any]],
+) -> dict[tuple[torch.dtype, str], list[Any]]:
+    """Return the last of three by the dtype and the storage."""
+    alike: dict[tuple[torch.dtype, str], list[Any]] = {}
+    for dtype, storage, one in losing:
+        alike.setdefault((dtype, storage), []).append(one)
+    return alike
+
+
+def _finer(dtype: torch.dtype, storage: str) -> str:
+    """Return the remedy for updates that are too small for a storage."""
+    fitting = (s.name for s in STORAGES.values() if dtype in s.residuals)
+    finer = [repr(s) for s in fitting if kept(dtype, s) < kept(dtype, storage)]
+    would = f"{' or '.join(finer)} keeps more" if finer else "no storage keeps more"
+    if STORAGES[storage].split_by_chance is not None:
+        would += ", and stochastic_rounding=True keeps them on average"
+    return would
 
 
 def not_given(subject: str, tensor: Tensor, how: str) -> str:

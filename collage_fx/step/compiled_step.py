@@ -109,7 +109,7 @@ def compile_optimizer(
         if not supervisor.steps:
             plain_steps.called(family(self))
             distributed_state_dicts.know_residuals()
-        do: Callable[..., Any] = functools.partial(small.step, take) if small.wanted else take
+        do: Callable[..., Any] = functools.partial(small.step, take) if small.due() else take
         return watched(self, functools.partial(do, self))(*args, **kwargs)
 
     step._collage = session  # type: ignore[attr-defined]

@@ -1,93 +1,194 @@
-"""The warning, once, that most updates of a parameter are smaller than what its storage keeps."""
+"""The warning that a storage loses a share of a parameter's updates.
 
-from collections.abc import Callable
+Looked at are a few elements of every parameter, in every tenth step of a hundred: the first hundred
+after the rate has warmed up, and again whenever the run is twice as long, since the words of a
+residual keep less the fuller they are.
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.utils.rnn import pad_sequence
 from torch.optim import Optimizer
 
 from collage_fx.compilation.session import Session
 from collage_fx.optimizer.ownership import Owned, groups_of, owned_tensors
 from collage_fx.optimizer.parameter_names import names_of, renamed
-from collage_fx.optimizer.served import too_small
+from collage_fx.optimizer.served import way_lost
 from collage_fx.runtime.kernels.triton_launch import is_capturing
+from collage_fx.runtime.residuals.checksum import bits_of
 from collage_fx.runtime.residuals.dtensor import shard_of
 from collage_fx.runtime.residuals.residual import version
 from collage_fx.runtime.residuals.store import STORE
-from collage_fx.runtime.storage.registry import FINEST, kept
-from collage_fx.step.first_steps import in_float64
+from collage_fx.runtime.storage.registry import EXPANSIONS, FINEST, kept, value_in_float64
 
-AFTER = 100
-"""The step from which on it looks: rates have warmed up, or begun to."""
-LOOKS = 2
-"""How many steps in turn must lose them: a schedule may pass zero in one."""
-TRIES = 20
-"""How many steps are looked at at most: those that a gradient scaler skips say nothing."""
-PARAMETERS = 16
-"""How many parameters are looked at."""
-ELEMENTS = 1 << 22
-"""A parameter of more elements is looked at only if there is no other."""
+FIRST = 100
+"""The first step that is looked at: rates have warmed up, or begun to."""
+EVERY = 10
+"""Of how many steps one is looked at."""
+LOOKS = 10
+"""In how many steps that write parameters they are looked at before it is judged."""
+ELEMENTS = 64
+"""How many elements of a parameter are looked at."""
+LOST = 0.25
+"""The share of a parameter's way from which on it is told."""
+DECAYED = 0.25
+"""The share of their largest size below which updates no longer matter: a rate has decayed."""
+_GOLDEN = (5**0.5 - 1) / 2
+_HALVINGS = 12
+"""How often a range of sizes is halved until the largest is known, to a part in a hundred."""
+
+
+@dataclass
+class _Seen:
+    """What some steps did to the elements of a parameter; a tensor for each of these steps."""
+
+    owned: Owned
+    storage: str
+    moved: list[Tensor] = field(default_factory=list)
+    """By how much elements moved."""
+    least: list[Tensor] = field(default_factory=list)
+    """The smallest changes that they keep there; zero where a gradient moves nothing."""
+
+
+def lost_share(moved: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how large updates are on average, and the share of the way that is lost.
+
+    Of an update u, a storage keeps a = u rounded to a multiple of twice the smallest change that it
+    keeps. The sizes of a parameter's updates are taken for uniform between the one that the sum of
+    all a tells and half of it. What is lost is then 1 - E[a u] / E[u^2]: nothing where updates are
+    twice the smallest change, since as many become too large as are lost, and all where none
+    reaches it. Of updates of very different sizes less is lost than that.
+
+    Args:
+        moved: a, (parameters, samples).
+        least: the smallest changes that are kept there; zero for what does not count.
+    """
+    counts = (least > 0) & moved.isfinite()
+    moved, least = moved.where(counts, 0), least.where(counts, 0)
+    number, most = counts.sum(1, keepdim=True), least.amax(1, keepdim=True)
+    there = moved.sum(1, keepdim=True)
+    low, high = most / 64, most + 2 * moved.amax(1, keepdim=True)
+    for _ in range(_HALVINGS):
+        top = (low * high).sqrt()
+        less = (_rounded(top, least)[0] * counts).sum(1, keepdim=True) < there
+        low, high = torch.where(less, top, low), torch.where(less, high, top)
+    product = (_rounded(high, least)[1] * counts).sum(1, keepdim=True)
+    some = there > 0
+    share = torch.where(some, 1 - 12 / 7 * product / (number * high * high), (number > 0).double())
+    # Where all are lost, they may have been as large as half of what would have been kept.
+    size = torch.where(some, 3 / 4 * high, least.sum(1, keepdim=True) / 2 / number)
+    return size.squeeze(1).nan_to_num(), share.squeeze(1)
+
+
+def _rounded(top: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
+    """Return E[a] and E[a u] of updates u, uniform from half the top to it, rounded to a."""
+    z = (least / top).clamp(min=0.1)  # finer ones change little
+    ends = [(k * z).clamp(min=0.5) for k in range(1, 11, 2)]  # from each on a is larger by 2 z
+    mean = sum((1 - end).clamp(min=0) for end in ends)
+    product = sum((1 - end * end).clamp(min=0) for end in ends)
+    return 4 * z * mean * top, 2 * z * product * top * top
 
 
 class SmallUpdates:
-    """Looks at some parameters in a few steps, and warns if half their updates are lost.
+    """Looks at parameters in a few steps, and warns of those of whose way a quarter is lost.
 
-    Fine-tuning at rates of 1e-6 with 17 bits does nothing, and nothing else would say so.
+    Fine-tuning at rates of 1e-6 with 17 bits does little, and nothing else would say so. What is
+    looked at stays on its device until there is enough to judge.
     """
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self.steps = 0
+        self.next = FIRST
+        """The next step that is looked at."""
         self.looks = 0
-        """In how many steps there was something to see."""
-        self.small: set[str] = set()
-        """The parameters of which all of these lost half the updates."""
+        self.seen: dict[str, _Seen] = {}
+        self.rate: float | None = None
+        """The largest rate when the first of these steps was taken."""
+        self.largest: dict[str, float] = {}
+        """Parameter -> how large its updates were on average, when they were largest."""
+        self.told: dict[str, float] = {}
+        """Parameter -> the share that was told."""
 
-    @property
-    def wanted(self) -> bool:
-        """Whether there are steps to come that it looks at."""
-        return self.steps < AFTER + TRIES and self.looks < LOOKS
+    def due(self) -> bool:
+        """Count a step; return whether it is one to look at."""
+        self.steps += 1
+        return self.steps >= self.next
 
     def step(self, run: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Do a step of the optimizer, and look at it if it is one of those."""
-        self.steps += 1
+        """Do a step of the optimizer, and look at what it does."""
         # A CUDA graph that is being captured writes nothing yet, and nothing of it can be read.
-        if self.steps < AFTER or is_capturing():
+        if is_capturing():
             return run(optimizer, *args, **kwargs)
-        chosen = self._chosen(optimizer)
-        before = [(o, version(o.tensor), in_float64(o.tensor)) for o in chosen]
+        self.next = self.steps + EVERY
+        if self.rate is None:
+            self.rate = _rate(optimizer)
+        with torch.no_grad():
+            by_chance = self.session.config.rounds_by_chance
+            values = ((o, _value(o.tensor)) for o in moving_parameters(optimizer))
+            before = [(o, version(o.tensor), v[1]) for o, v in values if v and not by_chance(v[0])]
         result = run(optimizer, *args, **kwargs)
-        if any(version(o.tensor) != number for o, number, _ in before):
-            small = {o.name: o for o, _, old in before if self._lost(o, old)}
-            self.small = self.small & set(small) if self.looks else set(small)
-            self.looks += 1
-            if self.looks == LOOKS and self.small:
-                self._warn(optimizer, [o for name, o in small.items() if name in self.small])
+        with torch.no_grad():
+            written = [(o, old) for o, number, old in before if version(o.tensor) != number]
+            for owned, old in written:
+                self._see(owned, old)
+        # Steps that a gradient scaler skips say nothing.
+        self.looks += bool(written)
+        if self.looks == LOOKS:
+            self._judge(optimizer)
         return result
 
-    def _lost(self, owned: Owned, old: Tensor) -> bool:
-        """Tell whether a step has lost half the updates of a parameter."""
-        p = owned.tensor
-        update = median_update(owned, old, in_float64(p))
-        return update is not None and update < kept(p.dtype, self._storage(p))
+    def _see(self, owned: Owned, old: Tensor) -> None:
+        """Note what a step has done to a parameter."""
+        gradient, found = owned.whole.grad, _value(owned.tensor)
+        if found is None or gradient is None or gradient.layout != torch.strided:
+            return
+        storage, new, last = found
+        dtype = owned.tensor.dtype
+        least = kept(dtype, storage) * _power_of_two(new)
+        if storage in EXPANSIONS:
+            least = torch.minimum(least, kept(dtype) * _power_of_two(last))
+        seen = self.seen.setdefault(owned.name, _Seen(owned, storage))
+        seen.moved.append((new - old).abs())
+        seen.least.append(least * (_elements(shard_of(gradient)) != 0))
 
-    def _warn(self, optimizer: Optimizer, small: list[Owned]) -> None:
-        losing = [(o.tensor.dtype, self._storage(o.tensor), o.name) for o in small]
-        for message in too_small(losing):
+    def _judge(self, optimizer: Optimizer) -> None:
+        """Warn of what is lost, unless the rate still warms up, and will soon be large enough."""
+        seen, rate = self.seen, self.rate
+        self.seen, self.rate, self.looks = {}, None, 0
+        if rate is not None and _rate(optimizer) > rate:
+            return
+        self.next = 2 * self.steps
+        losing = []
+        for one, (size, share) in zip(seen.values(), _judged(seen.values()), strict=True):
+            name = one.owned.name
+            self.largest[name] = max(size, self.largest.get(name, 0.0))
+            decayed = size < self.largest[name] * DECAYED
+            if not decayed and share >= max(LOST, 2 * self.told.get(name, 0.0)):
+                self.told[name] = share
+                losing.append((one.owned.tensor.dtype, one.storage, (share, name)))
+        for message in way_lost(losing, EVERY * LOOKS):
             self.session.warn_once(renamed(message, names_of(optimizer)))
 
-    def _storage(self, p: Tensor) -> str:
-        residual = STORE.get(p)
-        return "" if residual is None else residual.storage
 
-    def _chosen(self, optimizer: Optimizer) -> list[Owned]:
-        by_chance = self.session.config.rounds_by_chance
-        stored = ((o, self._storage(o.tensor)) for o in moving_parameters(optimizer))
-        found = [o for o, storage in stored if storage and not by_chance(storage)]
-        found.sort(key=lambda one: one.tensor.numel())
-        few = [one for one in found if one.tensor.numel() <= ELEMENTS]
-        return few[: -PARAMETERS - 1 : -1] or found[:1]
+def _judged(seen: Collection[_Seen]) -> list[tuple[float, float]]:
+    """Return the size of the updates of each parameter and the share that is lost.
+
+    A device is waited for once.
+    """
+    if not seen:
+        return []
+    device = next(iter(seen)).moved[0].device
+    moved, least = (
+        pad_sequence([torch.cat(x).to(device) for x in xs], batch_first=True)
+        for xs in ([one.moved for one in seen], [one.least for one in seen])
+    )
+    return [(size, share) for size, share in torch.stack(lost_share(moved, least), 1).tolist()]
 
 
 def moving_parameters(optimizer: Optimizer) -> list[Owned]:
@@ -98,13 +199,32 @@ def moving_parameters(optimizer: Optimizer) -> list[Owned]:
     return [o for o in params if o.tensor.dtype in FINEST]
 
 
-def median_update(owned: Owned, old: Tensor, new: Tensor) -> float | None:
-    """Return the median of the updates of a parameter by a step, each relative to the value.
+def _value(tensor: Tensor) -> tuple[str, Tensor, Tensor] | None:
+    """Return the storage of some elements, what they are, and their last words, in float64.
 
-    Of elements that have a gradient and were not zero; None if there are none.
+    None for a tensor without a residual of its shape, and for one of a class of its own.
     """
-    gradient = owned.whole.grad
-    if gradient is None or gradient.layout != torch.strided:
+    residual = STORE.get(tensor) if type(tensor) in (Tensor, Parameter) else None
+    if residual is None or not residual.is_shaped_as(tensor) or not tensor.numel():
         return None
-    moved = ((new - old) / old).abs()[(shard_of(gradient) != 0) & (old != 0)]
-    return float(moved.median()) if moved.numel() else None
+    high, *low = (_elements(x) for x in (tensor, *residual.components))
+    return residual.storage, value_in_float64(residual.storage, high, low), low[-1].double()
+
+
+def _elements(tensor: Tensor) -> Tensor:
+    """Return some elements of a tensor, of the same places for all tensors of its shape."""
+    count = tensor.numel()
+    places = (
+        torch.arange(ELEMENTS, device=tensor.device).mul_(int(count * _GOLDEN)).remainder_(count)
+    )
+    return torch.take(bits_of(tensor), places).view(tensor.dtype)
+
+
+def _power_of_two(x: Tensor) -> Tensor:
+    """Return the largest power of two that is not above the size of x; NaN for zero."""
+    return x.abs() / (2 * torch.frexp(x).mantissa.abs())
+
+
+def _rate(optimizer: Optimizer) -> float:
+    """Return the largest learning rate of an optimizer; zero if it has none."""
+    return max((float(g["lr"]) for g in groups_of(optimizer) if "lr" in g), default=0.0)

@@ -32,7 +32,7 @@ from collage_fx.runtime.expansion.stochastic import (
 )
 from collage_fx.runtime.kernels import triton_launch
 from collage_fx.runtime.kernels.triton_launch import CHUNKS, Launch, Table
-from collage_fx.step.small_updates import AFTER, SmallUpdates
+from collage_fx.step import small_updates
 
 SIZES = [2, CHUNKS[0], 1]
 
@@ -179,14 +179,14 @@ def test_the_check_on_allocations_can_fail() -> None:
 
 def test_a_captured_step_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     params = with_grads([bf16(4, 3)])
-    small = SmallUpdates(Session(CollageConfig(), {}))
+    small = small_updates.SmallUpdates(Session(CollageConfig(), {}))
     looked = []
-    monkeypatch.setattr(small, "_chosen", lambda optimizer: looked.append(optimizer) or [])
+    monkeypatch.setattr(small_updates, "moving_parameters", lambda o: looked.append(o) or [])
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     optimizer = torch.optim.SGD(params)
     for capturing in (True, False):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda c=capturing: c)
-        small.steps = AFTER
+        small.steps = small_updates.FIRST
         assert small.step(lambda optimizer: 7, optimizer) == 7
         assert bool(looked) != capturing
 

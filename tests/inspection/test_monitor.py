@@ -1,6 +1,5 @@
 """monitor: its numbers beside a recomputation, where they go, and what it leaves alone."""
 
-import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -193,27 +192,3 @@ def test_tensorboard_and_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     events = EventAccumulator(str(tmp_path / "board"))
     events.Reload()
     assert [e.step for e in events.Scalars(name)] == [1, 2]
-
-
-@pytest.mark.parametrize(
-    "rate, storage, warned",
-    [(1e-6, "mcf2", True), (1e-6, "remainder16", False), (1e-3, "mcf2", False)],
-)
-@pytest.mark.quick("1e-06-mcf2-True")
-def test_updates_too_small_for_the_storage_are_warned_of_once(
-    rate: float, storage: str, warned: bool
-) -> None:
-    model = model_in_bf16()
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
-    with without_compiler(), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        optimizer.step = collage_fx.compile(optimizer, storage=storage)
-        train(model, optimizer, 99)
-        said = [str(w.message) for w in caught if "keeps changes of" in str(w.message)]
-        assert not said, "not before the rate has warmed up"
-        train(model, optimizer, 3)
-    said = [str(w.message) for w in caught if "keeps changes of" in str(w.message)]
-    assert len(said) == warned
-    assert not warned or "'mcf3' or 'remainder16' keeps more" in said[0]
-    assert not warned or ".weight and of" in said[0], "the names of the model"
-    json.dumps(collage_fx.explain(optimizer).to_dict())
