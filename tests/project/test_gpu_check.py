@@ -1,7 +1,4 @@
-"""The check of a GPU does on a CPU what needs none, and loses nothing to a part that fails.
-
-For benchmarks/gpu_check.py and the modules of its parts.
-"""
+"""benchmarks/gpu_check.py does on a CPU what needs no GPU, and loses nothing to a part that fails."""
 
 import argparse
 import ast
