@@ -1,4 +1,4 @@
-"""benchmarks/gpu_check.py does on a CPU what needs no GPU, and loses nothing to a part that fails."""
+"""benchmarks/gpu_check.py does on a CPU what needs no GPU; a part that fails loses nothing else."""
 
 import argparse
 import ast
