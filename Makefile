@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Two processes for two cores, of one thread each.
 PYTEST := -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test test-all test-torch test-cuda-emulated tested-version fuzz lint bench bench-peers \
+.PHONY: demo test test-all test-torch test-cuda-emulated canary tested-version fuzz lint bench bench-peers \
 	gpu gpu-here gpu-prepared gpu-emulated a-gpu coverage engine-times clean
 
 demo: $(READY)
@@ -44,6 +44,10 @@ $(TORCH)/.ready: requirements-torch.txt pyproject.toml | tested-version
 	VERSION=$(VERSION) $(TORCH)/bin/python -m pip install --quiet --requirement $<
 	$(TORCH)/bin/python -m pip install --quiet --no-build-isolation --editable .
 	touch $@
+
+# What becomes of collage_fx in a torch that lacks one of the private names that it uses, each in turn.
+canary: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/support/canary.py
 
 tested-version:
 	@tested="$$($(PYTHON) runtime/torch_versions.py)"; \

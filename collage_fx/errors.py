@@ -14,6 +14,7 @@ from collage_fx.runtime.errors import (
     ScriptError,
     StorageError,
     SubjectError,
+    TorchVersionError,
     UnsupportedError,
 )
 
@@ -31,5 +32,6 @@ __all__ = [
     "ScriptError",
     "StorageError",
     "SubjectError",
+    "TorchVersionError",
     "UnsupportedError",
 ]

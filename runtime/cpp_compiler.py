@@ -10,9 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torch._inductor.codecache import CppCodeCache
-from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
-from torch._inductor.runtime.cache_dir_utils import cache_dir
+from collage_fx.runtime.torch_private import (
+    CppCodeCache,
+    CppCompileError,
+    InvalidCxxCompiler,
+    cache_dir,
+)
 
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 REMEDY = (

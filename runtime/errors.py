@@ -61,6 +61,10 @@ class ScriptError(CollageError, RuntimeError):
     """There is nothing to explain in a script or file, or it cannot be run."""
 
 
+class TorchVersionError(CollageError, ImportError):
+    """This torch lacks a private name that collage_fx needs: which, what for, and the remedy."""
+
+
 class RoundingsLost(RuntimeError):
     """This torch compiles no code that rounds as it must: steps are interpreted."""
 

@@ -32,7 +32,11 @@ def register() -> None:
     if _LOGGERS:
         return
     try:
-        from torch._logging._internal import getArtifactLogger, register_artifact, register_log
+        from collage_fx.runtime.torch_private import (
+            getArtifactLogger,
+            register_artifact,
+            register_log,
+        )
 
         register_log("collage", LOG.name)
         for name, description in _ARTIFACTS.items():
@@ -53,15 +57,19 @@ def show(artifact: str, title: str, text: Callable[[], str], compile_id: Any = N
         text: makes it.
         compile_id: of the compilation that it belongs to, where that is not the one under way.
     """
-    from torch._logging._internal import trace_log, trace_structured
+    from collage_fx.runtime.torch_private import is_missing, trace_log, trace_structured
 
     register()
     logger = _LOGGERS.get(artifact, LOG)
-    if not trace_log.handlers and not logger.isEnabledFor(logging.DEBUG):
+    known = not is_missing(trace_structured) and not is_missing(trace_log)
+    traces = known and trace_log.handlers
+    if not traces and not logger.isEnabledFor(logging.DEBUG):
         return
     written = text()
     logger.debug("%s\n%s", title, written, stacklevel=2)
     name = f"collage_{title.replace(' ', '_')}"
+    if not traces:
+        return
     trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": name, "encoding": "string"},
@@ -74,6 +82,6 @@ def show(artifact: str, title: str, text: Callable[[], str], compile_id: Any = N
 
 def compilation() -> Any:
     """Return the number that Dynamo has given to the compilation under way; None outside of one."""
-    from torch._guards import CompileContext
+    from collage_fx.runtime.torch_private import CompileContext
 
     return CompileContext.current_compile_id()

@@ -10,12 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.exc import TorchDynamoException
-from torch._functorch import config as functorch_config
-from torch._functorch.aot_autograd import aot_module_simplified
-from torch._guards import TracingContext, tracing
-from torch._inductor.compile_fx import compile_fx
-from torch._inductor.decomposition import select_decomp_table
 from torch.fx import GraphModule
 
 from collage_fx.compilation.graph_inputs import AotInputs, Inputs
@@ -54,6 +48,15 @@ from collage_fx.passes.rewrite.symbolic_scalars import keep_symbols
 from collage_fx.runtime import logs, progress
 from collage_fx.runtime.errors import CollageError, RoundingsLost
 from collage_fx.runtime.storage.registry import compensable_dtypes
+from collage_fx.runtime.torch_private import (
+    TorchDynamoException,
+    TracingContext,
+    aot_module_simplified,
+    compile_fx,
+    functorch_config,
+    select_decomp_table,
+    tracing,
+)
 
 
 def compile_graph(

@@ -9,16 +9,8 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
-from torch._functorch._aot_autograd.descriptors import (
-    BufferAOTInput,
-    ParamAOTInput,
-    PlainAOTInput,
-    SubclassGetAttrAOTInput,
-)
-from torch._guards import TracingContext
 from torch.fx import GraphModule, Node
 from torch.nn import Parameter
-from torch.utils._pytree import tree_leaves
 
 from collage_fx.compilation.residual_binding import Locate
 from collage_fx.compilation.side_inputs import Members
@@ -38,6 +30,14 @@ from collage_fx.passes.ir.program import (
 from collage_fx.runtime.residuals.memory import has_memory
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.state_name import StateName
+from collage_fx.runtime.torch_private import (
+    BufferAOTInput,
+    ParamAOTInput,
+    PlainAOTInput,
+    SubclassGetAttrAOTInput,
+    TracingContext,
+    tree_leaves,
+)
 
 _PLAIN = (Tensor, Parameter)
 """The tensors of PyTorch's own, which are no subclass's with parts."""

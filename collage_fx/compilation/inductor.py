@@ -8,17 +8,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.symbolic_convert import TensorifyState
-from torch._guards import TracingContext
-from torch._inductor import config as inductor_config
-from torch._inductor.exc import InductorError
 from torch.fx import GraphModule, Node
-from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from collage_fx.compilation.partition import Direct
 from collage_fx.passes.codegen import inductor_compile
 from collage_fx.passes.dedup.independent_parts import Repeated, divide
 from collage_fx.passes.ir.program import is_tensor
+from collage_fx.runtime.torch_private import (
+    InductorError,
+    TensorifyState,
+    TracingContext,
+    _LazyGraphModule,
+    inductor_config,
+)
 
 aten = torch.ops.aten
 

@@ -12,11 +12,11 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.guards import TensorGuards
 from torch.fx import GraphModule, Node
 from torch.nn import Parameter
 
 from collage_fx.runtime.errors import CollageError
+from collage_fx.runtime.torch_private import TensorGuards
 
 StaticInputs: TypeAlias = tuple[list[int], list[weakref.ref[Tensor]]]
 """The positions of those that are arguments, and the attributes of the graph, not kept alive."""

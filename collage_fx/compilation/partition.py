@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
-from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS, run_multi_tensor
 from collage_fx.passes.ir.graph_memory import base_of
@@ -20,6 +19,7 @@ from collage_fx.passes.ir.program import value_of
 from collage_fx.runtime.kernels.argument_table import check_sizes
 from collage_fx.runtime.ops import collage
 from collage_fx.runtime.residuals.memory import empty_as
+from collage_fx.runtime.torch_private import _LazyGraphModule
 
 aten = torch.ops.aten
 

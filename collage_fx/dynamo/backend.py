@@ -10,7 +10,6 @@ from types import CodeType
 from typing import Any
 
 from torch import Tensor
-from torch._dynamo.exc import SkipFrame, TorchDynamoException
 from torch.fx import GraphModule, Node
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
@@ -35,13 +34,14 @@ from collage_fx.passes.frontend.denominator import one_denominator
 from collage_fx.passes.frontend.read_numbers import CannotRead, read_numbers, reads_numbers
 from collage_fx.passes.ir.verdict import VerdictKind
 from collage_fx.record.steps import Steps
-from collage_fx.runtime import logs, progress
+from collage_fx.runtime import logs, progress, torch_private
 from collage_fx.runtime.errors import CollageError, OptionError, own_name
 from collage_fx.runtime.kernels import left_out
 from collage_fx.runtime.residuals.memory import has_memory, shared_between_storages
 from collage_fx.runtime.residuals.residual import version
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import compensable_dtypes
+from collage_fx.runtime.torch_private import SkipFrame, TorchDynamoException
 from collage_fx.segments.memory import storage_key
 
 
@@ -159,6 +159,7 @@ class Backend(Session):
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one Dynamo graph; the callable that a Dynamo backend returns."""
+        torch_private.require()
         if (supervisor := self.supervisor()) is not None:
             supervisor.look()
         if self.reads_numbers and reads_numbers(gm):

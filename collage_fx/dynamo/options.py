@@ -3,12 +3,10 @@
 import dataclasses
 from typing import Any
 
-from torch._inductor import config as inductor_config
-from torch._inductor import list_mode_options
-
 from collage_fx.config import CollageConfig
 from collage_fx.runtime.errors import OptionError
 from collage_fx.runtime.storage.registry import EXPANSIONS, Choice, named_in
+from collage_fx.runtime.torch_private import inductor_config, list_mode_options
 
 
 def split_options(

@@ -12,13 +12,11 @@ from typing import Any
 
 import sympy
 import torch
-from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
-from torch.utils._pytree import tree_leaves
 
 from collage_fx.compilation.graph_inputs import sources_of
 from collage_fx.passes.dedup.graph_scan import overwrites
+from collage_fx.runtime.torch_private import FakeTensor, TracingContext, tracing, tree_leaves
 
 
 class Symbols:

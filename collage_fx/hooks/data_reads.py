@@ -17,11 +17,10 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, hub
-from torch._guards import CompileContext
-from torch.utils._python_dispatch import _disable_current_modes
 
 from collage_fx.hooks.counted import Counted
 from collage_fx.runtime.expansion.eft import LOW_PRECISION
+from collage_fx.runtime.torch_private import CompileContext, _disable_current_modes
 
 _Names: TypeAlias = dict[Any, tuple[str, ...]]
 """Owner -> names of its attributes."""

@@ -12,13 +12,16 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import ClassVar, NoReturn
 
-from torch._dynamo import config as dynamo_config
-from torch._dynamo.exc import TensorifyScalarRestartAnalysis
-from torch._dynamo.utils import counters, get_metrics_context, graph_break_reasons
-
 from collage_fx.hooks.counted import Counted
 from collage_fx.runtime.cpp_compiler import REMEDY, compiler_fault, words_of
 from collage_fx.runtime.errors import RoundingsLost
+from collage_fx.runtime.torch_private import (
+    TensorifyScalarRestartAnalysis,
+    counters,
+    dynamo_config,
+    get_metrics_context,
+    graph_break_reasons,
+)
 from collage_fx.runtime.torch_versions import TESTED
 
 _LOGGER = logging.getLogger("torch._dynamo.convert_frame")

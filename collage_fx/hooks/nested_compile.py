@@ -9,15 +9,18 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
-from torch._C._dynamo.guards import GlobalStateGuard
-from torch._dynamo import eval_frame
-from torch._dynamo.callback import callback_handler
-from torch._dynamo.convert_frame import CatchErrorsWrapper
-from torch._dynamo.types import ConvertFrameReturn
 from torch.compiler import set_stance
 
 from collage_fx.hooks.counted import Counted
+from collage_fx.runtime.torch_private import (
+    CatchErrorsWrapper,
+    ConvertFrameReturn,
+    GlobalStateGuard,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+    callback_handler,
+    eval_frame,
+)
 
 
 class _Current(threading.local):
@@ -207,7 +210,7 @@ def stance_is_eager() -> bool:
 
 def _stance() -> Any:
     """Return what torch.compiler.set_stance has set."""
-    return torch._dynamo.eval_frame._stance
+    return eval_frame._stance
 
 
 @torch.compiler.disable  # what Dynamo traces of a step may be called outside of it

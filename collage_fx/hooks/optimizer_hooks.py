@@ -15,10 +15,6 @@ from itertools import takewhile
 from typing import Any
 
 import torch
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch._dynamo import config as dynamo_config
-from torch._dynamo.callback import callback_handler
-from torch._dynamo.eval_frame import innermost_backend
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -28,6 +24,12 @@ from collage_fx.hooks.nested_compile import stance_is_eager
 from collage_fx.hooks.step_substitution import can_substitute, leave, substitute
 from collage_fx.hooks.traces import Traces, traced_code, tracer, warn_once, watch_traces
 from collage_fx.optimizer.ownership import live_optimizers, params_of
+from collage_fx.runtime.torch_private import (
+    callback_handler,
+    dynamo_config,
+    get_eval_frame_callback,
+    innermost_backend,
+)
 
 _LOG = logging.getLogger("torch._dynamo.convert_frame")
 
@@ -143,7 +145,7 @@ _DISABLED = torch.compiler.disable(lambda: None).__code__
 
 
 # Dynamo calls functions with this mark while it traces, and puts their result into the graph.
-@torch._dynamo.assume_constant_result
+@torch.compiler.assume_constant_result
 def _is_for_backend() -> bool:
     """Tell whether Dynamo traces for our backend, and may cut what it traces."""
     _look_again()

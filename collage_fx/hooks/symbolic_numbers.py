@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._dynamo.pgo import auto_dynamic
-from torch._dynamo.variables import builder
 from torch.optim import Optimizer
 
 from collage_fx.hooks.counted import Counted
 from collage_fx.optimizer.checkpoints.history import history_of
 from collage_fx.optimizer.ownership import groups_of
+from collage_fx.runtime.torch_private import auto_dynamic
+from collage_fx.runtime.torch_private import variable_builder as builder
 
 _BUILDER: Any = builder
 _pow = math.pow

@@ -11,26 +11,31 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo import guards
-from torch._dynamo.guards import GuardBuilder, install_guard
-from torch._dynamo.side_effects import SideEffects
-from torch._dynamo.source import (
-    AttrSource,
-    ConstDictKeySource,
-    DictGetItemSource,
-    OptimizerSource,
-    is_from_optimizer_source,
-)
-from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._dynamo.variables import LazyVariableTracker, VariableTracker, builder
-from torch._dynamo.variables.optimizer import ArgMappingException, OptimizerVariable
-from torch._dynamo.variables.tensor import TensorVariable
-from torch._guards import ChainedSource, Source
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from collage_fx.optimizer.discovery import init_of_torch
 from collage_fx.runtime.errors import CollageWarning
+from collage_fx.runtime.torch_private import (
+    ArgMappingException,
+    AttrSource,
+    ChainedSource,
+    ConstDictKeySource,
+    DictGetItemSource,
+    GuardBuilder,
+    InstructionTranslator,
+    LazyVariableTracker,
+    OptimizerSource,
+    OptimizerVariable,
+    SideEffects,
+    Source,
+    TensorVariable,
+    VariableTracker,
+    install_guard,
+    is_from_optimizer_source,
+)
+from collage_fx.runtime.torch_private import dynamo_guards as guards
+from collage_fx.runtime.torch_private import variable_builder as builder
 
 _BUILDER: Any = builder
 _make_dupe_guard = _BUILDER.make_dupe_guard

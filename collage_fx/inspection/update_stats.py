@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from collage_fx.compilation.side_inputs import Look, Observed, looked_at
 from collage_fx.optimizer.ownership import Owned
@@ -22,6 +21,7 @@ from collage_fx.passes.ir.exact import ExactGraph, ExactStep, Member, NotExact, 
 from collage_fx.runtime.kernels.update_sums import TYPES, update_sums
 from collage_fx.runtime.residuals.residual import version
 from collage_fx.runtime.storage.state_name import StateName
+from collage_fx.runtime.torch_private import _disable_current_modes
 
 
 @dataclass(slots=True)

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
-from torch.optim.optimizer import _use_grad_for_differentiable
 
 from collage_fx.config import CollageConfig
 from collage_fx.optimizer.discovery import init_of_torch, init_states
 from collage_fx.optimizer.ownership import family
 from collage_fx.runtime.kernels.left_out import left_out_if
+from collage_fx.runtime.torch_private import _use_grad_for_differentiable
 
 FUSED = (Adam, AdamW, SGD, Adagrad)
 """torch.optim's classes that have a fused kernel; a subclass's step is theirs, or made of it."""

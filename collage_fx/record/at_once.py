@@ -10,15 +10,20 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._higher_order_ops.scan import generic_scan, scan_op
-from torch._ops import HigherOrderOperator
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from collage_fx.passes.rewrite.comparisons import compared, rounds_number
 from collage_fx.passes.rewrite.op_schema import COLLECTIVE, TURNS, by_name, is_foreach, received
 from collage_fx.record.notes import Notes
 from collage_fx.runtime.residuals.memory import has_memory
+from collage_fx.runtime.torch_private import (
+    DispatchKey,
+    HigherOrderOperator,
+    generic_scan,
+    scan_op,
+    tree_leaves,
+    tree_map_only,
+)
 from collage_fx.segments.low_words import LowWords
 from collage_fx.segments.memory import Input
 from collage_fx.segments.operations import Operation
@@ -27,7 +32,7 @@ from collage_fx.segments.trie import line_of_code, on_one_line
 SHARE = 0.1
 """Least share of a step's time for an operation to be named in the report."""
 cond = torch.ops.higher_order.cond
-_ANY_DEVICE = torch._C.DispatchKey.CompositeExplicitAutograd
+_ANY_DEVICE = DispatchKey.CompositeExplicitAutograd
 _LOOPS = {"associative_scan", "map_impl", "while_loop", "while_loop_stack_output"}
 """Operators that take functions, and whose kernel for any device is a loop in Python."""
 _Join: TypeAlias = Callable[[Tensor], Tensor]

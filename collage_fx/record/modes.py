@@ -3,7 +3,7 @@
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-from torch.utils._python_dispatch import (
+from collage_fx.runtime.torch_private import (
     TorchDispatchMode,
     _get_current_dispatch_mode,
     _pop_mode_temporarily,

@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from collage_fx.runtime.residuals.memory import (
     empty_as,
@@ -18,6 +16,7 @@ from collage_fx.runtime.residuals.memory import (
     span,
     tensor_on,
 )
+from collage_fx.runtime.torch_private import FakeTensorMode, tree_leaves, tree_map_only
 from collage_fx.segments.low_words import LowWords
 from collage_fx.segments.memory import Input, storage_key
 from collage_fx.segments.operations import OPERATIONS, Operation, flat_piece, piece_of

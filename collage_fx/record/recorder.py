@@ -8,15 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
 from torch.fx import GraphModule
 from torch.nn import Parameter
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    _pop_mode_temporarily,
-)
-from torch.utils._pytree import tree_leaves
 
 from collage_fx.hooks import data_reads, nested_compile
 from collage_fx.hooks.dynamo_settings import Failures
@@ -27,6 +20,15 @@ from collage_fx.record.modes import BesideDynamo, Mode
 from collage_fx.record.notes import CannotNote, Notes, UnknownMemory
 from collage_fx.runtime.kernels import left_out
 from collage_fx.runtime.residuals.memory import has_memory
+from collage_fx.runtime.torch_private import (
+    FakeTensor,
+    TorchDispatchMode,
+    _disable_current_modes,
+    _disabled_torch_dispatch_impl,
+    _len_torch_dispatch_stack,
+    _pop_mode_temporarily,
+    tree_leaves,
+)
 from collage_fx.segments.low_words import LowWords
 from collage_fx.segments.memory import storage_key
 from collage_fx.segments.operations import OPERATIONS, Operation
@@ -47,7 +49,7 @@ _ASSERT, _ASSERT_WITH_MESSAGE = aten._assert_async.default, aten._assert_async.m
 
 def _dispatches(kind: type) -> bool:
     """Tell whether tensors of a class do operations by code of their own, as DTensors do."""
-    plain = torch._C._disabled_torch_dispatch_impl
+    plain = _disabled_torch_dispatch_impl
     return getattr(kind, "__torch_dispatch__", plain) is not plain
 
 
@@ -188,7 +190,7 @@ class Recorder:
 
     def flush_outside(self) -> None:
         """Flush, called from where the mode may be on."""
-        if self.notes.wait and torch._C._len_torch_dispatch_stack():  # and not from within a flush
+        if self.notes.wait and _len_torch_dispatch_stack():  # and not from within a flush
             with _disable_current_modes():
                 self.flush()
 
@@ -199,7 +201,7 @@ class Recorder:
             why: what may read memory in ways that are not seen.
         """
         # Else it is no operation of the step that does it, but what compiles or does these.
-        if not self.passes_by and torch._C._len_torch_dispatch_stack():
+        if not self.passes_by and _len_torch_dispatch_stack():
             with _disable_current_modes():
                 self._note_no_more(why)
 

@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor
 from torch.fx import GraphModule
-from torch.utils._pytree import tree_leaves
 
 from collage_fx.binding.bound_graph import BoundGraph
 from collage_fx.compilation.session import Session
@@ -31,6 +30,7 @@ from collage_fx.runtime.residuals.memory import has_memory
 from collage_fx.runtime.residuals.residual import settle_at_end
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import compensable_dtypes
+from collage_fx.runtime.torch_private import tree_leaves
 from collage_fx.segments.executors import Executors
 from collage_fx.segments.low_words import LowWords
 from collage_fx.segments.memory import gradients, memory_key

@@ -8,9 +8,6 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from torch import Tensor, is_inference_mode_enabled
-from torch._dynamo.convert_frame import compile_lock
-from torch._dynamo.exc import TensorifyScalarRestartAnalysis
-from torch._guards import TracingContext, tracing
 
 from collage_fx.compilation.aot import compile_graph
 from collage_fx.compilation.graph_inputs import Recorded
@@ -22,6 +19,12 @@ from collage_fx.optimizer.ownership import Owned
 from collage_fx.passes.ir.program import StatePlan
 from collage_fx.runtime import logs
 from collage_fx.runtime.residuals.store import STORE
+from collage_fx.runtime.torch_private import (
+    TensorifyScalarRestartAnalysis,
+    TracingContext,
+    compile_lock,
+    tracing,
+)
 from collage_fx.segments.joined_compiler import Joining
 from collage_fx.segments.low_words import LowWords
 from collage_fx.segments.memory import gradients, storage_key

@@ -6,12 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
-from torch._dynamo.eval_frame import innermost_fn
-from torch._functorch import config as functorch_config
-from torch._guards import TracingContext, tracing
-from torch._inductor.compile_fx import compile_fx
-from torch._inductor.decomposition import select_decomp_table
-from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
 
 from collage_fx.compilation.inductor import compile_divided, compile_exactly, noted_roundings
@@ -22,6 +16,15 @@ from collage_fx.passes.rewrite.roundings import ROUNDED, keep_user_roundings
 from collage_fx.passes.rewrite.symbolic_scalars import Table, keep_symbols
 from collage_fx.runtime import logs, progress
 from collage_fx.runtime.residuals.store import STORE
+from collage_fx.runtime.torch_private import (
+    FakeTensorMode,
+    TracingContext,
+    compile_fx,
+    functorch_config,
+    innermost_fn,
+    select_decomp_table,
+    tracing,
+)
 from collage_fx.segments.low_words import LowWords
 from collage_fx.segments.memory import Input, Part, Piece
 from collage_fx.segments.segment import Call, Segment

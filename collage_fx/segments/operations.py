@@ -8,6 +8,11 @@ import torch
 from torch import Tensor
 
 from collage_fx.passes.rewrite.op_schema import written
+from collage_fx.runtime.torch_private import (
+    HigherOrderOperator,
+    OpOverload,
+    _dispatch_has_kernel_for_dispatch_key,
+)
 
 aten = torch.ops.aten
 
@@ -65,10 +70,10 @@ class _Operations(dict[Any, Operation]):
     """Finds out what the recorder does with an overload, once."""
 
     def __missing__(self, func: Any) -> Operation:
-        if isinstance(func, torch._ops.OpOverload):
+        if isinstance(func, OpOverload):
             found = _classified(func)
         else:
-            takes_functions = isinstance(func, torch._ops.HigherOrderOperator)
+            takes_functions = isinstance(func, HigherOrderOperator)
             found = Operation("higher order" if takes_functions else "foreign")
         self[func] = found
         return found
@@ -82,7 +87,7 @@ def _classified(func: Any) -> Operation:
     places = tuple(a.name if a.kwarg_only else arguments.index(a) for a in writes)
     # Autograd decomposes it, but not within a subclass's dispatch, nor in inference mode. A
     # composite "view" may copy: to, contiguous, reshape, flatten.
-    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+    if _dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
         return Operation("composite", places)
     if func.is_view or name == "lift_fresh":
         return Operation("view")

@@ -11,14 +11,13 @@ from typing import Any, TypeAlias
 import sympy
 import torch
 from torch import Tensor
-from torch._dynamo.source import FloatTensorSource, LocalSource
-from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from collage_fx.passes.ir.program import NUMBER
 from collage_fx.passes.rewrite.comparisons import compared
 from collage_fx.runtime.storage.registry import join_in, split_into
+from collage_fx.runtime.torch_private import FakeTensorMode, FloatTensorSource, LocalSource
 from collage_fx.segments.low_words import LowWords
 from collage_fx.segments.memory import Part
 from collage_fx.segments.operations import piece_of

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes
 
 from collage_fx.binding.backoff import Backoff
 from collage_fx.compilation.session import Outcome, Session
@@ -27,6 +26,7 @@ from collage_fx.passes.ir.program import Unlike
 from collage_fx.record.steps import Steps
 from collage_fx.runtime.kernels import left_out
 from collage_fx.runtime.residuals.store import STORE
+from collage_fx.runtime.torch_private import _disable_current_modes
 from collage_fx.stand_in.alike import count_alike, register, residuals_of, shares, withdraw
 from collage_fx.stand_in.members import members_of
 from collage_fx.stand_in.repeated_step import RepeatedStep

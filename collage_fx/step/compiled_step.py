@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.compiler import disable
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from collage_fx.dynamo.backend import Backend
 from collage_fx.errors import CollageError, OptionError
@@ -35,7 +34,8 @@ from collage_fx.optimizer.state_table import sort_key
 from collage_fx.passes.ir.program import LOW_PRECISION
 from collage_fx.record.service import written_between_steps
 from collage_fx.record.steps import Steps
-from collage_fx.runtime import progress
+from collage_fx.runtime import progress, torch_private
+from collage_fx.runtime.torch_private import tree_leaves
 from collage_fx.stand_in.steps import StandInSteps
 from collage_fx.step.first_steps import StepCheck
 from collage_fx.step.other_methods import replace_functions, serve_methods
@@ -207,8 +207,7 @@ def _supervised(
         count = len(params_of(optimizer)) if optimizer else 0
         return f"compiling {steps.subject}" + (f" ({count} parameters)" if count else "")
 
-    @disable  # where the whole training step is compiled
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def taken(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         steps.go_on()
         early = guard.calls < FIRST
         compiles = no_full_collection() if early else nullcontext()
@@ -228,6 +227,15 @@ def _supervised(
                 if few is None:
                     steps.see_results(result)
                 return result
+
+    @disable  # where the whole training step is compiled
+    def run(*args: Any, **kwargs: Any) -> Any:
+        torch_private.require()
+        try:
+            return taken(args, kwargs)
+        except Exception as error:
+            torch_private.explain(error)
+            raise
 
     return run
 
@@ -303,6 +311,7 @@ def _report(supervisor: Steps, session: Backend) -> Report:
         sorted(written, key=lambda s: sort_key(s.state_name)),
         [
             *sorted(session.warned | session.notes),
+            *torch_private.left_out(),
             *supervisor.executors.outside_graphs(),
             *supervisor.recorder.unrecorded.notes(),
             *written_between_steps(supervisor.states.find()),

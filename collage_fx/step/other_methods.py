@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch.compiler import disable
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map
 
 from collage_fx.hooks import nested_compile
 from collage_fx.hooks.step_substitution import codes
 from collage_fx.optimizer import plain_steps
 from collage_fx.optimizer.ownership import family
 from collage_fx.record.steps import Steps
+from collage_fx.runtime.torch_private import tree_leaves, tree_map
 
 
 class ServedMethod:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import is_concrete_int
 
 from collage_fx.passes.analysis.affine import FREE, Form, cancels, is_number
 from collage_fx.passes.analysis.carried_path import walk
@@ -23,7 +24,6 @@ from collage_fx.passes.ir.program import (
     other_outputs,
     value_of,
 )
-from collage_fx.passes.ir.torch_internals import is_concrete_int
 from collage_fx.passes.ir.verdict import UNKNOWN, Verdict, VerdictKind
 from collage_fx.runtime.errors import StorageError
 from collage_fx.runtime.storage.registry import STORAGES, Choice, check_compensable

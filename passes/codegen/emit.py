@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
-from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from collage_fx.passes.analysis.affine import LERP
 from collage_fx.passes.codegen.inductor_lowering import register_region
@@ -38,6 +37,7 @@ from collage_fx.passes.ir.program import (
 from collage_fx.passes.rewrite.residual_inputs import add_residuals
 from collage_fx.passes.rewrite.roundings import keep_shared_roundings
 from collage_fx.runtime.ops import collage
+from collage_fx.runtime.torch_private import _LazyGraphModule
 
 aten = torch.ops.aten
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch.compiler import config as compiler_config
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -21,6 +20,7 @@ from collage_fx.passes.ir.graph_memory import base_of
 from collage_fx.passes.ir.program import is_tensor
 from collage_fx.runtime import cpp_compiler, progress
 from collage_fx.runtime.ops import collage
+from collage_fx.runtime.torch_private import TracingContext, detect_fake_mode, tracing
 
 
 def compile_functional(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -74,7 +74,7 @@ def keep_old_values(gm: GraphModule) -> None:
 
 
 def _compiled(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-    from torch._inductor.compile_fx import compile_fx_inner
+    from collage_fx.runtime.torch_private import compile_fx_inner
 
     cpp_compiler.quote_cache_dir()
     # A graph of another version may have the same text, and other code.

@@ -9,9 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._guards import TracingContext, detect_fake_mode, tracing
-from torch._inductor import config as inductor_config
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -20,6 +17,14 @@ from collage_fx.passes.ir.program import value_of
 from collage_fx.runtime.kernels.argument_table import Column, Runner
 from collage_fx.runtime.kernels.cpp_loop import loop_over
 from collage_fx.runtime.ops import collage
+from collage_fx.runtime.torch_private import (
+    TracingContext,
+    _DisableTorchDispatch,
+    detect_fake_mode,
+    inductor_config,
+    tracing,
+    unset_fake_temporarily,
+)
 
 _SAMPLE = 96
 """A size to trace with; it stands for any."""
@@ -94,7 +99,7 @@ class CallPerMember:
             inputs = [column[m] for column in columns]
             pairs = zip(inputs, self.scalar, strict=True)
             # As for a kernel of our own, no mode sees tensors, of whatever class they are.
-            with torch._C._DisableTorchDispatch():
+            with _DisableTorchDispatch():
                 self.function(
                     [size, *(x if one else x.as_strided((size,), (1,)) for x, one in pairs)]
                 )

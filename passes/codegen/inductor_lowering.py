@@ -14,14 +14,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._inductor.ir import Pointwise, TensorBox
-from torch._inductor.lowering import broadcast_tensors, lowerings, make_pointwise, register_lowering
-from torch._inductor.virtualized import ops
 from torch.fx import Graph, GraphModule, Node
 
 from collage_fx.passes.ir.program import CONVERT
 from collage_fx.runtime import torch_versions
 from collage_fx.runtime.ops import collage
+from collage_fx.runtime.torch_private import (
+    Pointwise,
+    TensorBox,
+    broadcast_tensors,
+    lowerings,
+    make_pointwise,
+    register_lowering,
+)
+from collage_fx.runtime.torch_private import inductor_ops as ops
 
 aten = torch.ops.aten
 

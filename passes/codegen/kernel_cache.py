@@ -12,15 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._inductor import config as inductor_config
-from torch._inductor.codecache import torch_key, write_atomic
-from torch._inductor.cpu_vec_isa import pick_vec_isa
-from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.compiler import config as compiler_config
 
 from collage_fx.passes.ir.cache_key import source_digest
 from collage_fx.runtime.cpp_compiler import quote_cache_dir
 from collage_fx.runtime.kernels.cpp_loop import Loop
+from collage_fx.runtime.torch_private import (
+    cache_dir,
+    inductor_config,
+    pick_vec_isa,
+    torch_key,
+    write_atomic,
+)
 
 _LOGGER = logging.getLogger(__name__)
 

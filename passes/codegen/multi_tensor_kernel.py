@@ -17,7 +17,6 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
-from torch.utils._triton import has_triton
 
 from collage_fx.passes.analysis.plan import flat
 from collage_fx.passes.codegen import kernel_cache
@@ -41,6 +40,7 @@ from collage_fx.runtime import logs, progress
 from collage_fx.runtime.kernels.argument_table import Column, Runner, check_sizes, device_of
 from collage_fx.runtime.kernels.cpp_loop import compile_loop
 from collage_fx.runtime.kernels.triton_launch import Launch
+from collage_fx.runtime.torch_private import has_triton
 
 MEMBERS = 8
 """Members from which on a class on a GPU has one kernel, where the user leaves the choice."""

@@ -12,12 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._inductor import config as inductor_config
-from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._triton import has_triton_package
 
 from collage_fx.passes.codegen import kernel_cache
 from collage_fx.passes.rewrite.lower import lowered_function
@@ -25,6 +20,14 @@ from collage_fx.runtime import progress
 from collage_fx.runtime.errors import RoundingsLost
 from collage_fx.runtime.expansion.eft import SIXTEEN_BITS, two_prod, two_sum
 from collage_fx.runtime.storage.layouts import split
+from collage_fx.runtime.torch_private import (
+    _disable_current_modes,
+    get_compiler_version_info,
+    get_cpp_compiler,
+    has_triton_package,
+    inductor_config,
+    unset_fake_temporarily,
+)
 
 Run: TypeAlias = Callable[[Graph, list[Tensor]], Sequence[Tensor]]
 """Compiles a lowered graph, and returns its results for operands."""

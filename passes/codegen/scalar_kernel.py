@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch._inductor.lowering import lowerings
 from torch.fx import Graph, GraphModule, Node
 
 from collage_fx.passes.frontend.slice import elementwise, make_slice
@@ -23,6 +22,7 @@ from collage_fx.passes.ir.program import (
     other_outputs,
     value_of,
 )
+from collage_fx.runtime.torch_private import lowerings
 
 
 @dataclass

@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import is_concrete_int
 from torch.fx.node import map_aggregate
 
 from collage_fx.passes.dedup.graph_scan import Atom, Part, Scan, UnknownOperation
 from collage_fx.passes.dedup.independent_parts import LEAST
 from collage_fx.passes.ir.program import Unlike
-from collage_fx.passes.ir.torch_internals import is_concrete_int, set_grad_enabled
 from collage_fx.runtime.expansion.eft import LOW_PRECISION
+from collage_fx.runtime.torch_private import _set_grad_enabled
 
 Fact = Callable[[Node], Hashable | None]
 
@@ -69,7 +70,7 @@ class Narrow:
     def idle(self) -> bool:
         """Whether the graph computes nothing and returns nothing, and need not run."""
         calls = (n for n in self.gm.graph.nodes if n.op.startswith("call"))
-        return not self.results and all(n.target is set_grad_enabled for n in calls)
+        return not self.results and all(n.target is _set_grad_enabled for n in calls)
 
 
 def narrow(

@@ -8,7 +8,7 @@ for all that are equal where the graph is compiled, and Dynamo compiles anew onc
 from torch import SymInt, Tensor
 from torch.fx import GraphModule, Node
 
-from collage_fx.passes.ir.torch_internals import hint_of
+from collage_fx.passes.frontend.read_numbers import hint_of
 
 
 def unify_equal_counts(gm: GraphModule, least: int) -> None:

@@ -13,8 +13,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from collage_fx.passes.ir.graph_memory import Connected
-from collage_fx.passes.ir.torch_internals import OpOverload, set_grad_enabled
 from collage_fx.passes.rewrite.op_schema import written as overwritten
+from collage_fx.runtime.torch_private import OpOverload, _set_grad_enabled
 
 
 class UnknownOperation(Exception):
@@ -119,7 +119,7 @@ class Scan:
                 self.scalars[node] = node.name
             else:
                 raise UnknownOperation
-        elif node.target is set_grad_enabled:
+        elif node.target is _set_grad_enabled:
             self.graded = bool(node.args[0])
         elif node.target is operator.getitem and node.args[0] in self.lists:
             self.atom_of[node] = self.lists[node.args[0]][node.args[1]]  # type: ignore[index]

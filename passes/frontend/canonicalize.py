@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
-from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from collage_fx.passes.frontend.decompose import DECOMPOSITIONS, like
 from collage_fx.passes.frontend.slice import shape_of
 from collage_fx.passes.ir.graph_memory import ORIGIN, base_of, note_origin
 from collage_fx.passes.ir.program import CONVERT, Program, compensable_in, is_tensor, value_of
-from collage_fx.passes.ir.torch_internals import OpOverload
+from collage_fx.runtime.torch_private import OpOverload, _LazyGraphModule
 
 aten = torch.ops.aten
 

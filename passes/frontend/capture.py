@@ -1,12 +1,12 @@
 """Pass 1: find the carried states of the graph."""
 
 import torch
-from torch._functorch._aot_autograd.descriptors import SyntheticBaseAOTInput, ViewBaseAOTInput
 from torch.fx import Node
 
 from collage_fx.passes.ir.graph_memory import mutations
 from collage_fx.passes.ir.program import LOW_PRECISION, Carried, Program, is_scalar
 from collage_fx.runtime.expansion.eft import FP8
+from collage_fx.runtime.torch_private import SyntheticBaseAOTInput, ViewBaseAOTInput
 
 
 def capture(program: Program) -> None:

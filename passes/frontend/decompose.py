@@ -12,11 +12,13 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-import torch._inductor.inductor_prims  # registers torch.ops.prims.fma
 from torch import Tensor
 
 from collage_fx.passes.ir.program import CONVERT, LOW_PRECISION, Operand, is_value, value_of
 from collage_fx.runtime.expansion.eft import computed_in
+from collage_fx.runtime.torch_private import (
+    inductor_prims as inductor_prims,  # registers torch.ops.prims.fma
+)
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

@@ -10,12 +10,13 @@ import operator
 from typing import Any
 
 import torch
-import torch._inductor.inductor_prims  # registers torch.ops.prims.fma
 from torch import Tensor
-from torch._subclasses import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 
-from collage_fx.passes.ir.torch_internals import hint_of
+from collage_fx.runtime.torch_private import FakeTensor
+from collage_fx.runtime.torch_private import (
+    inductor_prims as inductor_prims,  # registers torch.ops.prims.fma
+)
 
 
 class CannotRead(Exception):
@@ -198,3 +199,9 @@ class _Rewriter:
         except Exception as error:  # whatever an operation's own check of its operands raises
             raise CannotRead from error
         return new
+
+
+def hint_of(number: torch.SymInt | torch.SymFloat) -> float | None:
+    """Return its value where the graph is compiled, without a guard; None if it has none."""
+    hint: float | None = number.node.hint
+    return hint

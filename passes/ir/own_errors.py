@@ -10,7 +10,7 @@ from torch.fx.node import map_arg
 
 from collage_fx.passes.ir.exact import NotExact, operation
 from collage_fx.passes.ir.program import LOW_PRECISION, Slice, is_tensor, value_of
-from collage_fx.passes.ir.torch_internals import unset_fake_temporarily
+from collage_fx.runtime.torch_private import unset_fake_temporarily
 
 aten = torch.ops.aten
 

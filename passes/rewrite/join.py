@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
-from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_aggregate, map_arg
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from collage_fx.passes.analysis.plan import storage_of
 from collage_fx.passes.frontend.capture import not_held
@@ -29,7 +27,6 @@ from collage_fx.passes.ir.program import (
     is_tensor,
     value_of,
 )
-from collage_fx.passes.ir.torch_internals import select_decomp_table
 from collage_fx.passes.ir.verdict import UNKNOWN, Change, Verdict, VerdictKind
 from collage_fx.passes.rewrite.powers import POWERS, in_float64
 from collage_fx.passes.rewrite.residual_inputs import add_members, add_residuals
@@ -41,6 +38,12 @@ from collage_fx.runtime.storage.registry import (
     join_in,
     refusal,
     split_into,
+)
+from collage_fx.runtime.torch_private import (
+    _LazyGraphModule,
+    select_decomp_table,
+    tree_flatten,
+    tree_unflatten,
 )
 
 aten = torch.ops.aten

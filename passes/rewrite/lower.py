@@ -12,14 +12,19 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from collage_fx.passes.ir.graph_memory import ORIGIN, note_origin
 from collage_fx.passes.ir.program import CASTS, CONVERT, LOW_PRECISION, Program, graph_of
-from collage_fx.passes.ir.torch_internals import select_decomp_table, unset_fake_temporarily
 from collage_fx.runtime.expansion.eft import WIDER, computed_in
 from collage_fx.runtime.ops import collage
 from collage_fx.runtime.storage.layouts import LAST
+from collage_fx.runtime.torch_private import (
+    TreeSpec,
+    select_decomp_table,
+    tree_flatten,
+    tree_unflatten,
+    unset_fake_temporarily,
+)
 
 aten = torch.ops.aten
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from collage_fx.passes.frontend.canonicalize import FOREACH, single_overload
 from collage_fx.passes.frontend.decompose import DECOMPOSITIONS
-from collage_fx.passes.ir.torch_internals import OpOverload
 from collage_fx.passes.rules import RULES
+from collage_fx.runtime.torch_private import OpOverload
 
 aten = torch.ops.aten
 

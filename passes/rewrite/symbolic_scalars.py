@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from torch import SymFloat, Tensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from collage_fx.passes.frontend.decompose import DECOMPOSITIONS, is_rounded_power
 from collage_fx.passes.ir.program import Value, value_of
-from collage_fx.passes.ir.torch_internals import suggest_memory_format
 from collage_fx.passes.rewrite.op_schema import each, functional, is_foreach, written
 from collage_fx.runtime.expansion.eft import WIDER, computed_in
+from collage_fx.runtime.torch_private import suggest_memory_format, tree_leaves, tree_map_only
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

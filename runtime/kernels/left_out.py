@@ -10,7 +10,8 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
+
+from collage_fx.runtime.torch_private import _disable_current_modes
 
 
 class LeftOut(BaseException):

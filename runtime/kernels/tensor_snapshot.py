@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch._C._dynamo import guards
 
 from collage_fx.runtime import cpp_compiler
 from collage_fx.runtime.residuals.dtensor import SHARD, SPEC, shard_of, spec_of
 from collage_fx.runtime.residuals.memory import Apart
+from collage_fx.runtime.torch_private import TensorBase
+from collage_fx.runtime.torch_private import c_guards as guards
 
 _SOURCE = r"""
 #include <Python.h>
@@ -330,7 +330,7 @@ class TensorSnapshot:
 
         Raises RuntimeError and what compiling raises if this PyTorch, or this machine, cannot.
         """
-        base = vars(torch._C.TensorBase)
+        base = vars(TensorBase)
         version, grad = base["_version"], base["grad"]
         if not isinstance(version, _ATTRIBUTE) or not isinstance(grad, _ATTRIBUTE):
             raise RuntimeError("attributes of tensors are not what they are compiled for")

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._inductor.codecache import PyCodeCache
 
 from collage_fx.runtime.errors import CaptureError
 from collage_fx.runtime.kernels.argument_table import Column, addresses, device_of
 from collage_fx.runtime.kernels.left_out import number_on
+from collage_fx.runtime.torch_private import PyCodeCache
 
 CHUNKS = (1 << 12, 1 << 14)
 """Elements that one program works on; 12 bytes say which, a 680th of a 16-bit tensor's or less."""

@@ -6,10 +6,16 @@ from itertools import chain
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.guards import _empty_strided_cpu  # type: ignore[attr-defined]
 from torch.multiprocessing.reductions import StorageWeakRef
 
-address = torch._C.TensorBase.data_ptr
+from collage_fx.runtime.torch_private import (
+    TensorBase,
+    _empty_strided_cpu,
+    is_functorch_wrapped_tensor,
+    new_with_weak_ptr,
+)
+
+address = TensorBase.data_ptr
 """Returns where a tensor begins: `Tensor.data_ptr`, which a recorded step has flush what waits."""
 
 
@@ -18,7 +24,7 @@ def has_memory(tensor: Tensor) -> bool:
     return (
         tensor.layout == torch.strided
         and not tensor.is_meta
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and not is_functorch_wrapped_tensor(tensor)
     )
 
 
@@ -167,7 +173,7 @@ def tensor_on(
     offset: int = 0,
 ) -> Tensor:
     """Return a new tensor on memory that is still in use."""
-    memory = torch.UntypedStorage._new_with_weak_ptr(storage.cdata)
+    memory = new_with_weak_ptr(storage.cdata)
     return torch.empty(0, dtype=dtype, device=memory.device).set_(memory, offset, size, stride)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from collage_fx.runtime.errors import CollageWarning, listed
 from collage_fx.runtime.residuals import checks
@@ -18,6 +17,7 @@ from collage_fx.runtime.residuals.components import zeros
 from collage_fx.runtime.residuals.memory import address
 from collage_fx.runtime.storage.registry import STORAGES, value_in_float64
 from collage_fx.runtime.storage.state_name import StateName
+from collage_fx.runtime.torch_private import _disable_current_modes
 
 ANOTHER = "a tensor of another shape or dtype has taken its place"
 _CHANGED = "the tensor has another shape, dtype or device by now"

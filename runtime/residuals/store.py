@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdRef
 
 from collage_fx.runtime.errors import CollageWarning
@@ -23,6 +22,7 @@ from collage_fx.runtime.storage.registry import (
     check_compensable,
 )
 from collage_fx.runtime.storage.state_name import StateName
+from collage_fx.runtime.torch_private import _disable_current_modes
 
 
 class ResidualStore:

@@ -14,24 +14,20 @@ from torch import optim
 ROOT = Path(__file__).parents[2]
 LAYERS = ("collage_fx", "passes", "runtime")
 """The folders with the code, from the top to the bottom."""
-ORDER = [
+PACKAGES = [
     *("__main__", "callbacks", "api"),
-    *("inspection", "step", "dynamo*", "stand_in", "record*", "segments*", "binding"),
-    "compilation*",
-    "hooks*",
+    *("inspection", "step", "dynamo", "stand_in", "record", "segments", "binding"),
+    "compilation",
+    "hooks",
     *("optimizer", "config", "errors"),
-    *("passes.pipeline", "passes.codegen*", "passes.dedup", "passes.rewrite", "passes.analysis"),
-    *("passes.frontend*", "passes.rules", "passes.ir*"),
-    *("runtime.ops", "runtime.kernels*", "runtime.residuals*"),
-    *("runtime.cpp_compiler*", "runtime.storage"),
-    *("runtime.expansion", "runtime.progress", "runtime.logs*"),
-    *("runtime.torch_versions", "runtime.errors"),
+    *("passes.pipeline", "passes.codegen", "passes.dedup", "passes.rewrite", "passes.analysis"),
+    *("passes.frontend", "passes.rules", "passes.ir"),
+    *("runtime.ops", "runtime.kernels", "runtime.residuals"),
+    *("runtime.cpp_compiler", "runtime.storage"),
+    *("runtime.expansion", "runtime.progress", "runtime.logs"),
+    *("runtime.torch_private", "runtime.torch_versions", "runtime.errors"),
 ]
-"""Packages, and modules beside them: each imports itself and what stands behind it.
-
-Those with an asterisk, and no others, may use private parts of torch.
-"""
-PACKAGES = [name.rstrip("*") for name in ORDER]
+"""Packages, and modules beside them: each imports itself and what stands behind it."""
 FILES = 10
 """What a folder has at most; more is a list that nobody reads."""
 
@@ -51,7 +47,7 @@ def imported(path: Path) -> Iterator[str]:
 
 
 def package_of(module: str) -> str | None:
-    """The package in ORDER that a module of collage_fx belongs to; None for what is in none."""
+    """The package of the list that a module of collage_fx belongs to; None for what is in none."""
     name = module.removeprefix("collage_fx.")
     fits = [p for p in PACKAGES if name == p or name.startswith(p + ".")]
     return fits[0] if module != name and fits else None
@@ -62,15 +58,6 @@ def module_of(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
     parts = parts[:-1] if parts[-1] == "__init__" else parts
     return ".".join(parts if parts[0] == "collage_fx" else ("collage_fx", *parts))
-
-
-def private_parts(path: Path) -> Iterator[str]:
-    """What a file uses of torch's private parts: imports, and attributes such as torch._C."""
-    yield from (m for m in imported(path) if m.startswith("torch._"))
-    for node in ast.walk(ast.parse(path.read_text())):
-        of_torch = isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch"
-        if of_torch and re.match(r"_[a-zA-Z]", node.attr):
-            yield f"torch.{node.attr}"
 
 
 def code(path: Path) -> str:
@@ -116,7 +103,7 @@ OPEN = {"collage_fx", "collage_fx.passes", "collage_fx.runtime"}
 def test_every_module_is_in_the_order() -> None:
     assert {m for m in map(module_of, MODULES) if package_of(m) is None} == OPEN
     used = {package_of(m) for m in map(module_of, MODULES)}
-    assert used - {None} == set(PACKAGES), "a package in ORDER is not there"
+    assert used - {None} == set(PACKAGES), "a package in the list is not there"
 
 
 def test_imports_point_one_way() -> None:
@@ -129,16 +116,6 @@ def test_imports_point_one_way() -> None:
             if reached is not None and reached not in allowed:
                 upwards.append(f"{path.relative_to(ROOT)} imports {module}")
     assert not upwards
-
-
-def test_private_parts_of_torch_are_used_in_adapters_only() -> None:
-    adapters = {name.rstrip("*") for name in ORDER if name.endswith("*")}
-    found = {path: set(private_parts(path)) for path in MODULES}
-    spread = {str(p.relative_to(ROOT)): parts for p, parts in found.items() if parts}
-    assert any(spread), "the check sees none at all"
-    assert not {p for p in spread if package_of(module_of(ROOT / p)) not in adapters}
-    idle = adapters - {package_of(module_of(ROOT / p)) for p in spread}
-    assert not idle, "an asterisk that is not needed"
 
 
 @pytest.mark.parametrize("layer", LAYERS)

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 from collage_fx.optimizer.checkpoints.agreement import expect_loads, note_load
@@ -48,6 +47,7 @@ from collage_fx.runtime.residuals.memory import has_memory
 from collage_fx.runtime.residuals.residual import clear_stale
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import Choice
+from collage_fx.runtime.torch_private import _disable_current_modes
 
 _ELSEWHERE = "what is kept elsewhere"
 _SAID = WeakIdKeyDictionary()

@@ -10,15 +10,19 @@ from typing import Any
 
 import sympy
 import torch
-from torch._inductor.codegen.triton import TritonOverrides
-from torch._inductor.graph import GraphLowering
-from torch._inductor.ir import Pointwise, TensorBox
-from torch._inductor.ops_handler import DefaultHandler
-from torch._inductor.utils import triton_type
-from torch._inductor.virtualized import OpsValue, V
 from torch.fx import Graph, GraphModule
 
 from collage_fx.passes.codegen.inductor_lowering import lower_region
+from collage_fx.runtime.torch_private import (
+    DefaultHandler,
+    GraphLowering,
+    OpsValue,
+    Pointwise,
+    TensorBox,
+    TritonOverrides,
+    V,
+    triton_type,
+)
 
 _KERNEL = """\
 import triton

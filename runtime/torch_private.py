@@ -1,0 +1,412 @@
+# ruff: noqa: F401
+"""Every private name of torch that collage_fx uses: where it is, and for what.
+
+No other module imports one. A name is looked for when a module asks for it; one that this torch has
+not is no error then, so that importing collage_fx never fails for it: `require` raises before the
+first step. Public names and operators of ATen need no entry.
+"""
+
+import functools
+import importlib
+import traceback
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from collage_fx.runtime.errors import TorchVersionError
+from collage_fx.runtime.torch_versions import TESTED, untested_warning
+
+if TYPE_CHECKING:  # what the names are, for type checkers
+    from torch._C import (
+        DispatchKey,
+        TensorBase,
+        _disabled_torch_dispatch_impl,
+        _DisableTorchDispatch,
+        _dispatch_has_kernel_for_dispatch_key,
+        _len_torch_dispatch_stack,
+        _len_torch_function_stack,
+        _set_grad_enabled,
+    )
+    from torch._C._dynamo import guards as c_guards
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback
+    from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
+    from torch._C._functorch import is_functorch_wrapped_tensor
+    from torch._dynamo import config as dynamo_config
+    from torch._dynamo import eval_frame
+    from torch._dynamo import guards as dynamo_guards
+    from torch._dynamo.callback import callback_handler
+    from torch._dynamo.convert_frame import CatchErrorsWrapper, compile_lock
+    from torch._dynamo.eval_frame import innermost_backend, innermost_fn
+    from torch._dynamo.exc import SkipFrame, TensorifyScalarRestartAnalysis, TorchDynamoException
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.pgo import auto_dynamic
+    from torch._dynamo.side_effects import SideEffects
+    from torch._dynamo.source import (
+        AttrSource,
+        ConstDictKeySource,
+        DictGetItemSource,
+        FloatTensorSource,
+        LocalSource,
+        OptimizerSource,
+        is_from_optimizer_source,
+    )
+    from torch._dynamo.symbolic_convert import InstructionTranslator, TensorifyState
+    from torch._dynamo.types import ConvertFrameReturn
+    from torch._dynamo.utils import counters, get_metrics_context, graph_break_reasons
+    from torch._dynamo.variables import (
+        LazyVariableTracker,
+        VariableTracker,
+    )
+    from torch._dynamo.variables import (
+        builder as variable_builder,
+    )
+    from torch._dynamo.variables.optimizer import ArgMappingException, OptimizerVariable
+    from torch._dynamo.variables.tensor import TensorVariable
+    from torch._functorch import config as functorch_config
+    from torch._functorch._aot_autograd.descriptors import (
+        BufferAOTInput,
+        ParamAOTInput,
+        PlainAOTInput,
+        SubclassGetAttrAOTInput,
+        SyntheticBaseAOTInput,
+        ViewBaseAOTInput,
+    )
+    from torch._functorch.aot_autograd import aot_module_simplified
+    from torch._guards import (
+        ChainedSource,
+        CompileContext,
+        Source,
+        TracingContext,
+        detect_fake_mode,
+        tracing,
+    )
+    from torch._higher_order_ops.scan import generic_scan, scan_op
+    from torch._inductor import config as inductor_config
+    from torch._inductor import inductor_prims, list_mode_options
+    from torch._inductor.codecache import CppCodeCache, PyCodeCache, torch_key, write_atomic
+    from torch._inductor.codegen.triton import TritonOverrides
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.ir import Pointwise, TensorBox
+    from torch._inductor.lowering import (
+        broadcast_tensors,
+        lowerings,
+        make_pointwise,
+        register_lowering,
+    )
+    from torch._inductor.ops_handler import DefaultHandler
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+    from torch._inductor.utils import triton_type
+    from torch._inductor.virtualized import OpsValue, V
+    from torch._inductor.virtualized import ops as inductor_ops
+    from torch._logging._internal import (
+        getArtifactLogger,
+        register_artifact,
+        register_log,
+        trace_log,
+        trace_structured,
+    )
+    from torch._ops import HigherOrderOperator, OpOverload
+    from torch._prims_common import suggest_memory_format
+    from torch._subclasses import FakeTensor, FakeTensorMode
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from torch.fx._lazy_graph_module import _LazyGraphModule
+    from torch.optim.optimizer import _use_grad_for_differentiable
+    from torch.utils._python_dispatch import (
+        TorchDispatchMode,
+        _disable_current_modes,
+        _get_current_dispatch_mode,
+        _pop_mode_temporarily,
+    )
+    from torch.utils._pytree import (
+        TreeSpec,
+        tree_flatten,
+        tree_leaves,
+        tree_map,
+        tree_map_only,
+        tree_unflatten,
+    )
+    from torch.utils._triton import has_triton, has_triton_package
+
+    _empty_strided_cpu: Any
+    new_with_weak_ptr: Any
+
+
+class Private(NamedTuple):
+    """A private name of torch."""
+
+    where: str
+    """The module that has it, and its name there, which may be that of an attribute: `a.b:C.d`."""
+    purpose: str
+    required: bool
+    """Whether no step is compensated without it."""
+
+
+_TABLE: tuple[tuple[str, bool, dict[str, str]], ...] = (
+    (
+        "Dynamo's settings, and what it counts and says of a trace",
+        True,
+        {
+            "torch._dynamo": "config as dynamo_config",
+            "torch._dynamo.utils": "counters, get_metrics_context, graph_break_reasons",
+            "torch._dynamo.callback": "callback_handler",
+        },
+    ),
+    (
+        "errors of the compiler, which are told from those of a step",
+        True,
+        {
+            "torch._dynamo.exc": (
+                "SkipFrame, TensorifyScalarRestartAnalysis, TorchDynamoException"
+            ),
+            "torch._inductor.exc": "CppCompileError, InductorError, InvalidCxxCompiler",
+        },
+    ),
+    (
+        "whether a step is being compiled, and by which backend",
+        True,
+        {
+            "torch._C._dynamo.eval_frame": "get_eval_frame_callback",
+            "torch._dynamo": "eval_frame",
+            "torch._dynamo.convert_frame": "CatchErrorsWrapper, compile_lock",
+            "torch._dynamo.eval_frame": (
+                "innermost_backend, innermost_fn, _callback_from_stance, _stance"
+            ),
+            "torch._dynamo.types": "ConvertFrameReturn",
+            "torch._C._dynamo.guards": "GlobalStateGuard",
+            "torch._C": "_len_torch_dispatch_stack, _len_torch_function_stack",
+        },
+    ),
+    (
+        "guards that Dynamo leaves out, and calls that it makes once",
+        True,
+        {
+            "torch._dynamo": "guards as dynamo_guards",
+            "torch._dynamo.guards": "GuardBuilder, install_guard",
+            "torch._dynamo.side_effects": "SideEffects",
+            "torch._dynamo.source": (
+                "AttrSource, ConstDictKeySource, DictGetItemSource, OptimizerSource, "
+                "is_from_optimizer_source"
+            ),
+            "torch._dynamo.symbolic_convert": "InstructionTranslator",
+            "torch._dynamo.variables": (
+                "LazyVariableTracker, VariableTracker, builder as variable_builder"
+            ),
+            "torch._dynamo.variables.optimizer": "ArgMappingException, OptimizerVariable",
+            "torch._dynamo.variables.tensor": "TensorVariable",
+            "torch._guards": "ChainedSource, Source",
+        },
+    ),
+    (
+        "numbers of a step as inputs of its graphs",
+        True,
+        {
+            "torch._dynamo.pgo": "auto_dynamic",
+            "torch._dynamo.source": "FloatTensorSource, LocalSource",
+            "torch._dynamo.symbolic_convert": "TensorifyState",
+        },
+    ),
+    (
+        "compiling a graph with the inputs that a trace knows",
+        True,
+        {
+            "torch._functorch": "config as functorch_config",
+            "torch._functorch.aot_autograd": "aot_module_simplified",
+            "torch._functorch._aot_autograd.descriptors": (
+                "BufferAOTInput, ParamAOTInput, PlainAOTInput, SubclassGetAttrAOTInput, "
+                "SyntheticBaseAOTInput, ViewBaseAOTInput"
+            ),
+            "torch._guards": "CompileContext, TracingContext, detect_fake_mode, tracing",
+            "torch._inductor": "config as inductor_config, inductor_prims, list_mode_options",
+            "torch._inductor.compile_fx": "compile_fx, compile_fx_inner",
+            "torch._inductor.decomposition": "select_decomp_table",
+            "torch._subclasses": "FakeTensor, FakeTensorMode",
+            "torch._subclasses.fake_tensor": "unset_fake_temporarily",
+            "torch.fx._lazy_graph_module": "_LazyGraphModule",
+            "torch._prims_common": "suggest_memory_format",
+            "torch._C": "_set_grad_enabled",
+        },
+    ),
+    (
+        "how Inductor lowers what rounds",
+        True,
+        {
+            "torch._inductor.ir": "Pointwise, TensorBox",
+            "torch._inductor.lowering": (
+                "broadcast_tensors, lowerings, make_pointwise, register_lowering"
+            ),
+            "torch._inductor.virtualized": "ops as inductor_ops",
+        },
+    ),
+    (
+        "the C++ compiler, and a cache of what it made",
+        True,
+        {
+            "torch._inductor.codecache": "CppCodeCache, torch_key, write_atomic",
+            "torch._inductor.cpp_builder": "get_compiler_version_info, get_cpp_compiler",
+            "torch._inductor.cpu_vec_isa": "pick_vec_isa",
+            "torch._inductor.runtime.cache_dir_utils": "cache_dir",
+            "torch.utils._triton": "has_triton, has_triton_package",
+        },
+    ),
+    (
+        "printing Triton kernels, on a GPU",
+        False,
+        {
+            "torch._inductor.codecache": "PyCodeCache",
+            "torch._inductor.codegen.triton": "TritonOverrides",
+            "torch._inductor.graph": "GraphLowering",
+            "torch._inductor.ops_handler": "DefaultHandler",
+            "torch._inductor.utils": "triton_type",
+            "torch._inductor.virtualized": "OpsValue, V",
+        },
+    ),
+    (
+        "recording the operations of a step",
+        True,
+        {
+            "torch._C": (
+                "DispatchKey, _DisableTorchDispatch, _disabled_torch_dispatch_impl, "
+                "_dispatch_has_kernel_for_dispatch_key"
+            ),
+            "torch._higher_order_ops.scan": "generic_scan, scan_op",
+            "torch._ops": "HigherOrderOperator, OpOverload",
+            "torch.utils._python_dispatch": (
+                "TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode, "
+                "_pop_mode_temporarily"
+            ),
+            "torch.utils._pytree": (
+                "TreeSpec, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten"
+            ),
+            "torch.optim.optimizer": "_use_grad_for_differentiable",
+        },
+    ),
+    (
+        "where tensors lie, and whether they are as they were",
+        True,
+        {
+            "torch._C": "TensorBase",
+            "torch._C._dynamo": "guards as c_guards",
+            "torch._C._dynamo.guards": "TensorGuards, _empty_strided_cpu",
+            "torch._C._functorch": "is_functorch_wrapped_tensor",
+            "torch": "UntypedStorage._new_with_weak_ptr as new_with_weak_ptr",
+        },
+    ),
+    (
+        "names for TORCH_LOGS, and traces for tlparse",
+        False,
+        {
+            "torch._logging._internal": (
+                "getArtifactLogger, register_artifact, register_log, trace_log, trace_structured"
+            ),
+        },
+    ),
+)
+"""What for, whether it is required, and by module the names: `name as ours` if ours is another."""
+
+
+def _named() -> dict[str, Private]:
+    found = {}
+    for purpose, required, modules in _TABLE:
+        for module, names in modules.items():
+            for entry in names.split(", "):
+                name, _, ours = entry.partition(" as ")
+                found[ours or name] = Private(f"{module}:{name}", purpose, required)
+    return found
+
+
+NAMES = _named()
+"""Our name -> what it stands for."""
+
+
+class _Missing(type):
+    """The class of what stands for a name that this torch has not: to use it is an error."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise _error([cls.__name__])
+
+    __getitem__ = __iter__ = __len__ = __call__
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return cls
+
+
+def find(name: str) -> Any:
+    """Return what one of `NAMES` stands for; a class that raises when it is called if nothing."""
+    module, _, path = NAMES[name].where.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError):
+        return _Missing(name, (Exception,), {})
+    return found
+
+
+def is_missing(found: Any) -> bool:
+    """Tell whether this torch has not what was found."""
+    return isinstance(found, _Missing)
+
+
+@functools.cache
+def require() -> None:
+    """Raise TorchVersionError if this torch lacks a name that is required."""
+    gone = [name for name, one in NAMES.items() if one.required and is_missing(find(name))]
+    if gone:
+        raise _error(gone)
+
+
+def explain(error: BaseException) -> None:
+    """Raise TorchVersionError from an error that a torch which was never tested makes us raise.
+
+    That is one of a name or a signature, in our code or in torch's, where ours has called it.
+    """
+    import torch
+
+    named = isinstance(error, AttributeError | ImportError | TypeError)
+    named = named or type(error).__name__ == "InternalTorchDynamoError"  # one of these, in a trace
+    if not named or isinstance(error, TorchVersionError):
+        return
+    untested = untested_warning(torch.__version__)
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    modules = [str(frame.f_globals.get("__name__")) for frame in frames]
+    callers = [name for name in modules if not name.startswith("torch.")]
+    if untested and callers and callers[-1].startswith("collage_fx."):
+        raise TorchVersionError(f"{type(error).__name__}: {error}; {untested}") from error
+
+
+def left_out() -> list[str]:
+    """Return what to say in a report of the names that are not required, and that torch has not."""
+    gone = [NAMES[name] for name, found in globals().items() if is_missing(found) and name in NAMES]
+    return [
+        f"torch has no {one.where.replace(':', '.')}: without {one.purpose}"
+        for one in gone
+        if not one.required
+    ]
+
+
+def _error(names: list[str]) -> TorchVersionError:
+    import torch
+
+    gone = "; ".join(
+        f"{NAMES[n].where.replace(':', '.')}, for {NAMES[n].purpose}" for n in names if n in NAMES
+    )
+    return TorchVersionError(
+        f"torch {torch.__version__} has no {gone or ', '.join(names)}: collage_fx needs it, and no "
+        f"step was taken. It was tested with torch {', '.join(TESTED)}: install one of them, or a "
+        "newer collage_fx"
+    )
+
+
+if not TYPE_CHECKING:  # which would take every name for one that exists
+
+    def __getattr__(name: str) -> Any:
+        """Look for a name; from then on it is an ordinary attribute."""
+        if name not in NAMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = globals()[name] = find(name)
+        return found

@@ -1,0 +1,111 @@
+"""runtime/torch_private.py names all that is used of torch's private parts, and nothing else."""
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from collage_fx.errors import CollageError, TorchVersionError
+from collage_fx.runtime import torch_private
+from collage_fx.runtime.torch_private import NAMES
+from collage_fx.runtime.torch_versions import TESTED
+
+ROOT = Path(__file__).parents[2]
+TABLE = ROOT / "runtime" / "torch_private.py"
+LOOKED_UP = {"_callback_from_stance", "_stance"}
+"""Attributes of a module of the table, which reads and replaces them there."""
+
+
+def trees() -> Iterator[tuple[Path, ast.Module]]:
+    for layer in ("collage_fx", "passes", "runtime"):
+        for path in sorted((ROOT / layer).rglob("*.py")):
+            if path != TABLE:
+                yield path, ast.parse(path.read_text())
+
+
+def named(tree: ast.AST) -> Iterator[str]:
+    """Yield the dotted names that a tree imports, and those that it reads of torch."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.Attribute):
+            yield ast.unparse(node)
+
+
+def is_private(name: str) -> bool:
+    """Tell whether a dotted name is one of torch's private parts; operators of ATen are none."""
+    first, *rest = name.split(".")
+    private = any(part.startswith("_") and not part.startswith("__") for part in rest)
+    return first == "torch" and private and not name.startswith("torch.ops.aten.")
+
+
+def test_no_other_module_has_a_private_name_of_torch() -> None:
+    found = [(str(p), n) for p, tree in trees() for n in named(tree) if is_private(n)]
+    assert not found
+    assert any(map(is_private, named(ast.parse(TABLE.read_text())))), "the check sees none at all"
+
+
+def test_each_name_of_the_table_is_used() -> None:
+    prefix = "collage_fx.runtime.torch_private."
+    used = {n.removeprefix(prefix) for _, tree in trees() for n in named(tree) if prefix in n}
+    assert set(NAMES) - used == LOOKED_UP
+
+
+def test_type_checkers_are_told_of_the_same_names() -> None:
+    tree = ast.parse(TABLE.read_text())
+    (block,) = (n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test)[0] == "T")
+    told = {}
+    for node in block.body:
+        if isinstance(node, ast.ImportFrom):
+            told |= {a.asname or a.name: f"{node.module}:{a.name}" for a in node.names}
+        else:
+            assert isinstance(node, ast.AnnAssign)
+            told[ast.unparse(node.target)] = NAMES[ast.unparse(node.target)].where
+    assert told == {n: one.where for n, one in NAMES.items() if n not in LOOKED_UP}
+
+
+def test_a_name_that_is_not_there_is_told_before_the_first_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch_private.require()
+    torch_private.require.cache_clear()
+    gone = torch_private.Private("torch._dynamo:no_such_name", "a test", True)
+    monkeypatch.setitem(NAMES, "no_such_name", gone)
+    with pytest.raises(TorchVersionError, match=r"torch\._dynamo\.no_such_name, for a test") as e:
+        torch_private.require()
+    assert isinstance(e.value, CollageError)
+    assert all(version in str(e.value) for version in TESTED) and "install one" in str(e.value)
+    found = torch_private.find("no_such_name")
+    assert torch_private.is_missing(found.any_attribute)
+    with pytest.raises(TorchVersionError):
+        found()
+
+
+def outcomes(*arguments: str) -> dict[str, str]:
+    """Return what becomes of each name when it is hidden."""
+    command = [sys.executable, str(ROOT / "tests/support/canary.py"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    wrong = [row for row in rows if row["outcome"] not in ("right", "warned", "refused")]
+    assert not wrong, wrong
+    return {row["name"]: row["outcome"] for row in rows}
+
+
+def test_ten_names_are_missed() -> None:
+    """One of each kind; `make canary` hides all."""
+    others = ["a_name_that_nobody_uses", "trace_log", "V"]
+    required = ["dynamo_config", "TracingContext", "c_guards", "install_guard", "lowerings"]
+    required += ["tree_leaves", "TorchDispatchMode"]
+    found = outcomes("--ways", "1", *others, *required)
+    assert found == dict.fromkeys(others, "right") | dict.fromkeys(required, "refused")
+
+
+@pytest.mark.slow
+def test_each_name_is_missed() -> None:
+    assert set(outcomes()) == {"a_name_that_nobody_uses", *NAMES}
