@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch._logging._internal import trace_log
 
-from collage_fx.runtime import logs
+from collage_fx.runtime import logs, torch_private
 from collage_fx.runtime.torch_versions import installed
 
 ROOT = Path(__file__).parents[2]
@@ -162,7 +162,7 @@ def test_artifacts_are_logged_under_their_names(logged: Run) -> None:
 def test_code_is_shown_where_it_is_asked_for_only(folder: Path) -> None:
     script = """
 import torch
-from collage_fx.runtime import logs
+from collage_fx.runtime import logs, torch_private
 shown = [l.isEnabledFor(10) and l.propagate for l in logs._LOGGERS.values()]
 print(shown, logs.LOG.level)
 """
@@ -201,5 +201,6 @@ def test_a_torch_without_such_names_is_imported_all_the_same(
 ) -> None:
     monkeypatch.setattr(logs, "_LOGGERS", {})
     monkeypatch.delattr(torch._logging._internal, "register_artifact")
+    monkeypatch.delitem(vars(torch_private), "register_artifact")
     logs.register()
     assert not logs._LOGGERS
