@@ -21,6 +21,7 @@ from collage_fx.passes.frontend.reductions import SUMS, is_largest
 from collage_fx.passes.frontend.slice import elementwise
 from collage_fx.passes.ir.graph_memory import closure, mutations
 from collage_fx.passes.ir.program import (
+    CONVERT,
     LOW_PRECISION,
     Carried,
     Program,
@@ -43,8 +44,8 @@ _SUMS = SUMS - {aten._foreach_norm.Scalar, aten.prod.default, aten.prod.dim_int}
 """Reductions of which a share, a mean say, may leave little of the value that it is taken from."""
 _COMPARING = (DECIDING | CHOOSING) | {aten.div.Tensor, aten.sub.Tensor, aten.rsub.Scalar}
 _INVERTING = (aten.div.Tensor, aten.reciprocal.default, aten.rsqrt.default)
-_KEPT = (STRUCTURE - {aten.where.self}) | {aten.abs.default, aten.neg.default}
-"""Operations that change no digit of a value, on the way to a choice."""
+_KEPT = (STRUCTURE - {aten.where.self}) | {aten.abs.default, aten.neg.default, CONVERT}
+"""Operations that change no digit of a value, on the way to a choice, or only round it."""
 
 
 def entering(
@@ -167,7 +168,10 @@ def _chooses(node: Node) -> bool:
 
 
 def _unrounded(program: Program, rewritten: Rewritten, wider: set[Node]) -> set[Node]:
-    """Return the 16-bit values of a class that slices have unrounded, states included."""
+    """Return the 16-bit values of a class that slices have unrounded, states included.
+
+    And what is rounded to one: of 0-d values each use has a rounding of its own.
+    """
     found: set[Node] = set()
     kept, model = rewritten.storages, rewritten.model
     eft, _ = eft_storage(program, rewritten, wider)
@@ -176,7 +180,8 @@ def _unrounded(program: Program, rewritten: Rewritten, wider: set[Node]) -> set[
         pairs = zip(model.nodes, part.nodes, strict=True)
         found |= {n for like, n in pairs if not eft or like in path}
         found |= {part.old(i) for i in kept} | {part.states[i][2] for i in kept}
-    return {n for n in found if is_tensor(n) and value_of(n).dtype in LOW_PRECISION}
+    low = {n for n in found if is_tensor(n) and value_of(n).dtype in LOW_PRECISION}
+    return low.union(*(n.all_input_nodes for n in low if n.target is CONVERT))
 
 
 def _met(choice: Node, unrounded: set[Node]) -> Node | None:

@@ -67,6 +67,28 @@ def test_of_rounded_values_it_is_none(
     assert min(counts(name, **options)) < EACH_STEP[name][1]
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_so_it_is_of_a_number(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each use of a 0-d value has a rounding of its own; the control takes each for a value."""
+
+    def step(p: Tensor, g: Tensor, v: Tensor) -> None:
+        v.mul_(0.999).addcmul_(g, g, value=0.001)
+        u = g / (v.sqrt() + 1e-8)
+        u = u + u.flatten().flip(0).view(u.shape)
+        p.sub_(torch.where(u.abs() >= u.abs().median(), u, 0.5 * u), alpha=LR)
+
+    if not whole:
+        monkeypatch.setattr(high_words, "_KEPT", high_words._KEPT - {high_words.CONVERT})
+    generator = torch.Generator().manual_seed(0)
+    p, v = torch.tensor(0.5).bfloat16(), torch.tensor(0.0).bfloat16()
+    exact, call = [p.double(), v.double()], collage_fx.compile(step)
+    for _ in range(STEPS):
+        g = torch.randn((), generator=generator).bfloat16()
+        call(p, g, v)
+        step(exact[0], g.double(), exact[1])
+    assert (float((collage_fx.value(p) - exact[0]).abs()) < 1e-7) is whole
+
+
 @pytest.mark.parametrize("name", ["its largest", "a root"])
 def test_so_it_is_in_a_slice_that_is_in_wide_for_what_it_would_lose(
     name: str, monkeypatch: pytest.MonkeyPatch
