@@ -338,9 +338,13 @@ class _Missing(type):
 def find(name: str) -> Any:
     """Return what one of `NAMES` stands for; a class that raises when it is called if nothing."""
     module, _, path = NAMES[name].where.partition(":")
+    first, *attributes = path.split(".")
     try:
         found: Any = importlib.import_module(module)
-        for part in path.split("."):
+        # As `from module import first`, which imports a submodule that nobody has imported yet.
+        if not hasattr(found, first):
+            importlib.import_module(f"{module}.{first}")
+        for part in (first, *attributes):
             found = getattr(found, part)
     except (ImportError, AttributeError):
         return _Missing(name, (Exception,), {})

@@ -87,6 +87,15 @@ def test_a_name_that_is_not_there_is_told_before_the_first_step(
         found()
 
 
+def test_a_module_that_nobody_has_imported_is_found() -> None:
+    code = (
+        "from collage_fx.runtime import torch_private as t; import sys;"
+        "assert 'torch._inductor.inductor_prims' not in sys.modules;"
+        "assert not t.is_missing(t.inductor_prims); t.require()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def outcomes(*arguments: str) -> dict[str, str]:
     """Return what becomes of each name when it is hidden."""
     command = [sys.executable, str(ROOT / "tests/support/canary.py"), *arguments]
