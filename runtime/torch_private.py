@@ -8,6 +8,7 @@ first step. Public names and operators of ATen need no entry.
 
 import functools
 import importlib
+import itertools
 import traceback
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,12 +32,11 @@ if TYPE_CHECKING:  # what the names are, for type checkers
     from torch._C._functorch import is_functorch_wrapped_tensor
     from torch._dynamo import config as dynamo_config
     from torch._dynamo import eval_frame
-    from torch._dynamo import guards as dynamo_guards
     from torch._dynamo.callback import callback_handler
     from torch._dynamo.convert_frame import CatchErrorsWrapper, compile_lock
     from torch._dynamo.eval_frame import innermost_backend, innermost_fn
     from torch._dynamo.exc import SkipFrame, TensorifyScalarRestartAnalysis, TorchDynamoException
-    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts, install_guard
     from torch._dynamo.pgo import auto_dynamic
     from torch._dynamo.side_effects import SideEffects
     from torch._dynamo.source import (
@@ -131,7 +131,13 @@ if TYPE_CHECKING:  # what the names are, for type checkers
     from torch.utils._triton import has_triton, has_triton_package
 
     _empty_strided_cpu: Any
+    DTENSOR_SPEC_MATCH: Any
+    call_method: Any
+    call_obj_hasattr: Any
+    make_dupe_guard: Any
+    map_sources_and_install_guards: Any
     new_with_weak_ptr: Any
+    store_attr: Any
 
 
 class Private(NamedTuple):
@@ -183,19 +189,28 @@ _TABLE: tuple[tuple[str, bool, dict[str, str]], ...] = (
         "guards that Dynamo leaves out, and calls that it makes once",
         True,
         {
-            "torch._dynamo": "guards as dynamo_guards",
-            "torch._dynamo.guards": "GuardBuilder, install_guard",
-            "torch._dynamo.side_effects": "SideEffects",
+            "torch._dynamo.guards": (
+                "GuardBuilder, GuardBuilder.DTENSOR_SPEC_MATCH as DTENSOR_SPEC_MATCH, "
+                "get_verbose_code_parts, install_guard"
+            ),
+            "torch._dynamo.side_effects": "SideEffects, SideEffects.store_attr as store_attr",
             "torch._dynamo.source": (
                 "AttrSource, ConstDictKeySource, DictGetItemSource, OptimizerSource, "
                 "is_from_optimizer_source"
             ),
             "torch._dynamo.symbolic_convert": "InstructionTranslator",
             "torch._dynamo.variables": (
-                "LazyVariableTracker, VariableTracker, builder as variable_builder"
+                "LazyVariableTracker, VariableTracker, builder as variable_builder, "
+                "builder.make_dupe_guard as make_dupe_guard"
             ),
-            "torch._dynamo.variables.optimizer": "ArgMappingException, OptimizerVariable",
-            "torch._dynamo.variables.tensor": "TensorVariable",
+            "torch._dynamo.variables.optimizer": (
+                "ArgMappingException, OptimizerVariable, OptimizerVariable.call_method as "
+                "call_method, OptimizerVariable.map_sources_and_install_guards as "
+                "map_sources_and_install_guards"
+            ),
+            "torch._dynamo.variables.tensor": (
+                "TensorVariable, TensorVariable.call_obj_hasattr as call_obj_hasattr"
+            ),
             "torch._guards": "ChainedSource, Source",
         },
     ),
@@ -307,6 +322,11 @@ _TABLE: tuple[tuple[str, bool, dict[str, str]], ...] = (
 """What for, whether it is required, and by module the names: `name as ours` if ours is another."""
 
 
+_STEPS = "collage_fx.step.compiled_step"
+_CALLING = {_STEPS, "collage_fx.runtime.progress"}
+"""The modules that call what a user has written: an error that is raised there is of the call."""
+
+
 def _named() -> dict[str, Private]:
     found = {}
     for purpose, required, modules in _TABLE:
@@ -378,8 +398,10 @@ def explain(error: BaseException) -> None:
     untested = untested_warning(torch.__version__)
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     modules = [str(frame.f_globals.get("__name__")) for frame in frames]
-    callers = [name for name in modules if not name.startswith("torch.")]
-    if untested and callers and callers[-1].startswith("collage_fx."):
+    within = list(itertools.dropwhile(lambda name: name != _STEPS, modules))
+    # What a user calls wrongly raises where the user's function, or an optimizer's, is called.
+    own = [name for name in within if name.partition(".")[0] != "torch" or "optim" in name]
+    if untested and own and own[-1].startswith("collage_fx.") and own[-1] not in _CALLING:
         raise TorchVersionError(f"{type(error).__name__}: {error}; {untested}") from error
 
 

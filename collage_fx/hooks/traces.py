@@ -5,7 +5,7 @@ What each of these is for is in docs/stock-defects.md.
 
 import warnings
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from types import CodeType
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from collage_fx.optimizer.discovery import init_of_torch
 from collage_fx.runtime.errors import CollageWarning
+from collage_fx.runtime.torch_private import DTENSOR_SPEC_MATCH as _guard_shard
 from collage_fx.runtime.torch_private import (
     ArgMappingException,
     AttrSource,
@@ -31,23 +32,22 @@ from collage_fx.runtime.torch_private import (
     Source,
     TensorVariable,
     VariableTracker,
+    get_verbose_code_parts,
     install_guard,
     is_from_optimizer_source,
 )
-from collage_fx.runtime.torch_private import dynamo_guards as guards
+from collage_fx.runtime.torch_private import call_method as _call
+from collage_fx.runtime.torch_private import call_obj_hasattr as _has
+from collage_fx.runtime.torch_private import make_dupe_guard as _make_dupe_guard
+from collage_fx.runtime.torch_private import map_sources_and_install_guards as _guard_most
+from collage_fx.runtime.torch_private import store_attr as _store
 from collage_fx.runtime.torch_private import variable_builder as builder
 
 _BUILDER: Any = builder
-_make_dupe_guard = _BUILDER.make_dupe_guard
 _EFFECTS: Any = SideEffects
-_store = _EFFECTS.store_attr
 _TENSOR: Any = TensorVariable
-_has = _TENSOR.call_obj_hasattr
 _OPTIMIZER: Any = OptimizerVariable
-_guard_most = _OPTIMIZER.map_sources_and_install_guards
-_call = _OPTIMIZER.call_method
-_GUARDS: Any = guards
-_same_but_for_shape = _GUARDS.check_dtensor_spec
+_GUARDS: Any = GuardBuilder
 _OTHER_NAME = (
     "the step asks a tensor for its attribute {0}, or assigns it, by the result of an operation in "
     "place, of which torch.compile knows no attributes. Use the tensor itself, or keep what "
@@ -83,7 +83,7 @@ def watch_traces() -> None:
     _TENSOR.call_obj_hasattr = _has_attr
     _OPTIMIZER.map_sources_and_install_guards = _guard_states
     _OPTIMIZER.call_method = _call_method
-    _GUARDS.check_dtensor_spec = _is_alike
+    _GUARDS.DTENSOR_SPEC_MATCH = _guard_whole
 
 
 def _traced_for() -> Any:
@@ -190,17 +190,21 @@ def _guard_states(item: Any, tx: Any) -> None:
             LazyVariableTracker.realize_all(VariableTracker.build(tx, state, source))
 
 
-def _is_alike(spec: Any, traced: Any) -> bool:
-    """Tell whether a DTensor can take the place of one that was traced, its shard being alike.
+@wraps(_guard_shard)
+def _guard_whole(builder: GuardBuilder, guard: Any) -> None:
+    """Have Dynamo guard the sizes of a DTensor where its shard does not tell them.
 
-    Dynamo does not compare the sizes of the whole. The shard tells them only where all are alike.
-
-    Args:
-        spec: the DTensorSpec of the one.
-        traced: that of the other.
+    Dynamo guards those of the shard, which tell them only where all shards are alike.
     """
-    alike: bool = _same_but_for_shape(spec, traced)
-    return alike and (spec.shape == traced.shape or not (_is_uneven(spec) or _is_uneven(traced)))
+    _guard_shard(builder, guard)
+    traced = builder.get(guard)
+
+    def is_alike(spec: Any) -> bool:
+        same: bool = spec.shape == traced.shape
+        return same or not (_is_uneven(spec) or _is_uneven(traced))
+
+    parts = get_verbose_code_parts("sizes of unevenly sharded tensors", guard)
+    builder.get_guard_manager(guard).add_lambda_guard(is_alike, parts, guard.user_stack)
 
 
 def _is_uneven(spec: Any) -> bool:

@@ -5,11 +5,15 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
+import collage_fx
 from collage_fx.errors import CollageError, TorchVersionError
+from collage_fx.record import steps
 from collage_fx.runtime import torch_private
 from collage_fx.runtime.torch_private import NAMES
 from collage_fx.runtime.torch_versions import TESTED
@@ -85,6 +89,26 @@ def test_a_name_that_is_not_there_is_told_before_the_first_step(
     assert torch_private.is_missing(found.any_attribute)
     with pytest.raises(TorchVersionError):
         found()
+
+
+def test_an_error_of_ours_in_an_untested_torch_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of a call that a user has made wrongly stays what it is."""
+
+    def step(**arguments: int) -> None:
+        p = torch.ones(3).bfloat16().requires_grad_()
+        collage_fx.compile(torch.optim.SGD([p], lr=0.1))(**arguments)
+
+    monkeypatch.setattr(torch_private, "untested_warning", lambda version: "never tested")
+    with pytest.raises(TypeError, match="unexpected keyword") as wrong:
+        step(nope=1)
+    assert not isinstance(wrong.value, CollageError)
+    changed = partial(len, no_such_argument=1)
+    monkeypatch.setattr(steps, "history_of", changed)
+    with pytest.raises(TorchVersionError, match=r"TypeError: .*; never tested"):
+        step()
+    monkeypatch.setattr(torch_private, "untested_warning", lambda version: "")
+    with pytest.raises(TypeError):
+        step()
 
 
 def test_a_module_that_nobody_has_imported_is_found() -> None:
