@@ -70,7 +70,7 @@ def compile_optimizer(
     check = StepCheck(supervisor, session, session.config.verify)
     repeat, prepare_repeat = disable(few.repeat), disable(few.prepare_repeat)
 
-    def unfused(asks: bool, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def unfused(asks: bool, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if not is_fused(optimizer := _alive(reference)):
             return run(*args, **kwargs)
         session.notes.add(note_of(session.config))

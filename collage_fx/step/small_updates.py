@@ -7,10 +7,11 @@ residual keep less the fuller they are.
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.compiler import disable
 from torch.nn import Parameter
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim import Optimizer
@@ -62,7 +63,8 @@ def lost_share(moved: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
     keeps. The sizes of a parameter's updates are taken for uniform between the one that the sum of
     all a tells and half of it. What is lost is then 1 - E[a u] / E[u^2]: nothing where updates are
     twice the smallest change, since as many become too large as are lost, and all where none
-    reaches it. Of updates of very different sizes less is lost than that.
+    reaches it. Of updates of very different sizes less is lost than that, and a few that are much
+    larger bound it.
 
     Args:
         moved: a, (parameters, samples).
@@ -78,8 +80,10 @@ def lost_share(moved: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
         less = (_rounded(top, least)[0] * counts).sum(1, keepdim=True) < there
         low, high = torch.where(less, top, low), torch.where(less, high, top)
     product = (_rounded(high, least)[1] * counts).sum(1, keepdim=True)
-    some = there > 0
+    some, gone = there > 0, least.where(moved == 0, 0).square().sum(1, keepdim=True)
     share = torch.where(some, 1 - 12 / 7 * product / (number * high * high), (number > 0).double())
+    # No more than if all that are lost were as large as can be, beside those that are not.
+    share = share.minimum((gone / (gone + moved.square().sum(1, keepdim=True))).nan_to_num())
     # Where all are lost, they may have been as large as half of what would have been kept.
     size = torch.where(some, 3 / 4 * high, least.sum(1, keepdim=True) / 2 / number)
     return size.squeeze(1).nan_to_num(), share.squeeze(1)
@@ -120,7 +124,10 @@ class SmallUpdates:
         self.steps += 1
         return self.steps >= self.next
 
-    def step(self, run: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    @disable  # where the whole training step is compiled
+    def step(
+        self, run: Callable[..., Any], optimizer: Optimizer, /, *args: Any, **kwargs: Any
+    ) -> Any:
         """Do a step of the optimizer, and look at what it does."""
         # A CUDA graph that is being captured writes nothing yet, and nothing of it can be read.
         if is_capturing():
@@ -146,7 +153,8 @@ class SmallUpdates:
     def _see(self, owned: Owned, old: Tensor) -> None:
         """Note what a step has done to a parameter."""
         gradient, found = owned.whole.grad, _value(owned.tensor)
-        if found is None or gradient is None or gradient.layout != torch.strided:
+        shard = None if gradient is None else shard_of(gradient)
+        if found is None or type(shard) is not Tensor or shard.layout != torch.strided:
             return
         storage, new, last = found
         dtype = owned.tensor.dtype
@@ -155,7 +163,7 @@ class SmallUpdates:
             least = torch.minimum(least, kept(dtype) * _power_of_two(last))
         seen = self.seen.setdefault(owned.name, _Seen(owned, storage))
         seen.moved.append((new - old).abs())
-        seen.least.append(least * (_elements(shard_of(gradient)) != 0))
+        seen.least.append(least * (_elements(shard) != 0))
 
     def _judge(self, optimizer: Optimizer) -> None:
         """Warn of what is lost, unless the rate still warms up, and will soon be large enough."""
@@ -185,7 +193,7 @@ def _judged(seen: Collection[_Seen]) -> list[tuple[float, float]]:
         return []
     device = next(iter(seen)).moved[0].device
     moved, least = (
-        pad_sequence([torch.cat(x).to(device) for x in xs], batch_first=True)
+        pad_sequence([torch.cat([t.to(device) for t in x]) for x in xs], batch_first=True)
         for xs in ([one.moved for one in seen], [one.least for one in seen])
     )
     return [(size, share) for size, share in torch.stack(lost_share(moved, least), 1).tolist()]
@@ -194,7 +202,8 @@ def _judged(seen: Collection[_Seen]) -> list[tuple[float, float]]:
 def moving_parameters(optimizer: Optimizer) -> list[Owned]:
     """Return the 16-bit parameters that a step of an optimizer moves."""
     groups = groups_of(optimizer)
-    moving = {id(p) for g in groups if g.get("lr", 1) != 0 for p in g["params"]}
+    groups = [g for g in groups if not _is_number(lr := g.get("lr")) or float(lr) != 0]
+    moving = {id(p) for g in groups for p in g["params"]}
     params = (o for o in owned_tensors(optimizer) if o.owner == "param" and id(o.whole) in moving)
     return [o for o in params if o.tensor.dtype in FINEST]
 
@@ -217,6 +226,11 @@ def _elements(tensor: Tensor) -> Tensor:
     places = (
         torch.arange(ELEMENTS, device=tensor.device).mul_(int(count * _GOLDEN)).remainder_(count)
     )
+    return torch.take(tensor, places) if tensor.itemsize > 1 else _of_bytes(tensor, places)
+
+
+def _of_bytes(tensor: Tensor, places: Tensor) -> Tensor:
+    """Return the elements of a tensor there; `take` knows no floats of 8 bits."""
     return torch.take(bits_of(tensor), places).view(tensor.dtype)
 
 
@@ -226,5 +240,16 @@ def _power_of_two(x: Tensor) -> Tensor:
 
 
 def _rate(optimizer: Optimizer) -> float:
-    """Return the largest learning rate of an optimizer; zero if it has none."""
-    return max((float(g["lr"]) for g in groups_of(optimizer) if "lr" in g), default=0.0)
+    """Return the largest learning rate of an optimizer; zero if it has none that is a number.
+
+    One in a tensor on a device is none: it would be waited for.
+    """
+    rates = [g.get("lr") for g in groups_of(optimizer)]
+    return max(map(float, filter(_is_number, rates)), default=0.0)
+
+
+def _is_number(rate: Any) -> TypeGuard[float]:
+    """Tell whether a rate is a number, which a tensor on a device would be waited for to be."""
+    if isinstance(rate, Tensor):
+        return rate.numel() == 1 and rate.is_cpu and not rate.requires_grad
+    return isinstance(rate, int | float)

@@ -132,3 +132,43 @@ def test_rates_that_change(rates: str) -> None:
                 optimizer.param_groups[0]["lr"] = 8 * KEPT if step < 12 else KEPT / 4
             train(optimizer, lambda step, p: torch.ones_like(p), 1)
     assert bool(said(caught)) == (rates == "stay")
+
+
+@pytest.mark.parametrize("rate", [None, [1e-3], torch.tensor([1e-3, 1e-3]), lambda: 1e-3])
+def test_a_rate_need_be_no_number(rate: Any) -> None:
+    """As of transformers' Adafactor, which computes its own."""
+
+    class Own(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self) -> None:  # type: ignore[override]
+            for p in self.param_groups[0]["params"]:
+                p.sub_(self.param_groups[0]["rate"] * p.grad)
+
+    mine = Own([ones().requires_grad_()], lr=1.0)
+    mine.param_groups[0] |= {"lr": rate, "rate": KEPT / 4}
+    collage_fx.compile_(mine, storage="ulp8")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(12):
+            mine.param_groups[0]["params"][0].grad = torch.ones(1000).bfloat16()
+            mine.step()
+    assert said(caught)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.compile fails on a part of the step")
+def test_a_gradient_may_be_of_another_dtype() -> None:
+    p = ones().requires_grad_()
+    p.grad_dtype = None
+    optimizer = collage_fx.compile_(torch.optim.SGD([p], lr=8 * KEPT), storage="ulp8")
+    for _ in range(12):
+        p.grad = torch.ones(1000, dtype=torch.float64)
+        optimizer.step()
+
+
+def test_a_few_that_are_much_larger_are_the_way() -> None:
+    push = torch.full((1000,), 0.02 * KEPT)
+    push[::50] = 30 * KEPT
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(sgd([ones()]), lambda step, p: push)
+    assert not said(caught)
