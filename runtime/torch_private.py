@@ -147,7 +147,7 @@ class Private(NamedTuple):
     """The module that has it, and its name there, which may be that of an attribute: `a.b:C.d`."""
     purpose: str
     required: bool
-    """Whether no step is compensated without it."""
+    """Whether the first step raises where the name is missing."""
 
 
 _TABLE: tuple[tuple[str, bool, dict[str, str]], ...] = (
@@ -319,7 +319,7 @@ _TABLE: tuple[tuple[str, bool, dict[str, str]], ...] = (
         },
     ),
 )
-"""What for, whether it is required, and by module the names: `name as ours` if ours is another."""
+"""(purpose, required, module -> names); `name as alias` where collage_fx has another name."""
 
 
 _STEPS = "collage_fx.step.compiled_step"

@@ -30,30 +30,30 @@ from collage_fx.runtime.storage.registry import EXPANSIONS, FINEST, kept, value_
 FIRST = 100
 """The first step that is looked at: rates have warmed up, or begun to."""
 EVERY = 10
-"""Of how many steps one is looked at."""
+"""Steps from one look to the next."""
 LOOKS = 10
-"""In how many steps that write parameters they are looked at before it is judged."""
+"""Looks at steps that write parameters, before the loss is judged."""
 ELEMENTS = 64
-"""How many elements of a parameter are looked at."""
+"""Elements of a parameter in the sample."""
 LOST = 0.25
 """The share of a parameter's way from which on it is told."""
 DECAYED = 0.25
 """The share of their largest size below which updates no longer matter: a rate has decayed."""
 _GOLDEN = (5**0.5 - 1) / 2
 _HALVINGS = 12
-"""How often a range of sizes is halved until the largest is known, to a part in a hundred."""
+"""Halvings of the range that holds the largest size; they leave an error of a hundredth."""
 
 
 @dataclass
 class _Seen:
-    """What some steps did to the elements of a parameter; a tensor for each of these steps."""
+    """Moves of the sampled elements of a parameter, a tensor for each step."""
 
     owned: Owned
     storage: str
     moved: list[Tensor] = field(default_factory=list)
-    """By how much elements moved."""
+    """The size of each move."""
     least: list[Tensor] = field(default_factory=list)
-    """The smallest changes that they keep there; zero where a gradient moves nothing."""
+    """The smallest change that each element keeps; zero where the gradient is zero."""
 
 
 def lost_share(moved: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
