@@ -170,7 +170,8 @@ def _chooses(node: Node) -> bool:
 def _unrounded(program: Program, rewritten: Rewritten, wider: set[Node]) -> set[Node]:
     """Return the 16-bit values of a class that slices have unrounded, states included.
 
-    And what is rounded to one: of 0-d values each use has a rounding of its own.
+    And what is rounded to one: of 0-d values each use has a rounding of its own, behind the use
+    where that changes no digit.
     """
     found: set[Node] = set()
     kept, model = rewritten.storages, rewritten.model
@@ -181,7 +182,8 @@ def _unrounded(program: Program, rewritten: Rewritten, wider: set[Node]) -> set[
         found |= {n for like, n in pairs if not eft or like in path}
         found |= {part.old(i) for i in kept} | {part.states[i][2] for i in kept}
     low = {n for n in found if is_tensor(n) and value_of(n).dtype in LOW_PRECISION}
-    return low.union(*(n.all_input_nodes for n in low if n.target is CONVERT))
+    before = (closure(n, lambda n: n.all_input_nodes if n.target in _KEPT else ()) for n in low)
+    return low.union(n for found in before for n in found if n.op == "call_function")
 
 
 def _met(choice: Node, unrounded: set[Node]) -> Node | None:

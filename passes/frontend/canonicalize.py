@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from collage_fx.passes.frontend.decompose import DECOMPOSITIONS, like
+from collage_fx.passes.frontend.single_elements import combines_single_elements, returns_operand
 from collage_fx.passes.frontend.slice import shape_of
 from collage_fx.passes.ir.graph_memory import ORIGIN, base_of, note_origin
 from collage_fx.passes.ir.program import CONVERT, Program, compensable_in, is_tensor, value_of
@@ -85,6 +86,9 @@ def canonicalize(program: Program) -> None:
       `prims.fma` becomes addcmul or add.
     - In 16 bits, operations that PyTorch computes in fp32 and rounds once (addcmul, addcdiv, add
       with alpha) become fp32 operations and one conversion, so that the rounding is in the graph.
+    - What reductions, sorts and views make of single elements is these elements: see
+      `single_elements`. Their roundings are then those of the elements, and no comparison of an
+      element with the largest, which it is itself, can tell them apart.
     - A copy of an old value is that value, since states are overwritten last: from 2.14 on torch
       leaves clones of overwritten tensors in the graph, where it took them out before.
     - A state that takes over the old value of another has an operation for it, a clone. So has a
@@ -147,6 +151,14 @@ def _strides(val: Tensor) -> list[str]:
     return [str(s) for s in val.stride()]
 
 
+def _viewed(x: Node, val: Tensor) -> Node | None:
+    """Return x, or what it is a view of, that has the shape of val; None if nothing has."""
+    shape, base = tuple(val.shape), x
+    while base.target is aten.view.default and tuple(value_of(base).shape) != shape:
+        base = base.args[0]  # type: ignore[assignment]
+    return base if tuple(value_of(base).shape) == shape else None
+
+
 def _has_symbol(node: Node) -> bool:
     """Tell whether an elementwise operation has a symbolic number among its operands."""
     return torch.Tag.pointwise in getattr(node.target, "tags", ()) and any(
@@ -174,7 +186,10 @@ class _Builder:
     def take(self, node: Node) -> None:
         """Translate one node of the source graph."""
         self.origin = node
+        given = {a: self.env[a] for a in node.all_input_nodes}
+        self.env |= {a: self._in_one_shape(node, x) for a, x in given.items()}
         self._translate(node)
+        self.env |= given
         if node in self.results and is_tensor(node) and node.op != "placeholder":
             self.env[node] = self._memory_for(node, self.env[node])
             self.taken.add(base_of(self.env[node], items=False))
@@ -206,6 +221,8 @@ class _Builder:
             self.env[node] = self._single(node.target, value_of(node), args, kwargs)
         elif node.target in _THE_SAME and self._is_laid_out_alike(node):
             self.env[node] = self.env[node.args[0]]  # type: ignore[index]
+        elif returns_operand(node):
+            self.env[node] = self._operand_itself(node)
         elif node.target is aten.copy_.default and self._is_old(node.args[1]):
             written, taken = (self.env[a] for a in node.args[:2])  # type: ignore[index]
             moved = self.call(aten.clone.default, taken, val=value_of(taken))
@@ -215,6 +232,31 @@ class _Builder:
             new = self.graph.node_copy(node, lambda n: self.env[n])
             new.meta[ORIGIN] = node.name
             self.env[node] = new
+
+    def _operand_itself(self, node: Node) -> Any:
+        """Return the operand in the shape of a result that has its elements.
+
+        Where there are several results, a list; indices of elements are zero.
+        """
+        vals: Any = node.meta["val"]
+        source = self.env[node.args[0]]  # type: ignore[index]
+        results: list[Node] = []
+        for val in vals if isinstance(vals, list | tuple) else (vals,):
+            if val.is_floating_point():
+                results.append(self._in_shape_of(val, self.convert(source, val.dtype)))
+                continue
+            made = {"dtype": val.dtype, "device": val.device}
+            results.append(self.call(aten.full.default, list(val.shape), 0, val=val, **made))
+        return results if isinstance(vals, list | tuple) else results[0]
+
+    def _in_shape_of(self, val: Tensor, x: Node) -> Node:
+        """Return a view of x; where x is a view of what has this shape already, the latter."""
+        return _viewed(x, val) or self.call(aten.view.default, x, list(val.shape), val=val)
+
+    def _in_one_shape(self, node: Node, x: Any) -> Any:
+        """Return what an operand of an elementwise operation on single elements is a view of, if
+        that has the shape of the result."""
+        return x if not combines_single_elements(node) else _viewed(x, value_of(node)) or x
 
     def _is_laid_out_alike(self, clone: Node) -> bool:
         """Tell whether a clone, `p.data`, or a view, is the very thing it is made of.

@@ -9,6 +9,7 @@ from torch import Tensor
 
 import collage_fx
 from collage_fx.passes.analysis import escape, high_words
+from collage_fx.passes.frontend import canonicalize
 
 LR, STEPS = 1e-3, 6
 EACH_STEP: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int]] = {
@@ -67,26 +68,56 @@ def test_of_rounded_values_it_is_none(
     assert min(counts(name, **options)) < EACH_STEP[name][1]
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_so_it_is_of_a_number(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each use of a 0-d value has a rounding of its own; the control takes each for a value."""
+OF_ONE: dict[str, Callable[[Tensor], Tensor]] = {
+    "median": Tensor.median,
+    "largest of a row": lambda u: u.amax(-1, keepdim=True) if u.dim() else u.amax(),
+    "last": lambda u: u.flatten().sort()[0][-1],
+    "first": lambda u: u.flatten()[0],
+    "mean": Tensor.mean,
+}
+MOVED: dict[str, Callable[[Tensor], Tensor]] = {
+    "as it is": lambda u: u,
+    "moved": lambda u: u.flatten()[torch.arange(u.numel()).flip(0)].view(u.shape),
+}
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+@pytest.mark.parametrize("name", OF_ONE)
+@pytest.mark.quick("*median*", "first-shape1")
+def test_so_it_is_of_a_single_element(name: str, shape: tuple[int, ...]) -> None:
+    assert max(halved(OF_ONE[name], moved, shape) for moved in MOVED.values()) < 1e-4
+
+
+@pytest.mark.parametrize("moved", MOVED)
+def test_else_a_single_element_is_not_its_median(
+    moved: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: each use of a 0-d value has a rounding of its own."""
+    monkeypatch.setattr(canonicalize, "returns_operand", lambda node: False)
+    monkeypatch.setattr(high_words, "_KEPT", frozenset())
+    assert halved(OF_ONE["median"], MOVED[moved], ()) > 1e-3
+
+
+def halved(
+    chosen: Callable[[Tensor], Tensor],
+    moved: Callable[[Tensor], Tensor],
+    shape: tuple[int, ...],
+) -> float:
+    """Return the error of steps that halve what is less than one of its elements: nothing is."""
 
     def step(p: Tensor, g: Tensor, v: Tensor) -> None:
         v.mul_(0.999).addcmul_(g, g, value=0.001)
         u = g / (v.sqrt() + 1e-8)
-        u = u + u.flatten().flip(0).view(u.shape)
-        p.sub_(torch.where(u.abs() >= u.abs().median(), u, 0.5 * u), alpha=LR)
+        p.sub_(moved(torch.where(u.abs() >= chosen(u.abs()), u, 0.5 * u)), alpha=LR)
 
-    if not whole:
-        monkeypatch.setattr(high_words, "_KEPT", high_words._KEPT - {high_words.CONVERT})
     generator = torch.Generator().manual_seed(0)
-    p, v = torch.tensor(0.5).bfloat16(), torch.tensor(0.0).bfloat16()
+    p, v = torch.full(shape, 0.5).bfloat16(), torch.zeros(shape).bfloat16()
     exact, call = [p.double(), v.double()], collage_fx.compile(step)
     for _ in range(STEPS):
-        g = torch.randn((), generator=generator).bfloat16()
+        g = torch.randn(shape, generator=generator).bfloat16()
         call(p, g, v)
         step(exact[0], g.double(), exact[1])
-    assert (float((collage_fx.value(p) - exact[0]).abs()) < 1e-7) is whole
+    return float((collage_fx.value(p) - exact[0]).abs().max())
 
 
 @pytest.mark.parametrize("name", ["its largest", "a root"])

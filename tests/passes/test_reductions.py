@@ -124,7 +124,8 @@ def test_a_factor_that_is_computed_of_reductions_is_not_rounded(
 ) -> None:
     assert error(each, BF16, **options) < UNIT[BF16] / 12
     # Inductor rounds a sum, and what it reads of a state; what it computes of them stays in fp32.
-    assert error(each, BF16, without=("reductions",), **options) > UNIT[BF16] / 4
+    if each is not by_average_of_average:  # whose mean of one element is this element
+        assert error(each, BF16, without=("reductions",), **options) > UNIT[BF16] / 4
 
 
 @pytest.mark.parametrize("each", [by_mean, by_norms])
@@ -220,12 +221,13 @@ aten.copy_.default: bfloat16""",
 
 def test_what_a_sum_is_taken_from_is_rounded_once() -> None:
     def each(p: Tensor, g: Tensor, state: Any) -> None:
-        p.mul_(0.999).sub_(g.sum())
+        p.mul_(0.999).sub_(g.expand(3).sum())
 
     assert_expected_inline(
         "\n".join(canonical(each, ())),
         """\
 aten.mul.Tensor: bfloat16
+aten.expand.default: bfloat16
 aten.sum.default: float32
 prims.convert_element_type.default: float32
 aten.sub.Tensor: float32
