@@ -6,7 +6,7 @@ One process imports torch and forks for each name of `runtime.torch_private`, in
 torch had none of that name, or, with `--changed`, had a function of another signature there. Each
 child trains by AdamW, by Adafactor and by the backend string, and goes on from a checkpoint. It
 prints a line of JSON for each name: `right`, `warned` (right, and something was said), `refused`
-(an error of our own class before anything was written) or what went wrong.
+(an error of our own class before anything was written) or what went wrong: it exits with 1 then.
 """
 
 import argparse
@@ -120,11 +120,12 @@ def hide(name: str, *, changed: bool) -> None:
     vars(torch_private).pop(name, None)  # torch has had the names for its logs asked for
 
 
-def child(name: str, ways: int, *, changed: bool) -> None:
-    """Hide a name, and print what becomes of it."""
+def child(name: str, ways: int, *, changed: bool) -> bool:
+    """Hide a name, and print what becomes of it; return whether that is as it should be."""
     hide(name, changed=changed)
     kind, text = outcome(ways)
     print(json.dumps({"name": name, "outcome": kind, "said": text}), flush=True)
+    return kind in ("right", "warned", "refused")
 
 
 def main() -> None:
@@ -137,15 +138,18 @@ def main() -> None:
     importlib.import_module("torch._inductor.compile_fx")  # once, before the forks
     from collage_fx.runtime.torch_private import NAMES
 
+    all_right = True
     for name in given.names or [NOBODY, *NAMES]:
         sys.stdout.flush()
         process = os.fork()
         if not process:
+            right = False
             try:
-                child(name, given.ways, changed=given.changed)
+                right = child(name, given.ways, changed=given.changed)
             finally:
-                os._exit(0)
-        os.waitpid(process, 0)
+                os._exit(not right)
+        all_right &= os.waitpid(process, 0)[1] == 0
+    sys.exit(not all_right)
 
 
 if __name__ == "__main__":
