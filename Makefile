@@ -12,8 +12,9 @@ unexport PYTHONDONTWRITEBYTECODE
 # Two processes for two cores, of one thread each.
 PYTEST := -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test test-all test-torch test-cuda-emulated canary tested-version fuzz lint bench bench-peers \
-	gpu gpu-here gpu-prepared gpu-emulated a-gpu coverage engine-times clean
+.PHONY: demo test test-all test-torch test-nightly test-cuda-emulated canary tested-version fuzz lint \
+	lint-workflows release committed bench bench-peers gpu gpu-here gpu-prepared gpu-emulated a-gpu \
+	coverage engine-times clean
 
 demo: $(READY)
 	$(BIN)/python examples/train_bytes.py
@@ -44,6 +45,21 @@ $(TORCH)/.ready: requirements-torch.txt pyproject.toml | tested-version
 	VERSION=$(VERSION) $(TORCH)/bin/python -m pip install --quiet --requirement $<
 	$(TORCH)/bin/python -m pip install --quiet --no-build-isolation --editable .
 	touch $@
+
+# The tests under a torch that nobody has tested: the newest pre-release that pip finds, of the index in
+# PIP_EXTRA_INDEX_URL say. The warning that it was never tested is no error then.
+NIGHTLY := build/torch-nightly
+NIGHTLY_TORCH := --pre torch
+
+test-nightly:
+	$(PYTHON) -m venv --clear $(NIGHTLY)
+	$(NIGHTLY)/bin/python -m pip install --quiet $(NIGHTLY_TORCH)
+	sed /^torch==/d requirements-torch.txt >$(NIGHTLY)/requirements.txt
+	$(NIGHTLY)/bin/python -m pip install --quiet --requirement $(NIGHTLY)/requirements.txt
+	$(NIGHTLY)/bin/python -m pip install --quiet --no-build-isolation --editable .
+	OMP_NUM_THREADS=1 $(NIGHTLY)/bin/python $(PYTEST) -m "not slow" \
+		-W "ignore:collage_fx. torch .* was never tested" \
+		--deselect tests/runtime/test_torch_versions.py::test_the_torch_of_this_environment_is_tested
 
 # What becomes of collage_fx in a torch that lacks one of the private names that it uses, each in turn.
 canary: $(READY)
@@ -77,6 +93,35 @@ lint: $(READY)
 	cp -r passes runtime build/typed/collage_fx
 	cd build/typed && ../../$(BIN)/mypy --num-workers 2 --config-file ../../pyproject.toml \
 		--package collage_fx
+
+# Tools that are no part of what is tested.
+TOOLS := build/tools
+
+# .github/workflows by the schema of such files; tests/project/test_workflows.py by what is in the tree.
+lint-workflows: $(TOOLS)/.ready
+	$(TOOLS)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+
+# The sdist, and the wheel built from it, in dist/; then a step with the wheel, installed beside nothing
+# but what it asks for and the torch of requirements.txt. It prints how to tag, and tags nothing.
+BARE := build/bare
+
+release: committed $(TOOLS)/.ready
+	rm -rf dist
+	$(TOOLS)/bin/python -m build --no-isolation
+	$(TOOLS)/bin/twine check --strict dist/*
+	$(PYTHON) -m venv --clear $(BARE)
+	$(BARE)/bin/python -m pip install --quiet dist/*.whl "$$(grep ^torch== requirements.txt)"
+	cd / && $(CURDIR)/$(BARE)/bin/python -I $(CURDIR)/tests/support/release_step.py
+	$(TOOLS)/bin/python tests/support/release.py dist
+
+committed:
+	@test -z "$$(git status --porcelain --untracked-files=no)" || \
+		{ echo "make release: there are changes that are not committed"; exit 1; }
+
+$(TOOLS)/.ready: requirements-tools.txt
+	$(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/python -m pip install --quiet --requirement $<
+	touch $@
 
 bench: $(READY)
 	$(BIN)/python benchmarks/replay.py
