@@ -26,7 +26,7 @@ from collage_fx.runtime.storage.state_name import StateName
 ENTRY = "collage_fx"
 FORMAT = 2
 _LEAST = "least_step"
-_NEEDS = "0.1"
+_NEEDS = "0.2"
 """The first version of collage_fx that reads this format."""
 
 
