@@ -47,7 +47,7 @@ $(TORCH)/.ready: requirements-torch.txt pyproject.toml | tested-version
 	touch $@
 
 # The tests under a torch that nobody has tested: the newest pre-release that pip finds, of the index in
-# PIP_EXTRA_INDEX_URL say. The warning that it was never tested is no error then.
+# PIP_EXTRA_INDEX_URL say.
 NIGHTLY := build/torch-nightly
 NIGHTLY_TORCH := --pre torch
 
@@ -58,7 +58,6 @@ test-nightly:
 	$(NIGHTLY)/bin/python -m pip install --quiet --requirement $(NIGHTLY)/requirements.txt
 	$(NIGHTLY)/bin/python -m pip install --quiet --no-build-isolation --editable .
 	OMP_NUM_THREADS=1 $(NIGHTLY)/bin/python $(PYTEST) -m "not slow" \
-		-W "ignore:collage_fx. torch .* was never tested" \
 		--deselect tests/runtime/test_torch_versions.py::test_the_torch_of_this_environment_is_tested
 
 # What becomes of collage_fx in a torch that lacks one of the private names that it uses, each in turn.
