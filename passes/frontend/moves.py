@@ -6,7 +6,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from collage_fx.passes.frontend.scales import is_16_bit
+from collage_fx.passes.frontend.single_elements import is_16_bit
 from collage_fx.passes.frontend.slice import elementwise
 from collage_fx.passes.ir.graph_memory import fake_mode_of
 from collage_fx.passes.ir.program import CONVERT, Program, graph_of, is_tensor, value_of

@@ -9,7 +9,12 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from collage_fx.passes.frontend.decompose import like
-from collage_fx.passes.frontend.scales import is_16_bit, is_one_of_many, makes_scale, tensors_of
+from collage_fx.passes.frontend.single_elements import (
+    is_16_bit,
+    is_one_of_many,
+    makes_scale,
+    tensors_of,
+)
 from collage_fx.passes.frontend.slice import elementwise, shape_of
 from collage_fx.passes.ir.graph_memory import ORIGIN, WIDENED, mutations
 from collage_fx.passes.ir.program import (

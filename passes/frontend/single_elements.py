@@ -1,12 +1,15 @@
-"""What reductions and views make of dimensions of size 1: the elements that they are given."""
+"""Single elements: where reductions return their operand, and where one scales larger tensors."""
 
+import operator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-from collage_fx.passes.ir.program import is_tensor, value_of
+from collage_fx.passes.frontend.slice import elementwise
+from collage_fx.passes.ir.program import CASTS, is_scalar, is_tensor, value_of
+from collage_fx.runtime.expansion.eft import SIXTEEN_BITS
 from collage_fx.runtime.torch_private import OpOverload
 
 _REDUCING = frozenset(
@@ -83,3 +86,35 @@ def _argument(node: Node, name: str) -> Any:
             given = node.args[i] if i < len(node.args) else node.kwargs.get(name)
             return argument.default_value if given is None else given
     return None
+
+
+def tensors_of(node: Node) -> tuple[Tensor, ...]:
+    """Return the tensors that a node stands for."""
+    val = node.meta.get("val")
+    vals = val if isinstance(val, list | tuple) else (val,)
+    return tuple(v for v in vals if isinstance(v, Tensor))
+
+
+def is_16_bit(node: Node) -> bool:
+    """Tell whether a node stands for tensors, all of 16 bits."""
+    vals = tensors_of(node)
+    return bool(vals) and all(v.dtype in SIXTEEN_BITS for v in vals)
+
+
+def makes_scale(node: Node) -> bool:
+    """Tell whether larger tensors read a number that is computed of a number in 16 bits."""
+    seen, scalars = set[Node](), [node]
+    while scalars:
+        users = [u for u in scalars.pop().users if elementwise(u) and is_scalar(u)]
+        scalars += (u for u in users if u not in seen)
+        seen.update(users)
+    return any(is_tensor(u) and not is_scalar(u) for n in seen for u in n.users)
+
+
+def is_one_of_many(node: Node) -> bool:
+    """Tell whether a node is a number that is chosen, or computed, of larger tensors."""
+    if not is_scalar(node) or elementwise(node) or node.target in CASTS:
+        return False
+    source = node.all_input_nodes[0] if node.target is operator.getitem else node
+    of = [t for a in source.all_input_nodes for t in tensors_of(a)]
+    return any(t.dim() and t.dtype in SIXTEEN_BITS for t in of)
