@@ -17,7 +17,13 @@ from collage_fx.segments.low_words import LowWords
 from collage_fx.segments.memory import Input
 from collage_fx.segments.operations import OPERATIONS, is_overwriting
 from collage_fx.segments.trie import Constant, Number, Place, Value, leaves, on_one_line
-from collage_fx.segments.user_rounding import UserRounding, undone
+from collage_fx.segments.user_rounding import (
+    ROUNDING,
+    UserRounding,
+    conversions,
+    undone,
+    with_errors,
+)
 
 VIEW_AS = torch.ops.aten.view.dtype
 
@@ -113,8 +119,10 @@ class Segment:
                 self._add_input(place, random)
             else:
                 lines.append(self._line(place))
-        rounding = UserRounding(self, random)
-        for line in lines:
+        rounding, kept = UserRounding(self, random), with_errors(self, lines)
+        for k, line in enumerate(lines):
+            if k in kept:
+                self._round(line)
             rounding.follow(line)
         self.undoes_rounding = rounding.found
         """Whether a value is taken as it was before the step rounded it by chance."""
@@ -206,6 +214,17 @@ class Segment:
         self.dtype.append(self.dtype[args[-1].at])
         self.lines.append(Line(func, args, (), range(at, at + 1), False))
         return Value(at)
+
+    def _round(self, line: Line) -> None:
+        """Have a conversion take what it is given rounded to the dtypes that it converts to."""
+        new = {x.at: self.insert(ROUNDING[self.dtype[to]], (x,)) for x, to in conversions(line)}
+
+        def given(spec: Any) -> Any:
+            if type(spec) is tuple:
+                return tuple(map(given, spec))
+            return new.get(spec.at, spec) if type(spec) is Value else spec
+
+        line.args = (*line.args[:-1], given(line.args[-1]))
 
     def _line(self, place: Place) -> Line:
         func, args, kwargs = place.line

@@ -1,14 +1,21 @@
-"""Stochastic rounding that a step does itself, on the bits of fp32: an expansion needs none.
+"""Roundings that a step does itself: those by chance, and those of which it keeps the errors.
 
-Optimizers that keep bf16 parameters unbiased add random bits to an fp32 value and cut them off:
+An expansion needs no stochastic rounding on the bits of fp32. Optimizers that keep bf16 parameters
+unbiased add random bits to an fp32 value and cut them off:
 x.view(int32), integer arithmetic, .view(float32), and a conversion to bf16 that is exact. The lines
 of a segment are followed from the first of these to the last; where that finds x rounded to bf16 by
 chance, up or down, it takes x itself, and the low word holds the rest. All other arithmetic on bits
 is left as it is.
+
+A conversion x.bfloat16() rounds nothing in a segment on whole values. Where a later line takes it
+from x (two words of the step's own, error feedback), the difference would be zero, and what the
+step keeps it for would be lost: such a conversion does round.
 """
 
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,6 +31,7 @@ _FOLLOWED = frozenset(
     | {"clone", "_to_copy", "alias", "detach", "view", "_unsafe_view"}
 )
 _CONVERSIONS = frozenset({aten._to_copy.default, aten.copy_.default})
+_ADDING = frozenset({"add", "sub", "rsub", "_foreach_add", "_foreach_sub"})
 _UNIT = 2.0**-7
 """A unit in the last place of bf16 is at most this much of the value."""
 
@@ -111,3 +119,75 @@ class UserRounding:
         value = self.segment.insert(undone, (operand, Value(found.value)))
         line.args = tuple(value if a is operand else a for a in line.args)
         self.found = True
+
+
+def to_bfloat16(x: Tensor) -> Tensor:
+    """Round to bf16; return the dtype of x."""
+    return x.to(torch.bfloat16).to(x.dtype)
+
+
+def to_float16(x: Tensor) -> Tensor:
+    """Round to fp16; return the dtype of x."""
+    return x.to(torch.float16).to(x.dtype)
+
+
+ROUNDING: dict[Any, Callable[[Tensor], Tensor]] = {
+    torch.bfloat16: to_bfloat16,
+    torch.float16: to_float16,
+}
+
+
+def conversions(line: "Line") -> Iterator[tuple[Value, int]]:
+    """Yield the operands that a line converts, or copies, and the values that it makes of them."""
+    if line.func is aten._to_copy.default and type(line.args[0]) is Value:
+        yield line.args[0], line.made[0]
+    elif getattr(line.func, "_opname", "") in ("copy_", "_foreach_copy_"):
+        for to, x in zip(leaves(line.args[0]), leaves(line.args[1]), strict=True):
+            if type(x) is Value:
+                yield x, to.at
+
+
+_Source: TypeAlias = tuple[int, int, Any]
+"""A value that is converted: its memory, how often that was written before, and the dtype."""
+
+
+def with_errors(segment: "Segment", lines: Sequence["Line"]) -> set[int]:
+    """Return where values are converted to 16 bits whose rounding error a later line computes.
+
+    That is a difference of a value and its conversion. All conversions of the value are such ones
+    then: a state that took it whole, beside another that takes the error, would have that twice.
+    """
+    root, dtype = segment.root, segment.dtype
+    written: Counter[int] = Counter()
+    """Memory -> how often it was written."""
+    rounded: dict[int, _Source] = {}
+    """Memory -> the value that was converted into it."""
+    where: defaultdict[_Source, set[int]] = defaultdict(set)
+    found: set[_Source] = set()
+    for k, line in enumerate(lines):
+        for a, b in _terms(line):
+            for x, y in ((root[a], root[b]), (root[b], root[a])):
+                if y in rounded and rounded[y][:2] == (x, written[x]):
+                    found.add(rounded[y])
+        made = {}
+        for source, to in conversions(line):
+            x = root[source.at]
+            if dtype[to] in ROUNDING and dtype[source.at] not in ROUNDING:
+                made[root[to]] = (x, written[x], dtype[to])
+                where[x, written[x], dtype[to]].add(k)
+            elif x in rounded:
+                made[root[to]] = rounded[x]
+        for memory in line.writes:
+            written[memory] += 1
+            rounded.pop(memory, None)
+        rounded |= made
+    return {k for source in found for k in where[source]}
+
+
+def _terms(line: "Line") -> Iterator[tuple[int, int]]:
+    """Yield what a line adds or subtracts, two by two."""
+    name = getattr(line.func, "_opname", "").removesuffix("_")
+    if name in _ADDING and len(line.args) > 1:
+        for a, b in zip(leaves(line.args[0]), leaves(line.args[1]), strict=False):
+            if type(a) is type(b) is Value:
+                yield a.at, b.at

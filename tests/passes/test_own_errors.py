@@ -11,6 +11,7 @@ from torch import Tensor
 
 import collage_fx
 from collage_fx.passes.rewrite import expand
+from collage_fx.segments import segment
 
 F64 = torch.float64
 
@@ -22,6 +23,32 @@ def two_words(p: Tensor, g: Tensor, state: Any) -> None:
         whole = 0.9 * (state["high"] + state["low"]) + g.sin()
     state["high"].copy_(whole)
     state["low"].copy_(whole - whole.to(p.dtype).to(whole.dtype))
+    p.sub_(state["high"].cos() - 1, alpha=LR)
+
+
+def by_state(p: Tensor, g: Tensor, state: Any) -> None:
+    """The same, less what the state has become."""
+    wide = F64 if p.dtype == F64 else torch.float32
+    whole = 0.9 * (state["high"].to(wide) + state["low"].to(wide)) + g.to(wide).sin()
+    state["high"].copy_(whole)
+    state["low"].copy_(whole - state["high"])
+    p.sub_(state["high"].cos() - 1, alpha=LR)
+
+
+def compared(p: Tensor, g: Tensor, state: Any) -> None:
+    """The same in a step whose states all have residuals, since it is done on whole values."""
+    two_words(p, g, state)
+    u = g * 1.1
+    p.sub_(torch.where(u.abs() >= u.abs().median(), u, 0.5 * u), alpha=LR)
+
+
+def in_lists(p: Tensor, g: Tensor, state: Any) -> None:
+    """The same, of lists and in place."""
+    wide = F64 if p.dtype == F64 else torch.float32
+    whole = 0.9 * (state["high"].to(wide) + state["low"].to(wide)) + g.to(wide).sin()
+    torch._foreach_copy_([state["high"]], [whole])
+    torch._foreach_sub_([whole], [whole.to(p.dtype)])
+    state["low"].copy_(whole)
     p.sub_(state["high"].cos() - 1, alpha=LR)
 
 
@@ -74,6 +101,32 @@ def test_what_high_has_lost_is_in_low(arithmetic: str, monkeypatch: pytest.Monke
         torch.compiler.reset()
         monkeypatch.setattr(expand, "roundings_for_errors", lambda *_: set())
         assert error() > 5e-4 * exact.norm()
+
+
+@pytest.mark.parametrize("storage", ["auto", "mcf2"])
+@pytest.mark.parametrize("update", [two_words, by_state, in_lists])
+@pytest.mark.quick("two_words-*", "in_lists-auto")
+def test_so_it_is_in_recorded_steps(update: Callable[..., None], storage: str) -> None:
+    exact = words(update, F64)
+    found = words(update, torch.bfloat16, storage=storage, record=True)
+    assert float((found - exact).norm()) < 1e-4 * exact.norm()
+
+
+def test_all_conversions_of_such_a_value_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controls: where none does the error is zero, and where one does another state has it."""
+    original = segment.with_errors
+
+    def relative(update: Callable[..., None]) -> float:
+        torch.compiler.reset()
+        exact = words(update, F64)
+        found = words(update, torch.bfloat16, record=True)
+        return float((found - exact).norm() / exact.norm())
+
+    assert relative(compared) < 1e-4
+    monkeypatch.setattr(segment, "with_errors", lambda *a: {*sorted(original(*a))[1::2]})
+    assert relative(compared) > 1e-3
+    monkeypatch.setattr(segment, "with_errors", lambda *_: set())
+    assert relative(two_words) > 2e-4
 
 
 def bounded(p: Tensor, g: Tensor, state: Any) -> None:
