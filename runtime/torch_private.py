@@ -1,6 +1,8 @@
 # ruff: noqa: F401
 """Every private name of torch that collage_fx uses: where it is, and for what.
 
+All versions of torch that were tested have all of them: `make test-torch VERSION=` tries one.
+
 No other module imports one. A name is looked for when a module asks for it; one that this torch has
 not is no error then, so that importing collage_fx never fails for it: `require` raises before the
 first step. Public names and operators of ATen need no entry.
@@ -322,8 +324,7 @@ _TABLE: tuple[tuple[str, bool, dict[str, str]], ...] = (
 """(purpose, required, module -> names); `name as alias` where collage_fx has another name."""
 
 
-_STEPS = "collage_fx.step.compiled_step"
-_CALLING = {_STEPS, "collage_fx.runtime.progress"}
+_CALLING = {"collage_fx.step.compiled_step", "collage_fx.runtime.progress"}
 """The modules that call what a user has written: an error that is raised there is of the call."""
 
 
@@ -398,7 +399,7 @@ def explain(error: BaseException) -> None:
     untested = untested_warning(torch.__version__)
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     modules = [str(frame.f_globals.get("__name__")) for frame in frames]
-    within = list(itertools.dropwhile(lambda name: name != _STEPS, modules))
+    within = list(itertools.dropwhile(lambda name: not name.startswith("collage_fx."), modules))
     # What a user calls wrongly raises where the user's function, or an optimizer's, is called.
     own = [name for name in within if name.partition(".")[0] != "torch" or "optim" in name]
     if untested and own and own[-1].startswith("collage_fx.") and own[-1] not in _CALLING:

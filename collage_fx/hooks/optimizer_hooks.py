@@ -27,6 +27,7 @@ from collage_fx.optimizer.ownership import live_optimizers, params_of
 from collage_fx.runtime.torch_private import (
     callback_handler,
     dynamo_config,
+    explain,
     get_eval_frame_callback,
     innermost_backend,
 )
@@ -118,6 +119,15 @@ def count_graph(*, supervised: bool) -> None:
 
 
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    try:
+        _find_step(optimizer)
+    except Exception as error:
+        explain(error)
+        raise
+
+
+def _find_step(optimizer: Optimizer) -> None:
+    """Compile the step of an optimizer, or leave it, as what runs at the moment has it."""
     if torch.compiler.is_compiling():
         if _is_for_backend():
             _compile_step(optimizer, traced=True)

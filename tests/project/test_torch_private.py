@@ -14,6 +14,7 @@ import torch
 import collage_fx
 from collage_fx.errors import CollageError, TorchVersionError
 from collage_fx.record import steps
+from collage_fx.hooks import optimizer_hooks
 from collage_fx.runtime import torch_private
 from collage_fx.runtime.torch_private import NAMES
 from collage_fx.runtime.torch_versions import TESTED
@@ -109,6 +110,18 @@ def test_an_error_of_ours_in_an_untested_torch_says_so(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch_private, "untested_warning", lambda version: "")
     with pytest.raises(TypeError):
         step()
+
+
+def test_so_does_one_of_a_hook_of_the_backend_string(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = torch.ones(3).bfloat16().requires_grad_()
+    optimizer = torch.optim.SGD([p], lr=0.1)
+    torch.compile(optimizer.step, backend="collage")()  # installs the hook
+    monkeypatch.setattr(optimizer_hooks, "get_eval_frame_callback", partial(len, no_such_one=1))
+    with pytest.raises(TypeError):
+        optimizer.step()
+    monkeypatch.setattr(torch_private, "untested_warning", lambda version: "never tested")
+    with pytest.raises(TorchVersionError, match=r"TypeError: .*; never tested"):
+        optimizer.step()
 
 
 def test_a_module_that_nobody_has_imported_is_found() -> None:
