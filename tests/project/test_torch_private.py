@@ -13,8 +13,8 @@ import torch
 
 import collage_fx
 from collage_fx.errors import CollageError, TorchVersionError
-from collage_fx.record import steps
 from collage_fx.hooks import optimizer_hooks
+from collage_fx.record import steps
 from collage_fx.runtime import torch_private
 from collage_fx.runtime.torch_private import NAMES
 from collage_fx.runtime.torch_versions import TESTED
