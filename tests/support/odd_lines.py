@@ -81,6 +81,11 @@ _DIRECTIONS = {
         "u = torch.cat([x * 0.5 for x in u.flatten().chunk(2)]).view(u.shape)",
         "u = u.unsqueeze(0).expand(2, *u.shape).sum(0)",
     ),
+    "two words": (
+        "w = u.to(F32) * 1.25\nu = w.to(p.dtype) + (w - w.to(p.dtype)).to(p.dtype)",
+        "w = u.to(F32) * 1.25\nhi = torch.zeros_like(p)\nhi.copy_(w)\nw -= hi\n"
+        "u = hi + w.to(p.dtype)",
+    ),
     "inference mode": (
         "with torch.inference_mode():\n    u = (u * 1.0).reshape(-1).view(u.shape)",
     ),
