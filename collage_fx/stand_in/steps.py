@@ -186,7 +186,7 @@ class StandInSteps:
         self.session.stand_ins = stand_ins
         before = stand_ins.code
         repeats = self.backoff.is_due() and before is not None
-        repeats = repeats and not left_out.is_open()  # who looks waits for the device
+        repeats = repeats and not left_out.is_open()  # a repeated step does not look there
         noted = Noted()
         keeps = shares(self.session) and not isinstance(stand_ins, SharedStandIns)
         looks = looked_at(noted) if repeats or keeps else nullcontext()

@@ -13,6 +13,8 @@ from torch.amp import GradScaler
 from torch.optim import Adafactor, AdamW, Optimizer
 
 import collage_fx
+from collage_fx.compilation.partition import Direct
+from collage_fx.compilation.side_inputs import Noted
 from collage_fx.optimizer.ownership import owned_tensors
 from collage_fx.runtime.kernels.left_out import ask, is_open, left_out_if
 
@@ -95,6 +97,20 @@ def test_asked_once_it_is_known() -> None:
             done = True
         done = True
     assert not done and not is_open()
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_only_who_reads_what_kernels_write_has_them_wait(
+    monkeypatch: pytest.MonkeyPatch, reads: bool
+) -> None:
+    optimizer, step = begun("a kernel")  # whose graph is looked at in each step, to be kept
+    assert not Noted.reads
+    monkeypatch.setattr(Direct, "may_be_left_out", True)  # as on a GPU
+    monkeypatch.setattr(Noted, "reads", reads)
+    fill(optimizer, 0.3)
+    with left_out_if(torch.tensor(0.0)):
+        step()
+        assert is_open() != reads
 
 
 def test_a_repeated_step_of_a_fused_optimizer_is_left_out() -> None:
