@@ -161,3 +161,10 @@ def test_test_files_have_names_of_their_own() -> None:
     """Of two with one name pytest collects the first, and ends with an error."""
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
     assert sorted(set(names)) == sorted(names)
+
+
+def test_what_has_no_package_has_names_of_its_own() -> None:
+    """Tests put all three folders on the path, where the order of tests decides which is found."""
+    names = [p.name for at in ("tests/support", "benchmarks", "examples") for p in sources(at)]
+    bare = sorted(name for name in names if not name.startswith("__"))
+    assert "checkpoints.py" in bare and sorted(set(bare)) == bare

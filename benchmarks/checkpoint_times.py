@@ -3,7 +3,7 @@
 For each way: bytes for a parameter, and the median of the seconds to save and to load, relative to
 fp32 master weights (fp32 weights and states), the ways taking turns. Saving begins with
 state_dict(), which computes the checksums; loading ends with the first step's look at them.
-Written to benchmarks/results/checkpoints.json.
+Written to benchmarks/results/checkpoint_times.json.
 """
 
 import argparse
@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=5)
     results = Path(__file__).parent / "results"
-    parser.add_argument("--out", type=Path, default=results / "checkpoints.json")
+    parser.add_argument("--out", type=Path, default=results / "checkpoint_times.json")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
