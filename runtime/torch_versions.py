@@ -53,9 +53,10 @@ def warn_if_untested() -> None:
 
 
 def drops_roundings() -> bool:
-    """Tell whether Inductor's C++ kernels drop a conversion to 16 bits and back: before 2.13.
+    """Tell whether Inductor drops a conversion to 16 bits and back: before 2.13.
 
-    They go on with the value from before it, whatever the lowering says.
+    A pass over graphs leaves it out, and C++ kernels go on with the value from before it, whatever
+    the lowering says.
     """
     return installed() < (2, 13)
 

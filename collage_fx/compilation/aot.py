@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 
 from collage_fx.compilation.graph_inputs import AotInputs, Inputs
 from collage_fx.compilation.inductor import (
+    compile_by,
     compile_rewritten,
     floats_of,
     noted_roundings,
@@ -52,7 +53,6 @@ from collage_fx.runtime.torch_private import (
     TorchDynamoException,
     TracingContext,
     aot_module_simplified,
-    compile_fx,
     functorch_config,
     select_decomp_table,
     tracing,
@@ -280,13 +280,8 @@ class Compilation:
                     keep_inference_input_mutations=True,
                 )
             else:
-                function = compile_fx(
-                    self.gm,
-                    example_inputs,
-                    inner_compile=self.inner,
-                    decompositions=table,
-                    config_patches=self.session.inductor or None,
-                )
+                options = self.session.inductor
+                function = compile_by(self.inner, self.gm, example_inputs, table, options)
         return function
 
     def inner(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:

@@ -19,10 +19,39 @@ from collage_fx.runtime.torch_private import (
     TensorifyState,
     TracingContext,
     _LazyGraphModule,
+    compile_fx,
     inductor_config,
 )
+from collage_fx.runtime.torch_versions import drops_roundings
 
 aten = torch.ops.aten
+
+
+def compile_by(
+    inner: Callable[..., Any],
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    table: dict[Any, Callable[..., Any]],
+    options: dict[str, Any],
+) -> Any:
+    """Return what Inductor makes of a graph of Dynamo's, where `inner` compiles the functional one.
+
+    Args:
+        inner: what comes after AOTAutograd and Inductor's passes over joint graphs.
+        gm: the graph.
+        inputs: examples.
+        table: how AOTAutograd decomposes.
+        options: settings of Inductor.
+    """
+    if drops_roundings():
+        # One of these passes has a rounding to 16 bits, of what goes on in fp32, left out.
+        matches = options.get("pattern_matcher", inductor_config.pattern_matcher)
+        inner = inductor_config.patch(pattern_matcher=matches)(inner)
+        options = {**options, "pattern_matcher": False}
+    patches = options or None
+    return compile_fx(
+        gm, list(inputs), inner_compile=inner, decompositions=table, config_patches=patches
+    )
 
 
 def separate_outputs(gm: GraphModule) -> None:

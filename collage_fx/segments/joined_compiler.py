@@ -8,7 +8,12 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule
 
-from collage_fx.compilation.inductor import compile_divided, compile_exactly, noted_roundings
+from collage_fx.compilation.inductor import (
+    compile_by,
+    compile_divided,
+    compile_exactly,
+    noted_roundings,
+)
 from collage_fx.compilation.session import Session
 from collage_fx.passes.ir.listing import text_of
 from collage_fx.passes.rewrite.powers import powers_in_float64
@@ -19,7 +24,6 @@ from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.torch_private import (
     FakeTensorMode,
     TracingContext,
-    compile_fx,
     functorch_config,
     innermost_fn,
     select_decomp_table,
@@ -222,13 +226,7 @@ def compile_joined(
         functorch_config.patch(enable_autograd_cache=False),
         tracing(TracingContext(mode)),
     ):
-        compiled: Any = compile_fx(
-            gm,
-            list(fakes),
-            inner_compile=inner,
-            decompositions=table,
-            config_patches=session.inductor or None,
-        )
+        compiled: Any = compile_by(inner, gm, fakes, table, session.inductor)
     if len(whole) == 1:  # AOTAutograd has neither merged inputs nor left writes to its wrapper
         return whole[0]
     # Dynamo is off where a segment runs, and need not be turned off once more.

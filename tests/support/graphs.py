@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, optim
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import BufferAOTInput, ParamAOTInput, PlainAOTInput
-from torch._inductor.compile_fx import compile_fx
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx import GraphModule, Node
 from torch.optim import Optimizer
 
+from collage_fx.compilation.inductor import compile_by
 from collage_fx.optimizer.ownership import owner_of, owners_of
 from collage_fx.passes.ir.program import (
     Arithmetic,
@@ -150,12 +150,8 @@ def capture(
 
     def backend(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         with functorch_config.patch(enable_autograd_cache=False):
-            return compile_fx(
-                gm,
-                list(inputs),
-                inner_compile=lambda g, _, **__: keep(gm, g),
-                decompositions=keep_symbols(select_decomp_table()),
-            )
+            table = keep_symbols(select_decomp_table())
+            return compile_by(lambda g, _, **__: keep(gm, g), gm, inputs, table, {})
 
     torch.compiler.reset()
     with torch.no_grad():
