@@ -29,18 +29,18 @@ def views(p: Tensor, g: Tensor, m: Tensor, z: Tensor) -> Tensor:
 
 def random_bits(p: Tensor, g: Tensor, m: Tensor, z: Tensor) -> Tensor:
     noise = torch.rand_like(g, dtype=torch.float32) - 0.5
-    m.add_(g + noise.bfloat16(), alpha=0.1)
+    m.add_((g + noise.bfloat16()) * 0.1)  # `alpha` is another operation in graphs of torch 2.11
     return m * torch.rand_like(m)
 
 
 def own_tensor(p: Tensor, g: Tensor, m: Tensor, z: Tensor) -> Tensor:
-    m.add_(g * SCALE, alpha=0.1)
+    m.add_(g * SCALE * 0.1)
     return m + SCALE
 
 
 def host_numbers(p: Tensor, g: Tensor, m: Tensor, z: Tensor) -> Tensor:
     share = 1 - torch.full((), 0.75) ** 2
-    return m.add_(g, alpha=0.1) * share.to(m.dtype)
+    return m.add_(g * 0.1) * share.to(m.dtype)
 
 
 UPDATES = [average, views, random_bits, own_tensor, host_numbers]

@@ -148,7 +148,9 @@ def test_traced_graphs_draw_in_the_order_of_the_step() -> None:
         collage_fx.compile(step)(params, grads)
     generator = torch.Generator().manual_seed(7)
     for p in params:
-        first, second = (torch.rand(4, 3, generator=generator).bfloat16() for _ in range(2))
+        first, second = (
+            torch.rand(4, 3, generator=generator, dtype=torch.bfloat16) for _ in range(2)
+        )
         wanted = 1 - 1e-2 * (1 + first.double()) + 1e-2 * second.double()
         assert float((collage_fx.value(p) - wanted).abs().max()) < 1e-4
         # The control: by each other's numbers.
