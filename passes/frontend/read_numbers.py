@@ -73,7 +73,10 @@ def _is_read(node: Node) -> bool:
 
 
 _TORCH: Any = torch
-_SAME = (operator.neg, operator.add, operator.sub, operator.mul, operator.truediv, operator.pow)
+_SAME = (
+    *(operator.neg, operator.add, operator.sub, operator.mul, operator.truediv, operator.pow),
+    *(torch.add, torch.sub, torch.mul, torch.div),  # Dynamo of torch 2.11 multiplies by `alpha`
+)
 _ROOT = {_TORCH._sym_sqrt: torch.sqrt}  # of math.sqrt
 _ARITHMETIC: dict[Any, Any] = {**dict(zip(_SAME, _SAME, strict=True)), **_ROOT}
 """What is done to numbers, with what does the same to tensors."""
