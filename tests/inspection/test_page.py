@@ -12,6 +12,9 @@ import torch
 import collage_fx
 from collage_fx.errors import CollageError, PageError
 from collage_fx.inspection.page.classes import ClassView
+from collage_fx.runtime.torch_versions import installed
+
+ONE_SUM = pytest.mark.skipif(installed() < (2, 13), reason="torch 2.11 adds 1 * exp_avg / denom")
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +46,9 @@ def test_code_reads_like_the_optimizer(adamw: Any) -> None:
     _, text = adamw
     found = pages.lines(text)
     assert "exp_avg_sq = 0.999 * exp_avg_sq + 0.001 * (grad * grad)" in found
-    assert "param = param + exp_avg / denom" in found
+    old = installed() < (2, 13)
+    new = "bf16(param + 1 * exp_avg / denom)" if old else "param + exp_avg / denom"
+    assert f"param = {new}" in found
     assert "bias_correction1 = 1 - 0.9 ** step" in found
     assert "param, param_lo = grow(param, param_lo, t6)" in found
     assert "exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)" in text
@@ -74,6 +79,7 @@ def test_names_of_values_that_live_on_are_not_taken() -> None:
     assert "before = new_param - param" in found
 
 
+@ONE_SUM
 @pytest.mark.kernels
 @pytest.mark.parametrize("arithmetic", ["eft", "wide"])
 @pytest.mark.quick("eft")
@@ -100,6 +106,7 @@ def test_all_values_are_linked(adamw: Any, arithmetic: str) -> None:
     assert alone <= {"step", "bias_correction1", "bias_correction2", "step_size", None}
 
 
+@ONE_SUM
 def test_what_is_stored_reaches_its_line(adamw: Any) -> None:
     explanation, text = adamw
     links = pages.data(text)["links"]["0"]

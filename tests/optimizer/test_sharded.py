@@ -22,6 +22,7 @@ import collage_fx
 from collage_fx.errors import CheckpointError, CollageWarning
 from collage_fx.passes.rewrite import roundings
 from collage_fx.runtime.residuals.dtensor import shard_of
+from collage_fx.runtime.torch_versions import installed
 from collage_fx.stand_in.members import Member
 from collage_fx.stand_in.repeated_step import RepeatedStep
 
@@ -97,6 +98,7 @@ def test_a_shard_takes_the_steps_of_its_rows(
     assert some > 0
 
 
+@pytest.mark.skipif(installed() < (2, 13), reason="Dynamo fails itself: see docs/limits.md")
 def test_shards_of_many_parameters_share_a_kernel(mesh: DeviceMesh, traced: list[int]) -> None:
     # As FSDP2 hands them in: all gradients of a module are views of one buffer.
     plain = [v.requires_grad_() for v in values(0)]

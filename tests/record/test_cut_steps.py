@@ -78,6 +78,8 @@ def test_without_the_switch_it_loses_it(monkeypatch: pytest.MonkeyPatch) -> None
     assert error > 0.1 and not recorded(step)
 
 
+# Dynamo of torch 2.11 cannot assign a number that is read to the optimizer: docs/limits.md.
+@pytest.mark.filterwarnings("ignore:collage_fx. torch.compile fails on a part of the step")
 def test_results_of_one_loop_that_the_next_reads() -> None:
     assert distance(Twice) < 0.01
 
