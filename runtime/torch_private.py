@@ -60,6 +60,7 @@ if TYPE_CHECKING:  # what the names are, for type checkers
     from torch._dynamo.variables import (
         builder as variable_builder,
     )
+    from torch._dynamo.variables.base import AsPythonConstantNotImplementedError
     from torch._dynamo.variables.optimizer import ArgMappingException, OptimizerVariable
     from torch._dynamo.variables.tensor import TensorVariable
     from torch._functorch import config as functorch_config
@@ -169,6 +170,7 @@ _TABLE: tuple[tuple[str, bool, dict[str, str]], ...] = (
             "torch._dynamo.exc": (
                 "SkipFrame, TensorifyScalarRestartAnalysis, TorchDynamoException"
             ),
+            "torch._dynamo.variables.base": "AsPythonConstantNotImplementedError",
             "torch._inductor.exc": "CppCompileError, InductorError, InvalidCxxCompiler",
         },
     ),

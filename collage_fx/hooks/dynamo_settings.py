@@ -16,6 +16,7 @@ from collage_fx.hooks.counted import Counted
 from collage_fx.runtime.cpp_compiler import REMEDY, compiler_fault, words_of
 from collage_fx.runtime.errors import RoundingsLost
 from collage_fx.runtime.torch_private import (
+    AsPythonConstantNotImplementedError,
     TensorifyScalarRestartAnalysis,
     counters,
     dynamo_config,
@@ -136,7 +137,8 @@ class Failures(logging.Filter):
     def note(self, error: BaseException) -> None:
         """Count an error of torch.compile and warn of it."""
         self.count += 1
-        if self.no_compiler:
+        # From 2.14 on Dynamo raises where a tensor's text is read back, and ends no graph there.
+        if self.no_compiler or isinstance(error.__context__, AsPythonConstantNotImplementedError):
             return
         while inner := getattr(error, "inner_exception", None):
             error = inner
