@@ -135,8 +135,8 @@ if TYPE_CHECKING:  # what the names are, for type checkers
 
     _empty_strided_cpu: Any
     DTENSOR_SPEC_MATCH: Any
-    call_method: Any
     call_obj_hasattr: Any
+    get_python_args: Any
     make_dupe_guard: Any
     map_sources_and_install_guards: Any
     new_with_weak_ptr: Any
@@ -208,8 +208,8 @@ _TABLE: tuple[tuple[str, bool, dict[str, str]], ...] = (
                 "builder.make_dupe_guard as make_dupe_guard"
             ),
             "torch._dynamo.variables.optimizer": (
-                "ArgMappingException, OptimizerVariable, OptimizerVariable.call_method as "
-                "call_method, OptimizerVariable.map_sources_and_install_guards as "
+                "ArgMappingException, OptimizerVariable, OptimizerVariable.get_python_args as "
+                "get_python_args, OptimizerVariable.map_sources_and_install_guards as "
                 "map_sources_and_install_guards"
             ),
             "torch._dynamo.variables.tensor": (

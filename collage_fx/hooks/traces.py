@@ -36,8 +36,8 @@ from collage_fx.runtime.torch_private import (
     install_guard,
     is_from_optimizer_source,
 )
-from collage_fx.runtime.torch_private import call_method as _call
 from collage_fx.runtime.torch_private import call_obj_hasattr as _has
+from collage_fx.runtime.torch_private import get_python_args as _args
 from collage_fx.runtime.torch_private import make_dupe_guard as _make_dupe_guard
 from collage_fx.runtime.torch_private import map_sources_and_install_guards as _guard_most
 from collage_fx.runtime.torch_private import store_attr as _store
@@ -82,7 +82,7 @@ def watch_traces() -> None:
     _EFFECTS.store_attr = _store_attr
     _TENSOR.call_obj_hasattr = _has_attr
     _OPTIMIZER.map_sources_and_install_guards = _guard_states
-    _OPTIMIZER.call_method = _call_method
+    _OPTIMIZER.get_python_args = _python_args
     _GUARDS.DTENSOR_SPEC_MATCH = _guard_whole
 
 
@@ -118,25 +118,21 @@ def _has_attr(item: Any, tx: Any, name: str) -> Any:
     return found
 
 
-def _call_method(item: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Trace the call of a method of an optimizer.
+def _python_args(item: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return what Dynamo is to call `_init_group` with; raise, which has it traced, where it must.
 
-    Dynamo calls `_init_group` itself, once, so that what it returns and writes is what it was then:
-    right where that makes tensors, not where it counts steps, say. See docs/stock-defects.md.
+    Dynamo calls it once, so that what it returns and writes is what it was then: right where that
+    makes tensors, not where it counts steps, say. See docs/stock-defects.md.
     """
-    own = name == "_init_group" and hasattr(item.value, name) and init_of_torch(item.value) is None
-    if own and _traced_for() is not None and _does_more(item, args, kwargs):
-        return super(OptimizerVariable, item).call_method(tx, name, args, kwargs)
-    return _call(item, tx, name, args, kwargs)
+    given, named = _args(item, *args, **kwargs)
+    own = init_of_torch(item.value) is None and _traced_for() is not None
+    if own and _does_more(item.value, given, named):
+        raise ArgMappingException
+    return given, named
 
 
-def _does_more(item: Any, args: Any, kwargs: Any) -> bool:
+def _does_more(optimizer: Any, given: Any, named: Any) -> bool:
     """Tell whether `_init_group` does more than make new tensors: it is tried, and undone."""
-    try:
-        given, named = item.get_python_args(*args, **kwargs)
-    except ArgMappingException:
-        return True
-    optimizer = item.value
     states = list(optimizer.state.items())
     holders = [vars(optimizer), *optimizer.param_groups, *(s for _, s in states)]
     before = [(held, dict(held)) for held in holders if isinstance(held, dict)]

@@ -16,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import collage_fx
 from collage_fx.dynamo import backend
 from collage_fx.hooks import traces
+from collage_fx.runtime.torch_versions import installed
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*nothing needed compensation")
 
@@ -130,7 +131,7 @@ def test_what_only_makes_tensors_is_called_as_torch_has_it_called() -> None:
 
 
 def test_it_would_be_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(traces, "_call_method", traces._call)
+    monkeypatch.setattr(traces, "_python_args", traces._args)
     exact = way_of_counting(lambda optimizer: optimizer.step, torch.float64)
     assert float((way_of_counting(by_string, torch.bfloat16) - exact).abs().min()) > 1e-3
 
@@ -221,7 +222,7 @@ def test_a_count_in_float64_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     count, off = counted(collage_fx.compile)
     assert count == 6 and off < 1e-4
     monkeypatch.setattr(backend, "writes_number", lambda _: False)
-    assert counted(collage_fx.compile)[0] < 6
+    assert (counted(collage_fx.compile)[0] < 6) == (installed() < (2, 14))  # which has mended it
 
 
 def test_the_string_does_so_too() -> None:
