@@ -33,6 +33,11 @@ fuzz: $(READY)
 		$(if $(PROGRAMS),--programs $(PROGRAMS)) $(if $(SEED),--seed $(SEED)) \
 		$(if $(WAYS),--ways $(WAYS))
 
+# $(call install,ENVIRONMENT,ARGUMENTS): says nothing, or what pip has said last. With --quiet pip does
+# not tell which requirements, or constraints, conflict.
+install = $(1)/bin/python -m pip install $(2) > $(1)/pip.log 2>&1 || \
+	{ tail -n 15 $(1)/pip.log; echo "all of it is in $(1)/pip.log"; exit 1; }
+
 # The tests under another torch that is supported: make test-torch VERSION=2.15.0, in an environment of
 # its own.
 TORCH := build/torch-$(VERSION)
@@ -42,8 +47,8 @@ test-torch: $(TORCH)/.ready
 
 $(TORCH)/.ready: requirements-torch.txt pyproject.toml | tested-version
 	$(PYTHON) -m venv $(TORCH)
-	VERSION=$(VERSION) $(TORCH)/bin/python -m pip install --quiet --requirement $<
-	$(TORCH)/bin/python -m pip install --quiet --no-build-isolation --editable .
+	VERSION=$(VERSION) $(call install,$(TORCH),--requirement $<)
+	$(call install,$(TORCH),--no-build-isolation --editable .)
 	touch $@
 
 # The tests under a torch that nobody has tested: the newest pre-release that pip finds, of the index in
