@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -98,7 +99,15 @@ def test_a_shared_step_is_equal_to_one_of_single_kernels(update: Callable[..., A
     assert torch.equal(*results)
 
 
+@pytest.fixture
+def _own_kernels() -> Iterator[None]:
+    """Give graphs that other tests have left their kernels back."""
+    with mock.patch.dict(MULTI_TENSOR_KERNELS):
+        yield
+
+
 @pytest.mark.kernels
+@pytest.mark.usefixtures("_own_kernels")
 def test_members_of_any_size_are_equal_by_our_kernel_and_by_inductors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

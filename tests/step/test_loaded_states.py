@@ -94,7 +94,7 @@ def calls_in(do: Callable[[], Any]) -> int:
     return calls
 
 
-@pytest.mark.parametrize(("fused", "most"), [(False, 500), (True, 570)])
+@pytest.mark.parametrize(("fused", "most"), [(False, 520), (True, 590)])
 def test_the_step_after_a_load(
     fused: bool, most: int, graphs: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
