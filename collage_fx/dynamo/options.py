@@ -1,16 +1,20 @@
 """Which options are of collage_fx, and which are passed on to Inductor."""
 
 import dataclasses
+import difflib
+from collections.abc import Iterable
 from typing import Any
 
 from collage_fx.config import CollageConfig
 from collage_fx.runtime.errors import OptionError
 from collage_fx.runtime.storage.registry import EXPANSIONS, Choice, named_in
-from collage_fx.runtime.torch_private import inductor_config, list_mode_options
 
 
 def split_options(
-    given: dict[str, Any], mode: str | None = None, known: dict[str, Any] | None = None
+    given: dict[str, Any],
+    mode: str | None = None,
+    known: dict[str, Any] | None = None,
+    beside: Iterable[str] = (),
 ) -> tuple[CollageConfig, dict[str, Any]]:
     """Return the configuration and the Inductor settings that options and mode ask for.
 
@@ -18,6 +22,7 @@ def split_options(
         given: the options.
         mode: of torch.compile.
         known: those of a configuration that is there, where none is given.
+        beside: names of what else could have been meant.
 
     Raises OptionError for a name that neither collage_fx nor Inductor knows.
     """
@@ -27,13 +32,8 @@ def split_options(
     fields = {field.name for field in dataclasses.fields(CollageConfig)}
     mine = {k: v for k, v in options.items() if k in fields}
     theirs = {k.replace("-", "_"): v for k, v in options.items() if k not in fields}
-    known = inductor_config.get_config_copy()
-    for name in theirs:
-        if name not in known:
-            raise OptionError(
-                f"unknown option {name!r}; collage_fx knows {', '.join(sorted(fields))}, "
-                "and any name of torch._inductor.config is passed through"
-            )
+    if theirs:
+        _refuse_unknown(theirs, sorted(fields), beside)
     if mode and mode != "default":
         theirs = {**_options_of(mode), **theirs}
     config = CollageConfig(**mine)
@@ -42,7 +42,23 @@ def split_options(
     return config, theirs
 
 
+def _refuse_unknown(names: Iterable[str], mine: list[str], beside: Iterable[str]) -> None:
+    """Raise OptionError for a name that is none of Inductor's settings."""
+    from collage_fx.runtime.torch_private import inductor_config  # seconds, and rarely needed
+
+    settings = inductor_config.get_config_copy()
+    for name in (n for n in names if n not in settings):
+        close = difflib.get_close_matches(name, [*mine, *beside, *settings], 1)
+        meant = f", did you mean {close[0]!r}?" if close else ";"
+        raise OptionError(
+            f"unknown option {name!r}{meant} collage_fx knows {', '.join(mine)}, "
+            "and any name of torch._inductor.config is passed through"
+        )
+
+
 def _options_of(mode: str) -> dict[str, Any]:
+    from collage_fx.runtime.torch_private import list_mode_options
+
     try:
         return dict(list_mode_options(mode))
     except RuntimeError as error:
