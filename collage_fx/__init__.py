@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collage_fx.inspection.gradients import GradientRecorder, record_gradients
     from collage_fx.inspection.monitor import Monitor, monitor
     from collage_fx.inspection.values import draws, load_residuals, residuals, value
+    from collage_fx.optim import compensated
     from collage_fx.optimizer.master_weights import (
         convert_residuals,
         load_master_weights,
@@ -42,6 +43,7 @@ __all__ = [
     "Explanation",
     "GradientRecorder",
     "Monitor",
+    "compensated",
     "compile",
     "compile_",
     "compile_callback",
@@ -76,6 +78,7 @@ _HOMES = {
     "inspection.gradients": ("GradientRecorder", "record_gradients"),
     "inspection.monitor": ("Monitor", "monitor"),
     "inspection.values": ("draws", "load_residuals", "residuals", "value"),
+    "optim": ("compensated",),
     "optimizer.master_weights": ("convert_residuals", "load_master_weights", "master_state_dict"),
 }
 """Module -> the public names that are defined there."""

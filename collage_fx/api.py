@@ -4,9 +4,11 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from torch.compiler import disable
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from collage_fx.classes import refuse_compensated
 from collage_fx.config import CollageConfig
 from collage_fx.dynamo import backend
 from collage_fx.dynamo.backend import Backend
@@ -64,23 +66,40 @@ def compile(
 
     Raises:
         OptionError: an option or value that does not exist.
-        SubjectError: a model, or anything else that is neither an optimizer nor a function.
+        SubjectError: a model, or anything else that is neither an optimizer nor a function; an
+            optimizer that compiles its own step, of a class of `collage_fx.optim` say.
     """
     config, inductor = split_options(options, mode)
     subject = subject_of(optimizer_or_function)
     if isinstance(subject, Optimizer):
-        if held := wrapped_optimizers(subject):
-            steps = [compile(one, mode=mode, **options) for one in held]
-            return compile_wrapper(subject, held, steps)
-        config = _begin(subject, config, options)
-        plain_steps.watch(family(subject))
-        session = Backend(config, inductor, optimizer=weakref.ref(subject))
-        return compile_optimizer(subject, session)
+        refuse_compensated(subject)
+        return compile_own(subject, mode, **options)
     session = Backend(config, inductor, named=True)
     plain = in_place(subject, tuple(carries))
     function = compile_function(plain, session)
     function._collage = (plain, options)  # type: ignore[attr-defined]
     return function
+
+
+def compile_own(
+    optimizer: Optimizer, mode: str | None = None, **options: Any
+) -> Callable[..., Any]:
+    """Compile the step of an optimizer, of whatever class; see `compile`."""
+    config, inductor = split_options(options, mode)
+    if held := wrapped_optimizers(optimizer):
+        steps = [compile(one, mode=mode, **options) for one in held]
+        return compile_wrapper(optimizer, held, steps)
+    config = _begin(optimizer, config, options)
+    plain_steps.watch(family(optimizer))
+    session = Backend(config, inductor, optimizer=weakref.ref(optimizer))
+    return compile_optimizer(optimizer, session)
+
+
+@disable  # where the whole training step is compiled
+def methods_of(first_use: Any) -> dict[str, Callable[..., Any]]:
+    """Return the methods of an optimizer that compiles its own step, compiled now if need be."""
+    methods: dict[str, Callable[..., Any]] = first_use.methods()
+    return methods
 
 
 def compile_(optimizer: OptimizerT, *, mode: str | None = None, **options: Any) -> OptimizerT:

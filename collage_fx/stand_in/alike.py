@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from collage_fx.classes import class_of
 from collage_fx.compilation.session import Session
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import compensable_dtypes
@@ -84,7 +85,7 @@ def _outline(optimizer: Optimizer, session: Session) -> Hashable:
         [(type(p), p.dtype, p.device, p.requires_grad, 1 in p.shape) for p in group["params"]]
         for group in optimizer.param_groups
     ]
-    return repr((type(optimizer), session.config, _settings(session), groups, members))
+    return repr((class_of(optimizer), session.config, _settings(session), groups, members))
 
 
 def _read(group: dict[str, Any]) -> list[tuple[str, Any]]:

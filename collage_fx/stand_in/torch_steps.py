@@ -8,13 +8,14 @@ from typing import Any
 from torch import Tensor
 from torch.optim import SGD, Adafactor, Adam, Adamax, AdamW, Muon, NAdam, Optimizer
 
+from collage_fx.classes import class_of
 from collage_fx.compilation.session import Session
 from collage_fx.hooks.step_substitution import layers, with_own_code
 from collage_fx.optimizer.discovery import init_states
 from collage_fx.optimizer.fused import unscaled
 
 ALIKE = frozenset({Adam, Adamax, AdamW, NAdam, SGD})
-"""Classes, not those derived from them, whose step treats each parameter of a group by itself."""
+"""Classes, not those that users derive, whose step treats each parameter of a group by itself."""
 
 SHAPED = frozenset({Adafactor, Muon})
 """The same of classes whose step treats those parameters alike that have one shape."""
@@ -22,7 +23,7 @@ SHAPED = frozenset({Adafactor, Muon})
 
 def of_one_shape(optimizer: Optimizer) -> bool:
     """Tell whether the step of an optimizer treats those parameters alike that have one shape."""
-    return type(optimizer) in SHAPED
+    return class_of(optimizer) in SHAPED
 
 
 def serves(optimizer: Optimizer, session: Session) -> bool:
@@ -31,7 +32,7 @@ def serves(optimizer: Optimizer, session: Session) -> bool:
         return False
     if of_one_shape(optimizer) and session.config.stochastic_rounding:
         return False
-    if type(optimizer) not in ALIKE | SHAPED or "_init_group" in vars(optimizer):
+    if class_of(optimizer) not in ALIKE | SHAPED or "_init_group" in vars(optimizer):
         return False
     if optimizer.defaults.get("differentiable"):
         return False
@@ -47,7 +48,7 @@ def code_of_step(optimizer: Optimizer) -> tuple[Any, ...] | None:
     Of two that are equal, one does what the other does. None if somebody has put something of their
     own in the place of a function: what that depends on is not known.
     """
-    kind: Any = type(optimizer)
+    kind: Any = class_of(optimizer)
     around = list(layers(kind.step))
     # Dynamo puts what it has compiled there too, under names that begin so.
     named = {k: v for k, v in around[-1].__globals__.items() if not k.startswith("__")}

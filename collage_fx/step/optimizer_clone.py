@@ -8,9 +8,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from collage_fx.classes import FIRST_USE
 from collage_fx.optimizer import plain_steps
 from collage_fx.optimizer.checkpoints.copying import copy_residuals
 from collage_fx.optimizer.ownership import family, params_of, tensors_in
+
+_OWN = ("step", "__getstate__", FIRST_USE)
+"""Attributes that are of one optimizer, and of no copy."""
 
 
 def clone_of(
@@ -35,7 +39,7 @@ def clone_of(
             memo |= {id(t): convert(t).detach() for _, t in tensors_in(state) if id(t) not in memo}
     for one in everyone:
         # Not by way of its state for pickling, which leaves attributes out.
-        kept = {k: v for k, v in vars(one).items() if k not in ("step", "__getstate__")}
+        kept = {k: v for k, v in vars(one).items() if k not in _OWN}
         memo[id(one)].__dict__.update(copy.deepcopy(kept, memo))
         if residuals:
             copy_residuals(one, memo)

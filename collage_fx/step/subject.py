@@ -8,6 +8,7 @@ from typing import Any
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from collage_fx.classes import own_step
 from collage_fx.errors import SubjectError
 from collage_fx.hooks.step_substitution import STEP
 from collage_fx.optimizer.ownership import without_arguments
@@ -98,7 +99,8 @@ def step_made_here(given: Any, mark: str) -> Any:
     while given is not None and not any(given is one for one in seen):
         if getattr(given, mark, None) is not None:
             return given
-        for step in (getattr(given, "step", None), getattr(given, "__dict__", {}).get(STEP)):
+        held = getattr(given, "__dict__", {})
+        for step in (getattr(given, "step", None), held.get(STEP), own_step(given)):
             if getattr(step, mark, None) is not None:
                 return step
         seen.append(given)

@@ -15,11 +15,11 @@ ROOT = Path(__file__).parents[2]
 LAYERS = ("collage_fx", "passes", "runtime")
 """The folders with the code, from the top to the bottom."""
 PACKAGES = [
-    *("__main__", "callbacks", "api"),
+    *("__main__", "callbacks", "optim", "first_use", "api"),
     *("inspection", "step", "dynamo", "stand_in", "record", "segments", "binding"),
     "compilation",
     "hooks",
-    *("optimizer", "config", "errors"),
+    *("optimizer", "config", "classes", "errors"),
     *("passes.pipeline", "passes.codegen", "passes.dedup", "passes.rewrite", "passes.analysis"),
     *("passes.frontend", "passes.rules", "passes.ir"),
     *("runtime.ops", "runtime.kernels", "runtime.residuals"),
