@@ -170,6 +170,7 @@ WRONG: list[tuple[type[Exception], str, Callable[[], Any]]] = [
 
 @pytest.mark.parametrize(("kind", "message", "call"), WRONG)
 def test_mistakes_are_named(kind: type[Exception], message: str, call: Any) -> None:
+    Descent(params(0))  # PyTorch changes a class where its first optimizer is made
     before = {**vars(Descent)}
     made = len(Descent.__subclasses__())
     with pytest.raises(kind, match=message):
