@@ -124,11 +124,11 @@ def _python_args(item: Any, *args: Any, **kwargs: Any) -> Any:
     Dynamo calls it once, so that what it returns and writes is what it was then: right where that
     makes tensors, not where it counts steps, say. See docs/stock-defects.md.
     """
-    given, named = _args(item, *args, **kwargs)
     own = init_of_torch(item.value) is None and _traced_for() is not None
-    if own and _does_more(item.value, given, named):
+    # With arguments of its own: it appends to the lists that it is given.
+    if own and _does_more(item.value, *_args(item, *args, **kwargs)):
         raise ArgMappingException
-    return given, named
+    return _args(item, *args, **kwargs)
 
 
 def _does_more(optimizer: Any, given: Any, named: Any) -> bool:
