@@ -32,6 +32,7 @@ _FOLLOWED = frozenset(
 )
 _CONVERSIONS = frozenset({aten._to_copy.default, aten.copy_.default})
 _ADDING = frozenset({"add", "sub", "rsub", "_foreach_add", "_foreach_sub"})
+_WIDE = (torch.float32, torch.float64)
 _UNIT = 2.0**-7
 """A unit in the last place of bf16 is at most this much of the value."""
 
@@ -172,7 +173,7 @@ def with_errors(segment: "Segment", lines: Sequence["Line"]) -> set[int]:
         made = {}
         for source, to in conversions(line):
             x = root[source.at]
-            if dtype[to] in ROUNDING and dtype[source.at] not in ROUNDING:
+            if dtype[to] in ROUNDING and dtype[source.at] in _WIDE:
                 made[root[to]] = (x, written[x], dtype[to])
                 where[x, written[x], dtype[to]].add(k)
             elif x in rounded:
