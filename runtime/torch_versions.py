@@ -7,6 +7,8 @@ the Makefile may run this file where there is no torch.
 
 import functools
 import re
+import sys
+import traceback
 import warnings
 
 TESTED = ("2.11.0", "2.13.0", "2.14.1", "2.15.0")
@@ -49,7 +51,10 @@ def warn_if_untested() -> None:
     from collage_fx.runtime.errors import CollageWarning
 
     if message := untested_warning(torch.__version__):
-        warnings.warn(f"collage_fx: {message}", CollageWarning, stacklevel=5)
+        frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()))
+        names = [str(frame.f_globals.get("__name__")) for frame in frames]
+        users = (i for i, n in enumerate(names, 1) if not n.startswith("collage_fx."))
+        warnings.warn(f"collage_fx: {message}", CollageWarning, stacklevel=next(users, 1))
 
 
 def drops_roundings() -> bool:
