@@ -150,8 +150,9 @@ def _make(
 
 def _sign(init: Any, signature: inspect.Signature) -> None:
     """Give a function that stands for another's `__init__` a signature, types of options too."""
-    given = [p for p in signature.parameters.values() if p.annotation is not p.empty]
-    types = {p.name: p.annotation for p in given if p.name in _KNOWN}
+    given = signature.parameters
+    types = {n: given[n].annotation for n in _KNOWN if n in given}
+    types = {n: kind for n, kind in types.items() if kind is not inspect.Parameter.empty}
     init.__signature__ = signature
     init.__annotations__ = types | getattr(init, "__annotations__", {})
 
