@@ -130,6 +130,46 @@ def test_what_only_makes_tensors_is_called_as_torch_has_it_called() -> None:
     assert optimizer.state[p]["age"] == 0
 
 
+class Listed(torch.optim.Optimizer):
+    """Makes its states, and puts its parameters in a list, by one call."""
+
+    def _init_group(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        for p in group["params"]:
+            self.state[p].setdefault("m", torch.zeros_like(p))
+            params.append(p)
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            params: list[Tensor] = []
+            self._init_group(group, params)
+            for p in params:
+                p.sub_(self.state[p]["m"].mul_(0.9).add_(p.grad), alpha=1e-4)
+
+
+@pytest.mark.parametrize("compiled", [collage_fx.compile, by_string])
+def test_each_parameter_is_in_a_list_once(
+    compiled: Callable[[Any], Callable[[], Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control tries `_init_group` with the list that Dynamo then calls it with."""
+
+    def moved(compiled: Callable[[Any], Callable[[], Any]], dtype: torch.dtype) -> float:
+        torch.compiler.reset()
+        p = torch.ones(2, dtype=dtype, requires_grad=True)
+        return float(1 - value_after(compiled(Listed([p], {})), p)[0])
+
+    exact = moved(lambda optimizer: optimizer.step, torch.float64)
+    assert moved(compiled, torch.bfloat16) == pytest.approx(exact, rel=1e-3)
+    original = traces._args
+
+    def one_list(item: Any, *args: Any, **kwargs: Any) -> Any:
+        return known.setdefault(id(item), original(item, *args, **kwargs))
+
+    known: dict[int, Any] = {}
+    monkeypatch.setattr(traces, "_args", one_list)
+    assert moved(compiled, torch.bfloat16) > 1.5 * exact
+
+
 def test_it_would_be_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traces, "_python_args", traces._args)
     exact = way_of_counting(lambda optimizer: optimizer.step, torch.float64)
