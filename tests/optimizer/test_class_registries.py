@@ -34,6 +34,7 @@ def moved(model: Any) -> Tensor:
     return collage_fx.value(model.weight) - 1.5
 
 
+@pytest.mark.slow
 def test_the_trainer_of_hugging_face_takes_a_class(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

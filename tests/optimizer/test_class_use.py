@@ -51,6 +51,7 @@ def test_odd_classes_are_classes_too() -> None:
         assert same(stepped(cls(params(0), lr=RATE)), expected), cls
 
 
+@pytest.mark.slow
 def test_a_class_that_is_derived_from_one_has_its_own_step_compiled() -> None:
     class Original(torch.optim.AdamW):
         def __init__(self, params: Any, lr: float) -> None:
@@ -141,6 +142,7 @@ COPIES = {
         ("pickle", 2, "derived"),
     ],
 )
+@pytest.mark.quick("deepcopy-0-derived", "pickle-2-compensated")
 def test_a_copy_is_of_the_class_and_has_options_and_residuals(
     how: str, before: int, kind: str
 ) -> None:
@@ -160,6 +162,7 @@ def test_a_copy_is_of_the_class_and_has_options_and_residuals(
     assert same(twin, original) and "storage=mcf3" in told(twin)[1]
 
 
+@pytest.mark.slow
 def test_a_process_that_is_spawned_is_given_classes_and_optimizers() -> None:
     cls = compensated(torch.optim.SGD, storage="mcf3")
     optimizer = stepped(cls(params(0, [(8,)]), lr=RATE), 2)

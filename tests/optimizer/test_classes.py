@@ -21,6 +21,7 @@ from collage_fx.errors import OptionError, SubjectError
 
 
 @pytest.mark.parametrize("options", [{}, {"storage": "mcf3", "level": "all"}])
+@pytest.mark.quick("options0")
 def test_it_is_served_as_its_original_is(options: Any) -> None:
     betas = (0.9, 0.99)
     ours = stepped(optim.AdamW(params(0), RATE, betas, **options))
@@ -79,6 +80,7 @@ def test_each_class_of_torch_optim_has_one_of_its_name() -> None:
         optim.Adamw  # noqa: B018
 
 
+@pytest.mark.slow
 def test_nothing_of_the_compiler_is_imported_before_the_first_use() -> None:
     script = """
 import sys, torch
