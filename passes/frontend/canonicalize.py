@@ -186,8 +186,10 @@ class _Builder:
     def take(self, node: Node) -> None:
         """Translate one node of the source graph."""
         self.origin = node
-        given = {a: self.env[a] for a in node.all_input_nodes}
-        self.env |= {a: self._in_one_shape(node, x) for a, x in given.items()}
+        single = combines_single_elements(node)
+        given = {a: self.env[a] for a in node.all_input_nodes} if single else {}
+        # Read what an operand is a view of, if that has the shape of the result.
+        self.env |= {a: _viewed(x, value_of(node)) or x for a, x in given.items()}
         self._translate(node)
         self.env |= given
         if node in self.results and is_tensor(node) and node.op != "placeholder":
@@ -252,11 +254,6 @@ class _Builder:
     def _in_shape_of(self, val: Tensor, x: Node) -> Node:
         """Return a view of x; where x is a view of what has this shape already, the latter."""
         return _viewed(x, val) or self.call(aten.view.default, x, list(val.shape), val=val)
-
-    def _in_one_shape(self, node: Node, x: Any) -> Any:
-        """Return what an operand of an elementwise operation on single elements is a view of, if
-        that has the shape of the result."""
-        return x if not combines_single_elements(node) else _viewed(x, value_of(node)) or x
 
     def _is_laid_out_alike(self, clone: Node) -> bool:
         """Tell whether a clone, `p.data`, or a view, is the very thing it is made of.

@@ -21,7 +21,7 @@ _ALONG = frozenset(
         *("nanmedian", "sort", "topk"),
     )
 )
-"""Those that go along one dimension; most return indices too."""
+"""Operations along one dimension; most return indices too."""
 _VIEWS = frozenset(
     (
         *("alias", "expand", "flip", "permute", "reshape", "rev", "roll", "select", "slice"),
@@ -41,7 +41,7 @@ def returns_operand(node: Node) -> bool:
     if not (isinstance(op, OpOverload) and isinstance(source, Node) and is_tensor(source)):
         return False
     tensors = [a for a in op._schema.arguments if "Tensor" in str(a.type)]
-    result = values(node)
+    result = next(iter(tensors_of(node)), None)
     if len(tensors) != 1 or result is None or not value_of(source).is_floating_point():
         return False
     before, after = _count(value_of(source)), _count(result)
@@ -64,13 +64,6 @@ def combines_single_elements(node: Node) -> bool:
     operands = node.all_input_nodes
     dtypes = {value_of(a).dtype for a in operands if is_tensor(a)}
     return len(dtypes) == 1 and all(map(is_tensor, operands)) and _count(value_of(node)) == 1
-
-
-def values(node: Node) -> Tensor | None:
-    """Return the value of a node, or the first of several, if it is a tensor."""
-    val = node.meta.get("val")
-    first = val[0] if isinstance(val, list | tuple) and val else val
-    return first if isinstance(first, Tensor) else None
 
 
 def _count(val: Tensor) -> int | None:
