@@ -1,4 +1,4 @@
-"""What is known of an optimizer whose class `collage_fx.compensated` has made."""
+"""The marks of optimizers whose class `collage_fx.compensated` has made."""
 
 from typing import Any
 

@@ -36,10 +36,10 @@ class FirstUse:
         self.given = given
         self.made: dict[str, Callable[..., Any]] | None = None
         self.before: dict[str, MethodType] = {}
-        """What stands for each method until then."""
+        """Method name -> its stand-in until then."""
 
     def method(self, name: str) -> MethodType:
-        """Return what stands for a method until then, and hands on to what was made after it."""
+        """Return the stand-in of a method, which calls the compiled one from the first use on."""
         optimizer = self._alive()
 
         @functools.wraps(getattr(type(optimizer), name))
@@ -48,7 +48,7 @@ class FirstUse:
 
             return methods_of(self)[name](*args, **kwargs)
 
-        # What is made does what schedulers put a function of theirs around a step for.
+        # Schedulers wrap a step to see that it was called; the compiled step tells them itself.
         first._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         self.before[name] = MethodType(first, optimizer)
         return self.before[name]

@@ -34,7 +34,7 @@ def compile_by(
     table: dict[Any, Callable[..., Any]],
     options: dict[str, Any],
 ) -> Any:
-    """Return what Inductor makes of a graph of Dynamo's, where `inner` compiles the functional one.
+    """Compile a graph of Dynamo's by Inductor, the functional graph by `inner`.
 
     Args:
         inner: what comes after AOTAutograd and Inductor's passes over joint graphs.

@@ -107,7 +107,7 @@ class Look:
     """Looks at the calls of graphs."""
 
     reads = True
-    """Whether it reads what a graph writes, and so has to know whether that is left out."""
+    """Whether the look reads the results of a graph: it has to know then if none are written."""
 
     def enter(self, args: tuple[Any, ...]) -> None:
         """A graph is about to be called with these, or a part of one."""
