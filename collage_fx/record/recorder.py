@@ -13,6 +13,7 @@ from torch.nn import Parameter
 
 from collage_fx.hooks import data_reads, nested_compile
 from collage_fx.hooks.dynamo_settings import Failures
+from collage_fx.passes.dedup.repeated_tensors import divided, writes_list
 from collage_fx.passes.rewrite.powers import in_float64
 from collage_fx.record.at_once import AtOnce, Unrecorded, in_python, tensors_in
 from collage_fx.record.graph_notes import GraphNotes
@@ -234,6 +235,10 @@ class Recorder:
         operation = OPERATIONS[func]
         if operation.kind == "higher order":
             return self._higher_order(func, args, kwargs)
+        if writes_list(func) and (parts := divided(args, kwargs)):
+            for part in parts:
+                self.dispatch(func, types, *part)
+            return None
         if operation.kind == "composite":
             with self._mode():
                 return func.decompose(*args, **kwargs)

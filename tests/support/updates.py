@@ -25,6 +25,10 @@ def apply(draw: DrawFn, u: str, us: str, tensor_lr: bool) -> Lines:
                 f"p.add_({u}, alpha=-lr)", f"torch._foreach_add_(ps, {us}, alpha=-lr)" if us else ""
             ),
             one(f"torch._foreach_add_([p], [{u}], alpha=-lr)"),
+            one(
+                f"torch._foreach_add_([p, p], [{u}, {u}], alpha=-lr / 2)",
+                f"torch._foreach_add_([*ps, *ps], [*{us}, *{us}], alpha=-lr / 2)" if us else "",
+            ),
         ]
     return draw(st.sampled_from(forms))
 
