@@ -27,8 +27,8 @@ from collage_fx.compilation.session import Session, StandsForOthers
 from collage_fx.compilation.side_inputs import Code, SideInputs, in_turn
 from collage_fx.compilation.uncompensated import (
     differentiated,
+    note_results,
     takes_one_for_two,
-    warn_of_results,
     warn_of_states,
     written_outside,
 )
@@ -310,7 +310,7 @@ class Compilation:
         compiled = self.session.note(program)
         self.refused |= bool(program.lost)
         warn_of_states(self.session, program)
-        warn_of_results(self.session, gm, program.plan)
+        note_results(self.session, gm, program.plan)
         side = self.side = self._side_inputs(program)
         show_program(program)
         if program.result is None:

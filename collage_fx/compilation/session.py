@@ -100,6 +100,8 @@ class Session:
     """How many graphs have been compiled."""
     calls: int = 0
     """How often a graph of this session has run, compensated or not."""
+    returns_alike: bool = False
+    """Whether a graph of a function, which writes no state, returns what new states may be."""
     shared: bool = False
     """Whether it is for all functions that are compiled with one configuration."""
     said: set[tuple[str, CodeType | None]] = field(default_factory=set)

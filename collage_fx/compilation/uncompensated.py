@@ -5,7 +5,7 @@ from torch.fx import GraphModule
 
 from collage_fx.compilation.graph_inputs import AotInputs, aot_metadata
 from collage_fx.compilation.session import Session
-from collage_fx.optimizer.served import RETURNED, left_by_level, nothing_compensated
+from collage_fx.optimizer.served import left_by_level, nothing_compensated
 from collage_fx.passes.analysis.plan import leave_alone
 from collage_fx.passes.frontend.capture import is_merged
 from collage_fx.passes.ir.program import Program, StatePlan, compensable_in
@@ -74,18 +74,20 @@ def differentiated(session: Session, gm: GraphModule, inputs: AotInputs) -> bool
     return bool(names)
 
 
-def warn_of_results(session: Session, gm: GraphModule, plan: list[StatePlan]) -> None:
-    """Say that a function that returns its new states is not seen to carry them."""
+def note_results(session: Session, gm: GraphModule, plan: list[StatePlan]) -> None:
+    """Note that a graph of a function may return new states, and carries none that is seen.
+
+    The function may write states in other graphs, and this one be of its model.
+    """
     if not session.named or session.optimizer() is not None or any(s.compensable for s in plan):
         return
     dtypes = compensable_dtypes(session.config.storage)
     inputs = [n.meta.get("val") for n in gm.graph.find_nodes(op="placeholder")]
     results = [n.meta.get("val") for n in gm.graph.output_node().all_input_nodes]
     alike = [(v.shape, v.dtype) for v in inputs if isinstance(v, Tensor)]
-    if any(
+    session.returns_alike |= any(
         isinstance(r, Tensor) and r.dtype in dtypes and (r.shape, r.dtype) in alike for r in results
-    ):
-        session.warn_once(RETURNED)
+    )
 
 
 def warn_of_states(session: Session, program: Program) -> None:

@@ -221,6 +221,11 @@ class Steps:
         if not self.words.writes and any(map(self.words.dropped, found)):
             self.warn(RETURNED)
 
+    def see_written(self) -> None:
+        """Say so if a graph may have returned new states of a function, and none is written."""
+        if self.session.returns_alike and not self.service.has_written():
+            self.warn(RETURNED)
+
     # The beginning.
 
     def _begin(self) -> None:

@@ -226,7 +226,9 @@ def _supervised(
                 result = (traced if by_dynamo else plain)(*args, **kwargs)
                 if few is None:
                     steps.see_results(result)
-                return result
+            if few is None:
+                steps.see_written()
+            return result
 
     @disable  # where the whole training step is compiled
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -78,6 +78,26 @@ def test_states_that_a_function_returns_are_named_or_refused() -> None:
     assert close(1 - collage_fx.value(p), 1 - exact, rtol=0.05)
 
 
+def test_a_function_that_steps_an_optimizer_may_return_what_its_model_makes(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    w = torch.ones(4, 4).bfloat16().requires_grad_()
+    optimizer = torch.optim.SGD([w], 1e-4)
+
+    def train(x: Tensor, *, steps: bool) -> Tensor:
+        y = torch.tanh(x @ w)
+        y.float().square().mean().backward()
+        if steps:
+            optimizer.step()
+        return y.detach()
+
+    x = torch.ones(4, 4).bfloat16()
+    collage_fx.compile(train)(x, steps=True)
+    assert not [one for one in recwarn if "returns new tensors" in str(one.message)]
+    with pytest.warns(CollageWarning, match="returns new tensors"):
+        collage_fx.compile(train)(x, steps=False)
+
+
 class Scheduled(Optimizer):
     """Bias corrections from a Python step count, in the ways that people write them."""
 
