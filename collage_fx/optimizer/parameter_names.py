@@ -2,7 +2,7 @@
 
 import gc
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from torch import Tensor
 from torch.fx import GraphModule
@@ -10,7 +10,7 @@ from torch.nn import Module, ModuleDict, ModuleList, ParameterDict, ParameterLis
 from torch.optim import Optimizer
 
 from collage_fx.errors import SubjectError
-from collage_fx.optimizer.ownership import groups_of, owned_tensors
+from collage_fx.optimizer.ownership import groups_of, owned_tensors, params_of
 from collage_fx.runtime.storage.state_name import StateName
 
 _BY_POSITION = re.compile(r"(?:\w+\.)*param_groups\[\d+\]\.params\[\d+\]")
@@ -103,7 +103,28 @@ def _smallest_owner(params: set[int]) -> Module | None:
 
     One of a class of its own comes first: while Dynamo compiles it has a bare one.
     """
-    best, least = None, (False, 0, 0)
+    return min(_owners(params), key=lambda found: found[0], default=(None, None))[1]
+
+
+def largest_owner(optimizer: Optimizer) -> Module | None:
+    """Return the module with the most parameters of those that have all of an optimizer.
+
+    Of several, the one with the fewest parts, which is in the others.
+    """
+    params = {id(p) for p in params_of(optimizer)}
+
+    def size(found: tuple[tuple[bool, int, int], Module]) -> tuple[int, bool, int]:
+        (bare, count, parts), _ = found
+        return -count, bare, parts
+
+    return min(_owners(params), key=size, default=(None, None))[1]
+
+
+def _owners(params: set[int]) -> Iterator[tuple[tuple[bool, int, int], Module]]:
+    """Yield the modules that have all of these parameters.
+
+    Each after whether it is of no class of its own, and the numbers of its parameters and parts.
+    """
     for one in gc.get_objects() if params else ():
         # Not isinstance, which asks proxies and lazy modules for their class and may load them.
         kind = type(one)
@@ -116,6 +137,5 @@ def _smallest_owner(params: set[int]) -> Module | None:
             size = kind is Module, len(own), sum(1 for _ in one.modules())
         except Exception:  # a module of somebody else's that does not let itself be looked at
             continue
-        if params <= own and (best is None or size < least):
-            best, least = one, size
-    return best
+        if params <= own:
+            yield size, one

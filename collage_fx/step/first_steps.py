@@ -13,20 +13,13 @@ what can be undone takes their bytes once more.
 """
 
 import math
-import pickle
-import random
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-try:
-    import numpy
-except ImportError:  # PyTorch does without it
-    numpy = None  # type: ignore[assignment]
 import torch
 from torch import Tensor
-from torch.compiler import set_stance
 from torch.optim import Optimizer
 
 from collage_fx.dynamo.backend import Backend
@@ -38,7 +31,7 @@ from collage_fx.runtime.errors import listed
 from collage_fx.runtime.residuals.dtensor import shard_of, sharded_like
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import kept
-from collage_fx.step.optimizer_clone import clone_of
+from collage_fx.step.optimizer_clone import clone_of, rehearsal
 
 Values = dict[str, Tensor]
 """Name of a state -> its value, in float64."""
@@ -174,23 +167,14 @@ def exact_step(
         return "steps with arguments, such as a closure, are not compared"
     if has_foreign_hooks(optimizer):
         return "steps with hooks are not compared, which would run twice"
-    chance = random.getstate()
-    numpys: Any = numpy.random.get_state() if numpy else None
-    saved = pickle.dumps(numpys)
-    with torch.random.fork_rng(), set_stance("force_eager"):
-        state = torch.get_rng_state()
-        try:
+    try:
+        with rehearsal(optimizer) as drawn:
             twin = clone_of(optimizer, in_float64, residuals=False)
             types.MethodType(type(twin).step, twin)(*(() if loss is None else (loss,)))
-        except Exception as error:  # whatever code of the user's raises that wants 16 bits
-            return f"steps cannot be done in float64: {error}"
-        drawn = random.getstate() != chance
-        random.setstate(chance)
-        if numpy:
-            drawn |= pickle.dumps(numpy.random.get_state()) != saved
-            numpy.random.set_state(numpys)
-        if drawn or not torch.equal(state, torch.get_rng_state()):
-            return "steps that draw random numbers are not compared"
+    except Exception as error:  # whatever code of the user's raises that wants 16 bits
+        return f"steps cannot be done in float64: {error}"
+    if drawn():
+        return "steps that draw random numbers are not compared"
     return {name: t.detach().double() for name, t in _floating(twin)}
 
 

@@ -5,6 +5,7 @@ after the rate has warmed up, and again whenever the run is twice as long, since
 residual keep less the fuller they are.
 """
 
+import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
@@ -89,6 +90,17 @@ def lost_share(moved: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
     return size.squeeze(1).nan_to_num(), share.squeeze(1)
 
 
+def kept_share(size: Tensor, least: Tensor) -> Tensor:
+    """Return the share of updates that a storage keeps: E[a u] / E[u^2], as `lost_share` has them.
+
+    Args:
+        size: how large they are on average, as `lost_share` returns.
+        least: the smallest change that the storage keeps.
+    """
+    top = 4 / 3 * size
+    return 12 / 7 * _rounded(top, least)[1] / top.square()
+
+
 def _rounded(top: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
     """Return E[a] and E[a u] of updates u, uniform from half the top to it, rounded to a."""
     z = (least / top).clamp(min=0.1)  # finer ones change little
@@ -158,12 +170,12 @@ class SmallUpdates:
             return
         storage, new, last = found
         dtype = owned.tensor.dtype
-        least = kept(dtype, storage) * _power_of_two(new)
+        least = kept(dtype, storage) * power_of_two(new)
         if storage in EXPANSIONS:
-            least = torch.minimum(least, kept(dtype) * _power_of_two(last))
+            least = torch.minimum(least, kept(dtype) * power_of_two(last))
         seen = self.seen.setdefault(owned.name, _Seen(owned, storage))
         seen.moved.append((new - old).abs())
-        seen.least.append(least * (_elements(shard) != 0))
+        seen.least.append(least * (elements(shard) != 0))
 
     def _judge(self, optimizer: Optimizer) -> None:
         """Warn of what is lost, unless the rate still warms up, and will soon be large enough."""
@@ -216,16 +228,17 @@ def _value(tensor: Tensor) -> tuple[str, Tensor, Tensor] | None:
     residual = STORE.get(tensor) if type(tensor) in (Tensor, Parameter) else None
     if residual is None or not residual.is_shaped_as(tensor) or not tensor.numel():
         return None
-    high, *low = (_elements(x) for x in (tensor, *residual.components))
+    high, *low = (elements(x) for x in (tensor, *residual.components))
     return residual.storage, value_in_float64(residual.storage, high, low), low[-1].double()
 
 
-def _elements(tensor: Tensor) -> Tensor:
-    """Return some elements of a tensor, of the same places for all tensors of its shape."""
+def elements(tensor: Tensor, number: int = ELEMENTS) -> Tensor:
+    """Return some elements of a tensor, of the same places for all tensors of its size."""
     count = tensor.numel()
-    places = (
-        torch.arange(ELEMENTS, device=tensor.device).mul_(int(count * _GOLDEN)).remainder_(count)
-    )
+    stride = int(count * _GOLDEN)
+    while math.gcd(stride, count) > 1:  # else places come twice before all have come
+        stride += 1
+    places = torch.arange(number, device=tensor.device).mul_(stride).remainder_(count)
     return torch.take(tensor, places) if tensor.itemsize > 1 else _of_bytes(tensor, places)
 
 
@@ -234,7 +247,7 @@ def _of_bytes(tensor: Tensor, places: Tensor) -> Tensor:
     return torch.take(bits_of(tensor), places).view(tensor.dtype)
 
 
-def _power_of_two(x: Tensor) -> Tensor:
+def power_of_two(x: Tensor) -> Tensor:
     """Return the largest power of two that is not above the size of x; NaN for zero."""
     return x.abs() / (2 * torch.frexp(x).mantissa.abs())
 
