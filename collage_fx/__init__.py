@@ -21,6 +21,8 @@ if TYPE_CHECKING:
         whole_weights_callback,
     )
     from collage_fx.config import CollageConfig
+    from collage_fx.diagnosis.doctor import Doctor, doctor
+    from collage_fx.diagnosis.finding import Finding
     from collage_fx.errors import CollageError, CollageWarning
     from collage_fx.inspection.explain import explain
     from collage_fx.inspection.explanation import Explanation
@@ -40,7 +42,9 @@ __all__ = [
     "CollageConfig",
     "CollageError",
     "CollageWarning",
+    "Doctor",
     "Explanation",
+    "Finding",
     "GradientRecorder",
     "Monitor",
     "compensated",
@@ -48,6 +52,7 @@ __all__ = [
     "compile_",
     "compile_callback",
     "convert_residuals",
+    "doctor",
     "draws",
     "explain",
     "lightning_callback",
@@ -64,6 +69,8 @@ __all__ = [
 ]
 
 _HOMES = {
+    "diagnosis.doctor": ("Doctor", "doctor"),
+    "diagnosis.finding": ("Finding",),
     "api": ("compile", "compile_", "report"),
     "callbacks": (
         "compile_callback",

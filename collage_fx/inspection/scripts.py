@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from collage_fx import __version__
-from collage_fx.errors import CollageError, ScriptError
+from collage_fx.errors import ScriptError
 from collage_fx.inspection.explain import explain
 from collage_fx.inspection.gradients import GradientRecorder
 from collage_fx.optimizer import plain_steps
@@ -24,24 +23,8 @@ Recorders = dict[Optimizer, GradientRecorder]
 """The optimizers of a script, with the gradients that they got."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the command line asks for; return the exit status."""
-    options = _parser().parse_args(arguments)
-    try:
-        for line in _explain(options):
-            print(line)
-    except CollageError as error:
-        print(f"collage_fx: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m collage_fx", description="Compensated optimizer steps in bf16 and fp16."
-    )
-    parser.add_argument("--version", action="version", version=f"collage_fx {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="command")
+def add_command(commands: Any) -> None:
+    """Add the command to those of `python -m collage_fx`, an object of argparse."""
     command = commands.add_parser(
         "explain",
         help="write what becomes of the optimizer steps of a script to an HTML page",
@@ -65,7 +48,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("script", type=Path, help="a Python script, or a file to unpickle")
     command.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script")
-    return parser
+    command.set_defaults(run=run, failed=1)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Explain the optimizers of a script, or of a file; return the exit status."""
+    for line in _explain(options):
+        print(line)
+    return 0
 
 
 def _explain(options: argparse.Namespace) -> Iterator[str]:

@@ -11,8 +11,8 @@ from interpreter import without_compiler
 from torch import nn
 
 import collage_fx
+from collage_fx.__main__ import main
 from collage_fx.errors import CollageWarning, OptionError, ResidualError, SubjectError
-from collage_fx.inspection.scripts import main
 from collage_fx.runtime.storage.registry import EXPANSIONS, STORAGES
 
 Run = tuple[nn.Module, torch.optim.Optimizer]

@@ -8,7 +8,7 @@ import pages
 import pytest
 import torch
 
-from collage_fx.inspection.scripts import main
+from collage_fx.__main__ import main
 
 TRAIN = """
 import sys
