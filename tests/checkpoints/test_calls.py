@@ -215,11 +215,7 @@ MORE = (
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] if n in MORE else []) for n in WAYS]
 )
-@pytest.mark.quick(
-    "`get_state_dict`*",
-    "a checkpoint*",
-    "... and back again",
-)
+@pytest.mark.quick("`get_state_dict`*", "a checkpoint*")
 def test_what_comes_back(
     name: str, unbroken: tuple[Run, list[Tensor], list[Tensor]], tmp_path: Path
 ) -> None:

@@ -57,6 +57,7 @@ def trained(count: int, change: Callable[[Tensor], Tensor], steps: int = 3) -> t
 
 @pytest.mark.parametrize("change", [transposed_copy, transposed_view])
 @pytest.mark.parametrize("count", [2, 9])
+@pytest.mark.quick("2-transposed_view", "9-transposed_copy")
 def test_a_parameter_of_other_strides_trains_on(
     count: int, change: Callable[[Tensor], Tensor]
 ) -> None:

@@ -74,6 +74,7 @@ def test_equal_in_other_storages(options: dict[str, Any], monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(("shapes", "rate"), [([(4, 3), (7,)], 1e-3), ([(7,)], torch.tensor(0.1))])
+@pytest.mark.quick("shapes1-*")
 def test_what_is_traced_does_not_grow(shapes: Any, rate: Any, traced: list[int]) -> None:
     """It depends on the kinds of parameters, and not on how many there are."""
     counts = []
@@ -207,6 +208,7 @@ class Chained(SGD):
 
 
 @pytest.mark.parametrize("cls", [Summed, Chained])
+@pytest.mark.quick("Chained")
 def test_a_step_that_is_not_one_of_parameters_by_themselves(
     cls: Any, monkeypatch: pytest.MonkeyPatch, traced: list[int]
 ) -> None:

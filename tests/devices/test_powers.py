@@ -99,6 +99,7 @@ def exact() -> Tensor:
 
 
 @pytest.mark.parametrize("way", IN_PROCESS)
+@pytest.mark.quick("recorded", "Inductor's", "C++")
 def test_powers_are_rounded_correctly(way: str, exact: Tensor) -> None:
     MULTI_TENSOR_KERNELS.clear()
     assert differing(powers(way, range(1, COUNTS + 1, FEW)), exact[::FEW]) == 0
@@ -164,6 +165,7 @@ def test_the_oracle_can_fail(exact: Tensor) -> None:
 
 @pytest.mark.filterwarnings("ignore:collage_fx. nothing needed compensation")
 @pytest.mark.parametrize("record", ["auto", True])
+@pytest.mark.quick("auto")
 def test_a_step_without_compensation_has_the_powers_of_plain_pytorch(record: Any) -> None:
     p = torch.ones(3, requires_grad=True)
     p.grad = torch.zeros_like(p)

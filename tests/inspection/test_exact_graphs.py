@@ -169,6 +169,7 @@ def test_a_state_that_is_written_twice_is_left_to_a_copy(every: int) -> None:
         assert stats.count <= (1 << 16), "the control: counted once"
 
 
+@pytest.mark.slow
 def test_what_a_hook_writes_is_no_update_of_a_graph() -> None:
     optimizer: Any = optim.AdamW(_params(), lr=1e-3)
     optimizer.step = collage_fx.compile(optimizer)

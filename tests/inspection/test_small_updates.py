@@ -120,6 +120,7 @@ def test_said_again_when_twice_as_much_is_lost(judged: list[dict[str, float]]) -
 
 
 @pytest.mark.parametrize("rates", ["rise", "fall", "stay"])
+@pytest.mark.quick("rise")
 def test_rates_that_change(rates: str) -> None:
     """A rate that warms up will be larger; what one that has decayed loses was little."""
     optimizer = sgd([ones()], rate=KEPT / 4)

@@ -143,6 +143,7 @@ def test_a_class_of_another_package_is_one_too() -> None:
     assert type(ours).__name__ == "Lion" and isinstance(ours, package.Lion)
 
 
+@pytest.mark.slow
 def test_a_registry_of_modules_and_names_finds_it() -> None:
     """As that of verl: `optimizer_impl`, `optimizer` and `override_optimizer_config`."""
     cls = getattr(importlib.import_module("collage_fx.optim"), "AdamW")  # noqa: B009

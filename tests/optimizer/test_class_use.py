@@ -42,6 +42,7 @@ class Data(Descent):
         Descent.__init__(self, self.params, self.lr)
 
 
+@pytest.mark.slow
 def test_odd_classes_are_classes_too() -> None:
     expected = stepped(by_hand(Descent, params(0)))
     with pytest.raises(TypeError, match="abstract"):
@@ -99,6 +100,7 @@ def test_the_step_may_be_held_wrapped_and_compiled_before_its_first_use() -> Non
         assert told(optimizer) == told(expected), kind
 
 
+@pytest.mark.slow
 def test_schedulers_scalers_and_closures_work_with_it() -> None:
     optimizer = optim.AdamW(params(0), RATE, fused=True)
     scheduler, scaler = StepLR(optimizer, 2), torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -142,7 +144,7 @@ COPIES = {
         ("pickle", 2, "derived"),
     ],
 )
-@pytest.mark.quick("deepcopy-0-derived", "pickle-2-compensated")
+@pytest.mark.quick("pickle-2-compensated")
 def test_a_copy_is_of_the_class_and_has_options_and_residuals(
     how: str, before: int, kind: str
 ) -> None:
@@ -215,6 +217,7 @@ def test_checkpoints_go_both_ways() -> None:
 
 @pytest.mark.parametrize("cls", [optim.AdamW, optim.SGD])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.quick("SGD")
 def test_dcp_loads_before_the_first_use(cls: Any, tmp_path: Path) -> None:
     def made(seed: int) -> Any:
         torch.manual_seed(seed)

@@ -98,6 +98,7 @@ assert all(name in sys.modules for name in names)
 
 
 @pytest.mark.parametrize("name", ["LBFGS", "SparseAdam"])
+@pytest.mark.quick("LBFGS")
 def test_what_dynamo_does_not_trace_is_recorded_as_by_the_function(name: str) -> None:
     def run(optimizer: Any) -> Any:
         (p,) = optimizer.param_groups[0]["params"]

@@ -213,6 +213,7 @@ def test_the_gathered_states_have_all_residuals(
         assert not all(map(torch.equal, went_on, forgot))
 
 
+@pytest.mark.slow
 def test_states_that_come_from_elsewhere_lose_their_residuals_not_in_silence(
     found: Callable[[str], list[dict[str, Any]]],
 ) -> None:

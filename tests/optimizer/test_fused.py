@@ -215,6 +215,7 @@ class ScalesInside(Optimizer):
 
 
 @pytest.mark.parametrize("kind", [Derived, ScalesInside])
+@pytest.mark.quick("ScalesInside")
 def test_grad_scaler_of_subclasses_and_wrappers(kind: Any) -> None:
     (p,) = params(1)
     start = p.detach().double()

@@ -50,7 +50,7 @@ def twice(pair: Any) -> Any:
         *(pytest.param(one, "string", marks=pytest.mark.slow) for one in (deeply, pickled, saved)),
     ],
 )
-@pytest.mark.quick("deeply-compile", "twice-string")
+@pytest.mark.quick("deeply-compile")
 def test_a_copy_goes_on_as_its_original(duplicate: Any, way: str) -> None:
     model = make()
     optimizer = adamw(model)
@@ -132,6 +132,7 @@ def test_a_copy_that_is_not_compiled_says_so_once() -> None:
     assert sum(issubclass(w.category, CollageWarning) for w in caught) == 1
 
 
+@pytest.mark.slow
 def test_explaining_a_trained_optimizer_gives_the_reasons() -> None:
     model = make()
     optimizer = adamw(model)

@@ -87,6 +87,7 @@ def test_resumed_run_differs_without_residuals(uninterrupted: tuple[Path, list[T
     assert not same(words((model, optimizer)), expected)
 
 
+@pytest.mark.slow
 def test_resumed_in_a_new_process_that_knows_only_the_backend_string(
     uninterrupted: tuple[Path, list[Tensor]], tmp_path: Path
 ) -> None:

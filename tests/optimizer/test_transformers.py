@@ -65,6 +65,7 @@ def apart(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
     return float(torch.cat([(found[k] - exact[k]).flatten() for k in exact]).norm())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:(?!collage_fx)")
 def test_trainer_with_its_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

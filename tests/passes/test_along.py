@@ -115,7 +115,7 @@ def test_one_kernel_for_all_is_equal_to_one_for_each_and_loses_nothing(update: U
 
 
 @pytest.mark.parametrize("update", [decayed_master, decayed_by_a_rate, snapshot])
-@pytest.mark.quick("decayed_master", "snapshot")
+@pytest.mark.quick("decayed_master")
 def test_weights_in_fp32_are_not_rounded_to_the_words_of_the_parameter(update: Update) -> None:
     """0-d ones too, which are in no class."""
     for shapes in (SHAPES, [()] * 3):

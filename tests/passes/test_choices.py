@@ -52,7 +52,7 @@ def counts(name: str, *, averaged: bool = False, **options: Any) -> list[int]:
 
 @pytest.mark.parametrize("options", [{}, {"arithmetic": "wide"}], ids=["eft", "wide"])
 @pytest.mark.parametrize("name", EACH_STEP)
-@pytest.mark.quick("*-eft", "its largest-wide")
+@pytest.mark.quick("its largest-*", "its median-eft", "the three largest-eft", "sorted-eft")
 def test_the_element_that_is_chosen_is_one_of_the_value(name: str, options: Any) -> None:
     assert counts(name, **options) == [EACH_STEP[name][1]] * STEPS
 
@@ -83,7 +83,7 @@ MOVED: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
 @pytest.mark.parametrize("name", OF_ONE)
-@pytest.mark.quick("*median*", "first-shape1")
+@pytest.mark.quick("median-shape1", "first-shape1")
 def test_so_it_is_of_a_single_element(name: str, shape: tuple[int, ...]) -> None:
     assert max(halved(OF_ONE[name], moved, shape) for moved in MOVED.values()) < 1e-4
 
@@ -155,6 +155,7 @@ LESS_ITS_MEAN: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("rest", LESS_ITS_MEAN.values(), ids=LESS_ITS_MEAN)
+@pytest.mark.quick("mean", "share of a sum")
 def test_a_value_less_its_mean_is_what_remains_of_both(
     rest: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:

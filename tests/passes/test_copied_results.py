@@ -27,6 +27,7 @@ def memory(tensor: Tensor) -> int:
 @pytest.mark.filterwarnings("ignore:.*belong to no torch.optim.Optimizer")
 @pytest.mark.parametrize("kept", KEPT.values(), ids=KEPT)
 @pytest.mark.parametrize("of_a_state", [False, True], ids=["temporary", "state"])
+@pytest.mark.quick("state-list*", "temporary-view*", "temporary-whole*", "state-items")
 def test_a_copy_of_a_view_is_one(
     kept: Callable[[Tensor], Sequence[Tensor]], of_a_state: bool
 ) -> None:

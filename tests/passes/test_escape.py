@@ -137,7 +137,6 @@ def moved(update: Any, dtype: torch.dtype, *, compensated: bool, steps: int = 8)
     "state_made_as_a_copy",
     "replaced_state",
     "parts_that_the_step_compiles",
-    "pulled_to_an_anchor",
     "turned_in_place",
 )
 def test_no_update_is_lost_and_none_counts_twice(update: Any) -> None:

@@ -64,7 +64,7 @@ def update(move: Callable[[Tensor], Tensor]) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize("move", EACH)
-@pytest.mark.quick("indexed", "moved_twice")
+@pytest.mark.quick("moved_twice")
 def test_what_is_moved_is_not_rounded_first(move: Callable[[Tensor], Tensor]) -> None:
     exact, _ = train(update(move), F64)
     begin = torch.cat([x.detach().double().flatten() for x in start(F64)])

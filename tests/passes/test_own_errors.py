@@ -105,13 +105,14 @@ def test_what_high_has_lost_is_in_low(arithmetic: str, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("storage", ["auto", "mcf2"])
 @pytest.mark.parametrize("update", [two_words, by_state, in_lists])
-@pytest.mark.quick("two_words-*", "in_lists-auto")
+@pytest.mark.quick("two_words-mcf2", "in_lists-auto")
 def test_so_it_is_in_recorded_steps(update: Callable[..., None], storage: str) -> None:
     exact = words(update, F64)
     found = words(update, torch.bfloat16, storage=storage, record=True)
     assert float((found - exact).norm()) < 1e-4 * exact.norm()
 
 
+@pytest.mark.slow
 def test_all_conversions_of_such_a_value_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """The controls: where none does the error is zero, and where one does another state has it."""
     original = segment.with_errors

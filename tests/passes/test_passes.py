@@ -41,7 +41,7 @@ MANY_TENSORS = [
 
 
 @pytest.mark.parametrize("kind, options", MANY_TENSORS, ids=named)
-@pytest.mark.quick("AdamW-foreach=True", "SGD-lr=0.1-m*")
+@pytest.mark.quick("SGD-lr=0.1-m*")
 def test_twelve_parameters_are_one_class(kind: type[Optimizer], options: dict[str, Any]) -> None:
     program = capture_optimizer(kind, shapes=TWELVE, **options).program()
     (only,) = program.classes
@@ -83,7 +83,7 @@ def test_settings_of_groups_are_classes_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("kind, options", OPTIMIZERS, ids=named)
-@pytest.mark.quick("Adadelta-foreach=True", "Adam-foreach=True*", "NAdam-foreach=False")
+@pytest.mark.quick("Adadelta-foreach=True", "NAdam-foreach=False")
 def test_expanded_graph_is_the_reference_of_the_lowered_one(
     kind: type[Optimizer], options: dict[str, Any]
 ) -> None:
@@ -100,7 +100,7 @@ def test_expanded_graph_is_the_reference_of_the_lowered_one(
 
 
 @pytest.mark.parametrize("kind, options", OPTIMIZERS, ids=named)
-@pytest.mark.quick("Adamax-foreach=True", "AdamW-foreach=False")
+@pytest.mark.quick("AdamW-foreach=False")
 def test_results_have_the_dtypes_that_nodes_claim(
     kind: type[Optimizer], options: dict[str, Any]
 ) -> None:
@@ -126,7 +126,7 @@ def test_a_conversion_is_kept_for_those_who_read_it_beside_the_path() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("level", ["light", "plus", "auto", "all"])
-@pytest.mark.quick("light-dtype0", "all-dtype1")
+@pytest.mark.quick("all-dtype1")
 def test_nothing_is_rewritten_in_a_wide_dtype(dtype: torch.dtype, level: Level) -> None:
     program = capture_optimizer(optim.AdamW, dtype=dtype).program(level)
     assert program.result is None and not program.rewritten

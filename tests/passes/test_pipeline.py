@@ -50,6 +50,7 @@ def test_a_pass_is_left_out_by_its_name(captured: Captured) -> None:
         collage_fx.CollageConfig(without=("capture",))
 
 
+@pytest.mark.slow
 def test_explain_shows_them_and_leaves_them_out() -> None:
     optimizer = torch.optim.AdamW(with_grads([bf16(3) for _ in range(9)]), foreach=False)
     shown = collage_fx.explain(optimizer, storage="mcf2")

@@ -78,13 +78,14 @@ OPTIONS = [{"storage": "remainder16"}, {"storage": "remainder16", "record": True
     ("update", "rates"),
     [(half_anew, GROWING), (turned_a_little, TENTH), (turned_a_little, GROWING)],
 )
-@pytest.mark.quick("half_anew-*traced", "turned_a_little-rates1-traced")
+@pytest.mark.quick("turned_a_little-rates1-traced")
 def test_what_a_rate_scales_has_its_low_word(update: Update, rates: Any, options: Any) -> None:
     assert error(update, rates, options) < 2e-6
     assert error(update, rates, None) > 1e-4
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=["traced", "recorded"])
+@pytest.mark.quick("traced")
 def test_it_has_not_if_a_rate_stays_small(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(factors, "_size", lambda now, grown: factors.RATE)
     assert error(half_anew, GROWING, options) > 1e-4

@@ -116,7 +116,7 @@ def graphs(step: Any) -> set[int]:
 
 @pytest.mark.parametrize("arithmetic", ["eft", "wide"])
 @pytest.mark.parametrize("update", ARITHMETIC)
-@pytest.mark.quick("clipped-eft", "counted-wide")
+@pytest.mark.quick("clipped-eft")
 def test_what_only_computes_with_them_is_one_graph(update: Update, arithmetic: str) -> None:
     exact, plain = run(update, torch.float64)[0], run(update, torch.bfloat16)[0]
     found, step = run(update, torch.bfloat16, arithmetic=arithmetic)
@@ -132,7 +132,7 @@ def test_what_only_computes_with_them_is_one_graph(update: Update, arithmetic: s
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("update", OTHER)
-@pytest.mark.quick("branches", "ends_graph", "returns")
+@pytest.mark.quick("branches")
 def test_what_does_more_with_them_is_recorded_as_before(update: Update) -> None:
     found, step = run(update, torch.bfloat16, record="auto")
     recorded, other = run(update, torch.bfloat16, without=("numbers",))

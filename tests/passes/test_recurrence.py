@@ -193,6 +193,9 @@ def rescaled(p: Tensor, q: Tensor) -> None:
     ],
     ids=named,
 )
+@pytest.mark.quick(
+    "scaled-*", "average-*", "reversed*", "bounded*", "skipped*", "square*", "either*"
+)
 def test_recurrences_of_plain_functions(
     step: Callable[[Tensor, Tensor], None], text: str | None, compensated: bool
 ) -> None:

@@ -280,6 +280,7 @@ def adamax(dtype: torch.dtype, **options: Any) -> tuple[Tensor, Tensor]:
     return collage_fx.value(p), collage_fx.value(optimizer.state[p]["exp_inf"])
 
 
+@pytest.mark.slow
 def test_adamax_against_float64() -> None:
     start = torch.randn(256, generator=torch.Generator().manual_seed(0)).to(BF16).double()
     exact, exact_inf = adamax(torch.float64)

@@ -55,7 +55,7 @@ def normed(x: Tensor, g: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("of", [clipped, scaled, normed])
 @pytest.mark.parametrize("options", [{"storage": "mcf2"}, {}], ids=["eft", "wide"])
-@pytest.mark.quick("eft-clipped", "wide-scaled", "eft-normed")
+@pytest.mark.quick("eft-clipped", "wide-scaled")
 def test_a_chain_of_products_is_rounded_once(of: Any, options: dict[str, Any]) -> None:
     def each(p: Tensor, g: Tensor, state: Any) -> None:
         state["u"].copy_(of(p, g))
@@ -99,6 +99,7 @@ def test_what_a_sum_of_products_loses_can_be_computed() -> None:
         lambda x: x.clamp(min=1).float().max(),
     ],
 )
+@pytest.mark.quick("<lambda>[024]")
 def test_no_product_passes_its_largest(largest: Callable[[Tensor], Tensor]) -> None:
     def each(p: Tensor, g: Tensor, state: Any) -> None:
         x = g.norm() * g.abs() * 0.3
@@ -127,6 +128,7 @@ def fed_back(x: Tensor, n: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("storage", ["mcf2", "auto"])
 @pytest.mark.parametrize("words", [split, split_by_promotion, fed_back])
+@pytest.mark.quick("split-auto", "fed_back-mcf2", "split_by_promotion-auto")
 def test_what_a_product_that_is_stored_has_lost_can_be_computed(words: Any, storage: str) -> None:
     def each(p: Tensor, g: Tensor, state: Any) -> None:
         n = g.norm()
@@ -198,6 +200,7 @@ def masked(**options: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("arithmetic", ["eft", "wide"])
+@pytest.mark.quick("eft")
 def test_nor_is_it_less_than_the_same_that_is_computed_again(
     arithmetic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

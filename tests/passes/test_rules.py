@@ -217,6 +217,7 @@ def test_a_scalar_factor_of_infinity_acts_as_in_plain_arithmetic(factor: float) 
 
 @pytest.mark.parametrize("factor", [True, 300, 1e-4, -0.3, 0.5, 0.7, 1.5, -40.0, BF16])
 @pytest.mark.parametrize("arithmetic", ["eft", "wide"])
+@pytest.mark.quick("*-300", "*-True", "eft-0.0001", "eft-factor8", "wide-0.7")
 def test_a_scalar_tensor_is_a_factor_of_all_components(
     factor: float | torch.dtype, arithmetic: Arithmetic
 ) -> None:

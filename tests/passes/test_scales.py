@@ -39,7 +39,7 @@ def far(kind: str, **options: Any) -> float:
 
 
 @pytest.mark.parametrize("kind", SCALES)
-@pytest.mark.quick("a state", "an element", "a divisor")
+@pytest.mark.quick("a state", "a divisor")
 def test_a_factor_near_one_is_not_rounded(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with without_compiler():
         assert far(kind) < 0.01

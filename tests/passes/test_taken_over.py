@@ -130,6 +130,7 @@ def mixed(
 
 
 @pytest.mark.parametrize("members", [1, 9])
+@pytest.mark.quick("1")
 def test_one_value_is_split_once_for_each_storage(members: int) -> None:
     generator = torch.Generator().manual_seed(0)
     begin = [(torch.rand(500, generator=generator) + 0.5).bfloat16() for _ in range(6 * members)]

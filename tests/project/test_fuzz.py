@@ -54,6 +54,7 @@ def test_a_recorded_run_with_other_roundings_differs_from_the_traced_graphs() ->
     assert differing(other, traced)
 
 
+@pytest.mark.slow
 def test_a_bias_correction_is_judged_alike_in_traced_graphs_and_recorded_ones() -> None:
     """0.9**k, an operation in the one and part of a number in the other, is at most 1."""
     program = Program(

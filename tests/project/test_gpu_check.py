@@ -90,6 +90,7 @@ def run_apart(program: str, seconds: float) -> list[dict[str, Any]]:
         process.end()
 
 
+@pytest.mark.slow
 def test_a_part_that_hangs_or_dies_leaves_its_rows_and_an_error() -> None:
     row, error = run_apart(HANGS, 2)
     assert row["name"] == "n" and error["error"] == "not done after 2 seconds"

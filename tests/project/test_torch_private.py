@@ -124,6 +124,7 @@ def test_so_does_one_of_a_hook_of_the_backend_string(monkeypatch: pytest.MonkeyP
         optimizer.step()
 
 
+@pytest.mark.slow
 def test_a_module_that_nobody_has_imported_is_found() -> None:
     code = (
         "from collage_fx.runtime import torch_private as t; import sys;"

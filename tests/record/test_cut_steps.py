@@ -103,6 +103,7 @@ class Elsewhere(Each):
 
 @pytest.mark.parametrize("record", ["auto", True])
 @pytest.mark.filterwarnings("ignore:.*belong to no parameter")
+@pytest.mark.quick("auto")
 def test_state_in_an_attribute_is_read_with_its_low_word(
     record: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -115,7 +115,7 @@ def equal(a: list[Any], b: list[Any]) -> bool:
 
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("missing", [-1, 5], ids=["", "a gradient is missing"])
-@pytest.mark.quick("-random_bits", "-host_numbers", "a gradient is missing-average")
+@pytest.mark.quick("-random_bits", "-host_numbers")
 def test_a_line_does_what_its_operations_do(
     update: Callable[..., Tensor], missing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,6 +277,7 @@ def test_a_tensor_of_the_graph_s_own_is_what_it_is_in_the_step(
     assert equal(found, run())
 
 
+@pytest.mark.slow
 def test_a_loaded_run_goes_on_as_the_unbroken_one() -> None:
     torch.compiler.reset()
     optimizer = Nested(start(torch.bfloat16), average)

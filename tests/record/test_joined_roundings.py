@@ -71,6 +71,7 @@ def test_what_is_stored_is_rounded_once() -> None:
 
 
 @pytest.mark.parametrize("arithmetic", ["wide", "eft"])
+@pytest.mark.quick("wide")
 def test_a_parameter_that_is_given_new_memory_is_compiled(arithmetic: str) -> None:
     """It is read where it was, with the low word that it had then."""
 

@@ -69,7 +69,7 @@ def lost(moved: list[Tensor], exact: list[Tensor]) -> float:
 
 @pytest.mark.parametrize("backend", ["inductor", by_hand, "collage", "aot_eager", None])
 @pytest.mark.filterwarnings("ignore:collage_fx. nothing needed compensation")  # of plain steps
-@pytest.mark.quick("inductor", "collage")
+@pytest.mark.quick("inductor")
 def test_a_function_compiled_before_for_plain_steps_is_compiled_anew(backend: Any) -> None:
     """What was compiled then would read memory that has no data yet: NaN."""
     torch.compiler.reset()
@@ -82,6 +82,7 @@ def test_a_function_compiled_before_for_plain_steps_is_compiled_anew(backend: An
     assert all(map(torch.equal, again, plain)), "steps outside of collage_fx are as they were"
 
 
+@pytest.mark.slow
 def test_each_optimizer_has_its_own_options() -> None:
     """Optimizers that share a compiled function."""
     torch.compiler.reset()
@@ -102,6 +103,7 @@ def test_eager_on_recompile_runs_what_was_compiled_for_the_step_only() -> None:
     assert lost(train(compiled, torch.bfloat16, **options), exact) < 5e-3
 
 
+@pytest.mark.slow
 def test_what_many_optimizers_compile_leaves_plain_steps_their_limit() -> None:
     """Dynamo counts what it compiles of a function; a fullgraph function raises at the eighth."""
     if not hasattr(torch._dynamo.eval_frame, "set_eval_frame_isolate_recompiles_id"):
@@ -115,7 +117,7 @@ def test_what_many_optimizers_compile_leaves_plain_steps_their_limit() -> None:
 
 
 @pytest.mark.parametrize("backend", ["inductor", by_hand, "collage", "eager"])
-@pytest.mark.quick("by_hand", "collage")
+@pytest.mark.quick("collage")
 def test_a_backend_that_is_forced_is_the_steps(backend: Any) -> None:
     torch.compiler.reset()
     exact = train(direction, torch.float64)

@@ -95,7 +95,7 @@ def averaged(kind: str, way: str, dtype: torch.dtype) -> tuple[float, float, Any
     ("kind", "way"),
     [*((kind, "in place") for kind in KINDS), *(("object", way) for way in WAYS)],
 )
-@pytest.mark.quick("object-*", "slots-*", "closure-*", "global-*", "parameter-*")
+@pytest.mark.quick("object-in place", "object-data", "closure-*", "parameter-*")
 def test_a_state_in_any_holder_is_compensated(kind: str, way: str) -> None:
     exact, found = averaged(kind, way, torch.float64), averaged(kind, way, torch.bfloat16)
     assert exact[0] == pytest.approx(found[0], abs=2e-4)
@@ -171,7 +171,7 @@ SCRATCH = [in_gradient, in_gradient_after_decay, in_gradient_from_fp32, in_globa
 
 
 @pytest.mark.parametrize("update", SCRATCH, ids=[f.__name__ for f in SCRATCH])
-@pytest.mark.quick("in_gradient_after_decay", "in_gradient_from_fp32", "in_global")
+@pytest.mark.quick("in_gradient_from_fp32", "in_global")
 def test_scratch_memory_keeps_what_is_computed_there(update: Callable[..., None]) -> None:
     for options in ({}, {"arithmetic": "wide", "storage": "remainder16"}):
         off_by, step = error(update, record=True, **options)

@@ -187,12 +187,7 @@ def shifted_averages(p: Tensor, g: Tensor, state: Any) -> None:
         shifted_averages,
     ],
 )
-@pytest.mark.quick(
-    "through_a_product",
-    "through_views_of_a_copy",
-    "through_fp32",
-    "shifted_averages",
-)
+@pytest.mark.quick("through_a_product", "through_fp32", "shifted_averages")
 def test_nothing_is_lost_on_the_way(update: Any) -> None:
     improves(update)
 

@@ -161,15 +161,7 @@ def _saved(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("record", [True, "auto", False])
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.quick(
-    "numpy-auto",
-    "tolist-True",
-    "item-auto",
-    "deepcopy-False",
-    "data_ptr-auto",
-    "save-False",
-    "print-True",
-    "format-False",
-    "bool-True",
+    "numpy-auto", "tolist-True", "item-auto", "deepcopy-False", "data_ptr-auto", "format-False"
 )
 def test_data_that_are_read_are_there(reader: str, record: Any) -> None:
     """Also where Dynamo traces what reads them."""

@@ -156,6 +156,7 @@ def error(update: Callable[..., None], **options: Any) -> tuple[float, Any]:
 
 @pytest.mark.filterwarnings("ignore:.*neither a compiled graph nor PyTorch's dispatcher saw")
 @pytest.mark.parametrize("name", READERS)
+@pytest.mark.quick("a subclass: to", "in_*", "by_*", "a_sum*", "out_*")
 def test_who_reads_behind_our_back_reads_data(name: str) -> None:
     off_by, step = error(READERS[name], storage="remainder16", record=True)
     assert off_by < 0.01

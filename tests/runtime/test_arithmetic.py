@@ -132,6 +132,7 @@ def test_error_free_transformations_are_exact(make: Make, f: Format, seeds: rang
 
 
 @pytest.mark.parametrize("make, f", EXACT, ids=named)
+@pytest.mark.quick("*-bf16")
 def test_vectorised_oracles_agree_with_rationals(make: Make, f: Format) -> None:
     case = make(f, 3 * SAMPLES, generator(1000))
     errors = relative_error(case.result, case.terms)

@@ -37,6 +37,7 @@ def operation(name: str, n: int) -> Operation:
 
 
 @pytest.mark.parametrize("f, chunks", VOLUMES, ids=named)
+@pytest.mark.quick("bf16-*", "fp32-*")
 def test_no_result_in_the_declared_range_breaks_its_bound(f: Format, chunks: int) -> None:
     # Eager fp32 roots are off by an ulp at times, so there is no rounding to nearest to be tested.
     chosen = [op for op in OPERATIONS if f is not FP32 or op.n > 1]
@@ -52,6 +53,7 @@ def test_no_result_in_the_declared_range_breaks_its_bound(f: Format, chunks: int
 
 
 @pytest.mark.parametrize("op", OPERATIONS, ids=named)
+@pytest.mark.quick("*, 2")
 def test_the_measured_error_is_that_of_rationals(op: Operation) -> None:
     """On a sample and on the worst that there is in it."""
     for f in SHORT:

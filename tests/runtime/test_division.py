@@ -57,6 +57,7 @@ def test_check_fails_for_a_division_without_the_divisors_low_word(f: Format) -> 
 
 
 @SHORT
+@pytest.mark.quick("bf16")
 def test_check_fails_for_a_root_without_its_remainder(f: Format) -> None:
     x = roots(f, torch.Generator().manual_seed(0))
     s = normalize(x[0].sqrt(), x[1] / (2 * x[0].sqrt()))
@@ -65,6 +66,7 @@ def test_check_fails_for_a_root_without_its_remainder(f: Format) -> None:
 
 
 @SHORT
+@pytest.mark.quick("bf16")
 def test_an_approximate_division_is_corrected(f: Format) -> None:
     """As on a device whose fp32 quotient is off by some ulps: the remainder makes up for it."""
 

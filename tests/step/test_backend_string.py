@@ -60,7 +60,7 @@ KINDS = [optim.Adafactor, sparse_adam, lbfgs, optim.Adamax, fused, Data, Helped,
 
 
 @pytest.mark.parametrize("make", KINDS)
-@pytest.mark.quick("lbfgs", "Data", "Helped")
+@pytest.mark.quick("Data")
 def test_the_string_does_what_compile_does(make: Any) -> None:
     expected, _ = trained(make, collage_fx.compile)
     found, optimizer = trained(make, string)

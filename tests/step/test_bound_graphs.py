@@ -169,6 +169,7 @@ def test_control(monkeypatch: pytest.MonkeyPatch) -> None:
         compare(monkeypatch, signs, 10, lambda optimizer, i: write(optimizer) if i == 7 else None)
 
 
+@pytest.mark.slow
 def test_an_error_after_the_graph_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def change(optimizer: Optimizer, i: int) -> None:
         def fail(*_: Any) -> None:

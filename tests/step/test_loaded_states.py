@@ -95,6 +95,7 @@ def calls_in(do: Callable[[], Any]) -> int:
 
 
 @pytest.mark.parametrize(("fused", "most"), [(False, 520), (True, 590)])
+@pytest.mark.quick("True-590")
 def test_the_step_after_a_load(
     fused: bool, most: int, graphs: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,8 +119,8 @@ def test_the_step_after_a_load(
     assert not graphs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bound", [True, False])
-@pytest.mark.quick("False")
 def test_a_report_counts_on(bound: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The states of a load are those of before, however the step after it is done."""
 
@@ -163,8 +164,8 @@ CHANGES: dict[str, Callable[[Optimizer], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
-@pytest.mark.quick("loaded")
 def test_as_where_all_is_compiled_anew(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("repeated_steps.CHANGES", CHANGES)
     found = after(adamw, changing(name, 7))

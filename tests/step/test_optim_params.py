@@ -48,6 +48,7 @@ def weights() -> Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.quick("one", "scalar", "transposed", "expanded_and_copied")
 def test_layouts_untraced(kind: str) -> None:
     check([KINDS[kind](weights())], untraced)
 
@@ -66,6 +67,7 @@ def test_empty_parameter_beside_others(way: Way) -> None:
 
 
 @ways
+@pytest.mark.quick("untraced")
 def test_tied_parameters_move_once(way: Way) -> None:
     start = weights()[0, 0]
     results = []
@@ -85,6 +87,7 @@ def test_tied_parameters_move_once(way: Way) -> None:
 
 
 @ways
+@pytest.mark.quick("untraced")
 def test_parameter_without_gradient_stays(way: Way) -> None:
     params = [nn.Parameter(weights().bfloat16()) for _ in range(2)]
     step = way(torch.optim.AdamW(params, lr=1e-3))

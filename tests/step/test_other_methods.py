@@ -138,9 +138,7 @@ def error(call: Any, **options: Any) -> float:
 
 @pytest.mark.parametrize("record", ["auto", True])
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.quick(
-    "toggle-auto", "within_context-True", "restart-auto", "swap-True", "evaluate-auto"
-)
+@pytest.mark.quick("toggle-auto", "swap-True", "evaluate-auto")
 def test_what_methods_write_keeps_its_low_words(call: Any, record: Any) -> None:
     """A restart leaves less than half of the way, of which the error is a share."""
     most = 3 if call is restart else 2
@@ -148,6 +146,7 @@ def test_what_methods_write_keeps_its_low_words(call: Any, record: Any) -> None:
 
 
 @pytest.mark.parametrize("call", CALLS)
+@pytest.mark.quick("toggle", "swap", "evaluate")
 def test_of_a_method_that_is_not_served_low_words_are_lost(
     call: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,6 +26,7 @@ def test_a_sparse_gradient_is_refused_as_by_the_optimizer_itself() -> None:
         optimizer.step()
 
 
+@pytest.mark.slow
 def test_a_list_in_a_group_may_change_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     def make() -> Optimizer:
         optimizer = made(AdamW, "mcf2", lr=1e-3)

@@ -29,6 +29,7 @@ def odd() -> list[Tensor]:
     return [*base, Parameter(torch.ones(3)), Parameter(torch.ones(4, dtype=torch.float16))]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::collage_fx.CollageWarning")  # of fp32
 def test_odd_tensors_among_them(traced: list[int]) -> None:
     found = []
@@ -54,6 +55,7 @@ def test_a_tied_parameter_in_two_optimizers() -> None:
     assert same(*found)
 
 
+@pytest.mark.slow
 def test_gradients_that_are_summed_up(traced: list[int]) -> None:
     found = train(compiled(adamw, parameters()), 6, every=2)
     assert len(traced) == 1
@@ -129,6 +131,7 @@ def test_a_gradient_that_is_missing_at_times() -> None:
     assert same(bits(optimizers), bits([one]))
 
 
+@pytest.mark.slow
 def test_no_size_is_in_a_kernel() -> None:
     """Why sizes are no part of what optimizers have to agree in: nor are dimensions."""
     keys = []

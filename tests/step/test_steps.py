@@ -119,6 +119,7 @@ class Scheduled(Optimizer):
 
 
 @pytest.mark.parametrize("how", ["**", "math.pow"])
+@pytest.mark.quick("math.pow")
 def test_a_python_step_count_makes_no_new_graph(how: str) -> None:
     p = torch.ones(6).bfloat16().requires_grad_()
     step = collage_fx.compile(Scheduled([p], how))

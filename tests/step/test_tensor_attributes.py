@@ -89,6 +89,7 @@ def far(average: Callable[[Any, Tensor], Tensor]) -> float:
 
 @pytest.mark.filterwarnings("ignore:.*belong to no torch.optim.Optimizer")
 @pytest.mark.parametrize("average", [by_operator, by_method, by_getattr, only_looked_at])
+@pytest.mark.quick("by_operator", "by_getattr", "only_looked_at")
 def test_attributes_belong_to_the_tensor_under_each_name(
     average: Callable[[Any, Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,13 +64,7 @@ def named(name: str, kwargs: dict[str, Any], as_tensor: bool) -> Any:
     ("name", "kwargs", "as_tensor"),
     [named(*case, as_tensor) for case in CASES for as_tensor in (False, True)],
 )
-@pytest.mark.quick(
-    "Adafactor-eps-float",
-    "Adagrad-tensor",
-    "AdamW-fused-float",
-    "NAdam-tensor",
-    "SGD-momentum-float",
-)
+@pytest.mark.quick("Adagrad-tensor", "AdamW-fused-float", "NAdam-tensor", "SGD-momentum-float")
 def test_warmup_from_zero(name: str, kwargs: dict[str, Any], as_tensor: bool) -> None:
     if as_tensor and kwargs.get("foreach"):
         pytest.skip("PyTorch takes no tensor lr with foreach")

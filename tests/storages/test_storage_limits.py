@@ -57,8 +57,8 @@ def test_two_optimizers_of_one_parameter_with_two_storages_warn() -> None:
     steps(first, fine, 2, 3)  # and never again
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("storage", ["mcf3", "remainder16", "ulp8"])
-@pytest.mark.quick("mcf3")
 def test_resumed_run_is_bit_equal(storage: str) -> None:
     def run(params: list[Tensor], first: int, last: int, saved: Any = None) -> Optimizer:
         optimizer = torch.optim.AdamW(params, lr=LR)
@@ -191,6 +191,7 @@ def test_explain_of_an_optimizer_is_of_the_step_that_was_assigned_to_it() -> Non
 
 
 @pytest.mark.parametrize("compile_", [True, False])
+@pytest.mark.quick("False")
 def test_explain_sees_the_optimizer_behind_the_step_of_a_scheduler(compile_: bool) -> None:
     p = torch.ones(4).bfloat16().requires_grad_()
     p.grad = torch.ones_like(p)
