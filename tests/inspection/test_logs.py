@@ -1,6 +1,7 @@
 """What TORCH_LOGS and TORCH_TRACE show, in processes that import torch with them set."""
 
 import json
+import logging
 import os
 import re
 import subprocess
@@ -11,8 +12,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import nn
 from torch._logging._internal import trace_log
 
+import collage_fx
 from collage_fx.runtime import logs, torch_private
 from collage_fx.runtime.torch_versions import installed
 
@@ -126,12 +129,14 @@ def test_trace_has_the_graphs_and_kernels_that_explain_shows(logged: Run, folder
     assert not any(e.stack for e in found), "torch takes it for a mistake"
 
 
+@pytest.mark.slow
 def test_trace_has_recorded_segments_which_have_no_number(logged: Run, folder: Path) -> None:
     recorded = {e.name for e in entries(folder / "trace") if e.frame is None}
     assert {"collage_verdicts", "collage_expanded_class_1", "collage_result"} <= recorded
 
 
 @NAMED
+@pytest.mark.slow
 def test_logs_have_a_line_for_each_compilation(logged: Run) -> None:
     lines = [line for line in logged.stderr.splitlines() if line.startswith("I")]
     (first, *_) = [line for line in lines if "the step of SGD: " in line]
@@ -143,6 +148,7 @@ def test_logs_have_a_line_for_each_compilation(logged: Run) -> None:
 
 
 @NAMED
+@pytest.mark.slow
 def test_artifacts_are_logged_under_their_names(logged: Run) -> None:
     verdict = (
         r"\[__collage_verdicts\] param_groups\[0\].params\[0\] and 7 more: bfloat16, x' = x \+ B, "
@@ -162,6 +168,7 @@ def test_artifacts_are_logged_under_their_names(logged: Run) -> None:
 def test_code_is_shown_where_it_is_asked_for_only(folder: Path) -> None:
     script = """
 import torch
+import collage_fx
 from collage_fx.runtime import logs, torch_private
 shown = [l.isEnabledFor(10) and l.propagate for l in logs._LOGGERS.values()]
 print(shown, logs.LOG.level)
@@ -182,6 +189,54 @@ def test_the_module_is_a_name_without_the_entry_point(folder: Path) -> None:
     off = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     assert fresh(script, folder, TORCH_LOGS="collage_fx", **off).stdout.split() == ["20"]
     assert fresh(script, folder, TORCH_LOGS="collage", **off).returncode, "document that it works"
+
+
+class Kept(logging.Handler):
+    """Has what is logged, as a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+def test_what_is_compiled_in_this_process_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines, artifacts and the trace, of a step that is traced and of one that is recorded."""
+    shown, traced = Kept(), Kept()
+    logs.register()
+    monkeypatch.setattr(trace_log, "handlers", [traced])
+    monkeypatch.setattr(trace_log, "level", logging.DEBUG)
+    loggers = [logs.LOG, *logs._LOGGERS.values()]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(shown)
+        logger.setLevel(logging.DEBUG)
+    try:
+        for record, count in (("auto", 8), (True, 1)):
+            params = [nn.Parameter(torch.ones(4).bfloat16()) for _ in range(count)]
+            step = collage_fx.compile(torch.optim.SGD(params, lr=1e-3), record=record)
+            for p in params:
+                p.grad = torch.ones_like(p)
+            for _ in range(3):
+                step()
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.removeHandler(shown)
+            logger.setLevel(level)
+    lines = "\n".join(r.getMessage() for r in shown.records)
+    assert re.search(r"the step of SGD: 8 of 8 states compensated; classes of 8 members", lines)
+    assert "a recorded segment of" in lines and "x' = x + B, compensated: " in lines
+    assert re.search(r"lowered_class_1|lowered class 1", lines) and "collage.round" in lines
+    metadata = [getattr(r, "metadata", {}) for r in traced.records]
+    for recorded in (False, True):
+        names = {
+            m["artifact"]["name"]
+            for m in metadata
+            if "artifact" in m and ("frame_id" not in m) is recorded
+        }
+        assert {"collage_verdicts", "collage_expanded_class_1", "collage_result"} <= names
 
 
 def test_nothing_is_written_down_that_nobody_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:

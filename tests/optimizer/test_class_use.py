@@ -81,23 +81,24 @@ def _called(kind: str, optimizer: Any, step: Any) -> Any:
     return optimizer.step if kind == "wrapped" else step
 
 
-def test_the_step_may_be_held_wrapped_and_compiled_before_its_first_use() -> None:
+@pytest.mark.parametrize("kind", ["held", "wrapped", "eager", "collage", "within a step"])
+@pytest.mark.quick("wrapped", "within a step")
+def test_the_step_may_be_held_wrapped_and_compiled_before_its_first_use(kind: str) -> None:
     expected = stepped(by_hand(torch.optim.SGD, params(0), RATE))
-    for kind in ("held", "wrapped", "eager", "collage", "within a step"):
-        torch.compiler.reset()
-        optimizer: Any = optim.SGD(params(0), RATE)
-        step = optimizer.step
-        assert step.__func__ and "closure" in inspect.signature(step).parameters
-        if kind == "wrapped":
-            wrapper = functools.wraps(step.__func__)(lambda _, step=step: step())
-            optimizer.step = types.MethodType(wrapper, optimizer)
-        call = _called(kind, optimizer, step)
-        for seed in range(4):
-            give_gradients(optimizer, seed)
-            call()
-        assert same(optimizer, expected), kind
-        assert kind != "wrapped" or optimizer.step.__func__ is wrapper
-        assert told(optimizer) == told(expected), kind
+    torch.compiler.reset()
+    optimizer: Any = optim.SGD(params(0), RATE)
+    step = optimizer.step
+    assert step.__func__ and "closure" in inspect.signature(step).parameters
+    if kind == "wrapped":
+        wrapper = functools.wraps(step.__func__)(lambda _, step=step: step())
+        optimizer.step = types.MethodType(wrapper, optimizer)
+    call = _called(kind, optimizer, step)
+    for seed in range(4):
+        give_gradients(optimizer, seed)
+        call()
+    assert same(optimizer, expected)
+    assert kind != "wrapped" or optimizer.step.__func__ is wrapper
+    assert told(optimizer) == told(expected)
 
 
 @pytest.mark.slow

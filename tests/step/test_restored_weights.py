@@ -93,7 +93,7 @@ def no_checks(*_: Any) -> None:
 FULL: dict[str, Any] = {"without": ("repeat",)}
 
 
-@pytest.mark.quick("remainder16-swapped", "remainder16-masked")
+@pytest.mark.quick("remainder16-swapped")
 @pytest.mark.parametrize("event", [restored, swapped, masked])
 @pytest.mark.parametrize(
     "options",

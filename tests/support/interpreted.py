@@ -182,8 +182,8 @@ def test_steps_are_those_of_the_eager_reference(case: Case) -> None:
     assert steps(of_class, kernel_of(of_class).triton(), COUNT) == [0] * COUNT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["adam-e4m3fn", "adam-e5m2-mcf3"])
-@pytest.mark.quick("adam-e5m2-mcf3")
 def test_beyond_fp8_the_kernel_does_what_eager_pytorch_does(case: str) -> None:
     """A GPU converts what is too large, and infinity, to the largest number: the controls."""
     of_class = rewritten(CASES[case])
@@ -285,5 +285,6 @@ def test_what_inductor_emits_takes_the_same_steps(case: Case) -> None:
     assert steps_of_inductor(case, COUNT) == [0] * COUNT
 
 
+@pytest.mark.slow
 def test_the_comparison_with_what_inductor_emits_can_fail() -> None:
     assert sum(steps_of_inductor(CASES["adamw-plus"], 2, rounding=False)) > 500
