@@ -128,6 +128,7 @@ def test_without_its_gradients_it_is_another(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "after"), [(KINDS["momentum"], 1), (lambda p: (Adafactor(p, lr=1e-2), "mcf2"), 2)]
 )
+@pytest.mark.quick("<lambda>-1")
 def test_get_state_dict_takes_no_step_of_a_run(make: Any, after: int) -> None:
     """Which it does of one that has not begun: averages would decay, and gradients be lost."""
     model = nn.Linear(6, 2).bfloat16()

@@ -109,9 +109,9 @@ def test_no_form_of_a_changing_number_makes_another_graph() -> None:
     assert min(lost.values()) > 0.1, lost
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:collage_fx. nothing needed compensation")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.quick("dtype1")
 def test_numbers_keep_their_values_where_they_stay_constants_too(dtype: torch.dtype) -> None:
     def trained(compiled: bool) -> list[Tensor]:
         params = [torch.arange(1.0, 9).to(dtype).requires_grad_() for _ in EDGES]

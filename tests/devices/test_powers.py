@@ -113,8 +113,8 @@ def test_powers_of_triton_kernels_are_rounded_correctly(exact: Tensor) -> None:
     assert differing(by_triton("powers"), exact[::EVERY]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("foreach", [False, True])
-@pytest.mark.quick("True")
 def test_powers_beside_joined_values_are_rounded_correctly(foreach: bool, exact: Tensor) -> None:
     p = with_grads([bf16(5)])[0]
     optimizer = power_steps.ComputedAnew([p], foreach=foreach)

@@ -206,6 +206,7 @@ LEFT: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("case", LEFT)
+@pytest.mark.quick("not dense", "0-d", "fp8")
 def test_other_members_are_left_to_pytorch_operations(case: str, both: Both) -> None:
     monitor = _train(LEFT[case](), "mcf2", finite=True)
     assert both and all(fast is None and slow.count for fast, slow in both)

@@ -77,6 +77,7 @@ def test_cleared_residuals_are_named_in_one_warning(
 
 
 @pytest.mark.parametrize("layers", [1, 5])
+@pytest.mark.quick("1")
 def test_a_model_that_gets_another_dtype_is_refused_by_name(layers: int) -> None:
     """Before Dynamo sees it; a new optimizer, or the dtype of before, goes on."""
     run = made(layers=layers)

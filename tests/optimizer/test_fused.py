@@ -128,6 +128,7 @@ def test_a_step_that_fails_leaves_the_groups_as_they_were() -> None:
     assert optimizer.param_groups[0]["capturable"] is False
 
 
+@pytest.mark.slow
 def test_groups_of_which_one_is_fused_and_optimizers_that_wrap_one() -> None:
     class Every(Optimizer):
         def __init__(self, inner: Optimizer) -> None:

@@ -121,6 +121,7 @@ def halved(
 
 
 @pytest.mark.parametrize("name", ["its largest", "a root"])
+@pytest.mark.quick("its largest")
 def test_so_it_is_in_a_slice_that_is_in_wide_for_what_it_would_lose(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,6 +131,7 @@ def test_so_it_is_in_a_slice_that_is_in_wide_for_what_it_would_lose(
 
 
 @pytest.mark.parametrize("name", ["of a parameter", "a root"])
+@pytest.mark.quick("of a parameter")
 def test_so_it_is_where_residuals_are_rounded_by_chance(name: str) -> None:
     assert counts(name, stochastic_rounding=True) == [EACH_STEP[name][1]] * STEPS
 

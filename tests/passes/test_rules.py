@@ -233,6 +233,7 @@ def test_a_scalar_tensor_is_a_factor_of_all_components(
 
 
 @pytest.mark.parametrize("weight", [0.001, torch.tensor(0.001)], ids=["number", "tensor"])
+@pytest.mark.quick("tensor")
 def test_an_average_over_many_steps_stays_with_float64(weight: float | Tensor) -> None:
     """An exponential average from 1 towards 2; in plain bf16 it stays at 1 for ever."""
     p, lo, q = torch.ones(8, dtype=BF16), torch.zeros(8, dtype=BF16), torch.full((8,), 2.0)

@@ -36,11 +36,11 @@ def test_random_programs_lose_nothing_in_silence(seed: int, count: int) -> None:
     assert counts["programs"] > count / 2
 
 
-@pytest.mark.parametrize("count", [3, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [1, pytest.param(50, marks=pytest.mark.slow)])
 def test_random_programs_lose_nothing_when_they_are_recorded(count: int) -> None:
     counts = fuzz.run(100, count, fuzz.RECORDED)
     assert counts["programs"] > count / 2
-    assert count == 3 or counts["recorded: the bits of Dynamo's graphs"] > 0
+    assert count == 1 or counts["recorded: the bits of Dynamo's graphs"] > 0
 
 
 @pytest.mark.slow
@@ -81,6 +81,24 @@ def test_a_bias_correction_is_judged_alike_in_traced_graphs_and_recorded_ones() 
         pytest.param(name, marks=pytest.mark.slow if program.torch_optim else ())
         for name, program in MENDED.items()
     ],
+)
+@pytest.mark.quick(
+    "an exchange*",
+    "light leaves a decaying*",
+    "eft rounds the product*",
+    "a factor that changes*",
+    "a sign*",
+    "a graph reads*not linear",
+    "a momentum*",
+    "light drops a low word*not used",
+    "numbers are frozen*",
+    "a 0-d*",
+    "light drops the first*",
+    "a parameter that takes over a state*",
+    "a state times*",
+    "a correction*",
+    "light finds*",
+    "one value*",
 )
 def test_what_was_mended_holds(name: str) -> None:
     """Its states are as they should be, or a warning says that they are not."""

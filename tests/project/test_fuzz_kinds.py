@@ -121,7 +121,22 @@ EXAMPLES = {
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-@pytest.mark.quick("[b-z]*", "a box", "a cast", "a holder")
+@pytest.mark.quick(
+    "a box",
+    "a holder",
+    "a cast",
+    "shared",
+    "replaced",
+    "restored",
+    "rows",
+    "loads",
+    "methods",
+    "joins",
+    "dtypes",
+    "layout",
+    "memory of gradients",
+    "infinite",
+)
 def test_an_example_holds_that_plain_training_would_fail(name: str) -> None:
     verdict = judge(EXAMPLES[name])
     assert not verdict.failures and not verdict.excuse
@@ -210,7 +225,17 @@ FAULTS: dict[tuple[str, str], Callable[[pytest.MonkeyPatch], Any]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=": ".join)
-@pytest.mark.quick("[b-z]*", "a cast: *", "a holder: *")
+@pytest.mark.quick(
+    "a holder: *",
+    "a cast: *",
+    "noise: *",
+    "copies: *",
+    "magnitudes: *",
+    "replaced: *",
+    "methods: *",
+    "memory of gradients: *",
+    "infinite: *",
+)
 def test_a_fault_is_seen(fault: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     FAULTS[fault](monkeypatch)
     assert judge(EXAMPLES[fault[0]]).failures

@@ -207,6 +207,7 @@ def test_one_bit_of_a_parameters_low_word_fails_the_words(tmp_path: Path) -> Non
     assert at.tolist() == [7] and (ours ^ theirs).tolist() == [1]
 
 
+@pytest.mark.slow
 def test_words_of_another_torch_are_made_anew(tmp_path: Path) -> None:
     setup = Setup("cpu", dry=True, folder=tmp_path, words=tmp_path / "words.pt")
     others = {"sources": gpu_words._made_of(), "torch": (2, 0)}  # a version of other graphs

@@ -176,6 +176,7 @@ def test_the_first_graph_of_states_that_are_replaced_drops_no_low_word(
 
 
 @pytest.mark.parametrize("where", ["state", "parameter"])
+@pytest.mark.quick("state")
 def test_a_graph_that_leaves_a_state_alone_says_nothing_of_its_residual(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

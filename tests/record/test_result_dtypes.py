@@ -70,6 +70,7 @@ def expected() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.quick("recorded")
 def test_dtypes_are_those_of_eager_pytorch(way: str, expected: dict[str, Any]) -> None:
     found = dtypes(record=WAYS[way])
     assert len(found) > 500

@@ -143,8 +143,8 @@ def test_views_of_states_are_read_whole(
     assert distance > 4e-5 and NOTE not in report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shares", [range(5), range(4, 7)], ids=["from the first", "later"])
-@pytest.mark.quick("later")
 def test_gradients_that_the_step_writes(shares: range, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is added to once for each name. Control: nobody looks."""
     distance, report = off(decaying, of_gradients, shares)

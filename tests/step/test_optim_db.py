@@ -77,12 +77,21 @@ scales = pytest.mark.parametrize("scale", [0.05, 1.0])
         pytest.param(FP16, id="fp16", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.quick("*-single-*", "*-only-*", "*-Adam-foreach-*", "*-fused-*")
+@pytest.mark.quick(
+    "*-A*-single-*",
+    "*-[NS]*-single-*",
+    "*-RMSprop-*",
+    "*-LBFGS-*",
+    "*-Muon-*",
+    "*-Adam-foreach-*",
+    "*-fused-*",
+)
 def test_untraced_on_the_richest_options(case: Case, dtype: torch.dtype) -> None:
     check(case, dtype, 1.0, untraced)
 
 
 @each([Case("AdamW", 4, "foreach"), Case("NAdam", 6, "capturable"), Case("SGD", 8, "single")])
+@pytest.mark.quick("NAdam-*", "SGD-*")
 def test_compiled_on_the_richest_options(case: Case) -> None:
     check(case, BF16, 1.0, compiled)
 

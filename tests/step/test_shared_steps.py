@@ -62,8 +62,8 @@ def test_one_compilation_for_all(name: str, traced: list[int]) -> None:
 
 def test_where_it_fails_it_is_tried_once(traced: list[int]) -> None:
     """Adamax takes a maximum over two tensors in one, which is not element by element."""
-    train(compiled(lambda ps: Adamax(ps, lr=1e-3), parameters(SHAPES[:3])), 1)
-    assert len(traced) == 1 + 3
+    train(compiled(lambda ps: Adamax(ps, lr=1e-3), parameters(SHAPES[:2])), 1)
+    assert len(traced) == 1 + 2
 
 
 @pytest.mark.slow
@@ -152,6 +152,7 @@ def test_other_code_of_the_same_class_is_traced(
     assert torch.equal(params_of(optimizers)[-1], before)
 
 
+@pytest.mark.slow
 def test_what_is_called_in_place_of_such_a_function_is_not_shared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -167,6 +168,7 @@ def test_what_is_called_in_place_of_such_a_function_is_not_shared(
     assert not torch.equal(params_of(optimizers)[0], parameters()[0])
 
 
+@pytest.mark.slow
 def test_a_stance_on_compiling_anew_changes_nothing_that_is_compiled(traced: list[int]) -> None:
     optimizers = train(compiled(adamw, parameters()), 2)
     torch.compiler.set_stance("fail_on_recompile")

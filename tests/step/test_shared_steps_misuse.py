@@ -68,6 +68,7 @@ def test_gradients_that_are_summed_up(traced: list[int]) -> None:
     assert same(bits(found), bits([one]))
 
 
+@pytest.mark.slow
 def test_steps_in_another_thread(traced: list[int]) -> None:
     """As autograd calls hooks of parameters on a GPU."""
     optimizers = compiled(adamw, parameters())

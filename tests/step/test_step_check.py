@@ -166,6 +166,7 @@ class Wants16Bits(Counting):
             p.add_(p.grad, alpha=-1e-3)
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_stable_is_not_the_graphs_fault() -> None:
     _, step = trained(Sign, 40, verify=40)
     report = collage_fx.report(step)
@@ -173,6 +174,7 @@ def test_a_step_that_is_not_stable_is_not_the_graphs_fault() -> None:
     assert not any("compiled graph that updates" in note for note in report.notes)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 @pytest.mark.filterwarnings("ignore:collage_fx. torch.compile fails")
 def test_chance_of_python_is_not_drawn_twice() -> None:

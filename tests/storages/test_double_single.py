@@ -169,6 +169,7 @@ def test_bf16_parameters_beside_moments_of_two_fp32_words(way: str) -> None:
     assert all(r.dtype == torch.int16 for p in params for r in collage_fx.residuals(p))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:collage_fx. nothing needed")
 def test_a_resumed_run_is_bit_equal_and_one_without_the_storage_says_what_it_drops() -> None:
     whole, first = start(2, torch.float32), start(2, torch.float32)

@@ -83,6 +83,7 @@ def test_patterns_that_fit_are_not_named(way: str, count: int) -> None:
     assert not any(said(compiled(adamw(count), way, storage=by_kind, level="all")))
 
 
+@pytest.mark.slow
 def test_the_name_of_a_parameter_that_another_stands_for_is_known() -> None:
     count = 9
     last = {f"param_groups[[]0].params[[]{count - 1}]": "ulp8", "step": "mcf2", "*": "mcf2"}

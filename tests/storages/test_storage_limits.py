@@ -34,6 +34,7 @@ class Mixed(Optimizer):
 
 @pytest.mark.filterwarnings("ignore:bf16 and fp16 are mixed")
 @pytest.mark.parametrize("way", ["each", "eager"])
+@pytest.mark.quick("eager")
 def test_a_plain_state_need_not_be_held_and_one_that_is_not_held_is_named(way: str) -> None:
     if way != "eager":  # where nothing is judged
         optimizer = Mixed(start(2, torch.bfloat16), 0.5)
