@@ -73,7 +73,7 @@ def resumed(update: Any, options: dict[str, Any], *, without: bool = False) -> b
 
 @pytest.mark.parametrize("update", [replaced, read_on_the_way])
 @pytest.mark.parametrize("options", [{}, {"record": True}, {"arithmetic": "wide"}], ids=str)
-@pytest.mark.quick("*read_on_the_way")
+@pytest.mark.quick("{'record': True}-read_on_the_way")
 def test_a_resumed_run_is_bit_equal(update: Any, options: dict[str, Any]) -> None:
     assert resumed(update, options)
 

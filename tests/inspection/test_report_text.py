@@ -98,6 +98,7 @@ def test_names_that_clash_stay_whole_and_strange_modules_are_left_alone() -> Non
     assert names == {"weight", "module.weight", "module.bias"} and strange is not None
 
 
+@pytest.mark.slow
 def test_sizes_that_are_symbols_in_a_graph_are_numbers() -> None:
     for size in (8, 6, 10):
         p = torch.nn.Parameter(torch.ones(size, size).bfloat16())

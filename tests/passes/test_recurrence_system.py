@@ -206,6 +206,7 @@ def cached_square(a: Tensor, b: Tensor, g: Tensor) -> None:
     ],
     ids=named,
 )
+@pytest.mark.quick("shifted_*", "rotated-*", "averaged-*", "averaged_or*", "followed-*", "cached*")
 def test_systems(step: Callable[..., None], expected: str) -> None:
     found = planned(step, 4 if step is rotated else 3)
     assert [name for name, s in found.items() if s.compensated] == expected.split()

@@ -131,7 +131,7 @@ def moved(new: Callable[[Tensor, Tensor], Tensor], **options: Any) -> float:
 
 
 @pytest.mark.parametrize("new", [branch, loop, rows, steps, all_at_once])
-@pytest.mark.quick("branch", "loop", "rows")
+@pytest.mark.quick("rows", "loop")
 def test_what_they_make_of_a_parameter_has_its_low_word(
     new: Callable[[Tensor, Tensor], Tensor],
 ) -> None:

@@ -126,6 +126,7 @@ def test_a_backend_that_is_forced_is_the_steps(backend: Any) -> None:
     assert lost(moved, exact) < 5e-3
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:collage_fx. nothing needed compensation")
 def test_a_function_that_dynamo_optimizes_is_compiled_anew() -> None:
     torch.compiler.reset()

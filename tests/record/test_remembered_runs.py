@@ -174,7 +174,7 @@ def test_two_steps_of_other_storages_do_not_take_what_the_other_has_left(
         ("joined", nothing, ("mcf2",), ask_no_storage),
     ],
 )
-@pytest.mark.quick("joined-*")
+@pytest.mark.quick("joined-lost_residuals-*")
 def test_what_does_not_look_is_wrong(
     way: str, change: Any, storages: tuple[str, ...], blind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,6 +57,7 @@ def test_young_objects_only_within_the_first_steps(collected: list[int]) -> None
     assert 2 in collected
 
 
+@pytest.mark.slow
 def test_thresholds_come_back_after_an_error_and_after_the_last_of_several(
     collected: list[int],
 ) -> None:

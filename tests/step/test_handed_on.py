@@ -14,7 +14,7 @@ import collage_fx
 from collage_fx.runtime.residuals.checks import Checks
 from collage_fx.runtime.residuals.store import ResidualStore
 
-STEPS = 60
+STEPS = 30
 Event = Callable[[optim.Optimizer], None]
 
 
@@ -98,13 +98,13 @@ def test_a_tensor_of_the_same_value_has_the_residual(
     event: Event, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Control: by its identity alone it is not found."""
-    undisturbed = errors(nothing, 20, **options)
+    undisturbed = errors(nothing, 10, **options)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", ".*was cleared")
-        found = errors(event, 20, **options)
+        found = errors(event, 10, **options)
     assert all(f < 2 * u for f, u in zip(found, undisturbed, strict=True)), (found, undisturbed)
     monkeypatch.setattr(ResidualStore, "hand_on", lambda *_: True)
-    lost = errors(event, 20, **options)
+    lost = errors(event, 10, **options)
     assert lost[event is not new_parameters] > 10 * undisturbed[event is not new_parameters]
 
 
@@ -112,7 +112,7 @@ def test_without_checks_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where the tensor that was there is gone."""
     monkeypatch.setattr(Checks, "of", lambda *_: None)
     with pytest.warns(collage_fx.CollageWarning, match="was cleared") as caught:
-        trained(torch.bfloat16, cloned, 20, storage="remainder16", record=True)
+        trained(torch.bfloat16, cloned, 10, storage="remainder16", record=True)
     said = [str(w.message) for w in caught if "was cleared" in str(w.message)]
     assert len(said) == 1 and "exp_avg_sq" in said[0]
 

@@ -80,7 +80,7 @@ scales = pytest.mark.parametrize("scale", [0.05, 1.0])
 @pytest.mark.quick(
     "*-A*-single-*",
     "*-[NS]*-single-*",
-    "*-RMSprop-*",
+    "*-RMSprop-single-*",
     "*-LBFGS-*",
     "*-Muon-*",
     "*-Adam-foreach-*",

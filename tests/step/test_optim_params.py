@@ -60,6 +60,7 @@ def test_all_layouts_and_a_rate_for_each_group(way: Way) -> None:
 
 
 @ways
+@pytest.mark.quick("untraced")
 def test_empty_parameter_beside_others(way: Way) -> None:
     found = trained([weights(), torch.empty(0, 3).double()], torch.bfloat16, way)
     assert found[1].shape == (0, 3)

@@ -118,7 +118,8 @@ def test_a_count_of_steps_is_left_alone_unless_it_is_named() -> None:
     assert count + 1 == 2**24 and count + 2 == 2**24  # where it is not exact any more
 
 
-@pytest.mark.parametrize("way", [pytest.param("each", marks=pytest.mark.slow), "shared"])
+@pytest.mark.parametrize("way", ["each", "shared"])
+@pytest.mark.quick("each")
 def test_a_count_that_is_named_goes_on_beyond_24_bits(way: str) -> None:
     params = start(MEMBERS[way], torch.float32)
     optimizer = AdamW(params, lr=1e-6)

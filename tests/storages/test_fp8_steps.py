@@ -43,7 +43,7 @@ def error(found: Adam8, exact: Adam8, name: str) -> float:
         pytest.param("shared", E4M3, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.quick("eager-dtype0", "each-dtype2")
+@pytest.mark.quick("each-dtype2")
 def test_each_word_more_is_so_many_bits_more(way: str, dtype: torch.dtype) -> None:
     exact, plain = trained(way, torch.float32), trained(way, dtype)
     two = trained(way, dtype, storage="mcf2")

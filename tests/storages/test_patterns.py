@@ -63,9 +63,7 @@ LATE = ({"storage": {"*": "ulp8", "param": "mcf2"}}, "'param' decides for no sta
         ("string", 2, *KIND),
     ],
 )
-@pytest.mark.quick(
-    "graph-2-options0*", "graph-2-options2*", "graph-2-options3*", "shared-9*", "eager-1*"
-)
+@pytest.mark.quick("graph-2-options0-*", "shared-9-*", "eager-1-*")
 def test_a_pattern_that_fits_no_state_is_named_once(
     way: str, count: int, options: Any, words: str
 ) -> None:

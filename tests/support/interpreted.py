@@ -212,7 +212,7 @@ def test_beyond_fp8_the_kernel_does_what_eager_pytorch_does(case: str) -> None:
 def test_the_comparison_can_fail() -> None:
     of_class = rewritten(CASES["adamw-plus"])
     source = kernel_of(of_class).triton()
-    assert sum(steps(of_class, without_roundings(source), 2)) > 1000
+    assert sum(steps(of_class, without_roundings(source), 1)) > 1000
 
 
 @pytest.mark.parametrize("case", often(CASES))
