@@ -104,7 +104,6 @@ def test_left_out_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not repeats
 
 
-@pytest.mark.slow
 def test_rates_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """A schedule makes the rate an input of the graph, and each step has another."""
 
