@@ -96,7 +96,7 @@ def doctor(optimizer: Optimizer, model: Module | None = None) -> Doctor:
 
     Returns:
         A Doctor: `finding()` says what was found, `stop()` or leaving it as a context manager ends
-        it. The first four steps are looked at and then ever fewer, at most 4,096 elements of each
+        it. The first four steps are looked at and then ever fewer, at most 1,024 elements of each
         tensor, in at most 2% of the time of a run.
 
     Raises:

@@ -42,7 +42,7 @@ GROWTH = 1.5
 """From then on a step is looked at when so many times as many steps were taken."""
 SHARE = 0.02
 """Of the time of a run of a thousand steps and more, the most that looks take after the first."""
-ELEMENTS = 4096
+ELEMENTS = 1024
 """Elements of a tensor in its sample, at most."""
 MEMORY = 64 * 2**20
 """Bytes that a look may take, or a hundredth of those of parameters and states if that is more."""
@@ -223,6 +223,10 @@ class Looker:
         narrow = {at: o for at, o in same.items() if o.tensor.dtype in LOW_PRECISION}
         now = {at: self.sample(o.tensor) for at, o in narrow.items()}
         alike = _alike([at for at in narrow if at in exact], again, now)
+        wide: dict[int, list[Owned]] = {}
+        for owned in same.values():
+            if owned.key != PARAM and owned.tensor.dtype in (torch.float32, torch.float64):
+                wide.setdefault(owned.param, []).append(owned)
         changes: dict[Any, list[Change]] = {}
         for at, owned in narrow.items():
             old, new = begun.before[at], now[at]
@@ -234,10 +238,18 @@ class Looker:
             elif at[2] == PARAM and (gradient := _gradient(owned)) is not None:
                 tally.fit(old, new, self.sample(gradient))
             if at[2] == PARAM and self.looks <= FIRST:
-                tally.master = _master(at, new, same, self.sample)
+                tally.master = self._master(new, owned, wide.get(at[1], ()))
         for one in changes.values():
             add(one, self.steps - self._looked)
         self._looked = self.steps
+
+    def _master(self, now: Tensor, param: Owned, states: Iterable[Owned]) -> str:
+        """Return the key of the wide state that a parameter is a rounding of; empty for none."""
+        for state in (s for s in states if s.tensor.shape == param.tensor.shape):
+            held = self.sample(state.tensor)
+            if torch.equal(held.to(now.dtype), now) and not torch.equal(held, now.to(held.dtype)):
+                return state.key
+        return ""
 
     def _again(
         self, optimizer: Optimizer, begun: _Begun
@@ -312,16 +324,3 @@ def _share_equal(a: Tensor, b: Tensor) -> Tensor:
 def _gradient(owned: Owned) -> Tensor | None:
     gradient = owned.whole.grad
     return gradient if gradient is not None and _is_plain(shard_of(gradient)) else None
-
-
-def _master(
-    at: Place, now: Tensor, owned: dict[Place, Owned], sample: Callable[[Tensor], Tensor]
-) -> str:
-    """Return the key of the wide state that a parameter is a rounding of; empty for none."""
-    for (_, param, key), one in owned.items():
-        wide = one.tensor.dtype in (torch.float32, torch.float64)
-        if param == at[1] and key != PARAM and wide and one.tensor.shape == owned[at].tensor.shape:
-            held = sample(one.tensor)
-            if torch.equal(held.to(now.dtype), now) and not torch.equal(held, now.to(held.dtype)):
-                return key
-    return ""

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from collage_fx.inspection.update_stats import UpdateStats
 from collage_fx.optimizer.ownership import Owned
@@ -92,29 +91,32 @@ def add(changes: Sequence[Change], steps: int) -> None:
         return
     dtype = changes[0].tally.owned.tensor.dtype
     before, after, exact = (
-        pad_sequence([t.reshape(-1).double() for t in ts], batch_first=True)
+        torch.cat([t.reshape(-1).double() for t in ts])
         for ts in zip(*((c.before, c.after, c.exact) for c in changes), strict=True)
     )
     finite = before.isfinite() & after.isfinite() & exact.isfinite()
     update = (exact - before).where(finite, 0)
     stored = (after - before).where(finite, 0)
-    lost = (update != 0) & (stored == 0)
     names = storages_for(dtype)
-    size = power_of_two(exact).nan_to_num()  # of padding it is zero
-    sums = [
-        update.count_nonzero(1),
-        lost.sum(1),
-        update.square().sum(1),
-        (update * stored).sum(1),
-        update.abs().sum(1),
-        (update - stored).sum(1),
+    size = power_of_two(exact)
+    found = [
+        update != 0,
+        (update != 0) & (stored == 0),
+        update.square(),
+        update * stored,
+        update.abs(),
+        update - stored,
     ]
     for name in names:
         unit = 2 * kept(dtype, name) * size
-        sums.append((((update / unit).round() * unit).nan_to_num() * update).sum(1))
-    found = torch.stack([one.double() for one in sums], 1).mul_(steps).tolist()
+        found.append(((update / unit).round() * unit).nan_to_num() * update)
+    each = torch.stack([one.double() for one in found])
+    lengths = torch.tensor([c.before.numel() for c in changes], device=each.device)
+    rows = torch.arange(len(changes), device=each.device).repeat_interleave(lengths)
+    sums = each.new_zeros(len(found), len(changes)).index_add_(1, rows, each)
+    numbers = sums.mul_(steps).T.tolist()
     for change, (count, whole, square, dot, way, missing, *keeps) in zip(
-        changes, found, strict=True
+        changes, numbers, strict=True
     ):
         tally = change.tally
         tally.stats += UpdateStats(count=count, lost_count=whole, exact_square=square, dot=dot)

