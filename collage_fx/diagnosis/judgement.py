@@ -8,12 +8,12 @@ import torch
 
 from collage_fx.diagnosis.finding import Finding, Kept, Row, Seen, Status
 from collage_fx.diagnosis.looks import Looker
+from collage_fx.diagnosis.stats import UpdateStats
 from collage_fx.diagnosis.tally import Tally, storages_for
-from collage_fx.inspection.update_stats import UpdateStats
 from collage_fx.optimizer.ownership import PARAM
 from collage_fx.optimizer.parameter_names import renamed_state
+from collage_fx.runtime.storage.lost_share import kept_share, lost_share
 from collage_fx.runtime.storage.registry import AUTO, STORAGES, kept
-from collage_fx.step.small_updates import kept_share, lost_share
 
 _NUMBER = re.compile(r"(?<![^.\[])\d+(?![^.\]])")
 """A number that is all between two dots or in brackets: the first is that of a layer."""

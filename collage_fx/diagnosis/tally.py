@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from collage_fx.inspection.update_stats import UpdateStats
+from collage_fx.diagnosis.stats import UpdateStats
 from collage_fx.optimizer.ownership import Owned
+from collage_fx.runtime.storage.lost_share import power_of_two
 from collage_fx.runtime.storage.registry import STORAGES, kept
-from collage_fx.step.small_updates import power_of_two
 
 FITTED = 256
 """Elements of a tensor whose moves are kept where exact updates are not known."""
@@ -52,7 +52,7 @@ class Tally:
     """The sample after the last step that was looked at."""
     moves: list[Tensor] = field(default_factory=list)
     least: list[Tensor] = field(default_factory=list)
-    """For `small_updates.lost_share`, where exact updates are not known."""
+    """For `lost_share`, where exact updates are not known."""
     master: str = ""
     """The fp32 state that holds the parameter."""
 

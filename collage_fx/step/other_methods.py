@@ -10,7 +10,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.compiler import disable
@@ -20,14 +20,16 @@ from collage_fx.hooks import nested_compile
 from collage_fx.hooks.step_substitution import codes
 from collage_fx.optimizer import plain_steps
 from collage_fx.optimizer.ownership import family
-from collage_fx.record.steps import Steps
 from collage_fx.runtime.torch_private import tree_leaves, tree_map
+
+if TYPE_CHECKING:  # it imports Inductor, which a doctor does without
+    from collage_fx.record.steps import Steps
 
 
 class ServedMethod:
     """What stands for a method of one optimizer; a copy of the optimizer has its class's own."""
 
-    def __init__(self, optimizer: Optimizer, own: Callable[..., Any], steps: Steps) -> None:
+    def __init__(self, optimizer: Optimizer, own: Callable[..., Any], steps: "Steps") -> None:
         self.optimizer = weakref.ref(optimizer)
         self.own = own
         self.steps = weakref.ref(steps)
@@ -76,7 +78,7 @@ def _bound(own: Callable[..., Any], optimizer: Optimizer) -> Callable[..., Any]:
 class _Context(AbstractContextManager[Any]):
     """A context that a method has returned: what is done to enter and to leave it is served."""
 
-    def __init__(self, made: AbstractContextManager[Any], steps: Steps) -> None:
+    def __init__(self, made: AbstractContextManager[Any], steps: "Steps") -> None:
         self.made = made
         self.steps = steps
 
@@ -90,7 +92,7 @@ class _Context(AbstractContextManager[Any]):
 
 
 @contextmanager
-def _serving(steps: Steps) -> Iterator[None]:
+def _serving(steps: "Steps") -> Iterator[None]:
     if nested_compile.within_step():
         yield
         return
@@ -99,7 +101,7 @@ def _serving(steps: Steps) -> Iterator[None]:
 
 
 @contextmanager
-def _stepping(steps: Steps) -> Iterator[None]:
+def _stepping(steps: "Steps") -> Iterator[None]:
     steps.go_on()
     plain_steps.called(steps.session.optimizers())
     with (
@@ -129,7 +131,7 @@ def replace_functions(
     return tree_map(lambda a: replace(a) if is_function(a) else a, given, is_leaf=has_none)
 
 
-def serve_methods(optimizer: Optimizer, steps: Steps) -> None:
+def serve_methods(optimizer: Optimizer, steps: "Steps") -> None:
     """Serve the methods of an optimizer, and of what it wraps, that no step of theirs calls.
 
     What somebody has put in the place of one stays there. What steps call is a part of them, and

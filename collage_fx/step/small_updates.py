@@ -5,7 +5,6 @@ after the rate has warmed up, and again whenever the run is twice as long, since
 residual keep less the fuller they are.
 """
 
-import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
@@ -22,10 +21,10 @@ from collage_fx.optimizer.ownership import Owned, groups_of, owned_tensors
 from collage_fx.optimizer.parameter_names import names_of, renamed
 from collage_fx.optimizer.served import way_lost
 from collage_fx.runtime.kernels.triton_launch import is_capturing
-from collage_fx.runtime.residuals.checksum import bits_of
 from collage_fx.runtime.residuals.dtensor import shard_of
 from collage_fx.runtime.residuals.residual import version
 from collage_fx.runtime.residuals.store import STORE
+from collage_fx.runtime.storage.lost_share import elements, lost_share, power_of_two
 from collage_fx.runtime.storage.registry import EXPANSIONS, FINEST, kept, value_in_float64
 
 FIRST = 100
@@ -40,9 +39,6 @@ LOST = 0.25
 """The share of a parameter's way from which on it is told."""
 DECAYED = 0.25
 """The share of their largest size below which updates no longer matter: a rate has decayed."""
-_GOLDEN = (5**0.5 - 1) / 2
-_HALVINGS = 12
-"""Halvings of the range that holds the largest size; they leave an error of a hundredth."""
 
 
 @dataclass
@@ -55,59 +51,6 @@ class _Seen:
     """The size of each move."""
     least: list[Tensor] = field(default_factory=list)
     """The smallest change that each element keeps; zero where the gradient is zero."""
-
-
-def lost_share(moved: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how large updates are on average, and the share of the way that is lost.
-
-    Of an update u, a storage keeps a = u rounded to a multiple of twice the smallest change that it
-    keeps. The sizes of a parameter's updates are taken for uniform between the one that the sum of
-    all a tells and half of it. What is lost is then 1 - E[a u] / E[u^2]: nothing where updates are
-    twice the smallest change, since as many become too large as are lost, and all where none
-    reaches it. Of updates of very different sizes less is lost than that, and a few that are much
-    larger bound it.
-
-    Args:
-        moved: a, (parameters, samples).
-        least: the smallest changes that are kept there; zero for what does not count.
-    """
-    counts = (least > 0) & moved.isfinite()
-    moved, least = moved.where(counts, 0), least.where(counts, 0)
-    number, most = counts.sum(1, keepdim=True), least.amax(1, keepdim=True)
-    there = moved.sum(1, keepdim=True)
-    low, high = most / 64, most + 2 * moved.amax(1, keepdim=True)
-    for _ in range(_HALVINGS):
-        top = (low * high).sqrt()
-        less = (_rounded(top, least)[0] * counts).sum(1, keepdim=True) < there
-        low, high = torch.where(less, top, low), torch.where(less, high, top)
-    product = (_rounded(high, least)[1] * counts).sum(1, keepdim=True)
-    some, gone = there > 0, least.where(moved == 0, 0).square().sum(1, keepdim=True)
-    share = torch.where(some, 1 - 12 / 7 * product / (number * high * high), (number > 0).double())
-    # No more than if all that are lost were as large as can be, beside those that are not.
-    share = share.minimum((gone / (gone + moved.square().sum(1, keepdim=True))).nan_to_num())
-    # Where all are lost, they may have been as large as half of what would have been kept.
-    size = torch.where(some, 3 / 4 * high, least.sum(1, keepdim=True) / 2 / number)
-    return size.squeeze(1).nan_to_num(), share.squeeze(1)
-
-
-def kept_share(size: Tensor, least: Tensor) -> Tensor:
-    """Return the share of updates that a storage keeps: E[a u] / E[u^2], as `lost_share` has them.
-
-    Args:
-        size: how large they are on average, as `lost_share` returns.
-        least: the smallest change that the storage keeps.
-    """
-    top = 4 / 3 * size
-    return 12 / 7 * _rounded(top, least)[1] / top.square()
-
-
-def _rounded(top: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
-    """Return E[a] and E[a u] of updates u, uniform from half the top to it, rounded to a."""
-    z = (least / top).clamp(min=0.1)  # finer ones change little
-    ends = [(k * z).clamp(min=0.5) for k in range(1, 11, 2)]  # from each on a is larger by 2 z
-    mean = sum((1 - end).clamp(min=0) for end in ends)
-    product = sum((1 - end * end).clamp(min=0) for end in ends)
-    return 4 * z * mean * top, 2 * z * product * top * top
 
 
 class SmallUpdates:
@@ -175,7 +118,7 @@ class SmallUpdates:
             least = torch.minimum(least, kept(dtype) * power_of_two(last))
         seen = self.seen.setdefault(owned.name, _Seen(owned, storage))
         seen.moved.append((new - old).abs())
-        seen.least.append(least * (elements(shard) != 0))
+        seen.least.append(least * (elements(shard, ELEMENTS) != 0))
 
     def _judge(self, optimizer: Optimizer) -> None:
         """Warn of what is lost, unless the rate still warms up, and will soon be large enough."""
@@ -228,28 +171,8 @@ def _value(tensor: Tensor) -> tuple[str, Tensor, Tensor] | None:
     residual = STORE.get(tensor) if type(tensor) in (Tensor, Parameter) else None
     if residual is None or not residual.is_shaped_as(tensor) or not tensor.numel():
         return None
-    high, *low = (elements(x) for x in (tensor, *residual.components))
+    high, *low = (elements(x, ELEMENTS) for x in (tensor, *residual.components))
     return residual.storage, value_in_float64(residual.storage, high, low), low[-1].double()
-
-
-def elements(tensor: Tensor, number: int = ELEMENTS) -> Tensor:
-    """Return some elements of a tensor, of the same places for all tensors of its size."""
-    count = tensor.numel()
-    stride = int(count * _GOLDEN)
-    while math.gcd(stride, count) > 1:  # else places come twice before all have come
-        stride += 1
-    places = torch.arange(number, device=tensor.device).mul_(stride).remainder_(count)
-    return torch.take(tensor, places) if tensor.itemsize > 1 else _of_bytes(tensor, places)
-
-
-def _of_bytes(tensor: Tensor, places: Tensor) -> Tensor:
-    """Return the elements of a tensor there; `take` knows no floats of 8 bits."""
-    return torch.take(bits_of(tensor), places).view(tensor.dtype)
-
-
-def power_of_two(x: Tensor) -> Tensor:
-    """Return the largest power of two that is not above the size of x; NaN for zero."""
-    return x.abs() / (2 * torch.frexp(x).mantissa.abs())
 
 
 def _rate(optimizer: Optimizer) -> float:
