@@ -12,7 +12,7 @@ from collage_fx.diagnosis.stats import UpdateStats
 from collage_fx.diagnosis.tally import Tally, storages_for
 from collage_fx.optimizer.ownership import PARAM
 from collage_fx.optimizer.parameter_names import renamed_state
-from collage_fx.runtime.storage.lost_share import kept_share, lost_share
+from collage_fx.runtime.residuals.lost_share import kept_share, lost_share
 from collage_fx.runtime.storage.registry import AUTO, STORAGES, kept
 
 _NUMBER = re.compile(r"(?<![^.\[])\d+(?![^.\]])")

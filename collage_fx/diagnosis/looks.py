@@ -3,7 +3,7 @@
 A copy of the optimizer that has only the samples takes the step again, once in its own dtypes and
 once in float64. Where the first makes of a sample what the step made of the tensor, the second
 tells the exact updates; so it is for optimizers that treat elements alike. Of the others (norms,
-matrices, factored averages) the moves are fitted, as `runtime.storage.lost_share` does.
+matrices, factored averages) the moves are fitted, as `runtime.residuals.lost_share` does.
 """
 
 import math
@@ -31,8 +31,8 @@ from collage_fx.optimizer.ownership import (
 from collage_fx.passes.ir.program import LOW_PRECISION
 from collage_fx.runtime.kernels.triton_launch import is_capturing
 from collage_fx.runtime.residuals.dtensor import shard_of
+from collage_fx.runtime.residuals.lost_share import elements
 from collage_fx.runtime.residuals.residual import version
-from collage_fx.runtime.storage.lost_share import elements
 from collage_fx.step.optimizer_clone import clone_of, rehearsal
 from collage_fx.step.subject import step_made_here
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from collage_fx.diagnosis.stats import UpdateStats
 from collage_fx.optimizer.ownership import Owned
-from collage_fx.runtime.storage.lost_share import power_of_two
+from collage_fx.runtime.residuals.lost_share import power_of_two
 from collage_fx.runtime.storage.registry import STORAGES, kept
 
 FITTED = 256

@@ -22,9 +22,9 @@ from collage_fx.optimizer.parameter_names import names_of, renamed
 from collage_fx.optimizer.served import way_lost
 from collage_fx.runtime.kernels.triton_launch import is_capturing
 from collage_fx.runtime.residuals.dtensor import shard_of
+from collage_fx.runtime.residuals.lost_share import elements, lost_share, power_of_two
 from collage_fx.runtime.residuals.residual import version
 from collage_fx.runtime.residuals.store import STORE
-from collage_fx.runtime.storage.lost_share import elements, lost_share, power_of_two
 from collage_fx.runtime.storage.registry import EXPANSIONS, FINEST, kept, value_in_float64
 
 FIRST = 100

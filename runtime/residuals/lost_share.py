@@ -69,8 +69,8 @@ def elements(tensor: Tensor, number: int) -> Tensor:
     """Return some elements of a tensor, of the same places for all tensors of its size."""
     count = tensor.numel()
     stride = int(count * _GOLDEN)
-    while math.gcd(stride, count) > 1:  # else places come twice before all have come
-        stride += 1
+    while (common := math.gcd(stride, count)) > 1 and common * number > count:
+        stride += 1  # else places come twice before all have come
     places = torch.arange(number, device=tensor.device).mul_(stride).remainder_(count)
     return torch.take(tensor, places) if tensor.itemsize > 1 else _of_bytes(tensor, places)
 
