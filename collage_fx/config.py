@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 
 from collage_fx.passes.ir.program import OPTIONAL, Arithmetic, Level, OnUnsupported, Settings
 from collage_fx.runtime.errors import OptionError
-from collage_fx.runtime.storage.registry import DEFAULT, STORAGES, Choice, Unnamed
+from collage_fx.runtime.storage.registry import ALIASES, DEFAULT, STORAGES, Choice, Unnamed
 
 _ALLOWED: dict[str, tuple[Any, ...]] = {
     "level": get_args(Level),
@@ -20,7 +20,7 @@ _ALLOWED: dict[str, tuple[Any, ...]] = {
 
 def _choice(storage: Any) -> Choice:
     """Return a choice of storages as it is kept: a name, or pairs of pattern and name."""
-    known = ("auto", *STORAGES)
+    known = ("auto", *STORAGES, *ALIASES)
     listed = storage.items() if isinstance(storage, Mapping) else storage
     if isinstance(storage, str):
         listed = [("*", storage)]
@@ -33,7 +33,9 @@ def _choice(storage: Any) -> Choice:
                 f"storage={storage!r}: {pair!r} is not a pattern for states with one of "
                 f"{', '.join(map(repr, known))}"
             )
-    return storage if isinstance(storage, str) else pairs
+    if isinstance(storage, str):
+        return ALIASES.get(storage, storage)
+    return tuple((pattern, ALIASES.get(name, name)) for pattern, name in pairs)
 
 
 def _names(option: str, value: Any) -> tuple[str, ...]:
@@ -59,9 +61,10 @@ class CollageConfig(Settings):
     """The layout of an expansion in memory. `auto` is the default; a state with a residual (master
     weights, a checkpoint) keeps the storage of that residual then. `auto`: the most precise storage
     of as many bytes again, `remainder16` for bf16, `mcf2` for fp16 and fp8. `remainder16`: bf16
-    and the int16 that fp32 has beyond, exactly fp32 in four bytes. `mcf2`, the paper's: hi and lo
-    in the state's dtype, 17 bits in bf16; the default with `arithmetic="eft"` and with
-    `stochastic_rounding=True`. `ulp8`: 8 more bits in an int8. `mcf3`: two residuals in the state's
+    and the int16 that fp32 has beyond, exactly fp32 in four bytes; `fp32` is another name of it.
+    `mcf2`, the paper's, or `bf16x2`: hi and lo in the state's dtype, 17 bits in bf16; the default
+    with `arithmetic="eft"` and with `stochastic_rounding=True`. `ulp8`: 8 more bits in an int8.
+    `mcf3`: two residuals in the state's
     dtype. `double_single`: hi and lo in fp32, for states of fp32, which are left alone unless it is
     named. Others than `mcf2` and `mcf3` are for arithmetic `wide`, which they imply, as fp8 states
     do. A dict gives each state its own, by patterns (as in fnmatch) for its kind (`param`,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from collage_fx.errors import PageError
+from collage_fx.optimizer.state_table import table
 
 Status = Literal["fine", "losing", "unknown"]
 LOSING = 0.05
@@ -167,8 +168,8 @@ class Finding:
 
     def _lines(self) -> Iterator[str]:
         yield from self._head()
-        for table in self._tables(ROWS, FEWER):
-            yield from ("", *_columns(table))
+        for rows in self._tables(ROWS, FEWER):
+            yield from ("", *table(rows))
         if self.advice:
             yield ""
         yield from self.advice
@@ -221,18 +222,18 @@ def _why_fine(found: Finding) -> str:
     )
 
 
-_HEAD = ("tensors", "elements", "lost whole", "EDQ", "never moved", "")
+_HEAD = ("tensors", "elements", "lost whole", "EDQ", "never moved", "note")
 _STORAGES = ("storage", "keeps", "bytes more")
 
 
 def _table(title: str, rows: Sequence[Row], most: int) -> list[tuple[str, ...]]:
     """Return the rows of a table of the worst of these."""
     shown = sorted(rows, key=lambda r: (r.edq, -abs(r.missing), r.name))[:most]
-    table = [(title, *_HEAD), *map(_row, shown)]
+    lines = [(title, *_HEAD), *map(_row, shown)]
     if len(rows) > len(shown):
         rest = sum(r.tensors for r in rows) - sum(r.tensors for r in shown)
-        table.append((f"{rest} that lose less", *[""] * len(_HEAD)))
-    return table
+        lines.append((f"{rest} that lose less", *[""] * len(_HEAD)))
+    return lines
 
 
 def _row(row: Row) -> tuple[str, ...]:
@@ -257,15 +258,3 @@ def _row(row: Row) -> tuple[str, ...]:
 def _storage_row(kept: Kept) -> tuple[str, ...]:
     name = kept.storage or f"{kept.dtype} alone"
     return name + (" (default)" if kept.default else ""), f"{kept.share:.0%}", f"{kept.bytes:,}"
-
-
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows as lines of columns, the first aligned to the left and numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if i in (0, 6) else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]

@@ -17,6 +17,7 @@ from collage_fx.optimizer.served import too_small
 from collage_fx.optimizer.state_table import (
     columns,
     grouped,
+    preformatted,
     shortened,
     table,
     terminal_width,
@@ -26,7 +27,7 @@ from collage_fx.passes.ir.program import StatePlan
 from collage_fx.runtime.storage.registry import Choice, kept
 
 
-@dataclass
+@dataclass(repr=False)
 class Explanation:
     """What collage_fx does to a step: str() of it is a report, to_dict() the same for machines."""
 
@@ -149,6 +150,12 @@ class Explanation:
 
     def _classes(self) -> Iterator[tuple[int, str, str]]:
         return zip(self.members, self.apart, self.by_inductor, strict=True)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return preformatted(self)
 
     def __str__(self) -> str:
         width = terminal_width()

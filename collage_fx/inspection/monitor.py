@@ -27,6 +27,7 @@ from collage_fx.inspection.update_stats import (
 from collage_fx.optimizer.ownership import Owned, owned_tensors
 from collage_fx.optimizer.parameter_names import names_of, renamed_state
 from collage_fx.optimizer.plain_steps import watch_monitored
+from collage_fx.optimizer.state_table import preformatted, table
 from collage_fx.passes.ir.program import LOW_PRECISION
 from collage_fx.runtime.storage.state_name import StateName
 from collage_fx.step.first_steps import exact_step, in_float64
@@ -63,6 +64,21 @@ class Monitor(Watch):
     def latest(self) -> Measurement | None:
         """The last of `history`; None before the first."""
         return self.history[-1] if self.history else None
+
+    def __repr__(self) -> str:
+        """Return the last measurement as a table of the kinds of states."""
+        found = self.latest
+        if found is None:
+            why = f"; {self.problem}" if self.problem else ""
+            return f"collage_fx monitor: nothing measured in {self.steps} steps{why}"
+        rows = [("state", "lost", "lost_plain", "edq", "edq_plain")]
+        for kind, s in found.kinds().items():
+            shares = f"{s.lost:.1%}", f"{s.lost_plain:.1%}", f"{s.edq:.3f}", f"{s.edq_plain:.3f}"
+            rows.append((kind, *shares))
+        return "\n".join([f"collage_fx monitor: step {found.step}", "", *table(rows)])
+
+    def _repr_html_(self) -> str:
+        return preformatted(self)
 
     def attach(self) -> None:
         """Look at the steps from now on, those that are compiled and plain ones."""

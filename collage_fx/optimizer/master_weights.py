@@ -18,7 +18,14 @@ from collage_fx.runtime.errors import CheckpointError, OptionError
 from collage_fx.runtime.residuals.dtensor import placed, shard_of, sharded_like
 from collage_fx.runtime.residuals.residual import Residual, clear_stale
 from collage_fx.runtime.residuals.store import STORE
-from collage_fx.runtime.storage.registry import FINEST, STORAGES, Choice, check_compensable, chosen
+from collage_fx.runtime.storage.registry import (
+    ALIASES,
+    FINEST,
+    STORAGES,
+    Choice,
+    check_compensable,
+    chosen,
+)
 from collage_fx.runtime.storage.state_name import StateName
 
 
@@ -46,6 +53,7 @@ def load_master_weights(
         StorageError: a parameter of a dtype that the storage cannot hold.
         OptionError: a storage that does not exist.
     """
+    storage = ALIASES.get(storage, storage) if isinstance(storage, str) else storage
     if storage is not None and not (isinstance(storage, str) and storage in STORAGES):
         raise OptionError(f"storage={storage!r} is not one of {', '.join(map(repr, STORAGES))}")
     targets = _tensors(model_or_optimizer)

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from collage_fx.optimizer.parameter_names import renamed, renamed_state
-from collage_fx.optimizer.state_table import grouped, shortened, table, terminal_width, wrapped
+from collage_fx.optimizer.state_table import (
+    grouped,
+    preformatted,
+    shortened,
+    table,
+    terminal_width,
+    wrapped,
+)
 from collage_fx.passes.ir.program import StatePlan
 from collage_fx.passes.ir.verdict import Judged, VerdictKind
 from collage_fx.runtime.errors import listed
@@ -184,7 +191,7 @@ def left_by_level(states: Iterable[Judged], *, unknown: bool = False) -> str:
     )
 
 
-@dataclass
+@dataclass(repr=False)
 class Report:
     """What `collage_fx.compile` did for a step so far; str() of it is a table."""
 
@@ -220,6 +227,12 @@ class Report:
             for s in self.states
         ]
         return {"subject": self.subject, "states": rows, "notes": list(self.notes)}
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return preformatted(self)
 
     def __str__(self) -> str:
         width = terminal_width()

@@ -1,5 +1,6 @@
 """Tables of states for a terminal: what says the same is one row, and cells wrap to a width."""
 
+import html
 import re
 import shutil
 import textwrap
@@ -119,3 +120,8 @@ def wrapped(text: str, width: int) -> list[str]:
     """Return a sentence as lines, all but the first indented; blanks inside are kept."""
     lines = (textwrap.wrap(part, width, subsequent_indent="  ") for part in text.splitlines())
     return [line for part in lines for line in part]
+
+
+def preformatted(shown: object) -> str:
+    """Return the text of an object as a notebook shows it, in columns."""
+    return f"<pre>{html.escape(str(shown))}</pre>"

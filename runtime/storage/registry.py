@@ -108,6 +108,9 @@ EXPANSIONS = {"mcf2": 2, "mcf3": 3}
 """Storage -> of how many floats of the state's own dtype it is the sum; for these, and no others,
 there is arithmetic `eft`."""
 
+ALIASES = {"fp32": "remainder16", "bf16x2": "mcf2"}
+"""Other names of storages, which say what a bf16 state is with its residual."""
+
 Choice = str | tuple[tuple[str, str], ...]
 """A storage, `auto`, or pairs of a pattern for names of states and one of these."""
 

@@ -143,7 +143,7 @@ def test_shares_are_those_of_all_elements_in_float64(
         optimizer.step()
     (row,) = doctors[0].finding().parameters
     lost, edq = exact_shares(make)
-    near = 0.05 if row.exact else 0.15  # fitted
+    near = 0.05 if row.exact else 0.2  # fitted
     assert abs(row.lost - lost) < near and abs(row.edq - edq) < near
     assert row.exact or isinstance(optimizer, Adafactor | Normed)
     assert row.tensors == 1 and row.elements == 4800
