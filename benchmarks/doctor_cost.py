@@ -26,8 +26,8 @@ import byte_model  # noqa: E402
 STEPS, TURN = 1000, 100
 SIZES = {
     "2 layers of 64": byte_model.Size(width=64),
-    "4 layers of 128": byte_model.Size(layers=4, width=128),
-    "24 layers of 32": byte_model.Size(layers=24, width=32, heads=2),
+    "4 layers of 96": byte_model.Size(layers=4, width=96),
+    "12 layers of 32": byte_model.Size(layers=12, width=32, heads=2),
 }
 
 
@@ -69,7 +69,7 @@ def measured(name: str, train: Any, steps: int) -> dict[str, Any]:
     finding = doctor.finding()
     told = time.perf_counter() - began
     doctor.stop()
-    (looker,) = doctor.lookers.values()
+    (looker,) = doctor.lookers
     return {
         "model": name,
         "parameters": len(list(looked.model.parameters())),
@@ -78,7 +78,7 @@ def measured(name: str, train: Any, steps: int) -> dict[str, Any]:
         "looks": looker.looks,
         "seconds": round(looked.seconds + told, 2),
         "seconds without": round(plain.seconds, 2),
-        "share by its own clock": round((looker.spent + told) / plain.seconds, 4),
+        "share by its own clock": round((looker.clock.spent + told) / plain.seconds, 4),
         "status": finding.status,
         "bits equal": all(
             torch.equal(p, q)

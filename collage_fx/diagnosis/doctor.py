@@ -17,8 +17,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from collage_fx.diagnosis.finding import Finding
 from collage_fx.diagnosis.judgement import finding_of
-from collage_fx.diagnosis.looks import Looker
+from collage_fx.diagnosis.looks import Clock, Looker
 from collage_fx.errors import SubjectError
+from collage_fx.optimizer.ownership import STAND_IN
 from collage_fx.optimizer.parameter_names import largest_owner, names_of
 from collage_fx.step.subject import innermost
 
@@ -30,8 +31,15 @@ class Doctor:
     torch.compile runs is not looked at.
     """
 
-    def __init__(self, model: Module | None = None) -> None:
-        self.lookers: dict[int, Looker] = {}
+    def __init__(self, model: Module | None = None, *, everyone: bool = False) -> None:
+        """Begin to look.
+
+        Args:
+            model: which has the parameters, if that is known.
+            everyone: whether all optimizers that take a step are looked at.
+        """
+        self.lookers: list[Looker] = []
+        self._clock, self._everyone = Clock(), everyone
         self._model = model
         self._models: list[weakref.ref[Module]] = []
         self._of = WeakIdKeyDictionary()
@@ -42,12 +50,12 @@ class Doctor:
 
     def see(self, optimizer: Optimizer) -> None:
         """Look at the steps of an optimizer from now on."""
-        looker = Looker(optimizer, self._names)
-        self._of[optimizer] = self.lookers[len(self.lookers)] = looker
+        self._of[optimizer] = looker = Looker(optimizer, self._names, self._clock)
+        self.lookers.append(looker)
 
     def finding(self) -> Finding:
         """Return what has been found so far."""
-        return finding_of(self.lookers.values(), list(_advice()))
+        return finding_of(self.lookers, list(_advice()))
 
     def stop(self) -> None:
         """Look no more; what was found stays."""
@@ -66,6 +74,8 @@ class Doctor:
             self._look_before(optimizer, args, kwargs)
 
     def _look_before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._everyone and optimizer not in self._of and not hasattr(optimizer, STAND_IN):
+            self.see(optimizer)
         if (looker := self._of.get(optimizer)) is not None:
             looker.before(args, kwargs)
 

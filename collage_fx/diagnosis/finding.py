@@ -7,12 +7,16 @@ from html import escape
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from collage_fx.errors import PageError
 from collage_fx.optimizer.state_table import table
 
 Status = Literal["fine", "losing", "unknown"]
 LOSING = 0.05
 """The share of their way from which on tensors count as losing."""
+GONE = 0.1
+"""The share of the squares of their updates that are lost whole, from which on they do too."""
 ROWS, FEWER = 5, 3
 """Rows of the tables of parameters and of averages in the text, the worst ones."""
 
@@ -32,6 +36,9 @@ class Row:
     edq: float
     """EDQ relative to the length of the exact updates: 1 if nothing is lost (Collage, arXiv
     2405.03637)."""
+    gone: float
+    """Share of the squares of the updates that were lost whole. What is lost there others may make
+    up for in the EDQ, whose updates were rounded up."""
     never_moved: float
     """Share of the elements in the sample that are as they were at first."""
     exact: bool
@@ -47,9 +54,15 @@ class Row:
     """The wide state that such parameters are roundings of: they lose nothing."""
 
     @property
+    def loss(self) -> float:
+        """The share of the way that is lost."""
+        return max(1 - self.edq, self.gone)
+
+    @property
     def losing(self) -> bool:
         """Whether a part of the way is lost."""
-        return self.updated and not self.master and 1 - self.edq > LOSING
+        some = 1 - self.edq > LOSING or self.gone > GONE
+        return self.updated and not self.master and some
 
     @property
     def stands_still(self) -> bool:
@@ -89,7 +102,9 @@ class Seen:
     compensated: bool = False
     """Whether collage_fx does the steps."""
     problem: str = ""
-    """Why nothing, or no exact update, is known."""
+    """Why no step could be looked at."""
+    estimated: str = ""
+    """Why exact updates are not known."""
 
 
 @dataclass
@@ -175,6 +190,11 @@ class Finding:
         yield from self.advice
 
 
+def text(dtype: torch.dtype) -> str:
+    """Return the name of a dtype."""
+    return str(dtype).removeprefix("torch.")
+
+
 def _seen_in(seen: Seen) -> str:
     """Return who was looked at, and in how many steps."""
     dtypes = ", ".join(f"{count} in {dtype}" for dtype, count in seen.parameters.items())
@@ -188,13 +208,12 @@ def _seen_in(seen: Seen) -> str:
 def _summary(found: Finding) -> Iterator[str]:
     if found.status == "fine":
         yield f"Nothing is lost here: {_why_fine(found)}."
-        return
     if losing := [r for r in found.parameters if r.losing]:
         count, of = (sum(r.tensors for r in rows) for rows in (losing, found.parameters))
-        worst = min(losing, key=lambda r: r.edq)
+        worst = max(losing, key=lambda r: r.loss)
         yield (
             f"{count} of {of} parameters lose more than {LOSING:.0%} of what their updates add up "
-            f"to; {worst.name} loses {1 - worst.edq:.0%}."
+            f"to; {worst.name} loses {worst.loss:.0%}."
         )
     if count := sum(r.tensors for r in losing if r.stands_still):
         yield f"{count} of them stand still: every update is lost."
@@ -205,6 +224,9 @@ def _summary(found: Finding) -> Iterator[str]:
     ]
     if averages:
         yield f"Averages are off by a share of their changes: {', '.join(averages)}."
+    unknown = [r.name for r in found.averages if not r.updated]
+    if unknown and (why := [s.estimated for s in found.seen if s.estimated]):
+        yield f"Not measured: {', '.join(unknown[:FEWER])}; {why[0]}."
 
 
 def _why_fine(found: Finding) -> str:
@@ -228,7 +250,7 @@ _STORAGES = ("storage", "keeps", "bytes more")
 
 def _table(title: str, rows: Sequence[Row], most: int) -> list[tuple[str, ...]]:
     """Return the rows of a table of the worst of these."""
-    shown = sorted(rows, key=lambda r: (r.edq, -abs(r.missing), r.name))[:most]
+    shown = sorted(rows, key=lambda r: (-r.loss, -abs(r.missing), r.name))[:most]
     lines = [(title, *_HEAD), *map(_row, shown)]
     if len(rows) > len(shown):
         rest = sum(r.tensors for r in rows) - sum(r.tensors for r in shown)

@@ -6,10 +6,9 @@ from typing import NamedTuple
 
 import torch
 
-from collage_fx.diagnosis.finding import Finding, Kept, Row, Seen, Status
+from collage_fx.diagnosis.finding import Finding, Kept, Row, Seen, Status, text
 from collage_fx.diagnosis.looks import Looker
-from collage_fx.diagnosis.stats import UpdateStats
-from collage_fx.diagnosis.tally import Tally, storages_for
+from collage_fx.diagnosis.tally import Look, Tally, storages_for
 from collage_fx.optimizer.ownership import PARAM
 from collage_fx.optimizer.parameter_names import renamed_state
 from collage_fx.runtime.residuals.lost_share import kept_share, lost_share
@@ -21,9 +20,17 @@ _Key = tuple[str, str, int]
 """What tensors have in common that are told together: name, dtype, dimensions."""
 
 
+class _Seen(NamedTuple):
+    """A tensor, and how many steps its optimizer took."""
+
+    name: str
+    tally: Tally
+    steps: int
+
+
 class _Group(NamedTuple):
     row: Row
-    tallies: list[Tally]
+    tensors: list[_Seen]
 
 
 def finding_of(lookers: Iterable[Looker], advice: Sequence[str]) -> Finding:
@@ -34,30 +41,41 @@ def finding_of(lookers: Iterable[Looker], advice: Sequence[str]) -> Finding:
         advice: lines on how to compensate, for a run that loses.
     """
     lookers = list(lookers)
-    params: dict[_Key, list[tuple[str, Tally]]] = {}
-    states: dict[_Key, list[tuple[str, Tally]]] = {}
+    params: dict[_Key, list[_Seen]] = {}
+    states: dict[_Key, list[_Seen]] = {}
+    known: set[tuple[int, str]] = set()
     for one in lookers:
-        for tally in one.tallies.values():
-            owned, into = tally.owned, params
-            name = renamed_state(owned.state_name, one.names).parameter
-            alike, dims = _NUMBER.sub("*", name, count=1), owned.tensor.dim()
-            if owned.key != PARAM:
-                into, name, alike, dims = states, owned.key, owned.key, 0
-            into.setdefault((alike, _text(owned.tensor.dtype), dims), []).append((name, tally))
+        for tally in (t for t in one.tallies.values() if t.same_as not in known):
+            known.add(tally.same_as)  # a wrapper may have the parameters of what it wraps
+            into, dtype, dims = params, text(tally.like.dtype), tally.like.dim()
+            name = renamed_state(tally.state_name, one.names).parameter
+            alike = _NUMBER.sub("*", name, count=1)
+            if tally.key != PARAM:
+                into, name, alike, dims = states, tally.key, tally.key, 0
+            into.setdefault((alike, dtype, dims), []).append(_Seen(name, tally, one.steps))
     weights, averages = ([_group(*one) for one in found.items()] for found in (params, states))
     seen = _seen(lookers)
     losing = [g for g in weights if g.row.losing] + [g for g in averages if g.row.biased]
-    fine = any(s.looks or s.compensated for s in seen)
+    measured = any(g.row.updated for g in weights + averages)
+    narrow = bool(weights or averages)
+    fine = any(s.looks or s.compensated for s in seen) and (measured or not narrow)
     status: Status = "losing" if losing else "fine" if fine else "unknown"
     said = list(advice) if losing else []
     if status == "unknown":
-        said = sorted({s.problem for s in seen if s.problem}) or ["No optimizer took a step."]
-    of_params, of_states = ([g.row for g in groups] for groups in (weights, averages))
-    return Finding(status, seen, of_params, of_states, _storages(losing), said)
+        said = _why_unknown(seen, narrow)
+    rows = [[g.row for g in groups] for groups in (weights, averages)]
+    return Finding(status, seen, rows[0], rows[1], _storages(losing), said)
 
 
-def _text(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _why_unknown(seen: Sequence[Seen], narrow: bool) -> list[str]:
+    """Return why nothing is known, and the remedy."""
+    why = sorted(
+        {f"{s.optimizer}: {s.problem or s.estimated}" for s in seen if s.problem or s.estimated}
+    )
+    if narrow and any(s.looks for s in seen):
+        return [*why, "No update of 16 bits was made, or could be measured."]
+    said = "No step of an optimizer was seen. Where torch.compile runs it nothing can look: run it"
+    return why or [f"{said} once with TORCH_COMPILE_DISABLE=1 in the environment."]
 
 
 def _seen(lookers: Sequence[Looker]) -> list[Seen]:
@@ -68,61 +86,64 @@ def _seen(lookers: Sequence[Looker]) -> list[Seen]:
         seen.optimizers += 1
         seen.compensated |= one.compensated
         for dtype, count in one.params.items():
-            seen.parameters[_text(dtype)] = seen.parameters.get(_text(dtype), 0) + count
+            seen.parameters[text(dtype)] = seen.parameters.get(text(dtype), 0) + count
         seen.steps, seen.looks = max(seen.steps, one.steps), max(seen.looks, one.looks)
-        seen.problem = seen.problem or one.why_nothing()
+        seen.estimated = seen.estimated or one.fitted
+        if not one.looks:
+            seen.problem = seen.problem or one.problem
     return list(found.values())
 
 
-def _group(key: _Key, named: list[tuple[str, Tally]]) -> _Group:
+def _group(key: _Key, seen: list[_Seen]) -> _Group:
     """Return tensors whose names differ in numbers only."""
-    tallies = [tally for _, tally in named]
-    sizes = [t.owned.tensor.numel() for t in tallies]
-    lost, edq = _losses(tallies, sizes)
+    tallies = [one.tally for one in seen]
+    sizes = [t.like.numel() for t in tallies]
+    lost, edq, gone, missing = _losses(seen)
     masks = [t.moved for t in tallies if t.moved is not None]
     samples = sum(m.numel() for m in masks)
     still = samples - sum(int(m.sum()) for m in masks)
-    steps = sum(t.steps * size for t, size in zip(tallies, sizes, strict=True))
-    missing = sum(t.missing * size for t, size in zip(tallies, sizes, strict=True))
     row = Row(
-        key[0] if len(named) > 1 else named[0][0],
+        key[0] if len(seen) > 1 else seen[0].name,
         key[1],
-        tensors=len(tallies),
+        tensors=len(seen),
         elements=sum(sizes),
         lost=lost,
         edq=edq,
+        gone=gone,
         never_moved=still / samples if samples else 0.0,
         exact=all(t.exact for t in tallies),
-        updated=any(map(_is_updated, tallies)),
-        missing=missing / steps if steps else 0.0,
+        updated=any(t.updated for t in tallies),
+        missing=missing,
         value=_one_value(tallies),
         master=next((t.master for t in tallies if t.master), ""),
     )
-    return _Group(row, tallies)
+    return _Group(row, seen)
 
 
-def _is_updated(tally: Tally) -> bool:
-    return tally.stats.count > 0 or any(bool((least > 0).any()) for least in tally.least)
-
-
-def _losses(tallies: Sequence[Tally], sizes: Sequence[int]) -> tuple[float, float]:
-    """Return the share of updates that were lost whole, and the EDQ."""
-    if all(t.exact for t in tallies):
-        stats = sum((t.stats for t in tallies), start=UpdateStats())
-        return stats.lost, stats.edq
-    found = [
-        ((t.stats.lost, t.stats.edq) if t.stats.count else _fitted(t)[:2], size)
-        for t, size in zip(tallies, sizes, strict=True)
-        if _is_updated(t)
-    ]
-    of = sum(size for _, size in found) or 1
-    lost, edq = (sum(pair[i] * size for pair, size in found) / of for i in (0, 1))
-    return lost, edq
+def _losses(seen: Sequence[_Seen]) -> tuple[float, float, float, float]:
+    """Return the fields `lost`, `edq`, `gone` and `missing` of a row."""
+    total, found, missing = Look(), [], 0.0
+    of = sum(one.tally.like.numel() for one in seen if one.tally.updated) or 1
+    for one in (o for o in seen if o.tally.updated):
+        size = one.tally.like.numel() / of
+        look = one.tally.total(one.steps)
+        stats = look.stats
+        if stats.count:
+            total.add(look, 1.0)
+            missing += size * look.missing / look.weight if look.weight else 0.0
+            found.append((stats.lost, stats.edq, look.gone / stats.exact_square, size))
+        else:
+            found.append((*_fitted(one.tally)[:2], 0.0, size))
+    if total.stats.count and all(one.tally.exact for one in seen):
+        square = total.stats.exact_square
+        return total.stats.lost, total.stats.edq, total.gone / square, missing
+    lost, edq, gone = (sum(f[i] * f[3] for f in found) for i in range(3))
+    return lost, edq, gone, missing
 
 
 def _fitted(tally: Tally) -> tuple[float, float, float]:
-    """Return the same of a tensor whose exact updates are not known, and their mean size."""
-    moves, least = torch.cat(tally.moves)[None].double(), torch.cat(tally.least)[None].double()
+    """Return the lost share and EDQ of a tensor whose exact updates are not known, and the size."""
+    moves, least = (torch.cat(one)[None].double() for one in (tally.moves, tally.least))
     size, share = lost_share(moves, least)
     counts = least > 0
     whole = float((counts & (moves == 0)).sum() / counts.sum().clamp(min=1))
@@ -138,26 +159,26 @@ def _one_value(tallies: Sequence[Tally]) -> float | None:
 def _storages(losing: Sequence[_Group]) -> list[Kept]:
     """Return what storages keep of the updates that are lost, of each dtype the default first."""
     found = []
-    for dtype in dict.fromkeys(t.owned.tensor.dtype for g in losing for t in g.tallies):
-        groups = [g for g in losing if g.row.dtype == _text(dtype)]
-        tensors = [t.owned.tensor for g in groups for t in g.tallies]
-        plain = min(g.row.edq if g.row.losing else 1 - abs(g.row.missing) for g in groups)
-        found.append(Kept("", _text(dtype), plain, 0))
+    for dtype in dict.fromkeys(t.tally.like.dtype for g in losing for t in g.tensors):
+        groups = [g for g in losing if g.row.dtype == text(dtype)]
+        tensors = [t.tally.like for g in groups for t in g.tensors]
+        plain = min(1 - g.row.loss if g.row.losing else 1 - abs(g.row.missing) for g in groups)
+        found.append(Kept("", text(dtype), plain, 0))
         for name in sorted(storages_for(dtype), key=lambda s: s != AUTO[dtype]):
             more = sum(STORAGES[name].residual_bytes(t) for t in tensors)
-            share = min(_kept_by(name, g.tallies) for g in groups)
-            found.append(Kept(name, _text(dtype), share, more, name == AUTO[dtype]))
+            share = min(_kept_by(name, g.tensors) for g in groups)
+            found.append(Kept(name, text(dtype), min(share, 1.0), more, name == AUTO[dtype]))
     return found
 
 
-def _kept_by(storage: str, tallies: Sequence[Tally]) -> float:
+def _kept_by(storage: str, seen: Sequence[_Seen]) -> float:
     """Return the EDQ that tensors would have in a storage."""
-    if square := sum(t.stats.exact_square for t in tallies):
-        return sum(t.kept.get(storage, 0.0) for t in tallies) / square
+    looks = [one.tally.total(one.steps) for one in seen]
+    if square := sum(look.stats.exact_square for look in looks):
+        return sum(look.kept.get(storage, 0.0) for look in looks) / square
     shares = []
-    for tally in (t for t in tallies if _is_updated(t)):
+    for tally in (one.tally for one in seen if one.tally.updated):
         *_, size = _fitted(tally)
-        dtype = tally.owned.tensor.dtype
-        least = torch.cat(tally.least) * (kept(dtype, storage) / kept(dtype))
+        least = torch.cat(tally.least) * (kept(tally.like.dtype, storage) / kept(tally.like.dtype))
         shares.append(float(kept_share(torch.tensor(size), least[least > 0]).mean()))
     return min(shares, default=0.0)

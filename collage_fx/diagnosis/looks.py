@@ -2,17 +2,21 @@
 
 A copy of the optimizer that has only the samples takes the step again, once in its own dtypes and
 once in float64. Where the first makes of a sample what the step made of the tensor, and half of the
-samples become what they become among all, the second tells the exact updates; so it is for
-optimizers that treat elements alike. Of the others (norms, matrices, factored averages) the moves
-are fitted, as `runtime.residuals.lost_share` does.
+sample, as a matrix, becomes what it becomes as a part of all, the second tells the exact updates:
+so it is for optimizers that treat elements alike. Only the code of torch.optim is run again so,
+which has no effects elsewhere. Of other optimizers (a user's own, norms, matrices, factored
+averages) the moves are fitted, as `runtime.residuals.lost_share` does.
 """
 
+import copy
+import inspect
 import math
+import sys
 import time
-import types
 import weakref
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,21 +24,12 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from collage_fx.diagnosis.tally import Change, Tally, add
-from collage_fx.hooks.optimizer_hooks import hooks_of
-from collage_fx.optimizer.ownership import (
-    PARAM,
-    Owned,
-    all_tensors_of,
-    owned_tensors,
-    params_of,
-)
+from collage_fx.diagnosis.tally import Change, Tally, note
+from collage_fx.optimizer.ownership import PARAM, Owned, groups_of, owned_tensors, params_of
 from collage_fx.passes.ir.program import LOW_PRECISION
 from collage_fx.runtime.kernels.triton_launch import is_capturing
 from collage_fx.runtime.residuals.dtensor import shard_of
 from collage_fx.runtime.residuals.lost_share import elements
-from collage_fx.runtime.residuals.residual import version
-from collage_fx.step.optimizer_clone import clone_of, rehearsal
 from collage_fx.step.subject import step_made_here
 
 FIRST = 4
@@ -42,7 +37,7 @@ FIRST = 4
 GROWTH = 1.5
 """From then on a step is looked at when so many times as many steps were taken."""
 SHARE = 0.02
-"""Of the time of a run of a thousand steps and more, the most that looks take after the first."""
+"""Of the time of a run of a thousand steps and more, the most that looks take."""
 ELEMENTS = 1024
 """Elements of a tensor in its sample, at most."""
 MEMORY = 64 * 2**20
@@ -51,16 +46,35 @@ _BYTES = 200
 """Bytes that a look takes for each element of the sample of a parameter."""
 ALIKE = 0.98
 """The share of a sample that the copy must have made as the step did."""
+_NUMBERS = (int, float, bool, str, complex, type(None))
 
 Place = tuple[int, int, str]
+
+
+@dataclass
+class Clock:
+    """How long looks took, of all optimizers together."""
+
+    started: float = field(default_factory=time.perf_counter)
+    spent: float = 0.0
+
+    def is_short(self, steps: int) -> bool:
+        """Tell whether looks have taken their share of the time.
+
+        Of a thousand steps at least, as if they took as long as those so far.
+        """
+        elapsed = time.perf_counter() - self.started
+        return self.spent > SHARE * elapsed * max(1000 / max(steps, 1), 1)
 
 
 @dataclass
 class _Begun:
     """A step that is being looked at."""
 
-    owned: dict[Place, Owned]
+    shapes: dict[Place, torch.Size]
     before: dict[Place, Tensor]
+    gradients: dict[int, Tensor]
+    """Position of a parameter -> the sample of its gradient."""
     copy: Optimizer | None
     late: bool
     """Whether a closure computes the gradients within the step."""
@@ -69,17 +83,23 @@ class _Begun:
 class Looker:
     """Looks at the steps of one optimizer."""
 
-    def __init__(self, optimizer: Optimizer, names: Callable[[Optimizer], dict[str, str]]) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        names: Callable[[Optimizer], dict[str, str]],
+        clock: Clock | None = None,
+    ) -> None:
         """Begin to look.
 
         Args:
             optimizer: whose steps they are; it is not kept alive.
             names: returns the names of its parameters by their positions.
+            clock: of all looks together.
         """
         self._names_of = names
         self.optimizer = weakref.ref(optimizer)
         self.subject = type(optimizer).__name__
-        self.started, self.spent = time.perf_counter(), 0.0
+        self.clock = clock or Clock()
         self.steps = self.looks = 0
         self.next = 1
         """The next step that is looked at."""
@@ -91,46 +111,26 @@ class Looker:
         """Why exact updates are not known."""
         self.params: dict[torch.dtype, int] = {}
         """The dtypes of the parameters, and how many there are of each."""
-        self.versions = {id(p): (weakref.ref(p), version(p)) for p in params_of(optimizer)}
-        self._within = False
+        self._depth = 0
+        """How many calls of steps are under way: that of a class and that of its base, say."""
         self._begun: _Begun | None = None
-        self._looked = 0
-        """The last step that was looked at."""
         self._size = 0
-
-    def stepped_unseen(self) -> bool:
-        """Tell whether the optimizer has states or has written parameters, and no step was seen."""
-        optimizer = self.optimizer()
-        now = ((ref(), number) for ref, number in self.versions.values())
-        written = any(p is not None and version(p) != n for p, n in now)
-        return not self.steps and (written or bool(optimizer is not None and optimizer.state))
 
     @property
     def compensated(self) -> bool:
-        """Whether collage_fx does the steps."""
+        """Whether collage_fx does the steps; not known of an optimizer that is gone."""
         optimizer = self.optimizer()
         return optimizer is not None and step_made_here(optimizer, "_collage") is not None
 
-    def why_nothing(self) -> str:
-        """Return why no step was looked at; empty if one was."""
-        if self.looks or self.compensated:
-            return ""
-        if self.problem:
-            return f"The steps of {self.subject} cannot be looked at: {self.problem}"
-        if self.stepped_unseen():
-            return (
-                f"torch.compile runs the steps of {self.subject}, where nothing can look: run it "
-                "once with TORCH_COMPILE_DISABLE=1 in the environment."
-            )
-        return f"No step of {self.subject} was seen."
-
     def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Look before a step, if it is due."""
-        self.steps += not self._within
-        self._within = True
-        # As if all steps took as long as those so far: the first of a thousand may take more.
-        time_of_run = (time.perf_counter() - self.started) * max(1000 / self.steps, 1)
-        busy = self.looks >= FIRST and self.spent > SHARE * time_of_run
+        if self._depth and not _is_nested(self.optimizer()):
+            self._depth = 0  # the step before has raised
+        self._depth += 1
+        if self._depth > 1:
+            return
+        self.steps += 1
+        busy = self.looks > 0 and self.clock.is_short(self.steps)
         if self.steps >= self.next and not busy and not is_capturing():
             self.next = self.steps + 1
             if self.looks >= FIRST - 1:
@@ -139,8 +139,8 @@ class Looker:
 
     def after(self) -> None:
         """Look after a step, if it was looked at before."""
-        self._within = False
-        if self._begun is not None:
+        self._depth = max(self._depth - 1, 0)
+        if self._begun is not None and not self._depth:
             self._timed(self._end)
 
     def _timed(self, look: Callable[..., None], *args: Any) -> None:
@@ -151,7 +151,7 @@ class Looker:
                 look(*args)
         except Exception as error:
             self._begun, self.problem = None, f"{type(error).__name__}: {error}"
-        self.spent += time.perf_counter() - began
+        self.clock.spent += time.perf_counter() - began
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._begun = None
@@ -166,10 +166,15 @@ class Looker:
             self.looks += 1
             return
         given = [a for a in (*args, *kwargs.values()) if a is not None and a is not optimizer]
-        self.fitted = self._refused(optimizer, given)
-        copy = None if self.fitted else self._copy(optimizer)
+        gradients = self._gradients(optimizer)
+        if not given and not gradients:
+            self.problem = "no parameter had a gradient"
+            return
+        self.fitted = _refused(optimizer, given)
+        twin = None if self.fitted else self._copy(optimizer, self.sample)
         before = {at: self.sample(o.tensor) for at, o in owned.items()}
-        self._begun = _Begun(owned, before, copy, bool(given))
+        shapes = {at: o.tensor.shape for at, o in owned.items()}
+        self._begun = _Begun(shapes, before, gradients, twin, bool(given))
 
     def _prepare(self, optimizer: Optimizer, every: Iterable[Owned]) -> None:
         """Choose how large samples are; find the names while the model is there."""
@@ -181,23 +186,32 @@ class Looker:
         for p in params:
             self.params[p.dtype] = self.params.get(p.dtype, 0) + 1
 
-    def _refused(self, optimizer: Optimizer, given: list[Any]) -> str:
-        """Return why a copy cannot take the step; empty if it can be tried."""
-        if len(given) > 1 or not all(map(callable, given)):
-            return "its steps take arguments"
-        if hooks_of(optimizer):
-            return "its steps have hooks, which would run twice"
-        kept = (o.tensor for o in all_tensors_of(optimizer) if o.param < 0)
-        if any(t.numel() > ELEMENTS for t in kept):
-            return "it keeps tensors beside the states of its parameters"
-        return ""
+    def _gradients(self, optimizer: Optimizer) -> dict[int, Tensor]:
+        """Return samples of the gradients by the positions of their parameters."""
+        grads = ((i, p.grad) for i, p in enumerate(params_of(optimizer)) if p.grad is not None)
+        return {i: self.sample(g) for i, g in grads if _is_plain(shard_of(g))}
 
-    def _copy(self, optimizer: Optimizer) -> Optimizer | None:
-        try:
-            return clone_of(optimizer, self.sample, residuals=False)
-        except Exception as error:
-            self.fitted = f"it cannot be copied ({type(error).__name__}: {error})"
-            return None
+    def _copy(self, optimizer: Optimizer, convert: Callable[[Tensor], Tensor]) -> Optimizer:
+        """Return a copy of an optimizer of torch.optim whose tensors are converted ones."""
+        twin: Optimizer = object.__new__(type(optimizer))
+        hooks = {name: OrderedDict() for name in vars(optimizer) if name.endswith("_hooks")}  # type: ignore[var-annotated]
+        kept = {k: v for k, v in vars(optimizer).items() if k != "step"}
+        vars(twin).update(kept | hooks)
+        twin.param_groups, twin.state = [], defaultdict(dict)
+        for group in groups_of(optimizer):
+            params = [self._converted(p, convert) for p in group["params"]]
+            rest = {k: _copied(v, torch.clone) for k, v in group.items() if k != "params"}
+            twin.param_groups.append({**rest, "params": params})
+            for p, q in zip(group["params"], params, strict=True):
+                if p in optimizer.state:
+                    state = optimizer.state[p].items()
+                    twin.state[q] = {k: _copied(v, convert) for k, v in state}
+        return twin
+
+    def _converted(self, p: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
+        new = convert(p.detach()).detach().requires_grad_(p.requires_grad)
+        new.grad = None if p.grad is None else convert(p.grad).detach()
+        return new
 
     def sample(self, tensor: Tensor) -> Tensor:
         """Return elements of a tensor, or all in its shape where these are no more.
@@ -210,22 +224,24 @@ class Looker:
         return elements(shard, self._size)
 
     def _half(self, sample: Tensor) -> Tensor:
-        """Return the first half of a sample, in float64; all of a tensor that was taken whole."""
+        """Return the first half of a sample as a matrix, in float64; all of what is no sample."""
         wide = _wide(sample)
-        return wide[: self._size // 2].clone() if sample.shape == (self._size,) else wide
+        sampled, half = sample.shape == (self._size,), self._size // 4 * 2
+        return wide[:half].clone().view(2, -1) if sampled and half else wide
 
     def _end(self) -> None:
         begun, self._begun = self._begun, None
         optimizer = self.optimizer()
-        if begun is None or optimizer is None:
+        if begun is None or optimizer is None or _is_skipped(optimizer):
             return
-        after = {o.place: o for o in owned_tensors(optimizer)}
-        after = {at: o for at, o in after.items() if begun.owned.get(at) is not None}
-        same = {at: o for at, o in after.items() if o.tensor.shape == begun.owned[at].tensor.shape}
-        if all(p.grad is None for p in params_of(optimizer)) or _is_skipped(optimizer):
-            return
+        if begun.late:
+            begun.gradients = self._gradients(optimizer)
+            if not begun.gradients:
+                return
         self.looks += 1
-        again, exact = self._again(optimizer, begun)
+        after = {o.place: o for o in owned_tensors(optimizer)}
+        same = {at: o for at, o in after.items() if o.tensor.shape == begun.shapes.get(at)}
+        again, exact = self._again(begun)
         narrow = {at: o for at, o in same.items() if o.tensor.dtype in LOW_PRECISION}
         now = {at: self.sample(o.tensor) for at, o in narrow.items()}
         alike = _alike([at for at in narrow if at in exact], again, now)
@@ -241,13 +257,12 @@ class Looker:
             if at in alike:
                 kind = owned.tensor.dtype, owned.tensor.device
                 changes.setdefault(kind, []).append(Change(tally, old, new, exact[at]))
-            elif at[2] == PARAM and (gradient := _gradient(owned)) is not None:
-                tally.fit(old, new, self.sample(gradient))
+            elif at[2] == PARAM and (gradient := begun.gradients.get(at[1])) is not None:
+                tally.fit(old, new, gradient)
             if at[2] == PARAM and self.looks <= FIRST:
                 tally.master = self._master(new, owned, wide.get(at[1], ()))
         for one in changes.values():
-            add(one, self.steps - self._looked)
-        self._looked = self.steps
+            note(one, self.steps)
 
     def _master(self, now: Tensor, param: Owned, states: Iterable[Owned]) -> str:
         """Return the key of the wide state that a parameter is a rounding of; empty for none."""
@@ -257,29 +272,43 @@ class Looker:
                 return state.key
         return ""
 
-    def _again(
-        self, optimizer: Optimizer, begun: _Begun
-    ) -> tuple[dict[Place, Tensor], dict[Place, Tensor]]:
+    def _again(self, begun: _Begun) -> tuple[dict[Place, Tensor], dict[Place, Tensor]]:
         """Return what a step makes of the samples, in their dtypes and in float64."""
-        copy = begun.copy
-        if copy is None:
+        twin = begun.copy
+        if twin is None:
             return {}, {}
         if begun.late:
-            for p, q in zip(params_of(optimizer), params_of(copy), strict=True):
-                q.grad = None if p.grad is None else self.sample(p.grad)
+            for i, q in enumerate(params_of(twin)):
+                q.grad = begun.gradients.get(i)
         try:
-            with rehearsal(optimizer) as drawn:
-                found, exact, half = (
-                    _stepped(clone_of(copy, convert, residuals=False))
-                    for convert in (torch.clone, _wide, self._half)
-                )
-            if drawn():
-                self.fitted = "its steps draw random numbers"
-                return {}, {}
-            return found, {at: x for at, x in exact.items() if at in half and _begins(x, half[at])}
+            found, exact, half = (
+                _stepped(self._copy(twin, convert)) for convert in (torch.clone, _wide, self._half)
+            )
         except Exception as error:  # of code that wants matrices, or 16 bits
-            self.fitted = f"it does not treat elements alike ({type(error).__name__}: {error})"
+            self.fitted = f"its steps do not treat elements alike ({type(error).__name__}: {error})"
             return {}, {}
+        return found, {at: x for at, x in exact.items() if at in half and _begins(x, half[at])}
+
+
+def _refused(optimizer: Optimizer, given: list[Any]) -> str:
+    """Return why a copy cannot take the step; empty if it can."""
+    if len(given) > 1 or not all(map(callable, given)):
+        return "its steps take arguments"
+    for cls in type(optimizer).__mro__:
+        own = (v for k, v in vars(cls).items() if k != "__init__")
+        if not f"{cls.__module__}.".startswith("torch.optim.") and any(map(inspect.isroutine, own)):
+            return "its steps are not those of torch.optim, and may have effects elsewhere"
+        if cls is Optimizer:
+            break
+    states = (v for state in optimizer.state.values() for v in state.values())
+    if not all(isinstance(v, (Tensor, *_NUMBERS)) for v in states):
+        return "its states are no tensors"
+    return ""
+
+
+def _copied(value: Any, convert: Callable[[Tensor], Tensor]) -> Any:
+    """Return a copy of a value of a group or state; tensors are converted."""
+    return convert(value.detach()) if isinstance(value, Tensor) else copy.copy(value)
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -287,18 +316,32 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _begins(exact: Tensor, half: Tensor) -> bool:
-    """Tell whether the elements of half a sample become what they become among the others.
+    """Tell whether elements become in a matrix of half a sample what they become in the vector.
 
     Where updates are lost, a step that does not treat elements alike is not told by its results.
     """
     if exact.shape == half.shape:
         return True
-    return torch.allclose(exact[: half.numel()], half, rtol=1e-12, atol=0, equal_nan=True)
+    same = exact[: half.numel()], half.reshape(-1)
+    return torch.allclose(*same, rtol=1e-12, atol=0, equal_nan=True)
 
 
-def _stepped(copy: Optimizer) -> dict[Place, Tensor]:
-    types.MethodType(type(copy).step, copy)()
-    return {o.place: o.tensor.detach() for o in owned_tensors(copy)}
+def _stepped(twin: Optimizer) -> dict[Place, Tensor]:
+    """Have a copy take a step, without hooks; return its tensors."""
+    inspect.unwrap(type(twin).step)(twin)
+    return {o.place: o.tensor.detach() for o in owned_tensors(twin)}
+
+
+def _is_nested(optimizer: Optimizer | None) -> bool:
+    """Tell whether the step whose hook is running was called by another one of the optimizer."""
+    frame, found = sys._getframe(), 0
+    while frame is not None:
+        code = frame.f_code
+        wraps = code.co_name == "wrapper" and code.co_filename.endswith("optim/optimizer.py")
+        if wraps and (frame.f_locals.get("args") or (None,))[0] is optimizer:
+            found += 1
+        frame = frame.f_back  # type: ignore[assignment]
+    return found > 1
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -334,8 +377,3 @@ def _alike(
 def _share_equal(a: Tensor, b: Tensor) -> Tensor:
     a, b = a.reshape(-1).float(), b.reshape(-1).float()
     return ((a == b) | (a.isnan() & b.isnan())).float().mean()
-
-
-def _gradient(owned: Owned) -> Tensor | None:
-    gradient = owned.whole.grad
-    return gradient if gradient is not None and _is_plain(shard_of(gradient)) else None

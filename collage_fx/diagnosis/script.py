@@ -5,19 +5,18 @@ import contextlib
 import os
 import runpy
 import sys
+import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from collage_fx.diagnosis.doctor import Doctor
 from collage_fx.diagnosis.finding import Finding
-from collage_fx.errors import ScriptError
-from collage_fx.optimizer.ownership import STAND_IN
+from collage_fx.errors import PageError, ScriptError
 
 FINE, LOSING, UNKNOWN = 0, 1, 2
 """Exit statuses: nothing is lost; updates are; nothing could be seen, or the script failed."""
@@ -50,21 +49,29 @@ def run(options: argparse.Namespace) -> int:
     """
     if not options.script.is_file():
         raise ScriptError(f"{options.script} is no file")
-    with Doctor() as doctor, _seen_by(doctor):
+    # The script may go to another folder, and print elsewhere.
+    files = [f and f.absolute() for f in (options.json, options.html)]
+    for file in filter(None, files):
+        if not file.parent.is_dir():
+            raise PageError(f"{file} cannot be written: there is no such folder")
+    out = sys.stdout
+    with Doctor(everyone=True) as doctor:
         failure = _run(options.script, options.args)
-        finding = doctor.finding()
-    sys.stdout.flush()
+    finding = doctor.finding()
     if _rank() == 0:  # which tells for all
-        _tell(finding, failure, options)
+        _tell(finding, failure, sys.__stdout__ if out.closed else out)
+        for file in filter(None, files):
+            finding.save(file, page=file is files[1])
     return UNKNOWN if failure else _STATUS[finding.status]
 
 
-def _tell(finding: Finding, failure: str, options: argparse.Namespace) -> None:
+def _tell(finding: Finding, failure: str, out: Any) -> None:
+    with contextlib.suppress(ValueError):  # it is closed
+        sys.stdout.flush()
     if failure:
         print(f"collage_fx doctor: {failure}; this is what was seen until then", file=sys.stderr)
-    print(f"\n{finding}", flush=True)
-    for file in filter(None, (options.json, options.html)):
-        finding.save(file, page=file is options.html)
+    if out is not None:
+        print(f"\n{finding}", file=out, flush=True)
 
 
 def _rank() -> int:
@@ -75,31 +82,17 @@ def _rank() -> int:
     return int(rank) if rank.isdecimal() else 0
 
 
-@contextlib.contextmanager
-def _seen_by(doctor: Doctor) -> Iterator[None]:
-    """Have a doctor look at each optimizer that is made."""
-    make = Optimizer.__init__
-
-    def made(self: Optimizer, *args: Any, **kwargs: Any) -> None:
-        make(self, *args, **kwargs)
-        if not hasattr(self, STAND_IN):
-            doctor.see(self)
-
-    Optimizer.__init__ = made  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Optimizer.__init__ = make  # type: ignore[method-assign]
-
-
 def _run(script: Path, arguments: Sequence[str]) -> str:
     """Run a script; return how it failed, empty if it did not. An error's traceback is printed."""
     before = sys.argv, list(sys.path)
     sys.argv, sys.path[0] = [str(script), *arguments], str(script.resolve().parent)
     try:
-        runpy.run_path(str(script), run_name="__main__")
+        runpy.run_path(str(script.absolute()), run_name="__main__")
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join()
     except SystemExit as end:
-        if isinstance(end.code, str):
+        if end.code is not None and not isinstance(end.code, int):
             print(end.code, file=sys.stderr)
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
         return f"{script} ended with status {status}" if status else ""
@@ -116,6 +109,6 @@ def _run(script: Path, arguments: Sequence[str]) -> str:
 def _within(script: Path, trace: TracebackType | None) -> TracebackType | None:
     """Return a traceback without the calls that lead to the script; of a syntax error all of it."""
     at = trace
-    while at is not None and at.tb_frame.f_code.co_filename != str(script):
+    while at is not None and at.tb_frame.f_code.co_filename != str(script.absolute()):
         at = at.tb_next
     return at or trace

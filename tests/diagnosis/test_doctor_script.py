@@ -54,7 +54,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         ([], 1, "parameters lose more than 5%", ""),
         (["wide"], 0, "Nothing is lost here: the weights are float32.", ""),
-        (["nothing"], 2, "No optimizer took a step.", ""),
+        (["nothing"], 2, "No step of an optimizer was seen.", ""),
         (["leave"], 1, "4 of 5 steps looked at", ""),
         (["both"], 1, "AdamW (2 in bfloat16), 4 of 5 steps looked at; SGD (2 in", ""),
         (["crash"], 2, "4 of 4 steps looked at", 'raise ValueError("no more data")'),

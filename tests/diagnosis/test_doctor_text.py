@@ -101,7 +101,7 @@ def test_what_it_is_given_is_checked() -> None:
     with pytest.raises(SubjectError, match="does not have"):
         collage_fx.doctor(SGD(params, lr=1.0), nn.Linear(2, 2))
     nothing = finding_of([], [])
-    assert nothing.status == "unknown" and "No optimizer took a step." in str(nothing)
+    assert nothing.status == "unknown" and "No step of an optimizer was seen." in str(nothing)
 
 
 def test_a_look_takes_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
