@@ -226,7 +226,7 @@ def _summary(found: Finding) -> Iterator[str]:
         yield f"Averages are off by a share of their changes: {', '.join(averages)}."
     unknown = [r.name for r in found.averages if not r.updated]
     if unknown and (why := [s.estimated for s in found.seen if s.estimated]):
-        yield f"Not measured: {', '.join(unknown[:FEWER])}; {why[0]}."
+        yield f"Not measured: {', '.join(unknown[:FEWER])}; {why[0].partition(' (')[0]}."
 
 
 def _why_fine(found: Finding) -> str:

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from collage_fx.diagnosis.stats import UpdateStats
 from collage_fx.errors import CollageWarning, OptionError, SubjectError
 from collage_fx.inspection.update_stats import (
     GraphUpdates,
     Measurement,
-    UpdateStats,
     stats_of,
 )
 from collage_fx.optimizer.ownership import Owned, owned_tensors

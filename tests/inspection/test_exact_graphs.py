@@ -12,9 +12,10 @@ from support.interpreter import without_compiler
 from torch import Tensor, optim
 
 import collage_fx
+from collage_fx.diagnosis.stats import UpdateStats
 from collage_fx.errors import CollageWarning
 from collage_fx.inspection.monitor import _Copy, _states
-from collage_fx.inspection.update_stats import GraphUpdates, UpdateStats
+from collage_fx.inspection.update_stats import GraphUpdates
 from collage_fx.passes.ir import exact
 from collage_fx.runtime.storage.state_name import StateName
 

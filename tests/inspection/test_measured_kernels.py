@@ -13,8 +13,9 @@ from torch import Tensor, optim
 from torch.fx import Graph
 
 import collage_fx
+from collage_fx.diagnosis.stats import UpdateStats
 from collage_fx.inspection import update_stats
-from collage_fx.inspection.update_stats import UpdateStats, _of_compiled, stats_of
+from collage_fx.inspection.update_stats import _of_compiled, stats_of
 from collage_fx.passes.codegen.printers import cpp_kernel, measured_kernel
 from collage_fx.passes.codegen.printers.cpp_kernel import print_cpp_kernel
 from collage_fx.passes.codegen.printers.measured_kernel import sums_of

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 import collage_fx
+from collage_fx.diagnosis.stats import UpdateStats
 from collage_fx.inspection.page.states import states_of
-from collage_fx.inspection.update_stats import Measurement, UpdateStats
+from collage_fx.inspection.update_stats import Measurement
 from collage_fx.optimizer.checkpoints.copying import _restore
 from collage_fx.optimizer.checkpoints.history import history_of
 from collage_fx.runtime.residuals.store import STORE
