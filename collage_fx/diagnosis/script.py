@@ -84,12 +84,13 @@ def _rank() -> int:
 
 def _run(script: Path, arguments: Sequence[str]) -> str:
     """Run a script; return how it failed, empty if it did not. An error's traceback is printed."""
-    before = sys.argv, list(sys.path)
+    before, threads = (sys.argv, list(sys.path)), set(threading.enumerate())
     sys.argv, sys.path[0] = [str(script), *arguments], str(script.resolve().parent)
     try:
         runpy.run_path(str(script.absolute()), run_name="__main__")
-        for thread in threading.enumerate():
-            if thread is not threading.current_thread() and not thread.daemon:
+        # As Python does when a script ends; others are not the script's.
+        for thread in set(threading.enumerate()) - threads:
+            if not thread.daemon:
                 thread.join()
     except SystemExit as end:
         if end.code is not None and not isinstance(end.code, int):

@@ -11,6 +11,7 @@ from collage_fx.__main__ import main
 
 TRAIN = """
 import sys
+import threading
 import torch
 
 torch.manual_seed(0)
@@ -32,6 +33,8 @@ if "nothing" not in sys.argv:
 if "both" in sys.argv:
     train(torch.optim.SGD(model.parameters(), lr=1e-6))
 print("trained", sys.argv[1:], float(model.weight.detach().sum()))
+if "thread" in sys.argv:
+    threading.Thread(target=train, args=[torch.optim.SGD(model.parameters(), lr=1e-6)]).start()
 if "exit" in sys.argv:
     sys.exit(3)
 if "leave" in sys.argv:
@@ -57,6 +60,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["nothing"], 2, "No step of an optimizer was seen.", ""),
         (["leave"], 1, "4 of 5 steps looked at", ""),
         (["both"], 1, "AdamW (2 in bfloat16), 4 of 5 steps looked at; SGD (2 in", ""),
+        (["nothing", "thread"], 1, "SGD (2 in bfloat16), 4 of 5 steps looked at", ""),
         (["crash"], 2, "4 of 4 steps looked at", 'raise ValueError("no more data")'),
         (["stop"], 1, "4 of 4 steps looked at", "was interrupted"),
         (["exit"], 2, "parameters lose", "train.py ended with status 3"),
