@@ -216,7 +216,8 @@ def _summary(found: Finding) -> Iterator[str]:
             f"to; {worst.name} loses {worst.loss:.0%}."
         )
     if count := sum(r.tensors for r in losing if r.stands_still):
-        yield f"{count} of them stand still: every update is lost."
+        verb = "stands" if count == 1 else "stand"
+        yield f"{count} of them {verb} still: every update is lost."
     biased = [r for r in found.averages if r.biased]
     averages = [
         f"{r.name} too {'small' if r.missing > 0 else 'large'} ({abs(r.missing):.0%})"

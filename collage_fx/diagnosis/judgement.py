@@ -74,8 +74,10 @@ def _why_unknown(seen: Sequence[Seen], narrow: bool) -> list[str]:
     )
     if narrow and any(s.looks for s in seen):
         return [*why, "No update of 16 bits was made, or could be measured."]
-    said = "No step of an optimizer was seen. Where torch.compile runs it nothing can look: run it"
-    return why or [f"{said} once with TORCH_COMPILE_DISABLE=1 in the environment."]
+    return why or [
+        "No step of an optimizer was seen. Where torch.compile or collage_fx runs it nothing can",
+        "look: run once with TORCH_COMPILE_DISABLE=1 in the environment, or see collage_fx.report.",
+    ]
 
 
 def _seen(lookers: Sequence[Looker]) -> list[Seen]:

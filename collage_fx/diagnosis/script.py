@@ -5,7 +5,6 @@ import contextlib
 import os
 import runpy
 import sys
-import threading
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -84,14 +83,10 @@ def _rank() -> int:
 
 def _run(script: Path, arguments: Sequence[str]) -> str:
     """Run a script; return how it failed, empty if it did not. An error's traceback is printed."""
-    before, threads = (sys.argv, list(sys.path)), set(threading.enumerate())
+    before = sys.argv, list(sys.path)
     sys.argv, sys.path[0] = [str(script), *arguments], str(script.resolve().parent)
     try:
         runpy.run_path(str(script.absolute()), run_name="__main__")
-        # As Python does when a script ends; others are not the script's.
-        for thread in set(threading.enumerate()) - threads:
-            if not thread.daemon:
-                thread.join()
     except SystemExit as end:
         if end.code is not None and not isinstance(end.code, int):
             print(end.code, file=sys.stderr)
