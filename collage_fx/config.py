@@ -64,12 +64,11 @@ class CollageConfig(Settings):
     and the int16 that fp32 has beyond, exactly fp32 in four bytes; `fp32` is another name of it.
     `mcf2`, the paper's, or `bf16x2`: hi and lo in the state's dtype, 17 bits in bf16; the default
     with `arithmetic="eft"` and with `stochastic_rounding=True`. `ulp8`: 8 more bits in an int8.
-    `mcf3`: two residuals in the state's
-    dtype. `double_single`: hi and lo in fp32, for states of fp32, which are left alone unless it is
-    named. Others than `mcf2` and `mcf3` are for arithmetic `wide`, which they imply, as fp8 states
-    do. A dict gives each state its own, by patterns (as in fnmatch) for its kind (`param`,
-    `exp_avg_sq`) or its name, in order: {"param": "remainder16", "*": "ulp8"}; `auto` for what no
-    pattern fits. States of different storages that are updated together are in arithmetic `wide`
+    `mcf3`: two residuals in the state's dtype. `double_single`: hi and lo in fp32, for states of
+    fp32, which are left alone unless it is named. Others than `mcf2` and `mcf3` are for arithmetic
+    `wide`, which they imply, as fp8 states do. A dict gives each state its own, by patterns (as in
+    fnmatch) for its kind (`param`, `exp_avg_sq`) or its name, in order: {"param": "remainder16",
+    "*": "ulp8"}; `auto` for what no pattern fits. States of different storages that are updated together are in arithmetic `wide`
     too."""
     on_unsupported: OnUnsupported = "join"
     """What an operation on a carried path does that has no rule in `eft`: `join` applies it in fp32

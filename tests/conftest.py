@@ -92,3 +92,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no CUDA device: unverified here"))
         if old and "test_golden.py" in item.nodeid:
             item.add_marker(pytest.mark.skip(reason="it has the graphs that torch 2.13 makes"))
+
+
+@pytest.fixture
+def doctors() -> Iterator[list[Any]]:
+    """A list of doctors, which stop when the test is over."""
+    found: list[Any] = []
+    yield found
+    for one in found:
+        one.stop()

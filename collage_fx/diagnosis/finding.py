@@ -1,4 +1,4 @@
-"""What a doctor has found: which tensors lose how much, and what would keep it."""
+"""The finding of a doctor: the losses of tensors, and the storages that keep them."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -77,7 +77,7 @@ class Row:
 
 @dataclass
 class Kept:
-    """What a storage would keep of the updates of parameters, and what it costs."""
+    """The share of updates that a storage would keep, and its bytes."""
 
     storage: str
     """"" for 16 bits alone."""
@@ -109,7 +109,7 @@ class Seen:
 
 @dataclass
 class Finding:
-    """What a doctor has found; `print` shows it, in 30 lines at most."""
+    """The finding of a doctor; `print` shows it, in 30 lines at most."""
 
     status: Status
     """`fine`, `losing`, or `unknown` where nothing could be looked at."""

@@ -1,4 +1,4 @@
-"""From what was seen of tensors to a finding."""
+"""The judgement of tensors by their tallies: rows, storages and the status of a finding."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -21,11 +21,11 @@ _Key = tuple[str, str, int]
 
 
 class _Seen(NamedTuple):
-    """A tensor, and how many steps its optimizer took."""
+    """A tensor, and the sums over all steps of its optimizer."""
 
     name: str
     tally: Tally
-    steps: int
+    look: Look
 
 
 class _Group(NamedTuple):
@@ -46,13 +46,14 @@ def finding_of(lookers: Iterable[Looker], advice: Sequence[str]) -> Finding:
     known: set[tuple[int, str]] = set()
     for one in lookers:
         for tally in (t for t in one.tallies.values() if t.same_as not in known):
+            total = tally.total(one.steps)
             known.add(tally.same_as)  # a wrapper may have the parameters of what it wraps
             into, dtype, dims = params, text(tally.like.dtype), tally.like.dim()
             name = renamed_state(tally.state_name, one.names).parameter
             alike = _NUMBER.sub("*", name, count=1)
             if tally.key != PARAM:
                 into, name, alike, dims = states, tally.key, tally.key, 0
-            into.setdefault((alike, dtype, dims), []).append(_Seen(name, tally, one.steps))
+            into.setdefault((alike, dtype, dims), []).append(_Seen(name, tally, total))
     weights, averages = ([_group(*one) for one in found.items()] for found in (params, states))
     seen = _seen(lookers)
     losing = [g for g in weights if g.row.losing] + [g for g in averages if g.row.biased]
@@ -128,8 +129,7 @@ def _losses(seen: Sequence[_Seen]) -> tuple[float, float, float, float]:
     of = sum(one.tally.like.numel() for one in seen if one.tally.updated) or 1
     for one in (o for o in seen if o.tally.updated):
         size = one.tally.like.numel() / of
-        look = one.tally.total(one.steps)
-        stats = look.stats
+        look, stats = one.look, one.look.stats
         if stats.count:
             total.add(look, 1.0)
             missing += size * look.missing / look.weight if look.weight else 0.0
@@ -175,9 +175,8 @@ def _storages(losing: Sequence[_Group]) -> list[Kept]:
 
 def _kept_by(storage: str, seen: Sequence[_Seen]) -> float:
     """Return the EDQ that tensors would have in a storage."""
-    looks = [one.tally.total(one.steps) for one in seen]
-    if square := sum(look.stats.exact_square for look in looks):
-        return sum(look.kept.get(storage, 0.0) for look in looks) / square
+    if square := sum(one.look.stats.exact_square for one in seen):
+        return sum(one.look.kept.get(storage, 0.0) for one in seen) / square
     shares = []
     for tally in (one.tally for one in seen if one.tally.updated):
         *_, size = _fitted(tally)

@@ -83,10 +83,8 @@ def _rank() -> int:
 
 def _run(script: Path, arguments: Sequence[str]) -> str:
     """Run a script; return how it failed, empty if it did not. An error's traceback is printed."""
-    before = sys.argv, list(sys.path)
-    sys.argv, sys.path[0] = [str(script), *arguments], str(script.resolve().parent)
     try:
-        runpy.run_path(str(script.absolute()), run_name="__main__")
+        run_as_main(script, arguments)
     except SystemExit as end:
         if end.code is not None and not isinstance(end.code, int):
             print(end.code, file=sys.stderr)
@@ -97,9 +95,17 @@ def _run(script: Path, arguments: Sequence[str]) -> str:
     except BaseException as error:
         traceback.print_exception(error.with_traceback(_within(script, error.__traceback__)))
         return f"{script} ended with status 1 ({type(error).__name__})"
+    return ""
+
+
+def run_as_main(script: Path, arguments: Sequence[str]) -> None:
+    """Run a script as Python does, with its own arguments and folder."""
+    before = sys.argv, list(sys.path)
+    sys.argv, sys.path[0] = [str(script), *arguments], str(script.resolve().parent)
+    try:
+        runpy.run_path(str(script.absolute()), run_name="__main__")
     finally:
         sys.argv, sys.path[:] = before
-    return ""
 
 
 def _within(script: Path, trace: TracebackType | None) -> TracebackType | None:

@@ -1,4 +1,4 @@
-"""What was seen of a tensor in the steps that were looked at."""
+"""Tallies of tensors over the steps that were looked at."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -59,7 +59,7 @@ class Look:
 
 
 class Tally:
-    """What was seen of a tensor of 16 bits or fewer, which it does not keep alive."""
+    """The looks at a tensor of 16 bits or fewer, which a tally does not keep alive."""
 
     def __init__(self, owned: Owned, first: Tensor) -> None:
         tensor = owned.tensor

@@ -91,18 +91,11 @@ def _compilation_ends(_: Any) -> None:
         _Watch.patch = None
 
 
-def hooks_of(optimizer: Optimizer) -> list[Any]:
-    """Return the hooks of the steps of one optimizer."""
-    return [
-        *getattr(optimizer, "_optimizer_step_pre_hooks", {}).values(),
-        *getattr(optimizer, "_optimizer_step_post_hooks", {}).values(),
-    ]
-
-
 def has_foreign_hooks(optimizer: Optimizer) -> bool:
     """Tell whether a hook that is not ours looks at the optimizer before or after its step."""
     hooks = [
-        *hooks_of(optimizer),
+        *getattr(optimizer, "_optimizer_step_pre_hooks", {}).values(),
+        *getattr(optimizer, "_optimizer_step_post_hooks", {}).values(),
         *torch_optimizer._global_optimizer_pre_hooks.values(),
         *torch_optimizer._global_optimizer_post_hooks.values(),
     ]

@@ -3,8 +3,6 @@
 import argparse
 import contextlib
 import pickle
-import runpy
-import sys
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from collage_fx.diagnosis.script import run_as_main
 from collage_fx.errors import ScriptError
 from collage_fx.inspection.explain import explain
 from collage_fx.inspection.gradients import GradientRecorder
@@ -98,18 +97,14 @@ def optimizers_of(script: Path, arguments: Sequence[str], last: int) -> Recorder
     Raises:
         ScriptError: it fails, or has no optimizer that took a step.
     """
-    before = sys.argv, list(sys.path)
-    sys.argv, sys.path[0] = [str(script), *arguments], str(script.resolve().parent)
     try:
         with _noted(max(last, 1)) as found:
-            runpy.run_path(str(script), run_name="__main__")
+            run_as_main(script, arguments)
     except SystemExit as end:
         if end.code:
             raise ScriptError(f"{script} ended with status {end.code}") from end
     except Exception as error:
         raise ScriptError(f"{script} failed with {type(error).__name__}: {error}") from error
-    finally:
-        sys.argv, sys.path[:] = before
     inner = {id(one) for o in found for one in family(o)[1:]}
     found = {o: r for o, r in found.items() if id(o) not in inner and not hasattr(o, STAND_IN)}
     compiled = {o: r for o, r in found.items() if any(map(plain_steps.was_called, family(o)))}

@@ -2,7 +2,7 @@
 
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -53,15 +53,6 @@ class Noisy(SGD):
         super().step()
         for p in self.param_groups[0]["params"]:
             p.add_(torch.randn_like(p) * random.random(), alpha=1e-2)
-
-
-@pytest.fixture
-def doctors() -> Iterator[list[Doctor]]:
-    """Doctors that stop when the test is over."""
-    found: list[Doctor] = []
-    yield found
-    for one in found:
-        one.stop()
 
 
 def trained(

@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,15 +13,6 @@ import collage_fx
 from collage_fx.diagnosis.doctor import Doctor
 
 BF16 = torch.bfloat16
-
-
-@pytest.fixture
-def doctors() -> Iterator[list[Doctor]]:
-    """Doctors that stop when the test is over."""
-    found: list[Doctor] = []
-    yield found
-    for one in found:
-        one.stop()
 
 
 class Effects(SGD):

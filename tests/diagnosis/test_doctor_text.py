@@ -1,7 +1,6 @@
 """collage_fx/diagnosis/finding and judgement: what is told of what a doctor has seen."""
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,15 +16,6 @@ from collage_fx.diagnosis.judgement import finding_of
 from collage_fx.errors import SubjectError
 
 BF16 = torch.bfloat16
-
-
-@pytest.fixture
-def doctors() -> Iterator[list[Doctor]]:
-    """Doctors that stop when the test is over."""
-    found: list[Doctor] = []
-    yield found
-    for one in found:
-        one.stop()
 
 
 class Net(nn.Module):
