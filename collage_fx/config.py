@@ -68,8 +68,8 @@ class CollageConfig(Settings):
     fp32, which are left alone unless it is named. Others than `mcf2` and `mcf3` are for arithmetic
     `wide`, which they imply, as fp8 states do. A dict gives each state its own, by patterns (as in
     fnmatch) for its kind (`param`, `exp_avg_sq`) or its name, in order: {"param": "remainder16",
-    "*": "ulp8"}; `auto` for what no pattern fits. States of different storages that are updated together are in arithmetic `wide`
-    too."""
+    "*": "ulp8"}; `auto` for what no pattern fits. States of different storages that are updated
+    together are in arithmetic `wide` too."""
     on_unsupported: OnUnsupported = "join"
     """What an operation on a carried path does that has no rule in `eft`: `join` applies it in fp32
     to the joined value, splits its result and lists it in the plan; `error` raises
