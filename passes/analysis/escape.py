@@ -45,8 +45,8 @@ def escape(program: Program) -> None:
     - a result that takes over the value of a state and is not stored in the graph: a new state that
       begins as a copy of a parameter, a parameter computed anew from other states, a state that is
       replaced and not overwritten or is stored after a graph break, bits to be rounded by chance;
-    - a value that meets its own largest element or mean, say, which is that of its high word; see
-      `high_words.py`.
+    - a value that meets its own largest element, mean or first element, say, which is that of its
+      high word; see `high_words.py`.
 
     States that it only reads so may get a residual later: they are in `Program.reads`.
 

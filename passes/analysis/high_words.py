@@ -18,6 +18,7 @@ from collage_fx.passes.analysis.affine import (
 )
 from collage_fx.passes.analysis.carried_path import eft_storage, stored_wider
 from collage_fx.passes.frontend.reductions import SUMS, is_largest
+from collage_fx.passes.frontend.single_elements import is_16_bit
 from collage_fx.passes.frontend.slice import elementwise
 from collage_fx.passes.ir.graph_memory import closure, mutations
 from collage_fx.passes.ir.program import (
@@ -40,6 +41,17 @@ _CHOOSING = frozenset(
     )
 )
 """Operations that return some of the numbers that they are given."""
+_PICKING = STRUCTURE | {
+    aten.as_strided.default,
+    aten.chunk.default,
+    aten.masked_select.default,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.take.default,
+    aten.unbind.int,
+    aten.unfold.default,
+}
+"""Operations that return elements by their places."""
 _SUMS = SUMS - {aten._foreach_norm.Scalar, aten.prod.default, aten.prod.dim_int}
 """Reductions of which a share, a mean say, may leave little of the value that it is taken from."""
 _COMPARING = (DECIDING | CHOOSING) | {aten.div.Tensor, aten.sub.Tensor, aten.rsub.Scalar}
@@ -151,9 +163,11 @@ def chosen(program: Program) -> Iterator[str]:
     has them unrounded: states and what is on their way to their new values, and in arithmetic
     `wide` everything. No element of a state need be its largest one then, and a quotient of a value
     and its largest element may be greater than 1, and a root of 1 less its square no number. A sum
-    is chosen of roundings likewise: a value less its mean is what remains of both.
+    is chosen of roundings likewise: a value less its mean is what remains of both. So is an element
+    that is picked by its place, where the pick has another shape than the slice.
     """
-    choices = list(filter(_chooses, graph_of(program.canonical).graph.nodes))
+    graph = graph_of(program.canonical).graph
+    choices = [n for n in graph.nodes if _chooses(n) or _picks(n)]
     wider = stored_wider(program) if choices else set()
     for rewritten in program.rewritten if choices else ():
         unrounded = _unrounded(program, rewritten, wider)
@@ -162,43 +176,74 @@ def chosen(program: Program) -> Iterator[str]:
                 yield f"{of} meets the result of {node.target}, which is of its rounding"
 
 
+def _picks(node: Node) -> bool:
+    return node.target in _PICKING and not elementwise(node)
+
+
 def _chooses(node: Node) -> bool:
     named = getattr(node.target, "_opname", "") in _CHOOSING and not elementwise(node)
     return named or is_largest(node) or node.target in _SUMS
 
 
-def _unrounded(program: Program, rewritten: Rewritten, wider: set[Node]) -> set[Node]:
-    """Return the 16-bit values of a class that slices have unrounded, states included.
+def _unrounded(
+    program: Program, rewritten: Rewritten, wider: set[Node]
+) -> dict[Node, list[set[Node]]]:
+    """Return the 16-bit values of a class that slices have unrounded, states included, each with
+    the nodes of these slices.
 
     And what is rounded to one: of 0-d values each use has a rounding of its own, behind the use
     where that changes no digit.
     """
-    found: set[Node] = set()
+    unrounded: dict[Node, list[set[Node]]] = {}
     kept, model = rewritten.storages, rewritten.model
     eft, _ = eft_storage(program, rewritten, wider)
     path = {n for i in kept for n in rewritten.recurrences[i].carried_path}
     for part in rewritten.members:
+        inside = set(part.nodes)
         pairs = zip(model.nodes, part.nodes, strict=True)
-        found |= {n for like, n in pairs if not eft or like in path}
+        found = {n for like, n in pairs if not eft or like in path}
         found |= {part.old(i) for i in kept} | {part.states[i][2] for i in kept}
-    low = {n for n in found if is_tensor(n) and value_of(n).dtype in LOW_PRECISION}
-    before = (closure(n, lambda n: n.all_input_nodes if n.target in _KEPT else ()) for n in low)
-    return low.union(n for found in before for n in found if n.op == "call_function")
+        low = {n for n in found if is_tensor(n) and value_of(n).dtype in LOW_PRECISION}
+        before = (closure(n, lambda n: n.all_input_nodes if n.target in _KEPT else ()) for n in low)
+        called = (n for found in before for n in found if n.op == "call_function")
+        for value in low.union(called):
+            unrounded.setdefault(value, []).append(inside)
+    return unrounded
 
 
-def _met(choice: Node, unrounded: set[Node]) -> Node | None:
-    """Return the value that is chosen from and meets the choice by another way; None if none."""
+def _met(choice: Node, unrounded: dict[Node, list[set[Node]]]) -> Node | None:
+    """Return the value that is chosen from and meets the choice by another way; None if none.
+
+    What is picked by its place it meets within a slice, which has not the rounding of the pick.
+    """
     before = closure(
         choice, lambda n: n.all_input_nodes if n is choice or n.target in _KEPT else ()
     )
+    values = before & unrounded.keys()
     if choice.target in _SUMS:
-        return next((v for v in before & unrounded if _less_a_share(v, choice)), None)
-    after = closure(choice, lambda n: n.users)
-    for value in before & unrounded:
-        beside = closure(value, lambda n: (u for u in n.users if u is not choice))
-        if any(_compares(n, after - beside, beside) for n in after & beside):
+        return next((v for v in values if _less_a_share(v, choice)), None)
+    after = closure(choice, lambda n: n.users) if values else set()
+    for value in values:
+        ways = _that_read_rounded(choice, unrounded[value]) if _picks(choice) else [None]
+        if any(_meets(value, choice, after, inside) for inside in ways):
             return value
     return None
+
+
+def _that_read_rounded(pick: Node, slices: list[set[Node]]) -> list[set[Node] | None]:
+    """Return the slices that read a rounding of what is picked: they leave out their own."""
+    return [s for s in slices if is_16_bit(pick) or not s.issuperset(pick.users)]
+
+
+def _meets(value: Node, choice: Node, after: set[Node], inside: set[Node] | None) -> bool:
+    """Tell whether a value meets what comes of a choice: inside a slice, if one is given."""
+
+    def others(node: Node) -> Iterator[Node]:
+        return (u for u in node.users if u is not choice and (inside is None or u in inside))
+
+    beside = closure(value, others)
+    alone = after - beside
+    return any(_compares(n, alone, beside) for n in after & beside)
 
 
 def _less_a_share(value: Node, total: Node) -> bool:

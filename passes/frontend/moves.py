@@ -79,13 +79,25 @@ class _Moves:
             with self.graph.inserting_before(node.next):
                 wide = self._unrounded(node) if node in wanted else None
                 if wide is not None:
-                    self.wide[node] = wide
-                if wide is not None and _moves(node):
-                    rounded[node] = self._call(node, CONVERT, wide, value_of(node).dtype)
-                    self.wide[rounded[node]] = wide
+                    self._note(node, wide, rounded)
         for node in reversed(self.graph.nodes):
             if not node.users and (node in self.made or node in self.wide):
                 self.graph.erase_node(node)
+
+    def _note(self, node: Node, wide: Node, rounded: dict[Node, Node]) -> None:
+        """Put the rounding of an fp32 value in place of a 16-bit one.
+
+        Of one that was moved only elementwise operations read it: what stores it reads no rounding.
+        """
+        self.wide[node] = wide
+        if node.target is CONVERT:
+            return
+        rounding = self._call(node, CONVERT, wide, value_of(node).dtype)
+        self.wide[rounding] = wide
+        if _moves(node):
+            rounded[node] = rounding
+        else:
+            node.replace_all_uses_with(rounding)
 
     def _wanted(self) -> set[Node]:
         """Return what elementwise operations read that was moved, and what that is computed of."""

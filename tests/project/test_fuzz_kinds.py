@@ -21,6 +21,7 @@ from programs import Line, Program
 from torch import Tensor
 
 from collage_fx.optimizer.checkpoints import copying
+from collage_fx.passes.analysis import high_words
 from collage_fx.record import at_once
 from collage_fx.runtime.residuals.residual import Residual
 from collage_fx.runtime.residuals.store import ResidualStore
@@ -87,6 +88,15 @@ EXAMPLES = {
         'p.copy_(st["q"] * p / p.abs().amax(-1, keepdim=True))',
         True,
     ),
+    "a pick": replace(
+        kept(
+            "torch.zeros_like(p)",
+            'st["q"].lerp_(g * g, 0.01)\nu = g / (st["q"].sqrt() + 0.1)\n'
+            + odd_lines.KINDS["picked elements"][0],
+        ),
+        way="compile",
+        options=(*STEP.options, ("arithmetic", "wide")),
+    ),
     "a holder": replace(STEP, lines=(Line("u = g"), HELD, UPDATE), states=()),
     "a mask": replace(
         STEP,
@@ -123,6 +133,7 @@ EXAMPLES = {
 @pytest.mark.parametrize("name", EXAMPLES)
 @pytest.mark.quick(
     "a box",
+    "a pick",
     "a holder",
     "a cast",
     "shared",
@@ -198,6 +209,9 @@ FAULTS: dict[tuple[str, str], Callable[[pytest.MonkeyPatch], Any]] = {
         )
     ),
     ("magnitudes", "not moved"): _instead(lines=(Line("u = g"), UPDATE)),
+    ("a pick", "of the rounding"): lambda patch: patch.setattr(
+        high_words, "_picks", lambda node: False
+    ),
     ("a holder", "begun anew"): _instead(
         lines=(Line("u = g"), replace(HELD, text=HELD.text.replace("p)", "p) * 0")), UPDATE)
     ),
@@ -227,6 +241,7 @@ FAULTS: dict[tuple[str, str], Callable[[pytest.MonkeyPatch], Any]] = {
 @pytest.mark.parametrize("fault", FAULTS, ids=": ".join)
 @pytest.mark.quick(
     "a holder: *",
+    "a pick: *",
     "a cast: *",
     "noise: *",
     "copies: *",

@@ -1,9 +1,9 @@
 """Statements of random programs that are recorded, judged or stored in other ways than most.
 
 Each is of a kind that once lost low words in silence: reductions that scale a parameter, scratch
-memory, states in all kinds of holders, numbers that are read, comparisons with numbers, views,
-arrays of NumPy, random numbers, states that are shared, replaced, of other shapes or of classes of
-their own.
+memory, states in all kinds of holders, numbers that are read, comparisons with numbers or with an
+element of the same tensor, views, arrays of NumPy, random numbers, states that are shared,
+replaced, of other shapes or of classes of their own.
 
 Random numbers that are drawn in the dtype of the parameter are the same in float64 (`draws`).
 """
@@ -28,6 +28,10 @@ _HOLDERS = tuple(
         "enclosed(st, p)",
     )
 )
+_NOT_ITSELF = (
+    "first = torch.arange(u.numel()).view(u.shape) == 0\nu = torch.where(first & (u != {}), -u, u)"
+)
+"""Of a first element, which is compared with itself alone: others may be as large."""
 _DIRECTIONS = {
     "reductions": (
         "u = u - u.mean()",
@@ -52,6 +56,13 @@ _DIRECTIONS = {
         "x = u.flatten().clone()\nx[:1] = 0\nu = x.view(u.shape)",
         "x = torch.zeros_like(u).flatten()\nx.index_add_(0, torch.arange(len(x)), u.flatten())\n"
         "u = x.view(u.shape)",
+    ),
+    "picked elements": (
+        _NOT_ITSELF.format("u.flatten()[0]"),
+        _NOT_ITSELF.format("u.flatten()[:1]"),
+        _NOT_ITSELF.format("u.flatten().unbind()[0]"),
+        _NOT_ITSELF.format("u.take(torch.tensor(0))"),
+        "u = u - u.flatten()[-1]",
     ),
     "masks": (
         "u = torch.where(u.abs() >= u.abs().median(), u, 0.5 * u)",
