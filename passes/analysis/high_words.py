@@ -235,13 +235,21 @@ def _that_read_rounded(pick: Node, slices: list[set[Node]]) -> list[set[Node] | 
     return [s for s in slices if is_16_bit(pick) or not s.issuperset(pick.users)]
 
 
+def _is_wide(node: Node) -> bool:
+    """Tell whether a node is a tensor in fp32."""
+    return is_tensor(node) and value_of(node).dtype == torch.float32
+
+
 def _meets(value: Node, choice: Node, after: set[Node], inside: set[Node] | None) -> bool:
-    """Tell whether a value meets what comes of a choice: inside a slice, if one is given."""
+    """Tell whether a value meets what comes of a choice: unrounded, if a slice is given.
 
-    def others(node: Node) -> Iterator[Node]:
-        return (u for u in node.users if u is not choice and (inside is None or u in inside))
+    That is within the slice, and in fp32 on the way to it.
+    """
 
-    beside = closure(value, others)
+    def unrounded(node: Node) -> bool:
+        return inside is None or node in inside or _is_wide(node)
+
+    beside = closure(value, lambda n: (u for u in n.users if u is not choice and unrounded(u)))
     alone = after - beside
     return any(_compares(n, alone, beside) for n in after & beside)
 

@@ -98,17 +98,33 @@ def test_else_a_single_element_is_not_its_median(
     assert halved(OF_ONE["median"], MOVED[moved], ()) > 1e-3
 
 
+def test_so_it_is_behind_views_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slice takes one of them in fp32, of its own shape, and the other rounded."""
+
+    def flat(u: Tensor) -> Tensor:
+        return u.flatten().abs().view(u.shape)
+
+    def error() -> float:
+        torch.compiler.reset()
+        return halved(lambda u: u.flatten().mode()[0], MOVED["as it is"], (1, 1), flat)
+
+    assert error() < 1e-4
+    monkeypatch.setattr(high_words, "_is_wide", lambda node: False)
+    assert error() > 1e-3
+
+
 def halved(
     chosen: Callable[[Tensor], Tensor],
     moved: Callable[[Tensor], Tensor],
     shape: tuple[int, ...],
+    size: Callable[[Tensor], Tensor] = Tensor.abs,
 ) -> float:
     """Return the error of steps that halve what is less than one of its elements: nothing is."""
 
     def step(p: Tensor, g: Tensor, v: Tensor) -> None:
         v.mul_(0.999).addcmul_(g, g, value=0.001)
         u = g / (v.sqrt() + 1e-8)
-        p.sub_(moved(torch.where(u.abs() >= chosen(u.abs()), u, 0.5 * u)), alpha=LR)
+        p.sub_(moved(torch.where(size(u) >= chosen(size(u)), u, 0.5 * u)), alpha=LR)
 
     generator = torch.Generator().manual_seed(0)
     p, v = torch.full(shape, 0.5).bfloat16(), torch.zeros(shape).bfloat16()
