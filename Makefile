@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST := -m pytest -n 2 --dist worksteal
 
 .PHONY: demo test test-all test-torch test-nightly test-cuda-emulated canary tested-version fuzz lint \
-	lint-workflows release committed bench bench-peers gpu gpu-here gpu-prepared gpu-emulated a-gpu \
+	docs lint-workflows release committed bench bench-peers gpu gpu-here gpu-prepared gpu-emulated a-gpu \
 	coverage engine-times clean
 
 demo: $(READY)
@@ -97,6 +97,18 @@ lint: $(READY)
 	cp -r passes runtime build/typed/collage_fx
 	cd build/typed && ../../$(BIN)/mypy --num-workers 2 --config-file ../../pyproject.toml \
 		--package collage_fx
+
+# The site, in build/site; what would be a warning is an error. `make docs SERVE=1` shows it while pages
+# are written.
+DOCS := build/docs-env
+
+docs: $(DOCS)/.ready
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs $(if $(SERVE),serve,build --strict)
+
+$(DOCS)/.ready: requirements-docs.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(call install,$(DOCS),--requirement $<)
+	touch $@
 
 # Tools that are no part of what is tested.
 TOOLS := build/tools
