@@ -32,10 +32,11 @@ def printed(text: str) -> str:
 @pytest.mark.parametrize("name", CODE)
 @pytest.mark.quick(
     "README.md-0",
-    "docs/checkpoints.md-0",
+    "docs/checkpoints.md-[01]",
     "docs/classes.md-0",
-    "docs/debugging.md-0",
-    "docs/recipes.md-[013456]",
+    "docs/debugging.md-[01]",
+    "docs/recipes.md-[01]",
+    "docs/start.md-[012]",
 )
 def test_code_runs(name: str) -> None:
     torch.manual_seed(0)

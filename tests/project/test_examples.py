@@ -18,14 +18,15 @@ SHORT = [
     "optimizer_in_backward.py",
     "ema.py",
 ]
-"""Those that docs/recipes.md shows."""
+"""Those that docs/start.md and docs/recipes.md show."""
 
 
 @pytest.mark.parametrize("name", SHORT)
 def test_they_fit_on_a_page_and_are_shown(name: str) -> None:
     text = (EXAMPLES / name).read_text()
     assert len(text.splitlines()) <= 60
-    assert f"examples/{name}" in (EXAMPLES.parent / "docs" / "recipes.md").read_text()
+    pages = ((EXAMPLES.parent / "docs" / page).read_text() for page in ("start.md", "recipes.md"))
+    assert any(f"examples/{name}" in page for page in pages)
 
 
 def output(name: str) -> str:
