@@ -33,6 +33,7 @@ def printed(text: str) -> str:
 @pytest.mark.quick(
     "README.md-0",
     "docs/checkpoints.md-[01]",
+    "docs/choosing.md-0",
     "docs/classes.md-0",
     "docs/debugging.md-[01]",
     "docs/recipes.md-[01]",
