@@ -1,7 +1,6 @@
 """Callbacks of Hugging Face's Trainer, and of Lightning."""
 
 import gc
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,10 @@ from torch.optim import Optimizer
 
 from collage_fx.api import compile_
 from collage_fx.dynamo.options import split_options
-from collage_fx.errors import CheckpointError, CollageWarning, SubjectError
+from collage_fx.errors import CheckpointError, SubjectError
 from collage_fx.inspection.monitor import Monitor, check_every, monitor
 from collage_fx.optimizer.master_weights import load_master_weights, master_state_dict
+from collage_fx.runtime.errors import warn
 from collage_fx.runtime.residuals.dtensor import is_sharded
 from collage_fx.step.subject import innermost, step_made_here
 
@@ -67,10 +67,10 @@ def trainer_callback(every: int = 100, *, to: Any = None) -> Any:
 def _warn_if_plain(optimizer: Optimizer) -> None:
     if step_made_here(optimizer, "_collage") is None:
         name = type(innermost(optimizer)).__name__
-        warnings.warn(
-            f"collage_fx: the steps of {name} that are measured are plain, and "
+        warn(
+            "plain-steps",
+            f"the steps of {name} that are measured are plain, and "
             "nothing is compensated; collage_fx.compile_callback() has them compiled",
-            CollageWarning,
             stacklevel=3,
         )
 

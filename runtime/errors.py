@@ -5,7 +5,9 @@ They live here because every layer raises them and imports point from collage_fx
 
 import itertools
 import re
-from collections.abc import Collection
+import warnings
+from collections.abc import Callable, Collection
+from typing import Literal
 
 
 class CollageError(Exception):
@@ -71,6 +73,66 @@ class RoundingsLost(RuntimeError):
 
 class CollageWarning(UserWarning):
     """Something was not compensated, or a residual was lost: what, where and the remedy."""
+
+
+WarningName = Literal[
+    "cast-on-load",
+    "checkpoint",
+    "coarser-storage",
+    "compile-failed",
+    "copy-not-compiled",
+    "cut-state",
+    "data-write",
+    "differentiated",
+    "high-word-only",
+    "level-leaves",
+    "low-word-lost",
+    "memory-replaced",
+    "monitor-blind",
+    "monitor-failed",
+    "never-called",
+    "new-graphs",
+    "no-compiler",
+    "no-shared-kernel",
+    "not-given",
+    "not-torch-compile",
+    "nothing-compensated",
+    "other-operation",
+    "overlap",
+    "own-state-dict",
+    "ownerless",
+    "pattern",
+    "plain-steps",
+    "put-in-place",
+    "recompile-limit",
+    "refused",
+    "residual-cleared",
+    "residual-dropped",
+    "returned",
+    "roundings-lost",
+    "several-graphs",
+    "traced-wrong",
+    "unsaved",
+    "unseen-write",
+    "untested-torch",
+    "updates-lost",
+    "verify",
+]
+"""The names of the warnings: those of their entries in docs/warnings.md."""
+Warn = Callable[[WarningName, str], None]
+_ENTRIES = "docs/warnings.md"
+
+
+def warn(name: WarningName, message: str, *, stacklevel: int = 1) -> None:
+    """Give a warning, with the link to its entry: all of collage_fx go through here.
+
+    Args:
+        name: of the warning.
+        message: its text, which says what, where and the remedy.
+        stacklevel: whose line it shows, as of `warnings.warn`: 1 is the caller's.
+    """
+    text = f"collage_fx: {message} [{_ENTRIES}#{name}]"
+    warnings.warn(text, CollageWarning, stacklevel=stacklevel + 1)
 
 
 def listed(names: Collection[str], most: int = 4) -> str:

@@ -9,7 +9,6 @@ import functools
 import re
 import sys
 import traceback
-import warnings
 
 TESTED = ("2.11.0", "2.13.0", "2.14.1", "2.15.0")
 """From the oldest that is supported to the newest; compiled steps were tested with each."""
@@ -48,13 +47,13 @@ def warn_if_untested() -> None:
     """Warn, once in a process, of a torch of which no release of the same minor was tested."""
     import torch
 
-    from collage_fx.runtime.errors import CollageWarning
+    from collage_fx.runtime.errors import warn
 
     if message := untested_warning(torch.__version__):
         frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()))
         names = [str(frame.f_globals.get("__name__")) for frame in frames]
         users = (i for i, n in enumerate(names, 1) if not n.startswith("collage_fx."))
-        warnings.warn(f"collage_fx: {message}", CollageWarning, stacklevel=next(users, 1))
+        warn("untested-torch", message, stacklevel=next(users, 1))
 
 
 def drops_roundings() -> bool:

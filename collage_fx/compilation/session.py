@@ -2,7 +2,6 @@
 
 import dataclasses
 import enum
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
@@ -20,7 +19,7 @@ from collage_fx.passes.codegen.multi_tensor_kernel import unreachable
 from collage_fx.passes.dedup.deduplicate import Narrow
 from collage_fx.passes.ir.program import Program, Settings, Unlike
 from collage_fx.runtime import logs
-from collage_fx.runtime.errors import CollageWarning
+from collage_fx.runtime.errors import WarningName, warn
 from collage_fx.runtime.torch_versions import warn_if_untested
 
 if TYPE_CHECKING:
@@ -150,17 +149,18 @@ class Session:
         """The warnings given."""
         return {message for message, _ in self.said}
 
-    def warn_once(self, message: str) -> None:
+    def warn_once(self, name: WarningName, message: str) -> None:
         """Warn unless this session has said the same before, of the same function."""
         of_code = traced_code() if self.shared else None
         if (key := (message, of_code)) not in self.said:
             self.said.add(key)
-            warnings.warn(f"collage_fx: {message}", CollageWarning, stacklevel=2)
+            warn(name, message, stacklevel=2)
 
     def warn_ownerless(self, names: Sequence[str]) -> None:
         """Warn of states that no optimizer has, unless the user knows that they are theirs."""
         if names and not self.named:
             self.warn_once(
+                "ownerless",
                 f"{', '.join(dict.fromkeys(names))} belong to no torch.optim.Optimizer, so no "
                 "state_dict() holds their residuals. Save collage_fx.residuals(tensor) beside each "
                 "tensor and give them back with collage_fx.load_residuals(tensor, components); "
@@ -168,7 +168,7 @@ class Session:
                     "collage_fx.compile(function) instead of the backend string silences this"
                     if self.optimizer() is None
                     else "or keep the tensors in the optimizer's state"
-                )
+                ),
             )
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -179,7 +179,10 @@ class Session:
         """Note that a graph was compiled; say where its classes cannot share a kernel."""
         for reason in {unreachable(s.val.device) for s in program.carried} - {""}:
             if program.settings.multi_tensor and program.result is not None:
-                self.warn_once(f"{reason}; Inductor compiles one for each, where it has a backend")
+                self.warn_once(
+                    "no-shared-kernel",
+                    f"{reason}; Inductor compiles one for each, where it has a backend",
+                )
         self.patterns.see_graph(program)
         compiled = Compiled(program)
         if self.keep:
@@ -191,4 +194,6 @@ class Session:
         if self.supervisor() is not None:
             self.notes.update(f"recorded, not compiled as traced: {one}" for one in lost)
         else:
-            self.warn_once(f"{'; '.join(lost)}; collage_fx.compile records that part")
+            self.warn_once(
+                "low-word-lost", f"{'; '.join(lost)}; collage_fx.compile records that part"
+            )

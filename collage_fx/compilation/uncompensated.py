@@ -30,8 +30,9 @@ def written_outside(session: Session, gm: GraphModule) -> bool:
         return False
     if session.supervisor() is None:
         session.warn_once(
+            "data-write",
             "not compensated: parameters updated through .data; update them in place under "
-            "torch.no_grad(), or use collage_fx.compile, which does that eagerly"
+            "torch.no_grad(), or use collage_fx.compile, which does that eagerly",
         )
     return True
 
@@ -67,9 +68,10 @@ def differentiated(session: Session, gm: GraphModule, inputs: AotInputs) -> bool
     names = [c.name for c in carried if not c.left_alone and compensable_in(c, choice)]
     if names and session.supervisor() is None:  # else what this graph does is recorded
         session.warn_once(
+            "differentiated",
             f"a graph that updates states ({', '.join(names)}) is part of a "
             "differentiated computation, and runs without compensation; compile the update by "
-            "itself, under torch.no_grad()"
+            "itself, under torch.no_grad()",
         )
     return bool(names)
 
@@ -98,13 +100,14 @@ def warn_of_states(session: Session, program: Program) -> None:
         return  # it does what this graph cannot do, and warns of the rest
     refused = [f"{s.name} ({s.reason})" for s in program.plan if s.refused]
     if refused:
-        session.warn_once(f"not compensated: {'; '.join(refused)}")
+        session.warn_once("refused", f"not compensated: {'; '.join(refused)}")
     # A hook of a step, which Dynamo traces by itself, may scale gradients.
     others = (c for c in program.carried if c.left_alone or c.gradient)
     indices = {one.index for c in others for one in program.alike(c)}
     states = [s for s in program.plan if s.index not in indices]
     floating = [s for s in states if s.dtype.is_floating_point and s.shape]
     if floating and program.result is None and not refused:
-        session.warn_once(nothing_compensated((s.dtype for s in floating), states))
+        message = nothing_compensated((s.dtype for s in floating), states)
+        session.warn_once("nothing-compensated", message)
     elif left := left_by_level(states, unknown=True):
-        session.warn_once(left)
+        session.warn_once("level-leaves", left)

@@ -132,7 +132,7 @@ class Backend(Session):
             supervisor.record_whole()
             self.notes.add(f"recorded: {why}")
         else:
-            self.warn_once(f"{why}; collage_fx.compile records such a step")
+            self.warn_once("traced-wrong", f"{why}; collage_fx.compile records such a step")
 
     def refuse(self, message: str) -> None:
         """Have Python do what Dynamo traces now, where that is recorded.
@@ -320,8 +320,9 @@ class _Step:
             self.code.conclude(args)
             if names := self.code.drops_residual(args):
                 self.session.warn_once(
+                    "several-graphs",
                     f"{', '.join(names)}: updated by several graphs, of which one has no use for a "
-                    "residual and drops it; collage_fx.compile compiles that one again, with it"
+                    "residual and drops it; collage_fx.compile compiles that one again, with it",
                 )
             if names := self.code.reads_residual(args):
                 lost = "read in a sum with the high word only, by a graph that does not write"

@@ -8,13 +8,13 @@ Collections of young objects go on.
 
 import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import ClassVar, NoReturn
 
 from collage_fx.hooks.counted import Counted
 from collage_fx.runtime.cpp_compiler import REMEDY, compiler_fault, words_of
-from collage_fx.runtime.errors import RoundingsLost
+from collage_fx.runtime.errors import RoundingsLost, Warn
 from collage_fx.runtime.torch_private import (
     AsPythonConstantNotImplementedError,
     TensorifyScalarRestartAnalysis,
@@ -92,7 +92,7 @@ _KEPT = Counted(_Kept.keep, _Kept.restore)
 class Failures(logging.Filter):
     """Lets Dynamo run what it fails to compile, and makes one warning of its log."""
 
-    def __init__(self, warn: Callable[[str], None]) -> None:
+    def __init__(self, warn: Warn) -> None:
         super().__init__()
         self.warn = warn
         self.count = 0
@@ -145,21 +145,24 @@ class Failures(logging.Filter):
         if fault := compiler_fault(error):
             self.no_compiler = True
             self.warn(
+                "no-compiler",
                 f"no C++ compiler works ({fault}): the steps are interpreted, more slowly and as "
-                f"precisely. {REMEDY}"
+                f"precisely. {REMEDY}",
             )
             return
         if isinstance(error, RoundingsLost):
             self.no_compiler = True
             self.warn(
+                "roundings-lost",
                 f"{error}, so that the residuals would be zero: the steps are interpreted, more "
-                f"slowly and as precisely. Torch {', '.join(TESTED)} were tested"
+                f"slowly and as precisely. Torch {', '.join(TESTED)} were tested",
             )
             return
         self.warn(
+            "compile-failed",
             f"torch.compile fails on a part of the step, with {type(error).__name__}: "
             f"{words_of(error)}. That part is done operation by operation, more slowly and as "
-            "precisely"
+            "precisely",
         )
 
 

@@ -177,6 +177,7 @@ def _compile_step(optimizer: Optimizer, *, traced: bool) -> None:
         substitute(optimizer, _Watch.compile, getattr(compiler, "kwargs", {}))
     elif traced:
         warn_once(
+            "not-torch-compile",
             f"the step of {type(optimizer).__name__} runs without compensation, as something other "
             "than torch.compile runs it; use collage_fx.compile",
             optimizer,
@@ -212,8 +213,9 @@ def _stepping() -> Optimizer | None:
 def _warn_of_limit(what: str, limit: str) -> None:
     value = getattr(dynamo_config, limit, "unknown")
     warn_once(
+        "recompile-limit",
         f"{what} without compensation: torch.compile gave up after torch._dynamo.config.{limit} = "
-        f"{value} graphs of it; raise it, or use collage_fx.compile, which does"
+        f"{value} graphs of it; raise it, or use collage_fx.compile, which does",
     )
 
 

@@ -3,7 +3,6 @@
 What each of these is for is in docs/stock-defects.md.
 """
 
-import warnings
 from dataclasses import replace
 from functools import partial, wraps
 from types import CodeType
@@ -15,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from collage_fx.optimizer.discovery import init_of_torch
-from collage_fx.runtime.errors import CollageWarning
+from collage_fx.runtime.errors import WarningName, warn
 from collage_fx.runtime.torch_private import DTENSOR_SPEC_MATCH as _guard_shard
 from collage_fx.runtime.torch_private import (
     ArgMappingException,
@@ -65,12 +64,12 @@ class Traces:
     """Optimizer -> the warnings that name it."""
 
 
-def warn_once(message: str, optimizer: Optimizer | None = None) -> None:
+def warn_once(name: WarningName, message: str, optimizer: Optimizer | None = None) -> None:
     """Warn unless the same was said before, of that optimizer if it is known which."""
     said = Traces.warned if optimizer is None else Traces.warned_of.setdefault(optimizer, set())
     if message not in said:
         said.add(message)
-        warnings.warn(f"collage_fx: {message}", CollageWarning, stacklevel=2)
+        warn(name, message, stacklevel=2)
 
 
 def watch_traces() -> None:
@@ -225,7 +224,8 @@ def _refuse(message: str, optimizer: Optimizer | None = None) -> None:
     if (backend := _traced_for()) is not None:
         if backend is not Traces.backend:
             backend.refuse(message)
-        warn_once(f"{message}; collage_fx.compile records such a step", optimizer)
+        text = f"{message}; collage_fx.compile records such a step"
+        warn_once("traced-wrong", text, optimizer)
 
 
 def _guard_of_two_names(source: Source, first: Source | None) -> Any:

@@ -7,7 +7,6 @@ copy of the optimizer makes.
 
 import functools
 import types
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +17,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from collage_fx.diagnosis.stats import UpdateStats
-from collage_fx.errors import CollageWarning, OptionError, SubjectError
+from collage_fx.errors import OptionError, SubjectError
 from collage_fx.inspection.update_stats import (
     GraphUpdates,
     Measurement,
@@ -29,6 +28,7 @@ from collage_fx.optimizer.parameter_names import names_of, renamed_state
 from collage_fx.optimizer.plain_steps import watch_monitored
 from collage_fx.optimizer.state_table import preformatted, table
 from collage_fx.passes.ir.program import LOW_PRECISION
+from collage_fx.runtime.errors import warn
 from collage_fx.runtime.storage.state_name import StateName
 from collage_fx.step.first_steps import exact_step, in_float64
 from collage_fx.step.subject import innermost, step_made_here
@@ -150,8 +150,8 @@ class Monitor(Watch):
             self.problem = f"{type(error).__name__}: {error}"
         if self.problem and self.problem not in self._said:
             self._said.add(self.problem)
-            message = f"collage_fx: the monitor cannot measure the updates: {self.problem}"
-            warnings.warn(message, CollageWarning, stacklevel=4)
+            message = f"the monitor cannot measure the updates: {self.problem}"
+            warn("monitor-failed", message, stacklevel=4)
         return result
 
     def _note(self, optimizer: Optimizer, graphs: GraphUpdates, copy: "_Copy | None") -> str:

@@ -26,7 +26,7 @@ from collage_fx.optimizer.ownership import (
 )
 from collage_fx.optimizer.parameter_names import names_of
 from collage_fx.passes.ir.program import LOW_PRECISION, Carried, compensable_in
-from collage_fx.runtime.errors import ResidualError, listed
+from collage_fx.runtime.errors import ResidualError, Warn, listed
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import FINEST, check_compensable
 
@@ -38,7 +38,7 @@ class FunctionStates:
         self.all = arguments
         self.counted = 0
 
-    def find(self, pick: Callable[[Owned], bool], warn: Callable[[str], None]) -> list[Owned]:
+    def find(self, pick: Callable[[Owned], bool], warn: Warn) -> list[Owned]:
         """Return the states that may be compensated; see `compensable`."""
         self.counted = self.count()
         return compensable(self.all(), pick, warn)
@@ -195,7 +195,7 @@ def _moved_to_host(number: Tensor) -> Tensor:
 class StateStorage:
     """Chooses the storage of states that are written outside the graphs of Dynamo."""
 
-    def __init__(self, config: CollageConfig, warn: Callable[[str], None]) -> None:
+    def __init__(self, config: CollageConfig, warn: Warn) -> None:
         self.config = config
         self.warn = warn
         self.dropped = ""
@@ -221,9 +221,10 @@ class StateStorage:
             STORE.drop(tensor)
             self.dropped = self.dropped or owned.name
             self.warn(
+                "residual-dropped",
                 f"residuals are dropped, the first of them that of {self.dropped}: this step "
                 f"leaves states of {tensor.dtype} as they are; compile it with "
-                f"storage={FINEST[tensor.dtype]!r}"
+                f"storage={FINEST[tensor.dtype]!r}",
             )
         return found
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from collage_fx.optimizer.checkpoints.saved_residuals import is_entry
 from collage_fx.passes.ir.program import Owner
+from collage_fx.runtime.errors import Warn
 from collage_fx.runtime.residuals.dtensor import shard_of
 from collage_fx.runtime.residuals.memory import has_memory, is_expanded, overlapping
 from collage_fx.runtime.residuals.residual import Residual
@@ -146,9 +147,7 @@ def kept_elsewhere(optimizer: Optimizer) -> frozenset[int]:
     return frozenset(id(o.tensor) for o in all_tensors_of(optimizer) if o.param < 0)
 
 
-def compensable(
-    found: Iterable[Owned], held: Callable[[Owned], bool], warn: Callable[[str], None]
-) -> list[Owned]:
+def compensable(found: Iterable[Owned], held: Callable[[Owned], bool], warn: Warn) -> list[Owned]:
     """Return the states that `held` picks, each piece of memory once; warn of overlapping ones."""
     seen: set[Any] = set()
     low = []
@@ -167,8 +166,9 @@ def compensable(
     if shared:
         names = ", ".join(o.name for o in low if id(o.tensor) in shared)
         warn(
+            "overlap",
             f"not compensated: {names} overlap in memory, one another or (if expanded) themselves; "
-            "give each memory of its own, by .clone()"
+            "give each memory of its own, by .clone()",
         )
     return [o for o in low if id(o.tensor) not in shared]
 

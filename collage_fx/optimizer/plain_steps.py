@@ -1,13 +1,12 @@
 """Notice an optimizer that takes plain steps while what was made for it is never called."""
 
-import warnings
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from collage_fx.runtime.errors import CollageWarning
+from collage_fx.runtime.errors import WarningName, warn
 
 _HOOKS = "_optimizer_step_post_hooks"
 _KEY = "collage_fx"
@@ -58,6 +57,7 @@ def called(optimizers: list[Optimizer]) -> None:
 def _compiled_in_vain(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _warn_once(
         optimizer,
+        "never-called",
         f"{type(optimizer).__name__}.step was called, without compensation, and the step that "
         "collage_fx.compile made for it never was: assign that, as in optimizer.step = "
         "collage_fx.compile(optimizer), or call it",
@@ -67,6 +67,7 @@ def _compiled_in_vain(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _not_compiled(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _warn_once(
         optimizer,
+        "copy-not-compiled",
         f"a copy of {type(optimizer).__name__} took a step without compensation: it has "
         "the residuals of its original, and not the step that was compiled; compile the copy too, "
         "as in optimizer.step = collage_fx.compile(optimizer)",
@@ -76,6 +77,7 @@ def _not_compiled(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _not_measured(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     said = _warn_once(
         optimizer,
+        "monitor-blind",
         f"the monitor does not see the steps of {type(optimizer).__name__}, which are taken by a "
         "method that was bound before it was made, as in step = optimizer.step: bind it after "
         "collage_fx.monitor(optimizer), or call optimizer.step()",
@@ -84,7 +86,7 @@ def _not_measured(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         watch_monitored(optimizer, seen=True)
 
 
-def _warn_once(optimizer: Optimizer, message: str) -> bool:
+def _warn_once(optimizer: Optimizer, name: WarningName, message: str) -> bool:
     """Warn of a step that does something; tell whether it was such a step."""
     if torch.compiler.is_compiling():  # Dynamo traces the hook, and the step with it
         return False
@@ -93,5 +95,5 @@ def _warn_once(optimizer: Optimizer, message: str) -> bool:
     said = _SAID.setdefault(optimizer, set())
     if not idle and message not in said:
         said.add(message)
-        warnings.warn(f"collage_fx: {message}", CollageWarning, stacklevel=4)
+        warn(name, message, stacklevel=4)
     return not idle

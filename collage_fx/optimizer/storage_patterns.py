@@ -1,14 +1,13 @@
 """Warn of patterns in `storage=` and `states=` that fit no state, or decide for none."""
 
 import difflib
-import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from collage_fx.optimizer.discovery import FunctionStates
 from collage_fx.passes.analysis.plan import is_named
 from collage_fx.passes.ir.program import Program
-from collage_fx.runtime.errors import CollageWarning, listed
+from collage_fx.runtime.errors import Warn, WarningName, listed, warn
 from collage_fx.runtime.storage.registry import Choice, fits
 from collage_fx.runtime.storage.state_name import StateName
 
@@ -50,7 +49,7 @@ class Patterns:
             for carried in (*program.carried, *(one for row in others for one in row)):
                 self.see(carried.state_name)
 
-    def after_step(self, held: FunctionStates, warn: Callable[[str], None]) -> None:
+    def after_step(self, held: FunctionStates, warn: Warn) -> None:
         """Note the states after a step; speak up if it was one that has made none."""
         if self.idle:
             for owned in held.all():
@@ -59,14 +58,14 @@ class Patterns:
             if before == self.count:
                 self.conclude(warn)
 
-    def after_graph(self, graph: Any, warn: Callable[[str], None]) -> None:
+    def after_graph(self, graph: Any, warn: Warn) -> None:
         """Note that a graph has run; speak up if it has before, so that all have been compiled."""
         if self.idle:
             if id(graph) in self.ran:
                 self.conclude(warn)
             self.ran.add(id(graph))
 
-    def conclude(self, warn: Callable[[str], None]) -> None:
+    def conclude(self, warn: Warn) -> None:
         """Warn of the patterns that decide for no state, the states being known now."""
         for option, pattern in sorted(self.idle):
             there = [*self.kinds, *self.names] if option == "storage" else list(self.names)
@@ -77,10 +76,10 @@ class Patterns:
             why = f"fits no state{hint}; there are {listed(names, _SHOWN)}"
             if option == "storage" and pattern in self.late:
                 why = "decides for no state: patterns before it fit all that it fits; put it first"
-            warn(f"{option}: the pattern {pattern!r} {why}")
+            warn("pattern", f"{option}: the pattern {pattern!r} {why}")
         self.idle.clear()
 
 
-def warn_now(message: str) -> None:
+def warn_now(name: WarningName, message: str) -> None:
     """Warn in the name of collage_fx."""
-    warnings.warn(f"collage_fx: {message}", CollageWarning, stacklevel=4)
+    warn(name, message, stacklevel=4)

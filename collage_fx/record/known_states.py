@@ -8,6 +8,7 @@ from torch import Tensor
 
 from collage_fx.optimizer.discovery import FunctionStates, StateStorage
 from collage_fx.optimizer.ownership import Owned
+from collage_fx.runtime.errors import Warn
 from collage_fx.runtime.residuals.checksum import same_bits
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.state_name import StateName
@@ -26,7 +27,7 @@ class KnownStates:
     discovery: FunctionStates
     storages: StateStorage
     """Tells which of them may be compensated."""
-    warn: Callable[[str], None]
+    warn: Warn
     generation: int = -1
     """That of the store when they were looked for."""
     memory: list[int] = field(default_factory=list)

@@ -19,6 +19,7 @@ from collage_fx.record.at_once import AtOnce, Unrecorded, in_python, tensors_in
 from collage_fx.record.graph_notes import GraphNotes
 from collage_fx.record.modes import BesideDynamo, Mode
 from collage_fx.record.notes import CannotNote, Notes, UnknownMemory
+from collage_fx.runtime.errors import Warn
 from collage_fx.runtime.kernels import left_out
 from collage_fx.runtime.residuals.memory import has_memory
 from collage_fx.runtime.torch_private import (
@@ -75,7 +76,7 @@ class Recorder:
     """Looks for the states, in a step in which nobody has done so."""
     told: Callable[[str], None]
     """Told why nothing is noted from now on."""
-    warn: Callable[[str], None]
+    warn: Warn
     """Told, each time, what is not compensated."""
     watched: Callable[[], Callable[[], None]]
     """Called before something that is not recorded; returns what is called after it."""
@@ -283,7 +284,8 @@ class Recorder:
         given = filter(has_memory, tensors_in(tree_leaves((args, kwargs)), {}))
         if any(map(self.words.known, given)):
             where = on_one_line(line_of_code())
-            self.warn(f"not compensated: what {func} makes of high words alone, at {where}")
+            message = f"not compensated: what {func} makes of high words alone, at {where}"
+            self.warn("high-word-only", message)
         return self.unrecorded.timed(func, lambda: func(*args, **kwargs))
 
     def _needs_no_states(self, operation: Operation, args: Any, kwargs: Any) -> bool:

@@ -113,8 +113,9 @@ class Service:
                     residual.begin_anew(tensor)
         if moved:
             self.session.warn_once(
+                "memory-replaced",
                 f"{self.subject} put other memory in the place of that of {listed(moved)}, as in "
-                "p.data = old, and wrote it, which drops the low words: write p.copy_(old)"
+                "p.data = old, and wrote it, which drops the low words: write p.copy_(old)",
             )
         return names
 
@@ -149,7 +150,7 @@ class Service:
             return  # as mostly, and this is done for each state in each step
         served.decision, served.change = plan.decision, plan.change
         if plan.refused:
-            self.session.warn_once(f"not compensated: {plan.reason}")
+            self.session.warn_once("refused", f"not compensated: {plan.reason}")
 
     def count_repeats(self) -> None:
         """Note the steps that did what the last one did."""
@@ -176,18 +177,20 @@ class Service:
     def warn_unaccounted(self, names: list[str]) -> None:
         """Warn of states that something has written which nobody has seen."""
         self.session.warn_once(
+            "unseen-write",
             f"{self.subject} wrote {listed(names)} in a way that neither a compiled "
             "graph nor PyTorch's dispatcher saw, so without compensation: with a kernel of its "
             "own; update it in place by PyTorch's operations. The steps are recorded whole from "
-            "now on"
+            "now on",
         )
 
     def warn_chained(self, name: str) -> None:
         """Warn of a state whose new value one compiled graph hands to another, rounded."""
         self.session.warn_once(
+            "cut-state",
             f"{self.subject} computes the new value of {name} in one compiled graph and stores it "
             "in another, or not in place at all, which drops its low word in this step; the steps "
-            "are recorded whole from now on. TORCH_LOGS=graph_breaks shows what cuts the step"
+            "are recorded whole from now on. TORCH_LOGS=graph_breaks shows what cuts the step",
         )
 
     def note_replaced(self, name: str) -> None:
@@ -245,15 +248,15 @@ class Service:
         named = storage in STORAGES
         for s in (s for s in written if named and s.joined >= TRIED and not s.judged):
             if why := refusal(s.dtype, str(storage), s.name):
-                warn(f"not compensated: {why}")
+                warn("refused", f"not compensated: {why}")
         if RETURNED in self.session.warned:
             return
         dtypes = {o.tensor.dtype for o in self.discovery.all() if o.tensor.is_floating_point()}
         other = dtypes - set(compensable_dtypes(storage))
         if (other or written) and not any(s.compensated for s in written):
-            warn(nothing_compensated(dtypes, written))
+            warn("nothing-compensated", nothing_compensated(dtypes, written))
         elif left := left_by_level(written, unknown=True):
-            warn(left)
+            warn("level-leaves", left)
 
 
 def written_between_steps(states: Iterable[Owned]) -> list[str]:

@@ -219,12 +219,12 @@ class Steps:
         found = [t for t in tree_leaves(results) if isinstance(t, Tensor) and has_memory(t)]
         found = [t for t in found if self.words.may_be_state(t)]
         if not self.words.writes and any(map(self.words.dropped, found)):
-            self.warn(RETURNED)
+            self.warn("returned", RETURNED)
 
     def see_written(self) -> None:
         """Say so if a graph may have returned new states of a function, and none is written."""
         if self.session.returns_alike and not self.service.has_written():
-            self.warn(RETURNED)
+            self.warn("returned", RETURNED)
 
     # The beginning.
 
@@ -322,12 +322,14 @@ class Steps:
 
     def _unseen(self, tensor: Tensor) -> None:
         if type(self.discovery) is FunctionStates and tensor.is_leaf:
-            self.warn(not_given(self.subject, tensor, "that is none of its arguments"))
+            how = "that is none of its arguments"
+            self.warn("not-given", not_given(self.subject, tensor, how))
 
     def _lost(self, name: str) -> None:
         self.warn(
+            "other-operation",
             f"{self.subject} writes {name} by an operation that knows no low words, a collective "
-            "or a kernel of its own: its residual begins anew"
+            "or a kernel of its own: its residual begins anew",
         )
 
     def _run(self, segment: Segment, call: Call) -> None:

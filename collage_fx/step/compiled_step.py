@@ -138,7 +138,7 @@ def compile_function(function: Callable[..., Any], session: Backend) -> Callable
         arguments[:] = [*argument_tensors(names, args, kwargs), *tensors_of_callable(function)]
         old = {id(x) for x in (r() for r in put) if x is not None}
         if again := [o.name for o in arguments if id(o.tensor) in old]:
-            supervisor.warn(put_in_place(again))
+            supervisor.warn("put-in-place", put_in_place(again))
         try:
             return run(*args, **kwargs)
         finally:

@@ -102,10 +102,11 @@ class StepCheck:
         self.left = 0
         error, bound = max(wrong.values())
         self.supervisor.warn(
+            "verify",
             f"verify: in step {self.done} of {self.supervisor.subject} the compiled graph that "
             f"updates {listed(wrong, 3)} is {error:.2g} of its update off from the same step done "
             f"by Python in float64, where {bound:.2g} is allowed. Nothing is lost: the step was "
-            "undone, and it is done operation by operation from now on"
+            "undone, and it is done operation by operation from now on",
         )
         return result
 

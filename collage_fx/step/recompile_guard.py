@@ -43,10 +43,11 @@ class RecompileGuard:
         if (self.row >= ROW or many) and self.supervisor.traces:
             self.supervisor.record_whole()
             self.session.warn_once(
+                "new-graphs",
                 f"the step makes a new graph at each call ({self.session.graphs} so far): a Python "
                 "number that changes enters its arithmetic as a constant, or Dynamo guards tensors "
                 "that are new each time (TORCH_LOGS=recompiles says which). The steps are recorded "
-                "from now on, which is slower for many small tensors, and as precise"
+                "from now on, which is slower for many small tensors, and as precise",
             )
 
     def _compilations(self) -> int:

@@ -136,7 +136,7 @@ class SmallUpdates:
                 self.told[name] = share
                 losing.append((one.owned.tensor.dtype, one.storage, (share, name)))
         for message in way_lost(losing, EVERY * LOOKS):
-            self.session.warn_once(renamed(message, names_of(optimizer)))
+            self.session.warn_once("updates-lost", renamed(message, names_of(optimizer)))
 
 
 def _judged(seen: Collection[_Seen]) -> list[tuple[float, float]]:

@@ -1,6 +1,5 @@
 """The residual of one tensor, and whether it still belongs to it."""
 
-import warnings
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import InitVar, dataclass, field
@@ -9,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collage_fx.runtime.errors import CollageWarning, listed
+from collage_fx.runtime.errors import listed, warn
 from collage_fx.runtime.residuals import checks
 from collage_fx.runtime.residuals.checks import Checks
 from collage_fx.runtime.residuals.checksum import bits_of, same_bits
@@ -369,10 +368,10 @@ def warn_of_cleared(names: list[str], why: str, then: str = _IN_TIME, where: str
         then: what can be done, or will be.
         where: if not in all elements.
     """
-    warnings.warn(
-        f"collage_fx: the residual of {listed(names)} was cleared{where}, because {why}. "
+    warn(
+        "residual-cleared",
+        f"the residual of {listed(names)} was cleared{where}, because {why}. "
         f"The step goes on from the stored value. {then}",
-        CollageWarning,
         stacklevel=3,
     )
 

@@ -1,7 +1,6 @@
 """The residual store: which tensor has which residual."""
 
 import functools
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdRef
 
-from collage_fx.runtime.errors import CollageWarning
+from collage_fx.runtime.errors import warn
 from collage_fx.runtime.expansion.eft import WIDER
 from collage_fx.runtime.residuals.checksum import bits_of
 from collage_fx.runtime.residuals.components import check_components, storage_of
@@ -163,12 +162,12 @@ class ResidualStore:
         old, new = (STORAGES[name].precision[dtype] for name in pair)
         if new < old and pair not in self._coarser and not residual.provisional:
             self._coarser.add(pair)
-            warnings.warn(
-                f"collage_fx: the residual of {residual.name} was kept in storage {pair[0]!r} and "
+            warn(
+                "coarser-storage",
+                f"the residual of {residual.name} was kept in storage {pair[0]!r} and "
                 f"goes on in {pair[1]!r}, which keeps {new} bits instead of {old}: that is what "
                 f"this step was compiled with. Compile it with storage={pair[0]!r} to keep them; "
                 "two optimizers of one parameter need one storage",
-                CollageWarning,
                 stacklevel=2,
             )
 

@@ -38,6 +38,7 @@ def printed(text: str) -> str:
     "docs/debugging.md-[01]",
     "docs/recipes.md-[01]",
     "docs/start.md-[012]",
+    "docs/warnings.md-0",
 )
 def test_code_runs(name: str) -> None:
     torch.manual_seed(0)

@@ -8,7 +8,6 @@ when nothing of this package has seen the optimizer yet, and loads into plain Py
 
 import functools
 import itertools
-import warnings
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -42,7 +41,7 @@ from collage_fx.optimizer.ownership import (
     params_of,
 )
 from collage_fx.optimizer.parameter_names import names_of, naming, renamed
-from collage_fx.runtime.errors import CollageWarning, listed
+from collage_fx.runtime.errors import WarningName, listed, warn
 from collage_fx.runtime.residuals.memory import has_memory
 from collage_fx.runtime.residuals.residual import clear_stale
 from collage_fx.runtime.residuals.store import STORE
@@ -87,9 +86,10 @@ def attach(optimizer: Optimizer, storage: Choice = "") -> None:
     serve(optimizer, "load_state_dict", _loaded)
     if replaces_state_dict(optimizer):
         _warn(
+            "own-state-dict",
             f"state_dict() of {type(optimizer).__name__} is one of its own, which does not call "
             "that of torch.optim.Optimizer: checkpoints hold no residuals, and a resumed run "
-            "begins with what is stored"
+            "begins with what is stored",
         )
 
 
@@ -169,9 +169,10 @@ def _warn_of_unsaved(optimizer: Optimizer, names: list[str]) -> None:
         if names:
             _SAID[optimizer].add(_ELSEWHERE)
             _warn(
+                "unsaved",
                 f"state_dict() holds no residual of {listed(names)}, which the optimizer keeps "
                 "elsewhere than in a dict of states of a parameter: a resumed run begins with what "
-                "is stored of it"
+                "is stored of it",
             )
 
 
@@ -213,9 +214,10 @@ def _saved(optimizer: Optimizer, state_dict: Any) -> None:
     if orphans := sorted({*drop_orphans(state_dict)} - said):
         said.update(orphans)
         _warn(
+            "unsaved",
             f"state_dict() holds no residual of {listed(orphans)}, which that of "
             f"{type(optimizer).__name__} gives in another form: a resumed run begins with what is "
-            "stored of it"
+            "stored of it",
         )
 
 
@@ -319,19 +321,20 @@ def _warn_of_cast(optimizer: Optimizer, loaded: Loaded) -> None:
     cast = [key for key, dtype in loaded.dtypes.items() if now[key] - {f"torch.{dtype}"}]
     if cast:
         _warn(
+            "cast-on-load",
             f"load_state_dict() of PyTorch has cast {listed(cast)}, which was saved as "
             f"{', '.join(sorted({loaded.dtypes[key] for key in cast}))}, to the dtype of the "
             "parameters, before collage_fx has seen the optimizer. To keep it, compile the "
-            "optimizer before it loads"
+            "optimizer before it loads",
         )
 
 
-def _warn(message: str) -> None:
-    warnings.warn(f"collage_fx: {message}", CollageWarning, stacklevel=5)
+def _warn(name: WarningName, message: str) -> None:
+    warn(name, message, stacklevel=5)
 
 
 def _give(optimizer: Optimizer, loaded: Loaded) -> None:
     """Give tensors their residuals; warn once of all that is not as it was saved."""
     if messages := list(give(optimizer, loaded, _ATTACHED.get(optimizer, ""))):
-        _warn(renamed("; ".join(messages), names_of(optimizer)))
+        _warn("checkpoint", renamed("; ".join(messages), names_of(optimizer)))
     note_places(optimizer)

@@ -1,0 +1,144 @@
+"""Each warning has an entry in docs/warnings.md, and each entry is of a warning that is given."""
+
+import ast
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+import collage_fx
+from collage_fx.runtime.errors import WarningName, warn
+
+ROOT = Path(__file__).parents[2]
+SOURCES = [p for layer in ("collage_fx", "passes", "runtime") for p in (ROOT / layer).rglob("*.py")]
+HELPER = ROOT / "runtime" / "errors.py"
+PAGE = (ROOT / "docs" / "warnings.md").read_text()
+NAMES = set(get_args(WarningName))
+LEAST = 8
+"""Letters of a part of a text, between what differs, from which on it is looked for."""
+
+
+def entries(page: str) -> dict[str, str]:
+    """Return the entries by their names."""
+    parts = re.split(r"^### (.*)$", page, flags=re.M)[1:]
+    bodies = (re.split(r"^## ", part, flags=re.M)[0] for part in parts[1::2])
+    return dict(zip(parts[::2], bodies, strict=True))
+
+
+def shown(entry: str) -> list[str]:
+    """Return the texts of an entry, each on one line."""
+    found = re.findall(r"^```text\n(.*?)\n```$", entry, re.M | re.S)
+    return [" ".join(text.split()) for text in found]
+
+
+def parts(text: str) -> list[str]:
+    """Return what of a text never differs."""
+    found = (part.strip() for part in re.split(r"<[^<>]*>", text))
+    return [part for part in found if len(part) >= LEAST]
+
+
+def strings(tree: ast.AST) -> Iterator[str]:
+    """Yield the texts in code, those of an f-string between its braces."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def warned(tree: ast.AST) -> Iterator[tuple[str, list[str]]]:
+    """Yield the warnings that code gives, each with the parts of its text that stand there."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not called(node).endswith(("warn", "warn_once")):
+            continue
+        names = [a.value for a in node.args if isinstance(a, ast.Constant) and a.value in NAMES]
+        if names:
+            others = (s for a in node.args for s in strings(a) if s not in NAMES)
+            yield names[0], [s for s in others if len(s) >= LEAST]
+
+
+def called(node: ast.Call) -> str:
+    return getattr(node.func, "attr", "") or getattr(node.func, "id", "")
+
+
+def faults(page: str, trees: list[ast.AST]) -> list[str]:
+    """Return in what the page and the code differ."""
+    there, given = entries(page), [found for tree in trees for found in warned(tree)]
+    texts = "\n".join(s for tree in trees for s in strings(tree))
+    found = [f"{name} has no entry" for name in sorted(NAMES - there.keys())]
+    found += [f"{name} is no warning" for name in sorted(there.keys() - NAMES)]
+    found += [f"{name} is never given" for name in sorted(NAMES - {name for name, _ in given})]
+    for name, entry in there.items():
+        if not shown(entry) or "**Paste**" not in entry:
+            found.append(f"{name} lacks a text or a line to paste")
+        found += [
+            f"{name}: no code says {part!r}"
+            for text in shown(entry)
+            for part in parts(text)
+            if part not in texts
+        ]
+    for name, said in given:
+        whole = " ".join(shown(there.get(name, "")))
+        found += [f"{name}: the page leaves out {s!r}" for s in said if s.strip() not in whole]
+    return found
+
+
+@pytest.fixture(scope="module")
+def trees() -> list[ast.AST]:
+    return [ast.parse(path.read_text()) for path in SOURCES]
+
+
+def test_the_page_has_the_warnings_of_the_code(trees: list[ast.AST]) -> None:
+    assert not faults(PAGE, trees)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "fault"),
+    [
+        ("### overlap\n", "### overlaps\n", "overlap has no entry"),
+        ("### overlap\n", "### overlaps\n", "overlaps is no warning"),
+        ("\n.clone()\n", "\nclone\n", "overlap: no code says"),
+        ("themselves; give each memory of its own, by", "<and> by", "overlap: the page leaves out"),
+        ("**Paste** `state = state.clone()`", "`state.clone()`", "overlap lacks a text or a line"),
+    ],
+)
+def test_a_fault_is_found(old: str, new: str, fault: str, trees: list[ast.AST]) -> None:
+    assert PAGE.count(old) == 1
+    assert any(f.startswith(fault) for f in faults(PAGE.replace(old, new), trees))
+
+
+def test_a_warning_that_nothing_gives_is_found(trees: list[ast.AST]) -> None:
+    others = [t for t in trees if not any(name == "overlap" for name, _ in warned(t))]
+    assert len(others) == len(trees) - 1
+    assert "overlap is never given" in faults(PAGE, others)
+
+
+def test_all_go_through_one_function(trees: list[ast.AST]) -> None:
+    """It adds the link."""
+    for path, tree in zip(SOURCES, trees, strict=True):
+        direct = [
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute) and ast.unparse(node) == "warnings.warn"
+        ]
+        assert len(direct) == (path == HELPER), path
+
+
+def test_a_warning_ends_with_the_link_to_its_entry() -> None:
+    with pytest.warns(collage_fx.CollageWarning) as caught:
+        warn("overlap", "two states")
+    (one,) = caught
+    text, _, link = str(one.message).rpartition(" ")
+    assert text == "collage_fx: two states" and one.filename == __file__
+    page, _, anchor = link.strip("[]").partition("#")
+    assert (ROOT / page).read_text() == PAGE and f"\n### {anchor}\n" in PAGE
+
+
+def test_one_can_be_chosen_by_its_name() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("error", message="collage_fx: .*#overlap")
+        warn("pattern", "not this one")
+        with pytest.raises(collage_fx.CollageWarning):
+            warn("overlap", "this one")
