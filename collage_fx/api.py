@@ -68,6 +68,20 @@ def compile(
         OptionError: an option or value that does not exist.
         SubjectError: a model, or anything else that is neither an optimizer nor a function; an
             optimizer that compiles its own step, of a class of `collage_fx.optim` say.
+
+    Examples:
+        >>> optimizer.step = collage_fx.compile(optimizer, level="plus")
+        >>> train(optimizer)
+
+        A function that updates its argument:
+
+        >>> def update(p, g):
+        ...     p.sub_(g, alpha=2**-12)
+        >>> step = collage_fx.compile(update)
+        >>> p, g = torch.ones(2, dtype=torch.bfloat16), torch.ones(2, dtype=torch.bfloat16)
+        >>> step(p, g)
+        >>> p, collage_fx.value(p)
+        (tensor([1., 1.], dtype=torch.bfloat16), tensor([0.9998, 0.9998], dtype=torch.float64))
     """
     config, inductor = split_options(options, mode)
     subject = subject_of(optimizer_or_function)
@@ -119,6 +133,11 @@ def compile_(optimizer: OptimizerT, *, mode: str | None = None, **options: Any) 
     Raises:
         OptionError: an option or value that does not exist.
         SubjectError: anything that is no optimizer.
+
+    Examples:
+        >>> optimizer = collage_fx.compile_(optimizer)
+        >>> scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        >>> train(optimizer)
     """
     refuse_mastered(optimizer)
     inner = stepping(optimizer)
@@ -181,6 +200,12 @@ def report(
     Raises:
         CollageError: it was not made by `collage_fx.compile`.
         SubjectError: a `model` that has not the parameters of the optimizer.
+
+    Examples:
+        >>> train(collage_fx.compile_(optimizer))
+        >>> found = collage_fx.report(optimizer)
+        >>> [(state.name, state.compensated) for state in found.states]
+        [('weight', True), ('exp_avg of weight', False), ('exp_avg_sq of weight', True)]
     """
     found = report_of(step_or_optimizer)
     found.verbose = verbose

@@ -34,6 +34,10 @@ def trainer_callback(every: int = 100, *, to: Any = None) -> Any:
     Raises:
         ImportError: transformers is not installed.
         OptionError: `every` is not a positive integer.
+
+    Examples:
+        >>> callbacks = [collage_fx.compile_callback(), collage_fx.trainer_callback(every=50)]
+        >>> trainer = transformers.Trainer(model, callbacks=callbacks)
     """
     check_every(every)
     from transformers import TrainerCallback
@@ -102,6 +106,10 @@ def compile_callback(*, mode: str | None = None, **options: Any) -> Any:
     Raises:
         ImportError: transformers is not installed.
         OptionError: an option or value that does not exist.
+
+    Examples:
+        >>> callbacks = [collage_fx.compile_callback(level="plus")]
+        >>> trainer = transformers.Trainer(model, callbacks=callbacks)
     """
     split_options(options, mode)
     from transformers import TrainerCallback
@@ -124,6 +132,10 @@ def whole_weights_callback() -> Any:
 
     Raises:
         ImportError: transformers is not installed.
+
+    Examples:
+        >>> callbacks = [collage_fx.compile_callback(), collage_fx.whole_weights_callback()]
+        >>> trainer = transformers.Trainer(model, callbacks=callbacks)
     """
     from safetensors.torch import load_file, save_file
     from transformers import TrainerCallback
@@ -164,6 +176,10 @@ def lightning_callback(every: int = 100, *, to: Any = None) -> Any:
     Raises:
         ImportError: lightning is not installed.
         OptionError: `every` is not a positive integer.
+
+    Examples:
+        >>> callbacks = [collage_fx.lightning_callback(every=50)]
+        >>> trainer = lightning.Trainer(callbacks=callbacks, logger=False)
     """
     check_every(every)
     from lightning.pytorch import Callback

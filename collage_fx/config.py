@@ -47,12 +47,22 @@ def _names(option: str, value: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class CollageConfig(Settings):
-    """What is compensated and how. Raises OptionError for a value that does not exist."""
+    """What is compensated and how: the options of `compile` and of what takes its options.
+
+    Raises:
+        OptionError: a value that does not exist, or two that exclude each other.
+
+    Examples:
+        >>> config = collage_fx.CollageConfig(level="plus", storage="mcf2")
+        >>> config.arithmetic
+        'eft'
+    """
 
     level: Level = "auto"
-    """Which carried states get residuals: `light` (parameters, and what they are computed anew
-    from), `auto` (parameters, and what the analysis finds critical), `plus` (and what decays up to
-    twice as fast), `all`."""
+    """Which carried states get residuals: `auto` parameters, and what the analysis finds critical;
+    `light` parameters, and what a parameter is computed anew from (`p.copy_(z)`, `p.lerp_(z, 0.9)`;
+    where another graph does that, from when that graph is compiled); `plus` also states whose decay
+    is up to 16 u from 1 (`auto`: 8 u); `all` every 16-bit state that carries a value on."""
     arithmetic: Arithmetic = None  # type: ignore[assignment]  # it is one when this is made
     """`wide`, the default: the step in fp32 registers, split once at the store. `eft`, the default
     where storage `mcf2` or `mcf3` is named: each operation on the carried path in the state's own
@@ -72,15 +82,17 @@ class CollageConfig(Settings):
     together are in arithmetic `wide` too."""
     on_unsupported: OnUnsupported = "join"
     """What an operation on a carried path does that has no rule in `eft`: `join` applies it in fp32
-    to the joined value, splits its result and lists it in the plan; `error` raises
-    UnsupportedError."""
+    to the joined value, splits its result, and `explain` lists it; `error` raises UnsupportedError,
+    which names operation, state and source line, and nothing is changed."""
     states: tuple[str, ...] = ()
     """Patterns (as in fnmatch) of names of states that may be compensated although no optimizer
     owns them: buffers of modules, and other tensors that a compiled train step updates beside an
     optimizer's states. Names are those that `explain` shows."""
     multi_tensor: bool | Literal["auto"] = "auto"
-    """Whether a class of parameters is compiled once and its kernel run over all of them, rather
-    than a kernel for each; `auto`: from 8 on."""
+    """Whether a class of parameters (those whose updates are alike but for shapes) is compiled once
+    and its kernel run over all of them, on a CPU in one call of C++, on a GPU in one launch of a
+    Triton kernel, rather than a kernel for each; `auto` on a CPU whatever their number, on a GPU
+    from 8 on."""
 
     stochastic_rounding: bool = False
     """Whether the last residual of a state is rounded up or down by chance, so that updates too
@@ -89,13 +101,15 @@ class CollageConfig(Settings):
     implies: `eft` beside it is an error."""
     without: tuple[str, ...] = field(default=(), kw_only=True)
     """Passes that are left out, by name, to find out which one does something: `denominator`,
-    `deduplicate`, `escape`. The others each make what the next one reads."""
+    `deduplicate`, `escape`, `join`, `moves`, `numbers`, `reductions`, `repeat`, `share`. The page
+    on debugging says what each rules out."""
     seed: int = 0
-    """What chance begins with. Checkpoints hold how far it has come."""
+    """What chance begins with. Checkpoints hold how far it has come, so that a resumed run draws
+    the same."""
     verify: int = 0
     """How many of the first steps of an optimizer are also done as Python does them, on a copy in
     float64, and compared. A compiled graph that fails is named and left to the recorder, its
-    step undone; see `step/first_steps.py`. 0 by default, for what the copy takes: 8 bytes for each
+    step undone. 0 by default, for what the copy takes: 8 bytes for each
     element of parameters, gradients and states. With `collage_fx.compile` of an optimizer only."""
 
     record: bool | Literal["auto"] = "auto"

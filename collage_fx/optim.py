@@ -51,9 +51,11 @@ def compensated(cls: type[Optimizer], **options: Any) -> type[Optimizer]:
         OptionError: an option or value that does not exist, or an argument of the class.
         SubjectError: anything that is no class of optimizers.
 
-    Example:
-        >>> Lion = collage_fx.compensated(pytorch_optimizer.Lion, storage="remainder16")
-        >>> optimizer = Lion(model.parameters(), lr=1e-5)
+    Examples:
+        >>> SGD = collage_fx.compensated(torch.optim.SGD, storage="remainder16")
+        >>> train(SGD(model.parameters(), lr=1e-5))
+        >>> len(collage_fx.residuals(model.weight))
+        1
     """
     _refuse_other(cls)
     original = vars(cls).get(ORIGINAL, cls)
@@ -193,10 +195,13 @@ def _doc(original: type[Optimizer], *, takes_options: bool) -> str:
         f"{', '.join(_KNOWN)}, and settings of torch._inductor.config. None stands for one that is "
         "not given; one that does not exist raises an OptionError."
     )
+    name = original.__name__
+    example = f"\n\nExamples:\n    >>> optimizer = collage_fx.optim.{name}(model.parameters())"
     return (
         f"`{original.__module__}.{original.__qualname__}`, its step compiled with compensation.\n\n"
         "It is compiled at its first use, as by `optimizer.step = collage_fx.compile(optimizer)`."
-        f"{options if takes_options else ''}\n\nThe original:\n\n{inspect.getdoc(original) or ''}"
+        f"{options if takes_options else ''}{example if takes_options else ''}\n\nThe original:\n\n"
+        f"{inspect.getdoc(original) or ''}"
     )
 
 

@@ -11,7 +11,15 @@ from typing import Literal
 
 
 class CollageError(Exception):
-    """Base class of every error that collage_fx raises on purpose."""
+    """Base class of every error that collage_fx raises on purpose.
+
+    Examples:
+        >>> try:
+        ...     collage_fx.compile_(optimizer, level="most")
+        ... except collage_fx.CollageError as error:
+        ...     print(type(error).__name__, error)
+        OptionError level='most' is not one of 'light', 'plus', 'auto', 'all'
+    """
 
 
 class OptionError(CollageError, ValueError):
@@ -72,7 +80,11 @@ class RoundingsLost(RuntimeError):
 
 
 class CollageWarning(UserWarning):
-    """Something was not compensated, or a residual was lost: what, where and the remedy."""
+    """Something was not compensated, or a residual was lost: what, where and the remedy.
+
+    Examples:
+        >>> warnings.filterwarnings("error", message="collage_fx: .*#residual-cleared")
+    """
 
 
 WarningName = Literal[

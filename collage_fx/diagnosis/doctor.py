@@ -29,6 +29,12 @@ class Doctor:
 
     It changes no bit of the run: it draws no random number and calls no other process. A step that
     torch.compile runs is not looked at.
+
+    Examples:
+        >>> with collage_fx.doctor(optimizer) as doctor:
+        ...     train(optimizer)
+        >>> doctor.finding()
+        <Finding: losing, 1 kinds of parameters>
     """
 
     def __init__(self, model: Module | None = None, *, everyone: bool = False) -> None:
@@ -111,6 +117,13 @@ def doctor(optimizer: Optimizer, model: Module | None = None) -> Doctor:
 
     Raises:
         SubjectError: anything that is no optimizer; a model that has not all of its parameters.
+
+    Examples:
+        >>> doctor = collage_fx.doctor(optimizer)
+        >>> train(optimizer)
+        >>> doctor.stop()
+        >>> doctor.finding().losing
+        True
     """
     inner = innermost(optimizer)
     if not isinstance(inner, Optimizer):

@@ -109,7 +109,16 @@ class Seen:
 
 @dataclass
 class Finding:
-    """The finding of a doctor; `print` shows it, in 30 lines at most."""
+    """The finding of a doctor; `print` shows it, in 30 lines at most.
+
+    Examples:
+        >>> with collage_fx.doctor(optimizer) as doctor:
+        ...     train(optimizer)
+        >>> finding = doctor.finding()
+        >>> finding.status, finding.parameters[0].name
+        ('losing', 'weight')
+        >>> finding.save("finding.json")
+    """
 
     status: Status
     """`fine`, `losing`, or `unknown` where nothing could be looked at."""
@@ -132,7 +141,12 @@ class Finding:
     def save(self, file: str | Path, *, page: bool = False) -> None:
         """Write all of it to a file as JSON, or the text as an HTML page.
 
-        Raises PageError if it cannot be written.
+        Args:
+            file: its path.
+            page: whether as a page.
+
+        Raises:
+            PageError: it cannot be written.
         """
         text = json.dumps(self.to_dict(), indent=1) + "\n"
         if page:

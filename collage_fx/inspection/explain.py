@@ -79,6 +79,12 @@ def explain(
         SubjectError: a model, or anything else that is neither an optimizer nor a function; a
             `model` that has not the parameters of the optimizer.
         CollageError: the step cannot be run.
+
+    Examples:
+        >>> explanation = collage_fx.explain(optimizer)
+        >>> state = explanation.plan[2]
+        >>> print(state.name, state.recurrence, state.verdict)
+        exp_avg_sq of weight x' = 0.999*x + B compensated
     """
     subject, step, known, names = _prepare(optimizer_or_function, args, model)
     config, inductor = split_options(options, known=known)

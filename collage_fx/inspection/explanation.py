@@ -29,7 +29,17 @@ from collage_fx.runtime.storage.registry import Choice, kept
 
 @dataclass(repr=False)
 class Explanation:
-    """What collage_fx does to a step: str() of it is a report, to_dict() the same for machines."""
+    """What collage_fx does to a step: str() of it is a report, to_dict() the same for machines.
+
+    Examples:
+        >>> explanation = collage_fx.explain(optimizer)
+        >>> explanation.residual_bytes, len(explanation.kernels)
+        (16384, 1)
+        >>> print(str(explanation).splitlines()[0])
+        collage_fx: AdamW, level=auto, arithmetic=wide, storage=auto
+        >>> explanation.save("step.html")
+        PosixPath('step.html')
+    """
 
     subject: str
     config: CollageConfig
@@ -85,6 +95,9 @@ class Explanation:
         """Write all of it to one HTML file that needs no network; return where.
 
         A file that is there already is replaced at once, or, if writing fails, left as it is.
+
+        Args:
+            path: of the file.
 
         Raises:
             PageError: the file cannot be written.

@@ -27,6 +27,12 @@ class GradientRecorder(Watch):
 
     Use it as a context manager, or call `remove` when enough has been recorded; what was recorded
     stays. It takes the memory of the gradients `last` times.
+
+    Examples:
+        >>> with collage_fx.record_gradients(collage_fx.compile_(optimizer)) as recorder:
+        ...     train(optimizer, steps=2)
+        >>> len(recorder), recorder.steps[0][0].shape
+        (2, torch.Size([64, 64]))
     """
 
     def __init__(self, optimizer: Optimizer, last: int) -> None:
@@ -87,6 +93,13 @@ def record_gradients(optimizer: Optimizer, last: int = 8) -> GradientRecorder:
     Raises:
         OptionError: `last` is less than 1.
         SubjectError: anything that is no optimizer.
+
+    Examples:
+        >>> with collage_fx.record_gradients(collage_fx.compile_(optimizer), last=2) as recorder:
+        ...     train(optimizer)
+        >>> explanation = collage_fx.explain(optimizer, replay=recorder)
+        >>> len(recorder)
+        2
     """
     inner = innermost(optimizer)
     if not isinstance(inner, Optimizer):

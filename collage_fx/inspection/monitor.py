@@ -39,7 +39,15 @@ KEPT = 1000
 
 
 class Monitor(Watch):
-    """Measures every n-th step of an optimizer; `monitor` makes it."""
+    """Measures every n-th step of an optimizer; `monitor` makes it.
+
+    Examples:
+        >>> found = collage_fx.monitor(collage_fx.compile_(optimizer), every=2)
+        >>> train(optimizer)
+        >>> found.steps, [measurement.step for measurement in found.history]
+        (4, [2, 4])
+        >>> found.remove()
+    """
 
     def __init__(self, optimizer: Optimizer, every: int, to: Any, model: Module | None) -> None:
         super().__init__(optimizer)
@@ -275,6 +283,13 @@ def monitor(
     Raises:
         OptionError: `every` is not a positive integer, or `to` is none of these.
         SubjectError: no optimizer; a `model` that has not its parameters.
+
+    Examples:
+        >>> found = collage_fx.monitor(collage_fx.compile_(optimizer), every=4)
+        >>> train(optimizer)
+        >>> parameters = found.latest["kinds"]["parameter"]
+        >>> parameters["lost"] < parameters["lost_plain"]
+        True
     """
     inner = innermost(optimizer)
     if not isinstance(inner, Optimizer):

@@ -24,6 +24,19 @@ def residuals(tensor: Tensor) -> tuple[Tensor, ...]:
     outside does not count, nor does that of a checkpoint beside other values than it was saved
     with; the next step clears it. Where it is known which elements were written, only these do not
     count, and the components are copies until the next step.
+
+    Args:
+        tensor: a parameter, a state or an argument of a function.
+
+    Raises:
+        SubjectError: no tensor.
+
+    Examples:
+        >>> train(collage_fx.compile_(optimizer))
+        >>> [residual.dtype for residual in collage_fx.residuals(model.weight)]
+        [torch.int16]
+        >>> collage_fx.residuals(torch.ones(2))
+        ()
     """
     _, components = _present(tensor, "residuals")
     return tuple(sharded_like(c, tensor) for c in components or ())
@@ -34,6 +47,20 @@ def value(tensor: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
 
     Shape and device are those of tensor. In float64 it is exact, for `mcf2` and `mcf3` unless the
     components are more than 2^53 apart. A tensor without residuals is converted.
+
+    Args:
+        tensor: a parameter, a state or an argument of a function.
+        dtype: of the result, a floating one.
+
+    Raises:
+        OptionError: another dtype.
+        SubjectError: no tensor.
+
+    Examples:
+        >>> train(collage_fx.compile_(optimizer))
+        >>> whole = collage_fx.value(model.weight)
+        >>> torch.equal(whole.bfloat16(), model.weight), torch.equal(whole, model.weight.double())
+        (True, False)
     """
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise OptionError(f"dtype={dtype!r} is no floating dtype of torch")
@@ -44,7 +71,19 @@ def value(tensor: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def draws(tensor: Tensor) -> int:
-    """Return how often the residual of tensor was rounded by chance, 0 if it has none."""
+    """Return how often the residual of tensor was rounded by chance, 0 if it has none.
+
+    Args:
+        tensor: a parameter, a state or an argument of a function.
+
+    Raises:
+        SubjectError: no tensor.
+
+    Examples:
+        >>> train(collage_fx.compile_(optimizer, stochastic_rounding=True), steps=3)
+        >>> collage_fx.draws(model.weight)
+        3
+    """
     residual = STORE.get(shard_of(_checked(tensor, "draws")))
     return 0 if residual is None else residual.draws
 
@@ -64,6 +103,13 @@ def load_residuals(
     Raises:
         ResidualError: the components do not fit the tensor.
         SubjectError: no tensor.
+
+    Examples:
+        >>> train(collage_fx.compile_(optimizer))
+        >>> copy = model.weight.detach().clone()
+        >>> collage_fx.load_residuals(copy, collage_fx.residuals(model.weight))
+        >>> torch.equal(collage_fx.value(copy), collage_fx.value(model.weight))
+        True
     """
     name = _name_of(_checked(tensor, "load_residuals"))
     components = [shard_of(_checked(c, "load_residuals")) for c in components]

@@ -52,6 +52,12 @@ def load_master_weights(
         CheckpointError: a name or shape that does not fit.
         StorageError: a parameter of a dtype that the storage cannot hold.
         OptionError: a storage that does not exist.
+
+    Examples:
+        >>> weights = {"weight": torch.randn(64, 64)}
+        >>> collage_fx.load_master_weights(model, weights)
+        >>> torch.equal(collage_fx.value(model.weight).float(), weights["weight"])
+        True
     """
     storage = ALIASES.get(storage, storage) if isinstance(storage, str) else storage
     if storage is not None and not (isinstance(storage, str) and storage in STORAGES):
@@ -90,6 +96,12 @@ def master_state_dict(
 
     Raises:
         OptionError: another dtype.
+
+    Examples:
+        >>> train(collage_fx.compile_(optimizer))
+        >>> weights = collage_fx.master_state_dict(model, optimizer)
+        >>> weights["weight"].dtype
+        torch.float32
     """
     if dtype not in (torch.float32, torch.float64):
         raise OptionError(f"dtype={dtype} is not torch.float32 or torch.float64")
@@ -112,15 +124,24 @@ def master_state_dict(
 def convert_residuals(optimizer: Optimizer, storage: str | Mapping[str, str]) -> None:
     """Lay out the parameters and states of an optimizer that have residuals in another storage.
 
-    A dict gives each its own by patterns, as the option `storage` does; it and `auto` leave fp32
-    states as they are unless they name a storage for these.
-
     Values are kept, to the precision of the new storage. A step that was compiled with another one
     converts them back: compile it anew.
+
+    Args:
+        optimizer: of any class.
+        storage: a name, or a dict that gives each state its own by patterns, as the option of this
+            name; a dict and `auto` leave fp32 states as they are unless they name a storage for
+            these.
 
     Raises:
         StorageError: a state of a dtype that the storage cannot hold; nothing is changed.
         OptionError: a storage that does not exist.
+
+    Examples:
+        >>> train(collage_fx.compile_(optimizer))
+        >>> collage_fx.convert_residuals(optimizer, "mcf2")
+        >>> [residual.dtype for residual in collage_fx.residuals(model.weight)]
+        [torch.bfloat16]
     """
     choice = CollageConfig(storage=storage).storage  # type: ignore[arg-type]
     state_dicts.attach(optimizer)

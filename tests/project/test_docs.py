@@ -32,6 +32,7 @@ def printed(text: str) -> str:
 @pytest.mark.parametrize("name", CODE)
 @pytest.mark.quick(
     "README.md-0",
+    "docs/api.md-0",
     "docs/checkpoints.md-[01]",
     "docs/choosing.md-0",
     "docs/classes.md-0",
