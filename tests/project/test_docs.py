@@ -37,6 +37,7 @@ def printed(text: str) -> str:
     "docs/choosing.md-0",
     "docs/classes.md-0",
     "docs/debugging.md-[01]",
+    "docs/reading.md-0",
     "docs/recipes.md-[01]",
     "docs/start.md-[012]",
     "docs/warnings.md-0",
