@@ -7,6 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 FRAMEWORKS := $(VENV)/.frameworks
+DOCS := build/docs-env
 # Where bytecode is not kept, each process compiles all of torch anew, for ten to twenty seconds.
 unexport PYTHONDONTWRITEBYTECODE
 # Two processes for two cores, of one thread each.
@@ -23,7 +24,7 @@ test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m "not slow"
 
 # All tests, and by the kernels that Inductor compiles, where `test` interprets graphs.
-test-all: lint $(FRAMEWORKS)
+test-all: lint $(FRAMEWORKS) $(DOCS)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) --compiler
 
 # Random optimizer programs of fresh seeds; a program that fails is printed as a short script.
@@ -100,8 +101,6 @@ lint: $(READY)
 
 # The site, in build/site; what would be a warning is an error. `make docs SERVE=1` shows it while pages
 # are written.
-DOCS := build/docs-env
-
 docs: $(DOCS)/.ready
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs $(if $(SERVE),serve,build --strict)
 
