@@ -23,19 +23,47 @@ class CollageError(Exception):
 
 
 class OptionError(CollageError, ValueError):
-    """An option, or a value of one, that does not exist."""
+    """An option, or a value of one, that does not exist.
+
+    Examples:
+        >>> collage_fx.compile_(optimizer, levels="auto")
+        Traceback (most recent call last):
+            ...
+        OptionError: unknown option 'levels', did you mean 'level'? ...
+    """
 
 
 class SubjectError(OptionError, TypeError):
-    """Something that is neither an optimizer nor a function that updates tensors."""
+    """Something that is neither an optimizer nor a function that updates tensors.
+
+    Examples:
+        >>> collage_fx.compile_(model)
+        Traceback (most recent call last):
+            ...
+        SubjectError: compile_ takes an optimizer, got Linear
+    """
 
 
 class CheckpointError(CollageError, ValueError):
-    """Residuals in a checkpoint that do not fit the optimizer that loads them."""
+    """Residuals in a checkpoint that do not fit the optimizer that loads them.
+
+    Examples:
+        >>> collage_fx.load_master_weights(model, {"weight": torch.ones(2)})
+        Traceback (most recent call last):
+            ...
+        CheckpointError: the weights do not fit: weight is (64, 64), given (2,)
+    """
 
 
 class ResidualError(CollageError, ValueError):
-    """Residuals given for a tensor that cannot have them."""
+    """Residuals given for a tensor that cannot have them.
+
+    Examples:
+        >>> collage_fx.load_residuals(model.weight, [torch.ones(64, 64)])
+        Traceback (most recent call last):
+            ...
+        ResidualError: ... was given residuals of [torch.float32]; ...
+    """
 
 
 class ComponentError(CollageError, ValueError):
@@ -43,7 +71,15 @@ class ComponentError(CollageError, ValueError):
 
 
 class StorageError(CollageError, ValueError):
-    """A state of a dtype that the storage which was asked for cannot hold."""
+    """A state of a dtype that the storage which was asked for cannot hold.
+
+    Examples:
+        >>> weights = {"weight": torch.ones(64, 64)}
+        >>> collage_fx.load_master_weights(model.half(), weights, storage="remainder16")
+        Traceback (most recent call last):
+            ...
+        StorageError: storage 'remainder16' cannot hold weight, which is float16; ...
+    """
 
 
 class LegalityError(CollageError, RuntimeError):
@@ -52,7 +88,17 @@ class LegalityError(CollageError, RuntimeError):
 
 class UnsupportedError(CollageError, NotImplementedError):
     """An operation on a carried path has no rule, and `on_unsupported="error"` was asked for; or a
-    step does what PyTorch does not let tensors with residuals do."""
+    step does what PyTorch does not let tensors with residuals do.
+
+    Examples:
+        >>> def update(p, g):
+        ...     p.copy_(torch.hypot(p, g))
+        >>> step = collage_fx.compile(update, arithmetic="eft", on_unsupported="error")
+        >>> step(*torch.ones(2, 4).bfloat16())
+        Traceback (most recent call last):
+            ...
+        UnsupportedError: aten.hypot.default has no rule: node hypot, on the path of p; ...
+    """
 
 
 class RuleError(CollageError, RuntimeError):
@@ -64,7 +110,14 @@ class CaptureError(CollageError, RuntimeError):
 
 
 class PageError(CollageError, OSError):
-    """The page of an explanation cannot be written where it was asked for."""
+    """The page of an explanation cannot be written where it was asked for.
+
+    Examples:
+        >>> collage_fx.explain(optimizer).save("/nowhere/step.html")
+        Traceback (most recent call last):
+            ...
+        PageError: the page cannot be written to /nowhere/step.html: No such file or directory
+    """
 
 
 class ScriptError(CollageError, RuntimeError):
