@@ -6,6 +6,7 @@ shown on one, and other files are copied. README is the front page.
 
 import posixpath
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,20 @@ FRONT = {
     "CHANGELOG.md": "changelog.md",
 }
 """Path in the repository -> page of the site."""
-LINK = re.compile(r"""(?:(?<=\]\()|(?<=src=")|(?<=srcset="))(?![a-z]+:|#)[^)\s#"]+""")
-"""The target of a link or picture, in Markdown or HTML, that is a path."""
+LINK = re.compile(r"""(\]\(|\b(?:src|srcset|href)=")(?![a-z]+:|#)([^)\s#"]+)""")
+"""The beginning of a link or picture, in Markdown or HTML, and its target, if that is a path."""
 SHOWN = {".py": "python", ".toml": "toml", ".txt": "text"}
 """Suffix -> the language of what is shown on a page of its own."""
+
+
+def on_startup(**_: Any) -> None:
+    """Lay out the package as it is installed, for docstrings: passes/ and runtime/ are in it."""
+    package = ROOT / "build" / "docs-source" / "collage_fx"
+    shutil.rmtree(package, ignore_errors=True)
+    ignored = shutil.ignore_patterns("__pycache__")
+    for folder in ("", "passes", "runtime"):
+        source = ROOT / (folder or "collage_fx")
+        shutil.copytree(source, package / folder, ignore=ignored, dirs_exist_ok=True)
 
 
 def page_of(path: str) -> str:
@@ -34,7 +45,7 @@ def page_of(path: str) -> str:
 def targets(path: str) -> set[str]:
     """Return the files of the repository that a Markdown file links to."""
     text = (ROOT / path).read_text(encoding="utf-8")
-    found = {_resolved(path, target) for target in LINK.findall(text)}
+    found = {_resolved(path, target) for _, target in LINK.findall(text)}
     return {target for target in found if (ROOT / target).is_file()}
 
 
@@ -42,10 +53,11 @@ def linked(text: str, path: str, page: str) -> str:
     """Return the text of a file with links that hold on a page of the site."""
 
     def one(match: re.Match[str]) -> str:
-        target = _resolved(path, match[0])
+        target = _resolved(path, match[2])
         if not (ROOT / target).is_file():
             return match[0]
-        return posixpath.relpath(page_of(target), posixpath.dirname(page) or ".")
+        found = posixpath.relpath(page_of(target), posixpath.dirname(page) or ".")
+        return match[1] + (found if match[1] == "](" else _address(found, page))
 
     return LINK.sub(one, text)
 
@@ -69,6 +81,13 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Have the links of a page of docs/ lead to what was added."""
     uri = page.file.src_uri
     return linked(markdown, f"docs/{uri}", uri) if page.file.abs_src_path else markdown
+
+
+def _address(target: str, page: str) -> str:
+    """Return what HTML of a page has for a file beside it: pages are folders there."""
+    found = re.sub(r"(^|/)index\.md$", r"\1./", target)
+    found = re.sub(r"\.md$", "/", found)
+    return found if page.endswith("index.md") else f"../{found}"
 
 
 def _resolved(path: str, target: str) -> str:
