@@ -1,6 +1,6 @@
 """Fine-tune bf16 weights at a rate of 1e-5 in four ways: the picture of README.
 
-A byte-level transformer (examples/byte_model.py, width 64, 132,544 weights) is trained in fp32 on
+A byte-level transformer (examples/byte_model.py, width 64, 135,488 weights) is trained in fp32 on
 the standard library's source, rounded to bf16, and fine-tuned on the prose of `pydoc`'s topics by
 AdamW at a constant rate of 1e-5, 600 steps. For each seed all ways begin with the same weights and
 take the same batches in the same order; the loss is that of one set of 40 batches held out.
