@@ -6,11 +6,16 @@ from pathlib import Path
 
 from setuptools import setup
 
+PICTURE = re.compile(r"<picture>.*?</picture>\n*", re.DOTALL)
 LINK = re.compile(r"\[([^\]]+)\]\((?!https?://)([^)\s]+)\)")
 
 
 def description(readme: str, source: str | None) -> str:
-    """Return README with absolute links, by the URL of its folder; as text where there is none."""
+    """Return README with absolute links, by the URL of its folder; as text where there is none.
+
+    Its picture is left out, as an index shows neither files of the repository nor two themes.
+    """
+    readme = PICTURE.sub("", readme)
     return LINK.sub(rf"[\1]({source}/\2)" if source else r"\1", readme)
 
 

@@ -31,7 +31,6 @@ def printed(text: str) -> str:
 
 @pytest.mark.parametrize("name", CODE)
 @pytest.mark.quick(
-    "README.md-0",
     "docs/api.md-0",
     "docs/checkpoints.md-[01]",
     "docs/choosing.md-0",
@@ -47,10 +46,10 @@ def test_code_runs(name: str) -> None:
     printed(CODE[name])
 
 
-def test_what_readme_shows_is_what_explain_prints() -> None:
-    page = (ROOT / "README.md").read_text()
+def test_what_is_shown_of_explain_is_what_it_prints() -> None:
+    page = (ROOT / "docs/debugging.md").read_text()
     (shown,) = re.findall(r"^```\n(state .*?)^```$", page, re.MULTILINE | re.DOTALL)
-    found = printed(CODE["README.md-0"])
+    found = printed(CODE["docs/debugging.md-0"])
     assert all(line.rstrip() in found for line in shown.splitlines())
 
 
@@ -72,7 +71,3 @@ def test_files_that_are_named_exist(page: Path) -> None:
     for name in re.findall(r"`([\w/]+/[\w.]*)`", page.read_text()):
         if name.partition("/")[0] in FOLDERS:
             assert (ROOT / name).exists(), f"{page.name} names {name}"
-
-
-def test_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
