@@ -112,9 +112,15 @@ $(DOCS)/.ready: requirements-docs.txt
 # Tools that are no part of what is tested.
 TOOLS := build/tools
 
-# .github/workflows by the schema of such files; tests/project/test_workflows.py by what is in the tree.
+# .github by the schemas of such files; tests/project/test_workflows.py and test_community.py by what is
+# in the tree.
+SCHEMA = $(TOOLS)/bin/check-jsonschema --builtin-schema
+FORMS := .github/ISSUE_TEMPLATE
+
 lint-workflows: $(TOOLS)/.ready
-	$(TOOLS)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(SCHEMA) vendor.github-workflows .github/workflows/*.yml
+	$(SCHEMA) vendor.github-issue-forms $(filter-out %/config.yml,$(wildcard $(FORMS)/*.yml))
+	$(SCHEMA) vendor.github-issue-config $(FORMS)/config.yml
 
 # The sdist, and the wheel built from it, in dist/; then a step with the wheel, installed beside nothing
 # but what it asks for and the torch of requirements.txt. It prints how to tag, and tags nothing.
