@@ -47,7 +47,7 @@ def made(way: str, layers: int, width: int) -> Run:
     optimizer = AdamW(model.parameters(), lr=1e-3)
     options = OPTIONS[way]
     if options is not None:
-        optimizer.step = collage_fx.compile(optimizer, **options)  # type: ignore[method-assign]
+        collage_fx.compile_(optimizer, **options)
     for p in model.parameters():
         p.grad = torch.full_like(p, 1e-3)
     optimizer.step()

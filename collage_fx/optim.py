@@ -34,8 +34,8 @@ def compensated(cls: type[Optimizer], **options: Any) -> type[Optimizer]:
     """Return a subclass of a class of optimizers, whose step is compiled with compensation.
 
     It has the name and the signature of the class, and an optimizer of it does what one of the
-    class does after `optimizer.step = collage_fx.compile(optimizer, **options)`. The step is
-    compiled at its first use, or where a state dict is first asked for or loaded.
+    class does after `collage_fx.compile_(optimizer, **options)`. The step is compiled at its first
+    use, or where a state dict is first asked for or loaded.
 
     Args:
         cls: a class of optimizers; one that was made here stands for its original, and its options
@@ -199,7 +199,7 @@ def _doc(original: type[Optimizer], *, takes_options: bool) -> str:
     example = f"\n\nExamples:\n    >>> optimizer = collage_fx.optim.{name}(model.parameters())"
     return (
         f"`{original.__module__}.{original.__qualname__}`, its step compiled with compensation.\n\n"
-        "It is compiled at its first use, as by `optimizer.step = collage_fx.compile(optimizer)`."
+        "It is compiled at its first use, as by `collage_fx.compile_(optimizer)`."
         f"{options if takes_options else ''}{example if takes_options else ''}\n\nThe original:\n\n"
         f"{inspect.getdoc(original) or ''}"
     )

@@ -103,14 +103,13 @@ def start(name: str, model: nn.Module, lr: float) -> Run:
     if name == "fp32 master":
         return start_master(name, model, lr)
     optimizer = torch.optim.AdamW(weights, lr=lr)
-    step: Callable[[], object]
     if name == "bf16":
-        step = torch.compile(optimizer.step)
-    elif name == "collage":
-        step = collage_fx.compile(optimizer)
+        return Run(name, model, optimizer, torch.compile(optimizer.step), weights)
+    if name == "collage":
+        collage_fx.compile_(optimizer)
     else:
-        step = collage_fx.compile(optimizer, level="plus", storage="mcf2")
-    return Run(name, model, optimizer, step, weights)
+        collage_fx.compile_(optimizer, level="plus", storage="mcf2")
+    return Run(name, model, optimizer, optimizer.step, weights)
 
 
 def start_master(name: str, model: nn.Module, lr: float) -> Run:

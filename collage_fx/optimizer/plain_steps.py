@@ -59,8 +59,8 @@ def _compiled_in_vain(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         optimizer,
         "never-called",
         f"{type(optimizer).__name__}.step was called, without compensation, and the step that "
-        "collage_fx.compile made for it never was: assign that, as in optimizer.step = "
-        "collage_fx.compile(optimizer), or call it",
+        "collage_fx.compile made for it never was: call that, or put it in its place by "
+        "collage_fx.compile_(optimizer)",
     )
 
 
@@ -70,7 +70,7 @@ def _not_compiled(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         "copy-not-compiled",
         f"a copy of {type(optimizer).__name__} took a step without compensation: it has "
         "the residuals of its original, and not the step that was compiled; compile the copy too, "
-        "as in optimizer.step = collage_fx.compile(optimizer)",
+        "as in collage_fx.compile_(optimizer)",
     )
 
 

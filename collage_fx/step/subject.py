@@ -15,8 +15,8 @@ from collage_fx.optimizer.ownership import without_arguments
 from collage_fx.step.other_methods import ServedMethod
 
 _REMEDY = (
-    "pass the optimizer, as in optimizer.step = collage_fx.compile(optimizer), or a function that "
-    "updates tensors in place"
+    "pass the optimizer, as in collage_fx.compile_(optimizer), or a function that updates tensors "
+    "in place"
 )
 
 
@@ -72,7 +72,7 @@ def subject_of(given: Any) -> Optimizer | Callable[..., Any]:
         if inner_of(given) is not None:
             raise SubjectError(
                 f"{type(given).__name__} is no torch.optim.Optimizer; compile the one that it wraps"
-                ", as in wrapper.optimizer.step = collage_fx.compile(wrapper.optimizer)"
+                ", as in collage_fx.compile_(wrapper.optimizer)"
             )
         raise SubjectError(
             f"expected an optimizer or a function, got {type(given).__name__}; {_REMEDY}"
