@@ -59,7 +59,7 @@ def test_picture_is_there_in_both_themes_and_small() -> None:
 
 
 def test_picture_shows_what_is_said_of_it() -> None:
-    found = results("finetune_cpu.json")
+    found = results("loss_curves_cpu.json")
     ends, seeds = found["summary"], {row["seed"] for row in found["runs"]}
     assert f"the mean of {len(seeds)} seeds" in README.replace("\n", " ")
     assert len(seeds) >= 3 and len(found["runs"]) == 4 * len(seeds)

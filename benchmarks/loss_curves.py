@@ -12,8 +12,8 @@ take the same batches in the same order; the loss is that of one set of 40 batch
 
 Of each run: the losses, the share of the weights that are after all steps what they were before
 (residuals included), and the bytes for each weight. Written to
-benchmarks/results/finetune_cpu.json, a seed at a time, and drawn to docs/images/finetune_light.png
-and finetune_dark.png; with --draw only drawn, from that file.
+benchmarks/results/loss_curves_cpu.json, a seed at a time, and drawn to loss_curves_light.png and loss_curves_dark.png in docs/images; with
+--draw only drawn, from that file.
 """
 
 import argparse
@@ -47,7 +47,7 @@ THEMES = {  # background, text, and a colour for each way
 }
 LINES = (("-", 2.6), ("-", 7.0), ("--", 2.6), (":", 2.2))
 """Style and width: lines that lie on each other stay visible."""
-RESULTS = ROOT / "benchmarks/results/finetune_cpu.json"
+RESULTS = ROOT / "benchmarks/results/loss_curves_cpu.json"
 IMAGES = ROOT / "docs/images"
 
 
@@ -228,7 +228,7 @@ def main() -> None:
                 found |= {"summary": summary(rows), "runs": rows}
                 args.out.write_text(json.dumps(found, indent=1) + "\n")
     for theme in THEMES:
-        draw(json.loads(args.out.read_text()), theme, args.images / f"finetune_{theme}.png")
+        draw(json.loads(args.out.read_text()), theme, args.images / f"loss_curves_{theme}.png")
 
 
 if __name__ == "__main__":
