@@ -12,8 +12,8 @@ take the same batches in the same order; the loss is that of one set of 40 batch
 
 Of each run: the losses, the share of the weights that are after all steps what they were before
 (residuals included), and the bytes for each weight. Written to
-benchmarks/results/loss_curves_cpu.json, a seed at a time, and drawn to loss_curves_light.png and loss_curves_dark.png in docs/images; with
---draw only drawn, from that file.
+benchmarks/results/loss_curves_cpu.json, a seed at a time, and drawn to loss_curves_light.png and
+loss_curves_dark.png in docs/images; with --draw only drawn, from that file.
 """
 
 import argparse
@@ -174,8 +174,8 @@ def draw(found: dict[str, Any], theme: str, path: Path) -> None:
     labels = {
         "bf16": f"bf16 weights, {ends['bf16']['bytes']:.0f} bytes each:\n"
         f"{ends['bf16']['unmoved']:.0%} of them never change",
-        "default": f"the same and one line, {ends['default']['bytes']:.0f} bytes",
-        "paper": f"the method of the paper, {ends['paper']['bytes']:.0f} bytes",
+        "default": f"bf16 weights and one line, {ends['default']['bytes']:.0f} bytes",
+        "paper": f"the Collage paper's method, {ends['paper']['bytes']:.0f} bytes",
         "fp32": f"fp32 weights with bf16 copy, {ends['fp32']['bytes']:.0f} bytes",
     }
     y = ends["fp32"]["after"] + 0.15 * drop

@@ -74,8 +74,12 @@ def test_quickstart_prints_what_is_shown_in_the_seconds_that_are_named() -> None
     found = results("quickstart_cpu.json")
     shown = "\n".join(("$ python examples/quickstart.py", *found["printed"]))
     assert f"```\n{shown}\n```" in README
-    (named,) = re.findall(r"takes (\d+) seconds on two cores", README)
-    assert int(named) == round(found["seconds"]) and found["cores"] == 2
+    named = re.findall(
+        r"load ([\d.]+)\) that takes (\d+) seconds, (\d+) of CPU time, and (\d+) once", README
+    )
+    keys = ("seconds", "cpu_seconds", "again: seconds")
+    assert named == [(str(found["load"]), *(f"{found[key]:.0f}" for key in keys))]
+    assert found["cores"] == 2
 
 
 @pytest.mark.parametrize("start", ROWS)
