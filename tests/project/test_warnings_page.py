@@ -4,6 +4,7 @@ import ast
 import re
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
@@ -64,10 +65,32 @@ def called(node: ast.Call) -> str:
     return getattr(node.func, "attr", "") or getattr(node.func, "id", "")
 
 
-def faults(page: str, trees: list[ast.AST]) -> list[str]:
+@dataclass
+class Code:
+    """What the sources say."""
+
+    given: list[tuple[str, list[str]]]
+    """The warnings, as of `warned`."""
+    texts: str
+    direct: list[Path]
+    """The files that give warnings by themselves."""
+
+
+@pytest.fixture(scope="module")
+def code() -> Code:
+    trees = {path: ast.parse(path.read_text()) for path in SOURCES}
+    given = [found for tree in trees.values() for found in warned(tree)]
+    direct = [p for p, tree in trees.items() for n in ast.walk(tree) if is_direct(n)]
+    return Code(given, "\n".join(s for t in trees.values() for s in strings(t)), direct)
+
+
+def is_direct(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and ast.unparse(node) == "warnings.warn"
+
+
+def faults(page: str, code: Code) -> list[str]:
     """Return in what the page and the code differ."""
-    there, given = entries(page), [found for tree in trees for found in warned(tree)]
-    texts = "\n".join(s for tree in trees for s in strings(tree))
+    there, given, texts = entries(page), code.given, code.texts
     found = [f"{name} has no entry" for name in sorted(NAMES - there.keys())]
     found += [f"{name} is no warning" for name in sorted(there.keys() - NAMES)]
     found += [f"{name} is never given" for name in sorted(NAMES - {name for name, _ in given})]
@@ -86,13 +109,8 @@ def faults(page: str, trees: list[ast.AST]) -> list[str]:
     return found
 
 
-@pytest.fixture(scope="module")
-def trees() -> list[ast.AST]:
-    return [ast.parse(path.read_text()) for path in SOURCES]
-
-
-def test_the_page_has_the_warnings_of_the_code(trees: list[ast.AST]) -> None:
-    assert not faults(PAGE, trees)
+def test_the_page_has_the_warnings_of_the_code(code: Code) -> None:
+    assert not faults(PAGE, code)
 
 
 @pytest.mark.parametrize(
@@ -105,26 +123,19 @@ def test_the_page_has_the_warnings_of_the_code(trees: list[ast.AST]) -> None:
         ("**Paste** `state = state.clone()`", "`state.clone()`", "overlap lacks a text or a line"),
     ],
 )
-def test_a_fault_is_found(old: str, new: str, fault: str, trees: list[ast.AST]) -> None:
-    assert FLAT.count(old) == 1 and not faults(FLAT, trees)
-    assert any(f.startswith(fault) for f in faults(FLAT.replace(old, new), trees))
+def test_a_fault_is_found(old: str, new: str, fault: str, code: Code) -> None:
+    assert FLAT.count(old) == 1 and not faults(FLAT, code)
+    assert any(f.startswith(fault) for f in faults(FLAT.replace(old, new), code))
 
 
-def test_a_warning_that_nothing_gives_is_found(trees: list[ast.AST]) -> None:
-    others = [t for t in trees if not any(name == "overlap" for name, _ in warned(t))]
-    assert len(others) == len(trees) - 1
-    assert "overlap is never given" in faults(PAGE, others)
+def test_a_warning_that_nothing_gives_is_found(code: Code) -> None:
+    others = [found for found in code.given if found[0] != "overlap"]
+    assert "overlap is never given" in faults(PAGE, replace(code, given=others))
 
 
-def test_all_go_through_one_function(trees: list[ast.AST]) -> None:
+def test_all_go_through_one_function(code: Code) -> None:
     """It adds the link."""
-    for path, tree in zip(SOURCES, trees, strict=True):
-        direct = [
-            node
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Attribute) and ast.unparse(node) == "warnings.warn"
-        ]
-        assert len(direct) == (path == HELPER), path
+    assert code.direct == [HELPER]
 
 
 def test_a_warning_ends_with_the_link_to_its_entry() -> None:
