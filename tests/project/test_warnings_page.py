@@ -95,8 +95,9 @@ def faults(page: str, code: Code) -> list[str]:
     found += [f"{name} is no warning" for name in sorted(there.keys() - NAMES)]
     found += [f"{name} is never given" for name in sorted(NAMES - {name for name, _ in given})]
     for name, entry in there.items():
-        if not shown(entry) or "**Paste**" not in entry:
-            found.append(f"{name} lacks a text or a line to paste")
+        means = re.sub(r"```text\n.*?\n```", "", entry, flags=re.S).partition("**Paste**")
+        if not shown(entry) or not means[0].strip() or "`" not in means[2]:
+            found.append(f"{name} lacks a text, a meaning or a line to paste")
         found += [
             f"{name}: no code says {part!r}"
             for text in shown(entry)
@@ -120,7 +121,8 @@ def test_the_page_has_the_warnings_of_the_code(code: Code) -> None:
         ("### overlap\n", "### overlaps\n", "overlaps is no warning"),
         ("by .clone()\n", "by clone\n", "overlap: no code says"),
         ("themselves; give each memory of its own, by", "<and> by", "overlap: the page leaves out"),
-        ("**Paste** `state = state.clone()`", "`state.clone()`", "overlap lacks a text or a line"),
+        ("**Paste** `state = state.clone()`", "`state.clone()`", "overlap lacks a text, a meaning"),
+        ("A write of one state changes another.", "", "overlap lacks a text, a meaning"),
     ],
 )
 def test_a_fault_is_found(old: str, new: str, fault: str, code: Code) -> None:
