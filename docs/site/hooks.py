@@ -21,6 +21,8 @@ FRONT = {
 """Path in the repository -> page of the site."""
 LINK = re.compile(r"""(\]\(|\b(?:src|srcset|href)=")(?![a-z]+:|#)([^)\s#"]+)""")
 """The beginning of a link or picture, in Markdown or HTML, and its target, if that is a path."""
+BADGE = re.compile(r"^\[?!\[[^]]*\]\(https?:[^)]*\)(?:\]\([^)]*\))?\n", re.MULTILINE)
+"""A line that is a picture from another server: the site asks none."""
 SHOWN = {".py": "python", ".toml": "toml", ".txt": "text"}
 """Suffix -> the language of what is shown on a page of its own."""
 
@@ -102,5 +104,5 @@ def _added(path: str, config: Any) -> File:
     if language := SHOWN.get(Path(path).suffix):
         text = f"# {path}\n\n```{language}\n{text}```\n"
     else:
-        text = linked(text, path, page)
+        text = BADGE.sub("", linked(text, path, page))
     return File.generated(config, page, content=text)

@@ -47,9 +47,9 @@ def test_code_runs(name: str) -> None:
 
 
 def test_what_is_shown_of_explain_is_what_it_prints() -> None:
-    page = (ROOT / "docs/debugging.md").read_text()
+    page = (ROOT / "docs/reading.md").read_text()
     (shown,) = re.findall(r"^```\n(state .*?)^```$", page, re.MULTILINE | re.DOTALL)
-    found = printed(CODE["docs/debugging.md-0"])
+    found = printed(CODE["docs/reading.md-0"])
     assert all(line.rstrip() in found for line in shown.splitlines())
 
 
