@@ -12,7 +12,7 @@ from collage_fx.classes import refuse_compensated
 from collage_fx.config import CollageConfig
 from collage_fx.dynamo import backend
 from collage_fx.dynamo.backend import Backend
-from collage_fx.dynamo.options import split_options
+from collage_fx.dynamo.options import names_options, split_options
 from collage_fx.errors import SubjectError
 from collage_fx.hooks import distributed_state_dicts, optimizer_hooks
 from collage_fx.optimizer import plain_steps
@@ -35,6 +35,7 @@ from collage_fx.step.subject import refuse_mastered, stepping, subject_of
 OptimizerT = TypeVar("OptimizerT")
 
 
+@names_options
 def compile(
     optimizer_or_function: Optimizer | Callable[..., Any],
     *,
@@ -116,6 +117,7 @@ def methods_of(first_use: Any) -> dict[str, Callable[..., Any]]:
     return methods
 
 
+@names_options
 def compile_(optimizer: OptimizerT, *, mode: str | None = None, **options: Any) -> OptimizerT:
     """Compile the step of an optimizer with compensation, in place: assign what `compile` returns.
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from collage_fx.api import compile_
-from collage_fx.dynamo.options import split_options
+from collage_fx.dynamo.options import names_options, split_options
 from collage_fx.errors import CheckpointError, SubjectError
 from collage_fx.inspection.monitor import Monitor, check_every, monitor
 from collage_fx.optimizer.master_weights import load_master_weights, master_state_dict
@@ -94,6 +94,7 @@ def _reporters_beside(callback: Any) -> Iterator[Any]:
             yield from (c for c in one.callbacks if not any(c is p for p in printing))
 
 
+@names_options
 def compile_callback(*, mode: str | None = None, **options: Any) -> Any:
     """Return a TrainerCallback that has the optimizer of a Trainer take compensated steps.
 

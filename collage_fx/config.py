@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from collage_fx.passes.ir.program import OPTIONAL, Arithmetic, Level, OnUnsupported, Settings
-from collage_fx.runtime.errors import OptionError
+from collage_fx.runtime.errors import OptionError, meant
 from collage_fx.runtime.storage.registry import ALIASES, DEFAULT, STORAGES, Choice, Unnamed
 
 _ALLOWED: dict[str, tuple[Any, ...]] = {
@@ -29,8 +29,14 @@ def _choice(storage: Any) -> Choice:
     pairs = tuple(tuple(pair) if isinstance(pair, Iterable) else (pair,) for pair in listed)
     for pair in pairs:
         if len(pair) != 2 or not isinstance(pair[0], str) or pair[1] not in known:
+            name = pair[-1] if pair and isinstance(pair[-1], str) else ""
+            what = (
+                ""
+                if isinstance(storage, str)
+                else f": {pair!r} is no pattern for states with a storage"
+            )
             raise OptionError(
-                f"storage={storage!r}: {pair!r} is not a pattern for states with one of "
+                f"storage={storage!r}{what}{meant(name, known) or ';'} there are "
                 f"{', '.join(map(repr, known))}"
             )
     if isinstance(storage, str):
@@ -128,7 +134,11 @@ class CollageConfig(Settings):
         for name, allowed in _ALLOWED.items():
             value = getattr(self, name)
             if value not in allowed:
-                raise OptionError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}")
+                names = [a for a in allowed if isinstance(a, str)]
+                hint = meant(value, names) if isinstance(value, str) else ""
+                raise OptionError(
+                    f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}{hint}"
+                )
         super().__post_init__()
         for name in ("states", "without"):
             object.__setattr__(self, name, _names(name, getattr(self, name)))

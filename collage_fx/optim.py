@@ -5,7 +5,6 @@ Trainer's `optimizer_cls_and_kwargs`, the `class_path` of Lightning's CLI, the r
 """
 
 import copyreg
-import dataclasses
 import functools
 import inspect
 import threading
@@ -16,20 +15,16 @@ import torch
 from torch.optim import Optimizer
 
 from collage_fx.classes import FIRST_USE, OPTIONS, ORIGINAL, class_of
-from collage_fx.config import CollageConfig
-from collage_fx.dynamo.options import split_options
+from collage_fx.dynamo.options import OPTION_TYPES, names_options, split_options
 from collage_fx.errors import OptionError, SubjectError
 from collage_fx.first_use import METHODS, begin
 
-_KNOWN: dict[str, Any] = {
-    **{field.name: field.type for field in dataclasses.fields(CollageConfig)},
-    "storage": str | dict[str, str],
-    "mode": str,
-}
+_KNOWN: dict[str, Any] = {**OPTION_TYPES, "mode": str}
 """The options by name, with their types; beside them there are the settings of Inductor."""
 _LOCK = threading.Lock()
 
 
+@names_options
 def compensated(cls: type[Optimizer], **options: Any) -> type[Optimizer]:
     """Return a subclass of a class of optimizers, whose step is compiled with compensation.
 

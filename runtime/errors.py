@@ -3,10 +3,11 @@
 They live here because every layer raises them and imports point from collage_fx to runtime.
 """
 
+import difflib
 import itertools
 import re
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Literal
 
 
@@ -198,6 +199,12 @@ def warn(name: WarningName, message: str, *, stacklevel: int = 1) -> None:
     """
     text = f"collage_fx: {message} [{_ENTRIES}#{name}]"
     warnings.warn(text, CollageWarning, stacklevel=stacklevel + 1)
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """Return `, did you mean '...'?` for a name that is near a known one; empty if none is."""
+    close = difflib.get_close_matches(name, [*known], 1)
+    return f", did you mean {close[0]!r}?" if close else ""
 
 
 def listed(names: Collection[str], most: int = 4) -> str:

@@ -1,13 +1,43 @@
 """Which options are of collage_fx, and which are passed on to Inductor."""
 
 import dataclasses
-import difflib
-from collections.abc import Iterable
-from typing import Any
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 from collage_fx.config import CollageConfig
-from collage_fx.runtime.errors import OptionError
+from collage_fx.passes.ir.program import Arithmetic
+from collage_fx.runtime.errors import OptionError, meant
 from collage_fx.runtime.storage.registry import EXPANSIONS, Choice, named_in
+
+OPTION_TYPES: dict[str, Any] = {
+    **{field.name: field.type for field in dataclasses.fields(CollageConfig)},
+    "arithmetic": Arithmetic | None,
+    "storage": str | dict[str, str],
+}
+"""Option -> what is given for it."""
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+def names_options(function: FunctionT) -> FunctionT:
+    """Have the signature of a function name the options that it takes as `**options`.
+
+    So do `help`, and the completion of IPython, which reads signatures.
+    """
+    signature = inspect.signature(function)
+    *own, rest = signature.parameters.values()
+    named = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=field.default,
+            annotation=OPTION_TYPES[field.name],
+        )
+        for field in dataclasses.fields(CollageConfig)
+    ]
+    both = [*own, *named, rest.replace(name="inductor")]
+    function.__signature__ = signature.replace(parameters=both)  # type: ignore[attr-defined]
+    return function
 
 
 def split_options(
@@ -48,10 +78,9 @@ def _refuse_unknown(names: Iterable[str], mine: list[str], beside: Iterable[str]
 
     settings = inductor_config.get_config_copy()
     for name in (n for n in names if n not in settings):
-        close = difflib.get_close_matches(name, [*mine, *beside, *settings], 1)
-        meant = f", did you mean {close[0]!r}?" if close else ";"
+        hint = meant(name, [*mine, *beside, *settings]) or ";"
         raise OptionError(
-            f"unknown option {name!r}{meant} collage_fx knows {', '.join(mine)}, "
+            f"unknown option {name!r}{hint} collage_fx knows {', '.join(mine)}, "
             "and any name of torch._inductor.config is passed through"
         )
 

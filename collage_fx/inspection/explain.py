@@ -17,7 +17,7 @@ from collage_fx.compilation.residual_binding import of_size
 from collage_fx.compilation.session import Compiled
 from collage_fx.config import CollageConfig
 from collage_fx.dynamo.backend import Backend
-from collage_fx.dynamo.options import split_options
+from collage_fx.dynamo.options import names_options, split_options
 from collage_fx.inspection.explanation import Explanation
 from collage_fx.inspection.gradients import GradientRecorder
 from collage_fx.inspection.replay import closure_for
@@ -46,6 +46,7 @@ from collage_fx.step.small_updates import moving_parameters
 from collage_fx.step.subject import innermost, name_of, step_made_here, subject_of
 
 
+@names_options
 def explain(
     optimizer_or_function: Optimizer | Callable[..., Any],
     *args: Any,

@@ -41,6 +41,11 @@ def was_called(optimizer: Optimizer) -> bool:
     return optimizer in _CALLED
 
 
+def is_not_assigned(optimizer: Optimizer) -> bool:
+    """Tell whether a step was compiled for an optimizer and has not been called so far."""
+    return getattr(optimizer, _HOOKS, {}).get(_KEY) is _compiled_in_vain
+
+
 def watch_copy(hooks: Any) -> Any:
     """Add to the hooks of a copy, whose original has residuals, one that warns; return them."""
     hooks[_KEY] = _not_compiled

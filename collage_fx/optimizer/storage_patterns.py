@@ -1,13 +1,12 @@
 """Warn of patterns in `storage=` and `states=` that fit no state, or decide for none."""
 
-import difflib
 from collections.abc import Iterable
 from typing import Any
 
 from collage_fx.optimizer.discovery import FunctionStates
 from collage_fx.passes.analysis.plan import is_named
 from collage_fx.passes.ir.program import Program
-from collage_fx.runtime.errors import Warn, WarningName, listed, warn
+from collage_fx.runtime.errors import Warn, WarningName, listed, meant, warn
 from collage_fx.runtime.storage.registry import Choice, fits
 from collage_fx.runtime.storage.state_name import StateName
 
@@ -69,11 +68,9 @@ class Patterns:
         """Warn of the patterns that decide for no state, the states being known now."""
         for option, pattern in sorted(self.idle):
             there = [*self.kinds, *self.names] if option == "storage" else list(self.names)
-            close = difflib.get_close_matches(pattern, there, 1)
-            hint = f" (did you mean {close[0]!r}?)" if close else ""
             names = [*self.kinds] if option == "storage" else []
             names += [name for name in self.names if name not in names]
-            why = f"fits no state{hint}; there are {listed(names, _SHOWN)}"
+            why = f"fits no state{meant(pattern, there) or ';'} there are {listed(names, _SHOWN)}"
             if option == "storage" and pattern in self.late:
                 why = "decides for no state: patterns before it fit all that it fits; put it first"
             warn("pattern", f"{option}: the pattern {pattern!r} {why}")

@@ -56,6 +56,10 @@ class StepCheck:
         self.last = steps + TRIED
         """The step after which none is: the first may run without a graph."""
         self.done = 0
+        self.right: list[str] = []
+        """The steps that were found right."""
+        self.worst: tuple[float, str, float, float] = (-1.0, "", 0.0, 0.0)
+        """Of the state that was most off in these: its error by its bound, its name, and both."""
 
     @property
     def wanted(self) -> bool:
@@ -83,6 +87,8 @@ class StepCheck:
         found = values_of(optimizer)
         self.left -= traced
         wrong = self._differing(optimizer, before, found, exact)
+        if traced and not wrong:
+            self._note_right(self._errors(optimizer, before, found, exact))
         if not wrong or not traced:
             return result
         snapshot.restore()
@@ -110,8 +116,22 @@ class StepCheck:
         )
         return result
 
+    def _note_right(self, errors: dict[str, tuple[float, float]]) -> None:
+        """Note a step that is right; have a report say so when all have been checked."""
+        self.right.append(str(self.done))
+        found = ((e / bound, name, e, bound) for name, (e, bound) in errors.items() if bound)
+        self.worst = max([self.worst, *found])
+        if self.left:
+            return
+        _, name, error, bound = self.worst
+        which = f"steps {listed(self.right, 8)} are" if self.right[1:] else f"step {self.done} is"
+        self._note(
+            f"{which} as in float64; {name} was most off, by {error:.1g} of its update, where "
+            f"{bound:.1g} is allowed"
+        )
+
     def _note(self, text: str) -> None:
-        """Have a report say why no more steps are checked."""
+        """Have a report say what was found, or why no more steps are checked."""
         self.left = 0
         self.session.notes.add(f"verify: {text}")
 
