@@ -150,6 +150,7 @@ WarningName = Literal[
     "cut-state",
     "data-write",
     "differentiated",
+    "forward-pass",
     "high-word-only",
     "level-leaves",
     "low-word-lost",

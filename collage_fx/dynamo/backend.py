@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.optim import Optimizer
@@ -239,6 +240,8 @@ class _Step:
         self.static = static_inputs(gm)
         self.returns = bool(gm.graph.output_node().all_input_nodes)
         """Whether it has results: Dynamo's code goes on with them, and puts them into states."""
+        self.forward = _is_forward(gm)
+        """Whether it may be all that the backend is for, of which the second call warns."""
         self.symbols = Symbols(gm)
         self.layouts: Layouts | None = None
         """Those of the first call."""
@@ -313,6 +316,8 @@ class _Step:
             raise self.error
         if self.layouts is None:
             self._look_at_sharing(args)
+        elif self.forward:
+            self._warn_of_forward()
         if supervisor is not None and supervisor.active and not supervisor.compiles:
             return supervisor.recorded(self, args)
         self.layouts = self.layouts or Layouts(self.static, args)
@@ -392,6 +397,12 @@ class _Step:
                 supervisor.bound = self.backoff.bind(bind)
         return result
 
+    def _warn_of_forward(self) -> None:
+        """Warn of a forward pass that is run again, and no optimizer's step was compensated."""
+        self.forward = False
+        if not STORE.generation:
+            self.session.warn_once("forward-pass", _FORWARD)
+
     def _look_at_sharing(self, args: tuple[Any, ...]) -> None:
         """Have a step recorded that shares memory, or a gradient, unknown to Dynamo.
 
@@ -446,6 +457,11 @@ _TWO_STORAGES = (
     "the step has a NumPy array and a tensor on the same memory, which torch.compile does not know"
 )
 _NUMBER = "a float64 tensor without dimensions is written, which torch.compile forgets"
+_FORWARD = (
+    "the backend 'collage' compiles a forward pass, in which there is nothing to compensate: leave "
+    "the backend out for the model, and compile the step of its optimizer, as in "
+    "collage_fx.compile_(optimizer)"
+)
 _ONE_GRADIENT = (
     "the gradient of a parameter is that of another one too, or a parameter or state, and "
     "torch.compile takes it for the same in later steps"
@@ -462,6 +478,14 @@ def _shares_gradients(optimizer: Optimizer | None) -> bool:
     gradients = [id(p.grad) for p in params_of(optimizer) if p.grad is not None]
     known = {id(owned.whole) for owned in owned_tensors(optimizer)}
     return len({*gradients} - known) < len(gradients)
+
+
+def _is_forward(gm: GraphModule) -> bool:
+    """Tell whether autograd is to differentiate what a graph returns."""
+    results = (n.meta.get("example_value") for n in gm.graph.output_node().all_input_nodes)
+    return torch.is_grad_enabled() and any(
+        isinstance(v, Tensor) and v.requires_grad for v in results
+    )
 
 
 def _left_out(gm: GraphModule) -> Code:

@@ -13,6 +13,7 @@ from torch import nn
 import collage_fx
 from collage_fx.__main__ import main
 from collage_fx.errors import CollageWarning, OptionError, ResidualError, SubjectError
+from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import EXPANSIONS, STORAGES
 
 Run = tuple[nn.Module, torch.optim.Optimizer]
@@ -149,3 +150,31 @@ def test_the_command_says_its_version(capsys: pytest.CaptureFixture[str]) -> Non
         main(["--version"])
     assert not ended.value.code
     assert capsys.readouterr().out == f"collage_fx {collage_fx.__version__}\n"
+
+
+def passes(compiled: nn.Module, *, steps: bool = False) -> list[str]:
+    """Return the warnings of three passes of a model, with steps of the backend's if wanted."""
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=1e-3)
+    step = torch.compile(optimizer.step, backend="collage")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            compiled(torch.ones(2, 3).bfloat16()).sum().backward()
+            if steps:
+                step()
+    return [str(w.message) for w in caught if w.category is CollageWarning]
+
+
+def test_a_model_is_not_what_the_backend_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(STORE, "generation", 0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).bfloat16()
+    compiled: Any = torch.compile(model, backend="collage")
+    (said,) = passes(compiled)
+    assert said.startswith("collage_fx: the backend 'collage' compiles a forward pass")
+    assert passes(compiled) == []
+
+
+def test_a_model_beside_steps_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(STORE, "generation", 0)
+    compiled: Any = torch.compile(nn.Linear(3, 3).bfloat16(), backend="collage")
+    assert passes(compiled, steps=True) == []
