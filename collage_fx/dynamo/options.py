@@ -35,8 +35,8 @@ def names_options(function: FunctionT) -> FunctionT:
         )
         for field in dataclasses.fields(CollageConfig)
     ]
-    both = [*own, *named, rest.replace(name="inductor")]
-    function.__signature__ = signature.replace(parameters=both)  # type: ignore[attr-defined]
+    every = [*own, *named, rest]
+    function.__signature__ = signature.replace(parameters=every)  # type: ignore[attr-defined]
     return function
 
 

@@ -133,7 +133,7 @@ def test_signatures_name_the_options(name: str) -> None:
     for field in dataclasses.fields(collage_fx.CollageConfig):
         assert parameters[field.name].default is field.default
         assert parameters[field.name].kind is inspect.Parameter.KEYWORD_ONLY
-    assert parameters["inductor"].kind is inspect.Parameter.VAR_KEYWORD
+    assert parameters["options"].kind is inspect.Parameter.VAR_KEYWORD
 
 
 def test_no_other_public_function_takes_options() -> None:

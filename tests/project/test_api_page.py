@@ -60,9 +60,14 @@ def run(text: str, before: str = BEFORE, **known: Any) -> str:
 
 
 def unexplained(found: Any) -> list[str]:
-    """Return the arguments of a public name that its docstring leaves out."""
+    """Return the arguments of a public name that its docstring leaves out.
+
+    Options are explained once, by CollageConfig.
+    """
     text = inspect.getdoc(found) or ""
-    wanted = inspect.signature(found).parameters
+    wanted = set(inspect.signature(found).parameters)
+    if "options" in wanted:
+        wanted -= inspect.signature(collage_fx.CollageConfig).parameters.keys()
     return [n for n in wanted if not re.search(rf"^    \**{n}: ", text, re.M)]
 
 
