@@ -84,7 +84,7 @@ def compile(
         >>> p, collage_fx.value(p)
         (tensor([1., 1.], dtype=torch.bfloat16), tensor([0.9998, 0.9998], dtype=torch.float64))
     """
-    config, inductor = split_options(options, mode)
+    config, inductor = split_options(options, mode, beside=("mode", "carries"))
     subject = subject_of(optimizer_or_function)
     if isinstance(subject, Optimizer):
         refuse_compensated(subject)

@@ -19,13 +19,15 @@ from collage_fx.dynamo.options import OPTION_TYPES, names_options, split_options
 from collage_fx.errors import OptionError, SubjectError
 from collage_fx.first_use import METHODS, begin
 
-_KNOWN: dict[str, Any] = {**OPTION_TYPES, "mode": str}
+_KNOWN = OPTION_TYPES
 """The options by name, with their types; beside them there are the settings of Inductor."""
 _LOCK = threading.Lock()
 
 
 @names_options
-def compensated(cls: type[Optimizer], **options: Any) -> type[Optimizer]:
+def compensated(
+    cls: type[Optimizer], *, mode: str | None = None, **options: Any
+) -> type[Optimizer]:
     """Return a subclass of a class of optimizers, whose step is compiled with compensation.
 
     It has the name and the signature of the class, and an optimizer of it does what one of the
@@ -35,8 +37,9 @@ def compensated(cls: type[Optimizer], **options: Any) -> type[Optimizer]:
     Args:
         cls: a class of optimizers; one that was made here stands for its original, and its options
             are kept where no others are given.
-        **options: as of `collage_fx.compile`, `mode` too. They are collage_fx's, also where the
-            class has an argument of such a name: that is given where an optimizer is made.
+        mode: as of `collage_fx.compile`.
+        **options: as of `collage_fx.compile`. They are collage_fx's, also where the class has an
+            argument of such a name: that is given where an optimizer is made.
 
     Returns:
         The class, the same one where the same is asked for again. It can be pickled where the
@@ -54,7 +57,8 @@ def compensated(cls: type[Optimizer], **options: Any) -> type[Optimizer]:
     """
     _refuse_other(cls)
     original = vars(cls).get(ORIGINAL, cls)
-    options = {**getattr(cls, OPTIONS, {}), **options}
+    given = options if mode is None else {**options, "mode": mode}
+    options = {**getattr(cls, OPTIONS, {}), **given}
     own = inspect.signature(original.__init__).parameters
     if wrong := [name for name in options if name in own and name not in _KNOWN]:
         raise OptionError(

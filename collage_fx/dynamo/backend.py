@@ -240,8 +240,8 @@ class _Step:
         self.static = static_inputs(gm)
         self.returns = bool(gm.graph.output_node().all_input_nodes)
         """Whether it has results: Dynamo's code goes on with them, and puts them into states."""
-        self.forward = _is_forward(gm)
-        """Whether it may be all that the backend is for, of which the second call warns."""
+        self.forward = _FORWARD_CALLS if session.supervisor() is None and _is_forward(gm) else 0
+        """In how many calls to warn that it may be all that the backend is for; 0 for never."""
         self.symbols = Symbols(gm)
         self.layouts: Layouts | None = None
         """Those of the first call."""
@@ -317,7 +317,7 @@ class _Step:
         if self.layouts is None:
             self._look_at_sharing(args)
         elif self.forward:
-            self._warn_of_forward()
+            self._count_forward()
         if supervisor is not None and supervisor.active and not supervisor.compiles:
             return supervisor.recorded(self, args)
         self.layouts = self.layouts or Layouts(self.static, args)
@@ -397,10 +397,11 @@ class _Step:
                 supervisor.bound = self.backoff.bind(bind)
         return result
 
-    def _warn_of_forward(self) -> None:
-        """Warn of a forward pass that is run again, and no optimizer's step was compensated."""
-        self.forward = False
-        if not STORE.generation:
+    def _count_forward(self) -> None:
+        """Warn of a forward pass that runs again and again, while no step is compensated."""
+        self.forward = 0 if STORE.generation else self.forward - 1
+        if self.forward == 1:
+            self.forward = 0
             self.session.warn_once("forward-pass", _FORWARD)
 
     def _look_at_sharing(self, args: tuple[Any, ...]) -> None:
@@ -458,10 +459,12 @@ _TWO_STORAGES = (
 )
 _NUMBER = "a float64 tensor without dimensions is written, which torch.compile forgets"
 _FORWARD = (
-    "the backend 'collage' compiles a forward pass, in which there is nothing to compensate: leave "
-    "the backend out for the model, and compile the step of its optimizer, as in "
-    "collage_fx.compile_(optimizer)"
+    "the backend 'collage' compiles what autograd differentiates, as a model's forward pass, and "
+    "no step, so that nothing is compensated: leave the backend out for the model, and compile the "
+    "step of its optimizer, as in collage_fx.compile_(optimizer)"
 )
+_FORWARD_CALLS = 64
+"""A first step may come after the passes of many batches, whose gradients are added up."""
 _ONE_GRADIENT = (
     "the gradient of a parameter is that of another one too, or a parameter or state, and "
     "torch.compile takes it for the same in later steps"

@@ -14,8 +14,9 @@ OPTION_TYPES: dict[str, Any] = {
     **{field.name: field.type for field in dataclasses.fields(CollageConfig)},
     "arithmetic": Arithmetic | None,
     "storage": str | dict[str, str],
+    "mode": str | None,
 }
-"""Option -> what is given for it."""
+"""Option -> what is given for it; `mode` is torch.compile's."""
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
@@ -26,14 +27,10 @@ def names_options(function: FunctionT) -> FunctionT:
     """
     signature = inspect.signature(function)
     *own, rest = signature.parameters.values()
+    kind = inspect.Parameter.KEYWORD_ONLY
     named = [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=field.default,
-            annotation=OPTION_TYPES[field.name],
-        )
-        for field in dataclasses.fields(CollageConfig)
+        inspect.Parameter(f.name, kind, default=f.default, annotation=OPTION_TYPES[f.name])
+        for f in dataclasses.fields(CollageConfig)
     ]
     every = [*own, *named, rest]
     function.__signature__ = signature.replace(parameters=every)  # type: ignore[attr-defined]

@@ -41,9 +41,10 @@ def was_called(optimizer: Optimizer) -> bool:
     return optimizer in _CALLED
 
 
-def is_not_assigned(optimizer: Optimizer) -> bool:
-    """Tell whether a step was compiled for an optimizer and has not been called so far."""
-    return getattr(optimizer, _HOOKS, {}).get(_KEY) is _compiled_in_vain
+def has_compiled(optimizer: Optimizer) -> bool:
+    """Tell whether a step was compiled for an optimizer, called or not."""
+    waiting = getattr(optimizer, _HOOKS, {}).get(_KEY) is _compiled_in_vain
+    return waiting or was_called(optimizer)
 
 
 def watch_copy(hooks: Any) -> Any:

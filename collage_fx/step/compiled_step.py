@@ -284,10 +284,10 @@ def report_of(step: Any) -> Report:
     Raises CollageError for any other.
     """
     made = step_made_here(step, "_report")
-    if made is None and isinstance(step, Optimizer) and plain_steps.is_not_assigned(step):
+    if made is None and isinstance(step, Optimizer) and plain_steps.has_compiled(step):
         raise CollageError(
             f"collage_fx.compile has made a step for this {type(step).__name__}, which is not its "
-            "step: call what compile returned, or put a step in its place by "
+            "step: pass what compile returned, or put a step in its place by "
             "collage_fx.compile_(optimizer)"
         )
     if made is None:

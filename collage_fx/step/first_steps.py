@@ -119,16 +119,14 @@ class StepCheck:
     def _note_right(self, errors: dict[str, tuple[float, float]]) -> None:
         """Note a step that is right; have a report say so when all have been checked."""
         self.right.append(str(self.done))
-        found = ((e / bound, name, e, bound) for name, (e, bound) in errors.items() if bound)
+        found = ((e / bound, name, e, bound) for name, (e, bound) in errors.items() if e)
         self.worst = max([self.worst, *found])
         if self.left:
             return
-        _, name, error, bound = self.worst
         which = f"steps {listed(self.right, 8)} are" if self.right[1:] else f"step {self.done} is"
-        self._note(
-            f"{which} as in float64; {name} was most off, by {error:.1g} of its update, where "
-            f"{bound:.1g} is allowed"
-        )
+        ratio, name, error, bound = self.worst
+        most = f"{name} was most off, by {error:.1g} of its update, where {bound:.1g} is allowed"
+        self._note(f"{which} as in float64; {most if ratio > 0 else 'no state was off'}")
 
     def _note(self, text: str) -> None:
         """Have a report say what was found, or why no more steps are checked."""

@@ -1,9 +1,13 @@
 """Values of which the high word is read, or the rounding, where that matters."""
 
+import operator
+from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from collage_fx.passes.analysis.affine import (
     ADDING,
@@ -17,7 +21,7 @@ from collage_fx.passes.analysis.affine import (
     transfer,
 )
 from collage_fx.passes.analysis.carried_path import eft_storage, stored_wider
-from collage_fx.passes.frontend.reductions import SUMS, is_largest
+from collage_fx.passes.frontend.reductions import CONSTANTS, SUMS, is_largest
 from collage_fx.passes.frontend.single_elements import is_16_bit
 from collage_fx.passes.frontend.slice import elementwise
 from collage_fx.passes.ir.graph_memory import closure, mutations
@@ -36,14 +40,15 @@ from collage_fx.passes.rules.structural import STRUCTURE
 aten = torch.ops.aten
 _CHOOSING = frozenset(
     (
-        *("amax", "amin", "aminmax", "cummax", "cummin", "kthvalue", "max", "median", "min"),
-        *("mode", "nanmedian", "sort", "topk"),
+        *("amax", "amin", "aminmax", "cummax", "cummin", "cumprod", "cumsum", "kthvalue"),
+        *("logcumsumexp", "max", "median", "min", "mode", "nanmedian", "sort", "topk"),
     )
 )
-"""Operations that return some of the numbers that they are given."""
+"""Operations that return some of the numbers that they are given, the first at least."""
 _PICKING = STRUCTURE | {
     aten.as_strided.default,
     aten.chunk.default,
+    aten.constant_pad_nd.default,
     aten.masked_select.default,
     aten.split.Tensor,
     aten.split_with_sizes.default,
@@ -54,7 +59,16 @@ _PICKING = STRUCTURE | {
 """Operations that return elements by their places."""
 _SUMS = SUMS - {aten._foreach_norm.Scalar, aten.prod.default, aten.prod.dim_int}
 """Reductions of which a share, a mean say, may leave little of the value that it is taken from."""
-_COMPARING = (DECIDING | CHOOSING) | {aten.div.Tensor, aten.sub.Tensor, aten.rsub.Scalar}
+_DECIDING = DECIDING | CHOOSING
+_COMPARING = _DECIDING | {
+    aten.div.Tensor,
+    aten.div.Tensor_mode,
+    aten.floor_divide.default,
+    aten.fmod.Tensor,
+    aten.remainder.Tensor,
+    aten.rsub.Scalar,
+    aten.sub.Tensor,
+}
 _INVERTING = (aten.div.Tensor, aten.reciprocal.default, aten.rsqrt.default)
 _KEPT = (STRUCTURE - {aten.where.self}) | {aten.abs.default, aten.neg.default, CONVERT}
 """Operations that change no digit of a value, on the way to a choice, or only round it."""
@@ -168,12 +182,32 @@ def chosen(program: Program) -> Iterator[str]:
     """
     graph = graph_of(program.canonical).graph
     choices = [n for n in graph.nodes if _chooses(n) or _picks(n)]
-    wider = stored_wider(program) if choices else set()
-    for rewritten in program.rewritten if choices else ():
-        unrounded = _unrounded(program, rewritten, wider)
+    if not choices:
+        return
+    wider, alike = stored_wider(program), _alike(graph)
+    for rewritten in program.rewritten:
+        unrounded: dict[Node, list[set[Node]]] = defaultdict(list)
+        for value, slices in _unrounded(program, rewritten, wider).items():
+            unrounded[alike[value][0]] += slices
         for node in choices:
-            if of := _met(node, unrounded):
+            if of := _met(node, unrounded, alike):
                 yield f"{of} meets the result of {node.target}, which is of its rounding"
+
+
+def _alike(graph: Graph) -> dict[Node, list[Node]]:
+    """Return node -> those that compute the same of the same, but for roundings, itself too."""
+    first: dict[str, Node] = {}
+    same: dict[Node, Node] = {}
+    groups: defaultdict[Node, list[Node]] = defaultdict(list)
+    for node in graph.nodes:
+        same[node] = node
+        if node.target is CONVERT and _is_float(node) and _is_float(node.args[0]):
+            same[node] = same[node.args[0]]
+        elif elementwise(node) or node.target in STRUCTURE | CONSTANTS:
+            computed = node.target, *map_arg((node.args, node.kwargs), same.__getitem__)
+            same[node] = first.setdefault(str(computed), node)
+        groups[same[node]].append(node)
+    return {node: groups[one] for node, one in same.items()}
 
 
 def _picks(node: Node) -> bool:
@@ -211,7 +245,9 @@ def _unrounded(
     return unrounded
 
 
-def _met(choice: Node, unrounded: dict[Node, list[set[Node]]]) -> Node | None:
+def _met(
+    choice: Node, unrounded: dict[Node, list[set[Node]]], alike: dict[Node, list[Node]]
+) -> Node | None:
     """Return the value that is chosen from and meets the choice by another way; None if none.
 
     What is picked by its place it meets within a slice, which has not the rounding of the pick.
@@ -219,15 +255,24 @@ def _met(choice: Node, unrounded: dict[Node, list[set[Node]]]) -> Node | None:
     before = closure(
         choice, lambda n: n.all_input_nodes if n is choice or n.target in _KEPT else ()
     )
-    values = before & unrounded.keys()
+    values = {alike[n][0] for n in before} & unrounded.keys()
     if choice.target in _SUMS:
-        return next((v for v in values if _less_a_share(v, choice)), None)
-    after = closure(choice, lambda n: n.users) if values else set()
+        return next((v for v in values if any(_less_a_share(n, choice) for n in alike[v])), None)
+    if not values:
+        return None
+    picks = _picks(choice)
+    # What is computed of several elements that are picked is none of them.
+    after = closure(choice, lambda n: filter(_is_of_each, n.users) if picks else n.users)
     for value in values:
-        ways = _that_read_rounded(choice, unrounded[value]) if _picks(choice) else [None]
-        if any(_meets(value, choice, after, inside) for inside in ways):
+        ways = _that_read_rounded(choice, unrounded[value]) if picks else [None]
+        if any(_meets(alike[value], choice, after, inside) for inside in ways):
             return value
     return None
+
+
+def _is_of_each(node: Node) -> bool:
+    """Tell whether each element of a result is computed of one of an operand."""
+    return elementwise(node) or node.target in _PICKING or node.target is operator.getitem
 
 
 def _that_read_rounded(pick: Node, slices: list[set[Node]]) -> list[set[Node] | None]:
@@ -235,23 +280,45 @@ def _that_read_rounded(pick: Node, slices: list[set[Node]]) -> list[set[Node] | 
     return [s for s in slices if is_16_bit(pick) or not s.issuperset(pick.users)]
 
 
+def _is_float(node: Any) -> bool:
+    return is_tensor(node) and value_of(node).is_floating_point()
+
+
 def _is_wide(node: Node) -> bool:
     """Tell whether a node is a tensor in fp32."""
     return is_tensor(node) and value_of(node).dtype == torch.float32
 
 
-def _meets(value: Node, choice: Node, after: set[Node], inside: set[Node] | None) -> bool:
+def _meets(values: list[Node], choice: Node, after: set[Node], inside: set[Node] | None) -> bool:
     """Tell whether a value meets what comes of a choice: unrounded, if a slice is given.
 
     That is within the slice, and in fp32 on the way to it.
+
+    Args:
+        values: the nodes that have the value.
+        choice: the operation that chooses.
+        after: what comes of it.
+        inside: the nodes of the slice.
     """
 
-    def unrounded(node: Node) -> bool:
-        return inside is None or node in inside or _is_wide(node)
+    def others(node: Node) -> Iterator[Node]:
+        for user in node.users:
+            unrounded = inside is None or user in inside or _is_wide(user)
+            if user is not choice and unrounded:
+                yield user
 
-    beside = closure(value, lambda n: (u for u in n.users if u is not choice and unrounded(u)))
+    beside = {n for value in values for n in closure(value, others)}
     alone = after - beside
-    return any(_compares(n, alone, beside) for n in after & beside)
+    # An element times another tensor is no element, from which nothing may remain.
+    straight = alone if inside is None else alone & _straight(choice)
+    return any(
+        _compares(n, alone if n.target in _DECIDING else straight, beside) for n in after & beside
+    )
+
+
+def _straight(choice: Node) -> set[Node]:
+    """Return what is computed of a choice, and of no other tensor."""
+    return closure(choice, lambda n: (u for u in n.users if len(u.all_input_nodes) == 1))
 
 
 def _less_a_share(value: Node, total: Node) -> bool:
