@@ -99,7 +99,7 @@ lint: $(READY)
 	cd build/typed && ../../$(BIN)/mypy --num-workers 2 --config-file ../../pyproject.toml \
 		--package collage_fx
 
-# The site, in build/site; what would be a warning is an error. `make docs SERVE=1` shows it while pages
+# The site, in build/docs-site; what would be a warning is an error. `make docs SERVE=1` shows it while pages
 # are written.
 docs: $(DOCS)/.ready
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs $(if $(SERVE),serve,build --strict)
