@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 
 from collage_fx.passes.analysis.affine import (
     ADDING,
@@ -24,7 +23,7 @@ from collage_fx.passes.analysis.carried_path import eft_storage, stored_wider
 from collage_fx.passes.frontend.reductions import CONSTANTS, SUMS, is_largest
 from collage_fx.passes.frontend.single_elements import is_16_bit
 from collage_fx.passes.frontend.slice import elementwise
-from collage_fx.passes.ir.graph_memory import closure, mutations
+from collage_fx.passes.ir.graph_memory import closure, mutations, representatives
 from collage_fx.passes.ir.program import (
     CONVERT,
     LOW_PRECISION,
@@ -196,17 +195,14 @@ def chosen(program: Program) -> Iterator[str]:
 
 def _alike(graph: Graph) -> dict[Node, list[Node]]:
     """Return node -> those that compute the same of the same, but for roundings, itself too."""
-    first: dict[str, Node] = {}
-    same: dict[Node, Node] = {}
+    same = representatives(
+        graph,
+        lambda node: elementwise(node) or node.target in STRUCTURE | CONSTANTS,
+        lambda node: node.target is CONVERT and _is_float(node) and _is_float(node.args[0]),
+    )
     groups: defaultdict[Node, list[Node]] = defaultdict(list)
-    for node in graph.nodes:
-        same[node] = node
-        if node.target is CONVERT and _is_float(node) and _is_float(node.args[0]):
-            same[node] = same[node.args[0]]
-        elif elementwise(node) or node.target in STRUCTURE | CONSTANTS:
-            computed = node.target, *map_arg((node.args, node.kwargs), same.__getitem__)
-            same[node] = first.setdefault(str(computed), node)
-        groups[same[node]].append(node)
+    for node, one in same.items():
+        groups[one].append(node)
     return {node: groups[one] for node, one in same.items()}
 
 

@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 T = TypeVar("T")
 ORIGIN = "origin"
@@ -35,6 +36,28 @@ def closure(node: Node, near: Callable[[Node], Iterable[Node]]) -> set[Node]:
                 found.add(one)
                 waiting.append(one)
     return found
+
+
+def representatives(
+    graph: Graph, repeats: Callable[[Node], bool], hands_on: Callable[[Node], bool] | None = None
+) -> dict[Node, Node]:
+    """Return node -> the first that computes the same of the same; itself if it is the first.
+
+    Args:
+        graph: which is not changed.
+        repeats: whether a node has the value of another one with the same operation and operands.
+        hands_on: whether a node has the value of its first operand.
+    """
+    same: dict[Node, Node] = {}
+    first: dict[str, Node] = {}
+    for node in graph.nodes:
+        same[node] = node
+        if hands_on is not None and hands_on(node):
+            same[node] = same[node.args[0]]
+        elif repeats(node):
+            computed = node.target, *map_arg((node.args, node.kwargs), same.__getitem__)
+            same[node] = first.setdefault(str(computed), node)
+    return same
 
 
 class Connected(Generic[T]):

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.node import map_arg
 
+from collage_fx.passes.ir.graph_memory import representatives
 from collage_fx.passes.ir.program import CONVERT
 from collage_fx.passes.rewrite.lower import EXACT
 from collage_fx.passes.rewrite.op_schema import COLLECTIVE
@@ -67,13 +67,9 @@ def keep_shared_roundings(gm: GraphModule) -> None:
 def _shared(graph: Graph) -> set[Node]:
     """Return the values that several operations read, if only by their digits; nodes that compute
     the same have one value."""
-    same: dict[Node, Node] = {}
-    first: dict[str, Node] = {}
+    same = representatives(graph, _repeats)
     readers: dict[Node, set[Node]] = defaultdict(set)
     for node in graph.nodes:
-        computed = node.target, *map_arg((node.args, node.kwargs), same.__getitem__)
-        repeats = (_is_fused(node) and not _is_random(node)) or node.target in _SAME_DIGITS
-        same[node] = first.setdefault(str(computed), node) if repeats else node
         for operand in node.all_input_nodes:
             readers[same[operand]].add(same[node])
     shared: set[Node] = set()
@@ -89,6 +85,10 @@ def _is_fused(node: Node) -> bool:
     """Tell whether Inductor may fuse an operation, which rounds its result, with its readers."""
     fused = bool(_FUSED.intersection(getattr(node.target, "tags", ())))
     return fused and node.target not in _SAME_DIGITS
+
+
+def _repeats(node: Node) -> bool:
+    return (_is_fused(node) and not _is_random(node)) or node.target in _SAME_DIGITS
 
 
 def _is_random(node: Node) -> bool:
