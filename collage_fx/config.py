@@ -53,7 +53,7 @@ def _names(option: str, value: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class CollageConfig(Settings):
-    """What is compensated and how: the options of `compile` and of what takes its options.
+    """Options of `compile`, and of the functions and classes that take the same.
 
     Raises:
         OptionError: a value that does not exist, or two that exclude each other.
@@ -65,7 +65,7 @@ class CollageConfig(Settings):
     """
 
     level: Level = "auto"
-    """Which carried states get residuals: `auto` parameters, and what the analysis finds critical;
+    """The states that get residuals: `auto` parameters, and what the analysis finds critical;
     `light` parameters, and what a parameter is computed anew from (`p.copy_(z)`, `p.lerp_(z, 0.9)`;
     where another graph does that, from when that graph is compiled); `plus` also states whose decay
     is up to 16 u from 1 (`auto`: 8 u); `all` every 16-bit state that carries a value on."""
@@ -95,10 +95,9 @@ class CollageConfig(Settings):
     owns them: buffers of modules, and other tensors that a compiled train step updates beside an
     optimizer's states. Names are those that `explain` shows."""
     multi_tensor: bool | Literal["auto"] = "auto"
-    """Whether a class of parameters (those whose updates are alike but for shapes) is compiled once
-    and its kernel run over all of them, on a CPU in one call of C++, on a GPU in one launch of a
-    Triton kernel, rather than a kernel for each; `auto` on a CPU whatever their number, on a GPU
-    from 8 on."""
+    """One kernel for a class of parameters (those whose updates are alike but for shapes), run over
+    all of them in one call of C++ on a CPU, in one launch of a Triton kernel on a GPU, rather than
+    a kernel for each; `auto` on a CPU for any number of them, on a GPU from 8 on."""
 
     stochastic_rounding: bool = False
     """Whether the last residual of a state is rounded up or down by chance, so that updates too
@@ -110,8 +109,8 @@ class CollageConfig(Settings):
     `deduplicate`, `escape`, `join`, `moves`, `numbers`, `reductions`, `repeat`, `share`. The page
     on debugging says what each rules out."""
     seed: int = 0
-    """What chance begins with. Checkpoints hold how far it has come, so that a resumed run draws
-    the same."""
+    """Seed of stochastic rounding. Checkpoints hold the number of draws, so that a resumed run
+    draws the same."""
     verify: int = 0
     """How many of the first steps of an optimizer are also done as Python does them, on a copy in
     float64, and compared. A compiled graph that fails is named and left to the recorder, its

@@ -19,8 +19,6 @@ from collage_fx.dynamo.options import OPTION_TYPES, names_options, split_options
 from collage_fx.errors import OptionError, SubjectError
 from collage_fx.first_use import METHODS, begin
 
-_KNOWN = OPTION_TYPES
-"""The options by name, with their types; beside them there are the settings of Inductor."""
 _LOCK = threading.Lock()
 
 
@@ -60,7 +58,7 @@ def compensated(
     given = options if mode is None else {**options, "mode": mode}
     options = {**getattr(cls, OPTIONS, {}), **given}
     own = inspect.signature(original.__init__).parameters
-    if wrong := [name for name in options if name in own and name not in _KNOWN]:
+    if wrong := [name for name in options if name in own and name not in OPTION_TYPES]:
         raise OptionError(
             f"{wrong[0]!r} is an argument of {original.__name__} and no option of collage_fx: give "
             "it where an optimizer of the class is made"
@@ -152,7 +150,7 @@ def _make(
 def _sign(init: Any, signature: inspect.Signature) -> None:
     """Give a function that stands for another's `__init__` a signature, types of options too."""
     given = signature.parameters
-    types = {n: given[n].annotation for n in _KNOWN if n in given}
+    types = {n: given[n].annotation for n in OPTION_TYPES if n in given}
     types = {n: kind for n, kind in types.items() if kind is not inspect.Parameter.empty}
     init.__signature__ = signature
     init.__annotations__ = types | getattr(init, "__annotations__", {})
@@ -172,7 +170,7 @@ def _hook(cls: type[Optimizer]) -> None:
 def _taken(kwargs: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """Take the options out of the arguments of a class that are not its own; None is not given."""
     given = {name: kwargs.pop(name) for name in [*kwargs] if name not in own}
-    given = {n: value for n, value in given.items() if value is not None or n not in _KNOWN}
+    given = {n: value for n, value in given.items() if value is not None or n not in OPTION_TYPES}
     _check(given, own)
     return given
 
@@ -181,7 +179,7 @@ def _with_options(own: inspect.Signature) -> inspect.Signature:
     """Return a signature with the options behind what there is."""
     more = [
         inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind | None)
-        for n, kind in _KNOWN.items()
+        for n, kind in OPTION_TYPES.items()
         if n not in own.parameters
     ]
     return own.replace(parameters=[*own.parameters.values(), *more])
@@ -191,8 +189,8 @@ def _doc(original: type[Optimizer], *, takes_options: bool) -> str:
     """Return what is said of a class: what it adds, and what the original is."""
     options = (
         "\n\nBeside its arguments it takes, by keyword, the options of `collage_fx.compile`: "
-        f"{', '.join(_KNOWN)}, and settings of torch._inductor.config. None stands for one that is "
-        "not given; one that does not exist raises an OptionError."
+        f"{', '.join(OPTION_TYPES)}, and settings of torch._inductor.config. None stands for one "
+        "that is not given; one that does not exist raises an OptionError."
     )
     name = original.__name__
     example = f"\n\nExamples:\n    >>> optimizer = collage_fx.optim.{name}(model.parameters())"

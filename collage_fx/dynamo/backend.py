@@ -399,9 +399,10 @@ class _Step:
 
     def _count_forward(self) -> None:
         """Warn of a forward pass that runs again and again, while no step is compensated."""
-        self.forward = 0 if STORE.generation else self.forward - 1
-        if self.forward == 1:
+        self.forward -= 1
+        if STORE.generation:
             self.forward = 0
+        elif not self.forward:
             self.session.warn_once("forward-pass", _FORWARD)
 
     def _look_at_sharing(self, args: tuple[Any, ...]) -> None:
@@ -485,10 +486,8 @@ def _shares_gradients(optimizer: Optimizer | None) -> bool:
 
 def _is_forward(gm: GraphModule) -> bool:
     """Tell whether autograd is to differentiate what a graph returns."""
-    results = (n.meta.get("example_value") for n in gm.graph.output_node().all_input_nodes)
-    return torch.is_grad_enabled() and any(
-        isinstance(v, Tensor) and v.requires_grad for v in results
-    )
+    results = _tensors(gm.graph.output_node().all_input_nodes)
+    return torch.is_grad_enabled() and any(t.requires_grad for t in results)
 
 
 def _left_out(gm: GraphModule) -> Code:

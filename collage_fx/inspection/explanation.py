@@ -29,7 +29,7 @@ from collage_fx.runtime.storage.registry import Choice, kept
 
 @dataclass(repr=False)
 class Explanation:
-    """What collage_fx does to a step: str() of it is a report, to_dict() the same for machines.
+    """The rewrite of a step: `str()` gives a report, `to_dict()` the same for machines.
 
     Examples:
         >>> explanation = collage_fx.explain(optimizer)

@@ -86,9 +86,10 @@ class StepCheck:
         traced = self.session.calls > calls
         found = values_of(optimizer)
         self.left -= traced
-        wrong = self._differing(optimizer, before, found, exact)
+        errors = self._errors(optimizer, before, found, exact)
+        wrong = _beyond(errors)
         if traced and not wrong:
-            self._note_right(self._errors(optimizer, before, found, exact))
+            self._note_right(errors)
         if not wrong or not traced:
             return result
         snapshot.restore()
@@ -97,7 +98,7 @@ class StepCheck:
         # The errors without a compiler: of a step that is not stable they are as large.
         again = values_of(optimizer)
         uncompiled = self._errors(optimizer, before, again, exact)
-        alike = self._differing(optimizer, before, found, again).keys() & wrong.keys()
+        alike = _beyond(self._errors(optimizer, before, found, again)).keys() & wrong.keys()
         if all(wrong[name][0] <= 4 * uncompiled[name][0] for name in alike):
             self.supervisor.interpreted = interpreted
             self._note(
@@ -132,13 +133,6 @@ class StepCheck:
         """Have a report say what was found, or why no more steps are checked."""
         self.left = 0
         self.session.notes.add(f"verify: {text}")
-
-    def _differing(
-        self, optimizer: Optimizer, before: Values, found: Values, exact: Values
-    ) -> dict[str, tuple[float, float]]:
-        """Return, by name, the states that are too far off, each with its error and its bound."""
-        errors = self._errors(optimizer, before, found, exact)
-        return {name: (error, bound) for name, (error, bound) in errors.items() if error > bound}
 
     def _errors(
         self, optimizer: Optimizer, before: Values, found: Values, exact: Values
@@ -175,6 +169,11 @@ class StepCheck:
         """
         wide = self.session.config.arithmetic == "wide" or tensor.dtype.itemsize > 2
         return 2.0**-6 if wide else min(0.25, 16 * torch.finfo(tensor.dtype).eps)
+
+
+def _beyond(errors: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+    """Return, by name, the states whose error is above its bound, with both."""
+    return {name: (error, bound) for name, (error, bound) in errors.items() if error > bound}
 
 
 def exact_step(
