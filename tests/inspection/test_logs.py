@@ -177,6 +177,7 @@ print(shown, logs.LOG.level)
     assert fresh(script, folder).stdout == "[False, False, False] 0\n"
 
 
+@pytest.mark.slow
 @NAMED
 def test_a_name_that_is_none_is_refused_by_torch_with_ours_among_the_valid(folder: Path) -> None:
     done = fresh("import torch", folder, TORCH_LOGS="collage_verdict")

@@ -56,6 +56,7 @@ def test_errors_are_those_of_float64() -> None:
             assert errors[1] < errors[0] / 20
 
 
+@pytest.mark.slow
 def test_nothing_of_the_optimizer_changes() -> None:
     optimizer = pages.optimizer(9)
     with collage_fx.record_gradients(optimizer) as recorder:

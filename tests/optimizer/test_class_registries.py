@@ -73,6 +73,7 @@ def test_the_trainer_of_hugging_face_takes_a_class(
     assert torch.equal(ours, trained(optim.SGD, torch.bfloat16, [left], storage="remainder16"))
 
 
+@pytest.mark.slow
 def test_accelerate_prepares_it_before_its_first_use() -> None:
     accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
 

@@ -82,7 +82,7 @@ def _called(kind: str, optimizer: Any, step: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["held", "wrapped", "eager", "collage", "within a step"])
-@pytest.mark.quick("wrapped", "within a step")
+@pytest.mark.quick("within a step")
 def test_the_step_may_be_held_wrapped_and_compiled_before_its_first_use(kind: str) -> None:
     expected = stepped(by_hand(torch.optim.SGD, params(0), RATE))
     torch.compiler.reset()

@@ -31,6 +31,7 @@ def test_it_is_served_as_its_original_is(options: Any) -> None:
     assert told(ours) == told(expected) == told(again)
 
 
+@pytest.mark.slow
 @pytest.mark.kernels
 def test_a_quiet_step_is_repeated_without_a_look_at_each_tensor(
     monkeypatch: pytest.MonkeyPatch,

@@ -193,6 +193,7 @@ def test_each_process_has_all_updates_and_the_residuals_of_its_own(
     assert [a + b for a, b in zip(*both, strict=True)] == [1] * len(expected)
 
 
+@pytest.mark.slow
 def test_the_optimizer_within_is_the_one_that_is_reported_and_saved(
     found: Callable[[str], list[dict[str, Any]]],
 ) -> None:

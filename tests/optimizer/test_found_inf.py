@@ -64,7 +64,7 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.quick("recorded from*", "at once")
+@pytest.mark.quick("recorded from*")
 def test_what_does_not_look_on_the_device_asks_before_it_writes(way: str) -> None:
     (ours, step), (theirs, other) = begun(way), begun(way)
     before = words(ours)

@@ -193,6 +193,7 @@ def test_gradients_that_are_missing_by_turns(monkeypatch: pytest.MonkeyPatch) ->
     compare(monkeypatch, signs, 16, change)
 
 
+@pytest.mark.slow
 def test_a_monitor_sees_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = signs()
     trained(optimizer, 6)
@@ -207,6 +208,7 @@ def test_a_monitor_sees_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert repeats
 
 
+@pytest.mark.slow
 def test_is_let_go_of() -> None:
     """A bound graph keeps no optimizer alive that nobody else needs, nor old gradients."""
     optimizer = signs()

@@ -104,6 +104,7 @@ def test_left_out_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not repeats
 
 
+@pytest.mark.slow
 def test_rates_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """A schedule makes the rate an input of the graph, and each step has another."""
 
@@ -120,6 +121,7 @@ def test_rates_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(repeats) >= 5
 
 
+@pytest.mark.slow
 def test_closures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is called once, with gradients on, and its loss returned, whoever does the step."""
     calls: list[bool] = []

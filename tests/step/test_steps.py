@@ -224,6 +224,7 @@ def test_parameters_updated_through_data_under_grad_mode() -> None:
     assert close(1 - collage_fx.value(p), 2e-3, rtol=0.01)
 
 
+@pytest.mark.slow
 def test_explain_names_the_engine_that_serves_a_state() -> None:
     optimizer = torch.optim.Adafactor(with_grads([bf16(4, 4)]))
     assert set(collage_fx.explain(optimizer).engine.values()) == {"graph"}

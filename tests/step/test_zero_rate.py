@@ -74,6 +74,7 @@ def test_warmup_from_zero(name: str, kwargs: dict[str, Any], as_tensor: bool) ->
     assert (found - exact).abs().max() <= 2**-6 * (1 - exact).abs().max()
 
 
+@pytest.mark.slow
 def test_optimizers_of_one_class_with_other_eps() -> None:
     """From the second on Dynamo makes eps a symbol."""
     for eps in (1e-8, 1e-6, 1e-5):

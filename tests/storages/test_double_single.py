@@ -118,6 +118,7 @@ def test_a_count_of_steps_is_left_alone_unless_it_is_named() -> None:
     assert count + 1 == 2**24 and count + 2 == 2**24  # where it is not exact any more
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["each", "shared"])
 @pytest.mark.quick("each")
 def test_a_count_that_is_named_goes_on_beyond_24_bits(way: str) -> None:

@@ -225,6 +225,7 @@ def test_arithmetic_and_storage_go_together(
     assert config == dataclasses.replace(config)
 
 
+@pytest.mark.slow
 def test_a_storage_that_is_asked_for_takes_its_arithmetic_with_it() -> None:
     """Of `explain`, and of words in remainder16 for which `eft` or chance is asked."""
     p = torch.nn.Parameter(torch.ones(8).bfloat16())
