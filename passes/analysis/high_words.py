@@ -71,6 +71,7 @@ _COMPARING = _DECIDING | {
 _INVERTING = (aten.div.Tensor, aten.reciprocal.default, aten.rsqrt.default)
 _KEPT = (STRUCTURE - {aten.where.self}) | {aten.abs.default, aten.neg.default, CONVERT}
 """Operations that change no digit of a value, on the way to a choice, or only round it."""
+_REDUCING = _SUMS | {aten.prod.default, aten.prod.dim_int}
 
 
 def entering(
@@ -180,7 +181,7 @@ def chosen(program: Program) -> Iterator[str]:
     that is picked by its place, where the pick has another shape than the slice.
     """
     graph = graph_of(program.canonical).graph
-    choices = [n for n in graph.nodes if _chooses(n) or _picks(n)]
+    choices = [n for n in graph.nodes if _chooses(n) or _picks(n) or n.target in _SUMS]
     if not choices:
         return
     wider, alike = stored_wider(program), _alike(graph)
@@ -207,12 +208,41 @@ def _alike(graph: Graph) -> dict[Node, list[Node]]:
 
 
 def _picks(node: Node) -> bool:
+    """Tell whether a node returns elements by their places: a masked sum may."""
+    if node.target in _REDUCING:
+        return any(n.target is aten.where.self or _mask(n) for n in _chosen_from(node))
     return node.target in _PICKING and not elementwise(node)
 
 
 def _chooses(node: Node) -> bool:
     named = getattr(node.target, "_opname", "") in _CHOOSING and not elementwise(node)
-    return named or is_largest(node) or node.target in _SUMS
+    return named or is_largest(node)
+
+
+def _mask(node: Node) -> list[Node]:
+    """Return the operands of a product that are zeros and ones; none if it is no product."""
+    operands = node.all_input_nodes if node.target is aten.mul.Tensor else []
+    return [n for n in operands if _is_of_booleans(n)]
+
+
+def _is_of_booleans(node: Node) -> bool:
+    while node.target in _KEPT and len(node.all_input_nodes) == 1:
+        node = node.all_input_nodes[0]
+    return is_tensor(node) and value_of(node).dtype == torch.bool
+
+
+def _chosen_from(choice: Node) -> set[Node]:
+    """Return a choice and the nodes of which it may return an element."""
+
+    def operands(node: Node) -> Iterator[Any]:
+        if node is choice or node.target in _KEPT | CHOOSING:
+            yield from node.all_input_nodes
+        elif node.target is aten.where.self:
+            yield from (a for a in node.args[1:] if isinstance(a, Node))
+        elif mask := _mask(node):
+            yield from set(node.all_input_nodes) - set(mask)
+
+    return closure(choice, operands)
 
 
 def _unrounded(
@@ -248,15 +278,12 @@ def _met(
 
     What is picked by its place it meets within a slice, which has not the rounding of the pick.
     """
-    before = closure(
-        choice, lambda n: n.all_input_nodes if n is choice or n.target in _KEPT else ()
-    )
-    values = {alike[n][0] for n in before} & unrounded.keys()
-    if choice.target in _SUMS:
+    values = {alike[n][0] for n in _chosen_from(choice)} & unrounded.keys()
+    picks = _picks(choice)
+    if choice.target in _SUMS and not picks:
         return next((v for v in values if any(_less_a_share(n, choice) for n in alike[v])), None)
     if not values:
         return None
-    picks = _picks(choice)
     # What is computed of several elements that are picked is none of them.
     after = closure(choice, lambda n: filter(_is_of_each, n.users) if picks else n.users)
     for value in values:

@@ -11,6 +11,7 @@ import collage_fx
 from collage_fx.passes.analysis import escape, high_words
 
 LR, STEPS = 1e-3, 6
+FIFTH = torch.arange(12).view(4, 3) == 5
 
 PICKS: dict[str, Callable[[Tensor], Tensor]] = {
     "element": lambda u: u[1, 2],
@@ -23,6 +24,11 @@ PICKS: dict[str, Callable[[Tensor], Tensor]] = {
     "reversed": lambda u: u.flatten().flip(0)[6],
     "padded": lambda u: torch.nn.functional.pad(u.flatten(), (0, 1))[5],
     "column": lambda u: u[:, 2:],
+    "masked": lambda u: torch.where(FIFTH, u, 0).sum(),
+    "masked by rows": lambda u: u.masked_fill(~FIFTH, 0).sum(0)[2],
+    "times a mask": lambda u: (u * FIFTH.to(u.dtype)).sum(),
+    "of ones": lambda u: torch.where(FIFTH, u, 1).prod(),
+    "behind a mask": lambda u: torch.where(FIFTH, u, 0)[1, 2],
 }
 DONE_AT_ONCE = ("index", "gathered", "taken")
 """In recorded steps, since an index may be out of range."""
@@ -60,7 +66,9 @@ def not_itself(name: str, of: str, equal: str = "compared", **options: Any) -> i
 @pytest.mark.parametrize("options", [{}, {"record": True}], ids=["graph", "recorded"])
 @pytest.mark.parametrize("of", OF)
 @pytest.mark.parametrize("name", PICKS)
-@pytest.mark.quick("element-param-graph", "slice-update-*", "unbound-update-graph")
+@pytest.mark.quick(
+    "element-param-graph", "slice-update-*", "unbound-update-graph", "masked-param-*"
+)
 def test_an_element_that_is_picked_by_its_place_is_itself(
     name: str, of: str, options: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,6 +96,8 @@ ALONE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "trust ratio": lambda p, u: u * (p.view(-1).norm() / (u.view(-1).norm() + 1e-6)),
     "dot product": lambda p, u: u / (u.flatten().dot(u.flatten()).sqrt() + 1e-6),
     "global norm": lambda p, u: u / torch.cat([u.reshape(-1)]).norm().clamp(min=1),
+    "cautious": lambda p, u: u * (u * p > 0) / (u * p > 0).to(u.dtype).mean().clamp(min=1e-3),
+    "masked norm": lambda p, u: u / torch.where(FIFTH, 0, u).square().sum().sqrt().clamp(min=1),
     "Newton-Schulz": lambda p, u: 1.5 * u - 0.5 * (u.view(4, -1) @ u.view(4, -1).T) @ u,
 }
 """Updates in which nothing meets an element that is its own."""

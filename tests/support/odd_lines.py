@@ -62,6 +62,8 @@ _DIRECTIONS = {
         _NOT_ITSELF.format("u.flatten()[:1]"),
         _NOT_ITSELF.format("u.flatten().unbind()[0]"),
         _NOT_ITSELF.format("u.take(torch.tensor(0))"),
+        _NOT_ITSELF.format("torch.where(first, u, 0).sum()"),
+        _NOT_ITSELF.format("u.masked_fill(~first, -torch.inf).amax()"),
         "u = u - u.flatten()[-1]",
     ),
     "masks": (
