@@ -16,7 +16,7 @@ import time
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -55,16 +55,18 @@ Place = tuple[int, int, str]
 class Clock:
     """How long looks took, of all optimizers together."""
 
-    started: float = field(default_factory=time.perf_counter)
+    started: float | None = None
+    """The time at the end of the first step, which may load code."""
     spent: float = 0.0
 
-    def is_short(self, steps: int) -> bool:
-        """Tell whether looks have taken their share of the time.
+    def is_short(self, steps: int, looks: int) -> bool:
+        """Tell whether looks, with one more of their mean length, take more than their share.
 
-        Of a thousand steps at least, as if they took as long as those so far.
+        The share is of a thousand steps at least, of the mean length of those since the first.
         """
-        elapsed = time.perf_counter() - self.started
-        return self.spent > SHARE * elapsed * max(1000 / max(steps, 1), 1)
+        elapsed = time.perf_counter() - (self.started or time.perf_counter())
+        whole = elapsed * max(1000 / max(steps - 1, 1), 1)
+        return self.spent * (1 + 1 / looks) > SHARE * whole
 
 
 @dataclass
@@ -130,7 +132,7 @@ class Looker:
         if self._depth > 1:
             return
         self.steps += 1
-        busy = self.looks > 0 and self.clock.is_short(self.steps)
+        busy = self.looks >= FIRST and self.clock.is_short(self.steps, self.looks)
         if self.steps >= self.next and not busy and not is_capturing():
             self.next = self.steps + 1
             if self.looks >= FIRST - 1:
@@ -142,6 +144,7 @@ class Looker:
         self._depth = max(self._depth - 1, 0)
         if self._begun is not None and not self._depth:
             self._timed(self._end)
+        self.clock.started = self.clock.started or time.perf_counter()
 
     def _timed(self, look: Callable[..., None], *args: Any) -> None:
         """Look; nothing that fails there ends the run."""
