@@ -23,7 +23,7 @@ from collage_fx.passes.codegen.multi_tensor_kernel import least_members
 from collage_fx.passes.dedup.deduplicate import Group, Narrow, represented
 from collage_fx.passes.dedup.independent_parts import LEAST
 from collage_fx.passes.ir.program import Settings, Unlike
-from collage_fx.runtime.residuals.dtensor import is_sharded, shard_of, sharded_like
+from collage_fx.runtime.residuals.dtensor import is_sharded, shard_of, sharded_like, shards_of
 from collage_fx.runtime.residuals.memory import empty_as, overlapping
 from collage_fx.runtime.storage.registry import compensable_dtypes
 from collage_fx.stand_in.members import GRAD, NO_STATE, Member
@@ -139,7 +139,7 @@ class StandIns:
         self.states = [m.state for m in members]
         self.tensors = list(_values(self.states))
         self.plain = [p for p in self.params if is_plain(shard_of(p)) and is_plain(_grad(p))]
-        self.shards = [shard_of(t) for t in (*self.plain, *self.tensors)]
+        self.shards = shards_of([*self.plain, *self.tensors])
         self.sharded = [m for m in members if is_sharded(m.whole)]
         """The members that are DTensors: their shards stand for them."""
         whole = [m.whole for m in self.sharded]
@@ -218,10 +218,10 @@ class StandIns:
             return False
         if not self.has_states_of(optimizer) or not self.few.shares(optimizer):
             return False
-        shards = [shard_of(t) for t in (*self.plain, *self.tensors)]
+        shards = shards_of([*self.plain, *self.tensors])
         if not _same(shards, self.shards) or not all(m.is_sharded_alike() for m in self.sharded):
             return False
-        return bool(self.guards.check(*shards, *map(_grad, self.plain)))
+        return bool(self.guards.check(*shards, *shards_of([p.grad for p in self.plain])))
 
     def has_states_of(self, optimizer: Optimizer) -> bool:
         """Tell whether the states are still those of the optimizer."""
