@@ -80,7 +80,7 @@ def _warn_if_plain(optimizer: Optimizer) -> None:
 
 
 def _reporters_beside(callback: Any) -> Iterator[Any]:
-    """Yield the callbacks beside one that log, and do not print, in the order of the Trainer's.
+    """Yield the callbacks of the same Trainer that log, and do not print, in the Trainer's order.
 
     A callback is not given the Trainer; the garbage collector knows what calls it.
     """

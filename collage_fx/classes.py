@@ -1,4 +1,4 @@
-"""The marks of optimizers whose class `collage_fx.compensated` has made."""
+"""Attributes that mark the classes made by `collage_fx.compensated`, and their optimizers."""
 
 from typing import Any
 
@@ -7,11 +7,11 @@ from torch.optim import Optimizer
 from collage_fx.errors import SubjectError
 
 ORIGINAL = "_collage_original"
-"""Where such a class has the one that it was made of."""
+"""Attribute of such a class: the class that it was derived from."""
 OPTIONS = "_collage_options"
-"""Where such a class has the options of its steps."""
+"""Attribute of such a class: the options of its steps."""
 FIRST_USE = "_collage_first_use"
-"""Where such an optimizer has what compiles its step; no copy has that of the original."""
+"""Attribute of such an optimizer: its `FirstUse`; no copy has that of the original."""
 
 
 def class_of(optimizer: Optimizer) -> type[Optimizer]:

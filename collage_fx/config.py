@@ -87,9 +87,9 @@ class CollageConfig(Settings):
     "*": "ulp8"}; `auto` for what no pattern fits. States of different storages that are updated
     together are in arithmetic `wide` too."""
     on_unsupported: OnUnsupported = "join"
-    """What an operation on a carried path does that has no rule in `eft`: `join` applies it in fp32
-    to the joined value, splits its result, and `explain` lists it; `error` raises UnsupportedError,
-    which names operation, state and source line, and nothing is changed."""
+    """Treatment of an operation on a carried path that has no rule in `eft`: `join` applies it in
+    fp32 to the joined value, splits its result, and `explain` lists it; `error` raises
+    UnsupportedError, which names operation, state and source line, and nothing is changed."""
     states: tuple[str, ...] = ()
     """Patterns (as in fnmatch) of names of states that may be compensated although no optimizer
     owns them: buffers of modules, and other tensors that a compiled train step updates beside an
@@ -100,7 +100,7 @@ class CollageConfig(Settings):
     a kernel for each; `auto` on a CPU for any number of them, on a GPU from 8 on."""
 
     stochastic_rounding: bool = False
-    """Whether the last residual of a state is rounded up or down by chance, so that updates too
+    """True to round the last residual of a state up or down by chance, so that updates too
     small for its storage are kept on average, down to the 2^-24 of a value that fp32 keeps, in
     which they are computed; for storages `mcf2` and `ulp8`, with arithmetic `wide`, which it
     implies: `eft` beside it is an error."""
@@ -112,13 +112,13 @@ class CollageConfig(Settings):
     """Seed of stochastic rounding. Checkpoints hold the number of draws, so that a resumed run
     draws the same."""
     verify: int = 0
-    """How many of the first steps of an optimizer are also done as Python does them, on a copy in
+    """Number of first steps of an optimizer that are also done as Python does them, on a copy in
     float64, and compared. A compiled graph that fails is named and left to the recorder, its
     step undone. 0 by default, for what the copy takes: 8 bytes for each
     element of parameters, gradients and states. With `collage_fx.compile` of an optimizer only."""
 
     record: bool | Literal["auto"] = "auto"
-    """What becomes of the operations of a step that Dynamo does not trace: see docs/recording.md.
+    """Treatment of the operations of a step that Dynamo does not trace: see docs/recording.md.
     `"auto"` records them, and the whole of a step in which they write states; `True` records every
     step whole, and Dynamo is not asked; `False` does each operation at once, for what reads the
     data of tensors behind PyTorch's back. With `collage_fx.compile` only."""

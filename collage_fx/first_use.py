@@ -1,4 +1,4 @@
-"""The first use of an optimizer that compiles its own step."""
+"""Compilation of an optimizer that compiles its own step, at its first use."""
 
 import functools
 import weakref

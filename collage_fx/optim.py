@@ -125,7 +125,7 @@ def _make(
     def __reduce_ex__(self: Optimizer, protocol: Any) -> Any:
         reduced: Any = original.__reduce_ex__(self, protocol)
         first_use = vars(self).get(FIRST_USE)
-        if first_use is None:  # a copy of ours, whose steps are plain
+        if first_use is None:  # our copy, whose steps are plain
             return reduced
         make, args, *rest = reduced
         if rest and isinstance(rest[0], dict):

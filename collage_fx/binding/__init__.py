@@ -1,1 +1,1 @@
-"""Compiled graphs bound to tensors: done again by kernels over tables of their addresses."""
+"""Compiled graphs bound to the tensors of one call, and replayed over tables of addresses."""

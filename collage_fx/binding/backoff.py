@@ -1,4 +1,4 @@
-"""When a step is worth binding, which takes longer than to do it."""
+"""Backoff for binding a step, which takes longer than running it."""
 
 import sys
 from collections.abc import Callable

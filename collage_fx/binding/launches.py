@@ -1,4 +1,4 @@
-"""Calls of kernels over the same members again, by tables that compiled code fills."""
+"""Replayed kernel calls over the same members, by address tables that compiled code fills."""
 
 import ctypes
 from array import array
@@ -132,7 +132,7 @@ class _OnCpu:
     def __init__(self, rows: Sequence[_Rows], checks: dict[int, Checks]) -> None:
         self.calls: list[tuple[Loop, Addresses, tuple[array[int], ...]]] = []
         self.checks = list(checks.values())
-        """Whose memory kernels write."""
+        """`Checks` of the tensors that the kernels write."""
         for one in rows:
             if not isinstance(one.runner, Loop):
                 raise Unrepeatable("its kernels are no loops")
@@ -167,7 +167,7 @@ class _DeviceCall:
     members: Members
     found: Addresses
     first: int
-    """Where its table begins among those of all launches."""
+    """Row of the launch's first entry in the table of all launches."""
 
 
 class _OnCuda:

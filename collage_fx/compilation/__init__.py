@@ -1,1 +1,1 @@
-"""From a graph of Dynamo to a callable that binds the residuals of its states."""
+"""The way from a Dynamo graph to a callable that binds the residuals of its states."""

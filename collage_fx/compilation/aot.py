@@ -1,4 +1,4 @@
-"""One graph of Dynamo's on its way to a callable that binds residuals."""
+"""AOTAutograd compilation of one Dynamo graph to a callable that binds residuals."""
 
 import logging
 import time
@@ -191,26 +191,26 @@ class Compilation:
 
     session: Session
     whole: Inputs
-    """Those of the whole graph."""
+    """Inputs of the whole graph."""
     narrow: Narrow | None
     """The narrow graph, if that is to be compiled."""
     alone: bool = False
-    """Whether to give up if anything but operations for classes is left of it. Inductor has no part
+    """True to give up if anything but operations for classes is left of it. Inductor has no part
     in it then, and what it does to be ready takes longer."""
     program: Program | None = None
-    """What the passes made of the graph; None if they do not take it."""
+    """Program of the passes; None if they do not take the graph."""
     direct: Direct | None = None
-    """Its result with the kernels taken out, where that can be."""
+    """Rewritten graph with the kernels taken out, where that can be."""
     calls: Repeated | None = None
     """Calls of the graph, where it is one member of a class."""
     side: SideInputs | None = None
     refused: bool = False
     unlike: Unlike | None = None
-    """Why the members in a narrow graph cannot stand for the others."""
+    """Reason why the members in a narrow graph cannot stand for the others."""
     plain: bool = False
-    """Whether the step has no state, or the graph no input, of a dtype with low words."""
+    """True if the step has no state, or the graph no input, of a dtype with low words."""
     needs_inductor: bool = False
-    """Whether it was given up as one that is compiled `alone`, and for nothing else."""
+    """True if it was given up as one that is compiled `alone`, and for nothing else."""
 
     def __post_init__(self) -> None:
         self.gm = self.narrow.gm if self.narrow else self.whole.gm

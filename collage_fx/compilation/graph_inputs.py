@@ -1,4 +1,4 @@
-"""Each input of a graph of Dynamo's or AOTAutograd's: owner, name, how to find it at a call."""
+"""Inputs of graphs of Dynamo and AOTAutograd: owner, name, and how to find each at a call."""
 
 import functools
 import operator
@@ -48,7 +48,7 @@ class Recorded(NamedTuple):
 
     name: str
     state_name: StateName | None
-    """Of a state; None of other tensors."""
+    """Name of a state; None for other tensors."""
 
 
 class Part(NamedTuple):
@@ -68,9 +68,9 @@ class AbsentInput:
     """A tensor that Dynamo has not seen, being one of a parameter that another one stands for."""
 
     find: Locate
-    """How to find it, whatever the arguments of a call: the graph does not keep it alive."""
+    """Function that finds the tensor, whatever the arguments: the graph does not keep it alive."""
     static: bool
-    """Whether it stays the same; see `Carried.static`."""
+    """True if it is the same tensor in each call; see `Carried.static`."""
     val: Tensor
     """A fake tensor like it."""
     name: str
@@ -93,11 +93,11 @@ class Inputs:
     """See `kept_elsewhere`, of the optimizer whose step it is a part of."""
     _: KW_ONLY
     of_optimizer: bool
-    """Whether it is a part of an optimizer's step."""
+    """True if the graph is part of an optimizer's step."""
     again: bool
-    """Whether it is compiled anew, since an argument has a residual that it should use."""
+    """True if it is compiled anew, since an argument has a residual that it should use."""
     joins: bool
-    """Whether the graph may be done on joined values, see `passes/rewrite/join.py`."""
+    """True if the graph may be done on joined values, see `passes/rewrite/join.py`."""
 
     def __post_init__(self) -> None:
         placeholders = self.gm.graph.find_nodes(op="placeholder")
@@ -112,7 +112,7 @@ class Inputs:
 
     @functools.cached_property
     def differentiates(self) -> bool:
-        """Whether a value in the graph, other than an input, has a gradient to be computed."""
+        """True if a value in the graph, other than an input, has a gradient to be computed."""
         nodes = (n for n in self.gm.graph.nodes if n.op.startswith("call"))
         values = (v for n in nodes for v in tree_leaves(n.meta.get("example_value")))
         return any(isinstance(v, Tensor) and v.requires_grad for v in values)
@@ -238,10 +238,10 @@ def sources_of(gm: GraphModule) -> list[str]:
 
 
 def source_behind(descriptor: Any, placeholders: Sequence[int] | None) -> int | str | Part | None:
-    """Return the source of an input of AOTAutograd's; None if it is made of several.
+    """Return the source of an input of AOTAutograd; None if it is made of several.
 
     Args:
-        descriptor: AOTAutograd's.
+        descriptor: AOTAutograd's description of the input.
         placeholders: which placeholders of the whole graph its own are; None for all of them.
     """
     if isinstance(descriptor, SubclassGetAttrAOTInput):
@@ -257,7 +257,7 @@ def source_behind(descriptor: Any, placeholders: Sequence[int] | None) -> int | 
 
 
 class AotInputs:
-    """The inputs of a graph of AOTAutograd's, whole or narrow, as those of Dynamo's graph."""
+    """Inputs of AOTAutograd's graph, whole or narrow, traced back to those of Dynamo's graph."""
 
     def __init__(self, whole: Inputs, narrowed: Narrow | None) -> None:
         self.whole = whole

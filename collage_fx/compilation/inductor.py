@@ -1,4 +1,4 @@
-"""What keeps Inductor from giving wrong results, or none, for the graphs of a step."""
+"""Workarounds without which Inductor gives wrong results, or none, for the graphs of a step."""
 
 import copy
 import operator
@@ -34,7 +34,7 @@ def compile_by(
     table: dict[Any, Callable[..., Any]],
     options: dict[str, Any],
 ) -> Any:
-    """Compile a graph of Dynamo's by Inductor, the functional graph by `inner`.
+    """Compile a Dynamo graph by Inductor, its functional graph by `inner`.
 
     Args:
         inner: what comes after AOTAutograd and Inductor's passes over joint graphs.
@@ -159,7 +159,7 @@ _EXACT = {"eager_numerics.division_rounding": True, "emulate_precision_casts": T
 
 
 def noted_roundings() -> AbstractContextManager[None]:
-    """Have AOTAutograd note, within, which nodes are operations of the step's in 16 bits."""
+    """Have AOTAutograd note, within, which nodes are 16-bit operations of the step."""
     patched: AbstractContextManager[None] = inductor_config.patch(emulate_precision_casts=True)
     return patched
 

@@ -1,4 +1,4 @@
-"""Guards on the layouts of a graph's inputs: those for which it was compiled.
+"""Guards on the layouts of a graph's inputs, since Dynamo does not guard all strides.
 
 Dynamo does not guard the gradients of an optimizer but for being there, nor the strides of tensors
 that are attributes of its graph; and a kernel that walks over memory takes another order of strides
@@ -41,7 +41,7 @@ class Layouts:
         tensors = self._of(args)
         self.guards = guards_of(tensors) if len({*map(id, tensors)}) == len(tensors) else None
         self.sized = self.guards is not None and len(self.places) == sum(map(is_plain, args))
-        """Whether the guards cover the sizes of all tensor arguments."""
+        """True if the guards cover the sizes of all tensor arguments."""
 
     def _of(self, args: tuple[Any, ...]) -> list[Any]:
         return [*[args[i] for i in self.places], *[find() for find in self.attributes]]

@@ -32,7 +32,7 @@ class KernelCall:
     key: str
     device: torch.device
     full: list[list[int]]
-    """Where the members' tensors are, for each input of the kernel that is given and not 0-d."""
+    """Positions of the members' tensors, for each input of the kernel that is given and not 0-d."""
 
     def prepare(self, values: list[Any]) -> None:
         """Compile what runs on the device, unless that is done; raise CollageError if it must not.
@@ -54,12 +54,12 @@ class Direct:
     """A rewritten graph as what Inductor compiles of it, and the kernels after that."""
 
     rest: GraphModule | None
-    """Takes some of the graph's inputs, returns what the kernels need and what else are results.
+    """Graph for Inductor: takes some inputs, returns what the kernels need and the other results.
     None if nothing is left for Inductor."""
     inputs: list[int]
-    """Which of the graph's inputs it takes."""
+    """Positions of the graph's inputs that `rest` takes."""
     memory: list[Tensor]
-    """For what the kernels make: tensors of the shape, strides, dtype and device that it has."""
+    """Meta tensors of what the kernels make: shape, strides, dtype and device of its memory."""
     constants: list[Any]
     """Results that are no tensors."""
     calls: list[KernelCall]
@@ -100,18 +100,18 @@ class Direct:
 
     @property
     def writes_by_kernels(self) -> bool:
-        """Whether the graph writes nothing but by kernels."""
+        """True if the graph writes nothing but by kernels."""
         nodes = self.rest.graph.nodes if self.rest is not None else ()
         return all(n.target is not aten.copy_.default for n in nodes)
 
     @property
     def only_kernels(self) -> bool:
-        """Whether the graph writes nothing but by kernels, and returns nothing."""
+        """True if the graph writes nothing but by kernels, and returns nothing."""
         return not self.results and self.writes_by_kernels
 
     @property
     def may_be_left_out(self) -> bool:
-        """Whether `left_out` decides over all writes: they are done by kernels on a GPU."""
+        """True if `left_out` decides over all writes: they are done by kernels on a GPU."""
         return self.only_kernels and all(call.device.type != "cpu" for call in self.calls)
 
     def make(self, values: Sequence[Any] | dict[int, Any]) -> list[Any]:

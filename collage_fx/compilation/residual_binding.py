@@ -18,7 +18,7 @@ from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import STORAGES
 
 Locate: TypeAlias = Callable[[tuple[Any, ...]], Tensor | None]
-"""How to find a tensor from the arguments of a call."""
+"""Function that finds a tensor from the arguments of a call."""
 
 
 @dataclass
@@ -26,9 +26,9 @@ class Gathered:
     """The residuals of one call."""
 
     current: list[tuple[Tensor, Residual]]
-    """Those that the graph reads and writes, with their states."""
+    """States with residuals that the graph reads and writes, each with its residual."""
     replaced: list[tuple[Tensor, Residual]]
-    """Those of states that it overwrites without compensation."""
+    """States with residuals that the graph overwrites without compensation."""
 
     def settle(self) -> None:
         """Record, after the step, that the residuals belong to what was written."""
@@ -75,11 +75,11 @@ class Residuals:
     carried: list[Carried]
     locate: list[Locate]
     others: list[Locate]
-    """How to find the 16-bit states that this graph writes without compensation."""
+    """Functions that find the 16-bit states which this graph writes without compensation."""
     plan: dict[int, StatePlan]
     """The verdicts by the positions of the states."""
     introduced: bool = False
-    """Whether the optimizers of the graph's states have been searched for."""
+    """True once the optimizers of the graph's states have been searched for."""
     ensured: tuple[int, list[Residual | None]] = (-1, [])
     """The generation of the store in the last call, and the residuals of then."""
 

@@ -1,4 +1,4 @@
-"""What one user of the backend, an optimizer or a function, has asked for and got."""
+"""Sessions: the options and compiled graphs of each user of the backend."""
 
 import dataclasses
 import enum
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Outcome(enum.Enum):
-    """What became of a step of which Dynamo sees some of the parameters."""
+    """Result of a step of which Dynamo sees some of the parameters."""
 
     PARTS = enum.auto()
     """No graph of all of it has run: what Dynamo has seen is done, for those parameters only."""
@@ -38,34 +38,34 @@ class Outcome(enum.Enum):
 
 
 class StandsForOthers(Protocol):
-    """Parameters of which a graph is made in place of all; `stand_in.stand_ins` has them."""
+    """Parameters that are traced in place of all; `stand_in.stand_ins` has them."""
 
     whole: frozenset[CodeType]
     """The code of the step that is traced for them."""
     outcome: Outcome
-    """What became of the last step."""
+    """Result of the last step."""
     code: Any
     """The `side_inputs.Code` that has done so."""
     sources: list[str]
-    """Where its arguments come from, if it holds for whatever numbers."""
+    """Sources of the graph's arguments, if it holds for whatever numbers."""
     unlike: Unlike | None
-    """Why those of a graph do not stand for the others, once that has been found."""
+    """Reason why the traced parameters do not stand for the others, once one has been found."""
     pooled: bool
-    """Whether optimizers that are alike will use the graph, so that few parameters are many."""
+    """True if optimizers that are alike will use the graph, so that few parameters are many."""
 
     def whole_graph(self, inputs: "Inputs", settings: Settings) -> Narrow | Unlike:
         """Return a graph of the few parameters as the narrow graph of all, or why it is not."""
 
 
 class Supervisor(Protocol):
-    """What watches the steps of an optimizer or function; `record.steps` has it."""
+    """Protocol of `record.steps.Steps`, which runs the steps of an optimizer or function."""
 
     waited: bool
-    """Whether a graph was recorded in this step that will be compiled in the next."""
+    """True if a graph was recorded in this step that will be compiled in the next."""
 
     @property
     def plain(self) -> bool:
-        """Whether no state is of a dtype with low words."""
+        """True if no state is of a dtype with low words."""
         raise NotImplementedError
 
 
@@ -79,34 +79,34 @@ class Compiled:
 
 @dataclass(eq=False)
 class Session:
-    """What one user of the backend (an optimizer, a function) has asked for and got."""
+    """Options, warnings and compiled graphs of one optimizer or function that uses the backend."""
 
     config: CollageConfig
     inductor: dict[str, Any] = field(default_factory=dict)
     optimizer: Callable[[], Optimizer | None] = lambda: None
     """A weak reference to the optimizer, where `collage_fx.compile` was given one."""
     named: bool = False
-    """Whether the user knows that residuals of ownerless tensors are theirs to save."""
+    """True if the user knows that residuals of ownerless tensors are theirs to save."""
     compiled: list[Compiled] = field(default_factory=list)
     keep: bool = False
-    """Whether `compiled` is filled in; programs are large."""
+    """True if `compiled` is filled in; programs are large."""
     supervisor: Callable[[], Supervisor | None] = lambda: None
     """A weak reference to what watches the steps, where `collage_fx.compile` made the step: it
     does what is not compiled. It holds the tensors, which Dynamo's cache must not keep alive."""
     stand_ins: StandsForOthers | None = None
-    """Within a step of which Dynamo sees some of the parameters: which stand for which."""
+    """Traced parameters and those they stand for, while a step is traced in parts."""
     graphs: int = 0
-    """How many graphs have been compiled."""
+    """Number of graphs that have been compiled."""
     calls: int = 0
-    """How often a graph of this session has run, compensated or not."""
+    """Number of calls of graphs of this session, compensated or not."""
     returns_alike: bool = False
-    """Whether a graph of a function, which writes no state, returns what new states may be."""
+    """True if a graph of a function, which writes no state, returns what new states may be."""
     shared: bool = False
-    """Whether it is for all functions that are compiled with one configuration."""
+    """True if the session is for all functions that are compiled with one configuration."""
     said: set[tuple[str, CodeType | None]] = field(default_factory=set)
     """The warnings, each with the function it was about, where there are several."""
     notes: set[str] = field(default_factory=set)
-    """What a report says beside the warnings."""
+    """Remarks that a report has beside the warnings."""
     patterns: Patterns = field(init=False)
 
     def __post_init__(self) -> None:
@@ -117,7 +117,7 @@ class Session:
 
     @property
     def subject(self) -> str:
-        """What is compiled now, in words."""
+        """Name of what is compiled now, such as `the step of AdamW`."""
         optimizer = self.optimizer() or optimizer_hooks.traced_optimizer()
         if optimizer is not None:
             return f"the step of {type(optimizer).__name__}"
@@ -125,12 +125,12 @@ class Session:
 
     @property
     def deduplicates(self) -> bool:
-        """Whether one member of a class may be compiled for all: a kernel runs over all of them."""
+        """True if one member of a class may be compiled for all: a kernel runs over all of them."""
         return bool(self.config.multi_tensor) and "deduplicate" not in self.config.without
 
     @property
     def divides(self) -> bool:
-        """Whether what a graph does over and over may be compiled once for all."""
+        """True if what a graph does over and over may be compiled once for all."""
         return "deduplicate" not in self.config.without
 
     @property
@@ -172,7 +172,7 @@ class Session:
             )
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Compile one graph of Dynamo's: `dynamo.backend.Backend` does."""
+        """Compile one Dynamo graph: `dynamo.backend.Backend` does."""
         raise NotImplementedError
 
     def note(self, program: Program) -> Compiled:

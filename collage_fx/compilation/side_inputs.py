@@ -1,4 +1,4 @@
-"""What a graph's kernels take beside what AOTAutograd hands on, and what they make."""
+"""Extra kernel inputs and outputs that bypass AOTAutograd: residuals, seeds, tensors of members."""
 
 import functools
 import itertools
@@ -34,7 +34,7 @@ from collage_fx.runtime.residuals.residual import Residual, next_draw
 from collage_fx.runtime.residuals.store import STORE
 
 MOVED = "other tensors share memory with states than when the step was compiled"
-"""Why a graph is not called; see `Code.lies_as_before`."""
+"""Reason why a graph is not called; see `Code.lies_as_before`."""
 
 
 @dataclass(eq=False)
@@ -43,11 +43,11 @@ class Members:
 
     narrow: Narrow
     count: int
-    """How many results the whole graph has."""
+    """Number of results of the whole graph."""
     locate: list[Locate] = field(default_factory=list)
-    """How to find the inputs of the members that were left out."""
+    """Functions that find the inputs of the members that were left out."""
     written: list[int] = field(default_factory=list)
-    """Which of them are written in a way that autograd should know of."""
+    """Positions of those inputs whose writes autograd should know of."""
     made: dict[int, int] = field(default_factory=dict)
     """Result of the whole graph -> the additional result of the narrow one that it is."""
     returned: dict[int, Locate] = field(default_factory=dict)
@@ -75,19 +75,19 @@ class Members:
 
 @dataclass
 class _Call:
-    """What one call of a graph brings past AOTAutograd, to and fro."""
+    """Inputs and results of one call of a graph that bypass AOTAutograd."""
 
     args: tuple[Any, ...]
     residuals: Gathered
     members: list[Any]
     """The inputs of the members that were left out."""
     made: list[Any] = field(default_factory=list)
-    """What the kernels made for them."""
+    """Results of the kernels for those members."""
 
 
 @dataclass
 class Observed:
-    """What one call of a graph gave to its kernels."""
+    """Inputs that one call of a graph gave to its kernels."""
 
     args: tuple[Any, ...]
     """The arguments of the call, as Dynamo orders them."""
@@ -107,16 +107,16 @@ class Look:
     """Looks at the calls of graphs."""
 
     reads = True
-    """Whether the look reads the results of a graph: it has to know then if none are written."""
+    """True if it reads the results of a graph: it has to know then if none are written."""
 
     def enter(self, args: tuple[Any, ...]) -> None:
         """A graph is about to be called with these, or a part of one."""
 
     def take(self, exact: ExactGraph | None, observed: Observed) -> None:
-        """It takes these inputs, and has not written any."""
+        """Take the inputs of a call, none of which has been written."""
 
     def leave(self) -> None:
-        """It is done, and so is all that is noted of what it wrote."""
+        """Note that the call is done, the residuals of what it wrote being settled too."""
 
 
 class Noted(Look):
@@ -126,7 +126,7 @@ class Noted(Look):
 
     def __init__(self) -> None:
         self.calls: list[Observed] = []
-        """Of graphs, or parts of one, with nothing to compensate there is none."""
+        """Noted calls; of graphs, or parts of one, with nothing to compensate there is none."""
         self.args: tuple[Any, ...] | None = None
         """The arguments of the first call."""
 
@@ -140,7 +140,7 @@ class Noted(Look):
 
 
 class _Observing(threading.local):
-    """Who looks at the calls of a thread."""
+    """The `Look`s at the calls of a thread."""
 
     looks: tuple[Look, ...] = ()
 
@@ -256,16 +256,16 @@ class Code:
     states: list[tuple[Locate, StatePlan]]
     """The carried states of 16 bits: how to find each, and its verdict."""
     reads: list[tuple[Locate, str]]
-    """How to find the states that the graph reads, and of which it knows the high word only, with
-    their names."""
+    """Functions that find the states of which the graph reads the high word only, with the names
+    of these."""
     refused: bool
-    """Whether a state that needs a residual cannot have one in this graph."""
+    """True if a state that needs a residual cannot have one in this graph."""
     direct: Direct | None = None
-    """Its kernels, where they are called without Inductor."""
+    """Kernels of the graph, where they are called without Inductor."""
     seeded: Sequence[torch.device] = ()
     """The devices on which it takes a seed."""
     wanted: list[Locate] = field(default_factory=list)
-    """How to find those it reads that should get a low word if they have none."""
+    """Functions that find the states it reads which should get a low word if they have none."""
     kernels: list[tuple[str, torch.device]] = field(default_factory=list)
     """The kernels of classes in it, with the devices that they run on."""
     parts: Sequence["Code"] = ()
@@ -278,11 +278,11 @@ class Code:
     others: Sequence[Locate] = ()
     """Locators of the tensor inputs that are no states of the graph."""
     concluded: bool = False
-    """Whether the residuals that its states were made with are kept or dropped."""
+    """True once the residuals that its states were made with are kept or dropped."""
 
     @property
     def returns_from_parts(self) -> bool:
-        """Whether the graph is compiled in parts and returns anything."""
+        """True if the graph is compiled in parts and returns anything."""
         return any(map(_results_of, self.parts))
 
     def new_seeds(self) -> Seeds | None:

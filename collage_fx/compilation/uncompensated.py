@@ -1,4 +1,4 @@
-"""What is said of a graph that is not compensated, or not wholly."""
+"""Warnings for graphs that are not, or only partly, compensated."""
 
 from torch import Tensor
 from torch.fx import GraphModule

@@ -1,4 +1,4 @@
-"""`doctor`: look at the steps of optimizers that use nothing of collage_fx."""
+"""`doctor`: measure the updates that optimizers which use nothing of collage_fx lose."""
 
 import sys
 import weakref

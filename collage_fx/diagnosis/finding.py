@@ -26,11 +26,11 @@ class Row:
     """Tensors that are alike but for the numbers in their names."""
 
     name: str
-    """With a * for numbers that differ: `layers.*.norm.weight`, or `exp_avg_sq`."""
+    """Name with a * for numbers that differ: `layers.*.norm.weight`, or `exp_avg_sq`."""
     dtype: str
     tensors: int
     elements: int
-    """Of all of them."""
+    """Number of elements of all these tensors."""
     lost: float
     """Share of the updates in the sample that were lost whole."""
     edq: float
@@ -42,12 +42,12 @@ class Row:
     never_moved: float
     """Share of the elements in the sample that are as they were at first."""
     exact: bool
-    """Whether exact updates were known; else both shares are fitted to the moves."""
+    """True if exact updates were known; else both shares are fitted to the moves."""
     updated: bool
-    """Whether any element of the sample had an update."""
+    """True if any element of the sample had an update."""
     missing: float = 0.0
-    """Of an average: the exact changes less the stored ones, relative to the sizes of the exact
-    ones; positive where the average stays too small, negative where it stays too large."""
+    """Bias of an average: the exact changes less the stored ones, relative to the sizes of the
+    exact ones; positive where the average stays too small, negative where it stays too large."""
     value: float | None = None
     """The value of all elements in the samples, if it is one."""
     master: str = ""
@@ -60,18 +60,18 @@ class Row:
 
     @property
     def losing(self) -> bool:
-        """Whether a part of the way is lost."""
+        """True if a part of the way is lost."""
         some = 1 - self.edq > LOSING or self.gone > GONE
         return self.updated and not self.master and some
 
     @property
     def stands_still(self) -> bool:
-        """Whether every update was lost."""
+        """True if every update was lost."""
         return self.losing and self.never_moved == 1 and self.lost == 1
 
     @property
     def biased(self) -> bool:
-        """Whether an average stays too large or too small."""
+        """True if an average stays too large or too small."""
         return self.updated and abs(self.missing) > LOSING
 
 
@@ -85,13 +85,13 @@ class Kept:
     share: float
     """The least of the EDQs of the parameters that lose."""
     bytes: int
-    """Of the residuals of parameters and states that lose."""
+    """Bytes of the residuals of the parameters and states that lose."""
     default: bool = False
 
 
 @dataclass
 class Seen:
-    """How much was seen of the steps of optimizers of one class."""
+    """Number of optimizers of one class, and of their parameters and steps, that were looked at."""
 
     optimizer: str
     optimizers: int = 0
@@ -100,11 +100,11 @@ class Seen:
     steps: int = 0
     looks: int = 0
     compensated: bool = False
-    """Whether collage_fx does the steps."""
+    """True if collage_fx does the steps."""
     problem: str = ""
-    """Why no step could be looked at."""
+    """Reason why no step could be looked at."""
     estimated: str = ""
-    """Why exact updates are not known."""
+    """Reason why exact updates are not known."""
 
 
 @dataclass
@@ -131,7 +131,7 @@ class Finding:
 
     @property
     def losing(self) -> bool:
-        """Whether updates are lost."""
+        """True if updates are lost."""
         return self.status == "losing"
 
     def to_dict(self) -> dict[str, Any]:

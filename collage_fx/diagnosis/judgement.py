@@ -17,7 +17,7 @@ from collage_fx.runtime.storage.registry import AUTO, STORAGES, kept
 _NUMBER = re.compile(r"(?<![^.\[])\d+(?![^.\]])")
 """A number that is all between two dots or in brackets: the first is that of a layer."""
 _Key = tuple[str, str, int]
-"""What tensors have in common that are told together: name, dtype, dimensions."""
+"""Name, dtype and number of dimensions, which tensors of one row have in common."""
 
 
 class _Seen(NamedTuple):

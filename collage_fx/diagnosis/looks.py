@@ -1,4 +1,4 @@
-"""Looks at steps of an optimizer: samples of its tensors before and after, and in float64.
+"""Samples of an optimizer's tensors before and after a step, which is done again in float64.
 
 A copy of the optimizer that has only the samples takes the step again, once in its own dtypes and
 once in float64. Where the first makes of a sample what the step made of the tensor, and half of the
@@ -33,11 +33,11 @@ from collage_fx.runtime.residuals.lost_share import elements
 from collage_fx.step.subject import step_made_here
 
 FIRST = 4
-"""So many steps are looked at one after the other."""
+"""Number of first steps that are looked at one after the other."""
 GROWTH = 1.5
-"""From then on a step is looked at when so many times as many steps were taken."""
+"""Factor by which the number of steps grows between later looks."""
 SHARE = 0.02
-"""Of the time of a run of a thousand steps and more, the most that looks take."""
+"""Largest share of the time that looks take, of a run of a thousand steps and more."""
 ELEMENTS = 1024
 """Elements of a tensor in its sample, at most."""
 MEMORY = 64 * 2**20
@@ -53,7 +53,7 @@ Place = tuple[int, int, str]
 
 @dataclass
 class Clock:
-    """How long looks took, of all optimizers together."""
+    """Time that looks took, of all optimizers together."""
 
     started: float | None = None
     """The time at the end of the first step, which may load code."""
@@ -79,7 +79,7 @@ class _Begun:
     """Position of a parameter -> the sample of its gradient."""
     copy: Optimizer | None
     late: bool
-    """Whether a closure computes the gradients within the step."""
+    """True if a closure computes the gradients within the step."""
 
 
 class Looker:
@@ -108,19 +108,19 @@ class Looker:
         self.tallies: dict[Place, Tally] = {}
         self.names: dict[str, str] = {}
         self.problem = ""
-        """Why the last look failed."""
+        """Reason why the last look failed."""
         self.fitted = ""
-        """Why exact updates are not known."""
+        """Reason why exact updates are not known."""
         self.params: dict[torch.dtype, int] = {}
         """The dtypes of the parameters, and how many there are of each."""
         self._depth = 0
-        """How many calls of steps are under way: that of a class and that of its base, say."""
+        """Number of step calls under way: that of a class and that of its base, say."""
         self._begun: _Begun | None = None
         self._size = 0
 
     @property
     def compensated(self) -> bool:
-        """Whether collage_fx does the steps; not known of an optimizer that is gone."""
+        """True if collage_fx does the steps; not known of an optimizer that is gone."""
         optimizer = self.optimizer()
         return optimizer is not None and step_made_here(optimizer, "_collage") is not None
 

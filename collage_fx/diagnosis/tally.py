@@ -32,13 +32,13 @@ class Look:
     """Sums over the updates of a sample in one step; or in several, each times a weight."""
 
     stats: UpdateStats = field(default_factory=UpdateStats)
-    """Its count, lost count, square of the exact updates and their product with those stored."""
+    """Count, lost count, square of the exact updates and their product with those stored."""
     gone: float = 0.0
     """The square of the exact updates that were lost whole."""
     missing: float = 0.0
     """The exact updates less the stored ones, relative to the sizes of the exact ones."""
     weight: float = 0.0
-    """Of the steps that have updates."""
+    """Total weight of the steps that have updates."""
     kept: dict[str, float] = field(default_factory=dict)
     """Storage -> the product of the exact updates and what it would keep of each."""
 
@@ -67,18 +67,18 @@ class Tally:
         self.same_as = id(owned.whole), owned.key
         """Equal for two optimizers that have the tensor."""
         self.like = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        """Of its shape and dtype; of one that is sharded of this process's shard."""
+        """Meta tensor of its shape and dtype; for a sharded one, of this process's shard."""
         self.first = first
         """The sample as it was found."""
         self.looks: list[tuple[int, Look]] = []
         """The steps whose exact updates are known."""
         self.moved: Tensor | None = None
-        """Which elements of the sample have changed."""
+        """Mask of the elements of the sample that have changed."""
         self.last: Tensor | None = None
         """The sample after the last step that was looked at."""
         self.moves: list[Tensor] = []
         self.least: list[Tensor] = []
-        """For `lost_share`, where exact updates are not known."""
+        """Size of the moves for `lost_share`, where exact updates are not known."""
         self.master = ""
         """The wide state that a parameter is a rounding of."""
 
@@ -91,12 +91,12 @@ class Tally:
 
     @property
     def exact(self) -> bool:
-        """Whether the exact updates are known."""
+        """True if the exact updates are known."""
         return bool(self.looks) or not self.moves
 
     @property
     def updated(self) -> bool:
-        """Whether any element of the sample had an update."""
+        """True if any element of the sample had an update."""
         known = any(look.stats.count for _, look in self.looks)
         return known or any(bool((least > 0).any()) for least in self.least)
 

@@ -57,7 +57,7 @@ class Backend(Session):
     whole: frozenset[CodeType] = frozenset()
     """The code of the optimizer's step and of its decorators: a graph of any of it is all of it."""
     reads_numbers: bool = False
-    """Whether Dynamo traces `tensor.item()` as a symbol, and ends no graph there."""
+    """True if Dynamo traces `tensor.item()` as a symbol, and ends no graph there."""
     given: dict[Any, Any] = field(default_factory=dict)
     """A function and an argument of it -> which part of the optimizer that was."""
 
@@ -214,7 +214,7 @@ def collage(
 def refuse_verify(config: CollageConfig) -> None:
     """Raise OptionError if the backend string is to check steps against float64.
 
-    The copy's step would be one of the optimizer's to it, and taken.
+    The string's backend would take the copy's step for the optimizer's, and do it.
     """
     if config.verify:
         raise OptionError("verify=n is for collage_fx.compile, which sees whole steps")
@@ -228,23 +228,23 @@ class _Step:
         self.checked = -1
         """The generation of the store in which every residual was known to this graph."""
         self.error: CollageError | None = None
-        """What the calls raise: a backend that raises it would be passed over by Dynamo."""
+        """Error that the calls raise: a backend that raises it would be passed over by Dynamo."""
         stand_ins = session.stand_ins if session.is_whole(gm) else None
         self.stand_ins: Callable[[], StandsForOthers | None] = (
             weakref.ref(stand_ins) if stand_ins is not None else lambda: None
         )
-        """That of the parameters which those in the graph stand for; None if for none."""
+        """Weak reference to the `StandsForOthers` of the graph's parameters; None without one."""
         part = session.stand_ins is not stand_ins
         self.waits = 1 if part else 2 if session.begins(gm) else 0
         """The call with which it becomes worth while to compile the graph."""
         self.static = static_inputs(gm)
         self.returns = bool(gm.graph.output_node().all_input_nodes)
-        """Whether it has results: Dynamo's code goes on with them, and puts them into states."""
+        """True if it has results: Dynamo's code goes on with them, and puts them into states."""
         self.forward = _FORWARD_CALLS if session.supervisor() is None and _is_forward(gm) else 0
-        """In how many calls to warn that it may be all that the backend is for; 0 for never."""
+        """Number of calls left in which to warn of a mere forward pass; 0 for never."""
         self.symbols = Symbols(gm)
         self.layouts: Layouts | None = None
-        """Those of the first call."""
+        """Layouts of the arguments of the first call."""
         supervisor = session.supervisor()
         optimizer = session.optimizer()
         self.shares_gradients = _shares_gradients(optimizer or optimizer_hooks.traced_optimizer())

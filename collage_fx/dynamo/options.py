@@ -1,4 +1,4 @@
-"""Which options are of collage_fx, and which are passed on to Inductor."""
+"""Options of a step, split into those of collage_fx and those that Inductor gets."""
 
 import dataclasses
 import inspect

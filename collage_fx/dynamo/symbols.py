@@ -1,4 +1,4 @@
-"""The symbolic numbers of a graph of Dynamo's, for when it is compiled again.
+"""Symbolic numbers of a Dynamo graph, for when it is compiled again.
 
 A Python number that changes from step to step (a step count, a size) is a symbol in the graph, and
 Dynamo's guards say for which values the graph holds. Compiled again from the arguments of one call
@@ -26,18 +26,18 @@ class Symbols:
         self.examples = [n.meta.get("example_value") for n in gm.graph.find_nodes(op="placeholder")]
         memos = ((i, getattr(x, "item_memo", None)) for i, x in enumerate(self.examples))
         self.items = {i: memo for i, memo in memos if memo is not None}
-        """For 0-d tensors, as Dynamo hands in floats that change, the symbol of their value."""
+        """Position of a 0-d tensor, as which Dynamo hands in a float -> the symbol of its value."""
         self.sources = sources_of(gm)
-        """Where each argument comes from, by Dynamo's name of it."""
+        """Source of each argument, as Dynamo names it."""
         fakes = (x for x in self.examples if isinstance(x, FakeTensor))
         # Dynamo's own, not the one that it begins for a backend: that has not seen these tensors.
         self.fake_mode: Any = next((x.fake_mode for x in fakes), None)
         self.assumed: list[sympy.Expr] = []
-        """What compiling it again has assumed of the symbols, beyond Dynamo's guards."""
+        """Assumptions about the symbols, beyond Dynamo's guards, made by compiling it again."""
 
     @property
     def guarded(self) -> bool:
-        """Whether the graph holds for some values of its symbols only, as far as is known here."""
+        """True if the graph holds for some values of its symbols only, as far as is known here."""
         env = getattr(self.fake_mode, "shape_env", None)
         return bool(self.assumed or (env is not None and env.guards))
 

@@ -1,1 +1,1 @@
-"""All process-wide hooks into Dynamo, torch.optim and Python: what for, and what breaks without."""
+"""All process-wide hooks into Dynamo, torch.optim and Python, each with its purpose."""

@@ -1,4 +1,4 @@
-"""Functions that read data or order streams without the dispatcher: what waits is done first.
+"""Hooks on functions that read data or order streams without the dispatcher: they flush first.
 
 A recorded step hands out tensors whose data come later. `.item()` and operations are seen by its
 dispatch mode; these methods are not. A TorchFunctionMode would see them, and each `p.grad` too,
@@ -77,7 +77,7 @@ class _Patch:
         for owner, name in _attributes(sharers or {}):
             self.why[owner, name] = f"{owner.__qualname__}.{name}()"
         self.own: dict[tuple[Any, str], Any] = {}
-        """What the owner has there itself; None where a class only inherits it."""
+        """Attribute -> the one that the owner itself has; None where a class only inherits it."""
         self.used = Counted(self._install, self._remove).used
 
     def _install(self) -> None:

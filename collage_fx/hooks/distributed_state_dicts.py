@@ -1,11 +1,11 @@
-"""get_state_dict(), set_state_dict(), load() of torch.distributed.checkpoint know no residuals.
+"""Patches by which functions of torch.distributed.checkpoint load residuals in state dicts.
 
-They look a flattened state dict up for the keys that the optimizer has in its states and groups,
-and residuals are never among these. And for an optimizer without states, such as SGD without
-momentum, they take a step with a rate of zero whenever they are called, also between the two where
-a checkpoint has been written into the tensors already. The entry of a parameter group is that of
-one process, whoever's states are loaded with it. And load() wants to find in a checkpoint all that
-it is given, where there may be no residuals, or others.
+get_state_dict() and set_state_dict() look a flattened state dict up for the keys that the optimizer
+has in its states and groups, and residuals are never among these. And for an optimizer without
+states, such as SGD without momentum, they take a step with a rate of zero whenever they are
+called, also between the two where a checkpoint has been written into the tensors already. The entry
+of a parameter group is that of one process, whoever's states are loaded with it. And load() wants
+to find in a checkpoint all that it is given, where there may be no residuals, or others.
 """
 
 import functools
@@ -207,7 +207,7 @@ def _settle(optim: Optimizer) -> None:
 
 
 _STEPS = 3
-"""After as many each state has a verdict."""
+"""Number of steps after which each state has a verdict."""
 
 
 @contextmanager

@@ -69,7 +69,7 @@ def recompile_reason() -> str:
 
 
 class _Kept:
-    """What the user has set, while steps run: in torch 2.11 one setting for all threads.
+    """The user's settings, kept while steps run: in torch 2.11 one setting for all threads.
 
     Of two patches that overlap the one that ends last would leave what the other had set.
     """
@@ -187,4 +187,4 @@ def _go_on() -> None:
 
 
 no_full_collection = Counted(_put_off, _go_on).used
-"""Put off full collections, within."""
+"""Context manager that puts off full garbage collections."""

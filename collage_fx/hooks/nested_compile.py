@@ -1,4 +1,4 @@
-"""torch.compile within a step: what an optimizer compiles itself gets the step's own backend."""
+"""Hooks by which a torch.compile within a step gets the step's own backend."""
 
 import dataclasses
 import itertools
@@ -24,12 +24,12 @@ from collage_fx.runtime.torch_private import (
 
 
 class _Current(threading.local):
-    """What this thread does."""
+    """The step that a thread runs."""
 
     session: Any = None
-    """That of the step that is running."""
+    """Session of the step that is running."""
     forced: bool = False
-    """Whether nothing is to be compiled in it."""
+    """True if nothing is to be compiled in it."""
 
 
 _current = _Current()
@@ -37,7 +37,7 @@ _by_stance = eval_frame._callback_from_stance
 # Before torch 2.13 all that is compiled of a function counts towards one limit.
 _set_region = getattr(eval_frame, "set_eval_frame_isolate_recompiles_id", lambda region: None)
 _ONE_BY_ONE = "torch._dynamo.backends.debugging"
-"""Where the backends are that do the operations of a graph one by one: they are recorded."""
+"""Module of the backends that do the operations of a graph one by one: they are recorded."""
 
 
 class _Backend:
@@ -52,7 +52,7 @@ class _Backend:
         self.session = weakref.ref(session)
         self.asked_for = asked_for
         self.region = region
-        """Where Dynamo keeps, and counts, what it compiles for the session."""
+        """Id under which Dynamo keeps, and counts, what it compiles for the session."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Backend):
@@ -69,7 +69,7 @@ class _Backend:
 
 
 class _Known:
-    """A callback of Dynamo's that compiles nothing, but what is known of a backend runs."""
+    """Dynamo callback that compiles nothing, but what is known of a backend runs."""
 
     def __init__(self, backend: Any) -> None:
         self._torchdynamo_orig_backend = backend  # where Dynamo looks for it
@@ -80,11 +80,11 @@ class _Known:
 
 @dataclasses.dataclass
 class _Nested:
-    """What the steps of a session compile themselves."""
+    """The compilation of what the steps of a session compile themselves."""
 
     region: int
     callbacks: Any = dataclasses.field(default_factory=weakref.WeakKeyDictionary)
-    """What compiles frames for Dynamo outside of steps -> what does so within the session's."""
+    """Dynamo's callback outside of steps -> the one that compiles for the session's backend."""
 
 
 _NESTED: Any = weakref.WeakKeyDictionary()
@@ -130,7 +130,7 @@ def _callback(callback: Any) -> Any:
 
 
 _stances: list[Any] = []
-"""What sets the stance back, as long as a step of any thread is not to be compiled."""
+"""Contexts that set the stance back, as long as a step of any thread is not to be compiled."""
 
 
 def _compile_nothing() -> None:
@@ -167,7 +167,7 @@ _EPOCH = "_collage_epoch"
 
 
 class GlobalState:
-    """What PyTorch's operations depend on beside their operands, as Dynamo guards it."""
+    """PyTorch's global state, on which results of operations depend too, as Dynamo guards it."""
 
     def __init__(self, *, until_reset: bool = False) -> None:
         """Note it.
@@ -193,7 +193,7 @@ class GlobalState:
 
 
 def _modes() -> tuple[int, int]:
-    """Return how many modes watch operations, and calls of functions of torch's."""
+    """Return how many modes watch operations, and calls of torch functions."""
     return _len_torch_dispatch_stack(), _len_torch_function_stack()
 
 

@@ -1,4 +1,4 @@
-"""See which optimizers take steps that torch.compile was asked to compile with our backend.
+"""Hooks that see which optimizers take steps that torch.compile compiles with our backend.
 
 `fused=True`, sparse gradients and `.item()` make Dynamo run a step eagerly without a word, and a
 backend that is not called cannot say so. So a hook of all steps, which Dynamo traces through, has
@@ -36,7 +36,7 @@ _LOG = logging.getLogger("torch._dynamo.convert_frame")
 
 
 class _Watch:
-    """What has been seen of the step being traced."""
+    """Observations of the step being traced."""
 
     compile: Any = None
     """Compiles an optimizer whose step is to be compiled with it."""
@@ -45,7 +45,7 @@ class _Watch:
     met = WeakIdKeyDictionary()
     """The optimizers that were seen in a trace."""
     patch: Any = None
-    """What Dynamo's configuration is changed by while it compiles a step without gradients."""
+    """Patch of Dynamo's configuration while it compiles a step without gradients."""
 
 
 def install(backend: Any, compile: Callable[..., Any]) -> None:
@@ -151,7 +151,7 @@ def _is_left_out(optimizer: Optimizer) -> bool:
 
 
 _DISABLED = torch.compiler.disable(lambda: None).__code__
-"""What runs a function that Dynamo leaves out."""
+"""Code object of the function that runs what Dynamo leaves out."""
 
 
 # Dynamo calls functions with this mark while it traces, and puts their result into the graph.

@@ -1,4 +1,4 @@
-"""Have a function of ours do the steps of an optimizer that torch.compile runs.
+"""Substitution of an optimizer's step, where torch.compile runs it, by a compensated one.
 
 PyTorch puts a function around the step of each class of optimizers, which calls the hooks of a step
 and then what it has in its closure. That is the one place through which every step goes that
@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 from collage_fx.runtime.errors import OF_COPY
 
 STEP = "_collage_step"
-"""Where an optimizer has the function that does its steps; no checkpoint or copy has it."""
+"""Attribute of an optimizer: the function that does its steps; no checkpoint or copy has it."""
 _STEPS = "_collage_steps"
-"""Where it has those that were made for it, each with the options that it was made with."""
+"""Attribute of an optimizer: such functions by the options that they were made with."""
 _SUBSTITUTED = "_collage_substituted"
-"""Where it says, between its hooks and its step, that the function is to be called in this call."""
+"""Attribute set between its hooks and its step: the function is to be called in this call."""
 _AROUND = Optimizer.profile_hook_step(lambda: None).__code__
 
 

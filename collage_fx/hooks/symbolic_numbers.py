@@ -1,4 +1,4 @@
-"""Which Python numbers are inputs of a step's graphs, and which constants."""
+"""Choice of the Python numbers that are inputs of a step's graphs; the others are constants."""
 
 import dataclasses
 import math
@@ -24,7 +24,7 @@ _OF_GROUP = re.compile(
     r"L\['\w+'\](\[0\])?\.param_groups\[(?P<group>\d+)\]\['(?P<key>\w+)'\](\[(?P<index>\d+)\])?"
 )
 _AT = ": "
-"""Between a function and Dynamo's name for a number there, in what a `History` knows."""
+"""Separator between a function and Dynamo's name for a number there, in a `History`."""
 _SCHEDULED = (
     ("initial_lr", re.compile(r"\['lr'\]$")),
     ("max_momentum", re.compile(r"(\['momentum'\]|\['betas'\]\[0\])$")),
@@ -35,7 +35,7 @@ then."""
 
 class _Traced(threading.local):
     optimizer: Optimizer | None = None
-    """Whose step runs in this thread."""
+    """Optimizer whose step runs in this thread."""
 
 
 _TRACED = _Traced()

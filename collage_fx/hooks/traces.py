@@ -1,4 +1,4 @@
-"""Have Dynamo guard and notice what it forgets, in what it traces for our backend.
+"""Patches of Dynamo that guard and notice what it forgets, in what it traces for our backend.
 
 What each of these is for is in docs/stock-defects.md.
 """

@@ -1,1 +1,1 @@
-"""Everything that shows what was done: `explain`, and the values and residuals of tensors."""
+"""Inspection: `explain`, monitors, replays, and the values and residuals of tensors."""

@@ -1,4 +1,4 @@
-"""What `explain` returns: the verdicts, the graphs before and after, and the report of them."""
+"""`Explanation`: the verdicts, the graphs before and after, and the report of them."""
 
 import os
 from collections import Counter
@@ -49,37 +49,37 @@ class Explanation:
     """The functional graphs as they came from Dynamo and AOTAutograd, which of the members of a
     class that one kernel updates had one."""
     expanded: list[GraphModule]
-    """For each class of slices its graph of collage:: operations; run eagerly, the reference."""
+    """Graph of collage:: operations of each class of slices; run eagerly, the reference."""
     lowered: list[GraphModule]
-    """For each class its graph of fp32 operations and collage::round."""
+    """Graph of fp32 operations and collage::round of each class."""
     after: list[GraphModule]
     """The graphs that Inductor compiled."""
     output_code: list[str]
     """Inductor's output code of each graph."""
     snapshots: list[dict[str, str]] = field(default_factory=list)
-    """For each graph what each pass left, as text; `unchanged` of a pass that did nothing."""
+    """Text of what each pass left, for each graph; `unchanged` of a pass that did nothing."""
     seconds: list[dict[str, float]] = field(default_factory=list)
-    """For each graph the time that each pass took."""
+    """Seconds that each pass took, for each graph."""
     members: list[int] = field(default_factory=list)
-    """How many slices each class has."""
+    """Number of slices of each class."""
     kernels: list[str] = field(default_factory=list)
-    """For each class the source of the kernel that updates all members; empty if there is none."""
+    """Source of the kernel that updates all members, for each class; empty if there is none."""
     apart: list[str] = field(default_factory=list)
-    """For each class why each member has a kernel of its own; empty if they share one."""
+    """Reason why each member has a kernel of its own, for each class; empty if they share one."""
     by_inductor: list[str] = field(default_factory=list)
-    """For each class why its kernel on a CPU is Inductor's; empty if it is ours, or for a GPU."""
+    """Reason why a class's kernel on a CPU is Inductor's; empty if it is ours, or for a GPU."""
     joined: list[str] = field(default_factory=list)
     """Operations on carried paths that ran as join - op - split, for want of a rule."""
     notes: list[str] = field(default_factory=list)
     """The warnings that compiling the step gives."""
     remarks: list[str] = field(default_factory=list)
-    """Why a part of the step is not in compiled graphs, and what else is of note."""
+    """Reasons why a part of the step is not in compiled graphs, and what else is of note."""
     engine: dict[str, str] = field(default_factory=dict)
     """Name of a state -> what serves it: `graph`, `joined` or both."""
     verbose: bool = False
-    """Whether the report has a row for each state, though others say the same."""
+    """True if the report has a row for each state, though others say the same."""
     alike: str = ""
-    """What the counts of operations leave out."""
+    """Text on the operations that the counts leave out."""
     updates: dict[str, float] = field(default_factory=dict)
     """Name of a parameter -> the median of its update relative to it, with the learning rate and
     the gradients of now, as it was stored: 0 if the storage loses most of it."""

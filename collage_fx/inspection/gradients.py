@@ -51,7 +51,7 @@ class GradientRecorder(Watch):
 
     @property
     def steps(self) -> list[Gradients]:
-        """What was recorded, the oldest first."""
+        """The recorded gradients, the oldest first."""
         return list(self._steps)
 
     def __len__(self) -> int:

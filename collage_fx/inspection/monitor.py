@@ -35,7 +35,7 @@ from collage_fx.step.subject import innermost, step_made_here
 from collage_fx.step.watches import Watch, add_watch, remove_watch
 
 KEPT = 1000
-"""How many measurements a monitor keeps, if they are of no more states than that."""
+"""Number of measurements that a monitor keeps, if they are of no more states than that."""
 
 
 class Monitor(Watch):
@@ -57,16 +57,16 @@ class Monitor(Watch):
         self.history: list[Measurement] = []
         """The last measurements, the newest last."""
         self.problem = ""
-        """Why the last step that was due could not be measured."""
+        """Reason why the last step that was due could not be measured."""
         self._write = _writer(to)
         self._names = names_of(optimizer, model)
         self._said: set[str] = set()
         # Weakly, as the optimizer: `WATCHES` would keep that alive.
         self._plain: Callable[[], Any] = lambda: None
-        """What was put in the place of a plain step."""
+        """Weak reference to the function that was put in the place of a plain step."""
         self._active = self._within = False
         self._by_graphs = False
-        """Whether graphs have shown all of the last step that was measured."""
+        """True if graphs have shown all of the last step that was measured."""
 
     @property
     def latest(self) -> Measurement | None:

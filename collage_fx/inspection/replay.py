@@ -28,24 +28,24 @@ class Squares(NamedTuple):
     """Sums over the elements of a state after a step."""
 
     plain: float
-    """Of (x - x64)^2, x being what the step without compensation made."""
+    """Sum of (x - x64)^2, x being what the step without compensation made."""
     compensated: float
     """The same of what the compensated step made, residual and all."""
     exact: float
-    """Of x64^2."""
+    """Sum of x64^2."""
 
 
 @dataclass
 class Replay:
-    """What became of each state when the same gradients were given to three copies."""
+    """The errors of each state when the same gradients were given to three copies."""
 
     steps: int
     source: str
-    """Which gradients, in words."""
+    """Description of the gradients."""
     states: dict[str, list[Squares]] = field(default_factory=dict)
     """Name of a state -> one for each step."""
     failure: str = ""
-    """Why there is none."""
+    """Reason why there is no replay."""
 
     def errors(self, names: Iterable[str]) -> list[tuple[float, float]]:
         """Return, after each step, the relative error of states together: plain, compensated."""

@@ -25,7 +25,7 @@ from collage_fx.runtime.torch_private import _disable_current_modes
 
 
 class GraphUpdates(Look):
-    """What the graphs of a step do to the states of an optimizer, each graph done again."""
+    """Updates of an optimizer's states by the graphs of a step, each done again in float64."""
 
     def __init__(self, states: Sequence[Owned], *, measure: bool = True) -> None:
         """Begin a step.
@@ -40,21 +40,21 @@ class GraphUpdates(Look):
         self.found: dict[StateName, UpdateStats] = {}
         """Name of a state -> its statistics, of those that a graph has updated."""
         self.missed: set[StateName] = set()
-        """Those that were written in another way too, or by several graphs."""
+        """Names of states that were written in another way too, or by several graphs."""
         self.problem = ""
-        """Why a graph could not be done again."""
+        """Reason why a graph could not be done again."""
         self._call: ExactStep | None = None
         self._taken: dict[StateName, UpdateStats] = {}
         """The same of the graph that is being called."""
 
     @property
     def complete(self) -> bool:
-        """Whether graphs have shown all that was written to the states, and something was."""
+        """True if graphs have shown all that was written to the states, and something was."""
         return bool(self.found) and not self.missed
 
     @property
     def unchanged(self) -> bool:
-        """Whether no state was written."""
+        """True if no state was written."""
         return not self.found and not self.missed
 
     def run(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -215,10 +215,10 @@ def _log2_of_ulps(update: Tensor, high: Tensor) -> Tensor:
 
 @dataclass
 class Measurement:
-    """What one step did to each state."""
+    """Statistics of one step, for each state."""
 
     step: int
-    """Which step of those that the monitor has seen, from 1."""
+    """Number of the step among those that the monitor has seen, from 1."""
     found: dict[StateName, UpdateStats]
 
     @property

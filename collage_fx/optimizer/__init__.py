@@ -1,1 +1,1 @@
-"""An optimizer's states: their names, residuals, checkpoints, copies and master weights."""
+"""States of an optimizer: their names, residuals, checkpoints, copies and master weights."""

@@ -1,4 +1,4 @@
-"""The states that a step may carry, as its supervisor looks for them."""
+"""Discovery of the states that a step may carry."""
 
 import inspect
 from collections import defaultdict
@@ -32,7 +32,7 @@ from collage_fx.runtime.storage.registry import FINEST, check_compensable
 
 
 class FunctionStates:
-    """What a function is given: the tensors among its arguments."""
+    """The tensors among the arguments of a function, which may be its states."""
 
     def __init__(self, arguments: Callable[[], Iterable[Owned]]) -> None:
         self.all = arguments

@@ -24,11 +24,11 @@ from collage_fx.runtime.torch_private import _use_grad_for_differentiable
 FUSED = (Adam, AdamW, SGD, Adagrad)
 """torch.optim's classes that have a fused kernel; a subclass's step is theirs, or made of it."""
 _AMP = ("found_inf", "grad_scale")
-"""What torch.amp.GradScaler leaves on an optimizer whose kernel unscales gradients itself."""
+"""Attributes that torch.amp.GradScaler leaves on an optimizer whose kernel unscales gradients."""
 _AMP_SCALING = "_step_supports_amp_scaling"
 _TOUCHED = ("fused", "capturable")
 SCALE = "_collage_grad_scale"
-"""Where an optimizer has the scale of its gradients within a step."""
+"""Attribute that has the scale of an optimizer's gradients within a step."""
 
 
 def is_fused(optimizer: Optimizer) -> bool:

@@ -1,4 +1,4 @@
-"""Which optimizer a tensor belongs to, and what it is called there."""
+"""Ownership of tensors: the optimizer that a tensor belongs to, and its name there."""
 
 import functools
 import gc
@@ -27,7 +27,7 @@ from collage_fx.runtime.storage.state_name import Named, StateName
 PARAM = "<param>"
 """The key of a parameter itself among the carried states of that parameter."""
 STAND_IN = "_collage_stand_in"
-"""An attribute of what is no optimizer of the user's but stands for one; see `stand_in`."""
+"""Attribute that marks a stand-in, which is no optimizer of the user; see `stand_in`."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Owned(Named):
     """A tensor that a step may carry, with its place in the optimizer and its name."""
 
     tensor: Tensor
-    """Of one that is sharded this process's shard."""
+    """The tensor; for a sharded one, this process's shard."""
     group: int
     param: int
     """Position among all parameters, as in the optimizer's state_dict(); -1 for what belongs to no
@@ -45,7 +45,7 @@ class Owned(Named):
     state_name: StateName
     of_optimizer: bool = True
     sharded: Tensor | None = None
-    """What tensor is this process's shard of: a DTensor, or tensor itself."""
+    """DTensor that tensor is this process's shard of, or tensor itself."""
 
     @property
     def whole(self) -> Tensor:
@@ -59,12 +59,12 @@ class Owned(Named):
 
     @property
     def named(self) -> bool:
-        """Whether a parameter or one of its states, or an argument of a function."""
+        """True for a parameter, one of its states, or an argument of a function."""
         return self.param >= 0 or not self.of_optimizer
 
     @property
     def owner(self) -> Owner:
-        """Whether the tensor is a parameter, a state of an optimizer, or neither."""
+        """Kind of owner: `param`, `state` of an optimizer, or `tensor` for neither."""
         if self.key == PARAM:
             return "param"
         return "state" if self.of_optimizer else "tensor"

@@ -1,4 +1,4 @@
-"""The names of an optimizer's parameters: those that its model gives them, where that is known."""
+"""Names of an optimizer's parameters: those that its model gives them, where that is known."""
 
 import gc
 import re
@@ -15,7 +15,7 @@ from collage_fx.runtime.storage.state_name import StateName
 
 _BY_POSITION = re.compile(r"(?:\w+\.)*param_groups\[\d+\]\.params\[\d+\]")
 _WRAPPERS = re.compile(r"\b(?:_orig_mod|module|_fsdp_wrapped_module)\.")
-"""What torch.compile and the wrappers of torch.distributed put into the names of a module."""
+"""Parts that torch.compile and the wrappers of torch.distributed put into a module's names."""
 
 _NO_MODELS = (GraphModule, ModuleList, ModuleDict, ParameterList, ParameterDict)
 """Modules that are parts of a model, or that Dynamo has made of one."""
@@ -84,7 +84,7 @@ def _in_model(params: dict[str, Tensor], model: Module, optimizer: str) -> dict[
 def _by_identity(model: Module) -> dict[int, str]:
     named = [(id(p), name) for name, p in model.named_parameters()]
     short = [_WRAPPERS.sub("", name) for _, name in named]
-    if len(set(short)) < len(named):  # a module of the user's is called `module`
+    if len(set(short)) < len(named):  # one of the user's modules is called `module`
         return dict(named)
     return dict(zip((key for key, _ in named), short, strict=True))
 

@@ -1,4 +1,4 @@
-"""Notice an optimizer that takes plain steps while what was made for it is never called."""
+"""Warnings of an optimizer that takes plain steps while its compiled one is never called."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What served each carried state, and how often."""
+"""Report: how each carried state was written, by which engine and how often."""
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -25,7 +25,7 @@ from collage_fx.runtime.storage.registry import STORAGES, kept
 
 @dataclass
 class Served(Judged):
-    """What became of one carried state, step by step."""
+    """The steps that wrote one carried state, counted by how it was written."""
 
     graph: int = 0
     """Steps in which a compiled graph wrote it."""
@@ -56,7 +56,7 @@ class Served(Judged):
 
     @property
     def is_gradient(self) -> bool:
-        """Whether it is a gradient, which a step may scale or clip."""
+        """True for a gradient, which a step may scale or clip."""
         return self.decision.kind is VerdictKind.GRADIENT
 
     @property
@@ -75,7 +75,7 @@ RETURNED = (
     "Name the arguments whose place its first results take, in order, as in "
     "collage_fx.compile(step, carries=('p', 'm')), or write them in place"
 )
-"""What to say of a function that is not seen to carry its states."""
+"""Warning of a function that is not seen to carry its states."""
 
 
 def put_in_place(names: Collection[str]) -> str:
@@ -193,7 +193,7 @@ def left_by_level(states: Iterable[Judged], *, unknown: bool = False) -> str:
 
 @dataclass(repr=False)
 class Report:
-    """What `collage_fx.compile` did for a step so far; str() of it is a table."""
+    """The report on the steps of `collage_fx.compile` so far; str() of it is a table."""
 
     subject: str
     states: list[Served] = field(default_factory=list)
@@ -204,7 +204,7 @@ class Report:
     """Number of steps taken."""
 
     verbose: bool = False
-    """Whether its text has a row for each state, though others say the same."""
+    """True if its text has a row for each state, though others say the same."""
 
     def named(self, names: dict[str, str]) -> "Report":
         """Return the same with other names of parameters."""

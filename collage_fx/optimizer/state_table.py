@@ -1,4 +1,4 @@
-"""Tables of states for a terminal: what says the same is one row, and cells wrap to a width."""
+"""Tables of states for a terminal: equal rows are merged, and cells wrap to a width."""
 
 import html
 import re
@@ -15,7 +15,7 @@ from collage_fx.runtime.storage.state_name import StateName
 PARAMETER = "parameter"
 """The kind of a state that is a parameter itself, in tables."""
 ROWS = 24
-"""How many rows a table has that is not asked for every state."""
+"""Number of rows that a table has which is not asked for every state."""
 NARROWEST, WIDEST = 90, 120
 """Columns of a terminal that a table fits into; of one that is wider, it uses no more."""
 T = TypeVar("T")
@@ -46,11 +46,11 @@ class Group(Generic[S]):
     states: list[S]
     kind: str
     whole: bool
-    """Whether these are all states of the kind."""
+    """True if these are all states of the kind."""
 
     @property
     def label(self) -> str:
-        """What the row is called: `148 x exp_avg_sq`, or the name of a single state."""
+        """Label of the row: `148 x exp_avg_sq`, or the name of a single state."""
         count = len(self.states)
         if count == 1:
             return self.states[0].name

@@ -1,4 +1,4 @@
-"""Warn of patterns in `storage=` and `states=` that fit no state, or decide for none."""
+"""Warnings of patterns in `storage=` and `states=` that fit no state, or decide for none."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -22,13 +22,13 @@ class Patterns:
         # `*` is for the rest, of which there may be none.
         self.idle = {("storage", p) for p in self.storage if p.strip("*")}
         self.idle |= {("states", p) for p in self.states if p.strip("*")}
-        """Those that have decided for no state yet."""
+        """Patterns that have decided for no state yet, with their options."""
         self.late: set[str] = set()
-        """Those for storages that fit a state which an earlier one had decided for."""
+        """Patterns for storages that fit a state which an earlier one had decided for."""
         self.kinds: dict[str, None] = {}
         self.names: dict[str, None] = {}
         self.count: int | None = None
-        """How many states there were after the last step."""
+        """Number of states after the last step."""
         self.ran: set[int] = set()
         """The ids of the graphs that have run."""
 

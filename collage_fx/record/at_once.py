@@ -1,4 +1,4 @@
-"""Operations that are not noted, but done when they are called: on whole values, and low words."""
+"""Operations that are not recorded, but done when they are called, on whole values."""
 
 import contextlib
 import functools
@@ -59,7 +59,7 @@ class AtOnce:
 
     words: LowWords
     notes: Notes
-    """Is told of random bits."""
+    """Notes of the step, which learn of random bits."""
 
     def do(self, func: Any, operation: Operation, args: Any, kwargs: Any) -> Any:
         """Do an operation, with what low words its operands have; return what it makes."""
@@ -203,7 +203,7 @@ class AtOnce:
         return value
 
     def _whole(self, t: Tensor, wide: dict[int, Any]) -> tuple[Tensor, Input | None]:
-        """Return the whole value of an operand; of a part of a state a view of the state's."""
+        """Return the whole value of an operand; for a part of a state, that part of its value."""
         if not has_memory(t):
             return t.to(self.words.wide[t.dtype]), None
         owner = self.words.around(t)

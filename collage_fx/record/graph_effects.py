@@ -1,4 +1,4 @@
-"""What a graph of Dynamo's does in a step: its operations, and the numbers they depend on."""
+"""Effects of a Dynamo graph in a recorded step: its operations, and the numbers they depend on."""
 
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -26,7 +26,7 @@ class KnownGraph:
 
     graph: GraphModule
     row: int = 0
-    """In how many steps in a row it was noted operation by operation."""
+    """Number of steps in a row in which it was noted operation by operation."""
     last: int = -1
     """The last of them."""
 
@@ -37,7 +37,7 @@ class KnownGraph:
 
     @cached_property
     def nodes(self) -> dict[Node, None]:
-        """Those with numbers, in order."""
+        """Nodes that are numbers, in order."""
         nodes = (n for n in self.graph.graph.nodes if n.op != "output")
         return dict.fromkeys(n for n in nodes if isinstance(n.meta.get("example_value"), _NUMBERS))
 
@@ -55,7 +55,7 @@ class KnownGraph:
 
     @cached_property
     def known(self) -> bool:
-        """Whether all of its numbers can be computed so."""
+        """True if all of its numbers can be computed so."""
         return all(
             node.op == "placeholder"
             or (node.op == "call_function" and self.nodes.keys() >= {*node.all_input_nodes})
@@ -96,31 +96,31 @@ class KnownGraph:
 
 @dataclass(eq=False)
 class Effect:
-    """What a graph does at a place in the trie, to operands of certain numbers."""
+    """Operations of a graph at a place in the trie, for operands of certain numbers."""
 
     places: list[Place]
-    """Its operations, one by one."""
+    """Places of its operations, one by one."""
     draws: list[tuple[Any, Any, Any]]
     """Others, which need no data and are done at once: for each operand what makes one like it."""
     floats: list[Any]
-    """Those that its operations are noted with: each a constant, or the node that it is."""
+    """Floats that its operations are noted with: each a constant, or the node that it is."""
     first: dict[Node, Any]
     """The numbers that the arguments had when the graph was noted."""
     fixed: dict[Node, Any]
     """Numbers that operations depend on in another way than by one float: it is no line with
     others."""
     values: list[tuple[str, Any]]
-    """What its values are, in the order of their numbers, which are the same wherever the line
-    stands at this place: "gone" and how many are given up within it, "made" and the looks of one, a
-    "view" and its root and layout, "drawn" and the position of it, or a tensor that the graph has
-    as its "own"."""
+    """Values in the order of their numbers, which are the same wherever the line stands at this
+    place: "gone" and how many are given up within it, "made" and the looks of one, a "view" and
+    its root and layout, "drawn" and the position of it, or a tensor that the graph has as its
+    "own"."""
     written: list[int]
     """The numbers of the memory that it writes and has not made."""
     results: list[tuple[str, Any]]
     """"given", "drawn" or "made" with the position or number of it, a "number" with its node, or a
     "constant"."""
     proven: set[Node] = field(default_factory=set)
-    """Which of the numbers have changed since, and the floats were found to be as expected."""
+    """Numbers that have changed since, for which the floats were found to be as expected."""
     versions: list[tuple[int, int]] = field(default_factory=list)
     """Arguments, with how often it writes them."""
 
@@ -162,17 +162,17 @@ class Tracer(Interpreter):
         self.readable = {id(args[i]) for i in known.read}
         """The ids of the tensors whose data are read as numbers."""
         self.spoiled = False
-        """Whether something was done that is to be done again in each step."""
+        """True if something was done that is to be done again in each step."""
         self.draws: list[tuple[Any, Any, Any]] = []
-        """As `Effect` has them."""
+        """Random draws, as `Effect.draws`."""
         self.drawn: list[Tensor] = []
         self.constants: list[Tensor] = []
-        """What torch.tensor makes of numbers that do not change."""
+        """Tensors that torch.tensor makes of numbers that do not change."""
         self.floats: list[Any] = []
         self.fixed: dict[Node, Any] = {}
-        """As `Effect` has both."""
+        """Numbers that operations depend on otherwise, as `Effect.fixed`."""
         self.before = len(notes.path), len(notes.region_of), len(notes.made), notes.taken
-        """How much was noted before."""
+        """Lengths of the notes before: lines, regions, made memory, flushes."""
 
     def reads(self, func: Any, args: Any) -> bool:
         """Tell whether an operation reads a number that the graph begins with."""

@@ -1,4 +1,4 @@
-"""Graphs of Dynamo's in a recorded step: noted operation by operation once, and then as a whole."""
+"""Dynamo graphs in a recorded step: noted operation by operation once, and then as a whole."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,12 +19,12 @@ from collage_fx.segments.trie import Place
 MOST = 16
 """A graph that does something else in each of so many steps is noted operation by operation."""
 _GONE = Region((None, (), (), 0))
-"""What a graph makes and gives up."""
+"""Region that stands for memory which a graph makes and gives up."""
 
 
 @dataclass(eq=False)
 class GraphNotes:
-    """Notes graphs of Dynamo's as single lines.
+    """Notes Dynamo graphs as single lines.
 
     Such a graph does the same with tensors of the same layouts each time, with other Python
     numbers. How those depend on its arguments is found out when it is noted for the first time, and
@@ -37,7 +37,7 @@ class GraphNotes:
     """Runs the graph that is being noted operation by operation."""
     known: dict[GraphModule, KnownGraph] = field(default_factory=dict)
     steps: int = 0
-    """How many have begun."""
+    """Number of steps that have begun."""
 
     def run(self, graph: GraphModule, args: tuple[Any, ...]) -> tuple[Any, int]:
         """Note a graph; return its results, and how many operations it is, noted as a whole."""

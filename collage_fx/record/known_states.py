@@ -1,4 +1,4 @@
-"""Which states the steps have: looked for anew only where something has changed."""
+"""Known states of the steps: looked for anew only where something has changed."""
 
 import weakref
 from collections.abc import Callable, Collection, Container, Iterator
@@ -26,15 +26,15 @@ class KnownStates:
 
     discovery: FunctionStates
     storages: StateStorage
-    """Tells which of them may be compensated."""
+    """Storages of the states, which say which of them may be compensated."""
     warn: Warn
     generation: int = -1
-    """That of the store when they were looked for."""
+    """Generation of the store when they were looked for."""
     memory: list[int] = field(default_factory=list)
     """The storage of each tensor that there was then."""
     tensors: list[weakref.ref[Tensor]] = field(default_factory=list)
     states: list[int] = field(default_factory=list)
-    """Which of the tensors may be compensated."""
+    """Positions of the tensors that may be compensated."""
     identities: list[int] = field(default_factory=list)
     """The ids of the parameters and states when they were looked for."""
 
@@ -81,7 +81,7 @@ class OtherMemory:
 
     words: LowWords
     finds_params: bool
-    """Whether a parameter is such a state too, which functions are to be given."""
+    """True if a parameter is such a state too, which functions are to be given."""
     storages: Callable[[], Collection[int]]
     """Returns those in which tensors of the optimizer, or arguments of the function, are."""
     met: dict[int, bool] = field(default_factory=dict)
@@ -122,7 +122,7 @@ class OtherMemory:
         Args:
             segment: the operations.
             call: what they are done to.
-            others: storages without states: of gradients, and what graphs of Dynamo's have made.
+            others: storages without states: of gradients, and what Dynamo graphs have made.
         """
         new: list[Owned] = []
         for i, (written, given) in enumerate(zip(segment.writes, call.inputs, strict=True)):

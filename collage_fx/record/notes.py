@@ -1,4 +1,4 @@
-"""What was noted of a step since the last flush: its operations, its inputs and its memory."""
+"""Notes of a step since the last flush: its operations, its inputs and its memory."""
 
 import functools
 import math
@@ -49,9 +49,9 @@ class Region:
 
     layout: Layout
     storage: StorageWeakRef | None = None
-    """Of what the notes make, and the step may give up; None for an input."""
+    """Storage that the notes make, and the step may give up; None for an input."""
     pending: bool = False
-    """Whether its data are not what they will be."""
+    """True until its data are what they will be."""
     views: dict[Layout, Value] = field(default_factory=dict)
     value: Value = field(init=False)
 
@@ -79,20 +79,20 @@ class Notes:
     def __init__(self, words: LowWords, *, all_at_once: bool) -> None:
         self.words = words
         self.all_at_once = all_at_once
-        """Whether each operation is done before the next, so that no memory lacks its data."""
+        """True if each operation is done before the next, so that no memory lacks its data."""
         self.carried: frozenset[int] = frozenset()
         """The storages of the parameters and states that there were when the step began."""
         self.root = Place()
         self.places = 0
-        """How many places there are in the trie."""
+        """Number of places in the trie."""
         self.fake = FakeTensorMode()
         self.value = functools.cache(Value)
         self.number = functools.cache(Number)
-        """By its number each value, and each float, is the same object in all segments."""
+        """Number -> value, or float: the same object in all segments."""
         self.random: dict[int, StorageWeakRef] = {}
         """Storages of integers that were drawn in this step."""
         self.taken = 0
-        """How often everything was forgotten that had been noted."""
+        """Number of times that all notes were forgotten."""
         self.clear()
 
     def clear(self) -> None:
@@ -108,7 +108,7 @@ class Notes:
         """Value -> its region."""
         self.made: list[Region] = []
         self.wait = False
-        """Whether anything is to be done."""
+        """True if any operation waits to be done."""
 
     def forget_structures(self) -> None:
         """Begin with an empty trie."""

@@ -1,4 +1,4 @@
-"""What notes the operations of a step in place of doing them, and the dispatch mode for it."""
+"""The recorder: notes the operations of a step in place of doing them, by a dispatch mode."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -39,7 +39,7 @@ from collage_fx.segments.trie import line_of_code, on_one_line
 
 aten = torch.ops.aten
 _MANY_PLACES = 200_000
-"""So many places are forgotten at the end of a step: its structure is another each time."""
+"""Number of places beyond which they are forgotten at the end of a step: its structure changes."""
 
 
 _PLAIN = frozenset({Tensor, Parameter})
@@ -71,30 +71,31 @@ class Recorder:
 
     words: LowWords
     run: Callable[[Segment, Call], None]
-    """Does a segment."""
+    """Function that does a segment."""
     wake: Callable[[], None]
-    """Looks for the states, in a step in which nobody has done so."""
+    """Function that looks for the states, in a step in which nobody has done so."""
     told: Callable[[str], None]
-    """Told why nothing is noted from now on."""
+    """Function that is told why nothing is noted from now on."""
     warn: Warn
-    """Told, each time, what is not compensated."""
+    """Function that is told, each time, what is not compensated."""
     watched: Callable[[], Callable[[], None]]
-    """Called before something that is not recorded; returns what is called after it."""
+    """Function that is called before something that is not recorded; returns the one to call
+    after it."""
     record: InitVar[bool]
-    """Whether anything is noted, so that operations may be done later than they are called."""
+    """True if anything is noted, so that operations may be done later than they are called."""
     reads: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     beside_dynamo: bool = False
-    """Whether Dynamo compiles parts of this step."""
+    """True if Dynamo compiles parts of this step."""
     asleep: bool = False
-    """Whether the states are not known in this step: the first operation wakes it up."""
+    """True if the states are not looked for yet in this step: the first operation does so."""
     passes_by: bool = False
-    """Whether operations are done as they come, as within a compiled graph."""
+    """True if operations are done as they come, as within a compiled graph."""
     noted: int = 0
-    """How many operations were noted."""
+    """Number of operations that were noted."""
     in_graphs: int = 0
-    """How many of them in this step as parts of graphs of Dynamo's that are noted as a whole."""
+    """Number of them in this step as parts of Dynamo graphs that are noted as a whole."""
     apart: int = 0
-    """How many others."""
+    """Number of the others."""
     unrecorded: Unrecorded = field(default_factory=Unrecorded)
 
     def __post_init__(self, record: bool) -> None:
@@ -104,7 +105,7 @@ class Recorder:
 
     @property
     def all_at_once(self) -> bool:
-        """Whether every operation is done when it is called."""
+        """True if every operation is done when it is called."""
         return self.notes.all_at_once
 
     @contextmanager
@@ -121,7 +122,7 @@ class Recorder:
         return self._set("passes_by", True)
 
     def graph(self, graph: GraphModule, args: tuple[Any, ...]) -> Any:
-        """Note a graph of Dynamo's, of which nothing else can read results on the way."""
+        """Note a Dynamo graph, of which nothing else can read results on the way."""
         left_out.ask()
         beside_dynamo = self.beside_dynamo
         with self._set("beside_dynamo", False):

@@ -1,4 +1,4 @@
-"""What serves each state, in a step and in all of them, and what is to be said of it."""
+"""Accounts of how each state is written, in a step and in all of them, and the warnings of it."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -30,9 +30,9 @@ class _Account:
     """One state in a step."""
 
     served: Served
-    """What has served it in all steps."""
+    """Counts of all steps."""
     version: int | None
-    """Its version at the beginning of the step; None for one that was not there."""
+    """Version at the beginning of the step; None for a state that was not there."""
     memory: int | None = None
     """The key of the state's storage at the beginning of the step."""
 
@@ -41,29 +41,29 @@ class _Account:
 class Service:
     """Records what serves each state, and warns of what is not compensated.
 
-    That is a graph of Dynamo's, a segment, or nobody knows what.
+    That is a Dynamo graph, a segment, or nobody knows what.
     """
 
     session: Session
     discovery: FunctionStates
     subject: str
-    """Whose states they are, in words."""
+    """Owner of the states, in words."""
     served: dict[Any, Served] = field(default_factory=dict)
     """Place of a state -> what became of it."""
     written: list[Served] = field(default_factory=list)
-    """What the graphs of the last step wrote."""
+    """States that the graphs of the last step wrote."""
     repeats: int = 0
-    """How often that has been done again since."""
+    """Number of times that the last step has been replayed since."""
     of_tensor: dict[int, _Account] = field(default_factory=dict)
     """The states of a step, by their tensors."""
     of_memory: dict[Any, _Account] = field(default_factory=dict)
     """The same by memory: a graph may write p.detach() in the place of p."""
     places: set[Any] = field(default_factory=set)
-    """Those that had a state when the step began."""
+    """Places that had a state when the step began."""
     elsewhere: set[Any] = field(default_factory=set)
     """The places of states that are in none that is looked at, and last from step to step."""
     by_graph: dict[int, tuple[Tensor, StatePlan]] = field(default_factory=dict)
-    """What Dynamo's graphs have written in this step, with its verdict."""
+    """Tensors that Dynamo graphs have written in this step, with their verdicts, by id."""
 
     # A step.
 

@@ -1,4 +1,4 @@
-"""The steps of one optimizer or function: which states there are, and what serves them."""
+"""Steps of one optimizer or function: compiled by Dynamo, or recorded, and accounts of both."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -47,9 +47,9 @@ _NO_SWAP = (
 class Steps:
     """Runs steps: by the graphs that Dynamo makes of them, and recorded where it makes none.
 
-    Operations of a step that are in no graph of Dynamo's are recorded and done by segments. If they
+    Operations of a step that are in no Dynamo graph are recorded and done by segments. If they
     write states, then from the third step on the whole step is recorded, so that what Dynamo cannot
-    trace is compiled too; and where a graph of Dynamo's ends that others go on from, from there on:
+    trace is compiled too; and where a Dynamo graph ends that others go on from, from there on:
     values that are recorded keep their low words.
     """
 
@@ -67,30 +67,30 @@ class Steps:
         self.updates = 0
         """Number of steps with something to update, counted up to TRIED."""
         self.history = History()
-        """Of the optimizer, from the first step on."""
+        """History of the optimizer, from the first step on."""
         self.whole = config.record is True
-        """Whether the steps are recorded whole, graphs of Dynamo's too, and none is compiled."""
+        """True if the steps are recorded whole, Dynamo graphs too, and none is compiled."""
         self.untraced = self.whole
-        """Whether Dynamo is not asked."""
+        """True if Dynamo is not asked."""
         self.interpreted = False
-        """Whether nothing is compiled any more, by Dynamo or of what is recorded."""
+        """True if nothing is compiled any more, by Dynamo or of what is recorded."""
         self.active = False
         self.in_method = False
-        """Whether what runs is no step."""
+        """True while a method runs that is no step."""
         self.sources: dict[Any, GraphModule] = {}
-        """What Dynamo handed to the backend, to be compiled anew or recorded."""
+        """Graphs that Dynamo handed to the backend, to be compiled anew or recorded."""
         self.quiet = False
-        """Whether the last step wrote its states in Dynamo's graphs only."""
+        """True if the last step wrote its states in Dynamo graphs only."""
         self.waited = False
-        """Whether a graph was recorded in this step that will be compiled in the next."""
+        """True if a graph was recorded in this step that will be compiled in the next."""
         self.forced = False
-        """Whether the user wants nothing compiled in this step."""
+        """True if the user wants nothing compiled in this step."""
         self.bound: BoundGraph | None = None
         """The graph that did all of the last step, bound to its tensors."""
         self.unseen = False
-        """Whether this step has not looked for its states yet: `bound` may still repeat it."""
+        """True if this step has not looked for its states yet: `bound` may still repeat it."""
         self.again = False
-        """Whether the bound graph has done this step."""
+        """True if the bound graph has done this step."""
         self.noted = -1
         """The generation of the store when the places of residuals were noted."""
         self.returned: set[int] = set()
@@ -107,7 +107,7 @@ class Steps:
         self.forget_breaks()
         self.executors = Executors(session, self.words, self.failures.note, self._unseen)
         self.switches = type(discovery) is not FunctionStates
-        """Whether steps of which a part is recorded are recorded whole: a function may compute
+        """True if steps of which a part is recorded are recorded whole: a function may compute
         gradients, of which Dynamo makes better graphs."""
         self.other_memory = OtherMemory(
             self.words, finds_params=self.switches, storages=lambda: self.states.memory
@@ -124,17 +124,17 @@ class Steps:
 
     @property
     def traces(self) -> bool:
-        """Whether Dynamo is to trace the steps."""
+        """True if Dynamo is to trace the steps."""
         return not (self.untraced or self.interpreted)
 
     @property
     def compiles(self) -> bool:
-        """Whether graphs of Dynamo's are to be compiled."""
+        """True if Dynamo graphs are to be compiled."""
         return self.traces and not self.whole
 
     @property
     def plain(self) -> bool:
-        """Whether the step has no state of a dtype with low words."""
+        """True if the step has no state of a dtype with low words."""
         return self.words.plain
 
     def forget_breaks(self) -> None:
@@ -299,7 +299,7 @@ class Steps:
         self.service.begin(present)
         at_once = self.session.keep or (self.steps == 1 and resumed(present))
         joins = self.session.config.on_unsupported == "join"
-        # What is recorded beside graphs of Dynamo's is soon recorded with them, or over.
+        # What is recorded beside Dynamo graphs is soon recorded with them, or over.
         soon_over = joins and self.compiles and self.steps <= TRIED
         only = self.interpreted or self.forced or soon_over or self.recorder.all_at_once
         self.executors.begin(interpreted_only=only, at_once=at_once)
@@ -333,7 +333,7 @@ class Steps:
         )
 
     def _run(self, segment: Segment, call: Call) -> None:
-        """Do a segment; see whether it stores in a state what a graph of Dynamo's has computed."""
+        """Do a segment; see whether it stores in a state what a Dynamo graph has computed."""
         given = zip(segment.writes, call.inputs, strict=True)
         self.other_memory.see(segment, call)
         if any(written and not i.pieces for written, i in given):
@@ -361,7 +361,7 @@ class Steps:
         # A new state is known before it has been computed.
         self.words.adopt(owned for t in call.memory for owned in self.words.states_in(t))
 
-    # Graphs of Dynamo's.
+    # Dynamo graphs.
 
     def repeat(self, graph: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Do the step as the graph did the last one; return its results.
@@ -379,7 +379,7 @@ class Steps:
         return results
 
     def recorded(self, graph: Any, args: tuple[Any, ...]) -> Any:
-        """Record what a graph of Dynamo's does; return its results."""
+        """Record the operations of a Dynamo graph; return its results."""
         return self.recorder.graph(self.sources[graph], args)
 
     def expands(self, args: tuple[Any, ...], *, writes: bool) -> bool:

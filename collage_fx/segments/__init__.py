@@ -1,1 +1,1 @@
-"""Segments of recorded operations: their graphs, their low words, and the ways of doing them."""
+"""Segments of recorded operations: their graphs, their low words, and the ways of running them."""

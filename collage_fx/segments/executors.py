@@ -1,4 +1,4 @@
-"""Which way a segment is done: compiled by the passes, or on whole values as it stands."""
+"""Runs of recorded segments: rewritten by the passes, compiled on joined values, or interpreted."""
 
 import logging
 from collections import Counter, defaultdict
@@ -48,9 +48,9 @@ SEEN = 2
 """The run in which a structure is compiled: what runs once is not worth it."""
 _PASSED_ON = "16-bit values go on from it to other parts of the step, which would be rounded"
 PATIENCE = 3
-"""How many runs more a segment may wait to be compiled."""
+"""Number of runs more that a segment may wait to be compiled."""
 MOST = 64
-"""How often segments of one step are compiled at most; others are interpreted."""
+"""Number of times that segments of one step are compiled at most; others are interpreted."""
 
 
 _Find: TypeAlias = Callable[[Segment, Call], Given | str]
@@ -61,27 +61,27 @@ _Compile: TypeAlias = Callable[[Segment, Given, Numbers], Made | str]
 
 @dataclass
 class _Way:
-    """What is known of one way of doing a segment."""
+    """Compiled code of a segment in one of the ways of running it."""
 
     compiled: list[Compiled] = field(default_factory=list)
     refused: str = ""
-    """Why it cannot be done so."""
+    """Reason why it cannot be run so."""
 
 
 @dataclass
 class _History(SeenNumbers):
-    """What is known of the runs of a segment."""
+    """Numbers and compiled code of a segment's runs."""
 
     ways: defaultdict[str, _Way] = field(default_factory=lambda: defaultdict(_Way))
     row: list[int] = field(default_factory=list)
-    """How many floats it has, and which of them change."""
+    """Number of its floats, and the positions of those that change."""
 
 
 @dataclass(eq=False)
 class Executors:
     """Runs the segments of one optimizer or function, in the first of three ways that it can be.
 
-    `rewritten`: compiled by the passes, as a graph of Dynamo's is. `joined`: on whole values,
+    `rewritten`: compiled by the passes, as a Dynamo graph is. `joined`: on whole values,
     compiled by Inductor. `interpreted`: on whole values, operation by operation; so is what is seen
     for the first time.
     """
@@ -89,16 +89,16 @@ class Executors:
     session: Session
     words: LowWords
     note: Callable[[BaseException], None]
-    """Told of an error in compiling."""
+    """Function that is told of an error in compiling."""
     unseen: Callable[[Tensor], None]
-    """Told of what may be a parameter, is written, and is none of the states."""
+    """Function that is told of what may be a parameter, is written, and is none of the states."""
     interpreted_only: bool = False
     changing: list[list[int]] = field(default_factory=list)
-    """For each segment of this step how many floats it has, and which of them change."""
+    """Number of floats of each segment of this step, with the positions of those that change."""
     changed_before: list[list[int]] = field(default_factory=list)
     """The same of the last step before a checkpoint."""
     count: int = 0
-    """How many times a segment was compiled."""
+    """Number of times that a segment was compiled."""
     runs: Counter[str] = field(default_factory=Counter)
     """Way -> how many segments were done so."""
     left: dict[Segment, str] = field(default_factory=dict)
@@ -108,7 +108,7 @@ class Executors:
     written: set[Any] = field(default_factory=set)
     """The places of the states that graphs of the passes have written."""
     readers: Readers = field(default_factory=Readers)
-    """At level light, the segments that read states and are not compiled yet."""
+    """Segments that read states and are not compiled yet, at level light."""
     plans: dict[int, StatePlan] = field(default_factory=dict)
     """Tensor -> its verdict, of the states that rewritten segments wrote in this step."""
 

@@ -50,7 +50,7 @@ class Joining:
     session: Session
     words: LowWords
     before: dict[int, "_Before"] = field(default_factory=dict)
-    """Which segment of a step -> what it was given in the last one."""
+    """Position of a segment in its step -> the operands that it was given in the last one."""
 
     def given(self, segment: Segment, call: Call) -> Given | str:
         """Return the arguments with their low words, or why these are not to be compiled.
@@ -129,12 +129,12 @@ class Joining:
 
 @dataclass(eq=False)
 class _Before:
-    """What a segment was given in the last step, and which low words it takes as long as it is
-    given the same."""
+    """Operands of a segment in the last step, and the low words that it takes as long as they are
+    the same."""
 
     segment: Segment
     generation: int
-    """That of the store. As long as it is the same, no other residual has the id of one."""
+    """Generation of the store. As long as it is the same, no other residual has the id of one."""
     inputs: list[tuple[int, bool, list[Any] | None]]
     """The position of each that may have low words, whether it is written, and its states; None
     where it had low words and is no state."""

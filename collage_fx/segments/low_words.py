@@ -1,4 +1,4 @@
-"""The low words that a recorded step knows: of states, and of values between two segments."""
+"""Low words that a recorded step knows: of states, and of values between two segments."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import InitVar, dataclass, field
@@ -46,17 +46,17 @@ class LowWords:
     """
 
     dtypes: InitVar[Iterable[torch.dtype]]
-    """Those that are computed with in a wider one."""
+    """Dtypes that are computed with in a wider one."""
     in_float64: InitVar[bool]
-    """Whether that is float64, which holds what error-free transformations keep; else `WIDER`."""
+    """True if that is float64, which holds what error-free transformations keep; else `WIDER`."""
     storage_for: Callable[[Owned], str]
     """Returns the storage for a state; empty for one that stays plain."""
     by_chance: Callable[[str], bool]
-    """Tells whether the last residual of a storage is rounded by chance."""
+    """Predicate: the last residual of a storage is rounded by chance."""
     seed: int
-    """What chance begins with."""
+    """Seed that random roundings begin with."""
     lost: Callable[[str], None]
-    """Told the name of a state that loses its low word."""
+    """Function that is told the name of a state that loses its low word."""
     named: Callable[[str], str] = str
     """Returns what to call a state in a warning, of its name."""
     memory: Memories = field(default_factory=Memories)
@@ -64,13 +64,13 @@ class LowWords:
     of_tensor: dict[int, KnownState] = field(default_factory=dict)
     """Tensor -> what is known of it."""
     writes: bool = False
-    """Whether a state was written in this step."""
+    """True if a state was written in this step."""
     plain: bool = False
-    """Whether no state was of a dtype with low words when the step began."""
+    """True if no state was of a dtype with low words when the step began."""
     scalars: bool = False
-    """Whether a state of such a dtype was a 0-d tensor when the step began."""
+    """True if a state of such a dtype was a 0-d tensor when the step began."""
     who: object = field(default_factory=object)
-    """Stands for this in what others remember, and keeps nothing alive."""
+    """Object that stands for this in what others remember, and keeps nothing alive."""
 
     def __post_init__(self, dtypes: Iterable[torch.dtype], in_float64: bool) -> None:
         self.wide, self.computed = wider_dtypes(dtypes, in_float64=in_float64)

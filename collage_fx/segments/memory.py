@@ -31,11 +31,11 @@ class Piece:
     """The state's memory of then: `p.data = ...` gives it another."""
     residual: Residual | None
     layout: Layout
-    """That of the data."""
+    """Layout of the data."""
 
     @property
     def moved(self) -> bool:
-        """Whether the state has other memory by now."""
+        """True if the state has other memory by now."""
         state = self.owned.tensor
         return state.dtype is not self.layout[0] or not state.is_set_to(self.data)
 
@@ -46,7 +46,7 @@ class Input:
 
     data: Tensor
     layout: Layout
-    """That of the data."""
+    """Layout of the data."""
     key: int
     """The storage of the data."""
     pieces: list[Piece]
@@ -64,11 +64,11 @@ class Part:
     layout: Layout
     storage: str
     count: int
-    """How many low words there are for each element."""
+    """Number of low words of each element."""
 
     @property
     def exact(self) -> bool:
-        """Whether it is all of it."""
+        """True if the part is the whole of the piece."""
         return self.within == self.layout
 
     @property
@@ -86,7 +86,7 @@ class Between:
     lows: tuple[Tensor, ...] = ()
     """Each as long as the storage, from its first element on, so that they have views like it."""
     layout: Layout = (torch.float32, (), (), 0)
-    """That of the tensor, where it has low words."""
+    """Layout of the tensor, where it has low words."""
 
     def like(self, t: Tensor) -> tuple[Tensor, ...]:
         """Return the low words of t, which is a view of the storage."""
@@ -101,15 +101,15 @@ class KnownMemory:
     """A storage, as a step knows it."""
 
     states: list[Owned] = field(default_factory=list)
-    """Those in it."""
+    """States in it."""
     between: Between | None = None
-    """What it holds that is no state, with low words."""
+    """Low words of what it holds that is no state."""
     made: StorageWeakRef | None = None
-    """Itself, if a segment has made it in this step; of whatever dtype."""
+    """The storage, if a segment has made it in this step; of whatever dtype."""
 
     @property
     def is_of_step(self) -> bool:
-        """Whether the step has made it, as far as that was seen."""
+        """True if the step has made it, as far as that was seen."""
         of = self.made, None if self.between is None else self.between.storage
         return any(storage is not None and not storage.expired() for storage in of)
 
@@ -150,11 +150,11 @@ class KnownState:
 
     tensor: Tensor
     residual: Residual | None = None
-    """Its residual, if that was seen to belong to it in this step."""
+    """Residual, if it was seen to belong to the state in this step."""
     asked: int = -1
     """The generation of the store in which it had this residual, or none."""
     written: bool = False
-    """Whether the step has written it."""
+    """True if the step has written it."""
 
     def remember(self, residual: Residual) -> None:
         """Note the residual that the store has for it now."""
@@ -178,13 +178,13 @@ class Memories(dict[int, KnownMemory]):
         self.own: set[int] = set()
         """The ids of the states that were looked for."""
         self.met: list[Owned] = []
-        """Those of this step."""
+        """States that this step has met elsewhere."""
         self.lasting: list[Owned] = []
-        """Those of them whose residuals are from earlier steps."""
+        """States among them whose residuals are from earlier steps."""
         self.elsewhere: dict[int, list[Callable[[], Tensor | None]]] = {}
         """Storage -> references to tensors with residuals in it, or what makes them anew."""
         self.generation = -1
-        """That of the store when they were looked for."""
+        """Generation of the store when they were looked for."""
 
     def begin(self, states: Iterable[Owned]) -> None:
         """Know the states of a step, and no other memory."""

@@ -1,4 +1,4 @@
-"""What the recorder does with each operation: note it, do it at once, or flush before it."""
+"""Classes of operations by what the recorder does: note one, do it at once, or flush before it."""
 
 import math
 from dataclasses import dataclass
@@ -34,17 +34,17 @@ class Operation:
     written: tuple[int | str, ...] = ()
     """Positions, or names, of the arguments that it writes."""
     returns: int | str | None = None
-    """Which argument it returns; None if it makes its results."""
+    """Position or name of the argument that it returns; None if it makes its results."""
     nothing: bool = False
-    """Whether it returns nothing."""
+    """True if it returns nothing."""
     sizes: bool = False
-    """Whether the values of its numbers say how large its result is."""
+    """True if the values of its numbers say how large its result is."""
     numbers: frozenset[int | str] = frozenset()
     """Positions and names of arguments that are numbers of the arithmetic, and no sizes or axes."""
 
     @property
     def made_at_once(self) -> bool:
-        """Whether it is done when it is called, and makes or writes floating data."""
+        """True if it is done when it is called, and makes or writes floating data."""
         return self.kind in ("now", "foreign")
 
     def written_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -63,7 +63,7 @@ _SOLVES = (
     *("linalg_", "cholesky", "inverse", "index_select", "gather", "take", "embedding"),
     *("floor_divide", "remainder", "fmod"),  # of integers, by zero
 )
-"""How the names of operations begin that may fail by the values of their operands."""
+"""Beginnings of the names of operations that may fail by the values of their operands."""
 
 
 class _Operations(dict[Any, Operation]):

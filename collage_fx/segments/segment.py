@@ -38,7 +38,7 @@ class Line:
     made: range
     """The numbers of the values that it makes."""
     many: bool
-    """Whether it returns a list."""
+    """True if it returns a list."""
     dtypes: tuple[Any, ...] = ()
     """The dtypes of the values that it makes, as the step sees them; none for a view."""
     writes: Collection[int] = ()
@@ -46,7 +46,7 @@ class Line:
     over: tuple[int, ...] = ()
     """The numbers of the values that are not needed any more after it."""
     stored: tuple[int, ...] = ()
-    """Those of the memory that no later operation reads or writes: it can be stored."""
+    """Numbers of the memory that no later operation reads or writes: it can be stored."""
     where: str = ""
     """The line of code, as FX keeps it of a node."""
     strand: int = 0
@@ -60,11 +60,11 @@ class Strand:
     inputs: set[int] = field(default_factory=set)
     """The positions of the inputs that they read or write."""
     live: list[int] = field(default_factory=list)
-    """Those of the values that they make and that live on."""
+    """Numbers of the values that they make and that live on."""
     dtypes: set[torch.dtype] = field(default_factory=set)
     """The dtypes of these inputs and values."""
     numbers: bool = True
-    """Whether all inputs and values of the strand are 0-d tensors."""
+    """True if all inputs and values of the strand are 0-d tensors."""
 
     def is_plain(self, call: "Call", words: LowWords) -> bool:
         """Tell whether there are no low words in it, nor can there be any, in a call.
@@ -92,9 +92,9 @@ class Segment:
         """
         self.live = live
         self.history: Any = None
-        """What who runs it knows of its runs."""
+        """History of the runs, kept by what runs the segment."""
         self.hands_on: bool | None = None
-        """Whether a later segment of the step reads a gradient that this one writes from states
+        """True if a later segment of the step reads a gradient that this one writes from states
         that it writes too; None if that is not known."""
         self._written_from: dict[Any, frozenset[int]] = {}
         self.inputs: list[int] = []
@@ -125,15 +125,15 @@ class Segment:
                 self._round(line)
             rounding.follow(line)
         self.undoes_rounding = rounding.found
-        """Whether a value is taken as it was before the step rounded it by chance."""
+        """True if a value is taken as it was before the step rounded it by chance."""
         self.writes_bits = self._writes_bits()
-        """Whether it writes what it sees as integers too, in the memory that both have."""
+        """True if it writes what it sees as integers too, in the memory that both have."""
         self.opaque = any("_fused_" in str(line.func) for line in self.lines)
-        """Whether it has kernels that no compiler looks into, as fused optimizers do."""
+        """True if it has kernels that no compiler looks into, as fused optimizers do."""
         self._find_ends()
         self.strands = self._find_strands()
         self.writes = [at in self.written for at in self.inputs]
-        """Whether it writes them, of its inputs."""
+        """Flags of the inputs: True if the segment writes one."""
 
     def _add_input(self, place: Place, random: set[int]) -> None:
         at = len(self.root)
@@ -301,15 +301,15 @@ class Segment:
 
 @dataclass
 class Call:
-    """What one run of a segment is given."""
+    """Operands of one run of a segment."""
 
     inputs: list[Input]
-    """In the order of the segment's."""
+    """Inputs in the segment's order."""
     memory: list[Tensor]
-    """What the values that live on are stored in."""
+    """Tensors in which the values that live on are stored."""
     floats: list[float]
     at: int = -1
-    """Which of the segments of the step it is."""
+    """Position of the segment among those of the step."""
     plain: frozenset[int] = frozenset()
     """The strands that are done as they stand."""
 
@@ -347,7 +347,7 @@ def _states(segment: Segment, call: Call, *, written: bool) -> Iterator[Owned]:
 
 @dataclass
 class Operands:
-    """What the operations of a segment take, in a run of it or in a graph."""
+    """Operands of the operations of a segment, in a run of it or in a graph."""
 
     segment: Segment
     dtypes: dict[Any, torch.dtype]

@@ -32,11 +32,11 @@ class Numbers:
     """The Python floats of a call, as a graph takes them."""
 
     floats: list[float]
-    """Those that do not change are constants."""
+    """All floats of the call; those that do not change are constants."""
     changing: list[int]
     """The positions of those that are inputs."""
     same: list[int]
-    """For each the position of the first that it is always equal to."""
+    """Position, for each, of the first float that it is always equal to."""
 
     @property
     def given(self) -> list[float]:
@@ -66,7 +66,8 @@ class SeenNumbers:
     floats: list[float] = field(default_factory=list)
     changing: set[int] = field(default_factory=set)
     same: list[int] = field(default_factory=list)
-    """For each float the first that it was always equal to: a rate that many parameters have."""
+    """Position, for each float, of the first that it was always equal to: a rate that many
+    parameters have."""
     numbers: Numbers | None = None
     """All of that, where the last run has brought nothing new; None to look again."""
 
@@ -96,17 +97,17 @@ class Given:
 
     args: list[Tensor]
     lows: list[Tensor] = field(default_factory=list)
-    """Behind the numbers that are inputs."""
+    """Low words, behind the numbers that are inputs."""
     structure: Any = None
-    """What else of them the compiled code depends on."""
+    """Structure of the operands, on which the compiled code depends too."""
     plain: frozenset[int] = frozenset()
     """The strands that are done as they stand."""
     parts: Sequence[list[Part]] = ()
-    """Of each of them those that have low words."""
+    """Parts of each operand that have low words."""
 
 
 Made: TypeAlias = tuple[Callable[[list[Any]], bool], Callable[..., bool]]
-"""What runs compiled code, and what tells for which numbers it is right."""
+"""Function that runs compiled code, and predicate: the code is right for these numbers."""
 
 
 @dataclass
@@ -116,11 +117,11 @@ class Compiled:
     run: Callable[[list[Any]], bool]
     """Returns whether it has run: if not, nothing was written."""
     holds: Callable[..., bool]
-    """Tells for which of the numbers that are inputs it is right."""
+    """Predicate: the code is right for these values of the numbers that are inputs."""
     numbers: Numbers
     structure: Any
     values: bytes | None = None
-    """Those numbers of the last call that it was right for."""
+    """Bytes of those numbers in the last call that it was right for."""
     tensors: list[Tensor] = field(default_factory=list)
     """The same, as it takes them."""
 

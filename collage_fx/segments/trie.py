@@ -48,18 +48,18 @@ class Place:
     """An operation, its arguments and those by name; or "input", layout, device, ..."""
     made: list[Meta] = field(default_factory=list)
     many: bool = False
-    """Whether the operation returns a list."""
+    """True if the operation returns a list."""
     writes: list[Value] = field(default_factory=list)
     """The operands that it writes."""
     next: dict[Any, "Place"] = field(default_factory=dict)
     segments: dict[Any, "Segment"] = field(default_factory=dict)
-    """Which of its results are still in use at the end -> the segment that ends here."""
+    """Numbers of the results that are still in use at the end -> the segment that ends here."""
     where: str = ""
     """The line of code that did this first, as FX keeps it of a node."""
     at_once: bool = False
-    """Whether what it makes cannot be inferred, so that it is not noted."""
+    """True if what it makes cannot be inferred, so that it is not noted."""
     effect: Any = None
-    """What a graph of Dynamo's does that the line stands for; None for one operation."""
+    """`Effect` of the Dynamo graph that the line stands for; None for one operation."""
 
 
 def line_of_code() -> str:

@@ -1,4 +1,4 @@
-"""Roundings that a step does itself: those by chance, and those of which it keeps the errors.
+"""Roundings of the step's own: stochastic ones, and those of which it keeps the errors.
 
 An expansion needs no stochastic rounding on the bits of fp32. Optimizers that keep bf16 parameters
 unbiased add random bits to an fp32 value and cut them off:
@@ -39,12 +39,12 @@ _UNIT = 2.0**-7
 
 @dataclass(frozen=True)
 class _Bits:
-    """What went into a value: the bits of an fp32 value, chance, or both."""
+    """Origin of a value: the bits of an fp32 value, random bits, or both."""
 
     value: int | None = None
     """The number of that value."""
     version: int = 0
-    """How often its memory had been written when its bits were taken."""
+    """Number of times that its memory had been written when its bits were taken."""
     random: bool = False
 
 

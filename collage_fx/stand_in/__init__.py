@@ -1,1 +1,1 @@
-"""Trace one parameter of each class of like parameters, and compile for all of the class."""
+"""Stand-ins: one parameter of each class of like parameters is traced, and compiled for all."""

@@ -1,4 +1,4 @@
-"""Which optimizers are alike, so that one can use what was compiled for another."""
+"""Comparison of optimizers: of two that are alike, one can use what was compiled for the other."""
 
 import math
 import threading
@@ -27,7 +27,7 @@ _MADE = frozenset({"capturable", "fused"})
 """Keys of a parameter group that a step itself may set, for its own time or for good."""
 
 _NO_GRADIENT = "no gradient"
-"""In the place of what a parameter is, which no kernel updates."""
+"""Kind of a parameter without a gradient, which no kernel updates."""
 
 _COMPILED = WeakIdKeyDictionary()
 """Optimizer whose steps may be shared -> the session that compiles them."""

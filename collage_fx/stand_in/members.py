@@ -1,4 +1,4 @@
-"""A parameter with its gradient and states, and when such are alike."""
+"""Members: a parameter with its gradient and states, and the comparison of such."""
 
 import operator
 import weakref
@@ -19,7 +19,7 @@ from collage_fx.runtime.residuals.dtensor import (
 )
 
 GRAD = 1
-"""Where a member has its gradient."""
+"""Position of the gradient among a member's tensors."""
 NO_STATE: dict[str, Any] = {}
 
 

@@ -1,4 +1,4 @@
-"""Steps that are done again as the last one was: the same kernels over the same tensors.
+"""Repeated steps: the kernels of the last step, run again over the same tensors.
 
 A step of three hundred parameters looks at some thousands of tensors in Python: by guards, for
 residuals that do not belong to their tensors any more, for the addresses that kernels are given.

@@ -1,4 +1,4 @@
-"""What was compiled for one optimizer, used by others that are alike.
+"""Graphs compiled for one optimizer, and used by others that are alike.
 
 One optimizer for each parameter, stepped as soon as its gradient is there (by a hook in the
 backward pass), makes as many steps of the same code. Dynamo, AOTAutograd and the passes would come
@@ -50,12 +50,12 @@ from collage_fx.stand_in.stand_ins import StandIns
 
 
 class Place(NamedTuple):
-    """Where a tensor is among those of an optimizer."""
+    """Place of a tensor among those of an optimizer."""
 
     param: int
     """The number of its parameter among those that have a gradient."""
     at: int
-    """Which of the tensors of that parameter it is; see `Member.tensors`."""
+    """Position among the tensors of that parameter; see `Member.tensors`."""
 
 
 class NotShared(Exception):
@@ -92,7 +92,7 @@ class SharedGraph:
         members = members_of(optimizer)
         self.signature = signature(optimizer, session, self.numbers, members)
         self.residuals = {residuals, residuals_of(members)}
-        """Those that there may be: as when it was compiled, or as it leaves them."""
+        """Residuals that there may be: as when it was compiled, or as it leaves them."""
         self.history = dict(history_of(optimizer).numbers)
         with torch.no_grad(), _unrecorded(session):
             self.globals = GlobalState(until_reset=True)
@@ -105,7 +105,7 @@ class SharedGraph:
         if self.signature is None or any(id(t) not in self.place for t in high):
             raise NotShared("it depends on other things than parameters, gradients and states")
         self.inputs = [self.place[id(t)] for t in high]
-        """Where each input of the kernels is, or which number; residuals come after them."""
+        """Place of each input of the kernels, or number; residuals come after them."""
         self._take_up(code, observed)
 
     def _take_up(self, code: Code, observed: Observed) -> None:
@@ -129,7 +129,7 @@ class SharedGraph:
         self.plans = residuals.plan
         self.states = [(self._place_of(find(observed.args)), plan) for find, plan in code.states]
         self.computes_anew = bool(code.anew)
-        """Whether it may have to be recorded, where whole values have low words."""
+        """True if it may have to be recorded, where whole values have low words."""
         self.place.clear()
 
     def _place_of(self, tensor: Tensor | None) -> Place:
@@ -313,7 +313,7 @@ class SharedStandIns(StandIns):
 
 
 _GRAPHS: weakref.WeakSet[SharedGraph] = weakref.WeakSet()
-"""What others may use: each goes with the last optimizer that uses it."""
+"""Graphs that others may use: each goes with the last optimizer that uses it."""
 _LOCK = threading.Lock()
 
 

@@ -1,4 +1,4 @@
-"""Which parameters stand for which others while a step is traced, and whether they still do."""
+"""Representative parameters, traced in place of all of their classes, and their checks."""
 
 import contextlib
 import itertools
@@ -106,7 +106,7 @@ class StandIn:
 
 
 class StandIns:
-    """Which parameters stand for which, as long as nothing of all that changes.
+    """Representatives of the classes of parameters, as long as nothing of all that changes.
 
     To the compiler they are what `StandsForOthers` says.
     """
@@ -154,7 +154,7 @@ class StandIns:
         self.sources: list[str] = []
         self.unlike: Unlike | None = None
         self.graph: Any = None
-        """What it has compiled without the tensors, if there is that: a `SharedGraph`."""
+        """`SharedGraph` of the compiled code without the tensors, if there is one."""
 
     @classmethod
     def of(cls, optimizer: Optimizer, session: Session, alike: int = 1) -> "StandIns | None":

@@ -1,4 +1,4 @@
-"""Steps of which Dynamo sees one parameter of each class, the others being known to be alike.
+"""Steps of which Dynamo traces one parameter of each class, the others being known to be alike.
 
 Dynamo takes milliseconds for each tensor that it traces: with a thousand parameters nearly all of
 the time to a first step. The optimizers of torch.optim update each parameter of a group by itself
@@ -45,26 +45,26 @@ class StandInSteps:
         self.optimizer = optimizer
         self.session = session
         self.known: list[StandIns] = []
-        """The latest last."""
+        """Representatives that have been traced, the latest last."""
         self.failed = 0 if serves(optimizer(), session) else ATTEMPTS
         self.last: RepeatedStep | None = None
         """The last step, to be done again."""
         self.graph: SharedGraph | None = None
-        """What that has compiled, to be bound to other tensors."""
+        """Graph without the tensors, to be bound to others."""
         self.observed: tuple[StandIns, Noted] | None = None
         """The arguments of the graph of the last step, and the inputs of its kernels, if noted."""
         self.backoff = Backoff(session.notes.add, never="repeat" in session.config.without)
         self.graphs: list[SharedGraph] = []
-        """What was compiled for this one, the latest last, and others may use."""
+        """Graphs that were compiled for this one, the latest last, and others may use."""
         self.residuals: tuple[int, Hashable] = (-1, None)
-        """Which residuals there were in a generation of the store."""
+        """Generation of the store, with the residuals that there were in it."""
         if self.tries:
             register(optimizer(), session)
         self.signature: Any = inspect.signature(type(optimizer()).step) if self.tries else None
 
     @property
     def tries(self) -> bool:
-        """Whether steps are to be tried in this way."""
+        """True if steps are to be tried in this way."""
         return self.failed < ATTEMPTS
 
     def repeat(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, bool, Any]:

@@ -1,4 +1,4 @@
-"""The step functions of torch.optim: which treat all parameters alike, and copies of them."""
+"""Step functions of torch.optim that treat all parameters alike, and copies of them."""
 
 import inspect
 from collections.abc import Callable

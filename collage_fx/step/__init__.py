@@ -1,1 +1,1 @@
-"""The step that `collage_fx.compile` returns, and what it watches over."""
+"""The step that `collage_fx.compile` returns, its checks and its monitors."""

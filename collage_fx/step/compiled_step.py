@@ -1,4 +1,4 @@
-"""A step, of an optimizer or a function, as `collage_fx.compile` makes it."""
+"""The compiled step of an optimizer or a function, as `collage_fx.compile` returns it."""
 
 import functools
 import inspect
@@ -113,7 +113,7 @@ def compile_optimizer(
         return watched(self, functools.partial(do, self))(*args, **kwargs)
 
     step._collage = session  # type: ignore[attr-defined]
-    # It does what schedulers put a function of theirs around a step for, before they are made too.
+    # It does what schedulers wrap a step in a function for, before they are made too.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     step._report = functools.partial(_report, supervisor, session)  # type: ignore[attr-defined]
     return types.MethodType(step, optimizer)

@@ -20,7 +20,7 @@ def wrapped_optimizers(optimizer: Optimizer) -> list[Optimizer]:
     """Return the optimizers of which one of torch.distributed calls the step; [] for any other.
 
     ZeroRedundancyOptimizer has each process update some of the parameters and broadcasts them: what
-    there is to compensate is done by the optimizer that it holds. A wrapper of the user's may have
+    there is to compensate is done by the optimizer that it holds. A user's wrapper may have
     arithmetic of its own around that, and is compiled as a whole.
     """
     module = getattr(type(optimizer).step, "__module__", None) or ""  # None: made by exec()

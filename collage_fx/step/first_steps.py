@@ -1,4 +1,4 @@
-"""`verify=n`: the first steps are done again, eagerly and in float64, and compared.
+"""`verify=n`: the first steps, done again eagerly and in float64, and compared.
 
 What stock torch.compile gets wrong of an optimizer, a compensated graph gets wrong too. So a copy
 of the optimizer takes the same step as Python does it, in float64, and each state is held against
@@ -52,18 +52,18 @@ class StepCheck:
         self.supervisor = supervisor
         self.session = session
         self.left = steps
-        """How many steps are still to be checked."""
+        """Number of steps that are still to be checked."""
         self.last = steps + TRIED
         """The step after which none is: the first may run without a graph."""
         self.done = 0
         self.right: list[str] = []
         """The steps that were found right."""
         self.worst: tuple[float, str, float, float] = (-1.0, "", 0.0, 0.0)
-        """Of the state that was most off in these: its error by its bound, its name, and both."""
+        """Greatest error of a state in these steps: error by bound, state, error, and bound."""
 
     @property
     def wanted(self) -> bool:
-        """Whether the next step is to be checked."""
+        """True if the next step is to be checked."""
         return self.left > 0 and self.done < self.last
 
     def step(self, optimizer: Optimizer, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -253,7 +253,7 @@ def in_float64(tensor: Tensor) -> Tensor:
 
 
 class Snapshot:
-    """What an optimizer was, to go back to if a step turns out wrong."""
+    """Snapshot of an optimizer, to go back to if a step turns out wrong."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.containers: list[tuple[Any, Any]] = []

@@ -1,4 +1,4 @@
-"""Methods of an optimizer beside its step: what they write keeps low words, as in a step.
+"""Methods of an optimizer beside its step: they are recorded, and what they write keeps low words.
 
 Schedule-Free's `eval()` and `train()` move the parameters between two averages, others swap them,
 reset them or synchronize them with slow copies. Such a method is recorded and interpreted. One that
@@ -27,13 +27,13 @@ if TYPE_CHECKING:  # it imports Inductor, which a doctor does without
 
 
 class ServedMethod:
-    """What stands for a method of one optimizer; a copy of the optimizer has its class's own."""
+    """Replacement of a method of one optimizer; a copy of the optimizer has its class's own."""
 
     def __init__(self, optimizer: Optimizer, own: Callable[..., Any], steps: "Steps") -> None:
         self.optimizer = weakref.ref(optimizer)
         self.own = own
         self.steps = weakref.ref(steps)
-        """Gone where nobody has the compiled step: the method is the class's own then."""
+        """Weak reference to the steps; without a compiled step the class's own method is called."""
         self.serving = _stepping if _takes_step(own) else _serving
         self.__name__, self.__doc__ = own.__name__, own.__doc__
 
@@ -132,7 +132,7 @@ def replace_functions(
 
 
 def serve_methods(optimizer: Optimizer, steps: "Steps") -> None:
-    """Serve the methods of an optimizer, and of what it wraps, that no step of theirs calls.
+    """Serve the methods of an optimizer, and of what it wraps, that its steps do not call.
 
     What somebody has put in the place of one stays there. What steps call is a part of them, and
     traced by Dynamo, for whatever backend; unless one of these takes a step itself: then they may
@@ -152,7 +152,7 @@ def serve_methods(optimizer: Optimizer, steps: "Steps") -> None:
 
 
 def _methods_of(cls: type) -> dict[str, Callable[..., Any]]:
-    """Return the public methods that a class of optimizers has beside those of PyTorch's."""
+    """Return the public methods that a class of optimizers adds to PyTorch's."""
     found: dict[str, Any] = {}
     for one in reversed([c for c in cls.__mro__ if not c.__module__.startswith("torch.")]):
         found |= {n: f for n, f in vars(one).items() if not n.startswith("_")}

@@ -1,4 +1,4 @@
-"""When to stop compiling: a step that needs a new graph at each call.
+"""Guard against recompiling without end: a step that needs a new graph at each call is recorded.
 
 A Python number that changes makes Dynamo trace again. Most enter the next graph as a symbol; those
 that cannot make a graph for each value.

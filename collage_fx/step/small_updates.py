@@ -32,7 +32,7 @@ FIRST = 100
 EVERY = 10
 """Steps from one look to the next."""
 LOOKS = 10
-"""Looks at steps that write parameters, before the loss is judged."""
+"""Number of steps that write parameters which are looked at before the loss is judged."""
 ELEMENTS = 64
 """Elements of a parameter in the sample."""
 LOST = 0.25

@@ -1,4 +1,4 @@
-"""What `compile`, `explain` and `report` were given: an optimizer, a function, or a mistake."""
+"""Subjects of `compile`, `explain` and `report`: an optimizer, a function, or a mistake."""
 
 import inspect
 import types

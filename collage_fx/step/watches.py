@@ -1,4 +1,4 @@
-"""What looks at the steps of an optimizer, whoever compiles them: monitors."""
+"""Watches: monitors of an optimizer's steps, whoever compiles them."""
 
 import functools
 import weakref

@@ -1,1 +1,1 @@
-"""`Explanation.save`: what a step was made into as one HTML file that needs no network."""
+"""`Explanation.save`: the rewrite of a step as one HTML file that needs no network."""

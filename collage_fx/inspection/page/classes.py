@@ -1,4 +1,4 @@
-"""A class of slices as three columns of code and its kernels, and which value is which in them."""
+"""A class of slices on the page: three columns of code and its kernels, their values linked."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from collage_fx.passes.ir.program import Program, Rewritten, graph_of
 
 
 class ClassView:
-    """What the page shows of a class."""
+    """The view of a class on the page."""
 
     def __init__(self, rewritten: Rewritten, program: Program, code: str, number: int) -> None:
         """Write its graphs and kernels, and link their values.
@@ -46,7 +46,7 @@ class ClassView:
 
     @property
     def title(self) -> str:
-        """How many members, of which states."""
+        """Number of members, with the states of one."""
         names, count = short_names(self.rewritten), self.rewritten.count
         states = sorted((not c.state_name.is_param, at) for c, at, _ in self.rewritten.model.states)
         listed = ", ".join(names[at] for _, at in states)

@@ -50,12 +50,12 @@ class Kernel:
 
 
 def kernels_of(rewritten: Rewritten, program: Program, code: str, prefix: str) -> list[Kernel]:
-    """Return the kernels of a class: C++ of ours and Triton, or what Inductor made.
+    """Return the kernels of a class: our C++ and Triton's, or what Inductor made.
 
     Args:
         rewritten: the class.
         program: the one that it is in.
-        code: Inductor's for the graph.
+        code: Inductor's code for the graph.
         prefix: of the numbers of values.
     """
     kernel = MULTI_TENSOR_KERNELS.get(rewritten.multi_tensor)
@@ -100,7 +100,7 @@ def _cpp_names(kernel: MultiTensorKernel) -> dict[Node, str]:
 
 
 def _triton_names(kernel: MultiTensorKernel, source: str) -> dict[Node, str]:
-    """Return what inputs and stored results are called; what is between has names of Triton's."""
+    """Return the names of inputs and stored results; Triton names what is between."""
     graph = region_graph(kernel.region)
     names = {n: f"x{i}" for i, n in enumerate(graph.find_nodes(op="placeholder"))}
     outputs: tuple[Node, ...] = graph.output_node().args[0]  # type: ignore[assignment]

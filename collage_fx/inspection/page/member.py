@@ -32,10 +32,10 @@ class Member:
         self.results = {stored[n]: name for n, name in inputs.items() if n in stored}
         """New value -> the state that it is stored in."""
         self.picked: dict[Node, int] = {}
-        """Of an operation on lists, which of the tensors is the member's."""
+        """Operation on lists -> the position of the member's tensor in them."""
         self._found: set[Node] = set()
         self._reached: set[Node] = set()
-        """Where the walk ended: placeholders, and what is made of the tensors of many members."""
+        """Nodes at which the walk ended: placeholders, results of operations on many members."""
         wanted = list(self.results)
         for node in rewritten.model.outputs:  # results that are no state's
             origin = by_name.get(node.meta.get(ORIGIN, ""))
@@ -52,7 +52,7 @@ class Member:
         inputs |= {n: n.name for n in self._reached - set(inputs)}
         self.nodes = [n for n in source.nodes if n in self._found and n not in inputs]
         self.inputs = _told_apart(inputs)
-        """What the member takes, with short names."""
+        """Inputs of the member -> their short names."""
 
     def pick(self, node: Node, operand: Any) -> Any:
         """Return of a list of operands of a node that of the member, anything else as it is."""

@@ -14,21 +14,21 @@ from collage_fx.runtime.ops import collage
 aten = torch.ops.aten
 
 CHOICE, COMPARISON, SUM, PRODUCT, SIGN, POWER, ATOM = range(7)
-"""How tightly an operator binds, from the loosest."""
+"""Precedences of operators, from the loosest."""
 
 
 Pick: TypeAlias = Callable[[Node, Any], Any]
 
 
 class Form(NamedTuple):
-    """How an operation is written."""
+    """The way an operation is written: its text, and how tightly it binds."""
 
     text: str
     """Operands stand where {0}, {1}, ... are."""
     binding: int
     operands: Sequence[Any]
     needs: Sequence[int] = ()
-    """For each operand how tightly it has to bind so as not to be put in parentheses."""
+    """Precedence that each operand needs so as not to be put in parentheses."""
 
 
 _INFIX: dict[str, tuple[str, int]] = {

@@ -1,4 +1,4 @@
-"""The page: everything that it shows is gathered here and put into the template."""
+"""The page of an explanation: everything that it shows is gathered here, for the template."""
 
 import contextlib
 import os

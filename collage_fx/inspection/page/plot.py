@@ -18,7 +18,7 @@ class Curve:
     name: str
     points: list[tuple[float, float]]
     value: str
-    """Its last value, in words."""
+    """Last value of the line, in words."""
     label_y: float
 
 
@@ -32,7 +32,7 @@ class Panel:
     ticks: list[tuple[float, str]]
     steps: list[tuple[float, int]]
     summary: str
-    """What the lines show, in words."""
+    """Summary of the lines, in words."""
 
 
 def panels_of(replayed: Replay, states: States, number: int) -> list[Panel]:

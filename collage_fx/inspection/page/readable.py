@@ -35,7 +35,7 @@ class Span:
     """The number by which the page knows it."""
     pieces: "tuple[Piece, ...]"
     defines: bool = False
-    """Whether it is where the value gets its name."""
+    """True where the value gets its name."""
 
 
 Piece: TypeAlias = str | Span
@@ -43,7 +43,7 @@ Piece: TypeAlias = str | Span
 
 @dataclass
 class Group:
-    """Statements that stem from one line of the user's."""
+    """Statements that stem from one line of the user's code."""
 
     source: Source | None
     statements: list[tuple[Piece, ...]]
@@ -69,18 +69,18 @@ class Text:
     nodes: Sequence[Node]
     """Operations, in an order in which they can run."""
     inputs: dict[Node, str]
-    """Their names."""
+    """Inputs -> their names."""
     results: dict[Node, str]
     """The name of the state that a value is stored in, or of the result that it is."""
     prefix: str
-    """Of the numbers of values."""
+    """Prefix of the numbers of values."""
     pick: Pick = lambda node, operand: operand
-    """Of a list of operands of a node that of the member which is shown."""
+    """Function that picks, of a list of operands of a node, the one of the member that is shown."""
     source: Callable[[Node], Source | None] = lambda n: source_of(n.meta.get("stack_trace"))
     name: Callable[[Node], str] = lambda n: ""
-    """What else a value may be called."""
+    """Function that returns another name of a value; empty if it has none."""
     brief: bool = True
-    """Whether what one line of the user's does is put into one statement."""
+    """True to put what one line of the user's code does into one statement."""
 
     def __post_init__(self) -> None:
         """Find out how each operation is written and who uses what."""

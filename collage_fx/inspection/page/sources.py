@@ -19,9 +19,9 @@ class Source:
     line: int
     text: str
     variable: str = ""
-    """What it assigns to; empty if that is no plain name."""
+    """Variable that it assigns to; empty if that is no plain name."""
     in_place: bool = False
-    """Whether it changes that, by a method with a trailing underscore."""
+    """True if it changes that variable, by a method with a trailing underscore."""
 
     @property
     def short(self) -> str:

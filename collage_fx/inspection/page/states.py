@@ -1,4 +1,4 @@
-"""The verdicts by class and layer, as few rows as say something different."""
+"""Verdicts by class and layer, in as few rows as say something different."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,11 +18,11 @@ PLAIN = -1
 
 @dataclass(frozen=True)
 class Place:
-    """Where a state is: in which class, and what it is."""
+    """Place of a state on the page: its class, and its name."""
 
     number: int
     name: str
-    """That of the optimizer, whatever the plan calls it."""
+    """Name in the optimizer, whatever the plan calls it."""
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Row:
     """States that have everything in common but the layer."""
 
     number: int
-    """Of the class."""
+    """Number of the class."""
     kind: str
     dtype: str
     recurrence: str
@@ -41,9 +41,9 @@ class Row:
     engine: str
     residual_bytes: int = 0
     names: list[str] = field(default_factory=list)
-    """What the optimizer calls them."""
+    """Names in the optimizer."""
     layers: list[tuple[int, str]] = field(default_factory=list)
-    """For each of them the number of its layer, and its shape."""
+    """Number of the layer and shape, for each of them."""
 
 
 @dataclass
@@ -60,7 +60,7 @@ class States:
 
     @property
     def data(self) -> dict[str, Any]:
-        """What the page's script shows and searches, as small as it is in JSON."""
+        """Data that the page's script shows and searches, as small as it is in JSON."""
         return {
             "layers": self.layers,
             "rows": [

@@ -1,4 +1,4 @@
-"""Whether what is loaded is of one step: all of a state dict, and what each process has loaded.
+"""Checks that all of a state dict, and what each process has loaded, is of one step.
 
 A process cannot see from a file of its own that the others have files of another step. Where states
 are sharded it can ask: each notes the step in the store by which the processes of a mesh have met,
@@ -25,12 +25,12 @@ from collage_fx.runtime.residuals.dtensor import is_sharded, shard_of
 
 @dataclass
 class _Load:
-    """What an optimizer with sharded parameters has loaded."""
+    """Step and process groups of an optimizer with sharded parameters that has loaded states."""
 
     groups: list[tuple[Any, int]]
     """The process groups of its meshes, and which of its optimizers this is in each."""
     step: int | None = None
-    """Of what it has loaded since its last step."""
+    """Step of the states that it has loaded since its last step."""
 
 
 _LOADS = WeakIdKeyDictionary()
@@ -76,7 +76,7 @@ _MERGED: ContextVar[bool] = ContextVar("loading_merged", default=False)
 
 
 def expect_loads(optimizer: Optimizer) -> None:
-    """Number an optimizer with sharded parameters, for others to know which of theirs it is."""
+    """Number an optimizer with sharded parameters, by which other processes know it."""
     groups: list[tuple[Any, int]] = []
     with contextlib.suppress(RuntimeError):  # of a group without a store, which only tests have
         for group in _groups(optimizer):

@@ -1,4 +1,4 @@
-"""Copies of an optimizer, by `copy.deepcopy` or by pickling, have the residuals of its tensors."""
+"""Residuals in copies of an optimizer, made by `copy.deepcopy` or by pickling."""
 
 import copy
 import weakref
@@ -37,7 +37,7 @@ def carry_over(optimizer: Optimizer) -> None:
 
 
 class _State:
-    """What stands for `optimizer.__getstate__`."""
+    """Replacement of `optimizer.__getstate__`, whose state gives copies their residuals."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = weakref.ref(optimizer)

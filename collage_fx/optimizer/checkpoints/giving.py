@@ -1,4 +1,4 @@
-"""Give the tensors of an optimizer what a state dict has beyond their dtypes."""
+"""Restoring of residuals, and of values beyond a tensor's dtype, from a state dict."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""What the steps of an optimizer have shown so far, on which its later graphs depend."""
+"""History of an optimizer's steps, on which its later graphs depend."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,28 +9,28 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 @dataclass
 class History:
-    """What an optimizer's steps have shown; checkpoints have it, so that runs go on bit for bit."""
+    """Observations of an optimizer's steps; checkpoints have them, so that runs go on exactly."""
 
     recorded: list[list[int]] | None = None
-    """Of one whose steps are recorded whole, which numbers of its last step change, see
+    """Numbers of its last step that change, for an optimizer whose steps are recorded whole; see
     `Executors.changing`."""
     traced: bool = False
-    """Whether Dynamo traces steps that are recorded whole."""
+    """True if Dynamo traces steps that are recorded whole."""
     hand_on: list[int] | None = None
     """The positions in a step of segments that write a gradient which later ones read; None where
     that is not known."""
     at_once: str = ""
-    """Why the operations of recorded steps are done one by one, see `Recorder.see_unknown_reader`;
-    empty where they are not."""
+    """Reason why the operations of recorded steps are done one by one, see
+    `Recorder.see_unknown_reader`; empty where they are not."""
     began: list[dict[str, Any]] | None = None
     """The numbers of the parameter groups in a first step of which Dynamo has seen nothing."""
     numbers: dict[str, float | None] = field(default_factory=dict)
     """Dynamo's name of a number, such as a rate -> the value that is a constant in the graphs
     so far, None once it has changed and is an input."""
     taken: int = 0
-    """How many steps it has taken."""
+    """Number of steps it has taken."""
     on_host: list[tuple[Any, list[str]]] | None = None
-    """Of each group its `capturable`, and the names of the numbers that plain PyTorch has on the
+    """`capturable` of each group, and the names of the numbers that plain PyTorch has on the
     host, such as step counts; None before the first step."""
 
 

@@ -1,4 +1,4 @@
-"""state_dict() and load_state_dict() of classes of optimizers that go through the states in them.
+"""Support for classes of optimizers whose state_dict() or load_state_dict() goes through states.
 
 Such a class asks for each entry of a state dict what PyTorch has made of it, or gives states
 another form when they are saved. So our entries stay until its load_state_dict() is through, and
@@ -30,7 +30,7 @@ class OwnMethod:
         self.optimizer = weakref.ref(optimizer)
         self.name = name
         self.then = then
-        """Called with the optimizer and the result."""
+        """Function that is called with the optimizer and the result."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Do the method, and what comes after it."""

@@ -1,4 +1,4 @@
-"""Residuals by the places of states: for tensors that take the places of others between steps."""
+"""Residuals by the places of states, for tensors that replace others between steps."""
 
 from typing import Any, TypeAlias
 

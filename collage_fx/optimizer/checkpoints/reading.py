@@ -1,4 +1,4 @@
-"""What a state dict says of residuals: the entry of parameter groups, and both formats read."""
+"""Reading of residuals in a state dict: the entry of parameter groups, and both formats."""
 
 import dataclasses
 import functools
@@ -32,20 +32,20 @@ _NEEDS = "0.2"
 
 @dataclass
 class Loaded:
-    """What a state dict says of residuals."""
+    """Residuals, history and dtypes read from a state dict."""
 
     residuals: dict[tuple[int, str], SavedResidual] = field(default_factory=dict)
     """(position of the parameter among all, key of the tensor) -> its residual."""
     history: History = field(default_factory=History)
     lost: bool = False
-    """Whether there were residuals when it was saved, of which none has come here."""
+    """True if there were residuals when it was saved, of which none has come here."""
     states: dict[int, Any] = field(default_factory=dict)
     """Position -> the state as it was saved, of which PyTorch casts what has another dtype than the
     parameter."""
     dtypes: dict[str, str] = field(default_factory=dict)
     """Key of states that had another dtype than their parameter -> that dtype."""
     values: dict[tuple[int, str], Callable[[], Tensor]] = field(default_factory=dict)
-    """As residuals -> what returns the value of a state, where its dtype holds a part of it."""
+    """Keys as of residuals -> function that returns the state's value, where dtypes differ."""
     cast: dict[str, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict)
     """Key of states that get another dtype than they were saved in -> the two."""
     dropped: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""How residuals stand in a state dict: as further states of the parameter, all of them tensors.
+"""Format of residuals in a state dict: further states of the parameter, all of them tensors.
 
 Of `exp_avg` in storage `remainder16` there are, in the state of its parameter,
 
@@ -27,7 +27,7 @@ from collage_fx.runtime.residuals.residual import Expected, Residual
 from collage_fx.runtime.storage.registry import STORAGES
 
 PREFIX = "collage_fx."
-"""What the keys of our entries in the state of a parameter begin with."""
+"""Prefix of the keys of our entries in the state of a parameter."""
 _ROWS, _DRAWS = "rows", "draws"
 
 

@@ -177,7 +177,7 @@ def _warn_of_unsaved(optimizer: Optimizer, names: list[str]) -> None:
 
 
 def _ids(state_dict: dict[str, Any]) -> list[Any]:
-    """Return what the parameters are called in a state dict, in the order of the optimizer's."""
+    """Return the ids of the parameters in a state dict, in the optimizer's order."""
     return [name for group in state_dict["param_groups"] for name in group["params"]]
 
 
