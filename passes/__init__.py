@@ -1,4 +1,4 @@
-"""The compiler; `pipeline.PASSES` is its ordered list of passes."""
+"""The compiler: passes over the graph of a step; `pipeline.PASSES` is their ordered list."""
 
 if __name__ != "collage_fx.passes":
     raise ImportError(

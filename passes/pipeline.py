@@ -34,7 +34,7 @@ PASSES: tuple[Callable[[Program], None], ...] = (
     lower,
     emit,
 )
-"""In the order in which they run. Each fills in its own fields of the program."""
+"""Passes in the order in which they run. Each fills in its own fields of the program."""
 
 
 def run_passes(program: Program, *, snapshots: bool = False) -> Program:

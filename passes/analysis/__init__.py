@@ -1,1 +1,1 @@
-"""Passes 4 to 6: how a step changes each state, which get residuals, what loses its low word."""
+"""Passes 6 to 8: how a step changes each state, which get residuals, what loses its low word."""

@@ -1,4 +1,4 @@
-"""What a value is in terms of one old value x: the abstract values that `recurrence` walks with."""
+"""Abstract values a*x + b in one old value x of a state, by which `recurrence` walks the graph."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,20 +34,20 @@ class Form:
     """`zero`, `free` (independent of x), `chosen` (by x, as its sign is, and nothing of it) or
     `nonlinear` (depends on x otherwise than through a)."""
     branches: tuple[Branch, ...] = ()
-    """If the value is chosen (by a condition, a maximum, a bound): what it may be, a*x + B each.
+    """Values that a chosen one (by a condition, a maximum, a bound) may be, a*x + B each.
     Then a is 0 and b `nonlinear`."""
     among: tuple[Coefficient, ...] = ()
-    """If one of the values to choose from is not linear: the factors of x in them. Then too a is 0
+    """Factors of x in the values to choose from, if one of these is not linear. Then too a is 0
     and b `nonlinear`."""
 
     @property
     def depends(self) -> bool:
-        """Whether the value has anything to do with x."""
+        """True if the value has anything to do with x."""
         return self.b in ("chosen", "nonlinear") or self.a != 0
 
     @property
     def carries(self) -> bool:
-        """Whether the value may hold some of x, and not only be chosen by it."""
+        """True if the value may hold some of x, and is not only chosen by it."""
         if self.branches:
             return any(branch.a != 0 for branch in self.branches)
         return self.b == "nonlinear" or self.a != 0
@@ -94,7 +94,7 @@ MUCH = 0.5
 """The weight of a state in a result that counts as its value."""
 LERP = (aten.lerp.Scalar, aten.lerp.Tensor)
 ADDING = (aten.add.Tensor, aten.sub.Tensor, *LERP)
-"""What adds values to each other."""
+"""Operations that add values to each other."""
 _OVERLOADS = ("Tensor", "Scalar", "default", "self")
 
 
@@ -249,9 +249,9 @@ def bound(a: Coefficient) -> float:
 
 
 _RATE = 0.06
-"""What is put for a number that may change from step to step."""
+"""Value assumed for a number that may change from step to step."""
 _FACTORS = tuple(3.0**k for k in range(-8, 9))
-"""What is put for the elements of a tensor; `cancels` is content with a factor of three."""
+"""Values assumed for the elements of a tensor; `cancels` is content with a factor of three."""
 
 
 def cancels(b: Coefficient, a: Coefficient) -> bool:

@@ -1,4 +1,4 @@
-"""When a 16-bit state loses part of its update: the thresholds, and what they are compared with."""
+"""Criticality: when a 16-bit state loses part of its update, and the thresholds for it."""
 
 import torch
 

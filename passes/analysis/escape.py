@@ -1,4 +1,4 @@
-"""Pass 8: what a graph would pass on of a state with its high word only."""
+"""Pass 8: find values that would leave a graph with the high word of a state only."""
 
 from collections.abc import Container, Iterable, Iterator
 

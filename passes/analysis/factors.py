@@ -1,4 +1,4 @@
-"""High words that scale a new value: through sums, norms, products, states of other shapes."""
+"""High words that scale a new value: sizes of terms, through sums, norms and products."""
 
 import math
 import operator
@@ -214,9 +214,9 @@ class _Walk:
         self.states = states
         self.number, self.grown = program.number, grown
         self.sized = False
-        """Whether the size of a number was assumed."""
+        """True if the size of a number was assumed."""
         self.reads = False
-        """Whether a high word is read."""
+        """True if a high word is read."""
         slices = [part for group in program.classes for part in group.members]
         self.place = {p.old(i): set(p.nodes) for p in slices for i in range(len(p.states))}
         """State -> the nodes of its slice."""

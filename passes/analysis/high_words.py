@@ -1,4 +1,4 @@
-"""Values of which the high word is read, or the rounding, where that matters."""
+"""States of which a graph reads the high word, or the rounding, where that matters."""
 
 import operator
 from collections import defaultdict

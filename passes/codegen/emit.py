@@ -98,7 +98,7 @@ class _Emitter:
         self.together: dict[Rewritten, list[_Stamp]] = {}
         """Classes that run as one operation."""
         self.scalars: dict[Rewritten, Scalars] = {}
-        """Of those of them that have some, the 0-d work of their members."""
+        """0-d work of the members, for those that have some."""
         self.needs = functools.cache(_needs)
         self.region = functools.cache(_region_of)
         self.others = LeftOutMembers(program, self.graph)

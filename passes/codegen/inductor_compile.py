@@ -1,4 +1,4 @@
-"""Where a functional graph becomes machine code: the one call of Inductor's compiler.
+"""Compilation of a functional graph: the one call of Inductor's compiler.
 
 All that collage_fx compiles goes through here, so that the key of Inductor's cache covers our
 lowerings, and tests can put an interpreter in its place.

@@ -89,9 +89,9 @@ class CallPerMember:
     """A compiled function, called for each member: where there is no loop over its kernel."""
 
     function: Callable[[list[Any]], Any]
-    """It takes the number of elements and the tensors."""
+    """Function of the number of elements and the tensors."""
     scalar: Sequence[bool]
-    """For each input whether it is one number for all elements; the others are taken flat."""
+    """Flag of each input: True if it is one number for all elements; the others are taken flat."""
 
     def run(self, columns: Sequence[Column], sizes: Sequence[int]) -> None:
         """Update all members; see `Runner.run`."""

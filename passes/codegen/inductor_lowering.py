@@ -176,7 +176,7 @@ register_lowering(collage.region.default, type_promotion_kind=None, broadcast=Fa
 
 
 _DETOUR = torch_versions.drops_roundings()
-"""Whether a rounding goes by way of float64, which kernels keep that drop one to fp32 and back."""
+"""True if a rounding goes by way of float64, for kernels drop one from fp32 to 16 bits and back."""
 
 
 def lower_round(x: TensorBox, dtype: torch.dtype) -> TensorBox:

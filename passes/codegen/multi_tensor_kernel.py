@@ -3,7 +3,7 @@
 Inductor unrolls an optimizer step: it generates and compiles a kernel for each parameter, though
 they all do the same. A class is compiled once instead, for tensors of one dimension and any size,
 and run over its members, each as one flat walk over its memory: on a CPU by a loop in C++ around a
-kernel of ours, or of Inductor's for what that has no text for, on a GPU by one launch of a Triton
+kernel of our own, or Inductor's where that has no text, on a GPU by one launch of a Triton
 kernel.
 """
 
@@ -61,33 +61,33 @@ _LIBRARY = torch.library.Library("collage", "FRAGMENT")
 _LIBRARY.define(
     "multi_tensor(Tensor(a!)[] written, Tensor[] read, Tensor(b!)[] vectors, str key) -> ()",
     # Inductor's CUDA graphs leave it out: it is one launch, whose table of addresses they would
-    # have in memory of theirs, and a copy of each gradient in a place that stays the same.
+    # have in their own memory, and a copy of each gradient in a place that stays the same.
     tags=(torch.Tag.cudagraph_unsafe,),
 )
 
 
 @dataclass(eq=False)
 class MultiTensorKernel:
-    """What one step does to one member, compiled for a kind of device when it first runs there."""
+    """Kernel for the members of a class, compiled for a kind of device when it first runs there."""
 
     region: str
     """The key of the lowered graph among the regions."""
     dtypes: list[torch.dtype]
     scalar: list[bool]
-    """For each input of the lowered graph whether it is one number for all elements."""
+    """Flag of each input of the lowered graph: True if it is one number for all elements."""
     written: list[int]
     """The inputs that are overwritten."""
     results: list[int]
-    """For each of them, then for each vector that is made, the result that it gets."""
+    """Position of the result that each of them gets, then each vector that is made."""
     vectors: list[int]
     """The inputs of which there is one vector for all members: given, or made here."""
     runners: dict[str, Runner] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
-    """For each kind of device, what runs there and its source."""
+    """Kind of device -> the source of what runs there."""
     single: bool = False
-    """Whether each member has one element: the 0-d work of a class."""
+    """True if each member has one element: the 0-d work of a class."""
     by_inductor: str = ""
-    """Why the kernel for a CPU is Inductor's; empty if it is ours."""
+    """Reason why the kernel for a CPU is Inductor's; empty if it is ours."""
     made_in: Any = field(default_factory=logs.compilation)
     """Dynamo's number of the compilation that has made it: it is compiled later."""
 

@@ -48,10 +48,10 @@ class LeftOutMembers:
         self.program = program
         self.graph = graph
         self.copies: dict[Node, Copies] = {}
-        """What only a member takes that stands for others, before `emit` -> what it stands for."""
+        """Input of a member that stands for others, before `emit` -> the `Copies` it stands for."""
         self.inputs: dict[Copies, list[LeftOutMember]] = {}
         self.made: dict[Node, list[Node]] = {}
-        """What such a member makes, before `emit` -> what the others make."""
+        """Result of such a member, before `emit` -> the results of the others."""
 
     def add_inputs(self, env: dict[Node, Node]) -> None:
         """Append the inputs of the members.

@@ -1,6 +1,6 @@
-"""Whether compiled code keeps the roundings that residuals are computed from: it is tried.
+"""Probe of compiled code: does it keep the roundings that residuals are computed from?
 
-Inductor keeps 16-bit values in fp32 within a kernel, and only the lowerings of ours have them
+Inductor keeps 16-bit values in fp32 within a kernel, and only our own lowerings have them
 rounded there. A torch that elides such a rounding would train in plain bf16, and nothing would
 show it. So before the first graph of a process for a device a small kernel is compiled in the same
 way, and has to give what the eager functions give, bit for bit. The result is kept on disk.
@@ -35,9 +35,9 @@ COUNT = 509
 """Elements of the operands: whole vectors, and some that are left over."""
 _DTYPES = (*SIXTEEN_BITS, torch.float32)
 _OF_CODE = ("cpp.", "triton.", "cuda.", "eager_numerics.", "emulate_precision_casts")
-"""How the names of the settings begin."""
+"""Beginnings of the names of the settings."""
 _LOST: dict[str, str] = {}
-"""What the compiled code depends on -> the dtypes in which it loses roundings, in words."""
+"""Key of the compiled code -> the dtypes in which it loses roundings, in words."""
 
 
 def check_roundings(device: torch.device, way: str, run: Run) -> None:

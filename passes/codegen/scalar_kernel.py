@@ -1,4 +1,4 @@
-"""What each member of a class computes from 0-d tensors alone, as one operation for all members.
+"""0-d work of the members of a class, such as bias corrections, as one operation for all.
 
 A step count and its bias corrections are 0-d, and each parameter has its own. They are no part of a
 slice, whose kernel would compute them once for each element. Left to Inductor, they are unrolled.
@@ -30,7 +30,7 @@ class Scalars:
     """The 0-d parts of all members of a class."""
 
     members: list[Slice]
-    """They are isomorphic; their outputs are new values of 0-d states, or go to the member."""
+    """Isomorphic slices; their outputs are new values of 0-d states, or go to the member."""
     feeds: dict[int, int]
     """Input of the member's slice -> the one of `other_outputs` that it is."""
     lowered: GraphModule

@@ -38,12 +38,12 @@ class Group:
     """
 
     inputs: list[list[Any]]
-    """For each member what it alone takes: placeholders and attributes of the whole graph. For
-    those that Dynamo has not seen what the caller has in their place."""
+    """Inputs that each member alone takes: placeholders and attributes of the whole graph. Of
+    members that Dynamo has not seen, what the caller has in their place."""
     results: list[list[int]]
-    """For each member the positions of what it makes among the results of the whole graph."""
+    """Positions of each member's results among those of the whole graph."""
     shared: set[int]
-    """Which of the inputs are read outside the member too; none of them is 0-d or written."""
+    """Indices of the inputs that are read outside the member too; none is 0-d or written."""
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Narrow:
     """Other results: the inputs that they are."""
     groups: list[Group]
     called: bool = False
-    """Whether the graph is one member, and is called for each member of its group."""
+    """True if the graph is one member, and is called for each member of its group."""
     handed: list[Node] = field(default_factory=list)
     """Values of the whole graph that graphs in `apart` take from this one."""
     apart: list["Narrow"] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Narrow:
 
     @property
     def idle(self) -> bool:
-        """Whether the graph computes nothing and returns nothing, and need not run."""
+        """True if the graph computes nothing and returns nothing, and need not run."""
         calls = (n for n in self.gm.graph.nodes if n.op.startswith("call"))
         return not self.results and all(n.target is _set_grad_enabled for n in calls)
 
@@ -90,7 +90,7 @@ def narrow(
     by calls; see `apart`.
 
     Args:
-        gm: a graph of Dynamo's.
+        gm: a Dynamo graph.
         fact: what else members have to agree in for an input; None if it is to be left alone.
         least: of how many members a class on a device consists at least.
         dtypes: those of states that may be compensated; others need no narrow graph.
@@ -127,7 +127,7 @@ class Standing:
     """The inputs that each parameter of the class has of its own."""
     part: Part
     called: bool
-    """Whether the members of the class are done by calls."""
+    """True if the members of the class are done by calls."""
 
 
 @dataclass
@@ -162,7 +162,7 @@ def represented(
     """Find in a graph the members that stand for others which Dynamo has not seen.
 
     Args:
-        gm: a graph of Dynamo's.
+        gm: a Dynamo graph.
         stands: the number of the class for whose first parameter an input is, None for others.
         count: how many such classes there are.
         dtypes: those of states that may be compensated.

@@ -1,4 +1,4 @@
-"""Before deduplication: counts that are equal become one, under a guard of Dynamo's.
+"""Before deduplication: merge equal per-parameter Python step counts into one guarded input.
 
 An optimizer that counts the steps of each parameter in Python gives Dynamo's graph a symbol for
 each count, and no member of a class would be like another. All of them advance together: one stands
@@ -18,7 +18,7 @@ def unify_equal_counts(gm: GraphModule, least: int) -> None:
     constant, and compile in every step.
 
     Args:
-        gm: a graph of Dynamo's, which is changed.
+        gm: a Dynamo graph, which is changed.
         least: how many there are at least where one does.
     """
     inputs = gm.graph.find_nodes(op="placeholder")

@@ -1,4 +1,4 @@
-"""What each operation of a graph of Dynamo's reads and overwrites, and what belongs together."""
+"""Scan of a Dynamo graph: what each operation reads and overwrites, and which are connected."""
 
 import functools
 import operator
@@ -34,20 +34,20 @@ class Atom:
     same: "Atom | None" = None
     """The input that it is, if it returns what it has overwritten."""
     bound: bool = False
-    """Whether it is in memory that the graph overwrites, or reads such memory."""
+    """True if it is in memory that the graph overwrites, or reads such memory."""
     odd: bool = False
-    """Whether it cannot be part of a member that leaves the graph."""
+    """True if it cannot be part of a member that leaves the graph."""
     graded: bool = True
-    """Whether gradients are recorded where it runs."""
+    """True if gradients are recorded where it runs."""
     home: "Atom | None" = None
     """One that is bound and belongs to the same part."""
     part: "Part | None" = None
     others: bool = False
-    """Whether it is read by what belongs to several parts or to none."""
+    """True if it is read by what belongs to several parts or to none."""
 
     @property
     def is_input(self) -> bool:
-        """Whether the graph is given it."""
+        """True for an input of the graph."""
         return self.node.op in ("placeholder", "get_attr")
 
 
@@ -56,9 +56,9 @@ class Part:
     """A member: what is connected by tensors that the graph overwrites or only it uses."""
 
     atoms: list[Atom] = field(default_factory=list)
-    """In the order of the graph, without inputs."""
+    """Operations in the order of the graph, without inputs."""
     inputs: list[Atom] = field(default_factory=list)
-    """Those that no other part uses, in the order of their first use."""
+    """Inputs that no other part uses, in the order of their first use."""
     results: list[int] = field(default_factory=list)
     """Positions among the results of the graph, in the order in which they are made."""
 
@@ -73,7 +73,7 @@ def _is_of_numbers(target: Any) -> bool:
 
 
 class Scan:
-    """What each operation of a graph reads and overwrites."""
+    """Reads and writes of each operation of a graph, and its connected parts."""
 
     def __init__(self, gm: GraphModule) -> None:
         self.gm = gm
@@ -83,7 +83,7 @@ class Scan:
         self.lists: dict[Node, list[Atom]] = {}
         """Foreach operation -> its atoms."""
         self.scalars: dict[Node, str] = {}
-        """What is no tensor and depends on none -> how it is computed."""
+        """Value that is no tensor and depends on none -> how it is computed."""
         self.numbers: dict[str, str] = {}
         self.numbers_read: list[Atom] = []
         """The inputs of which the graph takes the value as a number."""
@@ -284,7 +284,7 @@ _VIEWS = {"T", "mT", "H", "mH", "real", "imag"}
 """Attributes of tensors that are views of them."""
 _DTYPES = {"float", "double", "half", "bfloat16", "int", "long", "bool"}
 _PYTHONS = {"to", "type", "type_as", "_get_data_attr", *_DTYPES}
-"""What PyTorch's operations do under other names."""
+"""Names under which Python has operations of PyTorch."""
 _BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 
 

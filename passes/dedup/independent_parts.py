@@ -27,16 +27,16 @@ COPY = aten.copy_.default
 CHECKS = (aten._assert_async.default, aten._assert_async.msg)
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 LEAST = 8
-"""So many isomorphic components are worth a graph of their own: to compile one takes as long as to
-compile four or five components of a larger one, whatever is in it."""
+"""Least number of isomorphic components that are worth a graph of their own: to compile one takes
+as long as to compile four or five components of a larger one, whatever is in it."""
 MOST = 4
-"""So many components a graph has at most: of 100 small ones, called one by one, each takes 4.6 us,
-by fours 3.3, by tens 4.3, and all at once 5.1."""
+"""Largest number of components of a graph: of 100 small ones, called one by one, each takes
+4.6 us, by fours 3.3, by tens 4.3, and all at once 5.1."""
 
 
 @dataclass
 class Call:
-    """What one call of a graph takes and makes, of a larger graph that it is a part of."""
+    """Inputs and results of one call of a graph, within a larger graph that it is a part of."""
 
     inputs: list[int]
     """The inputs of the larger graph that it takes, by their positions."""
@@ -61,10 +61,10 @@ class _Component:
     results: list[tuple[int, Node]] = field(default_factory=list)
     """Each with its position among the results of the graph."""
     inputs: list[Node] = field(default_factory=list)
-    """In the order in which a traversal that begins at the checks comes to them; no two isomorphic
-    components differ in it."""
+    """Inputs in the order in which a traversal that begins at the checks comes to them; no two
+    isomorphic components differ in it."""
     nodes: list[Node] = field(default_factory=list)
-    """Likewise."""
+    """Nodes that compute, in that order too."""
 
 
 def divide(graph: Graph) -> list[Repeated] | None:

@@ -1,4 +1,4 @@
-"""Before AOTAutograd: an in-place `_foreach_*` of a list that has a tensor twice, as several calls.
+"""Before AOTAutograd: divide an in-place `_foreach_*` of a list that has a tensor twice.
 
 Eager PyTorch updates such a tensor twice, one update after the other: parameters that share a dict
 of states have it so. Functionalization computes both updates from the old value, and keeps the
@@ -28,7 +28,7 @@ def divide_repeated(gm: GraphModule) -> None:
         _foreach_add_([m], [g2])
 
     Args:
-        gm: a graph of Dynamo's. It has no tensor with a number for each: Dynamo raises there.
+        gm: a Dynamo graph. It has no tensor with a number for each: Dynamo raises there.
     """
     changed = False
     for node in list(gm.graph.nodes):

@@ -1,4 +1,4 @@
-"""Undo in a functional graph what does to several tensors at once what could be done to each."""
+"""Division of a functional graph's operations on several tensors into operations on each."""
 
 import operator
 from collections.abc import Iterator
@@ -45,7 +45,7 @@ class _Splitter:
         self.graph = Graph()
         self.env: dict[Node, Node] = {}
         self.pieces: dict[Node, list[Node]] = {}
-        """What a tensor is the concatenation of, along its first dimension."""
+        """Tensor -> the pieces that it is the concatenation of, along its first dimension."""
         self.items: dict[Node, list[Node]] = {}
         """The results of an operation that returns a list."""
 

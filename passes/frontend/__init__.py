@@ -1,1 +1,1 @@
-"""Passes 1 to 3: states, one operation per tensor and rounding, slices of like parameters."""
+"""Passes 1 to 5: states, single-tensor operations, reductions and moves in fp32, and slices."""

@@ -43,7 +43,7 @@ _WITH_NUMBER: dict[Any, Any] = {
 
 
 _THE_SAME = (aten.clone.default, aten.alias.default, aten.expand.default, aten.view.default)
-"""What is its operand where nothing is overwritten, if it is laid out alike."""
+"""Operations that return their operand where nothing is overwritten, if it is laid out alike."""
 
 _WITH_TENSOR = {number: tensor for tensor, number in _WITH_NUMBER.items()}
 """The other way round, where the number is symbolic and becomes a 0-d tensor."""
@@ -181,7 +181,7 @@ class _Builder:
         self.results: set[Node] = set()
         """The nodes of the source graph in whose memory its results are."""
         self.taken: set[Node] = set()
-        """In whose memory such nodes are now."""
+        """Nodes in whose memory such nodes are now."""
 
     def take(self, node: Node) -> None:
         """Translate one node of the source graph."""

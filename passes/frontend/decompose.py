@@ -1,4 +1,4 @@
-"""What one operation is made of: single-tensor operations that round at most once.
+"""Decompositions of operations into single-tensor operations that round at most once.
 
 The functions build on whatever the builder they are given stands for: nodes of a graph
 (`canonicalize`) or real tensors (`rewrite.symbolic_scalars`).
@@ -24,7 +24,7 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 
 class Builder(Protocol):
-    """What decompositions are built with."""
+    """Protocol by which decompositions are built: on nodes of a graph, or on tensors."""
 
     def call(self, target: Any, *args: Any, val: Tensor, **kwargs: Any) -> Any:
         """Append an operation whose result has shape and dtype of val."""

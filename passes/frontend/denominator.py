@@ -38,7 +38,7 @@ def one_denominator(gm: GraphModule) -> None:
         denom = add_ / step_size_neg
 
     Args:
-        gm: a graph of Dynamo's, whose tensors are `meta["example_value"]`.
+        gm: a Dynamo graph, whose tensors are `meta["example_value"]`.
     """
     found = [node for node in gm.graph.nodes if _matches(node)]
     for node in found:

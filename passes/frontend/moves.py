@@ -1,4 +1,4 @@
-"""Pass 4: in arithmetic `wide`, what a step moves from element to element is not rounded first."""
+"""Pass 4: in arithmetic `wide`, do not round what a step moves between elements first."""
 
 from typing import Any
 

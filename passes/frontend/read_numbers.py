@@ -1,4 +1,4 @@
-"""Before AOTAutograd: numbers that a step reads back from tensors become tensors again.
+"""Before AOTAutograd: numbers that a step reads back by `item()` become tensors again.
 
 Dynamo traces `tensor.item()`, and the arithmetic of Python on what it gives, as symbols. As tensors
 of float64, in which Python computes, and without dimensions, these are values of the graph like all
@@ -45,7 +45,7 @@ def read_numbers(gm: GraphModule) -> None:
         add_ = param.add_(mul)
 
     Args:
-        gm: a graph of Dynamo's, whose values are `meta["example_value"]`.
+        gm: a Dynamo graph, whose values are `meta["example_value"]`.
     """
     read: set[Node] = set()
     for node in list(gm.graph.nodes):
@@ -79,13 +79,13 @@ _SAME = (
 )
 _ROOT = {_TORCH._sym_sqrt: torch.sqrt}  # of math.sqrt
 _ARITHMETIC: dict[Any, Any] = {**dict(zip(_SAME, _SAME, strict=True)), **_ROOT}
-"""What is done to numbers, with what does the same to tensors."""
+"""Operation on numbers -> the one that does the same to tensors."""
 _CHOICES: dict[Any, Any] = {
     **dict.fromkeys((torch.sym_max, builtins.max), operator.gt),
     **dict.fromkeys((torch.sym_min, builtins.min), operator.lt),
 }
-"""When the second of two numbers is taken: as Python does, to which a comparison with NaN is
-false."""
+"""Choice of one of two numbers -> the comparison by which it takes the second: as Python does,
+to which a comparison with NaN is false."""
 _FMA = torch.ops.prims.fma.default
 _META = ("stack_trace", "nn_module_stack", "source_fn_stack")
 

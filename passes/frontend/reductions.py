@@ -1,4 +1,4 @@
-"""Pass 3: what a reduction of 16-bit tensors returns is not rounded before it is used."""
+"""Pass 3: keep what a reduction of 16-bit tensors returns in fp32 until it is used."""
 
 import math
 import operator
@@ -59,13 +59,14 @@ MOVES = frozenset(
         operator.getitem,
     }
 )
-"""What brings results of reductions together and apart again."""
+"""Operations that bring results of reductions together and apart again."""
 ROUNDED_ONCE = frozenset({aten.add.Tensor, aten.div.Tensor, aten.mul.Tensor, aten.sub.Tensor})
 """Operations that are exact but for one rounding, for which an operand need not be rounded too."""
 PRODUCTS = frozenset({aten.div.Tensor, aten.mul.Tensor})
-"""Of these, those whose results need not be rounded before the next of them either."""
+"""Operations of these whose results need not be rounded before the next of them either."""
 HOLDS = MOVES | {aten.copy_.default, "output"}
-"""What stores a product, or parts of it: the rest of the step is to compute with what is stored."""
+"""Users that store a product, or parts of it: the rest of the step is to compute with what is
+stored."""
 SMOOTH = (ROUNDED_ONCE | SUMS | HOLDS | CASTS) | {
     aten.lerp.Scalar,
     aten.lerp.Tensor,
@@ -74,8 +75,9 @@ SMOOTH = (ROUNDED_ONCE | SUMS | HOLDS | CASTS) | {
     aten.rsqrt.default,
     aten.sqrt.default,
 }
-"""What may follow on a product that is not rounded. A step that compares, clamps or chooses may
-rely on all of it being rounded: no quotient of a tensor and its largest element passes 1."""
+"""Operations that may follow on a product that is not rounded. A step that compares, clamps or
+chooses may rely on all of it being rounded: no quotient of a tensor and its largest element
+passes 1."""
 CONSTANTS = frozenset({aten.full.default, aten.scalar_tensor.default})
 
 
@@ -186,9 +188,9 @@ class _Widening:
         self.scalars: set[Node] = set()
         """Constants, 0-d inputs of other dtypes, and what is computed of them alone."""
         self.small: set[Node] = set()
-        """What is computed of results of reductions, of whose shape it is, and of other tensors."""
+        """Nodes of the shape of results of reductions, computed of these and of other tensors."""
         self.replaced: list[Node] = []
-        """What may be of no use, in the order of the graph."""
+        """Nodes that may be of no use, in the order of the graph."""
 
     def take(self, node: Node) -> None:
         """Widen a 16-bit node that is a reduction or computed of such, else what it reads."""
@@ -297,7 +299,7 @@ class _Widening:
         return new
 
     def _is_as_small(self, node: Node) -> bool:
-        """Tell whether a result has the shape of a reduction's that it is computed of."""
+        """Tell whether a result has the shape of a reduction that it is computed of."""
         known = (self.wide, self.reduced, self.small)
         return _is_done_by_element(
             node, [a for a in node.all_input_nodes if any(a in some for some in known)]

@@ -1,1 +1,1 @@
-"""What flows through the passes: the program, its specification and the key of caches."""
+"""Intermediate representation: the program of the passes, its specification, keys of caches."""

@@ -1,4 +1,4 @@
-"""Which version of this compiler made a piece of code: a part of the keys of Inductor's caches."""
+"""Digest of this compiler's source, a part of the keys of Inductor's caches."""
 
 import hashlib
 from collections.abc import Iterable

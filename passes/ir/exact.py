@@ -1,4 +1,4 @@
-"""The graph of a step done again in float64: what each of its 16-bit states should have become."""
+"""Replay of a step's graph in float64: what each 16-bit state should have become."""
 
 import ctypes
 import functools
@@ -44,7 +44,7 @@ class Words(NamedTuple):
 
     @property
     def full(self) -> bool:
-        """Whether it is a tensor that is not 0-d; others stand for all elements."""
+        """True for a tensor that is not 0-d; others stand for all elements."""
         return isinstance(self.high, Tensor) and self.high.dim() > 0
 
     def each(self, function: Callable[[Tensor], Tensor]) -> "Words":
@@ -74,13 +74,13 @@ class Update(NamedTuple):
     high: Tensor
     """The state before the step, in its dtype."""
     whole: Tensor
-    """Its value with the residual then, in float64."""
+    """Value with the residual then, in float64."""
     now: Tensor
     """The state after the step, in its dtype."""
     after: Tensor
-    """Its value with the residual then, in float64."""
+    """Value with the residual then, in float64."""
     exact: Tensor
-    """What that should be, in float64."""
+    """Value that it should be, in float64."""
 
 
 class ExactGraph:
@@ -180,7 +180,7 @@ class ExactStep:
     words: list[Words]
     """The inputs, which hold after the call what it has made of them."""
     before: dict[int, Words]
-    """Those that it overwrites, as they were."""
+    """States that it overwrites, as they were."""
 
     def classes(self) -> Iterator[list["Member"]]:
         """Yield, after the call, the members of each class."""
@@ -199,10 +199,10 @@ class Member:
 
     call: ExactStep
     function: Function
-    """Makes the new values of its 16-bit states out of its inputs, in float64."""
+    """Function that makes the new values of its 16-bit states out of its inputs, in float64."""
     part: Slice
     row: dict[int, int]
-    """Which inputs it has instead of those of the slice."""
+    """Input of the slice -> the input that it has instead."""
     numbers: dict[Node, Any]
     """0-d values made by what is in no slice, as far as they are known."""
     tensors: dict[Node, Any] = field(default_factory=dict)
@@ -215,20 +215,20 @@ class Member:
 
     @functools.cached_property
     def inputs(self) -> list[Words]:
-        """Its inputs before the call; raises NotExact."""
+        """Inputs before the call; raises NotExact."""
         inputs = [self._input(n) for n in self.part.inputs]
         self.tensors.clear()
         return inputs
 
     @functools.cached_property
     def new(self) -> list[Words]:
-        """Its 16-bit states after the call."""
+        """16-bit states after the call."""
         carried = (c.index for c, _ in narrow_states(self.part))
         return [self.call.words[self.row.get(i, i)] for i in carried]
 
     @functools.cached_property
     def alike(self) -> bool:
-        """Whether all that is not 0-d lies in memory in one and the same dense order."""
+        """True if all that is not 0-d lies in memory in one and the same dense order."""
         words = [w for w in (*self.inputs, *self.new) if w.full]
         if not words:  # of 0-d tensors
             return False

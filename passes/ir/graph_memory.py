@@ -1,4 +1,4 @@
-"""What is asked of a graph: what it writes, what is a view, what follows or stems from what."""
+"""Queries of FX graphs: mutations, views and memory, and what depends on what."""
 
 import functools
 import operator
@@ -61,7 +61,7 @@ def representatives(
 
 
 class Connected(Generic[T]):
-    """What belongs together: disjoint sets, as union-find keeps them."""
+    """Disjoint sets of what is connected, as union-find keeps them."""
 
     def __init__(self) -> None:
         self._parent: dict[T, T] = {}

@@ -1,4 +1,4 @@
-"""What the passes have made of one graph, as text: for logs, tlparse and `explain`."""
+"""Text of a program of the passes, for logs, tlparse and `explain`."""
 
 from collections.abc import Iterator
 from functools import partial

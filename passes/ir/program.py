@@ -1,4 +1,4 @@
-"""What flows through the passes: one optimizer-step graph and what has been found out about it."""
+"""`Program`: the graph of one optimizer step, and what the passes have found out about it."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -35,7 +35,7 @@ CONVERT = torch.ops.prims.convert_element_type.default
 CASTS = frozenset({CONVERT, torch.ops.aten._to_copy.default})
 """The operations whose result is the value of their operand in another dtype."""
 SAME_VALUE = CASTS | {torch.ops.aten.clone.default}
-"""Those, and copies: what a value depends on is the same before and after."""
+"""Casts and copies: what a value depends on is the same before and after."""
 OPTIONAL = (
     *("denominator", "deduplicate", "escape", "join"),
     *("moves", "numbers", "reductions", "repeat", "share"),
@@ -47,7 +47,7 @@ that are alike use what was compiled for one of them."""
 
 @dataclass(frozen=True)
 class Settings:
-    """What the passes need to know of the user's configuration; `CollageConfig` says more."""
+    """The part of the user's configuration that the passes need; `CollageConfig` says more."""
 
     level: Level = "auto"
     arithmetic: Arithmetic = "eft"
@@ -74,31 +74,31 @@ class Carried(Named):
     state_name: StateName
     owner: Owner
     static: bool
-    """Whether Dynamo guards its identity, so that the graph always sees the same tensor."""
+    """True if Dynamo guards its identity, so that the graph always sees the same tensor."""
     val: Tensor
     """A fake tensor of its shape and dtype."""
     keeps_residual: bool = False
-    """Whether it has a residual already, which no later graph may drop."""
+    """True if it has a residual already, which no later graph may drop."""
     refusal: str = ""
-    """Why it cannot be compensated; empty if it can."""
+    """Reason why it cannot be compensated; empty if it can."""
     owned: bool = False
-    """Whether a torch.optim.Optimizer holds it."""
+    """True if a torch.optim.Optimizer holds it."""
     gradient: bool = False
-    """Whether the input is a gradient, by its source in Dynamo."""
+    """True if the input is a gradient, by its source in Dynamo."""
     left_alone: str = ""
-    """Why it is left alone though it could be compensated; see `plan.leave_alone`."""
+    """Reason why it is left alone though it could be compensated; see `plan.leave_alone`."""
     present: str = ""
     """The storage of the residual that it has, in which it goes on unless one is named."""
     always_plain: bool = False
-    """Whether it is updated in a slice of others and never compensated, being in fp32 say."""
+    """True if it is updated in a slice of others and never compensated, being in fp32 say."""
     takes_over: bool = False
-    """Whether it takes over the value of a state that is compensated."""
+    """True if it takes over the value of a state that is compensated."""
     feeds_parameter: bool = False
-    """Whether it holds what a parameter is, which keeps too little of itself: see `feeding`."""
+    """True if it holds what a parameter is, which keeps too little of itself: see `feeding`."""
 
     @property
     def kind(self) -> str:
-        """What it is called in every slice of its class."""
+        """Name that it has in every slice of its class."""
         return self.state_name.kind
 
 
@@ -111,7 +111,7 @@ class Branch(NamedTuple):
 
 @dataclass(frozen=True)
 class Recurrence:
-    """How a step changes a carried state: x' = a*x + B, B independent of x or not linear in it."""
+    """The change of a carried state: x' = a*x + B, B independent of x or not linear in x."""
 
     kind: Literal["overwritten", "unchanged", "linear", "selected", "nonlinear"]
     a: Coefficient
@@ -119,16 +119,16 @@ class Recurrence:
     carried_path: tuple[Node, ...] = ()
     """The carried path: nodes of the slice from the old value (excluded) to the new one."""
     side: float = 0.0
-    """At most how much of `a` comes to the new value by other ways than the carried path; 1 if x
+    """Bound on how much of `a` comes to the new value by other ways than the carried path; 1 if x
     meets itself on that path otherwise than in a sum, infinity if it is not known."""
     branches: tuple[Branch, ...] = ()
-    """Of a selected value: what it may be."""
+    """Values that a selected value may be."""
     source: Node | None = None
-    """Where the carried path begins, if at the old value of another carried state."""
+    """Beginning of the carried path, if at the old value of another carried state."""
     together: str = ""
-    """With which states this one is judged, if not by itself; `a` is then the common factor."""
+    """States with which this one is judged, if not by itself; `a` is then the common factor."""
     curved: bool = False
-    """Whether B has some of x in it, and is not linear in that."""
+    """True if B has some of x in it, and is not linear in that."""
 
     @property
     def change(self) -> Change:
@@ -192,7 +192,7 @@ class StatePlan(Judged):
     index: int = -1
     """Position of its placeholder among the inputs of the graph."""
     compensable: bool = True
-    """Whether it may be compensated, by its dtype and the storage that was asked for."""
+    """True if it may be compensated, by its dtype and the storage that was asked for."""
 
     @property
     def keeps(self) -> float | None:
@@ -218,19 +218,19 @@ class Rewritten:
     lowered: GraphModule | None = None
     """The same signature; every rounding to 16 bits is a collage::round, all else is fp32."""
     seeded: bool = False
-    """Whether a residual is rounded by chance, for which the step takes a seed."""
+    """True if a residual is rounded by chance, for which the step takes a seed."""
     joined: list[str] = field(default_factory=list)
     """Operations on a carried path that have no rule and ran as join - op - split."""
     multi_tensor: str = ""
     """The key of the kernel that updates all members at once; see `multi_tensor_kernel.py`."""
     apart: str = ""
-    """Why each member has a kernel of its own instead."""
+    """Reason why each member has a kernel of its own instead."""
     left_out: int = 0
-    """How many members more it has, which are not in the graph."""
+    """Number of members more, which are not in the graph."""
 
     @property
     def count(self) -> int:
-        """How many members it has."""
+        """Number of its members."""
         return len(self.members) + self.left_out
 
     def residuals(self, i: int) -> tuple[torch.dtype, ...]:
@@ -240,7 +240,7 @@ class Rewritten:
 
     @property
     def residual_count(self) -> int:
-        """How many residuals a member has."""
+        """Number of residuals of a member."""
         return sum(len(self.residuals(i)) for i in self.storages)
 
 
@@ -251,17 +251,17 @@ class Copies:
     inputs: list[int]
     """The placeholders of that one."""
     others: list[list[Carried]]
-    """For each member left out, what it has in their places; the indices go on behind those of the
-    graph."""
+    """Carried states in their places for each member left out; the indices go on behind those of
+    the graph."""
     shared: set[int]
-    """Which of the placeholders are read outside the member too."""
+    """Indices of the placeholders that are read outside the member too."""
     called: bool = False
-    """Whether the graph is one member, and is called for each."""
+    """True if the graph is one member, and is called for each."""
 
 
 @dataclass(frozen=True)
 class Unlike:
-    """That one member of a class cannot stand for the others, which are not in the graph."""
+    """The finding that one member of a class cannot stand for those that are not in the graph."""
 
     reason: str
 
@@ -274,26 +274,26 @@ class Program:
     """The functional aten graph as it came; mutations are trailing aten.copy_ onto placeholders."""
     settings: Settings
     describe: Callable[[int, Node], Carried]
-    """Tells name, owner and identity of the carried state at a placeholder."""
+    """Function that returns name, owner and identity of the carried state at a placeholder."""
     label: Callable[[Node], str] = lambda node: node.name
-    """Tells what a 0-d input (a learning rate, say) is called in the recurrences."""
+    """Function that returns the name of a 0-d input (a learning rate, say) in the recurrences."""
     is_step: bool = False
-    """Whether the graph is known to be a part of an optimizer's step."""
+    """True if the graph is known to be a part of an optimizer's step."""
     copies: list[Copies] = field(default_factory=list)
-    """What stands for more than one member."""
+    """Members that stand for more than one."""
     keep: frozenset[int] = frozenset()
     """Positions of the states that keep a residual whatever their own recurrence is."""
     joins: bool = False
-    """Whether `join` may do the whole graph on joined values, which is left to a recorder else."""
+    """True if `join` may do the whole graph on joined values, which is left to a recorder else."""
     number: Callable[[Node], float | None] = lambda node: None
-    """Tells what a number that may change from step to step is now, if that is known."""
+    """Function that returns the present value of a number that may change, if that is known."""
     carried: list[Carried] = field(default_factory=list)
     canonical: GraphModule | None = None
     classes: list[StateClass] = field(default_factory=list)
     plan: list[StatePlan] = field(default_factory=list)
     rewritten: list[Rewritten] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
-    """What the graph would pass on of a state with its high word only; see `escape`."""
+    """Losses: values of states that leave the graph with their high word only; see `escape`."""
     takers: frozenset[int] = frozenset()
     """Positions of the states that would take over all that is lost, if they had residuals."""
     reads: dict[int, str] = field(default_factory=dict)
@@ -303,13 +303,13 @@ class Program:
     """Positions of those that enter the update of another state with weight: each needs a low word
     whatever its own recurrence is, and may have one by now."""
     unlike: Unlike | None = None
-    """Why those in the graph cannot stand for the members left out, as `emit` finds; there is no
+    """Reason why members in the graph cannot stand for those left out, as `emit` finds; there is no
     `result` then."""
     joined: bool = False
-    """Whether `join` has made `result`."""
+    """True if `join` has made `result`."""
     result: GraphModule | None = None
-    """What Inductor compiles. Its inputs are those of the graph, those of the members left out, the
-    residuals in the order of `residual_inputs`, and `seeds`."""
+    """Graph that Inductor compiles. Its inputs are those of the graph, those of the members left
+    out, the residuals in the order of `residual_inputs`, and `seeds`."""
     residual_inputs: list[Carried] = field(default_factory=list)
     """The states whose residuals they are; each has as many as its storage says."""
     member_results: dict[int, list[int]] = field(default_factory=dict)
@@ -318,17 +318,17 @@ class Program:
     residual_places: dict[int, list[int]] = field(default_factory=dict)
     """Position of a state -> those of its residuals among the inputs of `result`."""
     static_residuals: list[bool] = field(default_factory=list)
-    """For each of these placeholders whether it is always the same tensor."""
+    """Flag of each of these placeholders: True if it is always the same tensor."""
     seeds: list[torch.device] = field(default_factory=list)
-    """Where the seeds are that come last: one of a call for each device, int32, 0-d."""
+    """Devices of the seeds that come last: one of a call for each device, int32, 0-d."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Time spent in each pass."""
     snapshots: dict[str, str] = field(default_factory=dict)
-    """What each pass left, where that was asked for: `listing.snapshot`, or `unchanged`."""
+    """Text of what each pass left, where that was asked for: `listing.snapshot`, or `unchanged`."""
 
     @property
     def called(self) -> bool:
-        """Whether the graph is one member of a class, and is called for each of them."""
+        """True if the graph is one member of a class, and is called for each of them."""
         return any(copies.called for copies in self.copies)
 
     @functools.cached_property

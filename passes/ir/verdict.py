@@ -14,13 +14,13 @@ class VerdictKind(enum.Enum):
 
     COMPENSATED = enum.auto()
     REFUSED = enum.auto()
-    """It should be, and cannot."""
+    """A state that should be compensated, and cannot be."""
     PLAIN = enum.auto()
     """The dtype loses nothing of the updates, or no storage holds it."""
     ANEW = enum.auto()
-    """Its value is that of another state, which accumulates, in a function that is no sum."""
+    """A state whose value is that of another, which accumulates, in a function that is no sum."""
     NO_STATE = enum.auto()
-    """It is not an optimizer's."""
+    """A state that is no optimizer's."""
     GRADIENT = enum.auto()
     """A gradient, which is no state either: a step may scale or clip it."""
     LEVEL = enum.auto()
@@ -38,19 +38,19 @@ class Verdict:
 
     @property
     def compensated(self) -> bool:
-        """Whether the state has residuals."""
+        """True if the state has residuals."""
         return self.kind is VerdictKind.COMPENSATED
 
 
 class Change(NamedTuple):
-    """How a step changes a state: the kind of the recurrence and its text."""
+    """The change of a state by a step: the kind of the recurrence and its text."""
 
     kind: Literal["unknown", "overwritten", "unchanged", "linear", "selected", "nonlinear"]
     text: str
 
 
 UNKNOWN = Change("unknown", "")
-"""That of a state in no class."""
+"""Change of a state in no class."""
 
 
 @dataclass
@@ -80,20 +80,20 @@ class Judged(Named):
 
     @property
     def compensated(self) -> bool:
-        """Whether it has residuals."""
+        """True if it has residuals."""
         return self.decision.compensated
 
     @property
     def refused(self) -> bool:
-        """Whether it should be compensated and cannot be."""
+        """True if it should be compensated and cannot be."""
         return self.decision.kind is VerdictKind.REFUSED
 
     @property
     def replaced(self) -> bool:
-        """Whether the new value has nothing to do with the old one, as far as is known."""
+        """True if the new value has nothing to do with the old one, as far as is known."""
         return self.change.kind in ("unknown", "overwritten")
 
     @property
     def computed_anew(self) -> bool:
-        """Whether the new value is made of others, with or without the old one among them."""
+        """True if the new value is made of others, with or without the old one among them."""
         return self.replaced or self.decision.kind is VerdictKind.ANEW

@@ -55,7 +55,7 @@ def _canonical(program: Program) -> None:
 
 
 def _stored(source: Graph, graph: Graph) -> None:
-    """What is stored has the dtype that it has in the source, or that of the state."""
+    """Stored values have the dtype that they have in the source, or that of the state."""
     before = {state.name: new for state, new in mutations(source).items()}
     for state, new in mutations(graph).items():
         dtypes = value_of(before[state.name]).dtype, value_of(state).dtype
@@ -87,7 +87,7 @@ def _recurrences(program: Program) -> None:
 
 
 def _escaped(program: Program) -> None:
-    """What is read with its high word only is an input that the graph does not write."""
+    """States that are read with their high word only are inputs that the graph does not write."""
     written = {c.index for c in program.carried}
     _demand(not written & set(program.reads), "a state that is written counts as only read")
 

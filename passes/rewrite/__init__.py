@@ -1,1 +1,1 @@
-"""Passes 7 to 9: joined values, or operations on expansions and then plain arithmetic."""
+"""Passes 9 to 11: joined values, or operations on expansions and then plain arithmetic."""

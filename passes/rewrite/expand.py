@@ -71,7 +71,7 @@ def expand(program: Program) -> None:
 
 
 class _Expander:
-    """What both arithmetics share: inputs, outputs and appending operations."""
+    """Base of both arithmetics: inputs, outputs and appending operations."""
 
     def __init__(self, rewritten: Rewritten) -> None:
         self.rewritten = rewritten

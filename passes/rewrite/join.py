@@ -169,7 +169,7 @@ class _Joiner:
         }
         self.storages = {n: storage_of(c, settings.storage) for n, c in self.held.items()}
         self.traced: dict[Any, Graph] = {}
-        """What joins or splits tensors of one kind."""
+        """Graphs that join or split tensors, by dtype, storage and kind."""
 
     def run(self) -> None:
         """Fill in `result` and `residual_inputs`, and make the verdicts those of this graph."""

@@ -126,7 +126,7 @@ class _Constant:
 
     value: Any = field(compare=False)
     text: str
-    """What it is known by: type and writing. 1 equals 1.0 and True, and 0.0 equals -0.0."""
+    """Type and writing, by which it is known. 1 equals 1.0 and True, and 0.0 equals -0.0."""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -186,7 +186,7 @@ class _Rounding:
         self.graph = Graph()
         self.env: dict[Node, Any] = {}
         self.origin: str | None = None
-        """What stems from which node of the expanded graph is being translated."""
+        """Node of the expanded graph that is being translated, from which new nodes stem."""
 
     def run(self) -> GraphModule:
         """Return the lowered graph."""

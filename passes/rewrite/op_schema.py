@@ -1,4 +1,4 @@
-"""Which functional single-tensor operation an operation of eager PyTorch is a form of."""
+"""Schemas of operations: the functional single-tensor form of in-place and foreach ones."""
 
 from collections.abc import Iterator
 from functools import cache

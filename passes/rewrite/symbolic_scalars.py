@@ -27,7 +27,7 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 _NAMES = ["add", "sub", "mul", "div", "addcmul", "addcdiv", "lerp", "pow", "clamp_min", "clamp_max"]
 _TAKES_SYMBOLS = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}
-"""What AOTAutograd makes a symbol an input of, if it is an operand."""
+"""Operations of which AOTAutograd makes a symbol an input, if it is an operand."""
 _NOT_OURS = ("out", "_mode")
 _LERP = (aten.lerp.Scalar, aten._foreach_lerp.Scalar)
 _OF_TENSORS = {
@@ -91,7 +91,7 @@ def _single(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 class _OnTensors:
-    """What decompositions build with, where they are done on tensors: see `decompose.Builder`."""
+    """Builder of decompositions that are done on tensors: see `decompose.Builder`."""
 
     def call(self, target: Any, *args: Any, val: Tensor, **kwargs: Any) -> Value:
         """Do an operation."""

@@ -1,4 +1,4 @@
-"""What a rule may use: operands, expansions, how to append operations; and how it is registered."""
+"""Builder of rules: operands, expansions, how to append operations; and the registry of rules."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -41,7 +41,7 @@ class Decayed:
     term: Term
     """(factor - 1) * x, of the wide dtype."""
     small: bool
-    """Whether the term is at most 5u of x, so that rounding it to one float costs no more than the
+    """True if the term is at most 5u of x, so that rounding it to one float costs no more than the
     5u^2 of a product."""
 
 
@@ -49,7 +49,7 @@ Expanded = Components | Decayed
 
 
 class Builder(ABC):
-    """What a rule may use. Operands are those of the operation being rewritten.
+    """Operations and expansions for rules. Operands are those of the operation being rewritten.
 
     Subclasses say how an operation is done: as a node of a graph, or on real tensors.
     """
@@ -57,13 +57,13 @@ class Builder(ABC):
     dtype: torch.dtype
     """The dtype of the state on whose carried path the operation lies."""
     storage: str = "mcf2"
-    """How expansions are laid out."""
+    """Storage, by which expansions are laid out."""
     env: Any
     """Operand -> what it is here: one value or an expansion."""
 
     @property
     def count(self) -> int:
-        """How many components an expansion has: two or three."""
+        """Number of components of an expansion: two or three."""
         return EXPANSIONS[self.storage]
 
     @abstractmethod

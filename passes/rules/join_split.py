@@ -32,7 +32,7 @@ def apply_wide(b: Builder, node: Call, x: Expanded, at: int) -> Components:
 
 
 def join_op_split(b: Builder, node: Call, x: Expanded, at: int) -> Expanded:
-    """What becomes of an operation without a rule: `apply_wide`, and a note for the plan."""
+    """Rewrite an operation without a rule: `apply_wide`, and a note for the plan."""
     b.joined(node)
     return apply_wide(b, node, x, at)
 

@@ -154,7 +154,7 @@ class _Printer:
 
     def __init__(self, graph: Graph, known: "dict[Any, Print]", named: set[str]) -> None:
         self.known, self.named = known, named
-        """What prints each operation, and the arguments by name that it may have."""
+        """Operation -> function that prints it; and the names of keyword arguments it may have."""
         self.roundings = exact_roundings(graph)
         self.names: dict[Node, str] = {}
         self.lines: list[str] = []

@@ -34,7 +34,7 @@ _CHOOSING = {*EXACT, *WHERE.values()}
 
 @dataclass
 class ExactRoundings:
-    """What need not be rounded in a lowered graph whose operations are done in fp32."""
+    """Roundings that change nothing in a lowered graph whose operations are done in fp32."""
 
     values: dict[Node, torch.dtype] = field(default_factory=dict)
     """fp32 node -> the 16-bit dtype of which its value is a number."""

@@ -1,4 +1,4 @@
-"""What a step does to a member of a class, done again in float64 and added up by one C++ kernel.
+"""C++ kernels that do a member's step again in float64, and add up what 16 bits lose of it.
 
 Its inputs are the 16-bit words before and after the step. Values with their residuals, and what
 they should have become, are in memory for a block of elements at a time, from where the sums of
@@ -59,19 +59,19 @@ _SUM = """add_block<{type}>((const uint16_t*)words[{high}] + i, memory[3 * {k}],
 
 
 class Word(NamedTuple):
-    """What is known of one tensor among those that a kernel reads."""
+    """One tensor among those that a kernel reads: its dtype, and whether it is 0-d."""
 
     dtype: torch.dtype
     scalar: bool
-    """Whether it is 0-d."""
+    """True if it is 0-d."""
 
 
 @dataclass(frozen=True)
 class Signature:
-    """What is known of the tensors that a kernel reads: those of a member."""
+    """Layouts of the tensors that a kernel reads: those of a member."""
 
     given: tuple[tuple[str, tuple[Word, ...]], ...]
-    """Of each input before the step: how it is laid out, and its words."""
+    """Layout of each input before the step, and its words."""
     new: tuple[tuple[str, tuple[Word, ...]], ...]
     """The same of each 16-bit state after it."""
     states: tuple[int, ...]
@@ -84,7 +84,7 @@ class Signature:
 
     @property
     def starts(self) -> list[int]:
-        """Where the words of each input and state begin in that order."""
+        """Position of the first word of each input and state in that order."""
         counts = (len(words) for _, words in (*self.given, *self.new))
         return list(accumulate(counts, initial=0))
 
