@@ -1,4 +1,4 @@
-"""What runs with the step: error-free transformations, expansion arithmetic, storage, residuals."""
+"""Runtime of a step: error-free transformations, expansion arithmetic, storage, residuals."""
 
 if __name__ != "collage_fx.runtime":
     raise ImportError(

@@ -1,4 +1,4 @@
-"""The C++ compiler: one way to it for our own sources, and whether there is one that works."""
+"""The C++ compiler: one way to it for our own sources, and a check that one works."""
 
 import atexit
 import os

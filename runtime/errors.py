@@ -215,7 +215,7 @@ def listed(names: Collection[str], most: int = 4) -> str:
 
 
 OF_COPY = "__copy"
-"""Between the name of a function and a number, in that of a copy with code of its own."""
+"""Separator of a function's name and a number, in the name of a copy with code of its own."""
 
 
 def own_name(text: str) -> str:

@@ -1,4 +1,4 @@
-"""What TORCH_LOGS and TORCH_TRACE show of collage_fx, under names that torch knows as its own.
+"""Loggers and artifacts that TORCH_LOGS and TORCH_TRACE show of collage_fx, under its names.
 
 torch calls `register` at the end of its own import, before it reads TORCH_LOGS: by the entry point
 `torch.backends` in pyproject.toml, which is there for such names since torch 2.13. Nothing of torch
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 LOG = logging.getLogger("collage_fx")
-"""Has one line for each compilation, at INFO: TORCH_LOGS="collage"."""
+"""Logger with one line for each compilation, at INFO: TORCH_LOGS="collage"."""
 VERDICTS, GRAPHS, CODE = "collage_verdicts", "collage_graphs", "collage_code"
 _ARTIFACTS = {
     VERDICTS: "The verdict of collage_fx on each state of a step, and the reason",
@@ -19,7 +19,7 @@ _ARTIFACTS = {
 }
 """Name -> what `TORCH_LOGS=help` says of it."""
 _OFF_BY_DEFAULT = {CODE}
-"""What TORCH_LOGS="+collage" does not show; it is long, as torch's `output_code` is."""
+"""Artifact that TORCH_LOGS="+collage" does not show; it is long, as torch's `output_code` is."""
 _LOGGERS: dict[str, logging.Logger] = {}
 """Artifact -> its logger; empty as long as torch does not know the names."""
 

@@ -1,4 +1,4 @@
-"""Lines on stderr that say what long work is at: a first compilation may take minutes.
+"""Progress lines on stderr for work that takes long: a first compilation may take minutes.
 
 There are none of work that is done within seconds. COLLAGE_FX_PROGRESS=0 turns them off, and
 `logging.getLogger("collage_fx.progress")` is where they go: at INFO, to a handler of its own unless
@@ -42,7 +42,7 @@ _HANDLER = _Stderr()
 
 class _Running(threading.local):
     work: "Work | None" = None
-    """What this thread is at."""
+    """Work that this thread is doing."""
 
 
 _RUNNING = _Running()
@@ -57,7 +57,7 @@ class Work:
     def __init__(self, what: str, phase: str | None) -> None:
         self.what = what
         self.state = phase, 0.0, time.perf_counter()
-        """What is being done, the seconds before, and since when; None is done by others. In one
+        """Phase being done, the seconds before, and since when; None is done by others. In one
         tuple, as another thread reads it."""
         self.counts: Counter[str] = Counter()
         """Kind of phase -> how many there have been."""
@@ -168,7 +168,7 @@ def counted(kind: str) -> str:
 
 
 def apart(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of the user's, in whose time the clock of the work stands still."""
+    """Return a user's function, in whose time the clock of the work stands still."""
 
     @functools.wraps(function, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:

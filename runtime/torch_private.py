@@ -1,5 +1,5 @@
 # ruff: noqa: F401
-"""Every private name of torch that collage_fx uses: where it is, and for what.
+"""Private names of torch that collage_fx uses, each with its place and its purpose.
 
 All versions of torch that were tested have all of them: `make test-torch VERSION=` tries one.
 
@@ -150,7 +150,7 @@ class Private(NamedTuple):
     """The module that has it, and its name there, which may be that of an attribute: `a.b:C.d`."""
     purpose: str
     required: bool
-    """Whether the first step raises where the name is missing."""
+    """True if the first step raises where the name is missing."""
 
 
 _TABLE: tuple[tuple[str, bool, dict[str, str]], ...] = (

@@ -1,4 +1,4 @@
-"""The releases of torch that collage_fx was tested with, and what differs between them.
+"""Releases of torch that collage_fx was tested with, and what differs between them.
 
 The one place that names them: the warning below, `make test-torch`, requirements.txt and README's
 sentence are read from here or compared with it. Nothing is imported before it is needed, so that
@@ -11,7 +11,7 @@ import sys
 import traceback
 
 TESTED = ("2.11.0", "2.13.0", "2.14.1", "2.15.0")
-"""From the oldest that is supported to the newest; compiled steps were tested with each."""
+"""Versions from the oldest supported to the newest; compiled steps were tested with each."""
 
 
 def minor(version: str) -> tuple[int, int]:

@@ -14,7 +14,7 @@ Column: TypeAlias = Tensor | Sequence[Tensor]
 
 
 class Runner(Protocol):
-    """What updates the members of a class: a compiled kernel, and how it is called."""
+    """Protocol of what updates the members of a class: a compiled kernel, and how it is called."""
 
     def run(self, columns: Sequence[Column], sizes: Sequence[int]) -> None:
         """Update all members.

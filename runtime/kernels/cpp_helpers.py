@@ -1,4 +1,4 @@
-"""The C++ functions that kernels of ours call: 16-bit words, and rounding to 16 bits in fp32."""
+"""C++ functions that our own kernels call: 16-bit words, and rounding to 16 bits in fp32."""
 
 HELPERS = """\
 #include <cstdint>

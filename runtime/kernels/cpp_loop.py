@@ -25,7 +25,7 @@ FLAGS = (
     "-fsigned-zeros",
     "-fwrapv",
 )
-"""What kernels of our own need beyond Inductor's options, to be fast and equal bit for bit."""
+"""Flags of our own kernels beyond Inductor's options, to be fast and equal bit for bit."""
 
 CHUNK = 1 << 14
 """Elements that a thread takes at a time: a few cache lines past a tail cost nothing there."""
@@ -84,11 +84,11 @@ class Loop:
     """A C++ kernel for flat tensors of any size, and how to call it."""
 
     kernel: int
-    """Its address."""
+    """Address of the compiled C++ function."""
     order: tuple[int, ...]
-    """For each pointer that it takes, the position among the inputs of the slice."""
+    """Position among the inputs of the slice, for each pointer that it takes."""
     widths: tuple[int, ...]
-    """For each pointer, the bytes from one element to the next: 0 for a scalar."""
+    """Bytes from one element to the next, for each pointer: 0 for a scalar."""
     driver: Any
     """The compiled loop."""
     library: str

@@ -1,4 +1,4 @@
-"""Steps that do nothing if a number on the device says so, as those of PyTorch's fused kernels.
+"""Steps that do nothing if a number on the device says so, as PyTorch's fused kernels do.
 
 torch.amp.GradScaler finds infinite gradients on the device. The kernels of classes read there what
 it has found. Whatever else writes memory asks on the host before, which waits for the device.

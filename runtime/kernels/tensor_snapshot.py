@@ -1,7 +1,7 @@
-"""Whether tensors, and what they are found in, are what they were: one call of compiled C.
+"""Snapshots of tensors and containers, compared with the present ones by one call of compiled C.
 
 What is compared in Python costs some microseconds for each tensor, which of many small ones is more
-than their arithmetic. Compiled code of Python's own C interface, and of nothing of PyTorch's, which
+than their arithmetic. Compiled code of Python's own C interface, and of no PyTorch header, which
 would take the C++ compiler a quarter of a minute, asks each tensor in some ten nanoseconds.
 """
 
@@ -272,16 +272,16 @@ class Contents:
     others: Sequence[Tensor]
     """Tensors of which the object and its address are compared."""
     written: Sequence[Tensor]
-    """Those of them whose version counter is compared with the last that was noted."""
+    """Tensors among them whose version counter is compared with the last that was noted."""
     given: Sequence[Tensor]
     """Tensors that may be others in each call, if these are like the present ones, and lie in no
     memory of tensors that are compared, unless in the same place."""
     alike: Callable[..., bool]
-    """Tells whether its arguments, the guarded tensors and the given ones, are what they were in
+    """Predicate: its arguments, the guarded tensors and the given ones, are what they were in
     class, dtype, device, sizes and strides."""
 
     arguments: Sequence[int] = ()
-    """For each guarded tensor which argument it is, -1 for none."""
+    """Position of each guarded tensor among the arguments, -1 for none."""
     given_arguments: Sequence[int] = ()
     """The same of the given ones."""
 
@@ -319,7 +319,7 @@ def _pointer(numbers: "array[int]") -> ctypes.c_void_p:
 
 
 class TensorSnapshot:
-    """What tensors and containers are now. It keeps them alive, but for the given ones."""
+    """Snapshot of tensors and containers. It keeps them alive, but for the given ones."""
 
     def __init__(self, contents: Contents, more: int = 0) -> None:
         """Take it, all versions as they are.
@@ -340,7 +340,7 @@ class TensorSnapshot:
         grads = [p.grad for p in self.params if p.grad is not None]
         present = [t.data_ptr() for t in (*self.tensors, *contents.given)]
         self.addresses = array("q", [*present, *[0] * more])
-        """Those of the guarded tensors, the others, the given ones of the last call, and more."""
+        """Addresses of the guarded tensors, the others, the last call's given ones, and more."""
         self.versions = array("q", [t._version for t in self.written])
         nowhere = [-1] * (len(self.tensors) - len(contents.arguments))
         self.places = array("q", [*contents.arguments, *nowhere])

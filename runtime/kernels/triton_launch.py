@@ -20,11 +20,11 @@ MANY = 1 << 28
 elements large chunks would leave a fifth of it idle while the last of them run."""
 BLOCK = 1024
 WARPS = 4
-"""With 1024 elements in 128 threads each thread has 8: 16 bytes of a 16-bit tensor."""
+"""Number of warps: of 1024 elements each of 128 threads has 8, 16 bytes of a 16-bit tensor."""
 ALIGNMENT = 16
 """The bytes by which addresses are divisible, where a thread reads as many at once."""
 _KEPT = 16
-"""For how many lists of sizes; members come and go with gradients that are None."""
+"""Number of lists of sizes kept; members come and go with gradients that are None."""
 _SPARE = 2
 """Tables that are kept ready for each of them: as many CUDA graphs in a row take no other step."""
 
@@ -35,14 +35,14 @@ def is_capturing() -> bool:
 
 
 class Geometry(NamedTuple):
-    """Who works where, for members of certain sizes; on their device."""
+    """Division of work among programs, for members of certain sizes; on their device."""
 
     members: Tensor
-    """For each program its member; int32."""
+    """Member of each program; int32."""
     starts: Tensor
-    """For each program its first element; int64."""
+    """First element of each program; int64."""
     sizes: Tensor
-    """For each member its elements; int64."""
+    """Number of elements of each member; int64."""
 
 
 class Table(NamedTuple):
@@ -51,22 +51,22 @@ class Table(NamedTuple):
     host: Tensor
     """Pinned: a CUDA graph copies it whenever it is replayed."""
     near: Tensor
-    """On the device."""
+    """Copy of the table on the device."""
 
 
 @dataclass
 class Ready:
-    """What launches over members of certain sizes have in common, made by the first of them."""
+    """Geometry and tables shared by launches over members of certain sizes, made by the first."""
 
     geometry: Geometry
     spare: list[Table] = field(default_factory=list)
-    """For CUDA graphs: while one is captured, nothing can be allocated outside of its memory."""
+    """Tables for CUDA graphs: while one is captured, only its memory can be allocated."""
     made: torch.cuda.Event | None = None
-    """What a launch on another stream than that of the first waits for; None on a CPU."""
+    """Event that a launch on another stream than that of the first waits for; None on a CPU."""
 
     @property
     def is_full(self) -> bool:
-        """Whether CUDA graphs find all that is kept ready for them."""
+        """True if CUDA graphs find all that is kept ready for them."""
         return len(self.spare) >= _SPARE
 
     def used_by(self, stream: torch.cuda.Stream) -> None:
@@ -78,7 +78,7 @@ class Ready:
 
 
 class Members(NamedTuple):
-    """What launches over members depend on, beside their addresses."""
+    """Properties of members that launches depend on, beside their addresses."""
 
     sizes: tuple[int, ...]
     aligned: bool
@@ -91,11 +91,11 @@ class Launch:
 
     source: str
     scalar: Sequence[bool]
-    """For each input whether it is 0-d; such inputs may be on the CPU."""
+    """Flag of each input: True if it is 0-d; such inputs may be on the CPU."""
     kernel: Any = field(init=False)
     ready: dict[Members, Ready] = field(default_factory=dict)
     captured: list[tuple[Geometry, Table]] = field(default_factory=list)
-    """What CUDA graphs read again whenever they are replayed, for as long as this process runs."""
+    """Tables that CUDA graphs read whenever they are replayed, for as long as this process runs."""
 
     def __post_init__(self) -> None:
         self.kernel = PyCodeCache.load(self.source).multi_tensor

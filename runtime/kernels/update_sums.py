@@ -14,7 +14,7 @@ from collage_fx.runtime.kernels.cpp_helpers import HELPERS
 from collage_fx.runtime.kernels.cpp_loop import FLAGS
 
 COUNT = 9
-"""How many sums there are of a state; see `update_sums`."""
+"""Number of sums of a state; see `update_sums`."""
 
 SUMS = """namespace sums_of_updates {
 
@@ -92,8 +92,8 @@ static void add_block(const uint16_t* high, const double* whole, const uint16_t*
 
 }  // namespace sums_of_updates
 """
-"""What adds up a block of elements; `_SUMS_OF_ARRAYS` and printed kernels call it. HELPERS are to
-stand before it."""
+"""Function that adds up a block of elements; `_SUMS_OF_ARRAYS` and printed kernels call it.
+HELPERS are to stand before it."""
 
 _SUMS_OF_ARRAYS = """
 extern "C" void sums(const uint16_t* high, const double* whole, const uint16_t* now,

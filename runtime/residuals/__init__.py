@@ -1,1 +1,1 @@
-"""Which tensor has which residual, whether it still belongs to it, and shards of DTensors."""
+"""Residuals by tensor: the store, the checks that one still belongs to its tensor, and shards."""

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 _CHUNK = 1 << 19
-"""How many elements are widened at once: as many as a cache holds."""
+"""Number of elements that are widened at once: as many as a cache holds."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 """Bytes -> a dtype."""
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 """2^64 divided by the golden ratio: multiplied by it, close numbers differ in the upper bits."""
 UNKNOWN = -128
-"""In place of the checksum of a row that nobody knows, as each process has a part of it."""
+"""Checksum of a row that nobody knows, as each process has a part of it."""
 
 
 def row_checksums(tensor: Tensor, *residuals: Tensor) -> Tensor:

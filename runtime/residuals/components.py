@@ -1,4 +1,4 @@
-"""The components of a residual: what a tensor can have, and what given ones are."""
+"""Components of a residual: those that a tensor can have, and the checks of given ones."""
 
 from collections.abc import Sequence
 

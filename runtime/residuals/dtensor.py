@@ -1,4 +1,4 @@
-"""Sharded tensors: a state that is a DTensor is, to us, the shard that this process has of it."""
+"""Sharded tensors: the state of a DTensor is, to us, the shard that this process has of it."""
 
 import sys
 from collections.abc import Hashable, Sequence

@@ -1,4 +1,4 @@
-"""What storages lose of updates of a size, and samples to find that size by."""
+"""Shares of updates that a storage loses, by the size of these, and samples that show the size."""
 
 import math
 

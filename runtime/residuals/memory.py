@@ -1,4 +1,4 @@
-"""Where tensors lie in memory: whether they have any, and whether they share it."""
+"""Memory of tensors: whether they have any, where it is, and whether they share it."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -50,7 +50,7 @@ def overlapping(tensors: Iterable[Tensor], *, by_address: bool = False) -> set[i
 
 
 class Apart:
-    """Where states lie, by address, and which other tensors lie in memory of theirs."""
+    """Addresses of states, and the other tensors that lie in memory of states."""
 
     def __init__(self, states: Sequence[Tensor], others: Sequence[Tensor] = ()) -> None:
         """Note where they lie now."""
@@ -60,7 +60,7 @@ class Apart:
         self.shared, bounds = self._placed(starts)
         """The places of states that share memory."""
         self.last = starts, beside, bounds
-        """Where each state and each other tensor began in the last call that was as the first, and
+        """Addresses of each state and each other tensor in the last call that was as the first, and
         `bounds`: replaced as one, since another thread may ask too."""
         self.within = self._within(bounds, beside)
         """The places of others that lie in memory of states."""

@@ -54,27 +54,27 @@ class Residual:
     name: StateName
     components: tuple[Tensor, ...] = field(init=False)
     draws: int = 0
-    """How often the last component was rounded by chance; each time takes another seed."""
+    """Number of roundings by chance of the last component; each takes another seed."""
     expected: Expected | None = None
-    """What is to hold of both at the next step, if the residual is from a checkpoint."""
+    """Expectation of both at the next step, if the residual is from a checkpoint."""
     ensured: Any = None
-    """For whom, as what and when a recorded step found that it is what its state is to have."""
+    """Key of the recorded step that last found it to be what its state is to have."""
     lent: tuple[int, ...] = ()
     """The versions of the components when a state dict was given them, until the next step."""
     provisional: bool = False
-    """Whether the tensor was made with it, and nobody knows yet if its updates need one."""
+    """True if the tensor was made with it, and nobody knows yet if its updates need one."""
     found: bool = False
-    """Whether a step has found the tensor by a write, and no later one found it as it was then."""
+    """True if a step has found the tensor by a write, and no later one found it as it was then."""
     shared: bool = False
-    """Whether no optimizer has the tensor, and later tensors on its memory have the residual too:
+    """True if no optimizer has the tensor, and later tensors on its memory have the residual too:
     see `ResidualStore.share_by_memory`."""
     renewed: bool | None = False
-    """Whether each call has another tensor on the memory, as `p.data` is, of which versions say
+    """True if each call has another tensor on the memory, as `p.data` is, of which versions say
     nothing; None until the second one."""
     refilled: bool = False
-    """Whether others were seen to write the tensor, and that was said."""
+    """True if others were seen to write the tensor, and that was said."""
     checks: Checks | None = None
-    """Of the words of the tensor when the residual was last settled, until their bits are kept."""
+    """Checks of the tensor's words as of the last settling of the residual, until bits are kept."""
     kept: Tensor | None = None
     """The bits of the tensor when the residual was last settled, from the first write from outside
     on: they tell which elements a later one changes."""
@@ -177,7 +177,7 @@ class Residual:
         return fit([(tensor, self)])
 
     def is_shaped_as(self, tensor: Tensor) -> bool:
-        """Tell whether tensor is of the shape and dtype of the residual's, and has data."""
+        """Tell whether tensor is of the residual's shape and dtype, and has data."""
         shapes = [c.shape == tensor.shape for c in self.components]
         return all(shapes) and tensor.dtype is self._dtype and not tensor.is_meta
 

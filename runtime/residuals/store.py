@@ -29,14 +29,14 @@ class ResidualStore:
 
     def __init__(self) -> None:
         self._residuals: dict[int, tuple[WeakIdRef, Residual]] = {}
-        """By id, with what drops an entry when its tensor goes: one is found without Python code,
-        as a WeakIdKeyDictionary does not."""
+        """Entries by id, with what drops each when its tensor goes: one is found without Python
+        code, as a WeakIdKeyDictionary does not."""
         self._of_memory: dict[tuple[Any, ...], Residual] = {}
-        """For tensors that are made anew at each call, as `p.data` is: storage and layout."""
+        """Residuals by storage and layout, for tensors made anew at each call, as `p.data` is."""
         self._coarser: set[tuple[str, str]] = set()
         self.generation = 0
-        """How often a tensor was given a residual, or other components, or what `get` says changed
-        in another way: who remembers answers of the store asks anew then."""
+        """Number of changes: a tensor was given a residual, or other components, or what `get` says
+        changed in another way: who remembers answers of the store asks anew then."""
 
     def hand_on(self, before: Tensor | None, tensor: Tensor, residual: Residual) -> bool:
         """Give a tensor the residual of one in whose place it is, if that may be of its value.
@@ -133,7 +133,7 @@ class ResidualStore:
 
     @property
     def finds_by_memory(self) -> bool:
-        """Whether a tensor may get the residual of another one, which counts no generation."""
+        """True if a tensor may get the residual of another one, which counts no generation."""
         return bool(self._of_memory)
 
     def ensure(

@@ -1,1 +1,1 @@
-"""How an expansion is laid out in memory."""
+"""Storages: the layouts of an expansion in memory, and names of states."""

@@ -1,4 +1,4 @@
-"""The layouts of expansions in memory: the way between high word and residuals and one value."""
+"""Layouts of expansions in memory: from high word and residuals to one value, and back."""
 
 import math
 

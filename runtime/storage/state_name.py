@@ -17,7 +17,7 @@ class StateName:
 
     @property
     def is_param(self) -> bool:
-        """Whether it is a parameter itself."""
+        """True for a parameter itself."""
         return self.own is None
 
     @property
@@ -35,7 +35,7 @@ class StateName:
 
 
 class Named:
-    """What has the name of a state."""
+    """Base of what has the name of a state."""
 
     state_name: StateName
 
