@@ -1,4 +1,4 @@
-"""What compiling a compensated step costs, beside stock Inductor on the same optimizer.
+"""Compile time of a compensated step, beside stock Inductor on the same optimizer.
 
 Each optimizer and number of bf16 tensors, of mixed shapes, in a process of its own, with empty
 caches (cold), and in three more with those that the first one left (warm: the median of the three):

@@ -1,4 +1,4 @@
-"""Which optimizers of others are fully compensated: the coverage table.
+"""Coverage table: the optimizers of other packages that are fully compensated.
 
 Every optimizer class of the packages in coverage_classes.py that works in eager bf16 with its
 defaults takes 24 steps under collage_fx.compile, at Dynamo's default limits, each class in a

@@ -17,7 +17,7 @@ from torch._dynamo import config as dynamo_config
 from torch.optim import Optimizer
 
 SEED = 0
-"""Added to the seeds of parameters and gradients; coverage_seeds.py tries others."""
+"""Number added to the seeds of parameters and gradients; coverage_seeds.py tries others."""
 PACKAGES = {
     "torch.optim": "torch",
     "pytorch_optimizer": "pytorch_optimizer",
@@ -37,7 +37,7 @@ PACKAGES = {
 
 SHAPES = {"matrix": (16, 8), "vector": (8,), "kernel": (4, 3, 3, 3), "scalar": ()}
 SUBSETS = (tuple(SHAPES), ("matrix", "vector", "kernel"), ("matrix", "vector"), ("matrix",))
-"""Which parameters an optimizer is given: the first of these that it accepts."""
+"""Parameters that an optimizer is given: the first of these that it accepts."""
 
 SAME_IN_ALL_DTYPES: dict[str, dict[str, Any]] = {
     "torch.optim.Adafactor": {"eps": (torch.finfo(torch.bfloat16).eps, 1e-3)},
@@ -104,7 +104,7 @@ class Model(nn.Module):
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to construct a class and drive its step."""
+    """Arguments to construct a class with, and the way to drive its step."""
 
     cls: type[Optimizer]
     names: tuple[str, ...]

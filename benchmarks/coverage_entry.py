@@ -45,12 +45,13 @@ ROUNDING = 2.0**-9
 """The mean relative error of rounding to bf16, about."""
 NOTHING = "its steps change nothing"
 SAYS_LOST = re.compile("without compensation|not compensated")
-"""In warnings that a state is not compensated; others are of cost, such as graphs made in vain."""
+"""Pattern of warnings that a state is not compensated; others are of cost, such as graphs made
+in vain."""
 
 Values = dict[str, Tensor]
 Wrap = Callable[[Optimizer], Callable[..., Any]]
 WRAP: Any = functools.partial(collage_fx.compile, storage="mcf2")
-"""How the steps are compiled."""
+"""Function that compiles the steps."""
 
 
 @dataclass
@@ -65,7 +66,7 @@ class Row:
     reason: str = ""
     engine: str = ""
     drive: str = ""
-    """How the step is driven: gradients, closure, hessian (a graph of the gradients)."""
+    """Drive of the step: gradients, closure, hessian (a graph of the gradients)."""
     parameters: str = ""
     exact: str = ""
     random: bool = False
@@ -73,11 +74,11 @@ class Row:
     err_collage: float = math.nan
     err_nudged: float = math.nan
     err_rounded: float = math.nan
-    """Of the exact result, rounded to bf16."""
+    """Error of the exact result, rounded to bf16."""
     states: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
-    """Of the run under collage_fx.compile, compilation included."""
+    """Seconds of the run under collage_fx.compile, compilation included."""
 
 
 def trained(

@@ -30,7 +30,7 @@ from other_version import other_version
 from torch._inductor import config as inductor_config
 
 APART = 1000
-"""Between the seeds of two streams."""
+"""Distance between the seeds of two streams."""
 
 
 def error(package: str, name: str, level: Any, stream: int) -> float:

@@ -1,4 +1,4 @@
-"""How wrong a plain 16-bit average becomes, against its distance from pure accumulation.
+"""Error of a plain 16-bit average, against its distance from pure accumulation.
 
 x' = a*x + (1-a)*g^2 with normal g, for 8 / (1-a) steps, in bf16 and fp16 as eager PyTorch computes
 it, against float64, over 4096 elements. Printed as a curve, with the thresholds of

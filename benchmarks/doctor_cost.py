@@ -1,4 +1,4 @@
-"""What a doctor costs: a thousand training steps with and without it, side by side.
+"""Cost of a doctor: a thousand training steps with and without it, side by side.
 
 In turn a hundred steps of each run, which are the same but for the doctor; time is that of the
 clock, and what the doctor says that it took is beside it: run it on quiet cores. Written to

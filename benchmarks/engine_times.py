@@ -1,4 +1,4 @@
-"""How long the steps of the coverage table's optimizers take beside plain eager ones, by engine.
+"""Step times of the coverage table's optimizers beside plain eager ones, by engine.
 
 Each class of benchmarks/results/coverage.json that runs, driven as it is there, takes steps on 4
 parameters of 1024 x 1024 and on 100 of 64 elements, one thread, in a process of its own with empty
@@ -32,11 +32,11 @@ from steps import conditions
 
 RESULTS = Path(__file__).parent / "results"
 ENGINES = ("joined", "both", "graph")
-"""What served a class in the coverage table."""
+"""Engines that served a class in the coverage table."""
 HERE = ("segments alone", "graphs and segments", "graphs alone")
-"""What served the timed steps: Dynamo's graphs, recorded segments, or both."""
+"""Engines of the timed steps: Dynamo graphs, recorded segments, or both."""
 SUMMED = ("median", "95th", "first, s", "first three, s", "first, CPU s", "first three, CPU s")
-"""What the summary has of all classes of an engine."""
+"""Columns that the summary has of all classes of an engine."""
 
 
 def groups(row: Row) -> set[str]:

@@ -24,9 +24,9 @@ from collage_fx.step.compiled_step import session_of
 WARM = 4
 """The steps before those that are timed: in the first three at most, most is compiled."""
 SOME, FEW = 8, 3
-"""So many timed steps will do after a minute of the CPU, and where the time is over."""
+"""Numbers of timed steps that do after a minute of the CPU, and where the time is over."""
 STREAMS = 3
-"""So many sets of gradients come in turns."""
+"""Number of sets of gradients, which come in turns."""
 
 Row = dict[str, Any]
 

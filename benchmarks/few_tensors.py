@@ -1,4 +1,4 @@
-"""How long a step over a few large tensors takes, beside as many elements in more tensors.
+"""Time of a step over a few large tensors, beside as many elements in more tensors.
 
 For each optimizer and way of compensating it: the milliseconds of CPU time of a step on one thread,
 the least of all steps, which take turns over the sets of parameters. All sets have 4M elements, so

@@ -39,7 +39,7 @@ class Part(NamedTuple):
     function: str
     """Module and name; it takes a Setup, Rows, and the argument if there is one."""
     seconds: int
-    """After which it is given up."""
+    """Seconds after which it is given up."""
     argument: str = ""
 
 
@@ -52,9 +52,9 @@ PEERS = (
     *("optimi", "flashoptim"),
 )
 SLOW_PEERS = ("torchao rounding", "torchao 8-bit", "heavyball")
-"""They compile for more than half a minute."""
+"""Parts that compile for more than half a minute."""
 WHOLE = ("plus eft", "master", "remainder16", "plain fused")
-"""They train models."""
+"""Parts that train models."""
 LARGEST = ("plus eft", "master")
 PROFILED = ("plus eft", "mcf3")
 RUNS: dict[str, dict[str, Part]] = {
@@ -86,7 +86,7 @@ RUNS: dict[str, dict[str, Part]] = {
 """The parts of all runs; what would be missed most comes first."""
 PARTS = {name: part for run in RUNS.values() for name, part in run.items()}
 SECONDS = {"A": 390, "B": 320, "C": 600}
-"""For the parts of each run together."""
+"""Seconds for the parts of each run together."""
 Row = dict[str, object]
 
 

@@ -1,4 +1,4 @@
-"""What the machine code of the kernels of classes lets expect of H100 and H200: a prediction.
+"""Prediction for H100 and H200 from the machine code of the kernels of classes.
 
 Nothing is run. Each kernel is compiled for sm_90 as it would be on such a device, and the loop over
 whole blocks is looked at in its machine code:
@@ -42,7 +42,7 @@ from collage_fx.runtime.kernels.triton_launch import WARPS
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 COPY = 0.9
 LANES = {"issue": 128, "ALU": 64, "XU": 16}
-"""How many threads' instructions of a kind a multiprocessor starts in a clock."""
+"""Instructions of a kind that a multiprocessor starts in a clock, counted by threads."""
 ALU = [
     "F2FP",
     "FCHK",
@@ -78,7 +78,7 @@ class Card(NamedTuple):
 
     multiprocessors: int
     gigahertz: float
-    """Under load."""
+    """Clock under load."""
     terabytes: float
     """A second, nominally."""
 
@@ -91,7 +91,7 @@ class Loop:
     """The loop over whole blocks in a kernel's machine code."""
 
     instructions: Counter[str]
-    """How often each stands on the path that is usually taken."""
+    """Count of each on the path that is usually taken."""
     moved: int
     """Bytes that a thread reads and writes, 16 at a time."""
 

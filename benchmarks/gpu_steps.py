@@ -75,7 +75,7 @@ def hosted(setup: Setup, rows: Rows, name: str, step: Step) -> None:
 
 
 def _made(setup: Setup, shapes: Shapes, name: str) -> tuple[Step, Optimizer]:
-    """Return a step of ours or of torch's fused kernel, and its optimizer."""
+    """Return our compiled step or torch's fused kernel, and its optimizer."""
     fused = name == "torch fused"
     optimizer = adamw(parameters(shapes, setup.device), **({"fused": True} if fused else {}))
     if fused:

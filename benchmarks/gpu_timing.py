@@ -18,7 +18,7 @@ from torch.autograd import DeviceType
 
 Step = Callable[[], Any]
 SECONDS = 1.0
-"""After which a measurement is repeated no more, if it was five times."""
+"""Seconds after which a measurement is repeated no more, if it was five times."""
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Setup:
     device: str
     dry: bool = False
     folder: Path = Path()
-    """For what a part writes beside its rows."""
+    """Folder for what a part writes beside its rows."""
     words: Path = Path()
     """The expected words, see gpu_words.py."""
     _copied: Row = field(default_factory=dict)

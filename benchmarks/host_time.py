@@ -1,12 +1,12 @@
-"""Where the time of an AdamW step over many small tensors goes: on a CPU, or the host of a GPU.
+"""Host time of an AdamW step over many small tensors, by part: on a CPU, or beside a GPU.
 
 For each number of tensors of 64 elements: the median and the 95th percentile of a step in
 milliseconds, one thread, steps of all ways taking turns, so that each finds its tensors in no
 cache; the same of a repeated step by itself, and its parts in microseconds: what is not the
 kernels' is the host's. "python" looks at each tensor in Python in
-each step, as all steps did before. "compiled" is torch.compile's plain bf16, for --plain tensors at
-most: it compiles a minute or more. Lion and Slow are no optimizers of torch's: graphs of Dynamo's,
-bound to their tensors, do their steps. Written to benchmarks/results/host_time.json.
+each step. "compiled" is torch.compile's plain bf16, for --plain tensors at
+most: it compiles a minute or more. Lion and Slow are not in torch.optim: Dynamo graphs, bound to
+their tensors, do their steps. Written to benchmarks/results/host_time.json.
 
 With --device cuda it is the host's time before the device is done; it needs no GPU:
     PYTHONPATH=tests/support PYTHON -m cuda_emulator python benchmarks/host_time.py --device cuda

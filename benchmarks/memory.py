@@ -1,4 +1,4 @@
-"""How much memory a compensated AdamW takes for each parameter, beside what else there is.
+"""Memory that a compensated AdamW takes for each parameter, beside other ways to train.
 
 The ways are those of ways.py. Each way in a process of its own, over the same tensors:
 

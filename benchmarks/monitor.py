@@ -1,4 +1,4 @@
-"""What an optimizer's updates lose, by layer, over a training run; and what measuring that costs.
+"""Losses of an optimizer's updates by layer over a training run, and the cost of measuring them.
 
 The transformer of examples/byte_model.py is trained in bf16 by a compensated AdamW, with a cosine
 from the peak rate. A monitor measures every n-th step: of each layer the share of updates that
@@ -27,7 +27,7 @@ import train_bytes  # noqa: E402
 
 PARTS = ("forward and backward", "optimizer step", "measured step")
 OFTEN = 100
-"""How often a user measures; the run does it more often, to have more points."""
+"""Steps between a user's measurements; the run measures more often, to have more points."""
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How long examples/quickstart.py takes, and what it prints: what README shows of it.
+"""Time and output of examples/quickstart.py, which README shows.
 
 It runs in a process of its own whose caches are empty, so that all is compiled, and in another one
 with the caches of the first; twice each. Written to benchmarks/results/quickstart_cpu.json.

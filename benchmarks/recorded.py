@@ -1,4 +1,4 @@
-"""How long steps take that Dynamo does not trace whole, beside the same steps in plain bf16.
+"""Times of steps that Dynamo does not trace whole, beside the same steps in plain bf16.
 
 For each optimizer and set of parameters: the median and the 95th percentile of a step as a multiple
 of plain bf16's median in the same run, steps of all ways taking turns, and the seconds to the end

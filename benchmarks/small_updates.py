@@ -1,4 +1,4 @@
-"""Whom the warning about lost updates names, and what is lost there: a study of small runs.
+"""Study of the warning about lost updates: the parameters it names in small runs, and their losses.
 
 A small byte-level transformer (examples/byte_model.py, width 64) is trained on the standard
 library's source, or trained so in fp32 first and then fine-tuned on the prose of `pydoc`'s topics,
@@ -72,7 +72,7 @@ MAKERS: dict[str, Callable[[list[nn.Parameter], float], Optimizer]] = {
 
 @dataclass(frozen=True)
 class Run:
-    """What is trained, and how."""
+    """Task, optimizer, storage and rate of a run."""
 
     task: str
     """`code`, from random weights, or `prose`, from weights that were trained on code."""
@@ -81,7 +81,7 @@ class Run:
     lr: float
     seed: int = 0
     decays: bool = False
-    """Whether the rate warms up, and falls by a cosine, as in the demo; it is constant else."""
+    """True if the rate warms up, and falls by a cosine, as in the demo; it is constant else."""
 
     @property
     def name(self) -> str:

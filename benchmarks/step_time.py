@@ -1,4 +1,4 @@
-"""How long a compensated AdamW step takes, beside what else there is, on the same tensors.
+"""Time of a compensated AdamW step, beside other ways to take it, on the same tensors.
 
 The ways are those of ways.py. For each: the 20th, 50th and 80th percentile of a step in
 milliseconds; the bytes that its tables of states ask to be read and written for each parameter; and

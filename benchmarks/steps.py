@@ -19,7 +19,7 @@ except ImportError:  # a CPU does without
 
 Shapes = Sequence[tuple[int, ...]]
 LOAD = os.getloadavg()[0]
-"""What else ran when the benchmark began: processes that wanted a core, over a minute."""
+"""Load when the benchmark began: other processes that wanted a core, over a minute."""
 _LAYER: Shapes = [
     *((64,), (64,), (192, 64), (192,), (64, 64), (64,)),
     *((64,), (64,), (256, 64), (256,), (64, 256), (64,)),

@@ -1,4 +1,4 @@
-"""What each storage keeps: one recorded gradient stream, AdamW and SGD, four learning rates.
+"""Precision of each storage: one recorded gradient stream, AdamW and SGD, four learning rates.
 
 The stream of benchmarks/replay.py drives the optimizer in float64, in fp32 (parameters and states,
 eagerly and by stock torch.compile, and in double_single), in plain bf16 and with each storage at
@@ -112,7 +112,7 @@ VARIANTS: dict[str, tuple[torch.dtype, dict[str, Any] | None]] = {
         for words, storage in _WORDS.items()
     },
 }
-"""Those with moments in fp8 have parameters in remainder16, for the moments to be what differs."""
+"""Variants; those with moments in fp8 have parameters in remainder16: only the moments differ."""
 Path_ = list[Tensor]
 """The parameters before the first step and after each, flat, in float64."""
 

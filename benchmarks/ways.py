@@ -38,7 +38,7 @@ class Way(NamedTuple):
     """One way to take a step."""
 
     make: Callable[[list[Tensor]], Step]
-    """Takes bf16 parameters with gradients."""
+    """Function that makes a step of bf16 parameters with gradients."""
     moved: float
     """Bytes for each parameter that a step must read and write, by the table of its states."""
     held: float

@@ -20,7 +20,7 @@ Batch = tuple[Tensor, Tensor]  # inputs and targets, int64 (batch, context)
 
 @dataclass(frozen=True)
 class Size:
-    """How large a model is, and what it sees."""
+    """Dimensions of a model, and of the batches that it sees."""
 
     layers: int = LAYERS
     width: int = WIDTH
