@@ -55,7 +55,7 @@ def _fresh_compiler(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Return, for each graph of Dynamo's, how many tensors it takes."""
+    """Return, for each Dynamo graph, how many tensors it takes."""
     found: list[int] = []
     original = backend._Step.__init__
 

@@ -18,9 +18,9 @@ from torch.optim.lr_scheduler import ConstantLR
 import collage_fx
 
 EACH = 3
-"""How many batches a step has."""
+"""Number of batches of a step."""
 HALF = 2
-"""After as many of them it is saved."""
+"""Number of batches after which it is saved."""
 KINDS: dict[str, Any] = {
     "AdamW": lambda params: (AdamW(params, lr=1e-3), STORAGES),
     "momentum": lambda params: (SGD(params, lr=1e-2, momentum=0.9), "remainder16"),
@@ -130,7 +130,7 @@ def test_without_its_gradients_it_is_another(tmp_path: Path) -> None:
 )
 @pytest.mark.quick("<lambda>-1")
 def test_get_state_dict_takes_no_step_of_a_run(make: Any, after: int) -> None:
-    """Which it does of one that has not begun: averages would decay, and gradients be lost."""
+    """In a run that has not begun it takes one: averages would decay, and gradients be lost."""
     model = nn.Linear(6, 2).bfloat16()
     optimizer, storage = make(model.named_parameters())
     collage_fx.compile_(optimizer, storage=storage)

@@ -1,4 +1,4 @@
-"""What comes back from each way to save and load an optimizer: the table in docs/checkpoints.md.
+"""Ways to save and load an optimizer, and what comes back: the table in docs/checkpoints.md.
 
 Each way gets a run after some steps, and gives a run that goes on. The parameters, the states and
 the residuals of three storages, all words, are compared after more steps with the unbroken run's.
@@ -53,7 +53,7 @@ def by_torch_save(run: Run, folder: Path, change: Callable[[Any], Any] = lambda 
     weights, states = torch.load(file, weights_only=True)
     again = plain(1)
     again[0].load_state_dict(weights)
-    again[1].load_state_dict(change(states))  # before anything of ours has seen the optimizer
+    again[1].load_state_dict(change(states))  # before collage_fx has seen the optimizer
     return compiled(again)
 
 
@@ -177,7 +177,7 @@ WAYS: dict[str, tuple[Way, str]] = {
     "a checkpoint of plain PyTorch, here": (from_plain, ANEW),
     "... by `dcp.load`, after `compile`": (from_plain_dcp(), ANEW),
     "... and its states flattened": (from_plain_dcp(flatten_optimizer_state_dict=True), ANEW),
-    "a checkpoint of ours, in plain PyTorch": (into_plain, "high words"),
+    "our checkpoint, in plain PyTorch": (into_plain, "high words"),
     "... and back again": (back_from_plain, ANEW),
 }
 

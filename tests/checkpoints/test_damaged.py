@@ -154,7 +154,7 @@ def test_a_load_that_breaks_off_leaves_no_words_of_another_value(run: Run, tmp_p
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_residual_of_which_dcp_finds_a_part_is_refused(run: Run, tmp_path: Path) -> None:
-    """What there is of it is loaded, and does not fit; where there is none it begins at zero."""
+    """The part is loaded, and does not fit; where there is none the residual begins at zero."""
     states = get_state_dict(*run)[1]
     del states["state"]["0.weight"][WORDS]
     dcp.save({"o": states}, checkpoint_id=tmp_path)

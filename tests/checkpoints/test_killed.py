@@ -18,7 +18,7 @@ from collage_fx.errors import CollageWarning
 
 STEPS = 50
 KILLED = 10
-"""How often, each time some steps after it has begun, in whatever it does then."""
+"""Number of kills, each some steps after it has begun, in whatever it does then."""
 
 
 def whole(folder: Path) -> list[int]:

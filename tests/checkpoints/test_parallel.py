@@ -26,7 +26,7 @@ from collage_fx.errors import CollageWarning
 
 RANKS = 4
 STEPS = 2
-"""How many are taken in a layout."""
+"""Number of steps that are taken in a layout."""
 MICRO = 2
 LAYERS = 4
 PATHS = {
@@ -35,7 +35,7 @@ PATHS = {
     "all": ["stages 4", "ddp 2", "stages 2", "ddp 4", "stages 4"],
 }
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-"""Else the parameter groups of all stages are one entry, and DCP saves that of one."""
+"""Options without which the groups of all stages are one entry, and DCP saves that of one."""
 
 
 class Layers(nn.Module):
@@ -59,7 +59,7 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 class Run:
-    """What a process has of a model, and its optimizer."""
+    """The part of a model that a process has, and its optimizer."""
 
     def __init__(self, seed: int, layout: str = "one", rank: int = 0, group: Any = None) -> None:
         kind, _, count = layout.partition(" ")

@@ -19,7 +19,7 @@ from torch.multiprocessing.spawn import start_processes
 from collage_fx.errors import CollageWarning
 
 STEPS = 2
-"""How many a stage takes."""
+"""Number of steps of a stage."""
 STAGES = {
     "one": [0],
     "fsdp 2": [0, 1],
@@ -47,7 +47,7 @@ SLOW = [
 
 
 def ranks_of(path: str) -> int:
-    """How many processes there are."""
+    """Return the number of processes."""
     return 2 if path == "two" else 4
 
 

@@ -1,4 +1,4 @@
-"""What a reviewer of the first version found: losses at the edges, each with its warning now."""
+"""Losses at the edges that a reviewer of the first version found, each with its warning now."""
 
 import copy
 import json

@@ -44,7 +44,7 @@ MORE: dict[str, Callable[[Optimizer], Any]] = {
 }
 HALF, END = 4, 8
 RATES = (3e-2, 3e-2, 1.1e-2, 2.3e-2, 2.3e-2, 2.3e-2, 2.3e-2, 3e-2)
-"""What is set by hand: changed by then, and in the end its first value again."""
+"""Rates that are set by hand: changed by then, and in the end the first value again."""
 
 
 @pytest.fixture(autouse=True)

@@ -82,7 +82,7 @@ def test_compiled_step_is_bit_identical_to_eager(
 )
 @pytest.mark.quick("AdamW-*")
 def test_inductor_keeps_every_rounding_of_the_lowered_graph(kind: type, options: dict) -> None:
-    """What Inductor compiled against its own input run eagerly: any torch, any optimizer."""
+    """Compare Inductor's code with its own input run eagerly: any torch, any optimizer."""
     generator = torch.Generator().manual_seed(2)
     p = mixed(1.0, torch.bfloat16, generator).requires_grad_()
     optimizer = kind([p], lr=1e-3, **options)

@@ -129,7 +129,7 @@ def triples(dtype: torch.dtype) -> tuple[Triple, Tensor]:
 
 
 SHORT = ("p + q", "p * q", "p / 3", "0.999 p", "sqrt p")
-"""What one graph compiles in a few seconds."""
+"""Operations that one graph compiles in a few seconds."""
 WAYS = [
     pytest.param(SHORT, id="short graph"),
     pytest.param(list(THREE), id="graph", marks=pytest.mark.slow),

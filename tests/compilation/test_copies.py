@@ -1,4 +1,4 @@
-"""What a step copies has memory of its own, however it was copied, and keeps its value."""
+"""Copies that a step makes: each has memory of its own, however it is made, and keeps its value."""
 
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -115,7 +115,7 @@ def test_gradients_in_one_buffer_do_not_tie_members(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.slow
 def test_that_members_are_unlike_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where Inductor could not help, the graph is compiled whole at the second attempt."""
+    """If Inductor could not help, the graph is compiled whole at the second attempt."""
     attempts: list[str] = []
     original = aot.Compilation.run
 
@@ -139,7 +139,7 @@ def test_that_members_are_unlike_is_found_out_once(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.slow
 def test_one_layout_that_shares_a_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where one member stands for all, what is shared is no work of its own."""
+    """Shared values are no work of the member that stands for all."""
     monkeypatch.setattr("narrow_steps.SHAPES", [(4, 3)] * 9)
     expected, _, _ = states_after(counted, monkeypatch, whole=True)
     found, _, made = states_after(counted, monkeypatch, whole=False)

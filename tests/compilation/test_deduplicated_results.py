@@ -1,4 +1,4 @@
-"""What narrow graphs make, what they cost, and what they refuse."""
+"""Narrow graphs: their results, their costs, and their refusals."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Counts of Python's, one for each parameter: members are alike as long as they are equal."""
+"""Python step counts, one for each parameter: members are alike as long as they are equal."""
 
 from collections.abc import Sequence
 from typing import Any

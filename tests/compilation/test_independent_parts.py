@@ -22,7 +22,7 @@ COUNT = 12
 
 @dataclass
 class Inputs:
-    """What a step takes, of each parameter a list."""
+    """Operands of a step, a list of each kind."""
 
     params: list[Tensor]
     grads: list[Tensor]
@@ -49,7 +49,7 @@ class Inputs:
 
 
 Update = Callable[[Inputs], tuple[list[tuple[Tensor, Tensor]], list[Any]]]
-"""What is written and its new value; what is returned."""
+"""Function that returns the written tensors with their new values, and the results."""
 
 
 def graph_of(update: Update, inputs: Inputs) -> GraphModule:
@@ -147,7 +147,7 @@ def concatenated_otherwise(x: Inputs) -> Any:
 
 
 def checked(x: Inputs) -> Any:
-    """What is computed for each is checked, and the rate."""
+    """Check what is computed for each, and the rate."""
     torch._assert_async(x.rate > 0, "no rate")
     new = alone(x)[0]
     for _, value in new:
@@ -233,7 +233,7 @@ def test_what_is_checked_before_all_writes_is_checked_first(
 
 
 def test_inputs_that_do_not_change_are_told_to_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a part that do not in any of its calls."""
+    """Inputs of a part are static if they do not change in any of its calls."""
     given: list[Any] = []
 
     def compiled(gm: GraphModule, inputs: list[Any], **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What is asked of Inductor: again, and without fusion, where its fusion of a graph fails."""
+"""Calls of Inductor: again, and without fusion, where its fusion of a graph fails."""
 
 from typing import Any
 

@@ -92,7 +92,7 @@ class GivesBack(Lamb):
 
 
 def adafactor(params: list[Tensor]) -> Optimizer:
-    """It reads numbers back, and calls torch.norm, which is a function in Python."""
+    """Return an optimizer that reads numbers back, and calls torch.norm, which is Python code."""
     return Adafactor(params, lr=RATE)
 
 

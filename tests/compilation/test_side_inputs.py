@@ -1,4 +1,4 @@
-"""What calls of one graph bring past AOTAutograd does not mix, in threads neither."""
+"""Side inputs: what calls of one graph bring past AOTAutograd does not mix, in threads neither."""
 
 import threading
 from typing import Any

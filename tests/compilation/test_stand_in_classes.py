@@ -1,4 +1,4 @@
-"""Which steps are traced whole, and what becomes of the optimizer in those that are not."""
+"""Steps that are traced whole, and what becomes of the optimizer in those that are not."""
 
 import functools
 import gc
@@ -52,7 +52,7 @@ def _class_as_it_was() -> Iterator[None]:
 @pytest.mark.parametrize("spoil", [hook, overlap, subclass, wrapped])
 @pytest.mark.quick("hook")
 def test_steps_that_are_traced_whole(spoil: Callable[[Optimizer], None], traced: list[int]) -> None:
-    """Where others look at the optimizer, memory overlaps, or class or step are not torch's."""
+    """Others look at the optimizer, memory overlaps, or class or step are not torch's."""
     optimizer = AdamW(parameters(SHAPES * 4))
     spoil(optimizer)
     give_gradients(optimizer, 0)
@@ -65,7 +65,7 @@ def test_steps_that_are_traced_whole(spoil: Callable[[Optimizer], None], traced:
 
 
 def test_a_hook_of_all_optimizers_sees_all_parameters() -> None:
-    """It is no hook of ours."""
+    """Such a hook is not collage_fx's."""
     seen: list[int] = []
     handle = register_optimizer_step_post_hook(
         lambda optimizer, *_: seen.append(len(optimizer.param_groups[0]["params"]))
@@ -103,7 +103,7 @@ def test_a_closure_is_called_once_and_its_gradients_are_used(traced: list[int]) 
 
 
 def test_the_optimizer_stays_the_users(traced: list[int]) -> None:
-    """Its groups, states and attributes are its own, and all is let go of with it."""
+    """The optimizer's groups, states and attributes are its own, and all is let go of with it."""
     optimizer = SGD(parameters(SHAPES * 4), momentum=0.9)
     groups, group, state = optimizer.param_groups, optimizer.param_groups[0], optimizer.state
     attributes = set(vars(optimizer))

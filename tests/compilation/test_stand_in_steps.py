@@ -76,7 +76,7 @@ def test_equal_in_other_storages(options: dict[str, Any], monkeypatch: pytest.Mo
 @pytest.mark.parametrize(("shapes", "rate"), [([(4, 3), (7,)], 1e-3), ([(7,)], torch.tensor(0.1))])
 @pytest.mark.quick("shapes1-*")
 def test_what_is_traced_does_not_grow(shapes: Any, rate: Any, traced: list[int]) -> None:
-    """It depends on the kinds of parameters, and not on how many there are."""
+    """The graph depends on the kinds of parameters, and not on how many there are."""
     counts = []
     for times in (10, 40):
         traced.clear()
@@ -140,7 +140,7 @@ def more(optimizer: Optimizer, i: int) -> None:
 )
 @pytest.mark.slow
 def test_parameters_that_change(change: Change, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What Dynamo has not seen is looked at before each step: nothing stale is ever used."""
+    """Parameters that Dynamo has not seen are looked at before each step: nothing stale is used."""
     make = OPTIMIZERS["AdamW"]
     found = run(make, monkeypatch, whole=False, change=change)
     expected = run(make, monkeypatch, whole=True, change=change)

@@ -50,7 +50,7 @@ EDGES: dict[str, Form] = {
     "all the way": lambda p, g, s: p.lerp_(g, 1 + 0 * s),
     "foreach list": lambda p, g, s: torch._foreach_lerp_([p], [g], [1 + 0 * s]),
 }
-"""What gives whole numbers here, so that it is equal or wrong."""
+"""Forms that give whole numbers here, so that a result is equal or wrong."""
 
 
 class EachForm(Optimizer):

@@ -40,7 +40,7 @@ class HandWritten(Optimizer):
 
 
 def moved(rates: list[float], dtype: torch.dtype, *, compiled: bool) -> float:
-    """How far a parameter of ones goes."""
+    """Return the distance that a parameter of ones goes."""
     p = nn.Parameter(torch.ones(4, dtype=dtype))
     optimizer = HandWritten([p])
     step = collage_fx.compile(optimizer) if compiled else optimizer.step
@@ -59,7 +59,7 @@ def test_a_step_count_goes_on_counting() -> None:
 
 
 def test_a_correction_by_a_count_is_compiled_where_a_state_enters_it_too() -> None:
-    """What is put for the count to compare coefficients may be a pole of 1/(1 - 0.9**k)."""
+    """The value assumed for the count, to compare coefficients, may be a pole of 1/(1 - 0.9**k)."""
 
     def step(p: Tensor, g: Tensor, k: int) -> None:
         p.sub_((g + 0.1 * p) / (1 - 0.9**k), alpha=1e-3)

@@ -158,7 +158,7 @@ def test_a_number_on_the_host_is_no_part_of_a_graph(
 def test_a_geometry_is_kept_for_each_stream_that_reads_it(
     stream: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its memory belongs to the stream that has made it, which may use it again once it is free."""
+    """The memory belongs to the stream that made it, which may use it again once it is free."""
     launch, columns = launch_of(stream)
     launch.run(columns, SIZES)
     other = Stream()

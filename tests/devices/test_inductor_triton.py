@@ -1,4 +1,4 @@
-"""What Inductor emits for a GPU where each member of a class has a kernel of its own."""
+"""Triton code that Inductor emits where each member of a class has a kernel of its own."""
 
 from typing import Any
 from unittest import mock
@@ -76,7 +76,7 @@ def test_left_alone_inductor_contracts_and_divides_approximately() -> None:
 
 
 def test_without_a_residual_a_step_moves_fourteen_bytes() -> None:
-    """What the tables of traffic are compared with, counted in the same way."""
+    """Count the baseline of the tables of traffic in the same way."""
     capture = captured(CASES["adamw-light"], LARGE)
     with virtual_gpu():
         program = on_gpu(capture, CASES["adamw-light"].settings)

@@ -116,7 +116,7 @@ def test_weights_are_those_of_the_script_alone_and_one_process_tells(script: Pat
             "train(torch.optim.AdamW", "train(collage_fx.compile_(torch.optim.AdamW"
         ).replace("lr=1e-6))", "lr=1e-6)))", 1)
     )
-    ours = run_script(line.format(str(script)))  # which has threads of Inductor's that do not end
+    ours = run_script(line.format(str(script)))  # in which threads of Inductor do not end
     assert ours.returncode == 2 and "or collage_fx" in ours.stdout
     script.write_text(TRAIN)
     other = run_script("import os; os.environ['RANK'] = '1'\n" + line.format(str(script)))

@@ -36,7 +36,7 @@ CASES: dict[str, tuple[Callable[..., Optimizer], int, dict[str, Any], int]] = {
     "lion": (Lion, 12, {}, 1),
 }
 STEPS = 5
-"""Until nothing is compiled or made ready any more."""
+"""Number of steps until nothing is compiled or made ready any more."""
 
 
 def work(act: Callable[[], Any]) -> dict[str, int]:

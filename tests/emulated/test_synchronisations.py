@@ -1,4 +1,4 @@
-"""How often a step waits for the device: no more often than the step of plain PyTorch."""
+"""Synchronisations of a step with the device: no more than those of plain PyTorch's step."""
 
 from collections.abc import Callable
 from typing import Any

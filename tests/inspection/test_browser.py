@@ -78,12 +78,12 @@ class Page:
         ActionChains(self.driver).move_to_element(element).perform()
 
     def named(self, column: int, name: str) -> Any:
-        """Where a value gets its name in one of the three columns."""
+        """Return the place where a value gets its name in one of the three columns."""
         names = self.all(f".view:not([hidden]) .columns .pane:nth-child({column}) .def")
         return next(e for e in names if e.text == name)
 
     def marked(self) -> list[set[str]]:
-        """What is marked in each of the three columns, and in the kernel."""
+        """Return what is marked in each of the three columns, and in the kernel."""
         panes = self.all(".view:not([hidden]) .code")[:4]
         query = "return [...arguments[0].querySelectorAll('[data-v].on, [data-v].at')]"
         return [{e.get_attribute("data-v") for e in self.script(query, pane)} for pane in panes]

@@ -27,7 +27,7 @@ def test_a_trainer_logs_what_its_updates_lose(tmp_path: Path) -> None:
 
 
 def counted(example: dict[str, Any], folder: Path) -> int:
-    """How many graphs Dynamo makes for four epochs of an example."""
+    """Return the number of graphs that Dynamo makes for four epochs of an example."""
     torch.compiler.reset()
     stats = torch._dynamo.utils.counters["stats"]
     before = stats["unique_graphs"]

@@ -1,4 +1,4 @@
-"""What TORCH_LOGS and TORCH_TRACE show, in processes that import torch with them set."""
+"""Logs of TORCH_LOGS and TORCH_TRACE, in processes that import torch with them set."""
 
 import json
 import logging

@@ -25,7 +25,7 @@ from collage_fx.runtime.kernels.update_sums import compiled
 COUNTS = ("count", "lost_plain_count", "lost_count", "infinities")
 CLOSE = 1e-12
 Both = list[tuple[UpdateStats | None, UpdateStats]]
-"""Of each state of each member: by its kernel, if it has one, and by PyTorch's operations."""
+"""Sums of each state of each member: by its kernel, if it has one, and by PyTorch's operations."""
 
 
 class Signs(optim.Optimizer):

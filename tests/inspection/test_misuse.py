@@ -1,4 +1,4 @@
-"""What is not as it should be is said once, by the names of the model, or is an error of ours."""
+"""Misuse is said once, by the names of the model, or is an error of collage_fx."""
 
 import copy
 import warnings

@@ -1,4 +1,4 @@
-"""What is on the page of an explanation, and how its values are linked."""
+"""The page of an explanation: its contents, and the links between its values."""
 
 import html
 import os

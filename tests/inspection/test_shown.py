@@ -1,4 +1,4 @@
-"""How explanations, reports and monitors look in a REPL and in a notebook; names of storages."""
+"""Explanations, reports and monitors in a REPL and in a notebook; names of storages."""
 
 from typing import Any
 

@@ -13,7 +13,7 @@ from collage_fx.step import small_updates
 from collage_fx.step.small_updates import SmallUpdates
 
 KEPT = 2.0**-16
-"""What ulp8 keeps of a value."""
+"""Smallest relative change that ulp8 keeps of a value."""
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""What takes a class of optimizers: each is given one of ours, and the bits are those by hand."""
+"""Registries that take a class of optimizers: each is given one of collage_fx, with equal bits."""
 
 import importlib
 import sys

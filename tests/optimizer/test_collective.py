@@ -147,7 +147,7 @@ def work(rank: int, folder: str, kind: str) -> None:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, Any]]]:
-    """What each process has found of a kind."""
+    """Return what each process has found of a kind."""
 
     @functools.cache
     def of(kind: str) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What PyTorch's tests ask of each of its optimizers, asked of the compiled step in bf16."""
+"""PyTorch's own tests of each of its optimizers, on the compiled step in bf16."""
 
 import copy
 import io
@@ -151,7 +151,7 @@ def test_nothing_moves_without_gradients(case: Case) -> None:
 @each
 @quick
 def test_hooks_and_closures(case: Case) -> None:
-    """They are called once, in order, and the closure's loss is what the step returns."""
+    """Hooks are called once, in order, and the closure's loss is what the step returns."""
     run, log = Run(case, start(case, 1.0)), list[str]()
     handles = [
         run.optimizer.register_step_pre_hook(lambda *_: log.append("before")),

@@ -28,7 +28,7 @@ from collage_fx.stand_in.repeated_step import RepeatedStep
 
 RANKS, RANK = 3, 2
 SHAPES = ((7, 5), (2, 5), (4,), (7, 5)) * 2
-"""Of seven rows the last of three processes has one, of two or four none or one."""
+"""Shapes: of seven rows the last of three processes has one, of two or four none or one."""
 LR = 1e-5
 
 

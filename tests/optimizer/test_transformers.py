@@ -77,7 +77,7 @@ def test_trainer_with_its_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert callback.rates[:2] == [0.0, pytest.approx(6e-4)] and len(callback.rates) == STEPS
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     assert losses[-1] < 0.9 * losses[0]
-    # Gradients are those of a bf16 model, so that the rest is noise of theirs.
+    # Gradients are those of a bf16 model, so that the rest is their noise.
     assert apart(found, exact) < 0.75 * apart(plain, exact)
     states = collage_fx.report(callback.inner).states
     assert len(states) == 3 * len(exact)

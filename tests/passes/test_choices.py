@@ -160,7 +160,7 @@ def test_so_it_is_where_residuals_are_rounded_by_chance(name: str) -> None:
 
 
 def test_a_quotient_by_a_largest_element_stays_in_eft() -> None:
-    """It has the roundings of eager PyTorch there; a ratio of other values has nothing to meet."""
+    """Eager PyTorch's roundings are kept there; a ratio of other values has nothing to meet."""
 
     def step(p: Tensor, g: Tensor) -> None:
         u = g * 1.1

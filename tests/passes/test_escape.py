@@ -67,7 +67,7 @@ def in_fp32_over_a_graph_break(p: Tensor, g: Tensor, state: Any) -> None:
 
 
 def pulled_to_an_anchor(p: Tensor, g: Tensor, state: Any) -> None:
-    """That is made, or made anew, long after the verdict on the parameter."""
+    """Pull to an anchor that is made, or made anew, long after the verdict on the parameter."""
     state["t"] = state.get("t", -1) + 1
     if state["t"] % 3 == 0:
         state["anchor"] = p.clone()

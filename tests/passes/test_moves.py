@@ -1,4 +1,4 @@
-"""What a step indexes, flips or transposes is not rounded first, in arithmetic `wide`."""
+"""Moves: what a step indexes, flips or transposes is not rounded first, in arithmetic `wide`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ from collage_fx.passes.ir.program import Program, Settings, graph_of, is_tensor
 
 F64 = torch.float64
 LR = 0.02
-"""At which fp32 weights of about one lose 1e-5 of an update."""
+"""Rate at which fp32 weights of about one lose 1e-5 of an update."""
 
 
 def scaled(g: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ def add_move(a: Tensor, b: Tensor, g: Tensor) -> None:
 
 
 def test_a_state_that_averages_the_moves_of_another() -> None:
-    """What is left of a clone of an old value depends on torch; it has the low word either way."""
+    """The rest of a clone of an old value depends on torch; it has the low word either way."""
     states = [torch.ones(64).bfloat16(), torch.zeros(64).bfloat16()]
     plain, exact = [x.clone() for x in states], [x.double() for x in states]
     compiled = collage_fx.compile(add_move, level="all", storage="mcf2")

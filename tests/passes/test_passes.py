@@ -1,4 +1,4 @@
-"""What the passes make of the steps of PyTorch's optimizers, and where they must not act."""
+"""Rewrites of the steps of PyTorch's optimizers, and the cases in which passes must not act."""
 
 from collections.abc import Callable
 from typing import Any

@@ -31,7 +31,7 @@ PICKS: dict[str, Callable[[Tensor], Tensor]] = {
     "behind a mask": lambda u: torch.where(FIFTH, u, 0)[1, 2],
 }
 DONE_AT_ONCE = ("index", "gathered", "taken")
-"""In recorded steps, since an index may be out of range."""
+"""Picks that recorded steps do at once, since an index may be out of range."""
 OF: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "update": lambda p, u: u,
     "param": lambda p, u: p,

@@ -110,7 +110,7 @@ def run(update: Update, dtype: torch.dtype, **options: Any) -> tuple[Tensor, Any
 
 
 def graphs(step: Any) -> set[int]:
-    """Return in how many steps graphs of Dynamo's have written the parameters."""
+    """Return in how many steps Dynamo graphs have written the parameters."""
     return {s.graph for s in collage_fx.report(step).states if s.name.startswith("param")}
 
 

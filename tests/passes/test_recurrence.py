@@ -1,4 +1,4 @@
-"""How a step changes each state, x' = a*x + B, and whether that calls for a residual."""
+"""Recurrences x' = a*x + B of states, and whether they call for a residual."""
 
 from collections.abc import Callable
 from typing import Any

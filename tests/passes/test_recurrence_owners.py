@@ -1,4 +1,4 @@
-"""What must not be compensated is not: statistics of a model, caches; averages of weights are."""
+"""Tensors that must not be compensated: a model's statistics, caches; averages of weights are."""
 
 import warnings
 from typing import Any
@@ -130,7 +130,7 @@ def test_names_of_states_are_an_option() -> None:
 
 
 def test_verdicts_without_a_graph() -> None:
-    """What an engine without a compiler asks for."""
+    """An engine without a compiler asks for them."""
     state = Carried(0, StateName("v[0]"), "tensor", False, torch.zeros(3, dtype=BF16))
     slow = recurrence_of(Form(1).times(0.999).plus(Form(0, "free")))
     assert slow.text == "x' = 0.999*x + B"

@@ -23,7 +23,7 @@ SHAPE = (8, 16)
 def stored(
     each: Callable[..., None], *names: str, steps: int = 1, **options: Any
 ) -> tuple[list[Tensor], Tensor]:
-    """Return states of a parameter after steps of Dynamo's, and its gradient in each of them."""
+    """Return a parameter's states after steps in Dynamo graphs, and its gradient in each."""
     g = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)).to(BF16)
     p = torch.nn.Parameter(torch.ones(SHAPE, dtype=BF16))
     p.grad = g.clone()

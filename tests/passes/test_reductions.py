@@ -18,7 +18,7 @@ BF16, FP16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float
 UNIT = {BF16: 2.0**-8, FP16: 2.0**-11}
 LR, STEPS, COUNT = 0.02, 10, 4096
 SEEDS = (1, 2, 5)
-"""Of 0 to 5 the largest errors are among them."""
+"""Seeds with the largest errors of those from 0 to 5."""
 
 
 def by_mean(p: Tensor, g: Tensor, state: Any) -> None:

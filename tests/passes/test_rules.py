@@ -141,7 +141,7 @@ def collage_operations(r: Rewritten) -> Iterator[str]:
 
 
 def test_every_case_is_of_a_rule() -> None:
-    """That every rule has one is for tests/passes/test_rules_exact.py; not all occur in graphs."""
+    """Every rule has a case in tests/passes/test_rules_exact.py; not all occur in graphs."""
     assert set(CASES) <= set(RULES)
 
 

@@ -33,9 +33,9 @@ class Case:
     operands: tuple[Any, ...]
     exact: Callable[..., Fraction]
     bound: float
-    """Of the error in u^2, by the docstrings; what fp32 adds to them is 2^-24 here and there."""
+    """Bound of the error in u^2, by the docstrings; fp32 adds 2^-24 to them here and there."""
     scale: Callable[..., Fraction] | None = None
-    """What the bound is relative to; the exact result, unless given."""
+    """Function for the size that the bound is relative to; the exact result, unless given."""
     term: Callable[..., Fraction] | None = None
     """A term that is rounded to the storage, and may be off by u."""
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from collage_fx.passes.frontend import reductions
 
 LR = 1e-3
-"""At which `1 - lr * x` is 1 in bf16."""
+"""Rate at which `1 - lr * x` is 1 in bf16."""
 
 SCALES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "a state": lambda p, g, s: p.mul_(1 - LR * s),

@@ -1,4 +1,4 @@
-"""What several operations read is one value, rounded, in the kernels that Inductor compiles."""
+"""Values that several operations read: one value, rounded, in the kernels of Inductor."""
 
 from collections.abc import Callable
 from typing import Any

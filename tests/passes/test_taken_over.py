@@ -111,7 +111,7 @@ def test_a_warning_says_what_level_light_loses() -> None:
 
 
 KEEPS = {"mcf2": 2.0**-17, "mcf3": 2.0**-23, "remainder16": 2.0**-23, "ulp8": 2.0**-16}
-"""Of states of each storage the largest relative error after one step."""
+"""Storage -> the largest relative error of its states after one step."""
 
 
 def mixed(

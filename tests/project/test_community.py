@@ -1,4 +1,4 @@
-"""What a visitor of the repository meets: issue forms, badges, the pages of a community."""
+"""Pages for visitors of the repository: issue forms, badges, the pages of a community."""
 
 import re
 import tomllib
@@ -42,7 +42,7 @@ def test_a_bug_comes_with_what_explains_it() -> None:
 
 
 def test_badges_are_true() -> None:
-    """They are static, so that nothing but this holds them to the facts."""
+    """Compare static badges with the facts, since nothing else does."""
     badges = dict(BADGE.findall((ROOT / "README.md").read_text()))
     assert len(badges) == 3
     for said, path in badges.items():

@@ -67,7 +67,7 @@ def test_links_resolve(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_files_that_are_named_exist(page: Path) -> None:
-    """Those with a folder in front are named from the root."""
+    """Files with a folder in front are named from the root."""
     for name in re.findall(r"`([\w/]+/[\w.]*)`", page.read_text()):
         if name.partition("/")[0] in FOLDERS:
             assert (ROOT / name).exists(), f"{page.name} names {name}"

@@ -18,7 +18,7 @@ SHORT = [
     "optimizer_in_backward.py",
     "ema.py",
 ]
-"""Those that docs/start.md and docs/recipes.md show."""
+"""Examples that docs/start.md and docs/recipes.md show."""
 
 
 @pytest.mark.parametrize("name", SHORT)
@@ -30,9 +30,9 @@ def test_they_fit_on_a_page_and_are_shown(name: str) -> None:
 
 
 def output(name: str) -> str:
-    """What an example prints, which ends without an error."""
+    """Return what an example prints, which ends without an error."""
     path = str(EXAMPLES / name)
-    # The process has the arguments of pytest's, of which it is a fork.
+    # The process has pytest's arguments, of which it is a fork.
     alone = f"import runpy, sys; sys.argv = [{path!r}]; "
     done = run_script(f"{alone}runpy.run_path({path!r}, run_name='__main__')")
     assert done.returncode == 0, done.stderr
@@ -40,7 +40,7 @@ def output(name: str) -> str:
 
 
 def torchrun(ranks: int, name: str, *rest: str) -> str:
-    """What an example prints under torchrun, which ends without an error."""
+    """Return what an example prints under torchrun, which ends without an error."""
     arguments = ["torchrun", "--nproc-per-node", str(ranks), str(EXAMPLES / name), *rest]
     script = f"""
 import sys

@@ -101,7 +101,7 @@ def test_a_bias_correction_is_judged_alike_in_traced_graphs_and_recorded_ones() 
     "one value*",
 )
 def test_what_was_mended_holds(name: str) -> None:
-    """Its states are as they should be, or a warning says that they are not."""
+    """The program's states are as they should be, or a warning says that they are not."""
     assert judge(MENDED[name]).failures == []
 
 

@@ -27,9 +27,9 @@ def laid_out(x, how):
     place = Shard(0) if x.dim() else Replicate()
     return distribute_tensor(x, init_device_mesh("cpu", (2,)), [place], src_data_rank=None)
 '''
-"""What lays parameters and gradients out in each process."""
+"""Code that lays parameters and gradients out in each process."""
 APART = ("Named", "Boxed", "numpy", "shared(", "buffer(", "torch.tensor(", "tolist", "rand", "view")
-"""What plain PyTorch does not do with DTensors, or draws otherwise in each process."""
+"""Words of what plain PyTorch does not do with DTensors, or draws otherwise in each process."""
 
 
 def drawn(seed: int, count: int) -> list[Program]:

@@ -1,4 +1,4 @@
-"""What gpu_model.py reads off machine code, and what it makes of that."""
+"""gpu_model.py: what it reads off machine code, and what it makes of that."""
 
 import sys
 from collections import Counter

@@ -1,4 +1,4 @@
-"""What holds of the source tree as a whole."""
+"""Rules of the source tree as a whole: imports, sizes of folders, names of files."""
 
 import ast
 import re
@@ -29,7 +29,7 @@ PACKAGES = [
 ]
 """Packages, and modules beside them: each imports itself and what stands behind it."""
 FILES = 10
-"""What a folder has at most; more is a list that nobody reads."""
+"""Largest number of files in a folder; more is a list that nobody reads."""
 
 
 def sources(layer: str) -> list[Path]:
@@ -97,7 +97,7 @@ def test_every_folder_with_code_is_a_package() -> None:
 
 MODULES = [path for layer in LAYERS for path in sources(layer)]
 OPEN = {"collage_fx", "collage_fx.passes", "collage_fx.runtime"}
-"""The roots: they import nothing of ours, or, to name the public functions, when asked."""
+"""Roots: they import no module of collage_fx, or, to name public functions, when asked."""
 
 
 def test_every_module_is_in_the_order() -> None:

@@ -64,7 +64,7 @@ def _parsed(line: str) -> tuple[str, str]:
     "steps", [pytest.param(8, id="8"), pytest.param(None, id="all", marks=pytest.mark.slow)]
 )
 def test_notebook_is_executed(steps: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it stores has outputs of the same kinds, and is of a whole run."""
+    """The stored notebook has outputs of the same kinds, and is of a whole run."""
     quickstart(monkeypatch, steps)
     monkeypatch.setenv("COLUMNS", "120")
     cells = notebooks.executed(NOTEBOOK)

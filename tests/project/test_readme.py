@@ -1,4 +1,4 @@
-"""README: short, in words of PyTorch's, and its numbers are those of the results files."""
+"""README: short, in PyTorch's words, and its numbers are those of the results files."""
 
 import json
 import re

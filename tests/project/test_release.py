@@ -1,4 +1,4 @@
-"""What a release is made of: one version everywhere, all files, links that lead somewhere."""
+"""A release: one version everywhere, all files, links that lead somewhere."""
 
 import io
 import re

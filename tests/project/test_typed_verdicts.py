@@ -8,7 +8,7 @@ import pytest
 from test_layout import LAYERS, ROOT, sources
 
 SHOWN = {"reason", "recurrence", "cause", "verdict", "name"}
-"""What is made to be read, as attributes; those but the last as variables too."""
+"""Attributes that are made to be read; those but the last as variables too."""
 PARTING = {"startswith", "endswith", "partition", "rpartition", "split", "rsplit"}
 PARTING |= {"removeprefix", "removesuffix", "find", "index", "count"}
 OTHERS = {
@@ -32,7 +32,7 @@ def _text(node: ast.expr) -> str:
 
 
 def _is_written_out(node: ast.expr) -> bool:
-    """Whether a text, or several, stand in the code, or in a constant of a module."""
+    """Tell whether a text, or several, stand in the code, or in a constant of a module."""
     if isinstance(node, ast.Tuple | ast.List | ast.Set):
         return any(map(_is_written_out, node.elts))
     upper = isinstance(node, ast.Name) and node.id.isupper()
@@ -60,7 +60,7 @@ def _decides(node: ast.AST) -> Iterator[tuple[str, str]]:
 
 
 def decisions(code: str) -> list[tuple[str, str]]:
-    """What is decided by shown text; in an f-string it is only shown, but a name is not split."""
+    """Return what is decided by shown text; f-strings only show it, but split no name."""
     tree = ast.parse(code)
     shown = {
         inner

@@ -67,7 +67,7 @@ def called(node: ast.Call) -> str:
 
 @dataclass
 class Code:
-    """What the sources say."""
+    """Warnings and texts of the sources."""
 
     given: list[tuple[str, list[str]]]
     """The warnings, as of `warned`."""
@@ -136,7 +136,7 @@ def test_a_warning_that_nothing_gives_is_found(code: Code) -> None:
 
 
 def test_all_go_through_one_function(code: Code) -> None:
-    """It adds the link."""
+    """Only this function adds the link."""
     assert code.direct == [HELPER]
 
 

@@ -1,4 +1,4 @@
-"""Graphs of Dynamo's in recorded steps: noted as a whole, with the bits of their operations."""
+"""Dynamo graphs in recorded steps: noted as a whole, with the bits of their operations."""
 
 import copy
 from collections.abc import Callable, Iterator

@@ -73,7 +73,7 @@ def test_what_is_stored_is_rounded_once() -> None:
 @pytest.mark.parametrize("arithmetic", ["wide", "eft"])
 @pytest.mark.quick("wide")
 def test_a_parameter_that_is_given_new_memory_is_compiled(arithmetic: str) -> None:
-    """It is read where it was, with the low word that it had then."""
+    """The parameter is read where it was, with the low word that it had then."""
 
     def moved(p: Tensor, g: Tensor, state: Any) -> None:
         m = state["m"] = state.get("m", torch.zeros_like(p))

@@ -63,7 +63,7 @@ def train(function: Any, dtype: torch.dtype, stance: str = "", **options: Any) -
 
 
 def lost(moved: list[Tensor], exact: list[Tensor]) -> float:
-    """How much of the way is missing, in the 2-norm."""
+    """Return the share of the way that is missing, in the 2-norm."""
     return float((torch.cat(moved) - torch.cat(exact)).norm() / torch.cat(exact).norm())
 
 
@@ -71,7 +71,7 @@ def lost(moved: list[Tensor], exact: list[Tensor]) -> float:
 @pytest.mark.filterwarnings("ignore:collage_fx. nothing needed compensation")  # of plain steps
 @pytest.mark.quick("inductor")
 def test_a_function_compiled_before_for_plain_steps_is_compiled_anew(backend: Any) -> None:
-    """What was compiled then would read memory that has no data yet: NaN."""
+    """The old code would read memory that has no data yet: NaN."""
     torch.compiler.reset()
     compiled = torch.compile(direction, fullgraph=True, backend=backend) if backend else direction
     exact = train(compiled, torch.float64)

@@ -16,7 +16,7 @@ from collage_fx.record.known_states import OtherMemory
 from collage_fx.segments.low_words import LowWords
 
 DECAY = 1e-3
-"""At which an average in bf16 stands still."""
+"""Decay at which an average in bf16 stands still."""
 _GLOBAL: dict[Any, Any] = {}
 
 

@@ -1,4 +1,4 @@
-"""Steps, or parts of steps, that no graph of Dynamo's does."""
+"""Steps, or parts of steps, that are in no Dynamo graph."""
 
 from collections import deque
 from typing import Any

@@ -1,4 +1,4 @@
-"""Where no state has low words a step is plain PyTorch's: 16-bit temporaries are rounded."""
+"""Steps without low words are plain PyTorch's: 16-bit temporaries are rounded."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -96,7 +96,7 @@ def two_groups(update: Any, *, plain: bool = False) -> list[Tensor]:
 
 @pytest.mark.parametrize("update", [orthogonalized, by_chance])
 def test_fp32_parameters_beside_bf16_ones_have_the_same_bits(update: Any) -> None:
-    """What the two groups do has nothing in common: each is done as it would be by itself."""
+    """The two groups have nothing in common: each is done as it would be by itself."""
     (narrow, wide), (narrow_plain, wide_plain) = two_groups(update), two_groups(update, plain=True)
     assert torch.equal(wide, wide_plain)
     assert not torch.equal(narrow, narrow_plain)
@@ -128,7 +128,7 @@ def test_a_16_bit_state_of_an_fp32_parameter_has_low_words_from_the_first_step()
 
 
 def chained(p: Tensor, g: Tensor, state: Any) -> None:
-    """What Inductor fuses, and keeps in fp32 between."""
+    """Do what Inductor fuses, and keeps in fp32 between."""
     x = g.bfloat16() * 0.3
     y = x * x * 0.7
     p.sub_(torch.sigmoid(y) * x - (y * 1.3).bfloat16().float(), alpha=LR * 100)

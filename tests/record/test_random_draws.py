@@ -134,7 +134,7 @@ def test_all_that_takes_a_generator_is_known_to_draw() -> None:
 
 
 def test_traced_graphs_draw_in_the_order_of_the_step() -> None:
-    """Where Inductor draws as eager PyTorch does: draws that look at values of several regions."""
+    """Draws that look at values of several regions are in eager order if Inductor's are."""
 
     def step(params: list[Tensor], grads: list[Tensor]) -> None:
         for p, g in zip(params, grads, strict=True):

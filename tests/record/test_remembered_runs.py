@@ -1,4 +1,4 @@
-"""What a run of a segment remembers of the last one: nothing that is not so any more."""
+"""Memory of a segment's last run: nothing in it is used that is not so any more."""
 
 import math
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from collage_fx.segments.low_words import LowWords
 from collage_fx.segments.segment_graph import Numbers, SeenNumbers
 
 KEPT: list[Tensor] = []
-"""What outlives the segments of a step, so that they are joined."""
+"""Tensors that outlive the segments of a step, so that they are joined."""
 
 
 def adam(p: Tensor, grad: Tensor, state: dict[str, Any]) -> None:

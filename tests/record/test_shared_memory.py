@@ -77,7 +77,7 @@ def flat_steps(dtype: torch.dtype, way: Way) -> Tensor:
 )
 @pytest.mark.quick("string")
 def test_a_buffer_of_which_parameters_are_views(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every step counts. Control: a low word of the buffer's own is none of theirs."""
+    """Every step counts. Control: the buffer's own low word is not that of the parameters."""
     begin = torch.cat([p.detach().double().flatten() for p in start(torch.float64)])
     exact = flat_steps(torch.float64, lambda optimizer: optimizer.step)
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""What was called before streams are ordered is done before, in the stream of then.
+"""Ordering of streams: earlier operations are done before, in the stream of then.
 
 There is no GPU here: the functions that order streams are made up, and note what memory holds.
 """

@@ -16,7 +16,7 @@ from collage_fx.errors import CollageWarning
 from collage_fx.segments.low_words import LowWords
 
 SEEN: list[float] = []
-"""What was read of a tensor whose data were to come later."""
+"""Numbers read of a tensor whose data were to come later."""
 
 
 def written_twice(p: Tensor, g: Tensor, state: Any) -> None:

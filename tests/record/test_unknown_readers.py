@@ -244,7 +244,7 @@ def test_a_thread_that_torch_starts_reads_nothing(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_resumed_run_knows_it() -> None:
-    """It does from its first step on what the run before did: bit for bit the same."""
+    """A resumed run does from its first step on what the run before did: bit for bit the same."""
     runs = []
     for resumed in (False, True):
         p = start(torch.bfloat16, count=1)[0]
@@ -267,7 +267,7 @@ def test_a_resumed_run_knows_it() -> None:
 
 @pytest.fixture
 def library() -> Iterator[Any]:
-    """Make an operator of a library of the user's that returns a tensor it has kept."""
+    """Make an operator of a user's library that returns a tensor it has kept."""
     kept: list[Tensor] = []
     with torch.library._scoped_library("collage_readers", "DEF") as made:
         made.define("kept_plus(Tensor x) -> Tensor")

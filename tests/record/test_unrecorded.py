@@ -13,7 +13,7 @@ import collage_fx
 from collage_fx.record import at_once
 
 SECONDS = {"dear": 8.0, "cheap": 0.5}
-"""How long these operations take by the clock of the tests, in a step of some 10 seconds."""
+"""Seconds that these operations take by the clock of the tests, in a step of some 10 seconds."""
 
 
 class Clock:
@@ -28,7 +28,7 @@ class Clock:
 
 @pytest.fixture
 def operations(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """Make operations of a library of the user's, which return their operand halved."""
+    """Make operations of a user's library, which return their operand halved."""
     clock = Clock()
     monkeypatch.setattr(at_once, "time", clock)
     with torch.library._scoped_library("collage_tests", "DEF") as library:

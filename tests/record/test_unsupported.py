@@ -1,4 +1,4 @@
-"""What a user sees of an operation that has no rule, or whose rule fails."""
+"""Operations that have no rule, or whose rule fails, as a user sees them."""
 
 from typing import Any
 

@@ -31,7 +31,7 @@ class Case:
     terms: list[Tensor]
     """float64 tensors whose sum is the exact result."""
     valid: Tensor
-    """Where the operation's promise holds."""
+    """Mask of the values for which the operation's promise holds."""
 
 
 Make = Callable[[Format, int, Generator], Case]
@@ -100,7 +100,7 @@ def named(value: object) -> str | None:
 
 
 def inexact(case: Case) -> Tensor:
-    """Where the result differs from the exact sum of two terms."""
+    """Return the mask of results that differ from the exact sum of two terms."""
     found = exact_sum(*(x.double() for x in case.result))
     expected = exact_sum(*case.terms)
     return case.valid & ~((found[0] == expected[0]) & (found[1] == expected[1]))
@@ -148,7 +148,7 @@ def test_vectorised_oracles_agree_with_rationals(make: Make, f: Format) -> None:
 
 
 def test_check_fails_for_a_transformation_whose_sum_is_kept_wide() -> None:
-    """What a fused kernel does: bf16 operations in fp32 registers, rounded when stored."""
+    """Do as a fused kernel does: bf16 operations in fp32 registers, rounded when stored."""
 
     def kept_wide(a: Tensor, b: Tensor) -> Pair:
         s, t = two_sum(a.float(), b.float())

@@ -25,7 +25,7 @@ def backward_error(terms: list[Tensor], x: Pair, f: Format) -> Tensor:
 
 
 def in_range(hi: Tensor, f: Format) -> Tensor:
-    """Where the low word of a result is normal, so that it is not rounded more coarsely."""
+    """Return the mask of results whose low word is normal, and so not rounded more coarsely."""
     return hi.isfinite() & (hi.double().abs() >= 2.0 ** (f.emin + f.p))
 
 

@@ -52,7 +52,8 @@ def pairs(f: Format8) -> tuple[Tensor, Tensor]:
 
 
 def inexact(f: Format8, operation: Callable[..., Any], a: Tensor, b: Tensor, exact: Tensor) -> Any:
-    """Where a finite result and its error are not the exact one, and where it is finite."""
+    """Return the mask of finite results that with their error are not the exact one, and of the
+    finite ones."""
     with Emulated(f):
         s, t = operation(a, b)
     return s.isfinite() & (s.double() + t.double() != exact), s.isfinite()

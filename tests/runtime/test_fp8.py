@@ -17,7 +17,7 @@ MOST = {E4M3: 464.0, E5M2: 60928.0}
 """The largest value that words hold and keep."""
 BITS = {(E4M3, 1): 9, (E4M3, 2): 14, (E5M2, 1): 7, (E5M2, 2): 11}
 FROM = {(E4M3, 1): 2.0**-5, (E4M3, 2): 2.0**-4, (E5M2, 1): 2.0**-13, (E5M2, 2): 2.0**-12}
-"""From where on as many bits are kept; below, the error is half the last word's smallest number."""
+"""Smallest value at which as many bits are kept; below, the error is half the smallest word."""
 
 formats = pytest.mark.parametrize("dtype", FP8, ids=["e4m3fn", "e5m2"])
 counts = pytest.mark.parametrize("count", [1, 2], ids=["two", "three"])
@@ -99,7 +99,7 @@ def test_every_pair_of_words_that_is_a_split_comes_back(dtype: torch.dtype, coun
 def test_sums_and_products_of_pairs(
     dtype: torch.dtype, count: int, operation: str, stride: int
 ) -> None:
-    """What a step makes of two fp8 states: joined, computed in fp32, split; against rationals.
+    """Join two fp8 states, compute in fp32, and split, as a step does; against rationals.
 
     Of all pairs where it may be slow.
     """

@@ -1,4 +1,4 @@
-"""Which tensors share memory: by storage, and by address where two storages hold the same."""
+"""Tensors that share memory: by storage, and by address where two storages hold the same."""
 
 import itertools
 import random
@@ -72,7 +72,7 @@ def test_memory_that_was_given_back_is_shared_by_nobody() -> None:
 
 
 def test_a_snapshot_sees_what_lies_in_memory_of_its_tensors() -> None:
-    """It does not where that was so from the beginning; what was refused once is again."""
+    """Overlaps that were there from the beginning are let be; what was refused once is again."""
     buffer = torch.zeros(16)
     state, other, low = buffer[4:8], buffer[8:12], torch.zeros(4)
 

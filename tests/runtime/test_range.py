@@ -1,4 +1,4 @@
-"""Where the promises of the arithmetic end: overflow, underflow, infinities and NaN."""
+"""Ends of the arithmetic's promises: overflow, underflow, infinities and NaN."""
 
 from collections.abc import Callable
 

@@ -79,7 +79,7 @@ def test_split_keeps_its_bound(f: Format) -> None:
 
 @FORMATS
 def test_split_makes_a_normalized_expansion_but_for_ties(f: Format) -> None:
-    """Where lo rounds up to half an ulp below an odd hi, hi + lo is a tie that rounds away."""
+    """If lo rounds up to half an ulp below an odd hi, hi + lo is a tie that rounds away."""
     hi, lo = split(wide_values(f, generator()), f.dtype)
     half_ulp = power_of_two(last_place(hi.double(), f) - 1)
     tie = lo.double().abs() == half_ulp

@@ -20,7 +20,7 @@ from collage_fx.runtime.storage.registry import (
 EVERY = [(s, d) for s in STORAGES.values() for d in s.residuals]
 E4M3, E5M2 = FP8
 BYTES = {"mcf2": 2, "mcf3": 4, "remainder16": 2, "ulp8": 1, "double_single": 4}
-"""Of a residual; half as many of an fp8 state."""
+"""Bytes of a residual; half as many of an fp8 state."""
 LOWEST = {
     torch.bfloat16: {"*": 2.0**-100},
     torch.float16: {"*": 2.0**-8, "mcf2": 1.0, "mcf3": 1.0},
@@ -28,7 +28,7 @@ LOWEST = {
     E4M3: {"mcf2": 2.0**-5, "mcf3": 2.0**-4},
     E5M2: {"mcf2": 2.0**-13, "mcf3": 2.0**-12},
 }
-"""From where on a storage has its precision: below, a last word is no normal number."""
+"""Smallest value at which a storage has its precision: below, a last word is no normal number."""
 COUNT = 10**6
 PER_CHUNK = 1 << 24
 
@@ -67,7 +67,7 @@ def random_bits(count: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def inside(x: Tensor, storage: Storage, dtype: torch.dtype) -> Tensor:
-    """Where a storage has its precision."""
+    """Return the mask of values for which a storage has its precision."""
     lowest = LOWEST[dtype].get(storage.name, LOWEST[dtype].get("*", 0.0))
     return (x.abs() >= lowest) & (x.abs() <= torch.finfo(dtype).max)
 

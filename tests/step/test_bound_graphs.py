@@ -1,4 +1,4 @@
-"""Steps of users' optimizers that are done by a graph of Dynamo's, bound to its tensors."""
+"""Steps of users' optimizers that are done by one Dynamo graph, bound to its tensors."""
 
 import functools
 import gc
@@ -79,7 +79,7 @@ class Counts(Optimizer):
 
 
 class Ratios(Signs):
-    """LAMB: reduces, so that Inductor does what no kernel of ours does."""
+    """LAMB: reduces, so that Inductor does what our own kernels do not."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

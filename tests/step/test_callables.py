@@ -1,4 +1,4 @@
-"""What `compile`, `explain` and `report` take: methods, objects, wrapped optimizers; and no models.
+"""Subjects of `compile`, `explain` and `report`: methods, objects, wrapped optimizers; no models.
 
 Averages of weights are held against float64, with the plain average beside them.
 """
@@ -20,7 +20,7 @@ from collage_fx.errors import CollageError, CollageWarning, OptionError, Subject
 
 
 class Sgd:
-    """An optimizer that is none of torch's, with a state of its own."""
+    """An optimizer outside torch.optim, with a state of its own."""
 
     def __init__(self) -> None:
         self.momentum = torch.zeros(4).bfloat16()
@@ -179,7 +179,7 @@ class Wrapper(torch.optim.Optimizer):
 
 
 class Outsider:
-    """The same, of no class of torch's."""
+    """The same, not derived from a torch class."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer

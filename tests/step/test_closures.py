@@ -12,10 +12,10 @@ import collage_fx
 from collage_fx.hooks.dynamo_settings import graphs_compiled
 
 ALONE = ("LBFGS", "SparseAdam")
-"""They need a closure, or sparse gradients."""
+"""Optimizers that need a closure, or sparse gradients."""
 NAMES = sorted({*INFOS} - {*ALONE})
 TURNS = [bool(int(turn)) for turn in "111100110010110"]
-"""Whether a step is given a closure, a new one each time."""
+"""Flags of the steps: True if one is given a closure, a new one each time."""
 SETTLED = 8
 """Steps after which either kind has its graphs."""
 START = torch.linspace(0.5, 1.5, 12, dtype=torch.bfloat16).view(4, 3)

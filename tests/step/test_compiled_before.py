@@ -51,7 +51,7 @@ def made(kind: type[Scaled]) -> Scaled:
 
 
 def taken(step: Callable[..., Any], *args: Any) -> int:
-    """Take steps; return how many of them graphs of Dynamo's have done."""
+    """Take steps; return how many of them Dynamo graphs have done."""
     for _ in range(STEPS):
         step(*args)
     (served,) = collage_fx.report(step).states

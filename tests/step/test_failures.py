@@ -1,4 +1,4 @@
-"""What becomes of Dynamo's setting for errors while steps run."""
+"""Dynamo's setting for errors while steps run."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""Classes of few members: on a CPU kernels of ours whatever their number, on a GPU Inductor's."""
+"""Classes of few members: on a CPU our own kernels whatever their number, on a GPU Inductor's."""
 
 from collections.abc import Callable
 from typing import Any

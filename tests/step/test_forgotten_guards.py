@@ -1,4 +1,4 @@
-"""What Dynamo forgets: states that a step makes, sizes of uneven DTensors, a count in float64."""
+"""Guards that Dynamo forgets: states that a step makes, uneven DTensors, counts in float64."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

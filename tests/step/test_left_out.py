@@ -14,7 +14,7 @@ from collage_fx.hooks import optimizer_hooks
 
 @pytest.fixture
 def left_out_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What PyTorch does at the first torch.compile, if there were such optimizers before."""
+    """Do as PyTorch does at the first torch.compile, if there were such optimizers before."""
     for make in (lbfgs, sparse_adam):
         kind = type(trained(make, lambda optimizer: optimizer.step, steps=1)[1])
         monkeypatch.setattr(kind, "step", torch.compiler.disable(kind.step))

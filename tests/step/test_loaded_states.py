@@ -99,7 +99,7 @@ def calls_in(do: Callable[[], Any]) -> int:
 def test_the_step_after_a_load(
     fused: bool, most: int, graphs: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its parameters, states and residuals are looked at once, and bound to what was compiled."""
+    """Parameters, states and residuals are looked at once, and bound to what was compiled."""
     # Those of functions are found by memory, and other tests may have left some.
     monkeypatch.setattr(STORE, "_of_memory", {})
     optimizer = adamw(sizes=[(8, 8)] * 10, fused=fused)

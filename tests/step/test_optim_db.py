@@ -23,20 +23,20 @@ from optim_cases import (
 
 BF16, FP16 = torch.bfloat16, torch.float16
 PLAIN_STATES = 1.6
-"""At level auto a way of 0.2 from weights of 0.05 is off by this much more than their rounding: by
-that of the first moments, which are plain there. At level all they are not."""
+"""Factor by which a way of 0.2 from weights of 0.05 is off, at level auto, beyond their rounding:
+by that of the first moments, which are plain there. At level all they are not."""
 RANGE = {
     ("Adadelta", "single"): "its second accumulator starts at 1e-8",
     ("Adadelta", "foreach"): "its second accumulator starts at 1e-8",
     ("RAdam", "foreach"): "it divides a root by a number that leaves a subnormal",
     ("LBFGS", "only"): "it divides by a scalar product that is zero",
 }
-"""What fp16 has no numbers for, compensated or not."""
+"""Reasons why fp16 has no numbers for a case, compensated or not."""
 EVERY = list(cases())
 RICHEST = [c for c in EVERY if c.options == len(c.info.optim_inputs_func(device="cpu")) - 1]
 """The last input of each optimizer, which mostly combines options."""
 UNTRACED = [c for c in EVERY if c.impl != "capturable"]
-"""Without a GPU, capturable steps run in compiled graphs only."""
+"""Cases without `capturable`: such steps run, without a GPU, in compiled graphs only."""
 
 
 def check(case: Case, dtype: torch.dtype, scale: float, way: Way, allowed: float = 1.0) -> None:

@@ -1,4 +1,4 @@
-"""What updates one parameter by itself: Dynamo's code for one is not that for the others."""
+"""Methods that update one parameter by itself: Dynamo's code for one is not that for others."""
 
 from typing import Any
 from unittest import mock
@@ -14,7 +14,7 @@ from collage_fx.record.steps import Steps
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*nothing needed compensation")
 RATE = 2.0**-12
-"""Of which a bf16 number near 1 keeps nothing."""
+"""Rate of which a bf16 number near 1 keeps nothing."""
 STEPS = 6
 
 
@@ -127,7 +127,7 @@ def test_it_would_be_by_that_of_the_first() -> None:
 
 
 HELD: dict[str, Any] = {}
-"""What functions find in a global."""
+"""Objects that functions find in a global."""
 
 
 @torch.no_grad()

@@ -82,7 +82,7 @@ def test_steps_that_are_compiled_in_parts(monkeypatch: pytest.MonkeyPatch, kind:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Muon, Adafactor])
 def test_a_part_that_compensates_nothing(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
-    """It has no residuals; each of the others keeps its own."""
+    """The part has no residuals; each of the others keeps its own."""
 
     def beside_fp32() -> Optimizer:
         optimizer = made(kind, "mcf2", sizes=[(4, 3)] * 8, lr=1e-2)
@@ -149,7 +149,8 @@ def test_closures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 REBOUND = {"written", "data", "residual", "loaded", "gradients off"}
-"""After which the same kernels do the step, over the tensors and residuals that there are now."""
+"""Changes after which the same kernels do the step, over the tensors and residuals that there
+are now."""
 FEW = ("written", "data", "no gradient", "residual", "stance", "state lost", "wrong call")
 
 
@@ -189,7 +190,7 @@ def test_control(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("refers", [False, True])
 def test_is_let_go_of(refers: bool) -> None:
-    """What repeats a step keeps no optimizer alive that nobody else needs."""
+    """A repeated step keeps no optimizer alive that nobody else needs."""
     optimizer = made(AdamW, "mcf2", lr=1e-3)
     if refers:  # as where a framework patches a method
         vars(optimizer)["zero_grad"] = types.MethodType(AdamW.zero_grad, optimizer)

@@ -112,7 +112,7 @@ def test_options_are_not_mixed(option: dict[str, Any], traced: list[int]) -> Non
 
 
 class Doubling(AdamW):
-    """Its step is not that of its base."""
+    """AdamW with a step that is not that of its base."""
 
     def step(self, closure: Any = None) -> Any:
         for p in params_of([self]):
@@ -205,7 +205,7 @@ def test_a_schedule_of_each(traced: list[int]) -> None:
 
 @pytest.mark.slow
 def test_a_rate_that_some_change(traced: list[int]) -> None:
-    """Where it has not changed it stays a constant, as in a run of that optimizer alone."""
+    """A rate that has not changed stays a constant, as in a run of that optimizer alone."""
 
     def change(optimizers: list[Optimizer], step: int) -> None:
         for one in optimizers if step == 2 else ():

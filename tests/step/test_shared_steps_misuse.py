@@ -134,7 +134,7 @@ def test_a_gradient_that_is_missing_at_times() -> None:
 
 @pytest.mark.slow
 def test_no_size_is_in_a_kernel() -> None:
-    """Why sizes are no part of what optimizers have to agree in: nor are dimensions."""
+    """Sizes are therefore no part of what optimizers have to agree in: nor are dimensions."""
     keys = []
     for shape in [(7,), (4, 3), (2, 3, 2), (5, 1)]:
         torch.compiler.reset()

@@ -1,4 +1,4 @@
-"""What would lose updates without a word: each is compensated, or named in one warning."""
+"""Steps that would lose updates without a word: each is compensated, or named in one warning."""
 
 from contextlib import nullcontext
 from typing import Any

@@ -81,7 +81,7 @@ def test_an_overflow_is_that_of_the_plain_optimizer_and_passes(dtype: torch.dtyp
 
 @pytest.mark.parametrize("known", [True, False])
 def test_moments_of_a_checkpoint_stay_in_fp8(known: bool) -> None:
-    """load_state_dict() casts floating states to the dtype of the parameter: not those of ours."""
+    """Keep load_state_dict() from casting them to the dtype of the parameter."""
     params = start(1, torch.bfloat16)
     optimizer = Adam8(params)
     step = compiled(optimizer, "eager")

@@ -15,12 +15,12 @@ def recorded_and_traced(program: Program) -> tuple[Run, Run] | None:
     """Run a program recorded, and by Dynamo's graphs; None where other passes served them.
 
     That is where collage_fx refuses it, and where more of it runs on whole values than the first
-    step of states. Other programs where Dynamo looks at them are optimizers of torch's, and
+    step of states. Other programs where Dynamo looks at them are torch's optimizers, and
     `addcdiv_`, which it makes three operations; and a rate that changes is a constant of a recorded
     segment until it has changed. So is a count in Python, which Dynamo has as an input in each new
     graph once it has changed in one: there are new ones where gradients are missing by turns. Of a
-    resumed run only the end is reported. And a tensor's rate times a decay is 0 in a graph of
-    Dynamo's if the decay is, and small if it is written out; a recorded segment has one 0-d tensor
+    resumed run only the end is reported. And a tensor's rate times a decay is 0 in a Dynamo
+    graph if the decay is, and small if it is written out; a recorded segment has one 0-d tensor
     there, the product being done at once, and takes it for a factor near one: it is computed on
     whole values. And a number that is read of a parameter, and scales it, ends a recorded segment,
     which rounds the parameter to its storage, where Dynamo's graph has the number in it.

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 import collage_fx
 
 LR = 1e-4
-"""At which bf16 weights of one lose every update."""
+"""Rate at which bf16 weights of one lose every update."""
 
 
 class Data(Optimizer):

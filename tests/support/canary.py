@@ -1,4 +1,4 @@
-"""What becomes of collage_fx where torch lacks a private name: each is hidden in turn, and tried.
+"""Canary: each private name of torch that collage_fx uses is hidden in turn, and steps are tried.
 
     python tests/support/canary.py [--changed] [NAME ...]
 

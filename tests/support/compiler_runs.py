@@ -31,15 +31,15 @@ print(json.dumps([max(errors), warned, folder, len(probed), report]))
 
 
 class Ran(NamedTuple):
-    """What became of five steps."""
+    """Result of five steps."""
 
     error: float
     """The largest, as a share of the way."""
     warned: list[str]
     folder: str
-    """Where the cache is after them."""
+    """Folder of the cache after them."""
     probed: int
-    """How many entries `before` has added to the list `probed`."""
+    """Number of entries that `before` has added to the list `probed`."""
     report: str
 
 
@@ -47,7 +47,7 @@ def steps(cache: Path, members: int, before: str = "", **settings: str) -> Ran:
     """Take steps of AdamW in a new process.
 
     Args:
-        cache: the folder of Inductor's.
+        cache: the folder of Inductor's cache.
         members: how many parameters there are; Inductor makes the kernels of fewer than 8.
         before: statements that come before the optimizers are made.
         settings: environment variables.

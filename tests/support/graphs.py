@@ -62,7 +62,7 @@ class Captured:
     """The functional graph of one step, from which any number of programs can be made."""
 
     step: Callable[..., Any]
-    """Kept, since Dynamo's graph refers weakly to the tensors of an optimizer."""
+    """Step, kept since Dynamo's graph refers weakly to the tensors of an optimizer."""
     dynamo: GraphModule
     functional: GraphModule
 

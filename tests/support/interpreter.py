@@ -175,7 +175,7 @@ def _moves(node: Node, wide: dict[Node, Node]) -> bool:
 
 
 def _computes(node: Node) -> bool:
-    """Tell whether a node makes one tensor by an operation of ATen's that changes no operand."""
+    """Tell whether a node makes one tensor by an ATen operation that changes no operand."""
     mutable = getattr(getattr(node.target, "_schema", None), "is_mutable", True)
     return (
         isinstance(node.meta.get("val"), Tensor)

@@ -100,9 +100,9 @@ CASES = {
     "trust-in-fp32": Case(Trust, {"trend": torch.float32}, "light", 18),
 }
 PARTS = ("adamw-light", "trust-light")
-"""What they do others do too: they wait in `make test-all`."""
+"""Cases whose operations others have too: they wait in `make test-all`."""
 LIBRARY = Case(Trust, {"squash": True}, "light", 14)
-"""With a function that Triton takes from a library, which the interpreter cannot call."""
+"""Case with a function that Triton takes from a library, which the interpreter cannot call."""
 
 
 def parametrized(cases: dict[str, Case]) -> pytest.MarkDecorator:
@@ -223,7 +223,7 @@ def _repaired(x: Any, source: Any, target: Any, mode: Any) -> Any:
 
 
 def _power(x: Any, y: Any) -> Any:
-    """What eager PyTorch has as a power, for what Triton takes from the device's library.
+    """Take a power as eager PyTorch does, for what Triton takes from the device's library.
 
     Of each number by itself, as of a step count: of many at once it is another ulp.
     """

@@ -110,4 +110,4 @@ MENDED: dict[str, Program] = AVERAGES | {
         options=(("level", "all"), ("storage", "mcf3"), ("arithmetic", "wide")),
     ),
 }
-"""What was wrong -> a program that failed by it."""
+"""Defect that was -> a program that failed by it."""

@@ -1,4 +1,4 @@
-"""Programs that failed before: parameters beside averages of theirs, as slow and fast weights."""
+"""Programs that failed before: parameters beside their averages, as slow and fast weights."""
 
 from programs import Line, Program
 

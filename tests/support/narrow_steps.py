@@ -175,4 +175,4 @@ ALIKE = [
 ]
 ALIKE += [from_a_master]
 UNLIKE = [norm_of_its_own, sizes, norms, sums, noise]
-"""In the order of what they tell: `make test` takes some of the first."""
+"""Updates in the order of what they tell: `make test` takes some of the first."""

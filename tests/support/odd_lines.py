@@ -31,7 +31,7 @@ _HOLDERS = tuple(
 _NOT_ITSELF = (
     "first = torch.arange(u.numel()).view(u.shape) == 0\nu = torch.where(first & (u != {}), -u, u)"
 )
-"""Of a first element, which is compared with itself alone: others may be as large."""
+"""Lines with a first element, which is compared with itself alone: others may be as large."""
 _DIRECTIONS = {
     "reductions": (
         "u = u - u.mean()",
@@ -120,7 +120,7 @@ _DIRECTIONS = {
     ),
     "holders": _HOLDERS,
 }
-"""Of the update u, by kind."""
+"""Lines that change the update u, by kind."""
 _UPDATES = (
     "torch.add(p, u, alpha=-lr, out=g)\nif bool(g.isfinite().all()):\n    p.copy_(g)",
     "g.copy_(p - lr * u)\nif g.isfinite().all().item():\n    p.copy_(g)",
@@ -135,7 +135,7 @@ _UPDATES = (
     "p.view(-1).index_add_(0, torch.arange(p.numel()), (-lr * u).reshape(-1))",
     "for x, y in zip(p.view(-1).chunk(2), (lr * u).reshape(-1).chunk(2)):\n    x.sub_(y)",
 )
-"""Of the parameter by the update, for a rate that is a number."""
+"""Lines that update the parameter by the update, for a rate that is a number."""
 _SCALES = (
     "p.mul_(p.numel() / p.sum())",
     "p.mul_(1.5 / p.abs().max())",
@@ -143,7 +143,7 @@ _SCALES = (
     "p.mul_((p.numel() / p.square().sum()).sqrt())",
     "s = p.sum().item()\np.mul_(p.numel() / s)",
 )
-"""Of a parameter about 1, by what is computed of all of it."""
+"""Lines that scale a parameter about 1 by what is computed of all of it."""
 
 
 def odd(

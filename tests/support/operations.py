@@ -20,7 +20,8 @@ Words = Sequence[Tensor]
 """The components of an expansion."""
 Terms = tuple[list[Tensor], list[Tensor]]
 _HALF = 0.5 + 2.0**-12
-"""Of the smallest number: what may be lost below the edge, with the underflows of wide products."""
+"""Share of the smallest number that may be lost below the edge, with the underflows of wide
+products."""
 CHUNK = 62500
 """Samples at a time: few enough for the caches."""
 
@@ -49,10 +50,10 @@ class Operation:
     terms: Callable[[Words, Words, Words], Terms]
     """(x, y, result) -> numbers whose sums are equal if the result is exact."""
     scale: int = 1
-    """How many times the relative error of the result is that of these sums."""
+    """Factor of the relative error of the result to that of these sums."""
     x_words: int = 0
     y_words: int = 0
-    """How many words of the operands that are drawn it takes; all n if zero."""
+    """Number of words of the operands that are drawn which it takes; all n if zero."""
     edge: int | None = None
     """Results from 2^(emin + edge*p) on are in the range of the bound; None: all."""
 
@@ -67,7 +68,7 @@ class Operation:
         return self.bound(f.u, torch.finfo(WIDER[f.dtype]).eps / 2)
 
     def valid(self, f: Format, x: Words, y: Words, r: Words, size: Tensor) -> Tensor:
-        """Where the operands and the exact result, of this size, are in the declared range."""
+        """Return the mask of operands and exact results, of this size, in the declared range."""
         found = r[0].isfinite() & (x[0].abs() < f.largest) & (y[0].abs() < f.largest)
         found &= (size <= f.largest) & (size != 0)
         if self.edge is not None:
@@ -181,7 +182,7 @@ def _kept(f: Format, x: list[Tensor]) -> list[Tensor]:
 
 @dataclass
 class Worst:
-    """What was seen of one operation."""
+    """Worst samples of one operation."""
 
     error: float = -1.0
     """The largest, in units of u^n."""
@@ -189,7 +190,7 @@ class Worst:
     samples: int = 0
     valid: int = 0
     beyond: int = 0
-    """How many samples in the declared range break the bound, by rationals."""
+    """Number of samples in the declared range that break the bound, by rationals."""
 
     def see(self, op: Operation, f: Format, x: Words, y: Words) -> None:
         """Do the operation on a chunk."""

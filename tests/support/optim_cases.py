@@ -16,9 +16,10 @@ STEPS = 20
 SHAPES = ((6, 5), (17,))
 INFOS: dict[str, OptimizerInfo] = {info.optim_cls.__name__: info for info in optim_db}
 NOT_AFFINE = ("Muon", "Rprop", "Adafactor", "LBFGS")
-"""Their updates depend on their states otherwise than linearly, or on all elements at once."""
+"""Optimizers whose updates depend on their states otherwise than linearly, or on all elements at
+once."""
 CAPTURABLE = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "ASGD", "RMSprop", "Rprop")
-"""They take capturable=True, which on a CPU works in compiled steps only."""
+"""Optimizers that take capturable=True, which on a CPU works in compiled steps only."""
 
 
 @dataclass(frozen=True)

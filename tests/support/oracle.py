@@ -1,4 +1,4 @@
-"""What a random program should give: float64, and how far from it its arithmetic may lead.
+"""Oracle of a random program: float64, and how far from it its arithmetic may lead.
 
 The bound on the error of a compensated run is a *model* of it: the same program in float64, where
 each result of an operation is rounded to as many bits as collage_fx says that it has there:
@@ -39,7 +39,7 @@ EXCUSES = {
 """A part of a warning that says that something is not compensated -> its short name."""
 JUMPS = ("sign(", "clamp", "Rprop", "Adamax")
 FLOOR = 6.0
-"""In units of the last place of a state: what its error may be at any rate. Half a unit in each
+"""Error of a state, in units of the last place, that is allowed at any rate. Half a unit in each
 step is five where a tenth of it is averaged away."""
 
 
@@ -51,7 +51,7 @@ class Verdict:
     run: Run
     failures: list[str] = field(default_factory=list)
     excuse: str = ""
-    """What collage_fx says itself, where it says that something is not compensated."""
+    """Words of collage_fx itself, where it says that something is not compensated."""
     worst: float = 0.0
     """The largest error, as a part of what is allowed."""
     lost: float = 0.0

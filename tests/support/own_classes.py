@@ -29,7 +29,7 @@ class Descent(Optimizer):
 
 
 class Counting(optim.AdamW):
-    """A class that a user has derived from one of ours, and its own step of it."""
+    """A class that a user has derived from a collage_fx class, with its own step."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, lr=lr, storage="mcf3")

@@ -61,7 +61,7 @@ def stored(text: str) -> dict[str, set[str]]:
 
 
 def reach(start: str, links: dict[str, list[str]]) -> set[str]:
-    """What a value stems from, itself included."""
+    """Return what a value stems from, itself included."""
     found, waiting = {start}, [start]
     while waiting:
         for stem in links.get(waiting.pop(), []):

@@ -1,4 +1,4 @@
-"""Scripts in processes of their own, which begin with torch imported and nothing of ours.
+"""Scripts in processes of their own, which begin with torch imported, and no collage_fx module.
 
 They are forked from one that has done so: to import torch takes longer than most of them.
 """
@@ -14,7 +14,7 @@ FRESH.set_forkserver_preload(["torch"])
 
 
 class Done(NamedTuple):
-    """What became of a script."""
+    """Exit status and output of a script."""
 
     returncode: int | None
     stdout: str

@@ -1,4 +1,4 @@
-"""What random programs call, as a part of their scripts."""
+"""Helpers of random programs, as a part of their scripts."""
 
 import re
 

@@ -24,7 +24,7 @@ class Line:
     each: str = ""
     """The same for lists of all parameters of a group (ps, gs, ms, ...); "" if it has none."""
     carried: bool = False
-    """Whether what it computes is on the way of a state from its old value to its new one, though
+    """True if what it computes is on the way of a state from its old value to its new one, though
     it updates nothing in place: it holds the state's precision, as the state does."""
 
 
@@ -34,7 +34,7 @@ class Program:
 
     lines: tuple[Line, ...] = ()
     states: tuple[tuple[str, str], ...] = ()
-    """For each state of a parameter its name, and an expression for what it begins with."""
+    """Name of each state of a parameter, and an expression for what it begins with."""
     torch_optim: str = ""
     """An optimizer of torch.optim in place of the lines: `AdamW(GROUPS, betas=(0.9, 0.99))`."""
     dtype: str = "bfloat16"
@@ -47,35 +47,35 @@ class Program:
     counter: str = ""
     """`state`, `group` or `tensor`: where the step counts its calls, as k."""
     listed: bool = False
-    """Whether the step is of _foreach_ operations on lists, where all statements have such."""
+    """True if the step is of _foreach_ operations on lists, where all statements have such."""
     in_init: bool = False
-    """Whether states are made with the optimizer, and not in its first step."""
+    """True if states are made with the optimizer, and not in its first step."""
     near_one: bool = True
-    """Whether parameters are about 1 in size, or about 0.05."""
+    """True if parameters are about 1 in size, False if about 0.05."""
     zero_rows: bool = False
-    """Whether some elements have gradients of zero in every step."""
+    """True if some elements have gradients of zero in every step."""
     by_turns: bool = False
-    """Whether a parameter has no gradient in every third step."""
+    """True if a parameter has no gradient in every third step."""
     resumed: int = 0
     """The step before which the run is saved and resumed; 0 for never."""
     events: tuple[tuple[int, str], ...] = ()
-    """What happens between two steps: the number of the second, and a text of `events`."""
+    """Events between two steps: the number of the second, and a text of `events`."""
     methods: str = ""
     """Methods of the optimizer beside its step."""
     cut: bool = False
-    """Whether each parameter is updated by a method, in which Dynamo cuts the step."""
+    """True if each parameter is updated by a method, in which Dynamo cuts the step."""
     wrapped: bool = False
-    """Whether another optimizer hands its steps on, and is what is compiled."""
+    """True if another optimizer hands its steps on, and is what is compiled."""
     frozen: bool = False
-    """Whether there is a group before all others, of a parameter that never has a gradient."""
+    """True if there is a group before all others, of a parameter that never has a gradient."""
     joins: int = 0
     """The step before which the last parameter joins, in a group of its own; 0 for none."""
     dtypes: tuple[str, ...] = ()
-    """Those of the parameters, in turn, where they are of several."""
+    """dtypes of the parameters, in turn, where they are of several."""
     layout: str = ""
-    """How parameters are laid out in memory (`laid_out`)."""
+    """Layout of parameters in memory (`laid_out`)."""
     gradients: str = ""
-    """How gradients are laid out; or `kept` in one memory, or of a class `Named` or `Boxed`."""
+    """Layout of gradients; or `kept` in one memory, or of a class `Named` or `Boxed`."""
     infinite: str = ""
     """A number that some elements of gradients are in step 4."""
     steps: int = 10
@@ -112,17 +112,17 @@ class Program:
 
     @property
     def casts_low(self) -> bool:
-        """Whether m becomes LOW between two steps, beside parameters of any dtype."""
+        """True if m becomes LOW between two steps, beside parameters of any dtype."""
         return any(text == LOW_CAST for _, text in self.events)
 
     @property
     def draws(self) -> bool:
-        """Whether a step draws random numbers."""
+        """True if a step draws random numbers."""
         return any(word in self.statements for word in _DRAWS)
 
     @property
     def lists(self) -> bool:
-        """Whether the step is of operations on lists."""
+        """True if the step is of operations on lists."""
         able = self.way != "function" and self.counter in ("", "group") and bool(self.lines)
         able &= not self.cut
         return self.listed and able and all(line.each for line in self.lines)

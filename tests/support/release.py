@@ -1,4 +1,4 @@
-"""Whether the sdist and the wheel of `make release` have the files of the repository, and no other.
+"""Check that the sdist and the wheel of `make release` have the repository's files, and no other.
 
     python tests/support/release.py dist
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 GENERATED = re.compile(r"PKG-INFO|setup\.cfg|collage_fx(-[^/]*)?\.(egg|dist)-info/.*")
-"""What building adds."""
+"""Pattern of the files that building adds."""
 
 
 def repository() -> dict[str, bytes]:

@@ -13,7 +13,7 @@ import torch
 import collage_fx
 
 LR = 1e-3
-"""Too little for bf16, whose numbers below 1 are 0.0039 apart."""
+"""Rate too small for bf16, whose numbers below 1 are 0.0039 apart."""
 
 
 def stepped(compiled: bool) -> torch.Tensor:

@@ -29,7 +29,7 @@ class Rounding(TorchDispatchMode):
         self.states: dict[int, tuple[str, Tensor]] = {}
         self.exact = 0
         self.dithered = bool(seed % 2)
-        """Whether results and states without residuals are rounded by chance too."""
+        """True if results and states without residuals are rounded by chance too."""
         self.generator = torch.Generator().manual_seed(seed)
 
     def keep(self, name: str, x: Any) -> Any:
@@ -212,7 +212,7 @@ class _Exactly:
 
 
 class _Between:
-    """What is done between steps is done on whole values."""
+    """Context for what is done between steps: on whole values."""
 
     def __init__(self, mode: Rounding) -> None:
         self.mode = mode

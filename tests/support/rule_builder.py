@@ -38,7 +38,7 @@ def whole(hi: Tensor, lo: Tensor) -> Traced:
 
 
 class _Environment:
-    """What an operand is: its expansion or itself."""
+    """Operand -> its expansion, or itself."""
 
     def __getitem__(self, operand: Any) -> Any:
         return getattr(operand, "expanded", None) or operand

@@ -88,20 +88,20 @@ def unwrapped(module: types.ModuleType) -> None:
 
 @dataclass
 class Run:
-    """What a compensated run gave."""
+    """Values, warnings and reports of a compensated run."""
 
     values: dict[str, Tensor] = field(default_factory=dict)
     high: dict[str, Tensor] = field(default_factory=dict)
     bits: dict[str, int] = field(default_factory=dict)
-    """How many bits each state has, by its name and parameter."""
+    """Number of bits of each state, by its name and parameter."""
     compensated: set[str] = field(default_factory=set)
     warned: list[str] = field(default_factory=list)
     error: CollageError | None = None
     graphs: int = 0
     numbers: bool = False
-    """Whether a graph was compiled again, or late, that takes numbers which change."""
+    """True if a graph was compiled again, or late, that takes numbers which change."""
     joined: int = 0
-    """In how many steps a state was written on whole values."""
+    """Number of steps in which a state was written on whole values."""
     report: str = ""
 
 

@@ -34,7 +34,7 @@ KINDS: dict[str, Any] = {
 
 
 PARTS = ("model", "optimizer")
-"""Of a checkpoint, as get_state_dict returns them."""
+"""Parts of a checkpoint, as get_state_dict returns them."""
 
 
 def save(

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 import collage_fx
 
 SHAPES = [(4, 3), (7,), (2, 3, 2), (9,), (3, 5), (16,), (2, 2, 2, 2), (33,)]
-"""As many as a class has at least that is compiled once."""
+"""Shapes, as many as a class has at least that is compiled once."""
 Make = Callable[[list[Tensor]], Optimizer]
 Change = Callable[[list[Optimizer], int], None]
 

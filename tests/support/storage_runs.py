@@ -15,7 +15,7 @@ WAYS = pytest.mark.parametrize(
 )
 BITS = ("mcf2", "mcf3", "remainder16", "ulp8")
 LR = 1e-5
-"""At which bf16 loses everything, ulp8 much, mcf2 little and 24 bits nothing."""
+"""Rate at which bf16 loses everything, ulp8 much, mcf2 little and 24 bits nothing."""
 
 
 def start(count: int, dtype: torch.dtype) -> list[Tensor]:

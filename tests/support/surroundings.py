@@ -1,4 +1,4 @@
-"""What is around the steps of random programs: between them, and in memory and gradients."""
+"""Surroundings of the steps of random programs: between them, and in memory and gradients."""
 
 from typing import Any
 
@@ -124,7 +124,7 @@ def joins(draw: DrawFn, program: Program) -> dict[str, Any]:
 
 
 def events(draw: DrawFn, program: Program, loads: bool) -> dict[str, Any]:
-    """What happens between two steps."""
+    """Draw what happens between two steps."""
     kinds, states = [_READS], dict(program.states)
     # Of two that share a state one has the low words of the clones.
     kinds.append(RESTORED[: 3 if "shared(" in str(states) else 4])

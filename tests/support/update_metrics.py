@@ -1,4 +1,4 @@
-"""How much of an optimizer's update survives being stored.
+"""Share of an optimizer's update that survives being stored.
 
 Two numbers, both computed in float64 from detached tensors, so that they measure the storage and
 not themselves. Neither knows about expansions: a caller which stores a weight as hi + lo passes the

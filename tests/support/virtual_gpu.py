@@ -230,7 +230,7 @@ def _without_cuda() -> Iterator[None]:
 
 @dataclass
 class Emitted:
-    """What Inductor emits for a rewritten graph."""
+    """Code that Inductor emits for a rewritten graph."""
 
     kernels: list[Kernel]
     call: Callable[[list[torch.Tensor]], Any]
