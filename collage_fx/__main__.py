@@ -11,7 +11,7 @@ from collage_fx.inspection import scripts
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the command line asks for; return the exit status."""
+    """Run the command of the command line; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m collage_fx", description="Compensated optimizer steps in bf16 and fp16."
     )

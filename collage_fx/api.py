@@ -161,7 +161,7 @@ def _begin(optimizer: Optimizer, config: CollageConfig, options: dict[str, Any])
 def _compile_for_backend(
     optimizer: Optimizer, mode: str | None = None, options: dict[str, Any] | None = None
 ) -> Callable[..., Any] | None:
-    """Return what does the steps of an optimizer that torch.compile runs, with our backend.
+    """Return the function that does an optimizer's steps which torch.compile runs with our backend.
 
     None for an optimizer of torch.distributed, which calls that of the one that it holds.
     """
@@ -191,7 +191,7 @@ def report(
     model: Module | None = None,
     verbose: bool = False,
 ) -> Report:
-    """Say what served each carried state of a step, how often, and with what verdict.
+    """Report how each carried state of a step was written, how often, and with what verdict.
 
     Args:
         step_or_optimizer: what `collage_fx.compile` returned, an optimizer whose `step` it is, or

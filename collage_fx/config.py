@@ -170,6 +170,6 @@ class CollageConfig(Settings):
             object.__setattr__(self, "arithmetic", arithmetic)
 
     def rounds_by_chance(self, storage: str) -> bool:
-        """Tell whether the last residual of a storage is rounded by chance."""
+        """Return True if the last residual of a storage is rounded by chance."""
         known = STORAGES.get(storage)
         return self.stochastic_rounding and known is not None and known.split_by_chance is not None

@@ -98,7 +98,7 @@ def _exactly(options: dict[str, Any]) -> str:
 
 
 def _is_public(cls: type) -> bool:
-    """Tell whether a class is one of this module, which take options where one is made."""
+    """Return True if a class is one of this module, which take options where one is made."""
     return globals().get(cls.__name__) is cls
 
 
@@ -186,7 +186,7 @@ def _with_options(own: inspect.Signature) -> inspect.Signature:
 
 
 def _doc(original: type[Optimizer], *, takes_options: bool) -> str:
-    """Return what is said of a class: what it adds, and what the original is."""
+    """Return the docstring of a class: what it adds, and what the original is."""
     options = (
         "\n\nBeside its arguments it takes, by keyword, the options of `collage_fx.compile`: "
         f"{', '.join(OPTION_TYPES)}, and settings of torch._inductor.config. None stands for one "

@@ -31,7 +31,7 @@ class Backoff:
         return due
 
     def bind(self, make: Callable[[], T]) -> T | None:
-        """Return what is made of a step that was done; None if it cannot be repeated."""
+        """Return what `make` makes of a step that was done; None if it cannot be repeated."""
         if is_capturing():  # nothing can be allocated outside of the memory of the graph
             return None
         self.before = self.left = 2 * self.before + 1
@@ -48,5 +48,5 @@ class Backoff:
         return None
 
     def held(self) -> None:
-        """Note that a step was repeated."""
+        """Note a step that was repeated."""
         self.before = 0

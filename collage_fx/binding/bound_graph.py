@@ -63,7 +63,7 @@ class BoundGraph:
         keep_versions(residuals, self.snapshot.versions)
 
     def run(self, args: tuple[Any, ...]) -> Any:
-        """Do what the graph does; return its results, or None, with nothing done, if it cannot."""
+        """Run the graph; return its results, or None, with nothing done, if it cannot."""
         if self.generation != STORE.generation or not self.snapshot.holds(args):
             return None
         return self.runs.run(args)
@@ -126,7 +126,7 @@ class Calls:
 def _contents(
     args: tuple[Any, ...], known: Sequence[Gathered], fixed: Sequence[Tensor]
 ) -> tuple[Contents, list[Residual]]:
-    """Return what has to be as it was, and the residuals of the tensors that are written.
+    """Return the contents that have to be unchanged, and the residuals of the written tensors.
 
     Args:
         args: those of the graph.
@@ -155,7 +155,7 @@ def _contents(
 
 
 def _is_number(value: Any) -> bool:
-    """Tell whether an argument is a number of the host: floats that change come as tensors."""
+    """Return True if an argument is a number of the host: floats that change come as tensors."""
     return not isinstance(value, Tensor) or (value.dim() == 0 and value.is_cpu)
 
 

@@ -100,7 +100,7 @@ class BoundKernels:
         return [t.device for t in self.seeds.tensors] if self.seeds is not None else ()
 
     def fit(self) -> bool:
-        """Tell whether the kernels can be called for the addresses of now."""
+        """Return True if the kernels can be called for the addresses of now."""
         return self.launches.fit(self.snapshot)
 
     def run(
@@ -178,5 +178,5 @@ def _repeatable(direct: Direct | None) -> Direct:
 
 
 def _may_be_state(made: Node | None) -> bool:
-    """Tell whether a value is a tensor of a dtype that states have."""
+    """Return True if a value is a tensor of a dtype that states have."""
     return made is not None and is_tensor(made) and value_of(made).dtype in LOW_PRECISION

@@ -36,7 +36,7 @@ class Launches(Protocol):
     """The calls of all kernels of a step."""
 
     def fit(self, snapshot: TensorSnapshot) -> bool:
-        """Tell whether they can be done on the device as it is, for the addresses of now."""
+        """Return True if they can be done on the device as it is, for the addresses of now."""
 
     def run(self, snapshot: TensorSnapshot, first: int, values: Sequence[Tensor]) -> None:
         """Call the kernels.

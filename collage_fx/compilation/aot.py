@@ -258,7 +258,7 @@ class Compilation:
         logs.LOG.info("%s: %s; %.2f s", self.session.subject, summary(what), seconds)
 
     def _compiled(self, example_inputs: list[Any]) -> Callable[..., Any]:
-        """Return what AOTAutograd makes of the graph, by `inner`."""
+        """Return the callable that AOTAutograd makes of the graph, by `inner`."""
         table = keep_symbols(select_decomp_table())
         # What AOTAutograd finds out is left there, by Dynamo's call as by our own.
         context = TracingContext.try_get() or TracingContext(None)
@@ -365,7 +365,7 @@ class Compilation:
         return program
 
     def _side_inputs(self, program: Program) -> SideInputs:
-        """Return what brings residuals, and members that were left out, to the graph."""
+        """Return the side inputs of the graph: residuals, and members that were left out."""
         locate, carried = self.inputs.locate, program.residual_inputs
         where = [locate[c.index] for c in carried]
         left = [s.index for s in program.plan if s.compensable and not s.compensated]

@@ -59,7 +59,7 @@ class Part(NamedTuple):
     """The attributes that lead to it."""
 
     def of(self, whole: Any) -> Any:
-        """Return it, of the tensor itself."""
+        """Return this part of the tensor itself."""
         return functools.reduce(getattr, self.path, whole)
 
 
@@ -118,7 +118,7 @@ class Inputs:
         return any(isinstance(v, Tensor) and v.requires_grad for v in values)
 
     def share_memory_of_states(self) -> bool:
-        """Tell whether an input that is no state lies in memory of states: their flat buffer, say.
+        """Return True if an input that is no state lies in memory of states, such as a flat buffer.
 
         A low word of its own would be lost to them.
         """
@@ -145,11 +145,11 @@ class Inputs:
         return str(node.target) if node.op == "get_attr" else self.place[node]
 
     def tensor(self, source: Source) -> Any:
-        """Return what the call that is being compiled has there."""
+        """Return the argument that the call being compiled has for a source."""
         return self.locate(source)(self.args)
 
     def locate(self, source: Source) -> Locate:
-        """Return how to find the tensor from the arguments of a call."""
+        """Return the function that finds the tensor from the arguments of a call."""
         if isinstance(source, AbsentInput):
             return source.find
         if isinstance(source, Part):
@@ -162,7 +162,7 @@ class Inputs:
         return operator.itemgetter(source)
 
     def describe(self, index: int, source: Source, val: Tensor, called: str = "") -> Carried:
-        """Return what is known of an input as a carried state.
+        """Describe an input as a carried state.
 
         Args:
             index: its position among the inputs of the graph in the passes.
@@ -232,7 +232,7 @@ def _is_plain(t: Any) -> bool:
 
 
 def sources_of(gm: GraphModule) -> list[str]:
-    """Return where each argument of a graph of Dynamo's comes from, by Dynamo's name of it."""
+    """Return the source of each argument of a Dynamo graph, as Dynamo names it."""
     placeholders = gm.graph.find_nodes(op="placeholder")
     return [source_name(getattr(n, "_dynamo_source", None)) for n in placeholders]
 
@@ -271,7 +271,7 @@ class AotInputs:
                 self.members.returned[k] = whole.locate(whole.source_of(node))
 
     def describe(self, index: int, placeholder: Node) -> Carried:
-        """Say which tensor a placeholder is."""
+        """Describe the tensor of a placeholder as a carried state."""
         source = self._source(placeholder)
         val = placeholder.meta["val"]
         if source is None:
@@ -293,7 +293,7 @@ class AotInputs:
         return source_behind(descriptor, self.members.narrow.inputs if self.members else None)
 
     def copies(self, gm: GraphModule) -> list[Copies] | Unlike:
-        """Return what the members of the graph stand for, and note how to find that."""
+        """Return the members that those of the graph stand for; note how to find their tensors."""
         if self.members is None:
             return []
         placeholders = list(gm.graph.find_nodes(op="placeholder"))
@@ -324,7 +324,7 @@ class AotInputs:
         return found
 
     def note_results(self, program: Program, gm: GraphModule) -> Unlike | None:
-        """Note which results of the whole graph the members make that were left out of it.
+        """Note the results of the whole graph that the members make which were left out of it.
 
         Return why that cannot be told, if it cannot.
         """
@@ -346,6 +346,6 @@ class AotInputs:
 
 
 def aot_metadata() -> Any:
-    """Return what AOTAutograd knows of the graph that it traces now; None if it traces none."""
+    """Return AOTAutograd's metadata of the graph that it traces now; None if it traces none."""
     context = TracingContext.try_get()
     return context.fw_metadata if context is not None else None

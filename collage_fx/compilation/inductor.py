@@ -209,7 +209,7 @@ def _compile_parts(
 
 
 def _getter(places: list[int]) -> Callable[[list[Any]], Sequence[Any]]:
-    """Return what picks items out of a list."""
+    """Return a function that picks items out of a list."""
     if len(places) > 1:
         return operator.itemgetter(*places)
     return lambda args: [args[i] for i in places]

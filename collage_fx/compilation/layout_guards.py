@@ -23,7 +23,7 @@ StaticInputs: TypeAlias = tuple[list[int], list[weakref.ref[Tensor]]]
 
 
 def guards_of(tensors: list[Any]) -> TensorGuards:
-    """Return what tells whether other tensors are like these: type, dtype, device, sizes, strides.
+    """Return guards on the type, dtype, device, sizes and strides of these tensors.
 
     Also, no two of them may be the same.
     """
@@ -47,7 +47,7 @@ class Layouts:
         return [*[args[i] for i in self.places], *[find() for find in self.attributes]]
 
     def hold(self, args: tuple[Any, ...]) -> bool:
-        """Tell whether the inputs of another call are like them."""
+        """Return True if the inputs of another call are like them."""
         return self.guards is None or bool(self.guards.check(*self._of(args)))
 
     def check(self, args: tuple[Any, ...]) -> None:
@@ -81,7 +81,7 @@ def _is_static(node: Node) -> bool:
 
 
 def is_plain(*tensors: Any) -> bool:
-    """Tell whether these are all tensors of no other class, with strides."""
+    """Return True if these are all tensors of no other class, with strides."""
     return PLAIN.issuperset(map(type, tensors)) and STRIDED.issuperset(map(layout, tensors))
 
 

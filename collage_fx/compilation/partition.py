@@ -115,7 +115,7 @@ class Direct:
         return self.only_kernels and all(call.device.type != "cpu" for call in self.calls)
 
     def make(self, values: Sequence[Any] | dict[int, Any]) -> list[Any]:
-        """Return what `rest` makes of the graph's inputs."""
+        """Return the results of `rest` for the graph's inputs."""
         if self.compiled is None:
             return []
         return list(self.compiled([values[i] for i in self.inputs]))

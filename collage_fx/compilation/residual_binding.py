@@ -50,7 +50,7 @@ def of_size(plan: StatePlan, tensor: Tensor) -> StatePlan:
 
 
 def is_lasting(residual: Residual, state: StatePlan) -> bool:
-    """Tell whether a graph with this verdict on a state is to leave alone what the residual holds.
+    """Return True if a graph with this verdict on a state leaves alone what its residual holds.
 
     The verdict on a state that the graph does not change says nothing of those that do.
     """

@@ -176,7 +176,7 @@ class Session:
         raise NotImplementedError
 
     def note(self, program: Program) -> Compiled:
-        """Note that a graph was compiled; say where its classes cannot share a kernel."""
+        """Note a graph that was compiled; report why its classes cannot share a kernel."""
         for reason in {unreachable(s.val.device) for s in program.carried} - {""}:
             if program.settings.multi_tensor and program.result is not None:
                 self.warn_once(
@@ -190,7 +190,7 @@ class Session:
         return compiled
 
     def note_loss(self, lost: list[str]) -> None:
-        """Say what a graph does not hand over whole: in the report, where it is recorded."""
+        """Report the values that a graph does not hand over whole, for which it is recorded."""
         if self.supervisor() is not None:
             self.notes.update(f"recorded, not compiled as traced: {one}" for one in lost)
         else:

@@ -135,7 +135,7 @@ class Noted(Look):
         self.args = args if self.args is None else self.args
 
     def take(self, exact: ExactGraph | None, observed: Observed) -> None:
-        """Note what a graph takes."""
+        """Note the inputs of a call."""
         self.calls.append(observed)
 
 
@@ -150,7 +150,7 @@ _OBSERVING = _Observing()
 
 @contextmanager
 def looked_at(look: Look) -> Iterator[None]:
-    """Within, each call of a graph by this thread is looked at."""
+    """Have each call of a graph by this thread looked at, within this context."""
     before, _OBSERVING.looks = _OBSERVING.looks, (*_OBSERVING.looks, look)
     try:
         yield
@@ -159,7 +159,7 @@ def looked_at(look: Look) -> Iterator[None]:
 
 
 def is_looked_at() -> bool:
-    """Tell whether somebody looks at the calls of this thread."""
+    """Return True if somebody looks at the calls of this thread."""
     return bool(_OBSERVING.looks)
 
 
@@ -188,7 +188,7 @@ class SideInputs:
         return self.seeds.draw(next_draw(residuals))
 
     def begin(self, args: tuple[Any, ...], known: Gathered | None = None) -> _Call:
-        """Return what a call takes; nothing is written.
+        """Return the operands of a call; nothing is written.
 
         Args:
             args: those of the whole graph.
@@ -301,7 +301,7 @@ class Code:
         return self.call(args, self.begin(args))
 
     def begin(self, args: tuple[Any, ...], known: Sequence[Gathered] = ()) -> list[_Call]:
-        """Return what each part of a call takes; nothing is written.
+        """Return the operands of each part of a call; nothing is written.
 
         Args:
             args: those of the graph.
@@ -316,12 +316,12 @@ class Code:
         return self.function(*args) if self.side is None else self.side.call(self.function, *begun)
 
     def _may_be_left_out(self) -> bool:
-        """Tell whether nothing changes, here or on the device, where its kernels write nothing."""
+        """Return True if nothing changes anywhere while its kernels write nothing."""
         quiet = not (self.seeded or any(look.reads for look in _OBSERVING.looks))
         return quiet and self.direct is not None and self.direct.may_be_left_out
 
     def lies_as_before(self, args: tuple[Any, ...], *, sized: bool) -> bool:
-        """Tell whether what a call takes lies in memory of states only where it did in the first.
+        """Return True if what a call takes lies in memory of states only where it did in the first.
 
         What is compiled takes it for other memory: it has the high word only, and need not be read
         before the state is written.
@@ -346,12 +346,12 @@ class Code:
 
     @functools.cached_property
     def _held(self) -> list[Locate]:
-        """Return how to find the tensors that have residuals, and others of 16 bits it writes."""
+        """Return functions that find the tensors with residuals, and the 16-bit ones it writes."""
         found = (side.residuals for side in self._sides())
         return [find for one in found for find in (*one.locate, *one.others)]
 
     def _others(self, args: tuple[Any, ...], states: set[int]) -> list[Locate]:
-        """Return how to find the other tensors that it takes."""
+        """Return functions that find the other tensors that it takes."""
         finds: list[Locate] = [operator.itemgetter(i) for i in range(len(args))]
         finds += (find for s in self._sides() if s.members for find in s.members.locate)
         found = ((shard_of(find(args)), find) for find in (*finds, *self.beside))
@@ -362,7 +362,7 @@ class Code:
 
     @functools.cached_property
     def anew(self) -> list[Locate]:
-        """Return how to find the states that it computes anew without compensation."""
+        """Return functions that find the states it computes anew without compensation."""
         return [f for f, plan in self.states if plan.computed_anew and not plan.compensated]
 
     def written(self, args: tuple[Any, ...]) -> list[tuple[Tensor, StatePlan]]:
@@ -380,7 +380,7 @@ class Code:
             self.concluded = True
 
     def misses_residual(self, args: tuple[Any, ...]) -> bool:
-        """Tell whether a state of a call has a residual that the graph would need or drop."""
+        """Return True if a state of a call has a residual that the graph would need or drop."""
         return bool(self.drops_residual(args) or self.reads_residual(args))
 
     def reads_residual(self, args: tuple[Any, ...]) -> list[str]:

@@ -13,7 +13,7 @@ from collage_fx.runtime.storage.registry import compensable_dtypes
 
 
 def written_outside(session: Session, gm: GraphModule) -> bool:
-    """Tell, and warn, of a graph whose new values AOTAutograd itself writes back after it has run.
+    """Warn, and return True, if AOTAutograd itself writes new values back after the graph has run.
 
     So it does with a parameter that was updated through `.data`, and with one whose strides the
     step changes in place: no copy_ is in the graph.
@@ -38,7 +38,7 @@ def written_outside(session: Session, gm: GraphModule) -> bool:
 
 
 def takes_one_for_two(session: Session, gm: GraphModule) -> bool:
-    """Tell whether inputs that are written share memory, and a step can be recorded instead.
+    """Return True if inputs that are written share memory, and a step can be recorded instead.
 
     AOTAutograd makes one input of them, without a guard: it is so in each call from then on.
     """
@@ -50,7 +50,7 @@ def takes_one_for_two(session: Session, gm: GraphModule) -> bool:
 
 
 def differentiated(session: Session, gm: GraphModule, inputs: AotInputs) -> bool:
-    """Tell, and warn, of a graph that updates states, and whose outputs are differentiated.
+    """Warn, and return True, if a graph updates states, and its outputs are differentiated.
 
     It is compiled as it stands. Statistics of a model that is being trained are no optimizer's
     states: not a word on them.
@@ -93,7 +93,7 @@ def note_results(session: Session, gm: GraphModule, plan: list[StatePlan]) -> No
 
 
 def warn_of_states(session: Session, program: Program) -> None:
-    """Say what the passes did not compensate, unless that is recorded instead."""
+    """Warn of states that the passes did not compensate, unless the graph is recorded instead."""
     if program.lost:
         session.note_loss(program.lost)
     if session.supervisor() is not None:

@@ -60,7 +60,7 @@ class Doctor:
         self.lookers.append(looker)
 
     def finding(self) -> Finding:
-        """Return what has been found so far."""
+        """Return the finding so far."""
         return finding_of(self.lookers, list(_advice()))
 
     def stop(self) -> None:
@@ -136,7 +136,7 @@ def doctor(optimizer: Optimizer, model: Module | None = None) -> Doctor:
 
 
 def _advice() -> Iterator[str]:
-    """Yield what to add to a script that loses updates."""
+    """Yield the lines to add to a script that loses updates."""
     yield "Add one line after the optimizer is made, and before the first step:"
     yield "    collage_fx.compile_(optimizer)"
     if "transformers.trainer" in sys.modules:

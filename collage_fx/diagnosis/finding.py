@@ -210,7 +210,7 @@ def text(dtype: torch.dtype) -> str:
 
 
 def _seen_in(seen: Seen) -> str:
-    """Return who was looked at, and in how many steps."""
+    """Return the optimizers that were looked at, and in how many steps."""
     dtypes = ", ".join(f"{count} in {dtype}" for dtype, count in seen.parameters.items())
     many = f"{seen.optimizers} of " if seen.optimizers > 1 else ""
     steps = f"{seen.looks} of {seen.steps} steps looked at"

@@ -34,7 +34,7 @@ class _Group(NamedTuple):
 
 
 def finding_of(lookers: Iterable[Looker], advice: Sequence[str]) -> Finding:
-    """Return what was found in the steps of optimizers.
+    """Return the finding on the steps of optimizers.
 
     Args:
         lookers: one for each optimizer.
@@ -69,7 +69,7 @@ def finding_of(lookers: Iterable[Looker], advice: Sequence[str]) -> Finding:
 
 
 def _why_unknown(seen: Sequence[Seen], narrow: bool) -> list[str]:
-    """Return why nothing is known, and the remedy."""
+    """Return the reasons why nothing is known, and the remedy."""
     why = sorted(
         {f"{s.optimizer}: {s.problem or s.estimated}" for s in seen if s.problem or s.estimated}
     )
@@ -82,7 +82,7 @@ def _why_unknown(seen: Sequence[Seen], narrow: bool) -> list[str]:
 
 
 def _seen(lookers: Sequence[Looker]) -> list[Seen]:
-    """Return how much was seen, of all optimizers of a class together."""
+    """Return the numbers of what was seen, of all optimizers of a class together."""
     found: dict[str, Seen] = {}
     for one in lookers:
         seen = found.setdefault(one.subject, Seen(one.subject))
@@ -159,7 +159,7 @@ def _one_value(tallies: Sequence[Tally]) -> float | None:
 
 
 def _storages(losing: Sequence[_Group]) -> list[Kept]:
-    """Return what storages keep of the updates that are lost, of each dtype the default first."""
+    """Return the shares of lost updates that storages keep, of each dtype the default first."""
     found = []
     for dtype in dict.fromkeys(t.tally.like.dtype for g in losing for t in g.tensors):
         groups = [g for g in losing if g.row.dtype == text(dtype)]

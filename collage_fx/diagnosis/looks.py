@@ -60,7 +60,7 @@ class Clock:
     spent: float = 0.0
 
     def is_short(self, steps: int, looks: int) -> bool:
-        """Tell whether looks, with one more of their mean length, take more than their share.
+        """Return True if looks, with one more of their mean length, take more than their share.
 
         The share is of a thousand steps at least, of the mean length of those since the first.
         """
@@ -276,7 +276,7 @@ class Looker:
         return ""
 
     def _again(self, begun: _Begun) -> tuple[dict[Place, Tensor], dict[Place, Tensor]]:
-        """Return what a step makes of the samples, in their dtypes and in float64."""
+        """Return the samples after a step that is done again, in their dtypes and in float64."""
         twin = begun.copy
         if twin is None:
             return {}, {}
@@ -294,7 +294,7 @@ class Looker:
 
 
 def _refused(optimizer: Optimizer, given: list[Any]) -> str:
-    """Return why a copy cannot take the step; empty if it can."""
+    """Return the reason why a copy cannot take the step; empty if it can."""
     if len(given) > 1 or not all(map(callable, given)):
         return "its steps take arguments"
     for cls in type(optimizer).__mro__:
@@ -319,7 +319,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _begins(exact: Tensor, half: Tensor) -> bool:
-    """Tell whether elements become in a matrix of half a sample what they become in the vector.
+    """Return True if elements become in a matrix of half a sample what they become in the vector.
 
     Where updates are lost, a step that does not treat elements alike is not told by its results.
     """
@@ -336,7 +336,7 @@ def _stepped(twin: Optimizer) -> dict[Place, Tensor]:
 
 
 def _is_nested(optimizer: Optimizer | None) -> bool:
-    """Tell whether the step whose hook is running was called by another one of the optimizer."""
+    """Return True if the step whose hook is running was called by another one of the optimizer."""
     frame, found = sys._getframe(), 0
     while frame is not None:
         code = frame.f_code
@@ -348,13 +348,13 @@ def _is_nested(optimizer: Optimizer | None) -> bool:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Tell whether a tensor has elements that can be looked at."""
+    """Return True if a tensor has elements that can be looked at."""
     plain = type(tensor) in (Tensor, Parameter) and tensor.layout == torch.strided
     return plain and tensor.is_floating_point() and tensor.numel() > 0 and not tensor.is_meta
 
 
 def _is_skipped(optimizer: Optimizer) -> bool:
-    """Tell whether a fused step has done nothing, since a gradient scaler has found infinities."""
+    """Return True if a fused step has done nothing, as a gradient scaler has found infinities."""
     found = getattr(optimizer, "found_inf", None)
     return isinstance(found, Tensor) and bool(found.any())
 

@@ -59,7 +59,7 @@ class UpdateStats:
         return math.sqrt(self.residual_square)
 
     def to_dict(self) -> dict[str, float]:
-        """Return what is reported, by name."""
+        """Return the reported numbers by name."""
         names = ("lost_plain", "lost", "edq_plain", "edq", "ulps", "residual_norm", "infinities")
         return {name: float(getattr(self, name)) for name in names}
 

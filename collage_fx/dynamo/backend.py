@@ -62,7 +62,7 @@ class Backend(Session):
     """A function and an argument of it -> which part of the optimizer that was."""
 
     def begins(self, gm: GraphModule) -> bool:
-        """Tell whether a graph makes states for parameters that had none before this step.
+        """Return True if a graph makes states for parameters that had none before this step.
 
         It runs once, and what it makes would begin with its high word only: recorded, the
         states get both words, and nothing is compiled. So are, in their first call, all graphs of
@@ -77,7 +77,7 @@ class Backend(Session):
         return bool(made) and (self._begin(optimizer) or self.is_whole(gm))
 
     def begins_untraced(self) -> bool:
-        """Tell whether a step is the first and makes its states: then Dynamo need not see it.
+        """Return True if a step is the first and makes its states: then Dynamo need not see it.
 
         It would trace all of it for a graph that is not to be compiled.
         """
@@ -95,13 +95,13 @@ class Backend(Session):
         return bool(new)
 
     def is_whole(self, gm: GraphModule) -> bool:
-        """Tell whether a graph that Dynamo has just made is all of an optimizer's step."""
+        """Return True if a graph that Dynamo has just made is all of an optimizer's step."""
         reason: Any = gm.compile_subgraph_reason
         whole = self.whole if self.stand_ins is None else self.stand_ins.whole
         return not reason.graph_break and traced_code() in whole
 
     def hands_on(self, gm: GraphModule) -> bool:
-        """Tell whether a graph makes values for other parts of the step, out of high words only.
+        """Return True if a graph makes values for other parts of the step, out of high words only.
 
         A graph that is all of the step does not: its results are new states.
         """
@@ -371,7 +371,7 @@ class _Step:
             )
 
     def _fits(self, layouts: Layouts, args: tuple[Any, ...]) -> bool:
-        """Tell whether the arguments are like those that the graph was compiled for."""
+        """Return True if the arguments are like those that the graph was compiled for."""
         if not (layouts.hold(args) and self.symbols.hold(args)):
             return False
         if not self.code.refused and not self.code.lies_as_before(args, sized=layouts.sized):
@@ -473,7 +473,7 @@ _ONE_GRADIENT = (
 
 
 def _shares_gradients(optimizer: Optimizer | None) -> bool:
-    """Tell whether a gradient is another part of the optimizer too, which Dynamo would not guard.
+    """Return True if a gradient is another part of the optimizer too, which Dynamo would not guard.
 
     It does not where it calls `_init_group`, of torch.optim's, in the place of tracing it.
     """
@@ -485,18 +485,18 @@ def _shares_gradients(optimizer: Optimizer | None) -> bool:
 
 
 def _is_forward(gm: GraphModule) -> bool:
-    """Tell whether autograd is to differentiate what a graph returns."""
+    """Return True if autograd is to differentiate what a graph returns."""
     results = _tensors(gm.graph.output_node().all_input_nodes)
     return torch.is_grad_enabled() and any(t.requires_grad for t in results)
 
 
 def _left_out(gm: GraphModule) -> Code:
-    """Return what stands for a graph that is not compiled."""
+    """Return code for a graph that is not compiled: the graph as it is."""
     return Code(gm, None, [], [], refused=True)
 
 
 def _tensors(nodes: Iterable[Node]) -> Iterator[Tensor]:
-    """Yield what Dynamo has for the values of nodes, those that are tensors with memory."""
+    """Yield Dynamo's example values of nodes, those that are tensors with memory."""
     values = (node.meta.get("example_value") for node in nodes)
     return (v for v in values if isinstance(v, Tensor) and has_memory(v))
 
@@ -509,7 +509,7 @@ def _made(gm: GraphModule) -> list[Tensor]:
 
 
 def _end_of(gm: GraphModule) -> str:
-    """Return why a graph ends that is not all of its step, and where in the user's code."""
+    """Return the reason why a graph ends before its step, and where in the user's code."""
     reason: Any = gm.compile_subgraph_reason
     why = str(reason.reason).partition("\n")[0] if reason.graph_break else "a function by itself"
     stack = reason.user_stack

@@ -43,7 +43,7 @@ class Symbols:
 
     @contextmanager
     def compiling_again(self, args: Sequence[Any]) -> Iterator[Sequence[Any]]:
-        """Within, the graph can be compiled as when Dynamo made it.
+        """Let the graph be compiled, within this context, as when Dynamo made it.
 
         Args:
             args: those of a call.
@@ -68,7 +68,7 @@ class Symbols:
         self.assumed = [guard.expr for guard in env.guards[before:]]
 
     def hold(self, args: Sequence[Any]) -> bool:
-        """Tell whether what was assumed is so for the arguments of a call."""
+        """Return True if what was assumed is so for the arguments of a call."""
         if not self.assumed:
             return True
         values = self._values(args)
@@ -97,7 +97,7 @@ def _symbolic(example: Any) -> bool:
 
 
 def writes_number(gm: GraphModule) -> bool:
-    """Tell whether a Dynamo graph overwrites an input that is a 0-d float64 tensor on a CPU.
+    """Return True if a Dynamo graph overwrites an input that is a 0-d float64 tensor on a CPU.
 
     Dynamo takes such a tensor for a Python number when it traces again, and drops the write. See
     docs/stock-defects.md.

@@ -16,7 +16,7 @@ class Counted:
 
     @contextmanager
     def used(self, by: int = 1) -> Iterator[None]:
-        """Within, it is on."""
+        """Turn the switch on within this context."""
         self._count(by)
         try:
             yield
@@ -24,7 +24,7 @@ class Counted:
             self._count(-by)
 
     def lifted(self) -> AbstractContextManager[None]:
-        """Within, one of those that need it does not: it is off, unless there are others."""
+        """Turn it off within this context for one that needs it, unless there are others."""
         return self.used(-1)
 
     def _count(self, by: int) -> None:

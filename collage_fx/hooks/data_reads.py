@@ -111,7 +111,7 @@ def _patches(*, beside_dynamo: bool) -> list[_Patch]:
 def flushed_by(
     flush: Callable[[], None], shared: Callable[[str], None], *, beside_dynamo: bool
 ) -> Iterator[None]:
-    """Within, call flush before a tensor's data are read, or streams are ordered.
+    """Call flush, within this context, before a tensor's data are read or streams are ordered.
 
     Args:
         flush: does what waits.

@@ -32,7 +32,7 @@ _PLANNERS = "torch.distributed.checkpoint.default_planner"
 
 
 def know_residuals() -> None:
-    """Have them load residuals, and count residuals as states. Idempotent.
+    """Patch torch.distributed.checkpoint so that residuals are loaded, and are states. Idempotent.
 
     To be called where an optimizer is given to this package and where it takes its first step: the
     module is not imported for it, which would take a second.
@@ -50,7 +50,7 @@ def know_residuals() -> None:
 
 
 def _with_saved(plain: Any) -> Any:
-    """Return what plans to load a state dict, after it has that ask for the residuals there are.
+    """Return a function that plans a load, in which the residuals that are there are asked for.
 
     They may be in another storage, of more states or fewer, or none: the optimizer converts them,
     and says what it misses, when it loads the state dict.
@@ -106,7 +106,7 @@ def _ask_for_saved(planner: Any, held: dict[str, Any]) -> None:
 
 
 def _by_tensor(keys: Iterable[str]) -> dict[str, list[str]]:
-    """Return those of the residual of each tensor; what they are in common stands for that."""
+    """Return the keys of residuals by what those of one tensor have in common."""
     found: dict[str, list[str]] = {}
     for key in filter(names_entry, keys):
         found.setdefault(key.rsplit(".", 2)[0], []).append(key)
@@ -175,7 +175,7 @@ def _init(plain: Any, optim: Optimizer) -> None:
 
 
 def _has_not_begun(optim: Optimizer) -> bool:
-    """Tell whether there are states, which its constructor has made, and no steps."""
+    """Return True if there are states, which its constructor has made, and no steps."""
     counts = counts_of_steps(optim.state)
     idle = all(p.grad is None for p in params_of(optim))
     return bool(counts) and not any(counts.values()) and idle

@@ -48,12 +48,12 @@ def trace_without_numbers() -> NoReturn:
 
 
 def graphs_compiled() -> int:
-    """Return how many graphs Dynamo has made in this process."""
+    """Return the number of graphs that Dynamo has made in this process."""
     return int(counters["stats"]["unique_graphs"])
 
 
 def graph_breaks(since: int) -> list[str]:
-    """Return why and where Dynamo has ended graphs in this process, from the given one on."""
+    """Return reason and place of Dynamo's graph breaks in this process, from the given one on."""
     return [
         f"{reason.reason.splitlines()[0]}, at {frame.filename}:{frame.lineno}: {frame.line}"
         for reason in graph_break_reasons[since:]
@@ -62,7 +62,7 @@ def graph_breaks(since: int) -> list[str]:
 
 
 def recompile_reason() -> str:
-    """Return why Dynamo traces a function again, as it does now; empty if it does so at first."""
+    """Return the reason why Dynamo is tracing a function again; empty if it is the first time."""
     # Beside its metrics it says so to its own log only, TORCH_LOGS=recompiles.
     found = getattr(get_metrics_context(), "_metrics", {}).get("recompile_reason")
     return " ".join(str(found).split()).partition(" User stack trace:")[0] if found else ""
@@ -101,7 +101,7 @@ class Failures(logging.Filter):
 
     @contextmanager
     def caught(self, *, reads_numbers: bool = False) -> Iterator[None]:
-        """Within, an error of Dynamo's own leaves the function it fails on to Python.
+        """Leave a function to Python, within this context, on which Dynamo itself fails.
 
         Nothing of that function has run by then. An error of the user's comes up again there.
 
@@ -119,7 +119,7 @@ class Failures(logging.Filter):
 
     @contextmanager
     def raised(self) -> Iterator[None]:
-        """Within a closure that a step calls, errors come up as the user has set it."""
+        """Raise errors as the user has set it, within a closure that a step calls."""
         _LOGGER.removeFilter(self)
         try:
             with dynamo_config.patch(_Kept.settings):
@@ -128,7 +128,7 @@ class Failures(logging.Filter):
             _LOGGER.addFilter(self)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Tell whether a record is to be logged: not that of an error, of which we warn."""
+        """Return True if a record is to be logged: not that of an error, of which we warn."""
         if record.levelno < logging.WARNING or not record.exc_info or record.exc_info[1] is None:
             return True
         self.note(record.exc_info[1])

@@ -113,7 +113,7 @@ def _of_step(callback: Any, session: Any) -> Any:
 
 
 def _callback(callback: Any) -> Any:
-    """Return what compiles frames by torch.compiler.set_stance; see _of_step within a step."""
+    """Return the callback that compiles frames by torch.compiler.set_stance; see _of_step."""
     session = _current.session
     if session is None:
         return _by_stance(callback)
@@ -170,7 +170,7 @@ class GlobalState:
     """PyTorch's global state, on which results of operations depend too, as Dynamo guards it."""
 
     def __init__(self, *, until_reset: bool = False) -> None:
-        """Note it.
+        """Note the global state of now.
 
         Args:
             until_reset: whether it changes with the next torch.compiler.reset().
@@ -181,19 +181,19 @@ class GlobalState:
         self.modes = _modes()
 
     def same(self) -> bool:
-        """Tell whether it is as it was, and operations are neither watched nor replaced."""
+        """Return True if it is as it was, and operations are neither watched nor replaced."""
         same = bool(self.guard.check()) and self.stance == _stance()
         return same and not any(_modes())
 
     def same_within_modes(self) -> bool:
-        """Tell whether it is as it was, operations being watched as they were."""
+        """Return True if it is as it was, operations being watched as they were."""
         forgotten = self.epoch is not None and self.epoch is not _since_reset()
         same = bool(self.guard.check()) and _for_graphs(self.stance) == _for_graphs(_stance())
         return same and self.modes == _modes() and not forgotten
 
 
 def _modes() -> tuple[int, int]:
-    """Return how many modes watch operations, and calls of torch functions."""
+    """Return the numbers of modes that watch operations, and calls of torch functions."""
     return _len_torch_dispatch_stack(), _len_torch_function_stack()
 
 
@@ -204,24 +204,24 @@ def _for_graphs(stance: Any) -> Any:
 
 
 def stance_is_eager() -> bool:
-    """Tell whether the user has asked for nothing to be compiled: set_stance("force_eager")."""
+    """Return True if the user has asked for nothing to be compiled: set_stance("force_eager")."""
     return _stance().stance == "force_eager" and not _FORCED.users
 
 
 def _stance() -> Any:
-    """Return what torch.compiler.set_stance has set."""
+    """Return the stance that torch.compiler.set_stance has set."""
     return eval_frame._stance
 
 
 @torch.compiler.disable  # what Dynamo traces of a step may be called outside of it
 def within_step() -> bool:
-    """Tell whether this thread runs a step, and not a closure that the step calls."""
+    """Return True if this thread runs a step, and not a closure that the step calls."""
     return _current.session is not None
 
 
 @contextmanager
 def step_of(session: Any, *, compiled: bool) -> Iterator[None]:
-    """Within a step: compile with session, or nothing at all, what the step compiles itself."""
+    """Compile with session, or not at all, what a step compiles itself, within this context."""
     eval_frame._callback_from_stance = _callback
     with _set(session, forced=not compiled), nullcontext() if compiled else _FORCED.used():
         yield
@@ -229,7 +229,7 @@ def step_of(session: Any, *, compiled: bool) -> Iterator[None]:
 
 @contextmanager
 def outside() -> Iterator[None]:
-    """Within a closure that a step calls: compile as if there were no step."""
+    """Compile as if there were no step, within a closure that a step calls."""
     with _set(None, forced=False), _FORCED.lifted() if _current.forced else nullcontext():
         yield
 

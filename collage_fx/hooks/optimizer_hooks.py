@@ -92,7 +92,7 @@ def _compilation_ends(_: Any) -> None:
 
 
 def has_foreign_hooks(optimizer: Optimizer) -> bool:
-    """Tell whether a hook that is not ours looks at the optimizer before or after its step."""
+    """Return True if a hook that is not ours looks at the optimizer before or after its step."""
     hooks = [
         *getattr(optimizer, "_optimizer_step_pre_hooks", {}).values(),
         *getattr(optimizer, "_optimizer_step_post_hooks", {}).values(),
@@ -103,7 +103,7 @@ def has_foreign_hooks(optimizer: Optimizer) -> bool:
 
 
 def count_graph(*, supervised: bool) -> None:
-    """Note that the backend was given a graph.
+    """Note a graph that the backend was given.
 
     Args:
         supervised: whether what is not compiled is recorded.
@@ -139,7 +139,7 @@ def _find_step(optimizer: Optimizer) -> None:
 
 
 def _is_left_out(optimizer: Optimizer) -> bool:
-    """Tell whether Dynamo is to leave out this step alone, and not a function that it is a part of.
+    """Return True if Dynamo is to leave out this step alone, not as part of another function.
 
     PyTorch makes LBFGS and SparseAdam so, when torch.compile is first called.
     """
@@ -157,7 +157,7 @@ _DISABLED = torch.compiler.disable(lambda: None).__code__
 # Dynamo calls functions with this mark while it traces, and puts their result into the graph.
 @torch.compiler.assume_constant_result
 def _is_for_backend() -> bool:
-    """Tell whether Dynamo traces for our backend, and may cut what it traces."""
+    """Return True if Dynamo traces for our backend, and may cut what it traces."""
     _look_again()
     traced = tracer()
     ours = getattr(traced.output.compiler_fn, "compiler_fn", None) is Traces.backend
@@ -187,7 +187,7 @@ def _compile_step(optimizer: Optimizer, *, traced: bool) -> None:
 
 
 def _running_compiler() -> Any:
-    """Return what torch.compile calls for the function that is running, if it is our backend."""
+    """Return torch.compile's callback for the running function, if it has our backend."""
     for frame, _ in traceback.walk_stack(sys._getframe()):
         if frame.f_code.co_name == "compile_wrapper" and "callback" in frame.f_locals:
             compiler = innermost_backend(frame.f_locals["callback"])

@@ -60,7 +60,7 @@ def leave(optimizer: Optimizer) -> None:
 
 
 def can_substitute(optimizer: Optimizer) -> bool:
-    """Tell whether PyTorch calls the step of an optimizer after hooks, as it does since 2.0."""
+    """Return True if PyTorch calls the step of an optimizer after hooks, as it does since 2.0."""
     return _with_hooks(type(optimizer).step) is not None
 
 

@@ -66,7 +66,7 @@ def _decide(tx: Any, name: str, entry: Any, **kwargs: Any) -> Any:
 
 
 def _varies(optimizer: Optimizer, place: str, value: float) -> bool:
-    """Tell whether a number of this place is an input of a graph that is traced now."""
+    """Return True if a number of this place is an input of a graph that is traced now."""
     history, groups, name = history_of(optimizer), groups_of(optimizer), place.partition(_AT)[2]
     if any(n.search(name) and any(key in group for group in groups) for key, n in _SCHEDULED):
         first = None
@@ -99,7 +99,7 @@ def numbers_if_traced(
 
 
 def _in_groups(groups: list[dict[str, Any]], name: str) -> Any:
-    """Return what has this name in parameter groups; None if nothing has."""
+    """Return the value of this name in parameter groups; None if none has it."""
     at = _OF_GROUP.fullmatch(name)
     if at is None or int(at["group"]) >= len(groups):
         return None

@@ -110,7 +110,7 @@ def _store_attr(effects: SideEffects, item: Any, name: str, *args: Any, **kwargs
 
 
 def _has_attr(item: Any, tx: Any, name: str) -> Any:
-    """Tell whether a traced tensor has an attribute; refuse to, where Dynamo does not know."""
+    """Return whether a traced tensor has an attribute; raise where Dynamo does not know."""
     found = _has(item, tx, name)
     if not found.value and _is_result_in_place(item):
         _refuse(_OTHER_NAME.format(name))
@@ -118,7 +118,7 @@ def _has_attr(item: Any, tx: Any, name: str) -> Any:
 
 
 def _python_args(item: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return what Dynamo is to call `_init_group` with; raise, which has it traced, where it must.
+    """Return Dynamo's arguments for `_init_group`; raise, which has it traced, where it must.
 
     Dynamo calls it once, so that what it returns and writes is what it was then: right where that
     makes tensors, not where it counts steps, say. See docs/stock-defects.md.
@@ -131,7 +131,7 @@ def _python_args(item: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _does_more(optimizer: Any, given: Any, named: Any) -> bool:
-    """Tell whether `_init_group` does more than make new tensors: it is tried, and undone."""
+    """Return True if `_init_group` does more than make new tensors: it is tried, and undone."""
     states = list(optimizer.state.items())
     holders = [vars(optimizer), *optimizer.param_groups, *(s for _, s in states)]
     before = [(held, dict(held)) for held in holders if isinstance(held, dict)]
@@ -207,7 +207,7 @@ def _is_uneven(spec: Any) -> bool:
 
 
 def _is_result_in_place(item: Any) -> bool:
-    """Tell whether a Dynamo variable is the result of an in-place operation.
+    """Return True if a Dynamo variable is the result of an in-place operation.
 
     Dynamo knows the attributes of the tensor by the variable that the operation was given.
     """
@@ -229,7 +229,7 @@ def _refuse(message: str, optimizer: Optimizer | None = None) -> None:
 
 
 def _guard_of_two_names(source: Source, first: Source | None) -> Any:
-    """Return what makes the guard that two names are still of one object, or install it.
+    """Return the builder of the guard that two names are still of one object, or install it.
 
     Dynamo leaves that out where one of them is a place in an optimizer, or where one is local and
     one global. Of a method that updates one parameter, `self.state[p]` is the state of the first
@@ -252,7 +252,7 @@ def _guard_of_two_names(source: Source, first: Source | None) -> Any:
 
 
 def _is_listed(source: Any) -> bool:
-    """Tell whether a place is in the parameter groups or the states of an optimizer.
+    """Return True if a place is in the parameter groups or the states of an optimizer.
 
     A gradient is not: it is another tensor in each step.
     """
@@ -280,7 +280,7 @@ def traced_code() -> CodeType | None:
 
 
 def tracer() -> Any:
-    """Return what Dynamo traces with now, None if it traces nothing."""
+    """Return Dynamo's current translator; None if it traces nothing."""
     try:
         return InstructionTranslator.current_tx()
     except AttributeError:  # None in 2.11

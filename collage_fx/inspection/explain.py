@@ -55,7 +55,7 @@ def explain(
     replay: GradientRecorder | int = 0,
     **options: Any,
 ) -> Explanation:
-    """Say what collage_fx would do to a step, without changing anything.
+    """Explain what collage_fx would do to a step, without changing anything.
 
     Args:
         optimizer_or_function: an optimizer, or what wraps one and has it as its `optimizer`; a step

@@ -117,7 +117,7 @@ class Explanation:
         return [state for state in self.plan if state.refused]
 
     def _too_small(self) -> list[str]:
-        """Say which updates are too small for the storage they are kept in, and what keeps more."""
+        """Return warnings of updates too small for their storage, and what keeps more."""
         measured = [s for s in self.plan if s.compensated and s.name in self.updates]
         to_nearest = [s for s in measured if not self.config.rounds_by_chance(s.storage)]
         losing = [s for s in to_nearest if self.updates[s.name] < kept(s.dtype, s.storage)]
@@ -208,7 +208,7 @@ class Explanation:
         return [*table(rows, width, wraps=floors), *more]
 
     def _below(self) -> Iterator[str]:
-        """Yield what stands below the table, a sentence each."""
+        """Yield the sentences below the table."""
         yield f"operations before: {_listed(_count(self.before))}{self.alike}"
         yield f"operations after:  {_listed(_count(self.lowered))}"
         yield from self._about_kernels()

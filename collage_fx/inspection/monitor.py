@@ -163,7 +163,7 @@ class Monitor(Watch):
         return result
 
     def _note(self, optimizer: Optimizer, graphs: GraphUpdates, copy: "_Copy | None") -> str:
-        """Note what a step did to the states; return what is wrong with that."""
+        """Note a step's updates of the states; return the fault in that, or nothing."""
         states = _states(optimizer)
         if not states:
             return "none of its states is in 16 bits"
@@ -307,7 +307,7 @@ def check_every(every: Any) -> None:
 
 
 def _writer(to: Any) -> Callable[[Measurement], None]:
-    """Return what hands a measurement over."""
+    """Return the function that hands a measurement over."""
     if to is None:
         return lambda found: None
     if hasattr(to, "add_scalar"):  # TensorBoard

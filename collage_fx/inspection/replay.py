@@ -30,7 +30,7 @@ class Squares(NamedTuple):
     plain: float
     """Sum of (x - x64)^2, x being what the step without compensation made."""
     compensated: float
-    """The same of what the compensated step made, residual and all."""
+    """Sum of (x - x64)^2, x being what the compensated step made, residual and all."""
     exact: float
     """Sum of x64^2."""
 

@@ -45,7 +45,7 @@ class GraphUpdates(Look):
         """Reason why a graph could not be done again."""
         self._call: ExactStep | None = None
         self._taken: dict[StateName, UpdateStats] = {}
-        """The same of the graph that is being called."""
+        """Name of a state -> its statistics in the graph that is being called."""
 
     @property
     def complete(self) -> bool:
@@ -65,7 +65,7 @@ class GraphUpdates(Look):
         return result
 
     def enter(self, args: tuple[Any, ...]) -> None:
-        """Note what was written since the last graph."""
+        """Note the states that were written since the last graph."""
         self.missed |= self._written()
 
     @_disable_current_modes()
@@ -86,7 +86,7 @@ class GraphUpdates(Look):
 
     @_disable_current_modes()
     def leave(self) -> None:
-        """Note what the graph has written, done again."""
+        """Note the updates of the graph, done again."""
         found: dict[Any, UpdateStats] = {}
         try:
             for members in self._call.classes() if self._call is not None else ():
@@ -115,7 +115,7 @@ class GraphUpdates(Look):
 
 
 def _place(tensor: Tensor) -> Hashable:
-    """Return what tells a state from others; a shard may be another object each time."""
+    """Return a key of a state; a shard may be another object each time."""
     return tensor.data_ptr(), tensor.numel(), tensor.dtype
 
 
@@ -231,7 +231,7 @@ class Measurement:
         return self._together(lambda kind, param: kind)
 
     def layers(self) -> dict[str, UpdateStats]:
-        """Return those of the parameters of each layer together: of `h.0.weight` that is `h.0`."""
+        """Return statistics by layer, of its parameters together: of `h.0.weight` that is `h.0`."""
         return self._together(
             lambda kind, param: (param.rpartition(".")[0] or param) if kind == PARAMETER else None
         )

@@ -71,7 +71,7 @@ def value(tensor: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def draws(tensor: Tensor) -> int:
-    """Return how often the residual of tensor was rounded by chance, 0 if it has none.
+    """Return the number of roundings by chance of tensor's residual, 0 if it has none.
 
     Args:
         tensor: a parameter, a state or an argument of a function.

@@ -52,7 +52,7 @@ class FunctionStates:
         return []
 
     def changed(self) -> bool:
-        """Tell whether a state was made since they were looked for."""
+        """Return True if a state was made since they were looked for."""
         return self.count() != self.counted
 
     def place_numbers(self, *, traced: bool, once: bool) -> None:
@@ -146,7 +146,7 @@ class OptimizerStates(FunctionStates):
 
 
 def _states_have(optimizer: Optimizer, param: Tensor) -> bool:
-    """Tell whether a parameter has states, and these have its dtype."""
+    """Return True if a parameter has states, and these have its dtype."""
     state = optimizer.state.get(param, {})
     found = [x.dtype for x in state.values() if isinstance(x, Tensor) and x.dim()]
     return bool(found) and all(dtype is param.dtype for dtype in found)
@@ -212,7 +212,7 @@ class StateStorage:
         return storage
 
     def is_compensable(self, owned: Owned) -> bool:
-        """Tell whether a state may be compensated; warn of one that was and is not any more."""
+        """Return True if a state may be compensated; warn of one that was and is not any more."""
         tensor = owned.tensor
         if tensor.dtype in LOW_PRECISION or tensor.dtype not in FINEST:
             return tensor.dtype in LOW_PRECISION
@@ -256,7 +256,7 @@ def _module(function: Any) -> str:
 
 
 def makes_states(optimizer: Optimizer) -> bool:
-    """Tell whether a step is the first and will make states itself, as far as can be foreseen.
+    """Return True if a step is the first and will make states itself, as far as can be foreseen.
 
     Of torch.optim's classes only SGD's momentum is left for the step to make, since Dynamo calls
     `_init_group` before. Of others the code tells: it names `state`.

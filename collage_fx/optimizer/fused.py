@@ -32,12 +32,12 @@ SCALE = "_collage_grad_scale"
 
 
 def is_fused(optimizer: Optimizer) -> bool:
-    """Tell whether a step of the optimizer, or of one that it wraps, would run a fused kernel."""
+    """Return True if a step of the optimizer, or of one that it wraps, would run a fused kernel."""
     return any(map(has_fused_groups, family(optimizer)))
 
 
 def has_fused_groups(optimizer: Optimizer) -> bool:
-    """Tell whether a step of the optimizer itself would run a fused kernel."""
+    """Return True if a step of the optimizer itself would run a fused kernel."""
     return any(True for _ in _fused_groups(optimizer))
 
 
@@ -62,7 +62,7 @@ def as_its_kernel(
 
 
 def note_of(config: CollageConfig) -> str:
-    """Return what a report says of a fused optimizer, whose step is compiled as an unfused one."""
+    """Return a report's remark on a fused optimizer, whose step is compiled as an unfused one."""
     how = (
         "in fp32 registers, as the fused kernel does"
         if config.arithmetic == "wide"
@@ -73,7 +73,7 @@ def note_of(config: CollageConfig) -> str:
 
 @contextmanager
 def traceable(optimizer: Optimizer, *, asks: bool) -> Iterator[bool]:
-    """Within, a step of the optimizer is one that Dynamo traces; groups are restored after it.
+    """Let Dynamo trace a step of the optimizer, within this context; groups are restored after it.
 
     States are made first, as the fused kernel has them: step counts on the parameter's device,
     which a step under `capturable` reads there, without a synchronisation.
@@ -155,7 +155,7 @@ def unscaled(inner: Callable[..., Any], optimizer: Optimizer) -> Callable[..., A
 
 
 def _is_torchs(optimizer: Optimizer) -> bool:
-    """Tell whether the step of an optimizer's class is torch.optim's, and no subclass's."""
+    """Return True if the step of an optimizer's class is torch.optim's, and no subclass's."""
     return inspect.unwrap(type(optimizer).step).__module__.startswith("torch.optim.")
 
 

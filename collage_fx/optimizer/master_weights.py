@@ -234,7 +234,7 @@ def _check(targets: dict[str, Tensor], weights: Mapping[str, Any]) -> None:
 
 
 def _misfit(tensor: Tensor, weight: Any) -> str:
-    """Return why a tensor cannot take these values; empty if it can."""
+    """Return the reason why a tensor cannot take these values; empty if it can."""
     if not isinstance(weight, Tensor):
         return f"is given as {type(weight).__name__}"
     if (ours := placed(tensor)) != (theirs := placed(weight)):

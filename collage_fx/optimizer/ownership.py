@@ -86,7 +86,7 @@ def owned_tensors(optimizer: Optimizer) -> Iterator[Owned]:
 
 
 def compensated_tensors(optimizer: Optimizer) -> Iterator[tuple[Owned, Residual]]:
-    """Yield those of them that have residuals, with these."""
+    """Yield the tensors of an optimizer that have residuals, with these."""
     for owned in owned_tensors(optimizer):
         if (residual := STORE.get(owned.tensor)) is not None:
             yield owned, residual
@@ -252,7 +252,7 @@ def _given(key: str, name: str, tensor: Tensor) -> Owned:
 
 
 def without_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what functools.partial was given."""
+    """Return the function that functools.partial was given."""
     while isinstance(function, functools.partial):
         function = function.func
     return function
@@ -294,7 +294,7 @@ def _referred_to(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _of_optimizers(tree: Any) -> Iterator[Owned]:
-    """Yield what optimizers hold that are in a tree of containers."""
+    """Yield the tensors of optimizers in a tree of containers."""
     leaves = (_behind(leaf) for _, leaf in _leaves(tree))
     found = (leaf for leaf in leaves if issubclass(type(leaf), Optimizer))
     for one in {id(leaf): leaf for leaf in found}.values():
@@ -358,13 +358,13 @@ def owners_of(optimizers: Iterable[Optimizer]) -> dict[int, tuple[Optimizer, Own
 
 
 def owner_of(tensor: Any) -> Owner:
-    """Return what a tensor that no optimizer owns is by the looks of it."""
+    """Return the kind of a tensor that no optimizer owns, by the looks of it."""
     is_leaf = isinstance(tensor, Tensor) and tensor.requires_grad and tensor.is_leaf
     return "param" if is_leaf else "tensor"
 
 
 def is_buffer(source: str) -> bool:
-    """Tell whether a source is a buffer of a module: L['model']._modules['bn']._buffers['mean']."""
+    """Return True if a source is a module's buffer: L['model']._modules['bn']._buffers['mean']."""
     return "._buffers[" in source
 
 

@@ -54,7 +54,7 @@ def renamed_state(name: StateName, names: Mapping[str, str]) -> StateName:
 
 
 def naming(optimizer: Callable[[], Optimizer | None]) -> Callable[[str], str]:
-    """Return what replaces, in a text, positions of parameters of an optimizer by their names.
+    """Return a function that replaces, in a text, positions of parameters by their names.
 
     Args:
         optimizer: returns it when there is a text; None leaves it as it is.

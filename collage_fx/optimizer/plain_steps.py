@@ -37,12 +37,12 @@ def watch_monitored(optimizer: Optimizer, *, seen: bool) -> None:
 
 
 def was_called(optimizer: Optimizer) -> bool:
-    """Tell whether a step that was compiled for an optimizer has been called."""
+    """Return True if a step that was compiled for an optimizer has been called."""
     return optimizer in _CALLED
 
 
 def has_compiled(optimizer: Optimizer) -> bool:
-    """Tell whether a step was compiled for an optimizer, called or not."""
+    """Return True if a step was compiled for an optimizer, called or not."""
     waiting = getattr(optimizer, _HOOKS, {}).get(_KEY) is _compiled_in_vain
     return waiting or was_called(optimizer)
 

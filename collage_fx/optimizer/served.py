@@ -79,7 +79,7 @@ RETURNED = (
 
 
 def put_in_place(names: Collection[str]) -> str:
-    """Return what to say of a function that puts new tensors where its arguments have states."""
+    """Return a warning of a function that puts new tensors where its arguments have states."""
     return (
         f"not compensated: {listed(names)}: the function puts a new tensor in the place of that of "
         "the call before, and it begins without a residual. Write it in place, as in "
@@ -88,7 +88,7 @@ def put_in_place(names: Collection[str]) -> str:
 
 
 def too_small(losing: Iterable[tuple[torch.dtype, str, str]]) -> Iterator[str]:
-    """Yield what to say of parameters of which a storage loses half the updates.
+    """Yield warnings of parameters of which a storage loses half the updates.
 
     Args:
         losing: of each the dtype, the storage, which keeps too little, and the name.
@@ -105,7 +105,7 @@ def too_small(losing: Iterable[tuple[torch.dtype, str, str]]) -> Iterator[str]:
 def way_lost(
     losing: Iterable[tuple[torch.dtype, str, tuple[float, str]]], steps: int
 ) -> Iterator[str]:
-    """Yield what to say of parameters of whose way of some steps a storage lost a part.
+    """Yield warnings of parameters of whose way of some steps a storage lost a part.
 
     Args:
         losing: of each the dtype, the storage, and the share that was lost with the name.
@@ -142,7 +142,7 @@ def _finer(dtype: torch.dtype, storage: str) -> str:
 
 
 def not_given(subject: str, tensor: Tensor, how: str) -> str:
-    """Return what to say of a parameter that a function writes without being given it.
+    """Return a warning of a parameter that a function writes without being given it.
 
     Args:
         subject: the function, in words.
@@ -157,7 +157,7 @@ def not_given(subject: str, tensor: Tensor, how: str) -> str:
 
 
 def nothing_compensated(dtypes: Iterable[torch.dtype], states: Iterable[Judged]) -> str:
-    """Return what to say of a step of which none of these states is compensated.
+    """Return a warning of a step of which none of these states is compensated.
 
     Args:
         dtypes: those of all of its states.
@@ -173,7 +173,7 @@ def nothing_compensated(dtypes: Iterable[torch.dtype], states: Iterable[Judged])
 
 
 def left_by_level(states: Iterable[Judged], *, unknown: bool = False) -> str:
-    """Return what to say of the states that level light leaves alone; empty if there are none.
+    """Return a warning of the states that level light leaves alone; empty if there are none.
 
     Args:
         states: the states with their verdicts.
@@ -215,7 +215,7 @@ class Report:
         return replace(self, states=states, notes=[renamed(note, names) for note in self.notes])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as values that JSON can hold, a row for each state."""
+        """Return the report as values that JSON can hold, a row for each state."""
         rows = [
             {
                 **{key: getattr(s, key) for key in _COLUMNS},

@@ -23,7 +23,7 @@ S = TypeVar("S", bound=Judged)
 
 
 def sort_key(name: StateName) -> list[tuple[bool, int, str]]:
-    """Return what states are ordered by: the parameter, by number, and their own name."""
+    """Return the key by which states are ordered: the parameter, by number, and their own name."""
     kind, param = columns(name)
     words = [*re.split(r"(\d+)", param), "" if kind == PARAMETER else kind]
     return [(word.isdigit(), int(word) if word.isdigit() else 0, word) for word in words]
@@ -74,7 +74,7 @@ def grouped(states: Sequence[S], says: Callable[[S], Hashable]) -> list[Group[S]
 
 
 def terminal_width() -> int:
-    """Return how many columns a table may take."""
+    """Return the number of columns that a table may take."""
     columns = shutil.get_terminal_size((WIDEST, 24)).columns
     return min(max(columns, NARROWEST), WIDEST)
 

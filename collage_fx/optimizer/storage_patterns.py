@@ -33,7 +33,7 @@ class Patterns:
         """The ids of the graphs that have run."""
 
     def see(self, name: StateName) -> None:
-        """Note that there is a state of this name."""
+        """Note a state of this name."""
         text = str(name)
         self.kinds[name.kind] = self.names[text] = None
         fitting = [pattern for pattern in self.storage if fits(pattern, name)]
@@ -58,7 +58,7 @@ class Patterns:
                 self.conclude(warn)
 
     def after_graph(self, graph: Any, warn: Warn) -> None:
-        """Note that a graph has run; speak up if it has before, so that all have been compiled."""
+        """Note a graph that has run; warn if it has before, so that all have been compiled."""
         if self.idle:
             if id(graph) in self.ran:
                 self.conclude(warn)

@@ -49,7 +49,7 @@ dropout, change values."""
 
 
 def _draws(func: Any) -> bool:
-    """Tell whether an operation draws random numbers."""
+    """Return True if an operation draws random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 
 
@@ -77,12 +77,12 @@ class AtOnce:
         return self._joined(func, operation, args, kwargs)
 
     def _has_words(self, t: Tensor) -> bool:
-        """Tell whether a tensor has low words, is a state, or a part of one."""
+        """Return True if a tensor has low words, is a state, or a part of one."""
         words = self.words
         return words.known(t) or bool(words.states_in(t)) or words.around(t) is not None
 
     def born(self, func: Any, result: Any) -> Any:
-        """Note what an operation has made that was done at once; return it."""
+        """Note the results of an operation that was done at once; return them."""
         random = _draws(func)
         for t in tree_leaves(result):
             if isinstance(t, Tensor) and has_memory(t):
@@ -186,7 +186,7 @@ class AtOnce:
         return result
 
     def _say_lost(self, args: Any, kwargs: Any) -> None:
-        """Say which states among the operands of an operation count with their high words only."""
+        """Warn of states among an operation's operands that count with their high words only."""
         for t in filter(has_memory, tensors_in(args, kwargs)):
             self.words.say_lost(t)
 

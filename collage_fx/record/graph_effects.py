@@ -31,7 +31,7 @@ class KnownGraph:
     """The last of them."""
 
     def count(self, step: int) -> None:
-        """Note that it is noted operation by operation in a step."""
+        """Count a step in which it is noted operation by operation."""
         self.row += step != self.last
         self.last = step
 
@@ -64,7 +64,7 @@ class KnownGraph:
         )
 
     def fit(self, args: tuple[Any, ...]) -> bool:
-        """Tell whether they can be computed of arguments, which are tensors otherwise, or None.
+        """Return True if they can be computed of arguments, which are tensors otherwise, or None.
 
         Those whose data it reads have to be numbers on the host, such as rates.
         """
@@ -125,15 +125,15 @@ class Effect:
     """Arguments, with how often it writes them."""
 
     def holds(self, numbers: dict[Node, Any]) -> bool:
-        """Tell whether it is known what the floats are for these numbers."""
+        """Return True if it is known what the floats are for these numbers."""
         return self.fixed_are(numbers) and self._changed(numbers) <= self.proven
 
     def fixed_are(self, numbers: dict[Node, Any]) -> bool:
-        """Tell whether the numbers that are to be as they were are so."""
+        """Return True if the numbers that are to be as they were are so."""
         return all(same_number(numbers[n], value) for n, value in self.fixed.items())
 
     def _changed(self, numbers: dict[Node, Any]) -> set[Node]:
-        """Return which numbers are others than the first that the graph was noted with."""
+        """Return the numbers that differ from the first that the graph was noted with."""
         return {n for n, x in self.first.items() if not same_number(numbers[n], x)}
 
     def floats_of(self, numbers: dict[Node, Any]) -> list[float]:
@@ -175,11 +175,11 @@ class Tracer(Interpreter):
         """Lengths of the notes before: lines, regions, made memory, flushes."""
 
     def reads(self, func: Any, args: Any) -> bool:
-        """Tell whether an operation reads a number that the graph begins with."""
+        """Return True if an operation reads a number that the graph begins with."""
         return func is _ITEM and id(args[0]) in self.readable
 
     def draw(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Note what is done at once: memory without values, random bits."""
+        """Note an operation that is done at once: memory without values, random bits."""
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         self.spoiled |= not isinstance(result, Tensor) or not all(map(has_memory, given))
         if not self.spoiled:
@@ -200,7 +200,7 @@ class Tracer(Interpreter):
         return result
 
     def _see(self, n: Node, floats: list[float]) -> None:
-        """Note what the floats of an operation are.
+        """Note the floats of an operation.
 
         A number is a float if nothing else among the operands is equal to it, and if every other
         float is a number or a constant as well: an operation may compute some, 1 - x of x.
@@ -223,7 +223,7 @@ class Tracer(Interpreter):
     # What it has done.
 
     def effect(self, results: Any, numbers: dict[Node, Any]) -> Effect | None:
-        """Return what the graph has done; None if that cannot be done again by the notes.
+        """Return the effect of the graph; None if that cannot be done again by the notes.
 
         Args:
             results: of the graph.
@@ -248,7 +248,7 @@ class Tracer(Interpreter):
         return Effect(places, self.draws, self.floats, first, self.fixed, values, written, found)
 
     def _result(self, t: Any, node: Any, looks: dict[int, Any]) -> tuple[str, Any] | None:
-        """Return what a result is, which stands for itself or for a node of the graph."""
+        """Return the description of a result, for itself or for a node of the graph."""
         if not isinstance(node, Node):
             return "constant", t
         if node in self.known.nodes:
@@ -267,7 +267,7 @@ class Tracer(Interpreter):
     def _values(
         self, start: int, looks: dict[int, Any], kept: set[int]
     ) -> list[tuple[str, Any]] | None:
-        """Return what the new values are, as `Effect` has it; None if of one that is not known.
+        """Return the new values, as `Effect` has them; None if one of them is not known.
 
         Args:
             start: the first of them.

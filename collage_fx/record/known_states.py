@@ -56,17 +56,17 @@ class KnownStates:
         return [found[i] for i in self.states]
 
     def __len__(self) -> int:
-        """Return how many were found last."""
+        """Return the number of states found last."""
         return len(self.states)
 
     def are_present(self) -> bool:
-        """Tell whether those that were found last are those that there are now."""
+        """Return True if those that were found last are those that there are now."""
         if self.discovery.changed() or self.identities != self.discovery.identities():
             return False
         return all([self.tensors[i]() is not None for i in self.states])
 
     def alive(self) -> Iterator[Tensor]:
-        """Yield those that were found last, and are still there."""
+        """Yield the states found last that are still there."""
         found = (self.tensors[i]() for i in self.states)
         return (t for t in found if t is not None)
 
@@ -103,7 +103,7 @@ class OtherMemory:
         self.kept.clear()
 
     def see(self, segment: Segment, call: Call) -> None:
-        """Note which memory a segment reads before it overwrites it."""
+        """Note the memory that a segment reads before it overwrites it."""
         for i, given in enumerate(call.inputs):
             if given.pieces:
                 continue
@@ -193,7 +193,7 @@ class OtherMemory:
                     STORE.share_by_memory(owned.tensor)
 
     def watched(self) -> Callable[[], None]:
-        """Return what drops low words of memory that was written since, as gradients by a closure.
+        """Return a function that drops low words of memory written since, say by a closure.
 
         It is called behind the recorder's back.
         """
@@ -220,6 +220,6 @@ class OtherMemory:
 
 
 def resumed(states: list[Owned]) -> bool:
-    """Tell whether states have residuals from other steps, as of a checkpoint or a copy."""
+    """Return True if states have residuals from other steps, as of a checkpoint or a copy."""
     residuals = (STORE.get(owned.tensor) for owned in states)
     return any(r is not None and not r.provisional for r in residuals)

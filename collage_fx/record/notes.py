@@ -56,14 +56,14 @@ class Region:
     value: Value = field(init=False)
 
     def overlaps(self, layout: Layout) -> bool:
-        """Tell whether another view of the storage has memory in common."""
+        """Return True if another view of the storage has memory in common."""
         if self.layout[0] is not layout[0]:
             return True  # elements of two sizes are not compared
         (start, end), (first, last) = span(*self.layout[1:]), span(*layout[1:])
         return start < last and first < end
 
     def covers(self, layout: Layout) -> bool:
-        """Tell whether another view of the storage has no element but those of this region."""
+        """Return True if another view of the storage has no element but those of this region."""
         (start, end), (first, last) = span(*self.layout[1:]), span(*layout[1:])
         dense = math.prod(self.layout[1]) == end - start
         return dense and self.layout[0] is layout[0] and start <= first and last <= end
@@ -116,7 +116,7 @@ class Notes:
         self.clear()
 
     def take(self) -> tuple[Segment, Call]:
-        """Return what was noted, to be done now; nothing is noted then."""
+        """Return the noted operations, to be done now; nothing is noted then."""
         live = [r for r in self.made if r.storage is not None and not r.storage.expired()]
         memory = [_memory(r) for r in live]
         numbers = tuple(r.value.at for r in live)
@@ -128,7 +128,7 @@ class Notes:
         return segment, call
 
     def _operations(self) -> list[Place]:
-        """Return what was noted, graphs operation by operation."""
+        """Return the noted operations, those of graphs one by one."""
         found: list[Place] = []
         for place in self.path:
             found += [place] if place.effect is None else place.effect.places
@@ -208,7 +208,7 @@ class Notes:
         return True
 
     def _overlaps(self, place: Place) -> bool:
-        """Tell whether an operation writes what it also reads in another view."""
+        """Return True if an operation writes what it also reads in another view."""
         values = [v for v in leaves(place.line[1:]) if type(v) is Value]
         for w in place.writes:
             region = self.region_of[w.at]
@@ -279,7 +279,7 @@ class Notes:
         return self.take_input(t)
 
     def take_input(self, t: Tensor) -> Value:
-        """Note what is an input by the path, which is a region of its own."""
+        """Note an input by the path, which is a region of its own."""
         given = self.words.input(t)
         self.inputs.append(given)
         region = Region(given.layout)
@@ -324,7 +324,7 @@ def _memory(region: Region) -> Tensor:
 
 
 def _is_floating(args: Any) -> bool:
-    """Tell whether the first operand is a floating tensor, for which an int is as a float is."""
+    """Return True if the first operand is a floating tensor, for which an int is as a float is."""
     first = args[0] if args else None
     first = first[0] if isinstance(first, (list, tuple)) and first else first
     return isinstance(first, Tensor) and first.is_floating_point()

@@ -50,7 +50,7 @@ _ASSERT, _ASSERT_WITH_MESSAGE = aten._assert_async.default, aten._assert_async.m
 
 
 def _dispatches(kind: type) -> bool:
-    """Tell whether tensors of a class do operations by code of their own, as DTensors do."""
+    """Return True if tensors of a class do operations by code of their own, as DTensors do."""
     plain = _disabled_torch_dispatch_impl
     return getattr(kind, "__torch_dispatch__", plain) is not plain
 
@@ -148,7 +148,7 @@ class Recorder:
 
     @contextmanager
     def recording(self, *, beside_dynamo: bool) -> Iterator[None]:
-        """Note what happens within, and have it done at the end, whatever ends it."""
+        """Note the operations within, and have them done at the end, whatever ends it."""
         self.beside_dynamo = beside_dynamo
         self.in_graphs = self.apart = 0
         self.graphs.steps += 1
@@ -165,7 +165,7 @@ class Recorder:
             self.notes.forget_structures()
 
     def _watch_reads(self) -> None:
-        """Have what is read in other ways than by operations flushed before."""
+        """Have operations flushed before their results are read in other ways."""
         watch = data_reads.flushed_by(
             self.flush_outside, self.see_unknown_reader, beside_dynamo=self.beside_dynamo
         )
@@ -274,7 +274,7 @@ class Recorder:
         return self._now(func, operation, args, kwargs)
 
     def _higher_order(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Do what takes functions: by their operations where that is known, others at once."""
+        """Do an operation that takes functions: by their operations where known, or at once."""
         self.flush()
         if (trace := self.graphs.trace) is not None:
             trace.spoiled = True
@@ -290,18 +290,18 @@ class Recorder:
         return self.unrecorded.timed(func, lambda: func(*args, **kwargs))
 
     def _needs_no_states(self, operation: Operation, args: Any, kwargs: Any) -> bool:
-        """Tell whether an operation has nothing to do with low words: a view, or numbers."""
+        """Return True if an operation has nothing to do with low words: a view, or numbers."""
         if operation.kind == "read":
             return all(t.dtype not in self.words.wide for t in tensors_in(args, kwargs))
         on_host = operation.kind == "note" and self._on_host(operation, args, kwargs)
         return operation.kind == "view" or on_host
 
     def _function(self, func: Any) -> Callable[..., Any]:
-        """Return what does arithmetic on the host, as it is done in graphs and segments."""
+        """Return the function that does arithmetic on the host as graphs and segments do it."""
         return func if self.words.plain else in_float64(func)
 
     def _on_host(self, operation: Operation, args: Any, kwargs: Any) -> bool:
-        """Tell whether this is arithmetic of numbers on the host, such as a count of steps.
+        """Return True if this is arithmetic of numbers on the host, such as a count of steps.
 
         What makes a 16-bit number is none: it may be the new value of a state with one element.
         """
@@ -403,5 +403,5 @@ class Recorder:
 
 
 def _is_number(result: Any) -> bool:
-    """Tell whether a result has one element, which torch.tensor([x]) reads behind our back."""
+    """Return True if a result has one element, which torch.tensor([x]) reads behind our back."""
     return isinstance(result, Tensor) and result.numel() == 1

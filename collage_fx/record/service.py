@@ -57,7 +57,7 @@ class Service:
     of_tensor: dict[int, _Account] = field(default_factory=dict)
     """The states of a step, by their tensors."""
     of_memory: dict[Any, _Account] = field(default_factory=dict)
-    """The same by memory: a graph may write p.detach() in the place of p."""
+    """Accounts by memory: a graph may write p.detach() in the place of p."""
     places: set[Any] = field(default_factory=set)
     """Places that had a state when the step began."""
     elsewhere: set[Any] = field(default_factory=set)
@@ -143,7 +143,7 @@ class Service:
         return found
 
     def _count_graph(self, served: Served, plan: StatePlan) -> None:
-        """Note that a compiled graph has written a state, in a step."""
+        """Count a step in which a compiled graph has written a state."""
         served.graph += 1
         served.judged += 1
         if served.decision is plan.decision:
@@ -160,7 +160,7 @@ class Service:
         self.repeats = 0
 
     def note(self, owned: Owned, plan: StatePlan | None) -> None:
-        """Note that a segment has written a state: by the passes, with this verdict, or joined."""
+        """Note a state that a segment has written: by the passes, with this verdict, or joined."""
         served, tensor = self._served(owned), owned.tensor
         if plan is not None:
             return self._count_graph(served, plan)
@@ -238,7 +238,7 @@ class Service:
             self.session.warn_ownerless([o.name for o in new if id(o.tensor) not in owners])
 
     def has_written(self) -> bool:
-        """Tell whether a step has written any state."""
+        """Return True if a step has written any state."""
         return any(s.steps for s in self.served.values() if not s.is_gradient)
 
     def say_what_is_not_compensated(self) -> None:

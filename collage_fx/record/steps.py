@@ -383,7 +383,7 @@ class Steps:
         return self.recorder.graph(self.sources[graph], args)
 
     def expands(self, args: tuple[Any, ...], *, writes: bool) -> bool:
-        """Tell whether a graph would not see all of its arguments, which are known better here.
+        """Return True if a graph would not see all of its arguments, which are known better here.
 
         Args:
             args: tensors, and whatever else.
@@ -397,7 +397,7 @@ class Steps:
         )
 
     def want(self, tensors: Iterable[Tensor | None]) -> None:
-        """Have those of these that are states keep a low word for a graph that reads them.
+        """Have the states among these keep a low word for a graph that reads them.
 
         Whether something has written them does not matter: resumed, nobody would know.
         """
@@ -479,7 +479,7 @@ class Steps:
             self.quiet = False  # the next call may be given others
 
     def _updates(self) -> bool:
-        """Tell whether a step had something to update: an optimizer may have no gradients yet."""
+        """Return True if a step had something to update: an optimizer may have no gradients yet."""
         if not isinstance(self.discovery, OptimizerStates) or self.service.has_written():
             return True
         return any(p.grad is not None for p in params_of(self.discovery.optimizer()))
@@ -493,7 +493,7 @@ class Steps:
         return unaccounted
 
     def _account(self) -> list[str]:
-        """Note what was written; return the names of what nobody accounts for."""
+        """Account for what was written; return the names of states that nobody accounts for."""
         service, present = self.service, self.states.find()
         scalars = {o.param for o in present if o.key == PARAM and not o.tensor.dim()}
         new = service.take_up(present)

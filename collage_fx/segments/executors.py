@@ -96,7 +96,7 @@ class Executors:
     changing: list[list[int]] = field(default_factory=list)
     """Number of floats of each segment of this step, with the positions of those that change."""
     changed_before: list[list[int]] = field(default_factory=list)
-    """The same of the last step before a checkpoint."""
+    """Numbers of the last step before a checkpoint, as `changing`."""
     count: int = 0
     """Number of times that a segment was compiled."""
     runs: Counter[str] = field(default_factory=Counter)
@@ -168,7 +168,7 @@ class Executors:
         run_joined(segment, call, self.words)
 
     def _waits(self, segment: Segment, history: _History, call: Call) -> bool:
-        """Tell whether a segment is to be compiled after others that only read what it writes.
+        """Return True if a segment is to be compiled after others that only read what it writes.
 
         Level light would have it drop residuals that those turn out to need.
         """
@@ -179,7 +179,7 @@ class Executors:
         )
 
     def _obstacle(self, segment: Segment) -> str:
-        """Return why a segment is not to be compiled at all; empty if it is."""
+        """Return the reason why a segment is not to be compiled at all; empty if it is."""
         if self.interpreted_only:
             return "what the step does differs too often from step to step"
         if segment.opaque:
@@ -333,7 +333,7 @@ class Executors:
         return partial(self._run_code, _Rewritten(code)), float_guard(mode, fakes)
 
     def computes_anew(self, code: Code, args: tuple[Any, ...]) -> bool:
-        """Tell whether a graph stores in a parameter what it rounds: no sum, or not one of its own.
+        """Return True if a graph stores in a parameter what it rounds: no sum, or not its own one.
 
         On whole values that has a low word.
         """
@@ -387,7 +387,7 @@ class _Rewritten:
     def lacks_residual(
         self, args: tuple[Any, ...], written: list[tuple[Tensor, StatePlan]]
     ) -> bool:
-        """Tell whether a state, of those that it writes or reads, has one that it does not know."""
+        """Return True if a state that it writes or reads has a residual which it does not know."""
         states = [id(tensor) for tensor, _ in written]
         states += [id(find(args)) for find, _ in self.code.reads]
         known = STORE.generation, states

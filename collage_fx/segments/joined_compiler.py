@@ -111,7 +111,7 @@ class Joining:
         )
 
     def compile(self, segment: Segment, given: Given, numbers: Numbers) -> Made:
-        """Return what runs a segment with these numbers, and for which others it is right."""
+        """Return the function that runs a segment with these numbers, and the guard on others."""
         gm = graph_of_segment(segment, numbers, self.words, given.parts, given.plain)
         mode, fakes = with_fakes(gm, given, numbers)
         table = select_decomp_table()
@@ -145,7 +145,7 @@ class _Before:
 
     @classmethod
     def of(cls, segment: Segment, call: Call, parts: list[list[Part]], wide: Any) -> "_Before":
-        """Note what a segment was given, and what parts of that have low words."""
+        """Note the operands of a segment, and which parts of them have low words."""
         inputs: list[tuple[int, bool, list[Any] | None]] = []
         for i, (given, written) in enumerate(zip(call.inputs, segment.writes, strict=True)):
             if given.layout[0] in wide:
@@ -181,13 +181,13 @@ class _Before:
 
 
 def _looks(piece: Piece) -> tuple[Any, ...]:
-    """Return what tells which low words a state has, and those on which its storage depends."""
+    """Return a key of the low words of a state, and of what its storage depends on."""
     owned = piece.owned
     return id(piece.residual), owned.key, owned.state_name, piece.layout
 
 
 def _can_be_written(piece: Piece, words: LowWords) -> bool:
-    """Note that a state is written; tell whether it is where it was, and has what it is to have."""
+    """Note a state that is written; return True if it is where it was, with what it is to have."""
     if piece.moved:
         return False
     words.mark_written(piece.owned)
@@ -201,7 +201,7 @@ def compile_joined(
     fakes: Sequence[Any],
     table: Table,
 ) -> Callable[[list[Any]], Any]:
-    """Return what runs a graph that joins its inputs at the beginning and splits at the end.
+    """Return the function of a graph that joins its inputs at the beginning and splits at the end.
 
     Its inputs are those fake tensors, of this mode. It returns nothing. AOTAutograd decomposes by
     this table.

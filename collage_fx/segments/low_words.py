@@ -123,20 +123,20 @@ class LowWords:
         return known
 
     def mark_written(self, owned: Owned) -> None:
-        """Note that the step has written a state."""
+        """Note a state that the step has written."""
         known = self.of_tensor.get(id(owned.tensor)) or self._state(owned.tensor)
         known.written = self.writes = True
 
     def has_written(self, tensor: Tensor) -> bool:
-        """Tell whether the step has written a state, as far as it was recorded."""
+        """Return True if the step has written a state, as far as it was recorded."""
         return (known := self.of_tensor.get(id(tensor))) is not None and known.written
 
     def _memory_of(self, t: Tensor) -> KnownMemory:
-        """Return what is known of the storage of t."""
+        """Return the known memory of the storage of t."""
         return self.memory[storage_key(t)]
 
     def input(self, t: Tensor) -> Input:
-        """Return what a segment needs to know of memory that it did not make."""
+        """Return the input of a segment for memory that it did not make."""
         key = storage_key(t)
         given = Input(t.data, layout_of(t), key, [])
         if not self.memory[key].states or t.dtype not in self.wide:
@@ -152,7 +152,7 @@ class LowWords:
         return given
 
     def is_state(self, t: Tensor, key: int) -> bool:
-        """Tell whether t, in the storage of this key, is a state, and the only one in there."""
+        """Return True if t, in the storage of this key, is a state, and the only one in there."""
         states = self.memory[key].states
         return len(states) == 1 and states[0].tensor is t
 
@@ -191,14 +191,14 @@ class LowWords:
         return residual
 
     def residual(self, tensor: Tensor) -> Residual | None:
-        """Return what the store has for tensor; faster where it has seen nothing new."""
+        """Return the residual of tensor; faster than the store where that has seen nothing new."""
         known = self.of_tensor.get(id(tensor))
         if known is not None and known.asked == STORE.generation:
             return known.residual
         return STORE.get(tensor)
 
     def known(self, t: Tensor) -> bool:
-        """Tell whether t, or some of it, has a low word."""
+        """Return True if t, or some of it, has a low word."""
         if t.dtype not in self.wide:
             return False
         return bool(self._lows(t)) or any(self.of_state(o) is not None for o in self.states_in(t))
@@ -282,7 +282,7 @@ class LowWords:
         return residual
 
     def _ensured(self, owned: Owned) -> tuple[Any, ...]:
-        """Return what the storage for a state depends on, once it has a residual."""
+        """Return the key on which the storage for a state depends, once it has a residual."""
         return self.who, STORE.generation, owned.key, owned.state_name, owned.tensor.dtype
 
     def _split(
@@ -345,7 +345,7 @@ class LowWords:
         )
 
     def wrote(self, tensor: Tensor) -> list[Owned]:
-        """Note that a compiled graph has written a state, and its residual; return what it is."""
+        """Note a state that a compiled graph has written, with its residual; return it."""
         found = self.states_in(tensor)
         for owned in found:
             self.mark_written(owned)
@@ -359,7 +359,7 @@ class LowWords:
         return next((self.of_state(o) for o in found), None)
 
     def say_lost(self, t: Tensor) -> list[Residual]:
-        """Say which states in t have something in their low words; return their residuals."""
+        """Warn of states in t that have something in their low words; return their residuals."""
         known = ((o.name, self.of_state(o)) for o in self.states_in(t))
         found = [(name, r) for name, r in known if r is not None and r.has_content()]
         for name, _ in found:
@@ -375,26 +375,26 @@ class LowWords:
             residual.clear()
 
     def results(self, memory: Iterable[Tensor]) -> None:
-        """Note what a segment makes."""
+        """Note the results of a segment."""
         for t in memory:
             self.memory[storage_key(t)].made = StorageWeakRef(t.untyped_storage())
 
     def is_result(self, t: Tensor) -> bool:
-        """Tell whether a segment has made t, from whole values: it may have more bits than a graph
-        would give it."""
+        """Return True if a segment has made t, from whole values: it may have more bits than a
+        graph would give it."""
         return self.has_made(t) and self.may_be_state(t)
 
     def may_be_state(self, t: Tensor) -> bool:
-        """Tell whether t may be the value of a state, and no number."""
+        """Return True if t may be the value of a state, and no number."""
         return t.is_floating_point() and (t.dim() > 0 or self.scalars)
 
     def has_made(self, t: Tensor) -> bool:
-        """Tell whether a segment of this step has made t."""
+        """Return True if a segment of this step has made t."""
         made = self._memory_of(t).made
         return made is not None and not made.expired()
 
     def dropped(self, t: Tensor) -> bool:
-        """Tell whether t, which is no state, has something in its low words."""
+        """Return True if t, which is no state, has something in its low words."""
         return any(bool(lo.any()) for lo in self._lows(t) or ())
 
     def settle(self, written: Iterable[Tensor] | None = None) -> None:

@@ -114,7 +114,7 @@ class KnownMemory:
         return any(storage is not None and not storage.expired() for storage in of)
 
     def alive(self) -> Tensor | None:
-        """Return what it holds that is no state and has low words; None if that is gone."""
+        """Return the tensor in it that is no state and has low words; None if that is gone."""
         known = self.between
         return _on(known.storage, known.layout) if known is not None and known.lows else None
 
@@ -284,7 +284,7 @@ def gradients(memory: Iterable[KnownMemory]) -> dict[int, str]:
 
 
 def covers(t: Tensor, part: Tensor) -> bool:
-    """Tell whether part, in the same storage, lies within t, from its first element to its last."""
+    """Return True if part, in the same storage, lies in t, from its first element to its last."""
     (start, end), (first, last) = (span(*layout_of(one)[1:]) for one in (t, part))
     return start <= first and last <= end
 

@@ -48,7 +48,7 @@ class Operation:
         return self.kind in ("now", "foreign")
 
     def written_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """Return those of the arguments of a call, as dispatch has them, that it writes."""
+        """Return the arguments of a call, as dispatch has them, that it writes."""
         given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         return [given.get(key) for key in self.written]
 
@@ -126,7 +126,7 @@ _FILLS = ("copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_")
 
 
 def is_overwriting(func: Any) -> bool:
-    """Tell whether an operation writes its results over whatever was there."""
+    """Return True if an operation writes its results over whatever was there."""
     schema = getattr(func, "_schema", None)
     if schema is None:
         return False

@@ -67,7 +67,7 @@ class Strand:
     """True if all inputs and values of the strand are 0-d tensors."""
 
     def is_plain(self, call: "Call", words: LowWords) -> bool:
-        """Tell whether there are no low words in it, nor can there be any, in a call.
+        """Return True if there are no low words in it, nor can there be any, in a call.
 
         Where no state of the step has any, 16-bit values are what the user has made them. Beside
         states that have some they may be a part of such a state's update, as numbers may be.
@@ -357,7 +357,7 @@ class Operands:
     cast: Callable[[Any, torch.dtype], Any]
 
     def function(self, line: Line) -> Callable[..., Any]:
-        """Return what does an operation: as it stands, if they are left as they are."""
+        """Return the function of an operation: as it stands, if they are left as they are."""
         if self.dtypes or line.func is not undone:
             return line.func
         return lambda rounded, _: rounded

@@ -50,7 +50,7 @@ class Numbers:
         return [(i, k) for i, k in enumerate(self.same) if k in changing]
 
     def have(self, floats: list[float]) -> bool:
-        """Tell whether floats are these, but for those that change, which are equal where these
+        """Return True if floats are these, but for those that change, which are equal where these
         are: bit for bit, so that some NaN is not found to be another."""
         expected = self.floats.copy()
         for i, k in self._places:
@@ -69,7 +69,7 @@ class SeenNumbers:
     """Position, for each float, of the first that it was always equal to: a rate that many
     parameters have."""
     numbers: Numbers | None = None
-    """All of that, where the last run has brought nothing new; None to look again."""
+    """Pattern of the floats, where the last run has brought nothing new; None to look again."""
 
     def see(self, floats: list[float]) -> None:
         """Count a run; note which floats have changed since the one before."""
@@ -123,10 +123,10 @@ class Compiled:
     values: bytes | None = None
     """Bytes of those numbers in the last call that it was right for."""
     tensors: list[Tensor] = field(default_factory=list)
-    """The same, as it takes them."""
+    """Tensors of those numbers, as the code takes them."""
 
     def fits(self, given: Given, floats: list[float], pattern: Numbers | None) -> bool:
-        """Tell whether it is right for a call, of which the floats are as the pattern says."""
+        """Return True if it is right for a call, of which the floats are as the pattern says."""
         if self.structure is not given.structure and self.structure != given.structure:
             return False
         before = self.numbers
@@ -150,7 +150,7 @@ class Compiled:
 
 
 def why_compiled(segment: Segment, last: Compiled | None, given: Given, floats: list[float]) -> str:
-    """Return why a segment is compiled for a call, maybe not for the first time, for the log."""
+    """Return the reason why a segment is compiled for a call, maybe again, for the log."""
     what = f"a recorded segment of {len(segment.lines)} operations is compiled"
     if last is None:
         return what
@@ -166,7 +166,7 @@ def why_compiled(segment: Segment, last: Compiled | None, given: Given, floats: 
 
 
 def same_number(a: float, b: float) -> bool:
-    """Tell whether two floats are the same, signs of zero and NaN included."""
+    """Return True if two floats are the same, signs of zero and NaN included."""
     if a == b:
         return a != 0 or copysign(1, a) == copysign(1, b)
     return isnan(a) and isnan(b)
@@ -328,7 +328,7 @@ def number_tensor(x: float) -> Tensor:
 
 
 def float_guard(mode: FakeTensorMode, fakes: Sequence[Any]) -> Callable[..., bool]:
-    """Return what tells for which floats a graph holds: compiling may have asked (alpha == 1?)."""
+    """Return the guard on a graph's floats: compiling may have asked about one (alpha == 1?)."""
     memos = [getattr(f, "item_memo", None) for f in fakes]
     # `expr` would be the number itself, where compiling has made it a constant.
     symbols = [m.node._expr for m in memos if m is not None]

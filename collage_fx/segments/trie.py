@@ -74,23 +74,23 @@ def line_of_code() -> str:
 
 
 def on_one_line(where: str) -> str:
-    """Return what `line_of_code` has returned as `file:line: code`."""
+    """Return the line of `line_of_code` as `file:line: code`."""
     place, _, code = where.strip().partition("\n")
     return re.sub(r'^File "(.*)", line (\d+), in .*$', r"\1:\2", place) + f": {code.strip()}"
 
 
 def layout_of(t: Tensor) -> Layout:
-    """Return what tells a view of a storage from others of it."""
+    """Return the key that tells a view of a storage from others of it."""
     return t.dtype, t.size(), t.stride(), t.storage_offset()
 
 
 def meta_of(t: Tensor) -> Meta:
-    """Return what it takes to make a tensor like t."""
+    """Return the size, stride, dtype and device by which a tensor like t is made."""
     return tuple(t.size()), t.stride(), t.dtype, t.device
 
 
 def leaves(spec: Any) -> Iterator[Any]:
-    """Yield what arguments of a line consist of."""
+    """Yield the parts of the arguments of a line."""
     if type(spec) is tuple:
         for one in spec:
             yield from leaves(one)

@@ -101,7 +101,7 @@ class UserRounding:
         self.segment.lines.append(line)
 
     def _of(self, at: int) -> _Bits | None:
-        """Return what is known of a value; of the bits of any fp32 value, that value."""
+        """Return the known bits of a value; of any fp32 value, that value."""
         memory = self.segment.root[at]
         found = self.bits.get(memory)
         if found is None and at in self.segment.bit_views:
@@ -153,7 +153,7 @@ _Source: TypeAlias = tuple[int, int, Any]
 
 
 def with_errors(segment: "Segment", lines: Sequence["Line"]) -> set[int]:
-    """Return where values are converted to 16 bits whose rounding error a later line computes.
+    """Return the values converted to 16 bits whose rounding error a later line computes.
 
     That is a difference of a value and its conversion. All conversions of the value are such ones
     then: a state that took it whole, beside another that takes the error, would have that twice.
@@ -186,7 +186,7 @@ def with_errors(segment: "Segment", lines: Sequence["Line"]) -> set[int]:
 
 
 def _terms(line: "Line") -> Iterator[tuple[int, int]]:
-    """Yield what a line adds or subtracts, two by two."""
+    """Yield the terms that a line adds or subtracts, two by two."""
     name = getattr(line.func, "_opname", "").removesuffix("_")
     if name in _ADDING and len(line.args) > 1:
         for a, b in zip(leaves(line.args[0]), leaves(line.args[1]), strict=False):

@@ -42,12 +42,12 @@ def register(optimizer: Optimizer, session: Session) -> None:
 
 
 def shares(session: Session) -> bool:
-    """Tell whether what a session compiles may be used by others, and the other way round."""
+    """Return True if what a session compiles may be used by others, and the other way round."""
     return session.deduplicates and not session.keep and "share" not in session.config.without
 
 
 def count_alike(optimizer: Optimizer, session: Session) -> int:
-    """Return how many optimizers there are like this one, itself among them.
+    """Return the number of optimizers like this one, itself among them.
 
     It is a guess, by which is decided what to compile; `signature` says whether two are alike.
     """
@@ -139,7 +139,7 @@ def signature(
 
 
 def residuals_of(members: Members) -> Hashable:
-    """Return which residuals the parameters and states of an optimizer have, and how surely."""
+    """Return the kinds of the residuals of an optimizer's parameters and states, and how surely."""
     rows = [values[:GRAD] + values[GRAD + 1 :] for group in members for _, values in group]
     found = STORE.of([t for row in rows for t in row if isinstance(t, Tensor)])
     kinds = [(r.storage, r.provisional) if r is not None else None for r in found]

@@ -39,7 +39,7 @@ class Member:
         return shard_of(self.whole)
 
     def tensors(self) -> list[Any]:
-        """Return them, in an order that members of a class have in common."""
+        """Return the tensors, in an order that members of a class have in common."""
         return shards_of([self.whole, self.whole.grad, *self.state.values()])
 
     def check(self) -> None:
@@ -48,7 +48,7 @@ class Member:
         check_sizes([t.numel()] for t in full)
 
     def is_sharded_alike(self) -> bool:
-        """Tell whether a step that updates each element by itself does so to the shards too."""
+        """Return True if a step that updates each element by itself does so to the shards too."""
         own = sharding_of(self.whole)
         full = (t for t in (self.whole.grad, *self.state.values()) if t.dim())
         return all(sharding_of(t) == own for t in full) and not is_partial(self.whole)
@@ -88,7 +88,7 @@ class Member:
         return (*facts, *layouts, *self.state) if holds else None
 
     def finder(self, at: int) -> Callable[[Any], Tensor | None]:
-        """Return how to find one of its tensors, whatever the arguments of a graph."""
+        """Return the function that finds one of its tensors, whatever the arguments of a graph."""
         reference = weakref.ref(self.tensors()[at] if at != GRAD else self.whole)
         if at != GRAD:
             return lambda args: reference()

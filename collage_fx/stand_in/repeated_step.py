@@ -69,7 +69,7 @@ class RepeatedStep:
     def of(
         cls, optimizer: Optimizer, stand_ins: StandIns, noted: Noted, steps: Steps
     ) -> "RepeatedStep":
-        """Return what does again what the last step has done.
+        """Return the step that does the last one again.
 
         Args:
             optimizer: whose step it was.
@@ -111,7 +111,7 @@ class RepeatedStep:
         return True
 
     def _allowed(self, optimizer: Optimizer) -> bool:
-        """Tell whether all that is no part of the optimizer is as it was."""
+        """Return True if all that is no part of the optimizer is as it was."""
         return bool(
             self.generation == STORE.generation
             and self.steps.compiles
@@ -229,7 +229,7 @@ def contents_of(
     current: Sequence[tuple[Tensor, Residual]],
     numbers: Sequence[tuple[int, str]],
 ) -> Contents:
-    """Return what has to be as it was for a step to be done again.
+    """Return the contents that have to be unchanged for a step to be done again.
 
     Args:
         optimizer: whose step it is.

@@ -109,7 +109,7 @@ class SharedGraph:
         self._take_up(code, observed)
 
     def _take_up(self, code: Code, observed: Observed) -> None:
-        """Note what the graph does, and to what."""
+        """Note the kernels of the graph, and their operands."""
         direct, side, count = code.direct, code.side, len(self.inputs)
         if direct is None or side is None or not direct.only_kernels or code.reads:
             raise NotShared("it does more than to call kernels")
@@ -148,7 +148,7 @@ class SharedGraph:
         return numbers_if_traced(optimizer, self.history)
 
     def is_for(self, optimizer: Optimizer, session: Session, members: Members) -> bool:
-        """Tell whether it does what would be compiled for an optimizer if no number had changed.
+        """Return True if it does what would be compiled for an optimizer, no number having changed.
 
         Args:
             optimizer: any.
@@ -159,7 +159,7 @@ class SharedGraph:
         return known and self.is_of(optimizer, session, members)
 
     def is_of(self, optimizer: Optimizer, session: Session, members: Members) -> bool:
-        """Tell whether all that Dynamo would guard of a step is as it was when it traced one.
+        """Return True if all that Dynamo would guard of a step is as it was when it traced one.
 
         The arguments are those of `is_for`.
         """
@@ -277,7 +277,7 @@ class SharedStandIns(StandIns):
         self.sources = [name_of_number(*number) for number in graph.numbers]
 
     def holds(self, optimizer: Optimizer) -> bool:
-        """Tell whether all is as it was, and as it was for the optimizer that was traced."""
+        """Return True if all is as it was, and as it was for the optimizer that was traced."""
         code = self.code
         members = members_of(optimizer)
         if not super().holds(optimizer) or not self.graph.is_of(optimizer, self.session, members):
@@ -320,7 +320,7 @@ _LOCK = threading.Lock()
 def share(
     optimizer: Optimizer, session: Session, stand_ins: StandIns, observed: Observed, residuals: Any
 ) -> SharedGraph | None:
-    """Return what a step has compiled, without its tensors; others may use it if it is pooled.
+    """Return the compiled code of a step without its tensors; others may use it if it is pooled.
 
     None if it is for these tensors only; the arguments are those of `SharedGraph`.
     """
@@ -338,7 +338,7 @@ def share(
 def shared_stand_ins(
     optimizer: Optimizer, session: Session, own: Sequence[SharedGraph]
 ) -> SharedStandIns | None:
-    """Return how the step of an optimizer is done by what was compiled before; None if not.
+    """Return the way to do an optimizer's step by what was compiled before; None if there is none.
 
     Args:
         optimizer: whose step it is.

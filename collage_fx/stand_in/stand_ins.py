@@ -61,7 +61,7 @@ class StandIn:
 
     @contextlib.contextmanager
     def of(self, optimizer: Optimizer) -> Iterator[None]:
-        """Within, it has what else the optimizer has, its rates and so on, and gives it back."""
+        """Lend it the optimizer's other attributes, rates and so on, within this context."""
         few = self.optimizer
         own = {k: vars(few)[k] for k in (STAND_IN, "param_groups", "state")}
         few.__dict__.update({k: v for k, v in vars(optimizer).items() if k not in (*own, "step")})
@@ -99,7 +99,7 @@ class StandIn:
                     state[key] = sharded_like(value, p) if full else value
 
     def shares(self, optimizer: Optimizer) -> bool:
-        """Tell whether the states of its parameters are still the optimizer's."""
+        """Return True if the states of its parameters are still the optimizer's."""
         mine, its = self.optimizer.state, optimizer.state
         shards = {*self.shards.values()}
         return all(mine.get(p) is its.get(p) for p in params_of(self.optimizer) if p not in shards)
@@ -119,7 +119,7 @@ class StandIns:
         *,
         pooled: bool = False,
     ) -> None:
-        """Note what the parameters are now.
+        """Note the parameters as they are now.
 
         Args:
             optimizer: whose they are.
@@ -208,7 +208,7 @@ class StandIns:
         torch.autograd.graph.increment_version([t for t in tensors if is_sharded(t)])
 
     def holds(self, optimizer: Optimizer) -> bool:
-        """Tell whether all parameters, gradients and states are as they were."""
+        """Return True if all parameters, gradients and states are as they were."""
         groups = optimizer.param_groups
         if len(groups) != len(self.listed) or any(p.grad is not None for p in self.without):
             return False
@@ -224,7 +224,7 @@ class StandIns:
         return bool(self.guards.check(*shards, *shards_of([p.grad for p in self.plain])))
 
     def has_states_of(self, optimizer: Optimizer) -> bool:
-        """Tell whether the states are still those of the optimizer."""
+        """Return True if the states are still those of the optimizer."""
         states = [optimizer.state.get(p, NO_STATE) for p in self.members]
         return _same(states, self.states) and _same(list(_values(self.states)), self.tensors)
 
@@ -270,7 +270,7 @@ class StandIns:
 def _absent(
     inputs: Inputs, fakes: dict[Any, Tensor], node: Node, member: Member, at: int
 ) -> AbsentInput:
-    """Return what another member has in the place of an input, one of a member's tensors.
+    """Return another member's tensor in the place of an input, one of a member's tensors.
 
     Args:
         inputs: those of the graph.
@@ -291,7 +291,7 @@ def _absent(
 
 
 def _same(found: list[Any], expected: list[Any]) -> bool:
-    """Tell whether two lists have the same objects."""
+    """Return True if two lists have the same objects."""
     return len(found) == len(expected) and all(map(operator.is_, found, expected))
 
 

@@ -18,16 +18,16 @@ ALIKE = frozenset({Adam, Adamax, AdamW, NAdam, SGD})
 """Classes, not those that users derive, whose step treats each parameter of a group by itself."""
 
 SHAPED = frozenset({Adafactor, Muon})
-"""The same of classes whose step treats those parameters alike that have one shape."""
+"""Classes whose step treats those parameters alike that have one shape."""
 
 
 def of_one_shape(optimizer: Optimizer) -> bool:
-    """Tell whether the step of an optimizer treats those parameters alike that have one shape."""
+    """Return True if the step of an optimizer treats those parameters alike that have one shape."""
     return class_of(optimizer) in SHAPED
 
 
 def serves(optimizer: Optimizer, session: Session) -> bool:
-    """Tell whether the steps of an optimizer may be done with stand-ins."""
+    """Return True if the steps of an optimizer may be done with stand-ins."""
     if not session.deduplicates:
         return False
     if of_one_shape(optimizer) and session.config.stochastic_rounding:
@@ -43,7 +43,7 @@ def serves(optimizer: Optimizer, session: Session) -> bool:
 
 
 def code_of_step(optimizer: Optimizer) -> tuple[Any, ...] | None:
-    """Return what the step of an optimizer of torch.optim is: its class, and all functions there.
+    """Return the code of a torch.optim optimizer's step: its class, and all functions there.
 
     Of two that are equal, one does what the other does. None if somebody has put something of their
     own in the place of a function: what that depends on is not known.

@@ -243,7 +243,7 @@ def _supervised(
 
 
 def _is_function(argument: Any) -> bool:
-    """Tell whether an argument is a function, and no model or other object that can be called."""
+    """Return True if an argument is a function, and no model or other object that can be called."""
     return inspect.isroutine(argument) or isinstance(argument, functools.partial)
 
 
@@ -306,7 +306,7 @@ def optimizer_of(step: Any) -> Optimizer | None:
 
 
 def session_of(step: Any) -> Backend | None:
-    """Return what has compiled a step of an optimizer; None if it was not made here."""
+    """Return the session of an optimizer's step; None if it was not made here."""
     session = getattr(step_made_here(step, "_collage"), "_collage", None)
     return session if isinstance(session, Backend) else None
 

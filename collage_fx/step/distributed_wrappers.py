@@ -60,7 +60,7 @@ def compile_wrapper(optimizer: Optimizer, held: list[Optimizer], steps: list[Ste
 
 @contextmanager
 def _assigned(optimizers: list[Optimizer], steps: list[Step]) -> Iterator[None]:
-    """Within, the step of each optimizer is the compiled one."""
+    """Assign the compiled step to each optimizer, within this context."""
     before = [vars(one).get("step") for one in optimizers]
     for one, step in zip(optimizers, steps, strict=True):
         vars(one)["step"] = step

@@ -137,7 +137,7 @@ class StepCheck:
     def _errors(
         self, optimizer: Optimizer, before: Values, found: Values, exact: Values
     ) -> dict[str, tuple[float, float]]:
-        """Return how far off each state is, and may be: norms, in units of that of the update."""
+        """Return the error of each state and its bound: norms, in units of that of the update."""
         errors = {}
         for owned in all_tensors_of(optimizer):
             name, tensor = owned.name, owned.tensor
@@ -179,7 +179,7 @@ def _beyond(errors: dict[str, tuple[float, float]]) -> dict[str, tuple[float, fl
 def exact_step(
     optimizer: Optimizer, args: Any, kwargs: Any, loss: Callable[[], Any] | None = None
 ) -> Values | str:
-    """Return what the step makes of a copy in float64, or why that is not to be known.
+    """Return the values after the step of a copy in float64, or why these are not to be known.
 
     The copy begins with the values that the states have with their residuals.
 
@@ -280,7 +280,7 @@ class Snapshot:
         self.tensors.setdefault(id(tensor), (tensor, tensor.detach().clone()))
 
     def _walk(self, tree: Any, seen: set[int]) -> None:
-        """Note what dicts and sequences hold; a step may put other things there."""
+        """Note the contents of dicts and sequences; a step may put other things there."""
         if id(tree) in seen:
             return
         seen.add(id(tree))

@@ -67,7 +67,7 @@ class ServedMethod:
         return _Context(result, steps) if isinstance(result, AbstractContextManager) else result
 
     def __reduce__(self) -> Any:
-        """Return what makes the method of a copy."""
+        """Return constructor and arguments of a copy's method."""
         return _bound, (self.own, self.optimizer())
 
 
@@ -113,7 +113,7 @@ def _stepping(steps: "Steps") -> Iterator[None]:
 
 
 def _takes_step(method: Callable[..., Any]) -> bool:
-    """Tell whether a method calls `step`, that of the optimizer within say."""
+    """Return True if a method calls `step`, that of the optimizer within say."""
     return any("step" in _names_in(code) for code in codes(method))
 
 

@@ -51,5 +51,5 @@ class RecompileGuard:
             )
 
     def _compilations(self) -> int:
-        """Return how often Dynamo has compiled something in this process, or failed to."""
+        """Return the number of Dynamo's compilations in this process, failed ones included."""
         return graphs_compiled() + self.supervisor.failures.count

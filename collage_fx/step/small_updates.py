@@ -106,7 +106,7 @@ class SmallUpdates:
         return result
 
     def _see(self, owned: Owned, old: Tensor) -> None:
-        """Note what a step has done to a parameter."""
+        """Note a step's update of a parameter."""
         gradient, found = owned.whole.grad, _value(owned.tensor)
         shard = None if gradient is None else shard_of(gradient)
         if found is None or type(shard) is not Tensor or shard.layout != torch.strided:
@@ -185,7 +185,7 @@ def _rate(optimizer: Optimizer) -> float:
 
 
 def _is_number(rate: Any) -> TypeGuard[float]:
-    """Tell whether a rate is a number, which a tensor on a device would be waited for to be."""
+    """Return True if a rate is a number, which a tensor on a device would be waited for to be."""
     if isinstance(rate, Tensor):
         return rate.numel() == 1 and rate.is_cpu and not rate.requires_grad
     return isinstance(rate, int | float)

@@ -81,7 +81,7 @@ def subject_of(given: Any) -> Optimizer | Callable[..., Any]:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Return what a function is called; of an object that can be called, what its class is."""
+    """Return the name of a function; of an object that can be called, that of its class."""
     function = without_arguments(function)
     return str(getattr(function, "__name__", type(function).__name__))
 

@@ -73,7 +73,7 @@ class ClassView:
         return self._expanded.get(node.meta.get(ORIGIN, ""))
 
     def _name_before(self, node: Node) -> str:
-        """Return what a value is called in the graph before, if this is what it has become."""
+        """Return the name in the graph before, if this is what that value has become."""
         origin = self._in_source(node)
         if origin is None or self._last.get(origin) is not node:
             return ""

@@ -232,7 +232,7 @@ def _storing_lines(code: str, argument: str) -> list[int]:
 
 
 def _pointers(source: str, name: str, places: list[int]) -> list[str]:
-    """Return those of the parameters of a kernel at these places that it stores to."""
+    """Return the parameters of a kernel, of those at these places, that it stores to."""
     head = re.search(rf"(?:void\s+kernel|def {name})\((.*?)\)", source, re.DOTALL)
     parameters = head[1].split(",") if head else []
     words = (_POINTER.search(parameters[i]) for i in places if i < len(parameters))

@@ -82,7 +82,7 @@ class Member:
 
 
 def short_names(rewritten: Rewritten) -> list[str]:
-    """Return what the inputs of a class are called in its expanded graph, if they are states."""
+    """Return short names of a class's inputs in its expanded graph; empty for all but states."""
     states = {at for _, at, _ in rewritten.model.states}
     assert rewritten.expanded is not None
     names = [n.name for n in rewritten.expanded.graph.find_nodes(op="placeholder")]
@@ -110,7 +110,7 @@ def _val(node: Any) -> Any:
 
 
 def _gathers(node: Node) -> bool:
-    """Tell whether an operation takes a list of tensors and makes one of them: a norm of all."""
+    """Return True if an operation takes a list of tensors and makes one of them: a norm of all."""
     if "_foreach_" in str(node.target):
         return False
     lists = [a for a in node.args if isinstance(a, list | tuple)]

@@ -85,7 +85,7 @@ def name_of(node: Node) -> str:
 
 
 def form_of(node: Node, pick: Pick) -> Form:
-    """Return how a node is written.
+    """Return the form in which a node is written.
 
     Args:
         node: an operation.
@@ -135,7 +135,7 @@ def _round(node: Node, args: list[Any], kwargs: dict[str, Any]) -> Form | None:
 
 
 def _scaled(symbol: str) -> Callable[..., Form]:
-    """Return what writes addcmul and addcdiv."""
+    """Return the writer of addcmul or addcdiv."""
 
     def write(node: Node, args: list[Any], kwargs: dict[str, Any]) -> Form:
         value = kwargs.get("value", args[3] if len(args) > 3 else 1)
@@ -163,7 +163,7 @@ def _where(node: Node, args: list[Any], kwargs: dict[str, Any]) -> Form | None:
 
 
 def _of_one(text: str, binding: int, needs: int, at: int = 0) -> Callable[..., Form]:
-    """Return what writes an operation on one operand, the one at this place."""
+    """Return the writer of an operation on one operand, the one at this place."""
     return lambda node, args, kwargs: Form(text, binding, args[at : at + 1], (needs,))
 
 
@@ -217,7 +217,7 @@ def dtype_of(node: Node) -> torch.dtype | None:
 
 
 def _widens(node: Node) -> bool:
-    """Tell whether a cast keeps every value as it is."""
+    """Return True if a cast keeps every value as it is."""
     source, to = dtype_of(node.all_input_nodes[0]), dtype_of(node)
     if source is None or to is None or not source.is_floating_point:
         return False

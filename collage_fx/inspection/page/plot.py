@@ -62,7 +62,7 @@ class _Scale:
     highest: int
 
     def y(self, error: float) -> float:
-        """Return where an error is; what is 0 lies on the bottom."""
+        """Return the height of an error; 0 lies on the bottom."""
         power = math.log10(error) if error > 0 else self.lowest
         share = (power - self.lowest) / (self.highest - self.lowest)
         return round(HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM), 1)

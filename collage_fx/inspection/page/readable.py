@@ -102,12 +102,12 @@ class Text:
             for operand in self.operands[node]:
                 self.users.setdefault(operand, []).append(node)
         self.stored: dict[Node, str] = {}
-        """The same as `results`, of the values that are not merely passed on."""
+        """Value that is not merely passed on -> its name among the results."""
         for node, name in self.results.items():
             self.stored.setdefault(self._resolve(node), name)
 
     def column(self) -> Column:
-        """Return it as code."""
+        """Return the graph as code."""
         self.inlined = self._inlined()
         roots = [n for n in self.forms if n not in self.inlined]
         self.names = self._names(roots)

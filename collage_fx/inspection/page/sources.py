@@ -66,7 +66,7 @@ def _statements(file: str) -> list[ast.stmt]:
 
 
 def _changed(call: ast.expr) -> ast.expr | None:
-    """Return what `x.mul_(a).add_(b)` changes, x."""
+    """Return the variable that `x.mul_(a).add_(b)` changes, x."""
     if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
         return None
     if not call.func.attr.endswith("_"):

@@ -112,7 +112,7 @@ def states_of(explanation: "Explanation", classes: list[Rewritten]) -> States:
 
 
 def _places(explanation: "Explanation", classes: list[Rewritten]) -> Callable[[StatePlan], Place]:
-    """Return what tells where a state is."""
+    """Return a function from a state to its place."""
     by_identity: dict[int, Place] = {}
     by_name: dict[str, Place] = {}
     by_index: dict[int, Place] = {}

@@ -43,7 +43,7 @@ class _State:
         self.optimizer = weakref.ref(optimizer)
 
     def __call__(self) -> Any:
-        """Return what the class gives, and what puts the residuals into a copy."""
+        """Return the state of the class, with what puts the residuals into a copy."""
         optimizer = self.optimizer()
         assert optimizer is not None, "an optimizer is copied that is no more"
         state = type(optimizer).__getstate__(optimizer)

@@ -59,7 +59,7 @@ def give(optimizer: Optimizer, loaded: Loaded, storage: Choice) -> Iterator[str]
 
 
 def _about_casts(loaded: Loaded) -> str:
-    """Return what to say of states that have other dtypes than in the checkpoint."""
+    """Return a warning of states that have other dtypes than in the checkpoint."""
     alike: dict[tuple[torch.dtype, torch.dtype], list[str]] = {}
     for key, dtypes in loaded.cast.items():
         alike.setdefault(dtypes, []).append(key)

@@ -45,7 +45,7 @@ class OwnMethod:
         return result
 
     def __reduce__(self) -> Any:
-        """Return what makes the method of a copy."""
+        """Return constructor and arguments of a copy's method."""
         return OwnMethod, (self.optimizer(), self.name, self.then)
 
 
@@ -63,12 +63,12 @@ def serve(optimizer: Optimizer, name: str, then: Callable[..., None]) -> None:
 
 
 def loads_itself(optimizer: Optimizer) -> bool:
-    """Tell whether the class of an optimizer is in its own load_state_dict()."""
+    """Return True if the class of an optimizer is in its own load_state_dict()."""
     return _WITHIN.get(optimizer) == "load_state_dict"
 
 
 def replaces_state_dict(optimizer: Optimizer) -> bool:
-    """Tell whether state_dict() of a class does not call that of torch.optim.Optimizer."""
+    """Return True if state_dict() of a class does not call that of torch.optim.Optimizer."""
     code: Any = getattr(inspect.unwrap(type(optimizer).state_dict), "__code__", None)
     if type(optimizer).state_dict is Optimizer.state_dict or code is None:
         return False

@@ -16,7 +16,7 @@ _PLACES = WeakIdKeyDictionary()
 
 
 def note_places(optimizer: Optimizer) -> None:
-    """Note which residual the state at each place has at the end of a step, or of a load."""
+    """Note the residual of the state at each place, at the end of a step or of a load."""
     found = list(owned_tensors(optimizer))
     pairs = zip(found, STORE.of([o.tensor for o in found]), strict=True)
     places: Places = {o.place: (WeakIdRef(o.tensor), r) for o, r in pairs if r is not None}

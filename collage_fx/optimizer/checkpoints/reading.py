@@ -101,7 +101,7 @@ def read_residuals(
     *,
     cast: bool = True,
 ) -> Loaded | None:
-    """Return what states and groups of a checkpoint say of residuals; None if nothing.
+    """Return the residuals in states and groups of a checkpoint; None if there are none.
 
     Args:
         states: by position of their parameters.
@@ -138,7 +138,7 @@ def read_residuals(
 
 
 def note_casts(loaded: Loaded, params: list[Tensor]) -> None:
-    """Note which states PyTorch will give another dtype, and keep what that would round off."""
+    """Note the states that PyTorch will give another dtype, and keep what that would round off."""
     for index, param in enumerate(params):
         for key, saved in tensors_in(loaded.states.get(index, {})):
             dtype = loaded.dtype_of(key, saved, param)
@@ -180,7 +180,7 @@ def _payload(payload: Any) -> dict[str, Any]:
 
 
 def _well_formed(about: dict[str, Any]) -> bool:
-    """Tell whether what stands in an entry is of the kinds that it is read as."""
+    """Return True if what stands in an entry is of the kinds that it is read as."""
     numbers, recorded = about.get("numbers", {}), about.get("recorded") or []
     lists = (about.get("began") or [], recorded, *recorded)
     words = ({"storage", "components", "checksum"}, about.get("residuals", {}).values())
@@ -271,7 +271,7 @@ def _whole(residual: SavedResidual, saved: Tensor) -> Tensor:
 
 
 def _name(index: int, groups: list[dict[str, Any]]) -> str:
-    """Return what to call a parameter: the name that it has there, if it has one."""
+    """Return the name of a parameter: the one that it has there, or its index."""
     names: list[Any] = []
     for group in groups:
         names += group.get("param_names", group["params"])

@@ -44,7 +44,7 @@ class SavedResidual:
     draws: int = 0
 
     def expected(self, tensor: Tensor, param: torch.dtype) -> Expected | None:
-        """Return what holds of the tensor and the residual, if they are as they were saved.
+        """Return a predicate of the tensor and the residual: they are as they were saved.
 
         Args:
             tensor: which gets the residual; the whole of it, where it is sharded.
@@ -57,8 +57,8 @@ class SavedResidual:
         return None if self.total is None else functools.partial(total_matches, self.total)
 
     def was_cast(self, shape: torch.Size) -> bool:
-        """Tell whether it may be that of a tensor of this shape which was cast since, and may have
-        been cast with that."""
+        """Return True if it may be that of a tensor of this shape which was cast since, and it
+        may have been cast with that."""
         known = STORAGES.get(self.storage)
         found = [self.components[n] for n in sorted(self.components)]
         for dtypes in known.residuals.values() if known is not None else ():
@@ -87,7 +87,7 @@ class SavedResidual:
 def entries_of(
     key: str, tensor: Tensor, residual: Residual, param: torch.dtype
 ) -> dict[str, Tensor]:
-    """Return what stands for the residual of a tensor in the state of its parameter.
+    """Return the entries for the residual of a tensor in the state of its parameter.
 
     Args:
         key: of the tensor in that state, or ownership.PARAM.
@@ -111,7 +111,7 @@ def entries_of(
 
 
 def empty_entry(name: str, size: Any, dtype: torch.dtype, like: Tensor | None) -> Tensor:
-    """Return what an entry of a checkpoint is to be loaded into.
+    """Return the tensor that an entry of a checkpoint is to be loaded into.
 
     Args:
         name: its key.
@@ -134,7 +134,7 @@ def without_entries(state: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def is_entry(key: object) -> bool:
-    """Tell whether this is the key of one of our entries."""
+    """Return True if this is the key of one of our entries."""
     return isinstance(key, str) and key.startswith(PREFIX)
 
 
@@ -144,7 +144,7 @@ def tensor_of(entry: str) -> str:
 
 
 def names_entry(path: str) -> bool:
-    """Tell whether a path through state dicts, joined by dots, ends in the key of a residual."""
+    """Return True if a path through state dicts, joined by dots, ends in the key of a residual."""
     _, ours, name = f".{path}".rpartition(f".{PREFIX}")
     parts = name.rsplit(".", 2)
     known = len(parts) == 3 and parts[1] in STORAGES
@@ -190,7 +190,7 @@ def _read_entry(name: str, value: Any, found: dict[str, SavedResidual], param: t
 
 
 def _unknown_rows(tensor: Tensor) -> Tensor:
-    """Return what stands for checksums where this process has but a part of each row."""
+    """Return stand-ins for checksums, where this process has but a part of each row."""
     shard = shard_of(tensor)
     return torch.full(shard.shape[:1], UNKNOWN, dtype=torch.int8, device=shard.device)
 
@@ -202,7 +202,7 @@ def _as_bits(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _from_bits(tensor: Tensor, dtype: torch.dtype, param: torch.dtype) -> Tensor:
-    """Return what was in dtype before `_as_bits`, and perhaps was cast; tensor if that lost some.
+    """Return the values of before `_as_bits`, perhaps cast since; tensor if that lost some.
 
     Args:
         param: the dtype that `_as_bits` was given.
@@ -214,7 +214,7 @@ def _from_bits(tensor: Tensor, dtype: torch.dtype, param: torch.dtype) -> Tensor
 
 
 def _cast_back(tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Return what was cast from dtype; None if it was something else."""
+    """Return the values before a cast from dtype; None if they were others."""
     if tensor.dtype == dtype:
         return tensor
     if tensor.dtype == torch.float32 and dtype == torch.bfloat16:

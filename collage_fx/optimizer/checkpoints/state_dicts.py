@@ -182,7 +182,7 @@ def _ids(state_dict: dict[str, Any]) -> list[Any]:
 
 
 def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-    """Take what is ours out of a state dict that is to be loaded.
+    """Take our entries out of a state dict that is to be loaded.
 
     Raises CheckpointError before anything is loaded if the residuals do not fit.
     """
@@ -250,7 +250,7 @@ def _put_back(optimizer: Optimizer, loaded: Loaded) -> None:
 
 
 def _uncast(saved: Any, now: Any, loaded: Loaded, param: Tensor, path: str = "") -> Any:
-    """Return what was loaded, with the values of what was saved where it is to have other dtypes.
+    """Return loaded values, taken from the saved ones where these have other dtypes.
 
     Args:
         saved: what was saved.
@@ -276,7 +276,7 @@ def _uncast(saved: Any, now: Any, loaded: Loaded, param: Tensor, path: str = "")
 
 
 def _take_from_states(optimizer: Optimizer, payloads: Sequence[Any] = ()) -> Loaded | None:
-    """Return what load_state_dict() has left among states and groups before anyone knew better.
+    """Return the residuals that load_state_dict() left in states and groups before our hooks.
 
     Args:
         optimizer: whose states they are.
