@@ -220,19 +220,19 @@ _POWERS = (aten.pow.Tensor_Tensor, aten.pow.Scalar)
 
 
 def _decays(base: Coefficient, exponent: Coefficient) -> bool:
-    """Tell whether a power stays between 0 and 1: 0.9**step, steps being positive."""
+    """Return True if a power stays between 0 and 1: 0.9**step, steps being positive."""
     terms = sympy.Add.make_args(sympy.expand(exponent))
     positive = all(term.as_coeff_Mul()[0] > 0 for term in terms)
     return is_number(base) and 0 <= float(base) <= 1 and positive
 
 
 def is_number(a: Coefficient) -> bool:
-    """Tell whether a coefficient is a constant."""
+    """Return True if a coefficient is a constant."""
     return isinstance(a, int | float) or bool(a.is_number)
 
 
 def bound(a: Coefficient) -> float:
-    """Return what |a| is at most, infinity if that is not known.
+    """Return the largest value of |a|, infinity if that is not known.
 
     Inputs of the graph that stay as they are (a learning rate, a weight decay) count as at most 1.
     """
@@ -255,7 +255,7 @@ _FACTORS = tuple(3.0**k for k in range(-8, 9))
 
 
 def cancels(b: Coefficient, a: Coefficient) -> bool:
-    """Tell whether b is about 1 - a, or may be if tensors in it have the elements for that."""
+    """Return True if b is about 1 - a, or may be, for some elements of tensors in it."""
     has_tensor = any(not s.is_real for s in getattr(b, "free_symbols", ()))
     for factor in _FACTORS if has_tensor else _FACTORS[:1]:
         weight, rest = _at(b, factor), _at(1 - a - b, factor)

@@ -105,7 +105,7 @@ def _others(
 
 
 def _tangled(x: Node, path: tuple[Node, ...], forms: Mapping[Node, Form]) -> bool:
-    """Tell whether x meets itself on the path in other than a sum, or is scaled by a tensor.
+    """Return True if x meets itself on the path in other than a sum, or is scaled by a tensor.
 
     A condition that x decides does not count: it has nothing of its value.
     """
@@ -121,7 +121,7 @@ def _tangled(x: Node, path: tuple[Node, ...], forms: Mapping[Node, Form]) -> boo
 
 
 def _computed(operand: Any, x: Node) -> bool:
-    """Tell whether operand is a 16-bit tensor of the step's own making, such as exp(-lr * g).
+    """Return True if operand is a 16-bit tensor of the step's own making, such as exp(-lr * g).
 
     It may have been rounded to one on the way, so eft would multiply by nothing. One that is made
     of reductions has not; but what else is scaled by it, in an average say, would be rounded.
@@ -135,7 +135,7 @@ def _computed(operand: Any, x: Node) -> bool:
 
 
 def stored_wider(program: Program) -> set[Node]:
-    """Return what the graph stores in more than 16 bits."""
+    """Return the values that the graph stores in more than 16 bits."""
     stored = filter(is_tensor, mutations(graph_of(program.canonical).graph).values())
     return {n for n in stored if value_of(n).dtype not in LOW_PRECISION}
 
@@ -166,7 +166,7 @@ def eft_storage(
 
 
 def _has_side_way(rewritten: Rewritten, count: int) -> bool:
-    """Tell whether a state comes into a compensated update beside the carried path, with weight.
+    """Return True if a state comes into a compensated update beside the carried path, with weight.
 
     There eft rounds what it computes of the state to its dtype and would lose u * side of it; up to
     a side of 4u that is within the bounds of two components, as the weight decay that SGD adds to a

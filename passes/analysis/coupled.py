@@ -133,7 +133,7 @@ def _taken(part: Slice, walks: Sequence[Walk], found: Recurrence, i: int, lead: 
 
 
 def _same_value(a: Node, b: Node) -> bool:
-    """Tell whether two new values are one, be it by way of a clone."""
+    """Return True if two new values are one, be it by way of a clone."""
     clones = (torch.ops.aten.clone.default,)
     return behind(a, clones) is behind(b, clones)
 

@@ -15,7 +15,7 @@ on; in fp16 it is 1.4% at 10 u and 0.2% at 20 u."""
 
 
 def critical(found: Recurrence, dtype: torch.dtype, level: Level) -> tuple[bool, str]:
-    """Tell whether the storage dtype loses part of the update, and why."""
+    """Return True if the storage dtype loses part of the update, and why."""
     if found.kind == "nonlinear":
         keep, reason = True, "not linear in x: what it adds to x may be below the last bit of x"
     elif found.kind == "selected":

@@ -31,7 +31,7 @@ _VALUES = (*LOW_PRECISION, torch.float32)
 
 
 def escape(program: Program) -> None:
-    """Say what the graph would lose that joined values would keep, in `Program.lost`.
+    """Note in `Program.lost` what the graph would lose that joined values would keep.
 
     A graph has a low word beside the states that it writes, within their slices. Beyond them the
     high word alone is known of
@@ -128,7 +128,7 @@ def _missed(
     certain: Container[Node],
     how: str,
 ) -> Iterator[str]:
-    """Say which states are read with their high word only; note those that may have no more.
+    """Yield the states that are read with their high word only; note those that may have no more.
 
     Args:
         program: the program.
@@ -158,7 +158,7 @@ def _operands(
 
 
 def _results(program: Program, states: dict[Node, Carried]) -> Iterator[tuple[int, str]]:
-    """Yield what results take over, each with the position of the state that it is; or -1."""
+    """Yield the values that results take over, each with the position of its state; or -1."""
     graph = graph_of(program.canonical).graph
     order = {node: i for i, node in enumerate(graph.nodes)}
     has_param = any(c.owner == "param" for c in states.values())
@@ -178,7 +178,7 @@ def _results(program: Program, states: dict[Node, Carried]) -> Iterator[tuple[in
 
 
 def _candidates(program: Program) -> dict[Node, tuple[bool, int]]:
-    """Return what may take over a value, whether with an unknown weight, and which state it is.
+    """Return values that may take over others, whether with an unknown weight, and their states.
 
     Those are the 16-bit results, what is stored in a state without a residual, and fp32 values
     whose bits are taken.

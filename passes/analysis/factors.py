@@ -94,7 +94,7 @@ def _exponential(a: Terms) -> Terms:
 
 
 def _one_of(values: list[Terms]) -> Terms:
-    """Return what may be any of these values."""
+    """Return terms for what may be any of these values."""
     made: Terms = {}
     for value in values:
         both = {k: made[k].plus(value[k], signed=False) for k in made.keys() & value.keys()}
@@ -293,7 +293,7 @@ class _Walk:
         return inside[part.states[i][2]]
 
     def _given(self, part: Slice, y: Node) -> dict[tuple[Node, Node], Terms]:
-        """Return what the nodes of a slice read from outside of it, and of which node each.
+        """Return the values that the nodes of a slice read from outside of it, by edge.
 
         A sum of the state itself is of its size, even if it is no weight.
         """

@@ -124,7 +124,7 @@ def _computed_anew(program: Program) -> Iterator[Node]:
 
 
 def _leaves(x: Node, place: dict[Node, set[Node]]) -> bool:
-    """Tell whether anything but its slice reads x, or what its slice makes."""
+    """Return True if anything but its slice reads x, or what its slice makes."""
     inside = place.get(x, set())
     return any(_followed(u) and u not in inside for n in (x, *inside) for u in n.users)
 
@@ -157,12 +157,12 @@ def _note(node: Node, operands: dict[Node, Form], into: dict[Node, Form]) -> Non
 
 
 def _followed(node: Node) -> bool:
-    """Tell whether a node is computed element by element, or moves elements."""
+    """Return True if a node is computed element by element, or moves elements."""
     return node.target in STRUCTURE or elementwise(node)
 
 
 def _weighs(term: Form, own: Form) -> bool:
-    """Tell whether the error of a term matters in a new value with this form in its old one."""
+    """Return True if the error of a term matters in a new value with this form in its old one."""
     return any(
         b != 0 and ((is_number(b) and abs(float(b)) >= MUCH) or cancels(b, a))
         for b in term.shares
@@ -171,7 +171,7 @@ def _weighs(term: Form, own: Form) -> bool:
 
 
 def chosen(program: Program) -> Iterator[str]:
-    """Say which values are chosen from by their roundings, and meet the choice whole.
+    """Yield the values that are chosen from by their roundings, and meet the choice whole.
 
     What chooses, a largest element or a median, is in no slice: it reads rounded values. A slice
     has them unrounded: states and what is on their way to their new values, and in arithmetic
@@ -294,7 +294,7 @@ def _met(
 
 
 def _is_of_each(node: Node) -> bool:
-    """Tell whether each element of a result is computed of one of an operand."""
+    """Return True if each element of a result is computed of one of an operand."""
     return elementwise(node) or node.target in _PICKING or node.target is operator.getitem
 
 
@@ -308,12 +308,12 @@ def _is_float(node: Any) -> bool:
 
 
 def _is_wide(node: Node) -> bool:
-    """Tell whether a node is a tensor in fp32."""
+    """Return True if a node is a tensor in fp32."""
     return is_tensor(node) and value_of(node).dtype == torch.float32
 
 
 def _meets(values: list[Node], choice: Node, after: set[Node], inside: set[Node] | None) -> bool:
-    """Tell whether a value meets what comes of a choice: unrounded, if a slice is given.
+    """Return True if a value meets what comes of a choice: unrounded, if a slice is given.
 
     That is within the slice, and in fp32 on the way to it.
 
@@ -340,12 +340,12 @@ def _meets(values: list[Node], choice: Node, after: set[Node], inside: set[Node]
 
 
 def _straight(choice: Node) -> set[Node]:
-    """Return what is computed of a choice, and of no other tensor."""
+    """Return the values computed of a choice, and of no other tensor."""
     return closure(choice, lambda n: (u for u in n.users if len(u.all_input_nodes) == 1))
 
 
 def _less_a_share(value: Node, total: Node) -> bool:
-    """Tell whether a share of its sum, a mean say, is subtracted from a value, or added."""
+    """Return True if a share of its sum, a mean say, is subtracted from a value, or added."""
 
     def alone(node: Node) -> set[Node]:
         return closure(
@@ -361,7 +361,7 @@ def _less_a_share(value: Node, total: Node) -> bool:
 
 
 def _compares(node: Node, after: set[Node], beside: set[Node]) -> bool:
-    """Tell whether a node compares, divides or subtracts what comes of a choice alone and what
+    """Return True if a node compares, divides or subtracts what comes of a choice alone and what
     comes of the value beside it.
 
     A product, as with 1 less a share of the largest element, is none but for a quotient's.

@@ -70,7 +70,7 @@ def leave_alone(carried: list[Carried], named: tuple[str, ...], *, is_step: bool
 
 
 def is_named(name: str, named: tuple[str, ...]) -> bool:
-    """Tell whether the user names a state, by its name or by a pattern."""
+    """Return True if the user names a state, by its name or by a pattern."""
     # As it stands too, since the brackets of params[0] mean something else in a pattern.
     return any(name == pattern or fnmatchcase(name, pattern) for pattern in named)
 
@@ -97,7 +97,7 @@ def feeding(group: StateClass) -> set[int]:
 
 
 def enters(form: Form | None, own: Form | None, *, anew: bool) -> bool:
-    """Tell whether a parameter is computed anew from x: as it is known to be, or as an average.
+    """Return True if a parameter is computed anew from x: as it is known to be, or as an average.
 
     What it keeps of itself may hide that: of 0.9*(1 - lr*wd)*p + 0.1*x the factor is not known.
 
@@ -112,7 +112,7 @@ def enters(form: Form | None, own: Form | None, *, anew: bool) -> bool:
 
 
 def _member(program: Program, group: StateClass, member: Slice) -> dict[int, Found]:
-    """Return what is found of the states of one slice, by index."""
+    """Return verdicts and findings on the states of one slice, by index."""
     has_param = any(c.owner == "param" for c in program.carried)
     model, found = group.representative, group.recurrences
     verdicts = [
@@ -181,7 +181,7 @@ def _second(
 
 
 def _keeps_beside(part: Slice, which: int, other: Node) -> bool:
-    """Tell whether a state keeps something of itself that the new value of another does not hold.
+    """Return True if a state keeps something of itself that the new value of another does not hold.
 
     So does x of y' = (x + y)/2, x' = (x + y')/2.
     """
@@ -205,7 +205,7 @@ def _by_compensated(
 
 
 def flat(member: Slice) -> bool:
-    """Tell whether all tensors of a member lie in memory in one and the same dense order.
+    """Return True if all tensors of a member lie in memory in one and the same dense order.
 
     Sizes of the local tensors of DTensors are SymInts that have a constant value.
     """

@@ -189,7 +189,7 @@ class _Emitter:
         return self.seeds[device]
 
     def _obstacle(self, rewritten: Rewritten) -> str:
-        """Return why the members of a class do not share a kernel; empty if they do."""
+        """Return the reason why the members of a class do not share a kernel; empty if they do."""
         settings = self.program.settings
         if not settings.multi_tensor:
             return "multi_tensor=False"

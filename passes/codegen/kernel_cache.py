@@ -64,7 +64,7 @@ def load(place: Path | None) -> tuple[Loop, str, str] | None:
 
 
 def read(place: Path | None) -> dict[str, Any]:
-    """Return what a file of this cache holds; nothing if there is none, or it is not whole."""
+    """Return the contents of a file of this cache; nothing if there is none, or it is not whole."""
     try:
         if place is None or not place.is_file():
             return {}

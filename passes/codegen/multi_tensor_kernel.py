@@ -114,7 +114,7 @@ class MultiTensorKernel:
         return found | {i: read[k::narrow] for k, i in enumerate(self.read)}
 
     def runner(self, device: torch.device) -> Runner:
-        """Return what updates members on a device."""
+        """Return the runner that updates members on a device."""
         if device.type not in self.runners:
             with progress.work(lambda: "compiling", progress.counted("kernel")):
                 self.runners[device.type] = self._made_for(device)
@@ -139,7 +139,7 @@ class MultiTensorKernel:
             logs.show(logs.CODE, f"kernel {self.key}", functools.partial(str, source), self.made_in)
 
     def launch(self) -> Launch:
-        """Return what runs on a GPU."""
+        """Return the launch of the kernel on a GPU."""
         return Launch(self.triton(), self.scalar)
 
     def triton(self) -> str:
@@ -165,7 +165,7 @@ class MultiTensorKernel:
         return runner, how
 
     def text(self) -> str:
-        """Return what all that is compiled of it follows from."""
+        """Return the text that determines all that is compiled of it."""
         order = (self.scalar, self.written, self.results, self.vectors, self.single)
         return repr((self.region, self.dtypes, *order))
 
@@ -194,7 +194,7 @@ def show_code(program: Program, source_code: str) -> None:
 
 
 def compile_for_cpu(kernel: MultiTensorKernel) -> tuple[Runner, str, str]:
-    """Return what runs a kernel on a CPU, its source, and why that is Inductor's if it is.
+    """Return the runner of a kernel on a CPU, its source, and why that is Inductor's if it is.
 
     Raises RoundingsLost where the compiler leaves out roundings.
     """
@@ -286,7 +286,7 @@ def _register(
 
 
 def obstacle(rewritten: Rewritten, settings: Settings) -> str:
-    """Return why the members of a class are not updated together; empty if they are.
+    """Return the reason why the members of a class are not updated together; empty if they are.
 
     They must do nothing but update their states and make results of the graph, each in one flat
     walk over its memory. What else reads their states is `conflicts`' affair.
@@ -307,7 +307,7 @@ def obstacle(rewritten: Rewritten, settings: Settings) -> str:
 
 
 def unreachable(device: torch.device) -> str:
-    """Return why no kernel over many members can be made for a device; empty if one can."""
+    """Return the reason why a device has no kernels over many members; empty if it has."""
     if device.type == "cpu":
         return ""
     if device.type != "cuda":
@@ -319,7 +319,7 @@ Readers: TypeAlias = dict[Node, list[tuple[Node, bool]]]
 
 
 def readers_of(graph: Graph) -> Readers:
-    """Return what reads each tensor of a graph, and whether it does so by way of a view."""
+    """Return the readers of each tensor of a graph, and whether they read by way of a view."""
     readers: Readers = {}
     for node in graph.nodes:
         for operand in node.all_input_nodes:

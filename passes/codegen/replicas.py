@@ -22,13 +22,13 @@ class LeftOutMember:
     """A tensor of the shape and strides of all its tensors that are not 0-d."""
 
     def operands(self, nodes: Sequence[Node]) -> list[Node]:
-        """Return what this member has in the places of these nodes."""
+        """Return this member's nodes in the places of these."""
         return [self.instead.get(n, n) for n in nodes]
 
     def unlike(
         self, inputs: Sequence[Node], written: Sequence[int], read: Sequence[int]
     ) -> Unlike | None:
-        """Return why it cannot be updated by a kernel that writes and reads some of these nodes.
+        """Return the reason why it has no kernel that writes and reads some of these nodes.
 
         What it may have in common with the member that stayed are inputs, and 0-d tensors: these
         are computed from nothing that only one member has, which `narrow` made sure of.
@@ -72,7 +72,7 @@ class LeftOutMembers:
                 self.inputs[copies].append(LeftOutMember(instead, full))
 
     def mixes(self, member: Slice) -> bool:
-        """Tell whether a member takes what belongs to several that stand for others; note that."""
+        """Return True if a member takes what belongs to several that stand for others; note it."""
         if len(self._copies_of(member)) < 2:
             return False
         self.note(Unlike("members that have nothing in common are updated together"))

@@ -75,7 +75,7 @@ def _settings() -> list[tuple[str, Any]]:
 
 
 def _machine(device: torch.device) -> str:
-    """Return what makes the code of a device, and runs it."""
+    """Return the compiler that makes the code of a device, and the hardware that runs it."""
     if device.type == "cpu":
         compiler = get_cpp_compiler()
         return repr((device.type, compiler, get_compiler_version_info(compiler)))
@@ -96,7 +96,7 @@ def operands(device: torch.device) -> list[Tensor]:
 
 
 def transformed(*xs: Tensor) -> tuple[Tensor, ...]:
-    """Return what error-free transformations make of the operands; each result is rounded."""
+    """Return the results of error-free transformations of the operands; each is rounded."""
     found: list[Tensor] = []
     for a, b in zip(xs[::2], xs[1::2], strict=True):
         found += (*two_sum(a, b), *two_prod(a, b), a * b - a)

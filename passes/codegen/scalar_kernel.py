@@ -76,7 +76,7 @@ def scalars_of(
 
 
 def _cone(member: Slice, others: set[Node]) -> list[Node]:
-    """Return what computes the 0-d inputs of a member from 0-d tensors alone, in graph order."""
+    """Return the nodes that compute a member's 0-d inputs from 0-d tensors alone, in order."""
     found: dict[Node, None] = {}
 
     def visit(node: Node) -> None:
@@ -93,7 +93,7 @@ def _cone(member: Slice, others: set[Node]) -> list[Node]:
 
 
 def _is_scalar(node: Node) -> bool:
-    """Tell whether a node is a 0-d tensor, and not of low precision."""
+    """Return True if a node is a 0-d tensor, and not of low precision."""
     return is_scalar(node) and value_of(node).dtype not in LOW_PRECISION
 
 
@@ -103,7 +103,7 @@ def _feeds(member: Slice, part: Slice) -> dict[int, int]:
 
 
 def only_taken_by(part: Slice, member: Slice, *, or_returned: bool = False) -> bool:
-    """Tell whether nothing but a member and the states of a part takes what the part computes.
+    """Return True if nothing but a member and the states of a part takes what the part computes.
 
     Args:
         part: the part, which may be the member.

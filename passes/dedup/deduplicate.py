@@ -204,7 +204,7 @@ def represented(
 
 
 def _layout(part: Part, dtypes: Collection[torch.dtype]) -> Hashable | None:
-    """Return what layouts of members must have in common, None for one that cannot leave."""
+    """Return the key that layouts of members have in common, None for one that cannot leave."""
     if any(a.odd for a in part.atoms) or any(x.odd for x in part.inputs):
         return None
     operands = {x: None for a in part.atoms for x in a.operands if x.part is not part}
@@ -276,7 +276,7 @@ def _key(part: Part, scan: Scan, fact: Fact) -> Hashable | None:
 
 
 def _device(part: Part) -> torch.device:
-    """Return where the tensors of a part are that are not 0-d."""
+    """Return the device of the tensors of a part that are not 0-d."""
     return next(x.value.device for x in part.inputs if x.value is not None and x.value.dim())
 
 

@@ -67,7 +67,7 @@ _SCALAR_MODULES = ("_operator", "math", "builtins", "torch.fx.experimental.sym_n
 
 
 def _is_of_numbers(target: Any) -> bool:
-    """Tell whether a function is one of Python's numbers, or of symbols: `torch.sym_max`."""
+    """Return True if a function is one of Python's numbers, or of symbols: `torch.sym_max`."""
     name = getattr(target, "__name__", "").lstrip("_")
     return getattr(target, "__module__", None) in _SCALAR_MODULES or name.startswith("sym_")
 
@@ -173,7 +173,7 @@ class Scan:
         return atom
 
     def _scalar(self, node: Node) -> None:
-        """Give what is no tensor a name that it shares with what is computed in the same way."""
+        """Name a value that is no tensor, the same name for what is computed in the same way."""
         if not _is_of_numbers(node.target):
             raise UnknownOperation
         text = repr(map_aggregate((node.args, node.kwargs), self._name))
@@ -248,7 +248,7 @@ class Scan:
 
 
 def memory_of(value: Tensor | None) -> int:
-    """Return which memory a fake tensor is in; 0 for none."""
+    """Return the id of a fake tensor's memory; 0 for none."""
     return value.untyped_storage()._cdata if value is not None else 0
 
 
@@ -289,7 +289,7 @@ _BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.Wrapper
 
 
 def overwrites(node: Node) -> bool:
-    """Tell whether an operation of a Dynamo graph overwrites its first operand."""
+    """Return True if an operation of a Dynamo graph overwrites its first operand."""
     if isinstance(node.target, OpOverload):
         return bool(node.target._schema.is_mutable)
     name = _name_of(node)
@@ -302,7 +302,7 @@ def _name_of(node: Node) -> str:
 
 
 def _can_leave(node: Node) -> bool:
-    """Tell whether an operation can leave the graph.
+    """Return True if an operation can leave the graph.
 
     Of one that cannot, nothing is known: it may overwrite whatever it takes.
     """
@@ -322,7 +322,7 @@ def _can_leave(node: Node) -> bool:
 
 @functools.cache
 def _repeatable(target: Any, name: str) -> bool:
-    """Tell whether a function is known to give the same for the same operands."""
+    """Return True if a function is known to give the same for the same operands."""
     if name in _PYTHONS or name.startswith("__") or getattr(operator, name, None) is target:
         return True
     packet = getattr(torch.ops.aten, name, None)

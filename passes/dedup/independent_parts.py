@@ -134,7 +134,7 @@ def calls_of_members(program: Program) -> Repeated:
 
 
 def _is_known(node: Node) -> bool:
-    """Tell whether it is known what an operation does, and it does the same in each run."""
+    """Return True if it is known what an operation does, and it does the same in each run."""
     if node.target in CHECKS:
         return True
     if node.op in ("get_attr", "output"):
@@ -152,7 +152,7 @@ def _is_known(node: Node) -> bool:
 
 
 def _description(value: Any) -> Hashable | None:
-    """Return what isomorphic components have in common in a value; None for symbolic shapes."""
+    """Return a key of a value that isomorphic components share; None for symbolic shapes."""
     if isinstance(value, list | tuple):
         found = tuple(map(_description, value))
         return None if None in found else found
@@ -205,7 +205,7 @@ class _Components:
             heavy |= changed
 
     def _is_light(self, node: Node) -> bool:
-        """Tell whether a node is a number or a constant, or writes a number to a number."""
+        """Return True if a node is a number or a constant, or writes a number to a number."""
         return node in self.light or (node.target is COPY and self.light.issuperset(node.args))
 
     def found(self) -> tuple[list[_Component], _Component]:

@@ -45,7 +45,7 @@ def divide_repeated(gm: GraphModule) -> None:
 
 
 def writes_list(function: Callable[..., Any]) -> bool:
-    """Tell whether a function, or an operation, is an in-place `_foreach_*`."""
+    """Return True if a function, or an operation, is an in-place `_foreach_*`."""
     name: str = getattr(function, "_opname", "") or getattr(function, "__name__", "")
     return name.startswith("_foreach_") and name.endswith("_")
 

@@ -86,7 +86,7 @@ class _Splitter:
         return self._call(node, operator.getitem, (alone, 0), {}, value)
 
     def _pieces_of(self, node: Node) -> list[Node]:
-        """Return what the first operand of an operation is the concatenation of, if it is one."""
+        """Return the pieces of which an operation's first operand is the concatenation, if any."""
         first = node.args[0] if node.args else None
         return self.pieces.get(first, []) if isinstance(first, Node) else []
 
@@ -150,7 +150,7 @@ class _Splitter:
 
 
 def _is_concatenation(node: Node) -> bool:
-    """Tell whether an operation puts tensors one behind the other, and changes none of them."""
+    """Return True if an operation puts tensors one behind the other, and changes none of them."""
     if node.target is not aten.cat.default or node.args[1:] not in ((), (0,)) or node.kwargs:
         return False
     value = node.meta["val"]
@@ -161,7 +161,7 @@ def _is_concatenation(node: Node) -> bool:
 
 
 def _is_foreach(node: Node) -> bool:
-    """Tell whether an operation does the same to each tensor of its lists, and to no other."""
+    """Return True if an operation does the same to each tensor of its lists, and to no other."""
     if not getattr(node.target, "__name__", "").startswith("_foreach_"):
         return False
     count = len(node.meta["val"])

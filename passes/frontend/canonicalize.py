@@ -160,7 +160,7 @@ def _viewed(x: Node, val: Tensor) -> Node | None:
 
 
 def _has_symbol(node: Node) -> bool:
-    """Tell whether an elementwise operation has a symbolic number among its operands."""
+    """Return True if an elementwise operation has a symbolic number among its operands."""
     return torch.Tag.pointwise in getattr(node.target, "tags", ()) and any(
         isinstance(a.meta.get("val"), torch.SymFloat) for a in node.all_input_nodes
     )
@@ -197,7 +197,7 @@ class _Builder:
             self.taken.add(base_of(self.env[node], items=False))
 
     def _memory_for(self, node: Node, made: Node) -> Node:
-        """Return what a result has become, as a clone where it would be in memory of another.
+        """Return a result, as a clone where it would be in memory of another.
 
         So would a copy, of which nothing else is left, and it would be laid out as the other is.
         """
@@ -256,7 +256,7 @@ class _Builder:
         return _viewed(x, val) or self.call(aten.view.default, x, list(val.shape), val=val)
 
     def _is_laid_out_alike(self, clone: Node) -> bool:
-        """Tell whether a clone, `p.data`, or a view, is the very thing it is made of.
+        """Return True if a clone, `p.data`, or a view, is the very thing it is made of.
 
         It is where nothing is overwritten.
         """
@@ -267,14 +267,14 @@ class _Builder:
         return alike and _strides(value_of(self.env[source])) == _strides(value_of(clone))
 
     def _is_old(self, node: Any) -> bool:
-        """Tell whether a node has become an input, or a view of one."""
+        """Return True if a node has become an input, or a view of one."""
         return is_tensor(node) and base_of(self.env[node]).op == "placeholder"
 
     def _map(self, tree: Any) -> Any:
         return torch.fx.node.map_arg(tree, self._operand)
 
     def _operand(self, node: Node) -> Any:
-        """Return what node became; of a symbolic number a 0-d tensor, which slices can take in."""
+        """Return the new node for a node; for a symbolic number a 0-d tensor, for slices."""
         new = self.env[node]
         number = node.meta.get("val")
         if not isinstance(number, torch.SymFloat | torch.SymInt):

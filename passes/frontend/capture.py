@@ -37,19 +37,19 @@ def capture(program: Program) -> None:
 
 
 def _converts(device: torch.device) -> bool:
-    """Tell whether kernels for a device can convert to fp8: on GPUs from 8.9 on."""
+    """Return True if kernels for a device can convert to fp8: on GPUs from 8.9 on."""
     if device.type != "cuda":
         return True
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def is_merged(descriptor: object) -> bool:
-    """Tell whether an input is what AOTAutograd made of several that share memory."""
+    """Return True if an input is what AOTAutograd made of several that share memory."""
     return isinstance(descriptor, SyntheticBaseAOTInput | ViewBaseAOTInput)
 
 
 def not_held(placeholder: Node, carried: Carried) -> str:
-    """Return why a state cannot have a residual, whatever is done to it; empty if it can."""
+    """Return the reason why a state cannot have a residual in any way; empty if it can."""
     if is_merged(placeholder.meta.get("desc")):
         return "it overlaps another input in memory; pass tensors that do not share storage"
     dtype = carried.val.dtype

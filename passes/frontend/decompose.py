@@ -43,7 +43,7 @@ def once(b: Builder, out: Tensor, build: Callable[..., Operand], *operands: Any)
 
 
 def is_scalar(x: Any, out: Tensor) -> bool:
-    """Tell whether x is a number, or a 0-d tensor beside larger ones."""
+    """Return True if x is a number, or a 0-d tensor beside larger ones."""
     return not is_value(x) or (value_of(x).dim() == 0 and out.dim() > 0)
 
 
@@ -230,7 +230,7 @@ def _fma(b: Builder, out: Tensor, x: Any, y: Any, z: Any) -> Any:
 
 
 def is_rounded_power(dtype: torch.dtype, exponent: Any) -> bool:
-    """Tell whether a power of 0-d operands is taken in float64, and then rounded to this dtype.
+    """Return True if a power of 0-d operands is taken in float64, and then rounded to this dtype.
 
     It is one of at most 24 bits; but numbers 0, 1 and 2 as exponents round at most once anywhere.
     """

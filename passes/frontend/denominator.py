@@ -48,7 +48,7 @@ def one_denominator(gm: GraphModule) -> None:
 
 
 def _matches(node: Node) -> bool:
-    """Tell whether a node adds such quotients, the first being used for nothing else."""
+    """Return True if a node adds such quotients, the first being used for nothing else."""
     if node.op != "call_method" or node.target != "add_" or len(node.args) != 2 or node.kwargs:
         return False
     first, second = node.args
@@ -86,7 +86,7 @@ def _is(x: Any, function: Any) -> TypeGuard[Node]:
 
 
 def _number(x: Any) -> bool:
-    """Tell whether an operand is a number, or the symbol of one that changes."""
+    """Return True if an operand is a number, or the symbol of one that changes."""
     value = x.meta.get("example_value") if isinstance(x, Node) else x
     return isinstance(value, int | float | torch.SymInt | torch.SymFloat)
 

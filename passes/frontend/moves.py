@@ -56,7 +56,7 @@ def _moves(node: Node) -> bool:
 
 
 def _keeps(node: Node) -> bool:
-    """Tell whether the elements of a result are elements of its operands."""
+    """Return True if the elements of a result are elements of its operands."""
     puts = node.target is aten.index_put.default and node.args[3:] in ((), (False,))
     return puts or node.target in _KEEPING
 
@@ -100,7 +100,7 @@ class _Moves:
             node.replace_all_uses_with(rounding)
 
     def _wanted(self) -> set[Node]:
-        """Return what elementwise operations read that was moved, and what that is computed of."""
+        """Return moved values that elementwise operations read, and what they are computed of."""
         wanted: set[Node] = set()
         for node in reversed(self.graph.nodes):
             near = node.all_input_nodes
@@ -109,7 +109,7 @@ class _Moves:
         return wanted
 
     def _may_be_wide(self, node: Node) -> bool:
-        """Tell whether a 16-bit value is computed by element, and nothing reads its rounding."""
+        """Return True if a 16-bit value is computed by element, and nothing reads its rounding."""
         if node.op != "call_function" or not is_tensor(node) or not is_16_bit(node):
             return False
         return all(_moves(n) or elementwise(n) for n in (node, *node.users))
@@ -125,7 +125,7 @@ class _Moves:
         return self._call(node, node.target, *args, **kwargs)
 
     def _operand(self, node: Node) -> Node:
-        """Return what stands for an operand in fp32."""
+        """Return an operand in fp32."""
         if node in self.wide or not is_tensor(node) or not is_16_bit(node):
             return self.wide.get(node, node)
         return self._call(node, CONVERT, node, _WIDE)

@@ -60,12 +60,12 @@ def read_numbers(gm: GraphModule) -> None:
 
 
 def reads_numbers(gm: GraphModule) -> bool:
-    """Tell whether a graph reads numbers back from tensors."""
+    """Return True if a graph reads numbers back from tensors."""
     return any(map(_is_read, gm.graph.nodes))
 
 
 def _is_read(node: Node) -> bool:
-    """Tell whether a node reads a number back, and not one that Dynamo has put into a tensor."""
+    """Return True if a node reads a number back, and not one that Dynamo has put into a tensor."""
     if node.op != "call_method" or node.target != "item":
         return False
     (source,) = node.all_input_nodes
@@ -91,7 +91,7 @@ _META = ("stack_trace", "nn_module_stack", "source_fn_stack")
 
 
 def _enters_arithmetic(node: Node) -> bool:
-    """Tell whether what reads a value without dimensions takes it in any dtype."""
+    """Return True if what reads a value without dimensions takes it in any dtype."""
     promoted = [node]  # it grows
     for user in (user for one in promoted for user in one.users):
         target: Any = user.target
@@ -122,7 +122,7 @@ class _Rewriter:
         self.mode: Any = next(x.fake_mode for x in examples if isinstance(x, FakeTensor))
 
     def as_in_step(self) -> Node:
-        """Return what does the same on tensors.
+        """Return the node that does the same on tensors.
 
         A tensor without dimensions is promoted by another one, but not by a number. Arithmetic goes
         on with what is wider; raises CannotRead where it is read by anything else.
@@ -134,7 +134,7 @@ class _Rewriter:
         return new
 
     def of_tensors(self) -> Node:
-        """Return what does the same on tensors."""
+        """Return the node that does the same on tensors."""
         target: Any = self.node.target
         args, kwargs = self.node.args, self.node.kwargs
         if _is_read(self.node):

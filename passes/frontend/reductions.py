@@ -118,7 +118,7 @@ def reductions(program: Program) -> None:
 
 
 def _is_done_by_element(node: Node, operands: list[Node]) -> bool:
-    """Tell whether a node is elementwise, and has the shape of one of these operands."""
+    """Return True if a node is elementwise, and has the shape of one of these operands."""
     return elementwise(node) and any(shape_of(node) == shape_of(a) for a in operands)
 
 
@@ -135,13 +135,13 @@ def _rounded_alone(node: Node) -> Node | None:
 
 
 def _is_handed_on(node: Node) -> bool:
-    """Tell whether a value is stored in a state, and read besides."""
+    """Return True if a value is stored in a state, and read besides."""
     stored = {u for u in node.users if u.target is aten.copy_.default}
     return bool(stored) and len(stored) < len(node.users)
 
 
 def _is_called(node: Node) -> bool:
-    """Tell whether the step calls a cast itself: AOTAutograd makes such of norms, say."""
+    """Return True if the step calls a cast itself: AOTAutograd makes such of norms, say."""
     return node.meta.get("original_aten", node.target) in CASTS
 
 
@@ -155,12 +155,12 @@ def _rough(graph: Graph) -> set[Node]:
 
 
 def _is_choice(node: Node) -> bool:
-    """Tell whether an operation is not smooth, as is a norm that is the largest element."""
+    """Return True if an operation is not smooth, as is a norm that is the largest element."""
     return is_largest(node) or node.target not in SMOOTH
 
 
 def is_largest(node: Node) -> bool:
-    """Tell whether a node is a norm that is the largest element."""
+    """Return True if a node is a norm that is the largest element."""
     return node.target is aten._foreach_norm.Scalar and any(
         isinstance(a, float) and math.isinf(a) for a in (*node.args, *node.kwargs.values())
     )
@@ -224,7 +224,7 @@ class _Widening:
         return source if source in self.reduced else None
 
     def _is_reduced(self, node: Node) -> bool:
-        """Tell whether a node is a reduction, or computed of their results and scalars alone."""
+        """Return True if a node is a reduction, or computed of their results and scalars alone."""
         if node.target in SUMS or node.target in CHOICES:
             return node.kwargs.get("dtype") is None
         if is_one_of_many(node):
@@ -232,7 +232,7 @@ class _Widening:
         return node.target not in CASTS and bool(self._reduced_operands(node))
 
     def _reduced_operands(self, node: Node) -> list[Node] | None:
-        """Return which operands are results of reductions, or None if a node is not of their kind.
+        """Return the operands that are results of reductions; None if a node is not of their kind.
 
         It is if all others are scalars, and it is elementwise and no larger, or moves elements.
         """
@@ -262,7 +262,7 @@ class _Widening:
         return rounded
 
     def _is_given(self, node: Node) -> bool:
-        """Tell whether a node returns elements of 16-bit operands, or rounds its result itself."""
+        """Return True if a node returns elements of 16-bit operands, or rounds its own result."""
         if node.target in SUMS or any(a in self.wide for a in node.all_input_nodes):
             return False
         return node.target in CHOICES or is_one_of_many(node)
@@ -281,7 +281,7 @@ class _Widening:
         return self._call(node, node.target, *args, val=val, **kwargs)
 
     def _operand(self, node: Node, operand: Node) -> Node:
-        """Return what stands for an operand where a node is computed in fp32."""
+        """Return an operand where a node is computed in fp32."""
         if self._reads_unrounded(node, operand):
             return self._unrounded(operand)
         if not is_16_bit(operand):
@@ -299,7 +299,7 @@ class _Widening:
         return new
 
     def _is_as_small(self, node: Node) -> bool:
-        """Tell whether a result has the shape of a reduction that it is computed of."""
+        """Return True if a result has the shape of a reduction that it is computed of."""
         known = (self.wide, self.reduced, self.small)
         return _is_done_by_element(
             node, [a for a in node.all_input_nodes if any(a in some for some in known)]
@@ -335,7 +335,7 @@ class _Widening:
         return node
 
     def _reads_unrounded(self, node: Node, operand: Node) -> bool:
-        """Tell whether an operand is a rounding that this node need not read.
+        """Return True if an operand is a rounding that this node need not read.
 
         Of products only products need not: a step that adds, or casts, may go on to compute what
         it has lost by that, which is nothing where nothing was rounded.
@@ -343,7 +343,7 @@ class _Widening:
         return operand in self.wide or (operand in self.products and node.target in PRODUCTS)
 
     def _is_cast(self, node: Node) -> bool:
-        """Tell whether a node is a cast that the step does, and not one that a pass has put in."""
+        """Return True if a node is a cast that the step does, and not one put in by a pass."""
         return node.target in CASTS and node.meta.get(ORIGIN) in self.casts
 
     def _round_once(self, node: Node) -> Node:
@@ -378,7 +378,7 @@ class _Widening:
         self.replaced.append(node)
 
     def _is_relied_on(self, node: Node) -> bool:
-        """Tell whether the step may rely on the rounding of a product."""
+        """Return True if the step may rely on the rounding of a product."""
         held = any(user.target in HOLDS or self._is_cast(user) for user in node.users)
         return held or node in self.rough
 

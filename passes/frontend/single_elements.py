@@ -31,7 +31,7 @@ _VIEWS = frozenset(
 
 
 def returns_operand(node: Node) -> bool:
-    """Tell whether the elements of a floating-point result are those of its operand, by sizes.
+    """Return True if the elements of a floating-point result are those of its operand, by sizes.
 
     The largest of one element is this element, and so are its median and its sum; a reduction along
     dimensions of size 1 has one element each to take.
@@ -58,7 +58,7 @@ def returns_operand(node: Node) -> bool:
 
 
 def combines_single_elements(node: Node) -> bool:
-    """Tell whether a node is an elementwise operation on tensors of one element and one dtype."""
+    """Return True if a node is an elementwise operation on tensors of one element and one dtype."""
     if not is_tensor(node) or torch.Tag.pointwise not in getattr(node.target, "tags", ()):
         return False
     operands = node.all_input_nodes
@@ -89,13 +89,13 @@ def tensors_of(node: Node) -> tuple[Tensor, ...]:
 
 
 def is_16_bit(node: Node) -> bool:
-    """Tell whether a node stands for tensors, all of 16 bits."""
+    """Return True if a node stands for tensors, all of 16 bits."""
     vals = tensors_of(node)
     return bool(vals) and all(v.dtype in SIXTEEN_BITS for v in vals)
 
 
 def makes_scale(node: Node) -> bool:
-    """Tell whether larger tensors read a number that is computed of a number in 16 bits."""
+    """Return True if larger tensors read a number that is computed of a number in 16 bits."""
     seen, scalars = set[Node](), [node]
     while scalars:
         users = [u for u in scalars.pop().users if elementwise(u) and is_scalar(u)]
@@ -105,7 +105,7 @@ def makes_scale(node: Node) -> bool:
 
 
 def is_one_of_many(node: Node) -> bool:
-    """Tell whether a node is a number that is chosen, or computed, of larger tensors."""
+    """Return True if a node is a number that is chosen, or computed, of larger tensors."""
     if not is_scalar(node) or elementwise(node) or node.target in CASTS:
         return False
     source = node.all_input_nodes[0] if node.target is operator.getitem else node

@@ -69,7 +69,7 @@ def shape_of(node: Node) -> tuple[str, ...]:
 
 
 def elementwise(node: Node) -> bool:
-    """Tell whether each element of the result depends on one element of each operand."""
+    """Return True if each element of the result depends on one element of each operand."""
     if node.op != "call_function" or not is_tensor(node) or node.target is aten.copy_.default:
         return False
     if node.target in SAME_VALUE:

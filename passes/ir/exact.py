@@ -48,7 +48,7 @@ class Words(NamedTuple):
         return isinstance(self.high, Tensor) and self.high.dim() > 0
 
     def each(self, function: Callable[[Tensor], Tensor]) -> "Words":
-        """Return what a function makes of each component."""
+        """Return the words of which each is a function's result."""
         return Words(function(self.high), tuple(map(function, self.lows)), self.storage)
 
     def piece(self, where: slice | None) -> "Words":
@@ -98,13 +98,13 @@ class ExactGraph:
 
     @staticmethod
     def of(program: Program) -> "ExactGraph | None":
-        """Return that of a rewritten program, if its graph is small enough to be kept."""
+        """Return the exact graph of a rewritten program, if it is small enough to be kept."""
         nodes = graph_of(program.canonical).graph.nodes
         return ExactGraph(program) if len(nodes) <= LARGEST else None
 
     @functools.cached_property
     def functions(self) -> list[Function] | NotExact:
-        """For each class what makes new values of 16-bit states out of a member's inputs."""
+        """Return each class's function from a member's inputs to new values of 16-bit states."""
         try:
             return [_function(one) for one in self.classes]
         except NotExact as why:
@@ -139,7 +139,7 @@ class ExactGraph:
                     yield from (inputs[row.get(c.index, c.index)] for c, _ in narrow_states(part))
 
     def rows(self, part: Slice) -> Iterator[dict[int, int]]:
-        """Yield which other inputs a slice has: none, then those of each one that it stands for."""
+        """Yield replacements of a slice's inputs: none, then those for each slice it stands for."""
         yield {}
         states = {c.index for c, _, _ in part.states}
         for copies in self.copies:
@@ -148,7 +148,7 @@ class ExactGraph:
                     yield {i: o.index for i, o in zip(copies.inputs, other, strict=True)}
 
     def operation(self, node: Node) -> tuple[Any, Any, Any]:
-        """Return what `operation` does, looked up once."""
+        """Return the result of `operation`, looked up once."""
         if node not in self.operations:
             self.operations[node] = operation(node)
         return self.operations[node]
@@ -206,7 +206,7 @@ class Member:
     numbers: dict[Node, Any]
     """0-d values made by what is in no slice, as far as they are known."""
     tensors: dict[Node, Any] = field(default_factory=dict)
-    """The same of others, of which such are made: they are kept until the inputs are known."""
+    """Values of other nodes, of which such are made: they are kept until the inputs are known."""
 
     @functools.cached_property
     def states(self) -> list[int]:
@@ -240,7 +240,7 @@ class Member:
         )
 
     def updates(self) -> Iterator[Update]:
-        """Yield what the call did to its 16-bit states, piece by piece.
+        """Yield the call's updates of its 16-bit states, piece by piece.
 
         Raises whatever an operation raises that wants 16 bits.
         """
@@ -317,7 +317,7 @@ def in_float64(nodes: Sequence[Node], inputs: Sequence[Node], wanted: Sequence[N
 
 
 def _is_given(node: Node) -> bool:
-    """Tell whether a tensor is an input of the graph, a view of one, or made of numbers."""
+    """Return True if a tensor is an input of the graph, a view of one, or made of numbers."""
     while getattr(node.target, "is_view", False):
         node = node.all_input_nodes[0]
     return not node.all_input_nodes

@@ -78,7 +78,7 @@ class Connected(Generic[T]):
 
 
 def depending(nodes: Iterable[Node], on: Iterable[Node]) -> list[Node]:
-    """Return those of nodes, in an order in which they can run, that are computed from others."""
+    """Return the nodes, in an order in which they can run, that are computed from others."""
     found, reached = [], set(on)
     for node in nodes:
         if not reached.isdisjoint(node.all_input_nodes):
@@ -88,19 +88,19 @@ def depending(nodes: Iterable[Node], on: Iterable[Node]) -> list[Node]:
 
 
 def behind(node: Node, targets: Container[Any]) -> Node:
-    """Return what a node is made of by these operations alone, each on its first operand."""
+    """Return the node from which these operations alone, each on its first operand, make a node."""
     while node.target in targets and isinstance(first := node.args[0], Node):
         node = first
     return node
 
 
 def writes_only(node: Node) -> bool:
-    """Tell whether node writes a state, and nothing but the graph's caller sees what it returns."""
+    """Return True if node writes a state, and only the graph's caller sees what it returns."""
     return node.target is torch.ops.aten.copy_.default and all(u.op == "output" for u in node.users)
 
 
 def base_of(node: Node, *, items: bool = True) -> Node:
-    """Return what node is a view of, itself if it has memory of its own.
+    """Return the base of which node is a view, itself if it has memory of its own.
 
     Args:
         node: the node of a tensor.
@@ -142,7 +142,7 @@ def fake_mode_of(inputs: Iterable[Node]) -> AbstractContextManager[object]:
 
 
 def note_origin(node: Node, origin: Node | None) -> None:
-    """Note which node of the graph before a node stems from, and where the user wrote that."""
+    """Note the node of the graph before that a node stems from, and its line in the user's code."""
     if origin is not None:
         node.meta[ORIGIN] = origin.name
         if "stack_trace" in origin.meta:

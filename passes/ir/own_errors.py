@@ -100,7 +100,7 @@ class _Values:
 
 
 def _is_zero(node: Node, values: dict[Node, Tensor]) -> bool:
-    """Tell whether a sum of floats is nothing, though what it adds up is something."""
+    """Return True if a sum of floats is nothing, though what it adds up is something."""
     terms = [values.get(n) for n in node.all_input_nodes]
     found = values.get(node)
     if found is None or not all(t is not None and t.is_floating_point() for t in (*terms, found)):

@@ -216,7 +216,7 @@ class Rewritten:
     """Inputs: those of the slice, then the residuals of the compensated states in order, then the
     seed if there is one. Outputs: those of the slice, then the new residuals in the same order."""
     lowered: GraphModule | None = None
-    """The same signature; every rounding to 16 bits is a collage::round, all else is fp32."""
+    """Lowered graph of the same signature; all 16-bit roundings are collage::round, else fp32."""
     seeded: bool = False
     """True if a residual is rounded by chance, for which the step takes a seed."""
     joined: list[str] = field(default_factory=list)
@@ -389,7 +389,7 @@ Operand = Node | Value
 
 
 def is_value(x: object) -> bool:
-    """Tell whether x stands for a tensor, and is not a number."""
+    """Return True if x stands for a tensor, and is not a number."""
     return isinstance(x, Node | Value)
 
 
@@ -401,10 +401,10 @@ def value_of(node: Operand) -> Tensor:
 
 
 def is_tensor(node: object) -> bool:
-    """Tell whether node is a graph node that stands for one tensor."""
+    """Return True if node is a graph node that stands for one tensor."""
     return isinstance(node, Node) and isinstance(node.meta.get("val"), Tensor)
 
 
 def is_scalar(node: Node) -> bool:
-    """Tell whether node stands for a 0-d tensor."""
+    """Return True if node stands for a 0-d tensor."""
     return is_tensor(node) and value_of(node).dim() == 0

@@ -16,17 +16,17 @@ class VerdictKind(enum.Enum):
     REFUSED = enum.auto()
     """A state that should be compensated, and cannot be."""
     PLAIN = enum.auto()
-    """The dtype loses nothing of the updates, or no storage holds it."""
+    """A state whose dtype loses nothing of the updates, or that no storage holds."""
     ANEW = enum.auto()
-    """A state whose value is that of another, which accumulates, in a function that is no sum."""
+    """A state computed by a function, no sum, of another state, which accumulates."""
     NO_STATE = enum.auto()
-    """A state that is no optimizer's."""
+    """A tensor that is no state of an optimizer."""
     GRADIENT = enum.auto()
     """A gradient, which is no state either: a step may scale or clip it."""
     LEVEL = enum.auto()
-    """Level `light` leaves it alone, which level `auto` would compensate."""
+    """A state that level `light` leaves alone, and level `auto` would compensate."""
     LEVEL_UNKNOWN = enum.auto()
-    """The same where no tensor is known to be a parameter, so that it may be one."""
+    """A state at level light where no tensor is known to be a parameter, so that it may be one."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ _SINGLE = {op._opname: op for op in COMPARISONS}
 
 
 def rounds_number(op: Any, dtype: Any) -> bool:
-    """Tell whether op compares a tensor with a number, and rounds that to the tensor's dtype."""
+    """Return True if op compares a tensor with a number, and rounds that to the tensor's dtype."""
     name = getattr(op, "_opname", "").removesuffix("_")
     return dtype in LOW_PRECISION and name in _SINGLE and "Scalar" in op._overloadname
 

@@ -179,7 +179,7 @@ class Eft(_Expander, Builder):
             ) from error
 
     def _facts(self, node: Node) -> str:
-        """Say which node it is, on whose carried path, and where the user wrote it."""
+        """Describe a node: its name, its carried path, and its line in the user's code."""
         states = [
             self.part.states[i][0].name
             for i in self.rewritten.storages
@@ -204,7 +204,7 @@ class Eft(_Expander, Builder):
         return self.convert(self.again(node, args, wide), dtype)
 
     def joined(self, node: Call) -> None:
-        """Note that node ran as join - op - split."""
+        """Note a node that ran as join - op - split."""
         self.rewritten.joined.append(str(node.target))
 
 

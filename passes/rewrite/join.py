@@ -83,7 +83,7 @@ def join(program: Program) -> None:
 
 
 def _loss(program: Program, read: dict[Node, Carried]) -> str:
-    """Return what slices would lose; empty if nothing."""
+    """Return the loss that slices would have; empty if none."""
     params = {c.index for c in program.carried if c.owner == "param"}
     for state in (s for s in program.plan if s.compensable):
         if state.refused:
@@ -104,7 +104,7 @@ def _read(program: Program) -> dict[Node, Carried]:
 
 
 def _obstacle(program: Program, read: dict[Node, Carried]) -> str:
-    """Return why a graph cannot be done on joined values; empty if it can."""
+    """Return the reason why a graph cannot be done on joined values; empty if it can."""
     graph = program.source.graph
     inputs = graph.find_nodes(op="placeholder")
     if program.settings.stochastic_rounding:
@@ -130,7 +130,7 @@ def _obstacle(program: Program, read: dict[Node, Carried]) -> str:
 
 
 def _is_copy(node: Node, states: set[Node]) -> bool:
-    """Tell whether a result is the value of an input that is no state: it has no low word."""
+    """Return True if a result is the value of an input that is no state: it has no low word."""
     while node.target in SAME_VALUE:
         (operand,) = node.all_input_nodes
         if value_of(operand).dtype != value_of(node).dtype:
@@ -140,7 +140,7 @@ def _is_copy(node: Node, states: set[Node]) -> bool:
 
 
 def _widens(target: Any) -> bool:
-    """Tell whether an operation does the same in a wider dtype, on more exact values."""
+    """Return True if an operation does the same in a wider dtype, on more exact values."""
     if target is aten.view.dtype or "_fused_" in str(target):
         return False
     if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):

@@ -219,7 +219,7 @@ class _Rounding:
         return {ORIGIN: self.origin} if self.origin else {}
 
     def _carrier(self, operand: Node) -> Any:
-        """Return what stands for operand; 16-bit inputs are widened at their first use."""
+        """Return the fp32 value of an operand; 16-bit inputs are widened at their first use."""
         value = self.env[operand]
         if isinstance(value, tuple):
             placeholder = value[0]

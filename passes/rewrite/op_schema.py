@@ -63,7 +63,7 @@ def received(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
 
 @cache
 def is_foreach(op: OpOverload) -> bool:
-    """Tell whether op does one operation for each tensor of a list."""
+    """Return True if op does one operation for each tensor of a list."""
     return op._schema.name.startswith("aten::_foreach_")
 
 
@@ -89,7 +89,7 @@ def functional(op: OpOverload) -> Any:
 
 
 def each(op: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
-    """Yield what a _foreach operation does to each tensor: operation, arguments, by name."""
+    """Yield the operation of a _foreach operation on each tensor: operation, arguments, by name."""
     for i in range(len(args[0] if isinstance(args[0], list | tuple) else args[1])):
 
         def pick(a: Any, i: int = i) -> Any:

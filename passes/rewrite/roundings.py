@@ -82,7 +82,7 @@ def _shared(graph: Graph) -> set[Node]:
 
 
 def _is_fused(node: Node) -> bool:
-    """Tell whether Inductor may fuse an operation, which rounds its result, with its readers."""
+    """Return True if Inductor may fuse an operation, which rounds its result, with its readers."""
     fused = bool(_FUSED.intersection(getattr(node.target, "tags", ())))
     return fused and node.target not in _SAME_DIGITS
 
@@ -144,5 +144,5 @@ def keep_roundings(gm: GraphModule, only: Iterable[Node] | None = None) -> None:
 
 
 def _stores(user: Node, value: Node) -> bool:
-    """Tell whether a node does no more with a value than to store it."""
+    """Return True if a node does no more with a value than to store it."""
     return user.op == "output" or (user.target is COPY and user.args[0] is not value)

@@ -153,7 +153,7 @@ class Builder(ABC):
         return THREE.get(target, target) if self.storage == "mcf3" else target
 
     def is_number(self, operand: Any) -> bool:
-        """Tell whether operand is a Python number."""
+        """Return True if operand is a Python number."""
         return isinstance(operand, int | float)
 
     def pair(self, target: Any, *args: Any) -> Components:

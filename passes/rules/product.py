@@ -79,7 +79,7 @@ def _unit(b: Builder) -> float:
 
 
 def near_one(b: Builder, factor: float) -> bool:
-    """Tell whether x * factor is better x + (factor - 1) * x; see `Decayed`."""
+    """Return True if x * factor is better computed as x + (factor - 1) * x; see `Decayed`."""
     return abs(1 - factor) <= 5 * _unit(b)
 
 

@@ -102,7 +102,7 @@ def print_cpp_kernel(
 
 
 def names_in_cpp(graph: Graph, scalar: Sequence[bool], *, single: bool = False) -> dict[Node, str]:
-    """Return what each value of a graph is called in the text of `print_cpp_kernel`.
+    """Return the name of each value of a graph in the text of `print_cpp_kernel`.
 
     Raises Unprintable; the arguments are as there.
     """
@@ -246,7 +246,7 @@ Print = Callable[[_Printer, Node], str]
 
 
 def _elementwise(template: str) -> Print:
-    """Return what prints an operation on operands that are promoted to the dtype of the result."""
+    """Return the printer of an operation on operands promoted to the dtype of the result."""
 
     def print_(printer: _Printer, node: Node) -> str:
         dtype = node.meta["dtype"]
@@ -256,7 +256,7 @@ def _elementwise(template: str) -> Print:
 
 
 def _of_floats(template: str) -> Print:
-    """Return what prints an operation that C++ has of floats only, with PyTorch's meaning."""
+    """Return the printer of an operation that C++ has of floats only, with PyTorch's meaning."""
 
     def print_(printer: _Printer, node: Node) -> str:
         if node.meta["dtype"] not in _FLOATS:
@@ -340,7 +340,7 @@ for _name, _symbol in (("__lshift__", "<<"), ("__rshift__", ">>")):
 
 
 def _scaled(template: str, name: str) -> Print:
-    """Return what prints an operation with a number by that name, 1 if it is left out."""
+    """Return the printer of an operation with a number by that name, 1 if it is left out."""
 
     def print_(printer: _Printer, node: Node) -> str:
         dtype = node.meta["dtype"]
@@ -360,7 +360,7 @@ _SINGLE: dict[Any, Print] = {
     aten.pow.Tensor_Scalar: _any_power,
     aten.pow.Tensor_Tensor: _of_floats("std::pow({}, {})"),
 }
-"""Functions of the C library, which eager PyTorch takes of single numbers and not in vectors."""
+"""Printers by C library functions, which eager PyTorch takes of single numbers, not in vectors."""
 _LIBM: dict[Any, Print] = {
     aten.add.Tensor: _scaled("{0} + {2} * {1}", "alpha"),
     aten.sub.Tensor: _scaled("{0} - {2} * {1}", "alpha"),
@@ -369,6 +369,6 @@ _LIBM: dict[Any, Print] = {
     aten.rsqrt.default: _of_floats("1 / root({})"),
     aten.sigmoid.default: _of_floats("1 / (1 + std::exp(-{}))"),
 }
-"""The same of all elements, where a unit in the last place does not matter."""
+"""Printers of operations on all elements, where a unit in the last place does not matter."""
 for _name in ("exp", "expm1", "log", "log1p", "log2", "tanh", "sin", "cos", "atan", "erf"):
     _LIBM[getattr(aten, _name).default] = _of_floats(f"std::{_name}({{}})")

@@ -104,7 +104,7 @@ def _of_high_half(rounding: Node) -> dict[Node, Node | None]:
 
 
 def _is_high_half(node: Node) -> bool:
-    """Tell whether a node is fp32 of bits less ((bits & 0xffff) ^ 0x8000) - 0x8000."""
+    """Return True if a node is fp32 of bits less ((bits & 0xffff) ^ 0x8000) - 0x8000."""
     if node.target is not aten.view.dtype or node.args[1] is not torch.float32:
         return False
     bits, low = _args_of(node.args[0], aten.sub.Tensor)
@@ -121,7 +121,7 @@ def _args_of(node: Any, target: Any) -> tuple[Any, Any]:
 
 
 def _is_rounding(node: Any) -> bool:
-    """Tell whether a node rounds an fp32 value to a dtype for which all this was tried."""
+    """Return True if a node rounds an fp32 value to a dtype for which all this was tried."""
     return (
         isinstance(node, Node)
         and node.target is collage.round.default
@@ -171,6 +171,6 @@ def _fast_two_sum(t: Node, values: dict[Node, torch.dtype]) -> dict[Node, Node |
 
 
 def _of_one_dtype(values: dict[Node, torch.dtype], *nodes: Node | None) -> bool:
-    """Tell whether all are numbers of one 16-bit dtype."""
+    """Return True if all are numbers of one 16-bit dtype."""
     dtypes = {values.get(node) for node in nodes if node is not None}
     return len(dtypes) == 1 and None not in dtypes

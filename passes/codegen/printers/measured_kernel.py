@@ -73,7 +73,7 @@ class Signature:
     given: tuple[tuple[str, tuple[Word, ...]], ...]
     """Layout of each input before the step, and its words."""
     new: tuple[tuple[str, tuple[Word, ...]], ...]
-    """The same of each 16-bit state after it."""
+    """Layout of each 16-bit state after the step, and its words."""
     states: tuple[int, ...]
     """The positions of these states among the inputs."""
 
@@ -118,7 +118,7 @@ def sums_of(members: Sequence[Member], least: float) -> list[list[list[float]] |
 
 
 def _fits(member: Member) -> bool:
-    """Tell whether the tensors of a member are such that a kernel can read them."""
+    """Return True if the tensors of a member are such that a kernel can read them."""
     if not member.new or not all(w.high.dim() and w.high.dtype in TYPES for w in member.new):
         return False
     words = (*member.inputs, *member.new)
@@ -191,7 +191,7 @@ def print_measured_kernel(function: Function, signature: Signature) -> str:
 
 
 def _arrays(function: Function, signature: Signature) -> Function:
-    """Return what makes of all words, for each state, its values before, after, and exactly."""
+    """Return a function from all words to each state's values before, after, and exactly."""
 
     def arrays(*tensors: Tensor) -> tuple[Tensor, ...]:
         left = iter(tensors)
