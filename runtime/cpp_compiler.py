@@ -47,7 +47,7 @@ def quote_cache_dir() -> None:
 
 
 def compiler_fault(error: BaseException) -> str:
-    """Return why no C++ compiler works, if that is behind an error; empty if one works."""
+    """Return the reason why no C++ compiler works, if it is behind an error; empty if one works."""
     if not isinstance(error, InvalidCxxCompiler | CppCompileError | OSError):
         return ""
     try:

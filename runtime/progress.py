@@ -62,7 +62,7 @@ class Work:
         self.counts: Counter[str] = Counter()
         """Kind of phase -> how many there have been."""
         self.expected: Counter[str] = Counter()
-        """The same -> how many there will have been, where that is known."""
+        """Kind of phase -> how many there will have been, where that is known."""
         self.said = False
         self.over = threading.Event()
 
@@ -77,7 +77,7 @@ class Work:
         self.state = phase, self.seconds, time.perf_counter()
 
     def tell(self) -> None:
-        """Say what it is at, now and then, until it is over."""
+        """Print the present phase, now and then, until the work is over."""
         due = DELAY
         while not self.over.wait(max(due - self.seconds, DELAY / 10)):
             phase, seconds = self.state[0], self.seconds
@@ -97,7 +97,7 @@ class Work:
 
 
 def _wanted() -> bool:
-    """Tell whether lines are wanted: of several processes the first one writes them."""
+    """Return True if lines are wanted: of several processes the first one writes them."""
     if os.environ.get("COLLAGE_FX_PROGRESS") == "0" or not LOGGER.isEnabledFor(logging.INFO):
         return False
     if distributed.is_available() and distributed.is_initialized():
@@ -107,7 +107,7 @@ def _wanted() -> bool:
 
 @contextmanager
 def work(what: Callable[[], str], phase: str | None) -> Iterator[None]:
-    """Within, say what is being done once that takes long; in the midst of other work, of that.
+    """Print what is being done, within this context, once it takes long, or other work of it does.
 
     Args:
         what: says what it is, in words.
@@ -132,7 +132,7 @@ def work(what: Callable[[], str], phase: str | None) -> Iterator[None]:
 
 @contextmanager
 def doing(phase: str | None) -> Iterator[None]:
-    """Within, the work that is under way, if there is any, is at this; None stops its clock."""
+    """Set the phase of the work under way, within this context; None stops its clock."""
     if (current := _RUNNING.work) is None:
         yield
         return
@@ -153,7 +153,7 @@ def over(items: Sequence[T], kind: str, what: str) -> Iterator[T]:
 
 
 def expect(kind: str) -> None:
-    """Note that there will be one more phase of a kind."""
+    """Expect one more phase of a kind."""
     if (current := _RUNNING.work) is not None:
         current.expected[kind] += 1
 

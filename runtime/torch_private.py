@@ -359,7 +359,7 @@ class _Missing(type):
 
 
 def find(name: str) -> Any:
-    """Return what one of `NAMES` stands for; a class that raises when it is called if nothing."""
+    """Return the object of one of `NAMES`, or a class that raises when it is called."""
     module, _, path = NAMES[name].where.partition(":")
     first, *attributes = path.split(".")
     try:
@@ -375,7 +375,7 @@ def find(name: str) -> Any:
 
 
 def is_missing(found: Any) -> bool:
-    """Tell whether this torch has not what was found."""
+    """Return True if this torch has not what was found."""
     return isinstance(found, _Missing)
 
 
@@ -409,7 +409,7 @@ def explain(error: BaseException) -> None:
 
 
 def left_out() -> list[str]:
-    """Return what to say in a report of the names that are not required, and that torch has not."""
+    """Return remarks for a report on names that are not required, and that torch has not."""
     gone = [NAMES[name] for name, found in globals().items() if is_missing(found) and name in NAMES]
     return [
         f"torch has no {one.where.replace(':', '.')}: without {one.purpose}"

@@ -28,7 +28,7 @@ def installed() -> tuple[int, int]:
 
 
 def untested_warning(version: str) -> str:
-    """Return what to say of a version of torch; nothing if one of that minor was tested."""
+    """Return a warning of a version of torch; nothing if one of that minor was tested."""
     tested = [minor(t) for t in TESTED]
     if minor(version) in tested:
         return ""
@@ -57,7 +57,7 @@ def warn_if_untested() -> None:
 
 
 def drops_roundings() -> bool:
-    """Tell whether Inductor drops a conversion to 16 bits and back: before 2.13.
+    """Return True if Inductor drops a conversion to 16 bits and back: before 2.13.
 
     A pass over graphs leaves it out, and C++ kernels go on with the value from before it, whatever
     the lowering says.

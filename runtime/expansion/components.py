@@ -86,7 +86,7 @@ def split_constant(c: float, dtype: torch.dtype, count: int) -> tuple[float, ...
 
 
 def _count(*operands: Terms) -> int:
-    """Return how many components the result has."""
+    """Return the number of components of the result."""
     for x in operands:
         if not 1 <= len(x) <= 3:
             raise ComponentError(f"an expansion has one, two or three components, not {len(x)}")

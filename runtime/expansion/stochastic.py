@@ -52,7 +52,7 @@ class Seeds:
 
 
 def _capturing(device: torch.device) -> bool:
-    """Tell whether the current stream of a device is being captured."""
+    """Return True if the current stream of a device is being captured."""
     if device.type != "cuda":
         return False
     with torch.cuda.device(device):  # what is asked is the current device

@@ -27,7 +27,7 @@ class Runner(Protocol):
 
 
 def addresses(column: Column) -> Sequence[int]:
-    """Return where the input of each member begins."""
+    """Return the address of each member's input."""
     if isinstance(column, Tensor):
         first, size = address(column), column.element_size()
         return range(first, first + size * column.numel(), size)

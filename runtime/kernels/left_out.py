@@ -27,7 +27,7 @@ _NUMBER = _Number()
 
 @contextmanager
 def left_out_if(number: Tensor) -> Iterator[None]:
-    """Within, have what this thread does left out, all of it or nothing, if a number is not 0."""
+    """Leave out what this thread does within, all of it or nothing, if a number is not 0."""
     before, _NUMBER.value = _NUMBER.value, number
     try:
         yield
@@ -43,13 +43,13 @@ def number_on(device: torch.device) -> Tensor | None:
 
 
 def is_open() -> bool:
-    """Tell whether it is not known on the host if what is done is to be left out."""
+    """Return True if the host does not know yet whether what is done is to be left out."""
     return _NUMBER.value is not None
 
 
 @torch.compiler.disable
 def ask() -> None:
-    """Have it known on the host, before something is written without a look at the number.
+    """Wait until the number is known on the host, before something else is written.
 
     Raises LeftOut if nothing is to be written.
     """

@@ -283,7 +283,7 @@ class Contents:
     arguments: Sequence[int] = ()
     """Position of each guarded tensor among the arguments, -1 for none."""
     given_arguments: Sequence[int] = ()
-    """The same of the given ones."""
+    """Position of each given tensor among the arguments."""
 
     attributes: Sequence[Any] = ()
     """The items of a dict that is handed to each comparison, since it is not to be kept alive."""
@@ -322,7 +322,7 @@ class TensorSnapshot:
     """Snapshot of tensors and containers. It keeps them alive, but for the given ones."""
 
     def __init__(self, contents: Contents, more: int = 0) -> None:
-        """Take it, all versions as they are.
+        """Take the snapshot, all versions as they are.
 
         Args:
             contents: what is compared.
@@ -391,7 +391,7 @@ class TensorSnapshot:
         return grads if self._library.unchanged(self._at, *found) else []
 
     def holds(self, args: tuple[Any, ...]) -> bool:
-        """Tell whether the arguments of a call are as they were; `addresses` has theirs then."""
+        """Return True if the arguments of a call are as they were; `addresses` has theirs then."""
         return bool(self._library.holds(self._at, ctypes.py_object(args)))
 
     def gather(self, found: "Addresses", table: int) -> None:

@@ -30,7 +30,7 @@ _SPARE = 2
 
 
 def is_capturing() -> bool:
-    """Tell whether a CUDA graph is being captured on the current stream."""
+    """Return True if a CUDA graph is being captured on the current stream."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
@@ -166,7 +166,7 @@ class Launch:
         )
 
     def ready_for(self, members: Members) -> Ready:
-        """Return what launches over such members have in common."""
+        """Return the geometry and tables that launches over such members have in common."""
         sizes, _, device = members
         if members not in self.ready:
             if len(self.ready) == _KEPT:
@@ -213,7 +213,7 @@ def _new_table(shape: torch.Size, device: torch.device) -> Table:
 
 
 def chunk_of(sizes: Sequence[int]) -> int:
-    """Return how many elements of members of these sizes one program works on."""
+    """Return the number of elements that one program works on, for members of these sizes."""
     return CHUNKS[sum(sizes) >= MANY]
 
 
@@ -230,7 +230,7 @@ def _chunks(sizes: tuple[int, ...]) -> Geometry:
 
 
 def _is_near(column: Column, device: torch.device) -> bool:
-    """Tell whether all of a column is on the device."""
+    """Return True if all of a column is on the device."""
     return all(t.device == device for t in ([column] if isinstance(column, Tensor) else column))
 
 

@@ -104,7 +104,7 @@ class Checks:
             return cls(tensor)
 
     def fit(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor is laid out as the one that they are of: memory is read by that."""
+        """Return True if a tensor is laid out as that of these checks: memory is read so."""
         return self.stride == tensor.stride() and self.shape == tensor.shape
 
     def changed(self, tensor: Tensor) -> Tensor:

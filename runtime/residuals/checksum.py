@@ -42,7 +42,7 @@ def row_checksums(tensor: Tensor, *residuals: Tensor) -> Tensor:
 
 
 def same_bits(tensor: Tensor) -> Callable[..., bool]:
-    """Return what tells whether a tensor has the bits that this one has now, of which it is a copy.
+    """Return a predicate: a tensor has the bits that this one has now, of which it is a copy.
 
     For memory that nobody counts versions of: a buffer of gradients, say, written through `.data`.
     """
@@ -62,14 +62,14 @@ def bits_of(tensor: Tensor) -> Tensor:
 
 
 def rows_match(rows: Tensor, tensor: Tensor, *residuals: Tensor) -> bool:
-    """Tell whether these checksums are of a tensor and its residuals, as far as they are known."""
+    """Return True if these checksums are of a tensor and its residuals, as far as is known."""
     found = row_checksums(tensor, *residuals)
     rows = rows.to(found.device)
     return found.shape == rows.shape and bool(((rows == found) | (rows == UNKNOWN)).all())
 
 
 def total_matches(total: int, tensor: Tensor, *residuals: Tensor) -> bool:
-    """Tell whether this is the one checksum that checkpoints of format 1 have of a tensor."""
+    """Return True if this is the one checksum that checkpoints of format 1 have of a tensor."""
     words = tensor.detach().reshape(-1).view(_INTEGERS[tensor.itemsize])
     found = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, words.numel(), _CHUNK):

@@ -9,7 +9,7 @@ from torch.nn import Parameter
 
 
 def is_sharded(tensor: object) -> bool:
-    """Tell whether this is a DTensor."""
+    """Return True if this is a DTensor."""
     # None is there unless that module was imported, which takes a second.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
@@ -42,12 +42,12 @@ def sharding_of(tensor: Tensor) -> Hashable:
 
 
 def spec_of(tensor: Tensor) -> object:
-    """Return how a DTensor is laid out, its shape and dtype included; None for any other tensor."""
+    """Return the layout of a DTensor, shape and dtype included; None for any other tensor."""
     return getattr(tensor, SPEC) if is_sharded(tensor) else None
 
 
 def is_partial(tensor: Tensor) -> bool:
-    """Tell whether the values of a DTensor are yet to be reduced over the mesh."""
+    """Return True if the values of a DTensor are yet to be reduced over the mesh."""
     sharded: Any = tensor
     return is_sharded(tensor) and any(p.is_partial() for p in sharded.placements)
 
@@ -74,7 +74,7 @@ def sharded_like(shard: Tensor, tensor: Tensor) -> Tensor:
 
 
 def has_whole_rows(tensor: Tensor) -> bool:
-    """Tell whether this process has nothing or all of each row of a tensor."""
+    """Return True if this process has nothing or all of each row of a tensor."""
     placements: Any = getattr(tensor, "placements", ()) if is_sharded(tensor) else ()
     return all(map(_keeps_rows, placements))
 
@@ -96,7 +96,7 @@ def rows_like(rows: Tensor, tensor: Tensor) -> Tensor:
 
 
 def _keeps_rows(placement: Any) -> bool:
-    """Tell whether a placement leaves rows whole: it copies, or cuts between them."""
+    """Return True if a placement leaves rows whole: it copies, or cuts between them."""
     return bool(getattr(placement, "dim", 0) == 0)
 
 

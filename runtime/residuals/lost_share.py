@@ -13,7 +13,7 @@ _HALVINGS = 12
 
 
 def lost_share(moved: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how large updates are on average, and the share of the way that is lost.
+    """Return the average size of updates, and the share of the way that is lost.
 
     Of an update u, a storage keeps a = u rounded to a multiple of twice the smallest change that it
     keeps. The sizes of a parameter's updates are taken for uniform between the one that the sum of

@@ -20,7 +20,7 @@ address = TensorBase.data_ptr
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Tell whether tensor is a plain strided tensor with memory of its own."""
+    """Return True if tensor is a plain strided tensor with memory of its own."""
     return (
         tensor.layout == torch.strided
         and not tensor.is_meta
@@ -53,7 +53,7 @@ class Apart:
     """Addresses of states, and the other tensors that lie in memory of states."""
 
     def __init__(self, states: Sequence[Tensor], others: Sequence[Tensor] = ()) -> None:
-        """Note where they lie now."""
+        """Note the present addresses."""
         sizes = extents((*states, *others))
         self.sizes, self.other_sizes = sizes[: len(states)], sizes[len(states) :]
         starts, beside = list(map(address, states)), list(map(address, others))
@@ -71,7 +71,7 @@ class Apart:
         return self.last[2]
 
     def hold(self, states: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-        """Tell whether those that share memory are the same, all being laid out as they were."""
+        """Return True if those that share memory are the same, all being laid out as they were."""
         starts, beside = list(map(address, states)), list(map(address, others))
         known, known_beside, bounds = self.last
         if starts != known:
@@ -86,7 +86,7 @@ class Apart:
         return True
 
     def is_like(self, other: "Apart") -> bool:
-        """Tell whether those that share memory are the same, whatever their sizes."""
+        """Return True if those that share memory are the same, whatever their sizes."""
         return self.shared == other.shared and self.within == other.within
 
     def _placed(self, starts: Sequence[int]) -> tuple[set[frozenset[int]], Sequence[int]]:
@@ -124,21 +124,21 @@ def _merged(spans: list[tuple[int, int, int]]) -> list[tuple[int, int, list[int]
 
 
 def shared_between_storages(tensors: Iterable[Tensor]) -> bool:
-    """Tell whether two tensors share memory in two storages, as with a NumPy array."""
+    """Return True if two tensors share memory in two storages, as with a NumPy array."""
     found = [t for t in tensors if t.is_cpu and has_memory(t)]
     shared = [t for t in found if not t.untyped_storage().resizable()]
     return len(shared) > 1 and overlapping(shared, by_address=True) != overlapping(shared)
 
 
 def is_expanded(t: Tensor) -> bool:
-    """Tell whether elements of a strided tensor are one in memory, as of `x.expand(...)`."""
+    """Return True if elements of a strided tensor are one in memory, as of `x.expand(...)`."""
     if t.layout is not torch.strided:
         return False
     return any(s == 0 and n > 1 for n, s in zip(t.shape, t.stride(), strict=True))
 
 
 def extents(tensors: Sequence[Tensor]) -> list[int]:
-    """Return how many bytes strided tensors take up, each from its first to its last element."""
+    """Return the bytes that strided tensors take up, each from its first to its last element."""
     return [
         t.element_size() * (t.numel() if t.is_contiguous() else span(t.shape, t.stride())[1])
         for t in tensors
@@ -178,7 +178,7 @@ def tensor_on(
 
 
 def is_laid_out_as(t: Tensor, like: Tensor) -> bool:
-    """Tell whether t, of the shape of like, has the strides that `torch.zeros_like` gives it."""
+    """Return True if t, of the shape of like, has the strides that `torch.zeros_like` gives it."""
     strides = like.stride()
     if t.stride() == strides:
         return True

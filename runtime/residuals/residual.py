@@ -140,7 +140,7 @@ class Residual:
             return lost.sum()
 
     def _changed(self, tensor: Tensor) -> Tensor:
-        """Return where the bits of tensor are not those that are kept, or may be others."""
+        """Return the mask of bits of tensor that are not those that are kept, or may be others."""
         with torch.no_grad(), _disable_current_modes():
             if self.kept is not None:
                 return bits_of(tensor) != self.kept
@@ -163,7 +163,7 @@ class Residual:
         return tuple(found)
 
     def has_content(self) -> bool:
-        """Tell whether any component is not zero."""
+        """Return True if any component is not zero."""
         return any(bool(component.any()) for component in self.components)
 
     def begin_anew(self, tensor: Tensor) -> None:
@@ -173,11 +173,11 @@ class Residual:
         self.settle(tensor)
 
     def fits(self, tensor: Tensor) -> bool:
-        """Tell whether tensor can have these components."""
+        """Return True if tensor can have these components."""
         return fit([(tensor, self)])
 
     def is_shaped_as(self, tensor: Tensor) -> bool:
-        """Tell whether tensor is of the residual's shape and dtype, and has data."""
+        """Return True if tensor is of the residual's shape and dtype, and has data."""
         shapes = [c.shape == tensor.shape for c in self.components]
         return all(shapes) and tensor.dtype is self._dtype and not tensor.is_meta
 
@@ -206,12 +206,12 @@ class Residual:
         return value_in_float64(self.storage, tensor.detach(), found)
 
     def belongs(self, tensor: Tensor) -> bool:
-        """Tell whether tensor is as it was when the residual was last settled."""
+        """Return True if tensor is as it was when the residual was last settled."""
         same = self._versions[self._slot] == version(tensor) and self.address == address(tensor)
         return same and not (self.lent and self._written_by_borrower())
 
     def is_present(self, tensor: Tensor) -> bool:
-        """Tell whether it is of the present value of tensor; one of a checkpoint is looked at."""
+        """Return True if it is of tensor's present value; one of a checkpoint is looked at."""
         if self.expected is None:
             if self.belongs(tensor):
                 return True
@@ -220,17 +220,17 @@ class Residual:
         return self.expected(tensor, *self.components)
 
     def knows_elements(self, tensor: Tensor) -> bool:
-        """Tell whether it is known which elements of tensor have changed since it was settled."""
+        """Return True if it is known which elements of tensor have changed since it was settled."""
         known = self.kept is not None or (self.checks is not None and self.checks.fit(tensor))
         known = known and not self.shared and not self._written_by_borrower()
         return known and self.fits(tensor)
 
     def _written_by_borrower(self) -> bool:
-        """Tell whether who was lent the components has written them."""
+        """Return True if who was lent the components has written them."""
         return bool(self.lent) and self.lent != tuple(map(version, self.components))
 
     def stale(self, tensor: Tensor) -> str:
-        """Say why the residual, which is not settled on the present value of tensor, is not of it.
+        """Return the reason why the residual, not settled on tensor's present value, is not of it.
 
         One without content may be of any value: then the answer is empty.
         """
@@ -253,7 +253,7 @@ class Residual:
 
 
 def fit(pairs: Iterable[tuple[Tensor, Residual]]) -> bool:
-    """Tell whether each tensor can have the components of its residual."""
+    """Return True if each tensor can have the components of its residual."""
     for tensor, residual in pairs:
         dtypes = STORAGES[residual.storage].residuals.get(tensor.dtype, ())
         shape, device = tensor.shape, tensor.device

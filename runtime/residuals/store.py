@@ -77,7 +77,7 @@ class ResidualStore:
         return self.of([tensor])[0]
 
     def of(self, tensors: Sequence[Tensor]) -> list[Residual | None]:
-        """Return what `get` returns of each of these."""
+        """Return the residuals of these tensors, as `get` returns each."""
         entries = map(self._residuals.get, map(id, tensors))
         found = [entry and entry[1] for entry in entries]
         if self._of_memory:
@@ -103,7 +103,7 @@ class ResidualStore:
         self._residuals[id(tensor)] = WeakIdRef(tensor, forget), residual
 
     def _renew(self, residual: Residual) -> None:
-        """Note that a residual is found by another tensor than before: by its bits from now on."""
+        """Note a residual that another tensor than before finds: by its bits from now on."""
         if residual.expected is None and not residual.renewed:
             before = (t for t, r in self if r is residual)
             if not any(map(residual.belongs, before)):
@@ -173,7 +173,7 @@ class ResidualStore:
 
     @contextmanager
     def unheard(self) -> Iterator[None]:
-        """Within, warnings that are given once do not count: of copies, which nobody trains."""
+        """Leave the warnings of this context out of those that are given once: of copies, say."""
         before = set(self._coarser)
         try:
             yield

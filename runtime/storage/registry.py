@@ -42,7 +42,7 @@ class Storage:
     """(a value of the wide dtype, dtype of hi) -> (hi, *residuals). In all layouts residuals of
     zero stand for hi itself."""
     split_by_chance: Callable[[Tensor, torch.dtype, Tensor], Components] | None = None
-    """The same with a seed, an int32 of 31 bits: the last residual is rounded up or down by chance,
+    """`split` with a seed, an int32 of 31 bits: the last residual is rounded up or down by chance,
     which is right on average. None where nothing is left to round."""
 
     def residual_bytes(self, tensor: Tensor) -> int:
@@ -161,7 +161,7 @@ def named_in(choice: Choice) -> list[str]:
 
 
 def fits(pattern: str, name: StateName) -> bool:
-    """Tell whether a pattern, as in fnmatch, is one for a state by its kind or its name."""
+    """Return True if a pattern, as in fnmatch, is one for a state by its kind or its name."""
     return fnmatchcase(name.kind, pattern) or fnmatchcase(str(name), pattern)
 
 
@@ -173,7 +173,7 @@ def compensable_dtypes(choice: Choice) -> tuple[torch.dtype, ...]:
 
 
 def transforms(dtype: torch.dtype, storage: str) -> bool:
-    """Tell whether there are error-free transformations for expansions that are so laid out."""
+    """Return True if there are error-free transformations for expansions that are so laid out."""
     return storage in EXPANSIONS and dtype not in FP8
 
 
@@ -196,7 +196,7 @@ def split_into(storage: str, x: Tensor, dtype: torch.dtype) -> Components:
 
 
 def rounds_residuals(storage: str, dtype: torch.dtype) -> bool:
-    """Tell whether a storage holds a value x as RN(x) and RN(x - RN(x)), both of dtype."""
+    """Return True if a storage holds a value x as RN(x) and RN(x - RN(x)), both of dtype."""
     return _LAYOUTS[storage].split is split and dtype not in FP8
 
 
@@ -210,7 +210,7 @@ def kept(dtype: torch.dtype, storage: str = "") -> float:
 
 
 def refusal(dtype: torch.dtype, storage: str, name: str) -> str:
-    """Return why a storage cannot hold the state of this dtype and name; empty if it can."""
+    """Return the reason why a storage cannot hold a state of this dtype and name, or nothing."""
     if dtype in STORAGES[storage].residuals:
         return ""
     others = [repr(s.name) for s in STORAGES.values() if dtype in s.residuals]
