@@ -254,7 +254,7 @@ def judge(row: Row) -> None:
 
 
 def _numbers(row: Row) -> tuple[bool, str]:
-    """Tell whether the errors are those of a compensated run, and why."""
+    """Return True if the errors are those of a compensated run, and why."""
     compensated = any(s["compensated"] for s in row.states)
     if math.isnan(row.err_rounded):
         return compensated, f"by structure: no exact run ({row.exact})"

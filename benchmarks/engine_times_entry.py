@@ -170,7 +170,7 @@ def measure(module: str, name: str, kind: str, drive: str, steps: int, seconds: 
 
 
 def is_enough(timed: int, since: float, until: float) -> bool:
-    """Tell whether so many steps will do, timed since then, if all must be over by then."""
+    """Return True if so many steps will do, timed since then, with all to be over by then."""
     some = timed >= SOME and cpu_time() > since + 60
     return some or (timed >= FEW and time.perf_counter() > until)
 

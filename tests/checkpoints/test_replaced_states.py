@@ -51,7 +51,7 @@ class Run:
 
 
 def resumed(update: Any, options: dict[str, Any], *, without: bool = False) -> bool:
-    """Tell whether a run that begins with a checkpoint ends as the one that made it."""
+    """Return True if a run that begins with a checkpoint ends as the one that made it."""
     unbroken, second = Run(update, options), Run(update, options)
     unbroken.go(range(SAVED))
     saved = copy.deepcopy(unbroken.optimizer.state_dict())

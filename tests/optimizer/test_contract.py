@@ -65,7 +65,7 @@ def bits(x: Tensor) -> Tensor:
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Tell whether trees of tensors have the same bits."""
+    """Return True if trees of tensors have the same bits."""
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
     if isinstance(a, list | tuple):

@@ -44,7 +44,7 @@ def named(tree: ast.AST) -> Iterator[str]:
 
 
 def is_private(name: str) -> bool:
-    """Tell whether a dotted name is one of torch's private parts; operators of ATen are none."""
+    """Return True if a dotted name is one of torch's private parts; operators of ATen are none."""
     first, *rest = name.split(".")
     private = any(part.startswith("_") and not part.startswith("__") for part in rest)
     return first == "torch" and private and not name.startswith("torch.ops.aten.")

@@ -32,7 +32,7 @@ def _text(node: ast.expr) -> str:
 
 
 def _is_written_out(node: ast.expr) -> bool:
-    """Tell whether a text, or several, stand in the code, or in a constant of a module."""
+    """Return True if a text, or several, stand in the code, or in a constant of a module."""
     if isinstance(node, ast.Tuple | ast.List | ast.Set):
         return any(map(_is_written_out, node.elts))
     upper = isinstance(node, ast.Name) and node.id.isupper()

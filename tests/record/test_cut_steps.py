@@ -57,7 +57,7 @@ def errors(update: Any, **options: Any) -> tuple[float, Any]:
 
 
 def recorded(step: Any) -> bool:
-    """Tell whether a report says that the rest of a step was recorded, with a line of this file."""
+    """Return True if a report says that a step's rest was recorded, with a line of this file."""
     notes = [n for n in collage_fx.report(step).notes if "Dynamo cuts the step" in n]
     assert all(__file__ in n for n in notes), notes
     return bool(notes)

@@ -39,7 +39,7 @@ def absolute(dtype: torch.dtype, count: int) -> float:
 
 
 def close(found: Fraction, exact: Fraction, dtype: torch.dtype, count: int) -> bool:
-    """Tell whether a value is off by no more than its words leave out."""
+    """Return True if a value is off by no more than its words leave out."""
     relative = abs(exact) / 2 ** BITS[dtype, count]
     within = relative if abs(exact) >= FROM[dtype, count] else Fraction(absolute(dtype, count))
     return abs(found - exact) <= max(within, relative)

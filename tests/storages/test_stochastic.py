@@ -52,7 +52,7 @@ def test_the_mean_over_all_chances_is_the_value(wide: torch.dtype, dtype: torch.
 
 
 def uniform(found: Tensor) -> bool:
-    """Tell whether 16-bit numbers are spread evenly, and independent of the ones before them."""
+    """Return True if 16-bit numbers are spread evenly, and independent of the ones before them."""
     counts = torch.bincount(found.flatten() >> 10, minlength=64).double()
     expected = found.numel() / 64
     centred = found.double() - found.double().mean()

@@ -56,7 +56,7 @@ class RoundedOnce(TorchDispatchMode):
 
 
 def on_host(x: Tensor) -> bool:
-    """Tell whether numpy can have the root of x, and rounds it to nearest."""
+    """Return True if numpy can have the root of x, and rounds it to nearest."""
     return x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
 
 

@@ -169,13 +169,13 @@ def fused(gm: GraphModule) -> GraphModule:
 
 
 def _moves(node: Node, wide: dict[Node, Node]) -> bool:
-    """Tell whether a node is a view of a value that is kept in fp32."""
+    """Return True if a node is a view of a value that is kept in fp32."""
     is_view = getattr(node.target, "is_view", False) and node.target not in OF_MEMORY
     return is_view and node.args[0] in wide
 
 
 def _computes(node: Node) -> bool:
-    """Tell whether a node makes one tensor by an ATen operation that changes no operand."""
+    """Return True if a node makes one tensor by an ATen operation that changes no operand."""
     mutable = getattr(getattr(node.target, "_schema", None), "is_mutable", True)
     return (
         isinstance(node.meta.get("val"), Tensor)

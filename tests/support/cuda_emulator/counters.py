@@ -23,7 +23,7 @@ class Memory(NamedTuple):
 
 
 def running() -> bool:
-    """Tell whether this process has the emulated device."""
+    """Return True if this process has the emulated device."""
     return hasattr(_LIBRARY, "cuda_emulator_reset")
 
 
