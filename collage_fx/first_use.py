@@ -29,7 +29,7 @@ def begin(optimizer: Optimizer, given: dict[str, Any]) -> None:
 
 
 class FirstUse:
-    """Compiles the step of an optimizer, when one of its methods is first called."""
+    """Compilation of an optimizer's step when one of its methods is first called."""
 
     def __init__(self, optimizer: Optimizer, given: dict[str, Any]) -> None:
         self.optimizer = weakref.ref(optimizer)

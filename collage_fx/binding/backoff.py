@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Backoff:
-    """Counts the steps until one is bound again, twice as many each time that was in vain."""
+    """Counter of the steps until one is bound again: twice as many after each vain attempt."""
 
     def __init__(self, note: Callable[[str], None], *, never: bool) -> None:
         """Begin to count.

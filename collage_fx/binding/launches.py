@@ -160,7 +160,7 @@ class _OnCpu:
 
 @dataclass
 class _DeviceCall:
-    """One launch: the members of a call that are aligned, or the others."""
+    """Launch over those members of a call that are aligned, or over the others."""
 
     launch: Launch
     ready: Ready
@@ -171,7 +171,7 @@ class _DeviceCall:
 
 
 class _OnCuda:
-    """All tables, and the numbers that are on the host, are copied to the device at once."""
+    """Launches on CUDA: all tables, and numbers on the host, are copied to the device at once."""
 
     def __init__(self, rows: Sequence[_Rows], device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.current_stream(device)

@@ -69,7 +69,7 @@ def conclude(state: StatePlan, tensor: Tensor) -> None:
 
 @dataclass
 class Residuals:
-    """Finds the residuals of a graph's carried states at each call, before it; see `SideInputs`."""
+    """Binding of a graph's states to their residuals, found at each call; see `SideInputs`."""
 
     session: Session
     carried: list[Carried]

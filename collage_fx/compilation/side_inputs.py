@@ -104,7 +104,7 @@ class _Calls(threading.local):
 
 
 class Look:
-    """Looks at the calls of graphs."""
+    """Observer of the calls of graphs."""
 
     reads = True
     """True if it reads the results of a graph: it has to know then if none are written."""
@@ -120,7 +120,7 @@ class Look:
 
 
 class Noted(Look):
-    """Notes the calls of graphs."""
+    """Observer that notes the calls of graphs."""
 
     reads = False
 
@@ -165,9 +165,9 @@ def is_looked_at() -> bool:
 
 @dataclass(eq=False)
 class SideInputs:
-    """Brings residuals, seeds and the tensors of members that were left out past AOTAutograd.
+    """Residuals, seeds and tensors of left-out members, brought past AOTAutograd at each call.
 
-    That hands on what the graph takes and returns, and nothing else; and it counts up the versions
+    AOTAutograd hands on what the graph takes and returns, nothing else, and counts up the versions
     of some mutated inputs before it runs the graph, so that residuals are gathered before that.
     """
 

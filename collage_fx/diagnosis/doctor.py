@@ -25,7 +25,7 @@ from collage_fx.step.subject import innermost
 
 
 class Doctor:
-    """Looks at steps until it is stopped, or left as a context manager; `doctor` makes it.
+    """Measurement of steps until it is stopped, or left as a context manager; `doctor` makes it.
 
     It changes no bit of the run: it draws no random number and calls no other process. A step that
     torch.compile runs is not looked at.

@@ -83,7 +83,7 @@ class _Begun:
 
 
 class Looker:
-    """Looks at the steps of one optimizer."""
+    """Observer of one optimizer's steps, some of which it does again on samples."""
 
     def __init__(
         self,

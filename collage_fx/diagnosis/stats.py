@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 
 @dataclass(slots=True)
 class UpdateStats:
-    """Sums over the updates of one state, or of several; the properties are what they say."""
+    """Sums over the updates of one state, or of several; the properties are computed from them."""
 
     count: float = 0.0
     """Elements whose exact update is not zero."""

@@ -269,7 +269,7 @@ class _Step:
     def _compile(
         self, gm: GraphModule, inputs: Sequence[Any], args: tuple[Any, ...] | None = None
     ) -> Code:
-        """Compile the graph; if that fails in a supervised step, leave it to the recorder.
+        """Compile the graph; if that fails, leave it to the recorder where the step has one.
 
         For the arguments of a call it is so when Dynamo has done with the graph.
         """

@@ -68,7 +68,7 @@ def _attributes(names: _Names) -> list[tuple[Any, str]]:
 
 
 class _Patch:
-    """Attributes that flush before they are called, as long as somebody uses this."""
+    """Patch of attributes, which flush before they are called as long as somebody uses it."""
 
     def __init__(self, readers: _Names, sharers: _Names | None = None) -> None:
         """Note attributes, of owners by name: of readers, and of what lets others read memory."""

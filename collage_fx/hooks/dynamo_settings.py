@@ -90,7 +90,7 @@ _KEPT = Counted(_Kept.keep, _Kept.restore)
 
 
 class Failures(logging.Filter):
-    """Lets Dynamo run what it fails to compile, and makes one warning of its log."""
+    """Fallback to Python for what Dynamo fails to compile, with one warning for its log."""
 
     def __init__(self, warn: Warn) -> None:
         super().__init__()

@@ -23,7 +23,7 @@ def gradients_of(optimizer: Optimizer) -> Gradients:
 
 
 class GradientRecorder(Watch):
-    """Keeps copies of the gradients that the last steps of an optimizer got.
+    """Recorder of copies of the gradients that the last steps of an optimizer got.
 
     Use it as a context manager, or call `remove` when enough has been recorded; what was recorded
     stays. It takes the memory of the gradients `last` times.

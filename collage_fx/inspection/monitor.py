@@ -39,7 +39,7 @@ KEPT = 1000
 
 
 class Monitor(Watch):
-    """Measures every n-th step of an optimizer; `monitor` makes it.
+    """Monitor of every n-th step of an optimizer; `monitor` makes it.
 
     Examples:
         >>> found = collage_fx.monitor(collage_fx.compile_(optimizer), every=2)

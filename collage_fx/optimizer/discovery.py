@@ -193,7 +193,7 @@ def _moved_to_host(number: Tensor) -> Tensor:
 
 
 class StateStorage:
-    """Chooses the storage of states that are written outside the graphs of Dynamo."""
+    """Choice of the storage for states that are written outside Dynamo's graphs."""
 
     def __init__(self, config: CollageConfig, warn: Warn) -> None:
         self.config = config

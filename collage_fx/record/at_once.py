@@ -55,7 +55,7 @@ def _draws(func: Any) -> bool:
 
 @dataclass(eq=False)
 class AtOnce:
-    """Does operations of which nothing that they need waits to be done."""
+    """Executor of operations of which nothing that they need waits to be done."""
 
     words: LowWords
     notes: Notes
@@ -282,7 +282,7 @@ def tensors_in(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
 
 @dataclass(eq=False)
 class Unrecorded:
-    """Times operations that are done at once by the clock of the host, over all calls of a step."""
+    """Clock of operations that are done at once, on the host, over all calls of a step."""
 
     seconds: defaultdict[Any, float] = field(default_factory=lambda: defaultdict(float))
     """Operation -> its time in the step that runs, or in the last one."""

@@ -151,7 +151,7 @@ class Effect:
 
 
 class Tracer(Interpreter):
-    """Runs a graph while its operations are noted, and reads off the notes what it has done."""
+    """Run of a graph whose operations are noted, from which its effect is read off."""
 
     def __init__(self, known: KnownGraph, notes: Notes, args: tuple[Any, ...]) -> None:
         super().__init__(known.graph)

@@ -24,7 +24,7 @@ _GONE = Region((None, (), (), 0))
 
 @dataclass(eq=False)
 class GraphNotes:
-    """Notes Dynamo graphs as single lines.
+    """Recorder of Dynamo graphs, as single lines.
 
     Such a graph does the same with tensors of the same layouts each time, with other Python
     numbers. How those depend on its arguments is found out when it is noted for the first time, and

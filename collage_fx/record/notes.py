@@ -70,7 +70,7 @@ class Region:
 
 
 class Notes:
-    """Notes operations as a path in a trie, and which value of it each piece of memory is.
+    """Noted operations, as a path in a trie, and the value that each piece of memory is.
 
     An operation with the numbers of its operands leads from one place to the next, so that shapes
     are inferred once for a structure.

@@ -57,7 +57,7 @@ def _dispatches(kind: type) -> bool:
 
 @dataclass(eq=False)
 class Recorder:
-    """Notes operations, and has them done when somebody needs their results.
+    """Recorder that notes operations, and has them done when somebody needs their results.
 
     Results are tensors that have memory and no data yet: only where each reader of memory is known.
     Plain operations of PyTorch on plain tensors are noted; what cannot be noted is done at once,

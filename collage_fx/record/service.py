@@ -39,7 +39,7 @@ class _Account:
 
 @dataclass(eq=False)
 class Service:
-    """Records what serves each state, and warns of what is not compensated.
+    """Accounts of how each state is written, with warnings of those that are not compensated.
 
     That is a Dynamo graph, a segment, or nobody knows what.
     """

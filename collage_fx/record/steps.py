@@ -45,7 +45,7 @@ _NO_SWAP = (
 
 
 class Steps:
-    """Runs steps: by the graphs that Dynamo makes of them, and recorded where it makes none.
+    """Runner of steps: by the graphs that Dynamo makes of them, and recorded where it makes none.
 
     Operations of a step that are in no Dynamo graph are recorded and done by segments. If they
     write states, then from the third step on the whole step is recorded, so that what Dynamo cannot

@@ -79,7 +79,7 @@ class _History(SeenNumbers):
 
 @dataclass(eq=False)
 class Executors:
-    """Runs the segments of one optimizer or function, in the first of three ways that it can be.
+    """Runner of the segments of one optimizer or function, in the first possible of three ways.
 
     `rewritten`: compiled by the passes, as a Dynamo graph is. `joined`: on whole values,
     compiled by Inductor. `interpreted`: on whole values, operation by operation; so is what is seen

@@ -45,7 +45,7 @@ from collage_fx.segments.trie import Layout, layout_of
 
 @dataclass(eq=False)
 class Joining:
-    """Does segments on whole values: low words joined in, operations as they stand, split again."""
+    """Executor on whole values: low words joined in, operations as they stand, split again."""
 
     session: Session
     words: LowWords

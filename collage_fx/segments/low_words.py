@@ -39,7 +39,7 @@ from collage_fx.segments.trie import layout_of
 
 @dataclass(eq=False)
 class LowWords:
-    """Joins memory and its low words to wide values, and splits these when they are stored.
+    """Low words of memory, joined to wide values, and split off when these are stored.
 
     A piece of memory may be a state, hold several (a flat buffer of parameters), or be a value on
     the way: that one keeps all of its wide value (`TRANSIENT`), of fp8 as much as `FINEST` does.

@@ -67,7 +67,7 @@ _SOLVES = (
 
 
 class _Operations(dict[Any, Operation]):
-    """Finds out what the recorder does with an overload, once."""
+    """Cache of what the recorder does with each overload."""
 
     def __missing__(self, func: Any) -> Operation:
         if isinstance(func, OpOverload):

@@ -312,7 +312,7 @@ def with_fakes(gm: GraphModule, given: Given, numbers: Numbers) -> tuple[FakeTen
 
 
 class Propagation(Interpreter):
-    """Notes what each node makes of fake tensors, as Dynamo does: classes are found by that."""
+    """Interpreter that notes each node's fake tensor, as Dynamo does: classes are found by that."""
 
     def run_node(self, n: Node) -> Any:
         """Run a node."""

@@ -56,7 +56,7 @@ def undone(rounded: Tensor, value: Tensor) -> Tensor:
 
 
 class UserRounding:
-    """Follows the bits of fp32 values through the lines of a segment."""
+    """Trace of the bits of fp32 values through the lines of a segment."""
 
     def __init__(self, segment: "Segment", random: set[int]) -> None:
         """Begin before the first line.

@@ -39,7 +39,7 @@ ATTEMPTS = 3
 
 
 class StandInSteps:
-    """Does the steps of an optimizer of which Dynamo traces a part, the stand-ins, for all."""
+    """Runner of steps of which Dynamo traces a part, the representatives, for all parameters."""
 
     def __init__(self, optimizer: Callable[[], Optimizer], session: Session) -> None:
         self.optimizer = optimizer

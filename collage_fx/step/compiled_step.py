@@ -120,7 +120,7 @@ def compile_optimizer(
 
 
 def compile_function(function: Callable[..., Any], session: Backend) -> Callable[..., Any]:
-    """Return the function compiled, and supervised as the step of an optimizer is."""
+    """Return the function compiled, and recorded where Dynamo does not trace it."""
     if session.config.verify:
         raise OptionError("verify=n checks the steps of optimizers, not calls of functions")
     arguments: list[Owned] = []

@@ -22,7 +22,7 @@ _MANY = 12
 
 
 class RecompileGuard:
-    """Counts the calls in a row that compiled something."""
+    """Counter of the calls in a row that compiled something."""
 
     def __init__(self, session: Backend, supervisor: Steps) -> None:
         self.session = session

@@ -54,7 +54,7 @@ class _Seen:
 
 
 class SmallUpdates:
-    """Looks at parameters in a few steps, and warns of those of whose way a quarter is lost.
+    """Observer of parameters in a few steps, which warns of those that lose a quarter of their way.
 
     Fine-tuning at rates of 1e-6 with 17 bits does little, and nothing else would say so. What is
     looked at stays on its device until there is enough to judge.

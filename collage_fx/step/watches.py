@@ -14,7 +14,7 @@ WATCHES = WeakIdKeyDictionary()
 
 
 class Watch(ABC):
-    """Looks at the steps of an optimizer until it is removed, or left as a context manager."""
+    """Observer of an optimizer's steps until it is removed, or left as a context manager."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)

@@ -48,7 +48,7 @@ class Row:
 
 @dataclass
 class States:
-    """All verdicts."""
+    """The table of verdicts on the page."""
 
     rows: list[Row]
     layers: list[str]
