@@ -158,7 +158,7 @@ def _operands(
 
 
 def _results(program: Program, states: dict[Node, Carried]) -> Iterator[tuple[int, str]]:
-    """Yield the values that results take over, each with the position of its state; or -1."""
+    """Yield values that results take over, as text, each with the result's state; or -1."""
     graph = graph_of(program.canonical).graph
     order = {node: i for i, node in enumerate(graph.nodes)}
     has_param = any(c.owner == "param" for c in states.values())

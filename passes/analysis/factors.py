@@ -208,7 +208,7 @@ def _size(now: float | None, *, grown: bool) -> float:
 
 
 class _Walk:
-    """Goes once through a graph, and through slices again with one state as their own."""
+    """Walk once through a graph, and through slices again with one state as their own."""
 
     def __init__(self, program: Program, states: dict[Node, Carried], *, grown: bool) -> None:
         self.states = states

@@ -69,7 +69,7 @@ def emit(program: Program) -> None:
 
 @dataclass
 class _Stamp:
-    """One member of a class on its way into the graph."""
+    """Member of a class on its way into the graph."""
 
     rewritten: Rewritten
     member: Slice

@@ -330,7 +330,7 @@ def _graph_without(
 
     Args:
         scan: the whole graph.
-        gone: what it does not do, or take.
+        gone: operations and inputs that are left out.
         results: those of the whole graph that it returns.
         given: values that it takes behind the placeholders, if they are used.
         made: values that it returns behind the results.

@@ -167,7 +167,7 @@ def _has_symbol(node: Node) -> bool:
 
 
 class _Builder:
-    """Builds the canonical graph node by node."""
+    """Builder of the canonical graph, node by node."""
 
     def __init__(self, sample: Tensor) -> None:
         self.graph = Graph()

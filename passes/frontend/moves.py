@@ -62,7 +62,7 @@ def _keeps(node: Node) -> bool:
 
 
 class _Moves:
-    """Goes through a graph, and changes what elementwise operations read of what was moved."""
+    """Rewriter of what elementwise operations read of moved values."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph

@@ -114,7 +114,7 @@ _PROMOTING = frozenset(
 
 
 class _Rewriter:
-    """Rewrites a node that reads a number back, or takes one that was."""
+    """Rewriter of a node that reads a number back, or takes one that was read."""
 
     def __init__(self, graph: Graph, node: Node) -> None:
         self.graph, self.node = graph, node

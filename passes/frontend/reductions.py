@@ -167,7 +167,7 @@ def is_largest(node: Node) -> bool:
 
 
 class _Widening:
-    """Goes once through a graph, in the order of its nodes, and changes it."""
+    """Walk once through a graph, in the order of its nodes, which widens them."""
 
     def __init__(self, graph: Graph, casts: set[str]) -> None:
         self.graph = graph

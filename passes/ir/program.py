@@ -203,7 +203,7 @@ class StatePlan(Judged):
 
 @dataclass(eq=False)
 class Rewritten:
-    """One class with one set of compensated states: rewritten once, stamped out for its members."""
+    """One class with one set of compensated states: rewritten once, applied to each member."""
 
     members: list[Slice]
     storages: dict[int, str]
@@ -295,12 +295,12 @@ class Program:
     lost: list[str] = field(default_factory=list)
     """Losses: values of states that leave the graph with their high word only; see `escape`."""
     takers: frozenset[int] = frozenset()
-    """Positions of the states that would take over all that is lost, if they had residuals."""
+    """Positions of the states which, given residuals, would remove every entry of `lost`."""
     reads: dict[int, str] = field(default_factory=dict)
     """Positions and names of states that the graph does not write, and of which it would need a
     low word."""
     weighty: frozenset[int] = frozenset()
-    """Positions of those that enter the update of another state with weight: each needs a low word
+    """Positions of the states that enter the update of another with weight: each needs a low word
     whatever its own recurrence is, and may have one by now."""
     unlike: Unlike | None = None
     """Reason why members in the graph cannot stand for those left out, as `emit` finds; there is no

@@ -149,7 +149,7 @@ def _widens(target: Any) -> bool:
 
 
 class _Joiner:
-    """Builds the graph of joined values."""
+    """Builder of the graph of joined values."""
 
     def __init__(self, program: Program, read: dict[Node, Carried], why: str) -> None:
         self.program = program

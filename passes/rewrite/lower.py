@@ -179,7 +179,7 @@ def lowered_function(
 
 
 class _Rounding:
-    """Translates a graph of 16-bit operations; 16-bit values live in fp32 in between."""
+    """Translation of a graph of 16-bit operations; 16-bit values live in fp32 in between."""
 
     def __init__(self, traced: Graph) -> None:
         self.traced = traced

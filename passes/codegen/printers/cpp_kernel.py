@@ -150,7 +150,7 @@ def _literal(number: Any, dtype: torch.dtype) -> str:
 
 
 class _Printer:
-    """Writes each operation as a line, and equal ones once."""
+    """Printer of each operation as a line, equal ones once."""
 
     def __init__(self, graph: Graph, known: "dict[Any, Print]", named: set[str]) -> None:
         self.known, self.named = known, named
