@@ -30,7 +30,7 @@ LOGGER.setLevel(logging.INFO)
 
 
 class _Stderr(logging.StreamHandler):
-    """Writes to what stderr is at the time, which tests and notebooks replace."""
+    """Stream that writes to what stderr is at the time, which tests and notebooks replace."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr

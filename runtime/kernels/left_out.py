@@ -15,7 +15,7 @@ from collage_fx.runtime.torch_private import _disable_current_modes
 
 
 class LeftOut(BaseException):
-    """Ends a step that has written nothing; no Exception, which Dynamo would take for its own."""
+    """Exit from a step that has written nothing; no Exception, so that Dynamo does not take it."""
 
 
 class _Number(threading.local):

@@ -46,7 +46,7 @@ class Geometry(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Room for the addresses that one launch takes."""
+    """Addresses that one launch takes, on the host and on the device."""
 
     host: Tensor
     """Pinned: a CUDA graph copies it whenever it is replayed."""

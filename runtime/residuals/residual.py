@@ -226,7 +226,7 @@ class Residual:
         return known and self.fits(tensor)
 
     def _written_by_borrower(self) -> bool:
-        """Return True if who was lent the components has written them."""
+        """Return True if a state dict's holder has written the components that it was given."""
         return bool(self.lent) and self.lent != tuple(map(version, self.components))
 
     def stale(self, tensor: Tensor) -> str:
