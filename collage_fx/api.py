@@ -1,4 +1,4 @@
-"""Compile a step, and ask what became of it."""
+"""Public functions that compile a step and report on it: `compile`, `compile_`, `report`."""
 
 import weakref
 from collections.abc import Callable, Sequence

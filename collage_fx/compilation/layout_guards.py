@@ -1,4 +1,4 @@
-"""Guards on the layouts of a graph's inputs, since Dynamo does not guard all strides.
+"""Guards on layouts of a graph's inputs that Dynamo does not guard: gradients, and strides.
 
 Dynamo does not guard the gradients of an optimizer but for being there, nor the strides of tensors
 that are attributes of its graph; and a kernel that walks over memory takes another order of strides

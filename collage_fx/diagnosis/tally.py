@@ -1,4 +1,4 @@
-"""Tallies of tensors over the steps that were looked at."""
+"""Tallies of tensors: sums over the updates in the steps that were looked at."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Known states of the steps: looked for anew only where something has changed."""
+"""Cache of the states that steps may carry, looked for anew only where something has changed."""
 
 import weakref
 from collections.abc import Callable, Collection, Container, Iterator

@@ -1,4 +1,4 @@
-"""Structures of recorded steps: paths in a trie, so that nothing is inferred or hashed twice."""
+"""Trie of recorded steps: operations are paths in it, so that none is inferred or hashed twice."""
 
 import re
 import sys
