@@ -1,5 +1,5 @@
-"""The carried path of a state through its slice, and whether eft arithmetic loses what of the state
-comes by other ways."""
+"""Carried path of a state through its slice, and what of the state comes by other ways: whether
+eft arithmetic loses that."""
 
 from collections.abc import Container, Iterable, Mapping
 from itertools import pairwise

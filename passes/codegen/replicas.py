@@ -1,4 +1,4 @@
-"""The members that `deduplicate` left out, as operands of what updates whole classes."""
+"""Members that `deduplicate` left out, as operands of what updates whole classes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Probe of compiled code: does it keep the roundings that residuals are computed from?
+"""Probe that compiled code keeps the roundings from which residuals are computed.
 
 Inductor keeps 16-bit values in fp32 within a kernel, and only our own lowerings have them
 rounded there. A torch that elides such a rounding would train in plain bf16, and nothing would

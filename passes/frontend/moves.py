@@ -1,4 +1,4 @@
-"""Pass 4: in arithmetic `wide`, do not round what a step moves between elements first."""
+"""Pass 4: in arithmetic `wide`, round after operations that move elements, and not before."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Single elements: where reductions return their operand, and where one scales larger tensors."""
+"""Operations on single elements: reductions that return their operand, and scales of tensors."""
 
 import operator
 from typing import Any

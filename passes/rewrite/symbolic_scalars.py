@@ -1,4 +1,4 @@
-"""Numbers that change, where AOTAutograd would write their value into the graph.
+"""Symbols for numbers that change, where AOTAutograd would specialize on their values.
 
 Dynamo makes a number that changes a symbol. AOTAutograd makes it an input of the graph where it is
 an operand of a product, a sum or a comparison; anywhere else (`p.add_(g, alpha=-lr)`) it takes the
