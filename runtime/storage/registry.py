@@ -1,4 +1,4 @@
-"""Storages: which layouts there are, which states each can hold, and which one a state gets."""
+"""Storages: their layouts, the states that each can hold, and the choice of one for a state."""
 
 import functools
 from collections.abc import Callable, Sequence
