@@ -59,7 +59,7 @@ class Direct:
     inputs: list[int]
     """Positions of the graph's inputs that `rest` takes."""
     memory: list[Tensor]
-    """Meta tensors of what the kernels make: shape, strides, dtype and device of its memory."""
+    """Fake tensors of what the kernels make: shape, strides, dtype and device of its memory."""
     constants: list[Any]
     """Results that are no tensors."""
     calls: list[KernelCall]

@@ -91,7 +91,7 @@ class Kept:
 
 @dataclass
 class Seen:
-    """Number of optimizers of one class, and of their parameters and steps, that were looked at."""
+    """Counts of optimizers of one class, and of their parameters and steps, that were looked at."""
 
     optimizer: str
     optimizers: int = 0

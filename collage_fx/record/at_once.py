@@ -55,7 +55,7 @@ def _draws(func: Any) -> bool:
 
 @dataclass(eq=False)
 class AtOnce:
-    """Executor of operations of which nothing that they need waits to be done."""
+    """Executor of operations that are done when called, all that they need being there."""
 
     words: LowWords
     notes: Notes

@@ -9,7 +9,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 @dataclass
 class History:
-    """Observations of an optimizer's steps; checkpoints have them, so that runs go on exactly."""
+    """Observations of an optimizer's steps, kept in checkpoints so that runs go on bit for bit."""
 
     recorded: list[list[int]] | None = None
     """Numbers of its last step that change, for an optimizer whose steps are recorded whole; see
