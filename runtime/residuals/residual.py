@@ -58,7 +58,7 @@ class Residual:
     expected: Expected | None = None
     """Expectation of both at the next step, if the residual is from a checkpoint."""
     ensured: Any = None
-    """Key of the recorded step that last found it to be what its state is to have."""
+    """Owner, generation, key, name and dtype for which a recorded step last found it right."""
     lent: tuple[int, ...] = ()
     """The versions of the components when a state dict was given them, until the next step."""
     provisional: bool = False
