@@ -133,7 +133,7 @@ def test_roundings_within_transformations_change_nothing_of_all_pairs(dtype: tor
 
 
 def test_the_sequences_are_those_of_the_arithmetic() -> None:
-    """The C++ above rounds everywhere what `eft.py` computes in the 16-bit dtype."""
+    """The C++ above, which rounds everywhere, computes what `eft.py` does in the 16-bit dtype."""
     a, b = (torch.randn(4096).bfloat16() for _ in range(2))
     s = (a.float() + b.float()).bfloat16()
     t = ((a - (s - b)) + (b - (s - (s - b)))).bfloat16()
