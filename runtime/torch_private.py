@@ -19,11 +19,7 @@ from collage_fx.runtime.torch_versions import TESTED, untested_warning
 
 if TYPE_CHECKING:  # what the names are, for type checkers
     from torch._C import (
-        DispatchKey,
-        TensorBase,
-        _disabled_torch_dispatch_impl,
         _DisableTorchDispatch,
-        _dispatch_has_kernel_for_dispatch_key,
         _len_torch_dispatch_stack,
         _len_torch_function_stack,
         _set_grad_enabled,
@@ -31,7 +27,6 @@ if TYPE_CHECKING:  # what the names are, for type checkers
     from torch._C._dynamo import guards as c_guards
     from torch._C._dynamo.eval_frame import get_eval_frame_callback
     from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
-    from torch._C._functorch import is_functorch_wrapped_tensor
     from torch._dynamo import config as dynamo_config
     from torch._dynamo import eval_frame
     from torch._dynamo.callback import callback_handler
@@ -81,7 +76,6 @@ if TYPE_CHECKING:  # what the names are, for type checkers
         detect_fake_mode,
         tracing,
     )
-    from torch._higher_order_ops.scan import generic_scan, scan_op
     from torch._inductor import config as inductor_config
     from torch._inductor import inductor_prims, list_mode_options
     from torch._inductor.codecache import CppCodeCache, PyCodeCache, torch_key, write_atomic
@@ -90,7 +84,7 @@ if TYPE_CHECKING:  # what the names are, for type checkers
     from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
     from torch._inductor.cpu_vec_isa import pick_vec_isa
     from torch._inductor.decomposition import select_decomp_table
-    from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
+    from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
     from torch._inductor.graph import GraphLowering
     from torch._inductor.ir import Pointwise, TensorBox
     from torch._inductor.lowering import (
@@ -111,11 +105,8 @@ if TYPE_CHECKING:  # what the names are, for type checkers
         trace_log,
         trace_structured,
     )
-    from torch._ops import HigherOrderOperator, OpOverload
-    from torch._prims_common import suggest_memory_format
     from torch._subclasses import FakeTensor, FakeTensorMode
     from torch._subclasses.fake_tensor import unset_fake_temporarily
-    from torch.fx._lazy_graph_module import _LazyGraphModule
     from torch.optim.optimizer import _use_grad_for_differentiable
     from torch.utils._python_dispatch import (
         TorchDispatchMode,
@@ -123,15 +114,7 @@ if TYPE_CHECKING:  # what the names are, for type checkers
         _get_current_dispatch_mode,
         _pop_mode_temporarily,
     )
-    from torch.utils._pytree import (
-        TreeSpec,
-        tree_flatten,
-        tree_leaves,
-        tree_map,
-        tree_map_only,
-        tree_unflatten,
-    )
-    from torch.utils._triton import has_triton, has_triton_package
+    from torch.utils._triton import has_triton_package
 
     _empty_strided_cpu: Any
     DTENSOR_SPEC_MATCH: Any
@@ -171,7 +154,7 @@ _TABLE: tuple[tuple[str, bool, dict[str, str]], ...] = (
                 "SkipFrame, TensorifyScalarRestartAnalysis, TorchDynamoException"
             ),
             "torch._dynamo.variables.base": "AsPythonConstantNotImplementedError",
-            "torch._inductor.exc": "CppCompileError, InductorError, InvalidCxxCompiler",
+            "torch._inductor.exc": "CppCompileError, InvalidCxxCompiler",
         },
     ),
     (
@@ -243,8 +226,6 @@ _TABLE: tuple[tuple[str, bool, dict[str, str]], ...] = (
             "torch._inductor.decomposition": "select_decomp_table",
             "torch._subclasses": "FakeTensor, FakeTensorMode",
             "torch._subclasses.fake_tensor": "unset_fake_temporarily",
-            "torch.fx._lazy_graph_module": "_LazyGraphModule",
-            "torch._prims_common": "suggest_memory_format",
             "torch._C": "_set_grad_enabled",
         },
     ),
@@ -267,7 +248,7 @@ _TABLE: tuple[tuple[str, bool, dict[str, str]], ...] = (
             "torch._inductor.cpp_builder": "get_compiler_version_info, get_cpp_compiler",
             "torch._inductor.cpu_vec_isa": "pick_vec_isa",
             "torch._inductor.runtime.cache_dir_utils": "cache_dir",
-            "torch.utils._triton": "has_triton, has_triton_package",
+            "torch.utils._triton": "has_triton_package",
         },
     ),
     (
@@ -286,18 +267,10 @@ _TABLE: tuple[tuple[str, bool, dict[str, str]], ...] = (
         "recording the operations of a step",
         True,
         {
-            "torch._C": (
-                "DispatchKey, _DisableTorchDispatch, _disabled_torch_dispatch_impl, "
-                "_dispatch_has_kernel_for_dispatch_key"
-            ),
-            "torch._higher_order_ops.scan": "generic_scan, scan_op",
-            "torch._ops": "HigherOrderOperator, OpOverload",
+            "torch._C": "_DisableTorchDispatch",
             "torch.utils._python_dispatch": (
                 "TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode, "
                 "_pop_mode_temporarily"
-            ),
-            "torch.utils._pytree": (
-                "TreeSpec, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten"
             ),
             "torch.optim.optimizer": "_use_grad_for_differentiable",
         },
@@ -306,10 +279,8 @@ _TABLE: tuple[tuple[str, bool, dict[str, str]], ...] = (
         "where tensors lie, and whether they are as they were",
         True,
         {
-            "torch._C": "TensorBase",
             "torch._C._dynamo": "guards as c_guards",
             "torch._C._dynamo.guards": "TensorGuards, _empty_strided_cpu",
-            "torch._C._functorch": "is_functorch_wrapped_tensor",
             "torch": "UntypedStorage._new_with_weak_ptr as new_with_weak_ptr",
         },
     ),

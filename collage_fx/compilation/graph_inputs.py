@@ -36,8 +36,8 @@ from collage_fx.runtime.torch_private import (
     PlainAOTInput,
     SubclassGetAttrAOTInput,
     TracingContext,
-    tree_leaves,
 )
+from collage_fx.runtime.trees import tree_leaves
 
 _PLAIN = (Tensor, Parameter)
 """The tensors of PyTorch's own, which are no subclass's with parts."""

@@ -15,10 +15,8 @@ from collage_fx.passes.codegen import inductor_compile
 from collage_fx.passes.dedup.independent_parts import Repeated, divide
 from collage_fx.passes.ir.program import is_tensor
 from collage_fx.runtime.torch_private import (
-    InductorError,
     TensorifyState,
     TracingContext,
-    _LazyGraphModule,
     compile_fx,
     inductor_config,
 )
@@ -170,7 +168,7 @@ def compile_exactly(gm: GraphModule, inputs: list[Any], kwargs: dict[str, Any]) 
     with inductor_config.patch(_EXACT if gpu else {}):
         try:
             return inductor_compile.compile_functional(_copied(gm), inputs, **kwargs)
-        except InductorError:
+        except Exception:
             # 2.13 fuses the outer loops of a row-wise reduction and of the update behind it, and
             # looks for a read that a buffer's in-place user does not have (KeyError in cpp.py).
             with inductor_config.patch(max_fusion_size=1):
@@ -198,7 +196,7 @@ def _compile_parts(
     for repeated in divided:
         taken = list(zip(*(call.inputs for call in repeated.calls), strict=True))
         own = {**kwargs, "static_input_idxs": [i for i, at in enumerate(taken) if static >= {*at}]}
-        part = _LazyGraphModule(gm, repeated.graph)
+        part = GraphModule(gm, repeated.graph)
         with TracingContext.report_output_strides():  # each graph's own: AOTAutograd needs none
             made = compile_exactly(part, [inputs[at[0]] for at in taken], own)
         codes.append(getattr(made, "source_code", ""))
@@ -245,6 +243,6 @@ def _in_turn(gm: GraphModule, calls: list[Any]) -> Callable[[list[Any]], Any]:
 
 def _copied(gm: GraphModule) -> GraphModule:
     """Return a copy of a graph over the same constants: under the fake mode they have no copies."""
-    copied = _LazyGraphModule(gm, copy.deepcopy(gm.graph))  # nobody reads its code
+    copied = GraphModule(gm, copy.deepcopy(gm.graph))  # nobody reads its code
     copied.meta = dict(gm.meta)
     return copied

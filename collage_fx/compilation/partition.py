@@ -19,7 +19,6 @@ from collage_fx.passes.ir.program import value_of
 from collage_fx.runtime.kernels.argument_table import check_sizes
 from collage_fx.runtime.ops import collage
 from collage_fx.runtime.residuals.memory import empty_as
-from collage_fx.runtime.torch_private import _LazyGraphModule
 
 aten = torch.ops.aten
 
@@ -186,4 +185,4 @@ def _rest(
             env[node] = graph.node_copy(node, lambda n: env[n])
     graph.output(tuple(env[n] for n in made))
     graph.output_node().meta = {"user_visible_output_idxs": list(range(len(made)))}
-    return _LazyGraphModule(gm, graph), [i for i, n in enumerate(placeholders) if n in taken]
+    return GraphModule(gm, graph), [i for i, n in enumerate(placeholders) if n in taken]

@@ -16,7 +16,8 @@ from torch.fx import GraphModule, Node
 
 from collage_fx.compilation.graph_inputs import sources_of
 from collage_fx.passes.dedup.graph_scan import overwrites
-from collage_fx.runtime.torch_private import FakeTensor, TracingContext, tracing, tree_leaves
+from collage_fx.runtime.torch_private import FakeTensor, TracingContext, tracing
+from collage_fx.runtime.trees import tree_leaves
 
 
 class Symbols:

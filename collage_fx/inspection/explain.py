@@ -38,7 +38,7 @@ from collage_fx.passes.ir.program import Program, StatePlan
 from collage_fx.runtime.errors import CollageError, OptionError
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import chosen
-from collage_fx.runtime.torch_private import tree_map
+from collage_fx.runtime.trees import tree_map
 from collage_fx.step.compiled_step import compile_function, compile_optimizer, report_of
 from collage_fx.step.distributed_wrappers import wrapped_optimizers
 from collage_fx.step.optimizer_clone import clone_of, with_some_gradient

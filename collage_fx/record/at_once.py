@@ -16,14 +16,7 @@ from collage_fx.passes.rewrite.comparisons import compared, rounds_number
 from collage_fx.passes.rewrite.op_schema import COLLECTIVE, TURNS, by_name, is_foreach, received
 from collage_fx.record.notes import Notes
 from collage_fx.runtime.residuals.memory import has_memory
-from collage_fx.runtime.torch_private import (
-    DispatchKey,
-    HigherOrderOperator,
-    generic_scan,
-    scan_op,
-    tree_leaves,
-    tree_map_only,
-)
+from collage_fx.runtime.trees import tree_leaves, tree_map_only
 from collage_fx.segments.low_words import LowWords
 from collage_fx.segments.memory import Input
 from collage_fx.segments.operations import Operation
@@ -31,9 +24,11 @@ from collage_fx.segments.trie import line_of_code, on_one_line
 
 SHARE = 0.1
 """Least share of a step's time for an operation to be named in the report."""
-cond = torch.ops.higher_order.cond
-_ANY_DEVICE = DispatchKey.CompositeExplicitAutograd
-_LOOPS = {"associative_scan", "map_impl", "while_loop", "while_loop_stack_output"}
+_TAKERS = torch.ops.higher_order
+_LOOPS = {
+    *(_TAKERS.associative_scan, _TAKERS.map_impl),
+    *(_TAKERS.while_loop, _TAKERS.while_loop_stack_output),
+}
 """Operators that take functions, and whose kernel for any device is a loop in Python."""
 _Join: TypeAlias = Callable[[Tensor], Tensor]
 """Returns the whole value of an operand."""
@@ -237,13 +232,25 @@ class AtOnce:
         return result
 
 
-def in_python(func: HigherOrderOperator) -> Callable[..., Any] | None:
+def in_python(func: Any) -> Callable[..., Any] | None:
     """Return a function of Python that does the operations of one that takes functions."""
-    if func is cond:
+    if func is _TAKERS.cond:
         return lambda predicate, yes, no, operands: (yes if predicate else no)(*operands)
-    if func is scan_op:
-        return lambda step, init, xs, more: generic_scan(step, init, xs, additional_inputs=more)
-    return func.py_kernels.get(_ANY_DEVICE) if func.name() in _LOOPS else None
+    if func is _TAKERS.scan:
+        return _scan
+    kernels = func.py_kernels.items() if func in _LOOPS else ()
+    return next((f for key, f in kernels if key.name == "CompositeExplicitAutograd"), None)
+
+
+def _scan(step: Any, init: Sequence[Any], xs: Sequence[Tensor], more: Sequence[Any]) -> Any:
+    """Return what `torch.ops.higher_order.scan` does: a carry, and the results of each row."""
+    carry, made = list(init), []
+    for row in zip(*(x.unbind() for x in xs), strict=True):
+        found = step(*carry, *row, *more)
+        carry = found[: len(init)]
+        made.append(found[len(init) :])
+    results = zip(*made, strict=True)
+    return (*carry, *(None if ys[0] is None else torch.stack(ys) for ys in results))
 
 
 def _dtype_in_step(

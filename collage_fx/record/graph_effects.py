@@ -11,7 +11,7 @@ from torch.fx.node import map_arg
 
 from collage_fx.record.notes import Notes, Region
 from collage_fx.runtime.residuals.memory import has_memory, new_memory
-from collage_fx.runtime.torch_private import tree_leaves, tree_map_only
+from collage_fx.runtime.trees import tree_leaves, tree_map_only
 from collage_fx.segments.memory import storage_key
 from collage_fx.segments.segment_graph import same_number
 from collage_fx.segments.trie import Place, layout_of, meta_of

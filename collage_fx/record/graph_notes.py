@@ -12,7 +12,8 @@ from collage_fx.record.at_once import AtOnce
 from collage_fx.record.graph_effects import KnownGraph, Tracer, own_tensors
 from collage_fx.record.notes import Notes, Region
 from collage_fx.runtime.residuals.residual import version
-from collage_fx.runtime.torch_private import _pop_mode_temporarily, tree_map_only
+from collage_fx.runtime.torch_private import _pop_mode_temporarily
+from collage_fx.runtime.trees import tree_map_only
 from collage_fx.segments.memory import storage_key
 from collage_fx.segments.trie import Place
 

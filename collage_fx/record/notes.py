@@ -16,7 +16,8 @@ from collage_fx.runtime.residuals.memory import (
     span,
     tensor_on,
 )
-from collage_fx.runtime.torch_private import FakeTensorMode, tree_leaves, tree_map_only
+from collage_fx.runtime.torch_private import FakeTensorMode
+from collage_fx.runtime.trees import tree_leaves, tree_map_only
 from collage_fx.segments.low_words import LowWords
 from collage_fx.segments.memory import Input, storage_key
 from collage_fx.segments.operations import OPERATIONS, Operation, flat_piece, piece_of

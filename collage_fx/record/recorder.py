@@ -26,11 +26,10 @@ from collage_fx.runtime.torch_private import (
     FakeTensor,
     TorchDispatchMode,
     _disable_current_modes,
-    _disabled_torch_dispatch_impl,
     _len_torch_dispatch_stack,
     _pop_mode_temporarily,
-    tree_leaves,
 )
+from collage_fx.runtime.trees import tree_leaves
 from collage_fx.segments.low_words import LowWords
 from collage_fx.segments.memory import storage_key
 from collage_fx.segments.operations import OPERATIONS, Operation
@@ -51,7 +50,7 @@ _ASSERT, _ASSERT_WITH_MESSAGE = aten._assert_async.default, aten._assert_async.m
 
 def _dispatches(kind: type) -> bool:
     """Return True if tensors of a class do operations by code of their own, as DTensors do."""
-    plain = _disabled_torch_dispatch_impl
+    plain = Tensor.__torch_dispatch__
     return getattr(kind, "__torch_dispatch__", plain) is not plain
 
 

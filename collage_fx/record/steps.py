@@ -30,7 +30,7 @@ from collage_fx.runtime.residuals.memory import has_memory
 from collage_fx.runtime.residuals.residual import settle_at_end
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import compensable_dtypes
-from collage_fx.runtime.torch_private import tree_leaves
+from collage_fx.runtime.trees import tree_leaves
 from collage_fx.segments.executors import Executors
 from collage_fx.segments.low_words import LowWords
 from collage_fx.segments.memory import gradients, memory_key

@@ -7,12 +7,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from collage_fx.passes.ir.graph_memory import OpOverload
 from collage_fx.passes.rewrite.op_schema import written
-from collage_fx.runtime.torch_private import (
-    HigherOrderOperator,
-    OpOverload,
-    _dispatch_has_kernel_for_dispatch_key,
-)
 
 aten = torch.ops.aten
 
@@ -70,12 +66,8 @@ class _Operations(dict[Any, Operation]):
     """Cache of what the recorder does with each overload."""
 
     def __missing__(self, func: Any) -> Operation:
-        if isinstance(func, OpOverload):
-            found = _classified(func)
-        else:
-            takes_functions = isinstance(func, HigherOrderOperator)
-            found = Operation("higher order" if takes_functions else "foreign")
-        self[func] = found
+        is_plain = isinstance(func, OpOverload)
+        found = self[func] = _classified(func) if is_plain else Operation("higher order")
         return found
 
 
@@ -87,7 +79,7 @@ def _classified(func: Any) -> Operation:
     places = tuple(a.name if a.kwarg_only else arguments.index(a) for a in writes)
     # Autograd decomposes it, but not within a subclass's dispatch, nor in inference mode. A
     # composite "view" may copy: to, contiguous, reshape, flatten.
-    if _dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+    if func.has_kernel_for_dispatch_key("CompositeImplicitAutograd"):
         return Operation("composite", places)
     if func.is_view or name == "lift_fresh":
         return Operation("view")

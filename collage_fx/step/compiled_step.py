@@ -35,7 +35,7 @@ from collage_fx.passes.ir.program import LOW_PRECISION
 from collage_fx.record.service import written_between_steps
 from collage_fx.record.steps import Steps
 from collage_fx.runtime import progress, torch_private
-from collage_fx.runtime.torch_private import tree_leaves
+from collage_fx.runtime.trees import tree_leaves
 from collage_fx.stand_in.steps import StandInSteps
 from collage_fx.step.first_steps import StepCheck
 from collage_fx.step.other_methods import replace_functions, serve_methods

@@ -20,7 +20,7 @@ from collage_fx.hooks import nested_compile
 from collage_fx.hooks.step_substitution import codes
 from collage_fx.optimizer import plain_steps
 from collage_fx.optimizer.ownership import family
-from collage_fx.runtime.torch_private import tree_leaves, tree_map
+from collage_fx.runtime.trees import tree_leaves, tree_map
 
 if TYPE_CHECKING:  # it imports Inductor, which a doctor does without
     from collage_fx.record.steps import Steps

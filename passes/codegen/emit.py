@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from collage_fx.passes.analysis.affine import LERP
 from collage_fx.passes.codegen.inductor_lowering import register_region
@@ -37,7 +37,6 @@ from collage_fx.passes.ir.program import (
 from collage_fx.passes.rewrite.residual_inputs import add_residuals
 from collage_fx.passes.rewrite.roundings import keep_shared_roundings
 from collage_fx.runtime.ops import collage
-from collage_fx.runtime.torch_private import _LazyGraphModule
 
 aten = torch.ops.aten
 
@@ -137,7 +136,7 @@ class _Emitter:
         self.others.check()
         if self.program.unlike is None:
             self.graph.lint()
-            self.program.result = _LazyGraphModule(self.canonical, self.graph)
+            self.program.result = GraphModule(self.canonical, self.graph)
             keep_shared_roundings(self.program.result)
 
     def _copy(self, node: Node) -> None:
@@ -363,7 +362,7 @@ def _region_of(rewritten: Rewritten, results: tuple[int, ...]) -> tuple[list[int
     for node in placeholders:
         if not node.users:
             graph.erase_node(node)
-    return inputs, register_region(_LazyGraphModule(torch.nn.Module(), graph))
+    return inputs, register_region(GraphModule(torch.nn.Module(), graph))
 
 
 def _needs(rewritten: Rewritten) -> list[set[int]]:

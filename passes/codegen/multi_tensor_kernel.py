@@ -12,6 +12,7 @@ import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -40,7 +41,6 @@ from collage_fx.runtime import logs, progress
 from collage_fx.runtime.kernels.argument_table import Column, Runner, check_sizes, device_of
 from collage_fx.runtime.kernels.cpp_loop import compile_loop
 from collage_fx.runtime.kernels.triton_launch import Launch
-from collage_fx.runtime.torch_private import has_triton
 
 MEMBERS = 8
 """Members from which on a class on a GPU has one kernel, where the user leaves the choice."""
@@ -312,7 +312,8 @@ def unreachable(device: torch.device) -> str:
         return ""
     if device.type != "cuda":
         return f"a kernel over many members is for CPUs and CUDA devices, not for {device.type}"
-    return "" if has_triton() else "Triton cannot be used: not installed, or too old a GPU"
+    able = find_spec("triton") and torch.cuda.get_device_capability(device) >= (7, 0)
+    return "" if able else "Triton cannot be used: not installed, or too old a GPU"
 
 
 Readers: TypeAlias = dict[Node, list[tuple[Node, bool]]]

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
-from collage_fx.passes.ir.graph_memory import Connected
+from collage_fx.passes.ir.graph_memory import Connected, OpOverload
 from collage_fx.passes.rewrite.op_schema import written as overwritten
-from collage_fx.runtime.torch_private import OpOverload, _set_grad_enabled
+from collage_fx.runtime.torch_private import _set_grad_enabled
 
 
 class UnknownOperation(Exception):

@@ -18,9 +18,8 @@ from torch.fx.experimental.symbolic_shapes import is_concrete_int
 from torch.fx.node import map_arg
 
 from collage_fx.passes.dedup.single_tensors import on_single_tensors
-from collage_fx.passes.ir.graph_memory import Connected
+from collage_fx.passes.ir.graph_memory import Connected, OpOverload
 from collage_fx.passes.ir.program import Program, graph_of
-from collage_fx.runtime.torch_private import OpOverload
 
 aten = torch.ops.aten
 COPY = aten.copy_.default

@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from collage_fx.passes.frontend.decompose import DECOMPOSITIONS, like
 from collage_fx.passes.frontend.single_elements import combines_single_elements, returns_operand
 from collage_fx.passes.frontend.slice import shape_of
-from collage_fx.passes.ir.graph_memory import ORIGIN, base_of, note_origin
+from collage_fx.passes.ir.graph_memory import ORIGIN, OpOverload, base_of, note_origin
 from collage_fx.passes.ir.program import CONVERT, Program, compensable_in, is_tensor, value_of
-from collage_fx.runtime.torch_private import OpOverload, _LazyGraphModule
 
 aten = torch.ops.aten
 
@@ -121,7 +120,7 @@ def canonicalize(program: Program) -> None:
             n.op in ("placeholder", "output") or n.target is aten.copy_.default or n.is_impure()
         )
     )
-    program.canonical = _LazyGraphModule(program.source, builder.graph)
+    program.canonical = GraphModule(program.source, builder.graph)
 
 
 def _memory_of_results(graph: Graph) -> set[Node]:

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.fx import Node
 
 from collage_fx.passes.frontend.slice import elementwise
+from collage_fx.passes.ir.graph_memory import OpOverload
 from collage_fx.passes.ir.program import CASTS, is_scalar, is_tensor, value_of
 from collage_fx.runtime.expansion.eft import SIXTEEN_BITS
-from collage_fx.runtime.torch_private import OpOverload
 
 _REDUCING = frozenset(
     ("amax", "amin", "aminmax", "max", "mean", "median", "min", "nanmedian", "prod", "sum")

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_aggregate, map_arg
 
@@ -40,10 +40,7 @@ from collage_fx.runtime.storage.registry import (
     split_into,
 )
 from collage_fx.runtime.torch_private import (
-    _LazyGraphModule,
     select_decomp_table,
-    tree_flatten,
-    tree_unflatten,
 )
 
 aten = torch.ops.aten
@@ -192,7 +189,7 @@ class _Joiner:
                     self._call(aten.copy_.default, to, word)
             self._results(given)
         self.graph.lint()
-        self.program.result = _LazyGraphModule(self.program.source, self.graph)
+        self.program.result = GraphModule(self.program.source, self.graph)
         self.program.joined = True
         keep_roundings(self.program.result)
         verdicts = {
@@ -264,17 +261,15 @@ class _Joiner:
 
     def _power(self, node: Node) -> Any:
         """Append powers, of 0-d tensors in float64; return the result, or a tuple of them."""
-        operands, form = tree_flatten(map_arg(node.args, self.env.__getitem__))
-        xs = [x for x in operands if isinstance(x, Node)]
-        numbers = [None if isinstance(x, Node) else x for x in operands]
+        args, xs = map_arg(node.args, self.env.__getitem__), list[Node]()
+        numbers = map_arg(args, xs.append)
 
         def power(*tensors: Tensor) -> Any:
             given = iter(tensors)
-            args = [next(given) if x is None else x for x in numbers]
-            made = in_float64(node.target)(*tree_unflatten(args, form))
+            made = in_float64(node.target)(*map_arg(args, lambda _: next(given)))
             return tuple(made) if isinstance(made, list) else made
 
-        made = self._inlined(power, (node.target, str(form), *numbers), xs)
+        made = self._inlined(power, (node.target, str(numbers)), xs)
         dtypes = self.computed
         if isinstance(made, tuple):
             before = (v.dtype for v in node.meta["val"])

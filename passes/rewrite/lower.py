@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.node import map_arg
+from torch.fx.node import map_aggregate, map_arg
 
 from collage_fx.passes.ir.graph_memory import ORIGIN, note_origin
 from collage_fx.passes.ir.program import CASTS, CONVERT, LOW_PRECISION, Program, graph_of
@@ -19,10 +19,7 @@ from collage_fx.runtime.expansion.eft import WIDER, computed_in
 from collage_fx.runtime.ops import collage
 from collage_fx.runtime.storage.layouts import LAST
 from collage_fx.runtime.torch_private import (
-    TreeSpec,
     select_decomp_table,
-    tree_flatten,
-    tree_unflatten,
     unset_fake_temporarily,
 )
 
@@ -108,14 +105,16 @@ def _trace(expanded: GraphModule) -> Graph:
 
 def _inline(graph: Graph, target: Any, args: Any, kwargs: Any) -> Any:
     """Append the arithmetic of an operation; return its result, or a tuple of them."""
-    operands, form = tree_flatten((args, dict(kwargs)))
-    nodes = list(dict.fromkeys(x for x in operands if isinstance(x, Node)))
+    found: dict[Node, int] = {}
+
+    def slot(x: Any) -> Any:
+        is_tensor = isinstance(x, Node)
+        return found.setdefault(x, len(found)) if is_tensor else _Constant(x, f"{type(x)}{x!r}")
+
+    form, nodes = map_aggregate((args, dict(kwargs)), slot), list(found)
     facts = tuple((n.meta["dtype"], n.meta["scalar"]) for n in nodes)
-    slots = tuple(
-        nodes.index(x) if isinstance(x, Node) else _Constant(x, f"{type(x)}{x!r}") for x in operands
-    )
     # An integer operand becomes one of the default dtype beside a Python float.
-    arithmetic = _arithmetic(target, form, slots, facts, torch.get_default_dtype())
+    arithmetic = _arithmetic(target, form, facts, torch.get_default_dtype())
     env = dict(zip(arithmetic.find_nodes(op="placeholder"), nodes, strict=True))
     return graph.graph_copy(arithmetic, env)
 
@@ -132,8 +131,7 @@ class _Constant:
 @functools.lru_cache(maxsize=1024)
 def _arithmetic(
     target: Any,
-    form: TreeSpec,
-    slots: tuple[Any, ...],
+    form: Any,
     facts: tuple[tuple[torch.dtype, bool], ...],
     default: torch.dtype,
 ) -> Graph:
@@ -141,15 +139,17 @@ def _arithmetic(
 
     Args:
         target: the operation.
-        form: the nesting of its operands.
-        slots: each of them: a constant, or the number of a tensor.
+        form: its operands and those that it takes by name, each a constant or the number of a
+            tensor.
         facts: of each tensor, its dtype and whether it is 0-d.
         default: PyTorch's default dtype while it is traced.
     """
 
     def call(*tensors: Any) -> Any:
-        operands = [g.value if isinstance(g, _Constant) else tensors[g] for g in slots]
-        args, kwargs = tree_unflatten(operands, form)
+        def operand(slot: Any) -> Any:
+            return slot.value if isinstance(slot, _Constant) else tensors[slot]
+
+        args, kwargs = map_aggregate(form, operand)
         return target(*args, **kwargs)
 
     return _traced(call, facts)

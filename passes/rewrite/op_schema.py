@@ -10,7 +10,6 @@ from torch import Tensor
 from collage_fx.passes.frontend.canonicalize import FOREACH, single_overload
 from collage_fx.passes.frontend.decompose import DECOMPOSITIONS
 from collage_fx.passes.rules import RULES
-from collage_fx.runtime.torch_private import OpOverload
 
 aten = torch.ops.aten
 
@@ -23,7 +22,7 @@ TURNS = {
 
 
 @cache
-def written(op: OpOverload) -> tuple[str, ...]:
+def written(op: Any) -> tuple[str, ...]:
     """Return the names of the arguments that op writes."""
     return tuple(
         a.name
@@ -32,7 +31,7 @@ def written(op: OpOverload) -> tuple[str, ...]:
     )
 
 
-def by_name(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def by_name(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call of op by their names."""
     names = [a.name for a in op._schema.arguments]
     return {**dict(zip(names, args, strict=False)), **kwargs}
@@ -42,7 +41,7 @@ COLLECTIVE = frozenset({"c10d", "c10d_functional", "_c10d_functional"})
 """Namespaces of operations that communicate: as they are called, and as Dynamo traces them."""
 
 
-def received(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def received(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """Return the arguments that a collective operation writes, which the schemas of c10d hide.
 
     Who sends what all others receive writes nothing.
@@ -62,13 +61,13 @@ def received(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
 
 
 @cache
-def is_foreach(op: OpOverload) -> bool:
+def is_foreach(op: Any) -> bool:
     """Return True if op does one operation for each tensor of a list."""
     return op._schema.name.startswith("aten::_foreach_")
 
 
 @cache
-def functional(op: OpOverload) -> Any:
+def functional(op: Any) -> Any:
     """Return the operation on single tensors, without side effect, that op is a form of.
 
     `aten._foreach_add_.Scalar` and `aten.add.Scalar` are forms of `aten.add.Tensor`, which takes a

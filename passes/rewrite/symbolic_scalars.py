@@ -21,7 +21,7 @@ from collage_fx.passes.frontend.decompose import DECOMPOSITIONS, is_rounded_powe
 from collage_fx.passes.ir.program import Value, value_of
 from collage_fx.passes.rewrite.op_schema import each, functional, is_foreach, written
 from collage_fx.runtime.expansion.eft import WIDER, computed_in
-from collage_fx.runtime.torch_private import suggest_memory_format, tree_leaves, tree_map_only
+from collage_fx.runtime.trees import tree_leaves, tree_map_only
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -106,9 +106,9 @@ class _OnTensors:
 
 def _lerp(start: Tensor, end: Tensor, weight: Any) -> Tensor:
     """Return start + weight * (end - start), from the nearer end and laid out as start is."""
-    layout = suggest_memory_format(start)
-    if layout != torch.contiguous_format:
-        end = end.contiguous(memory_format=layout)
+    for layout, dim in ((torch.channels_last, 4), (torch.channels_last_3d, 5)):
+        if start.dim() == dim and start.is_contiguous(memory_format=layout):
+            end = end.contiguous(memory_format=layout)
     near = -0.5 < weight < 0.5
     base, factor = (start, weight) if near else (end, weight - 1)
     if not _symbolic(weight):

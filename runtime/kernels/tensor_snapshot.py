@@ -19,7 +19,6 @@ from torch import Tensor
 from collage_fx.runtime import cpp_compiler
 from collage_fx.runtime.residuals.dtensor import SHARD, SPEC, shard_of, spec_of
 from collage_fx.runtime.residuals.memory import Apart
-from collage_fx.runtime.torch_private import TensorBase
 from collage_fx.runtime.torch_private import c_guards as guards
 
 _SOURCE = r"""
@@ -330,7 +329,7 @@ class TensorSnapshot:
 
         Raises RuntimeError and what compiling raises if this PyTorch, or this machine, cannot.
         """
-        base = vars(TensorBase)
+        base = vars(Tensor.__base__)
         version, grad = base["_version"], base["grad"]
         if not isinstance(version, _ATTRIBUTE) or not isinstance(grad, _ATTRIBUTE):
             raise RuntimeError("attributes of tensors are not what they are compiled for")

@@ -3,29 +3,31 @@
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from collage_fx.runtime.torch_private import (
-    TensorBase,
     _empty_strided_cpu,
-    is_functorch_wrapped_tensor,
     new_with_weak_ptr,
 )
 
-address = TensorBase.data_ptr
+_BASE: Any = Tensor.__base__
+address = _BASE.data_ptr
 """Returns where a tensor begins: `Tensor.data_ptr`, which a recorded step has flush what waits."""
 
 
 def has_memory(tensor: Tensor) -> bool:
     """Return True if tensor is a plain strided tensor with memory of its own."""
-    return (
-        tensor.layout == torch.strided
-        and not tensor.is_meta
-        and not is_functorch_wrapped_tensor(tensor)
-    )
+    if tensor.layout != torch.strided or tensor.is_meta:
+        return False
+    try:
+        tensor.untyped_storage()
+    except NotImplementedError:  # as of what torch.func wraps
+        return False
+    return True
 
 
 def overlapping(tensors: Iterable[Tensor], *, by_address: bool = False) -> set[int]:

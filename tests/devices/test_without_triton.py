@@ -45,7 +45,7 @@ def classes(*, triton: bool) -> list[Rewritten]:
     """Return the classes of a step on a GPU that Triton can be used for, or not."""
     case = CASES["sgd-light"]
     capture = captured(case)
-    with virtual_gpu(), mock.patch.object(multi_tensor_kernel, "has_triton", lambda: triton):
+    with virtual_gpu(), mock.patch.object(multi_tensor_kernel, "find_spec", lambda _: triton):
         return on_gpu(capture, case.settings).rewritten
 
 

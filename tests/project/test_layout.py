@@ -25,7 +25,7 @@ PACKAGES = [
     *("runtime.ops", "runtime.kernels", "runtime.residuals"),
     *("runtime.cpp_compiler", "runtime.storage"),
     *("runtime.expansion", "runtime.progress", "runtime.logs"),
-    *("runtime.torch_private", "runtime.torch_versions", "runtime.errors"),
+    *("runtime.torch_private", "runtime.torch_versions", "runtime.errors", "runtime.trees"),
 ]
 """Packages, and modules beside them: each imports itself and what stands behind it."""
 FILES = 10

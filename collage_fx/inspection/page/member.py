@@ -10,7 +10,7 @@ from torch.fx import Node
 from collage_fx.inspection.page.operations import name_of
 from collage_fx.passes.ir.graph_memory import ORIGIN, mutations
 from collage_fx.passes.ir.program import Program, Rewritten
-from collage_fx.runtime.torch_private import tree_leaves
+from collage_fx.runtime.trees import tree_leaves
 
 LIMIT = 2000
 """Operations of a member at most; one that has more is shown as far as that."""

@@ -19,7 +19,7 @@ from collage_fx.inspection.page.operations import (
     stands_for,
 )
 from collage_fx.inspection.page.sources import Source, source_of
-from collage_fx.runtime.torch_private import tree_leaves
+from collage_fx.runtime.trees import tree_leaves
 
 LONGEST = 84
 """Characters of a statement beyond which a part of it becomes a statement of its own."""
