@@ -1,33 +1,84 @@
-"""The C++ compiler: one way to it for our own sources, and a check that one works."""
+"""The C++ compiler: libraries of our own sources, kept on disk, and why none can be made."""
 
 import atexit
+import ctypes
+import functools
+import getpass
+import hashlib
 import os
 import shlex
 import shutil
+import subprocess
+import sysconfig
 import tempfile
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from collage_fx.runtime.torch_private import (
-    CppCodeCache,
-    CppCompileError,
-    InvalidCxxCompiler,
-    cache_dir,
-)
+import torch
+
+from collage_fx.runtime.torch_private import inductor_config
 
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 REMEDY = (
     "Install g++ or clang, or name one in the environment variable CXX; the folder of its results "
     f"({_CACHE}) must be one to write to and to run code from"
 )
+_FLAGS = (
+    *("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fopenmp"),
+    "-ffp-contract=off",  # a product that is contracted with a sum is not rounded before it
+)
 
 
-def load(source: str, flags: Sequence[str] = ()) -> Any:
+def load(source: str, flags: Sequence[str] = ()) -> ctypes.CDLL:
     """Return the library that the compiler makes of a source, from the cache on disk or anew."""
-    quote_cache_dir()
-    return CppCodeCache.load(source, extra_flags=flags)
+    include = f"-I{sysconfig.get_path('include')}"
+    command = (compiler(), *_FLAGS, include, *flags)
+    key = repr((source, command, version_of(compiler()), torch.__version__, processor()))
+    name = hashlib.sha256(key.encode()).hexdigest()
+    library = cache_dir() / "collage_fx" / f"{name}.so"
+    if not library.is_file():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        made = library.with_suffix(f".{uuid.uuid4()}")  # other processes may compile it too
+        _run(*command, "-x", "c++", "-", "-o", str(made), given=source)
+        made.replace(library)
+    return ctypes.CDLL(str(library))
+
+
+def compiler() -> str:
+    """Return the name of the compiler: the first of Inductor's setting that there is."""
+    setting = inductor_config.cpp.cxx
+    named = setting if isinstance(setting, tuple | list) else [setting]
+    names = [str(name) for name in named if name] or ["g++"]
+    return next(filter(shutil.which, names), names[-1])
+
+
+@functools.cache
+def version_of(name: str) -> str:
+    """Return what a compiler says of its version."""
+    return _run(name, "--version")
+
+
+def processor() -> str:
+    """Return what code for this processor may consist of: its vectors, as PyTorch names them."""
+    return torch.backends.cpu.get_cpu_capability()
+
+
+def _run(*command: str, given: str = "") -> str:
+    """Run a compiler, and return what it prints; CalledProcessError has that too."""
+    out, both = subprocess.PIPE, subprocess.STDOUT
+    done = subprocess.run(command, input=given, stdout=out, stderr=both, text=True, check=True)
+    return done.stdout
+
+
+def cache_dir() -> Path:
+    """Return the folder that Inductor keeps its kernels in, in which ours are too."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, ModuleNotFoundError, OSError):  # one without a name
+        user = f"uid_{os.getuid()}"
+    default = Path(tempfile.gettempdir(), f"torchinductor_{user}")
+    return Path(os.environ.get(_CACHE, default)).absolute()
 
 
 def quote_cache_dir() -> None:
@@ -35,21 +86,27 @@ def quote_cache_dir() -> None:
 
     It joins a command out of paths that it does not quote, and splits that at spaces.
     """
-    folder = cache_dir()
+    folder = str(cache_dir())
     if shlex.split(folder) == [folder]:
         return
     place = tempfile.mkdtemp(prefix="collage_fx_")  # which nobody else can write to
     atexit.register(shutil.rmtree, place, ignore_errors=True)
     link = Path(place, "cache")
-    link.symlink_to(Path(folder).absolute(), target_is_directory=True)
+    link.symlink_to(folder, target_is_directory=True)
     if shlex.split(str(link)) == [str(link)]:
         os.environ[_CACHE] = str(link)
 
 
-def compiler_fault(error: BaseException) -> str:
-    """Return the reason why no C++ compiler works, if it is behind an error; empty if one works."""
-    if not isinstance(error, InvalidCxxCompiler | CppCompileError | OSError):
-        return ""
+def write_whole(path: Path, text: str) -> None:
+    """Write a file of which no other process sees a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    made = path.with_suffix(f".{uuid.uuid4()}")
+    made.write_text(text)
+    made.replace(path)
+
+
+def compiler_fault() -> str:
+    """Return the reason why no C++ compiler works; empty if one does."""
     try:
         load(f'extern "C" int works() {{ return 0; }}  // {uuid.uuid4()}')
     except Exception as fault:
@@ -60,8 +117,9 @@ def compiler_fault(error: BaseException) -> str:
 def words_of(error: BaseException) -> str:
     """Return an error in a line: of a compiler its own words, without the command."""
     text = str(error)
-    if isinstance(error, CppCompileError):
-        errors = [line for line in error.output.splitlines() if "error" in line.lower()]
-        status = getattr(error.__cause__, "returncode", "unknown")
-        text = errors[0] if errors else f"it ended with status {status}"
+    ended = error if isinstance(error, subprocess.CalledProcessError) else error.__cause__
+    if isinstance(ended, subprocess.CalledProcessError):
+        lines = os.fsdecode(ended.output or "").splitlines()
+        errors = [line for line in lines if "error" in line.lower()]
+        text = errors[0] if errors else f"it ended with status {ended.returncode}"
     return " ".join(text.split()).partition(" Set TORCHDYNAMO_VERBOSE")[0][:240]

@@ -78,13 +78,10 @@ if TYPE_CHECKING:  # what the names are, for type checkers
     )
     from torch._inductor import config as inductor_config
     from torch._inductor import inductor_prims, list_mode_options
-    from torch._inductor.codecache import CppCodeCache, PyCodeCache, torch_key, write_atomic
+    from torch._inductor.codecache import PyCodeCache
     from torch._inductor.codegen.triton import TritonOverrides
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-    from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
-    from torch._inductor.cpu_vec_isa import pick_vec_isa
     from torch._inductor.decomposition import select_decomp_table
-    from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
     from torch._inductor.graph import GraphLowering
     from torch._inductor.ir import Pointwise, TensorBox
     from torch._inductor.lowering import (
@@ -94,7 +91,6 @@ if TYPE_CHECKING:  # what the names are, for type checkers
         register_lowering,
     )
     from torch._inductor.ops_handler import DefaultHandler
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
     from torch._inductor.utils import triton_type
     from torch._inductor.virtualized import OpsValue, V
     from torch._inductor.virtualized import ops as inductor_ops
@@ -114,7 +110,6 @@ if TYPE_CHECKING:  # what the names are, for type checkers
         _get_current_dispatch_mode,
         _pop_mode_temporarily,
     )
-    from torch.utils._triton import has_triton_package
 
     _empty_strided_cpu: Any
     DTENSOR_SPEC_MATCH: Any
@@ -154,7 +149,6 @@ _TABLE: tuple[tuple[str, bool, dict[str, str]], ...] = (
                 "SkipFrame, TensorifyScalarRestartAnalysis, TorchDynamoException"
             ),
             "torch._dynamo.variables.base": "AsPythonConstantNotImplementedError",
-            "torch._inductor.exc": "CppCompileError, InvalidCxxCompiler",
         },
     ),
     (
@@ -238,17 +232,6 @@ _TABLE: tuple[tuple[str, bool, dict[str, str]], ...] = (
                 "broadcast_tensors, lowerings, make_pointwise, register_lowering"
             ),
             "torch._inductor.virtualized": "ops as inductor_ops",
-        },
-    ),
-    (
-        "the C++ compiler, and a cache of what it made",
-        True,
-        {
-            "torch._inductor.codecache": "CppCodeCache, torch_key, write_atomic",
-            "torch._inductor.cpp_builder": "get_compiler_version_info, get_cpp_compiler",
-            "torch._inductor.cpu_vec_isa": "pick_vec_isa",
-            "torch._inductor.runtime.cache_dir_utils": "cache_dir",
-            "torch.utils._triton": "has_triton_package",
         },
     ),
     (

@@ -142,7 +142,7 @@ class Failures(logging.Filter):
             return
         while inner := getattr(error, "inner_exception", None):
             error = inner
-        if fault := compiler_fault(error):
+        if fault := compiler_fault():
             self.no_compiler = True
             self.warn(
                 "no-compiler",

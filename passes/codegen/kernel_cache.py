@@ -15,15 +15,14 @@ import torch
 from torch.compiler import config as compiler_config
 
 from collage_fx.passes.ir.cache_key import source_digest
-from collage_fx.runtime.cpp_compiler import quote_cache_dir
-from collage_fx.runtime.kernels.cpp_loop import Loop
-from collage_fx.runtime.torch_private import (
+from collage_fx.runtime.cpp_compiler import (
     cache_dir,
-    inductor_config,
-    pick_vec_isa,
-    torch_key,
-    write_atomic,
+    processor,
+    quote_cache_dir,
+    write_whole,
 )
+from collage_fx.runtime.kernels.cpp_loop import Loop
+from collage_fx.runtime.torch_private import inductor_config
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -40,11 +39,11 @@ def path_of(content: str, settings: Sequence[Any] | None = None) -> Path | None:
     """
     if not inductor_config.fx_graph_cache or inductor_config.force_disable_caches:
         return None
-    quote_cache_dir()  # before the compiler is asked what vectors there are
+    quote_cache_dir()  # before the paths of libraries are noted
     if settings is None:
         settings = sorted(inductor_config.save_config_portable().items())
-    machine = (str(pick_vec_isa()), torch.get_num_threads())
-    parts = (content, source_digest(), torch.__version__, torch_key(), *machine)
+    versions = (torch.__version__, torch.version.git_version)
+    parts = (content, source_digest(), *versions, processor(), torch.get_num_threads())
     text = repr((*parts, compiler_config.cache_key_tag, settings))
     name = hashlib.sha256(text.encode()).hexdigest()
     return Path(cache_dir(), "collage_fx", f"{name}.json")
@@ -79,7 +78,7 @@ def write(place: Path | None, found: dict[str, Any]) -> None:
     """Keep what a file of this cache holds, where it can be written."""
     try:
         if place is not None:
-            write_atomic(str(place), json.dumps(found), make_dirs=True)
+            write_whole(place, json.dumps(found))
     except OSError as error:
         _LOGGER.debug("%s is not written: %s", place, error)
 

@@ -8,6 +8,7 @@ way, and has to give what the eager functions give, bit for bit. The result is k
 
 import importlib.metadata
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any, TypeAlias
 
 import torch
@@ -16,15 +17,12 @@ from torch.fx import Graph
 
 from collage_fx.passes.codegen import kernel_cache
 from collage_fx.passes.rewrite.lower import lowered_function
-from collage_fx.runtime import progress
+from collage_fx.runtime import cpp_compiler, progress
 from collage_fx.runtime.errors import RoundingsLost
 from collage_fx.runtime.expansion.eft import SIXTEEN_BITS, two_prod, two_sum
 from collage_fx.runtime.storage.layouts import split
 from collage_fx.runtime.torch_private import (
     _disable_current_modes,
-    get_compiler_version_info,
-    get_cpp_compiler,
-    has_triton_package,
     inductor_config,
     unset_fake_temporarily,
 )
@@ -77,9 +75,9 @@ def _settings() -> list[tuple[str, Any]]:
 def _machine(device: torch.device) -> str:
     """Return the compiler that makes the code of a device, and the hardware that runs it."""
     if device.type == "cpu":
-        compiler = get_cpp_compiler()
-        return repr((device.type, compiler, get_compiler_version_info(compiler)))
-    triton = importlib.metadata.version("triton") if has_triton_package() else ""
+        compiler = cpp_compiler.compiler()
+        return repr((device.type, compiler, cpp_compiler.version_of(compiler)))
+    triton = importlib.metadata.version("triton") if find_spec("triton") else ""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return repr((device.type, name, triton))
 

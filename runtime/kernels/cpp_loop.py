@@ -17,15 +17,12 @@ from collage_fx.runtime.residuals.checks import CHUNK as CHECKED
 from collage_fx.runtime.residuals.checks import DIGEST
 
 FLAGS = (
-    "-ftree-loop-vectorize",  # which Inductor switches off: it writes its vectors itself
     "-fschedule-insns",  # before registers are given out: divisions begin early; up to a fifth less
     "-fno-math-errno",  # a root is one instruction
     "-fno-trapping-math",
-    "-ffp-contract=off",  # a product that is contracted with a sum is not rounded before it
-    "-fsigned-zeros",
     "-fwrapv",
 )
-"""Flags of our own kernels beyond Inductor's options, to be fast and equal bit for bit."""
+"""Flags of kernels beyond those of all libraries, to be fast."""
 
 CHUNK = 1 << 14
 """Elements that a thread takes at a time: a few cache lines past a tail cost nothing there."""
@@ -151,7 +148,7 @@ def _driver(arity: int) -> str:
 
 
 def compile_loop(source: str, order: Sequence[int], widths: Sequence[int]) -> Loop:
-    """Compile a kernel of our own, with the loop around it, by way of PyTorch's cache of C++.
+    """Compile a kernel of our own, with the loop around it, by way of the cache on disk.
 
     Args:
         source: of a function `kernel` that takes the pointers and the number of elements.

@@ -107,7 +107,6 @@ extern "C" void sums(const uint16_t* high, const double* whole, const uint16_t* 
 """
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 """dtype of a state -> the type in C++ for which there is `add_block`."""
-_FLAGS = (*FLAGS, "-fno-finite-math-only", "-fno-unsafe-math-optimizations")
 
 
 @functools.cache
@@ -115,8 +114,8 @@ def compiled(source: str) -> Any:
     """Return the library of a source of functions without results, or None without a compiler."""
     start = time.perf_counter()
     try:
-        library = cpp_compiler.load(source, _FLAGS)
-    except Exception:  # Inductor's own, of the compiler, or of the file system
+        library = cpp_compiler.load(source, FLAGS)
+    except Exception:  # of the compiler, or of the file system
         return None
     logs.LOG.info("a kernel of the monitor: compiled, %.2f s", time.perf_counter() - start)
     return library

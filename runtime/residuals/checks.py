@@ -21,8 +21,6 @@ from collage_fx.runtime.residuals.memory import address
 
 CHUNK = 1 << 10
 """Elements that have a check together."""
-FLAGS = ("-ftree-loop-vectorize", "-fwrapv")
-"""Flags by which the compiler vectorizes the loop over words."""
 DIGEST = f"""
 #include <cstdint>
 // Each word by an odd number of its own, so that the place of a word counts: 1,024 of 16,384 in an
@@ -75,7 +73,7 @@ extern "C" void note(const int64_t* rows, int64_t count) {
 def _library() -> Any:
     """Return the compiled function; None where no C++ compiler works."""
     try:
-        return cpp_compiler.load(_SOURCE, FLAGS)
+        return cpp_compiler.load(_SOURCE, ("-fwrapv",))
     except Exception:
         return None
 

@@ -11,12 +11,12 @@ import torch
 from floats import differing
 from kernels import CASES, rewritten
 from torch import Tensor
-from torch._inductor.codecache import CppCodeCache
 
 import collage_fx
 from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS
 from collage_fx.passes.codegen.printers.exact_roundings import OVERFLOW, exact_roundings
 from collage_fx.passes.ir.program import graph_of
+from collage_fx.runtime import cpp_compiler
 from collage_fx.runtime.expansion.eft import fast_two_sum, two_sum
 from collage_fx.runtime.kernels.cpp_helpers import HELPERS
 from collage_fx.runtime.kernels.cpp_loop import FLAGS
@@ -72,7 +72,7 @@ def compiled(dtype: torch.dtype) -> Any:
         round="round_any_bf16" if dtype is torch.bfloat16 else "round_fp16",
         overflow=float(OVERFLOW[dtype]).hex(),
     )
-    return CppCodeCache.load(HELPERS + text, extra_flags=FLAGS)
+    return cpp_compiler.load(HELPERS + text, FLAGS)
 
 
 def pointer(x: Tensor) -> ctypes.c_void_p:
