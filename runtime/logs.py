@@ -5,6 +5,7 @@ torch calls `register` at the end of its own import, before it reads TORCH_LOGS:
 is imported here before it is needed.
 """
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -57,23 +58,18 @@ def show(artifact: str, title: str, text: Callable[[], str], compile_id: Any = N
         text: makes it.
         compile_id: of the compilation that it belongs to, where that is not the one under way.
     """
-    from collage_fx.runtime.torch_private import is_missing, trace_log, trace_structured
+    from collage_fx.runtime.torch_private import is_missing, trace_structured
 
     register()
-    logger = _LOGGERS.get(artifact, LOG)
-    known = not is_missing(trace_structured) and not is_missing(trace_log)
-    traces = known and trace_log.handlers
-    if not traces and not logger.isEnabledFor(logging.DEBUG):
-        return
-    written = text()
-    logger.debug("%s\n%s", title, written, stacklevel=2)
-    name = f"collage_{title.replace(' ', '_')}"
-    if not traces:
+    logger, text = _LOGGERS.get(artifact, LOG), functools.cache(text)
+    if logger.isEnabledFor(logging.DEBUG):
+        logger.debug("%s\n%s", title, text(), stacklevel=2)
+    if is_missing(trace_structured):
         return
     trace_structured(
         "artifact",
-        metadata_fn=lambda: {"name": name, "encoding": "string"},
-        payload_fn=lambda: written,
+        metadata_fn=lambda: {"name": f"collage_{title.replace(' ', '_')}", "encoding": "string"},
+        payload_fn=text,
         # Recorded segments are compiled outside of Dynamo, which numbers compilations.
         expect_trace_id=False,
         compile_id=compile_id,
@@ -82,6 +78,6 @@ def show(artifact: str, title: str, text: Callable[[], str], compile_id: Any = N
 
 def compilation() -> Any:
     """Return the number that Dynamo has given to the compilation under way; None outside of one."""
-    from collage_fx.runtime.torch_private import CompileContext
+    from collage_fx.runtime.torch_private import CompileContext, is_missing
 
-    return CompileContext.current_compile_id()
+    return None if is_missing(CompileContext) else CompileContext.current_compile_id()

@@ -19,7 +19,6 @@ from collage_fx.runtime.torch_versions import TESTED, untested_warning
 
 if TYPE_CHECKING:  # what the names are, for type checkers
     from torch._C import (
-        _DisableTorchDispatch,
         _len_torch_dispatch_stack,
         _len_torch_function_stack,
         _set_grad_enabled,
@@ -31,27 +30,18 @@ if TYPE_CHECKING:  # what the names are, for type checkers
     from torch._dynamo import eval_frame
     from torch._dynamo.callback import callback_handler
     from torch._dynamo.convert_frame import CatchErrorsWrapper, compile_lock
-    from torch._dynamo.eval_frame import innermost_backend, innermost_fn
+    from torch._dynamo.eval_frame import _callback_from_stance, innermost_backend
     from torch._dynamo.exc import SkipFrame, TensorifyScalarRestartAnalysis, TorchDynamoException
-    from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts, install_guard
+    from torch._dynamo.guards import GuardBuilder
     from torch._dynamo.pgo import auto_dynamic
     from torch._dynamo.side_effects import SideEffects
     from torch._dynamo.source import (
-        AttrSource,
-        ConstDictKeySource,
-        DictGetItemSource,
         FloatTensorSource,
         LocalSource,
         OptimizerSource,
-        is_from_optimizer_source,
     )
     from torch._dynamo.symbolic_convert import InstructionTranslator, TensorifyState
     from torch._dynamo.types import ConvertFrameReturn
-    from torch._dynamo.utils import counters, get_metrics_context, graph_break_reasons
-    from torch._dynamo.variables import (
-        LazyVariableTracker,
-        VariableTracker,
-    )
     from torch._dynamo.variables import (
         builder as variable_builder,
     )
@@ -60,8 +50,6 @@ if TYPE_CHECKING:  # what the names are, for type checkers
     from torch._dynamo.variables.tensor import TensorVariable
     from torch._functorch import config as functorch_config
     from torch._functorch._aot_autograd.descriptors import (
-        BufferAOTInput,
-        ParamAOTInput,
         PlainAOTInput,
         SubclassGetAttrAOTInput,
         SyntheticBaseAOTInput,
@@ -69,15 +57,12 @@ if TYPE_CHECKING:  # what the names are, for type checkers
     )
     from torch._functorch.aot_autograd import aot_module_simplified
     from torch._guards import (
-        ChainedSource,
         CompileContext,
-        Source,
         TracingContext,
-        detect_fake_mode,
         tracing,
     )
     from torch._inductor import config as inductor_config
-    from torch._inductor import inductor_prims, list_mode_options
+    from torch._inductor import inductor_prims
     from torch._inductor.codecache import PyCodeCache
     from torch._inductor.codegen.triton import TritonOverrides
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -85,24 +70,20 @@ if TYPE_CHECKING:  # what the names are, for type checkers
     from torch._inductor.graph import GraphLowering
     from torch._inductor.ir import Pointwise, TensorBox
     from torch._inductor.lowering import (
-        broadcast_tensors,
         lowerings,
         make_pointwise,
         register_lowering,
     )
     from torch._inductor.ops_handler import DefaultHandler
-    from torch._inductor.utils import triton_type
     from torch._inductor.virtualized import OpsValue, V
     from torch._inductor.virtualized import ops as inductor_ops
     from torch._logging._internal import (
         getArtifactLogger,
         register_artifact,
         register_log,
-        trace_log,
         trace_structured,
     )
-    from torch._subclasses import FakeTensor, FakeTensorMode
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from torch._subclasses import FakeTensorMode
     from torch.optim.optimizer import _use_grad_for_differentiable
     from torch.utils._python_dispatch import (
         TorchDispatchMode,
@@ -111,7 +92,6 @@ if TYPE_CHECKING:  # what the names are, for type checkers
         _pop_mode_temporarily,
     )
 
-    _empty_strided_cpu: Any
     DTENSOR_SPEC_MATCH: Any
     call_obj_hasattr: Any
     get_python_args: Any
@@ -131,59 +111,45 @@ class Private(NamedTuple):
     """True if the first step raises where the name is missing."""
 
 
+TRACING = "steps traced by Dynamo (collage_fx.compile records them instead)"
+"""The purpose of names without which every step is recorded."""
 _TABLE: tuple[tuple[str, bool, dict[str, str]], ...] = (
     (
-        "Dynamo's settings, and what it counts and says of a trace",
+        "Dynamo's settings, and whether a step is being compiled",
         True,
         {
-            "torch._dynamo": "config as dynamo_config",
-            "torch._dynamo.utils": "counters, get_metrics_context, graph_break_reasons",
-            "torch._dynamo.callback": "callback_handler",
+            "torch._dynamo": "config as dynamo_config, eval_frame",
+            "torch._dynamo.convert_frame": "compile_lock",
+            "torch._dynamo.eval_frame": "_stance",
+            "torch._C": "_len_torch_dispatch_stack",
         },
     ),
     (
-        "errors of the compiler, which are told from those of a step",
-        True,
+        TRACING,
+        False,
         {
+            "torch._C": "_len_torch_function_stack",
+            "torch._C._dynamo": "guards as c_guards",
+            "torch._C._dynamo.eval_frame": "get_eval_frame_callback",
+            "torch._C._dynamo.guards": "GlobalStateGuard, TensorGuards",
+            "torch._dynamo.callback": "callback_handler",
+            "torch._dynamo.convert_frame": "CatchErrorsWrapper",
+            "torch._dynamo.eval_frame": "innermost_backend, _callback_from_stance",
             "torch._dynamo.exc": (
                 "SkipFrame, TensorifyScalarRestartAnalysis, TorchDynamoException"
             ),
-            "torch._dynamo.variables.base": "AsPythonConstantNotImplementedError",
-        },
-    ),
-    (
-        "whether a step is being compiled, and by which backend",
-        True,
-        {
-            "torch._C._dynamo.eval_frame": "get_eval_frame_callback",
-            "torch._dynamo": "eval_frame",
-            "torch._dynamo.convert_frame": "CatchErrorsWrapper, compile_lock",
-            "torch._dynamo.eval_frame": (
-                "innermost_backend, innermost_fn, _callback_from_stance, _stance"
-            ),
-            "torch._dynamo.types": "ConvertFrameReturn",
-            "torch._C._dynamo.guards": "GlobalStateGuard",
-            "torch._C": "_len_torch_dispatch_stack, _len_torch_function_stack",
-        },
-    ),
-    (
-        "guards that Dynamo leaves out, and calls that it makes once",
-        True,
-        {
             "torch._dynamo.guards": (
-                "GuardBuilder, GuardBuilder.DTENSOR_SPEC_MATCH as DTENSOR_SPEC_MATCH, "
-                "get_verbose_code_parts, install_guard"
+                "GuardBuilder, GuardBuilder.DTENSOR_SPEC_MATCH as DTENSOR_SPEC_MATCH"
             ),
+            "torch._dynamo.pgo": "auto_dynamic",
             "torch._dynamo.side_effects": "SideEffects, SideEffects.store_attr as store_attr",
-            "torch._dynamo.source": (
-                "AttrSource, ConstDictKeySource, DictGetItemSource, OptimizerSource, "
-                "is_from_optimizer_source"
-            ),
+            "torch._dynamo.source": "OptimizerSource",
             "torch._dynamo.symbolic_convert": "InstructionTranslator",
+            "torch._dynamo.types": "ConvertFrameReturn",
             "torch._dynamo.variables": (
-                "LazyVariableTracker, VariableTracker, builder as variable_builder, "
-                "builder.make_dupe_guard as make_dupe_guard"
+                "builder as variable_builder, builder.make_dupe_guard as make_dupe_guard"
             ),
+            "torch._dynamo.variables.base": "AsPythonConstantNotImplementedError",
             "torch._dynamo.variables.optimizer": (
                 "ArgMappingException, OptimizerVariable, OptimizerVariable.get_python_args as "
                 "get_python_args, OptimizerVariable.map_sources_and_install_guards as "
@@ -192,14 +158,12 @@ _TABLE: tuple[tuple[str, bool, dict[str, str]], ...] = (
             "torch._dynamo.variables.tensor": (
                 "TensorVariable, TensorVariable.call_obj_hasattr as call_obj_hasattr"
             ),
-            "torch._guards": "ChainedSource, Source",
         },
     ),
     (
         "numbers of a step as inputs of its graphs",
         True,
         {
-            "torch._dynamo.pgo": "auto_dynamic",
             "torch._dynamo.source": "FloatTensorSource, LocalSource",
             "torch._dynamo.symbolic_convert": "TensorifyState",
         },
@@ -211,16 +175,13 @@ _TABLE: tuple[tuple[str, bool, dict[str, str]], ...] = (
             "torch._functorch": "config as functorch_config",
             "torch._functorch.aot_autograd": "aot_module_simplified",
             "torch._functorch._aot_autograd.descriptors": (
-                "BufferAOTInput, ParamAOTInput, PlainAOTInput, SubclassGetAttrAOTInput, "
-                "SyntheticBaseAOTInput, ViewBaseAOTInput"
+                "PlainAOTInput, SubclassGetAttrAOTInput, SyntheticBaseAOTInput, ViewBaseAOTInput"
             ),
-            "torch._guards": "CompileContext, TracingContext, detect_fake_mode, tracing",
-            "torch._inductor": "config as inductor_config, inductor_prims, list_mode_options",
+            "torch._guards": "TracingContext, tracing",
+            "torch._inductor": "config as inductor_config, inductor_prims",
             "torch._inductor.compile_fx": "compile_fx, compile_fx_inner",
             "torch._inductor.decomposition": "select_decomp_table",
-            "torch._subclasses": "FakeTensor, FakeTensorMode",
-            "torch._subclasses.fake_tensor": "unset_fake_temporarily",
-            "torch._C": "_set_grad_enabled",
+            "torch._subclasses": "FakeTensorMode",
         },
     ),
     (
@@ -228,9 +189,7 @@ _TABLE: tuple[tuple[str, bool, dict[str, str]], ...] = (
         True,
         {
             "torch._inductor.ir": "Pointwise, TensorBox",
-            "torch._inductor.lowering": (
-                "broadcast_tensors, lowerings, make_pointwise, register_lowering"
-            ),
+            "torch._inductor.lowering": "lowerings, make_pointwise, register_lowering",
             "torch._inductor.virtualized": "ops as inductor_ops",
         },
     ),
@@ -242,7 +201,6 @@ _TABLE: tuple[tuple[str, bool, dict[str, str]], ...] = (
             "torch._inductor.codegen.triton": "TritonOverrides",
             "torch._inductor.graph": "GraphLowering",
             "torch._inductor.ops_handler": "DefaultHandler",
-            "torch._inductor.utils": "triton_type",
             "torch._inductor.virtualized": "OpsValue, V",
         },
     ),
@@ -250,7 +208,6 @@ _TABLE: tuple[tuple[str, bool, dict[str, str]], ...] = (
         "recording the operations of a step",
         True,
         {
-            "torch._C": "_DisableTorchDispatch",
             "torch.utils._python_dispatch": (
                 "TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode, "
                 "_pop_mode_temporarily"
@@ -259,20 +216,24 @@ _TABLE: tuple[tuple[str, bool, dict[str, str]], ...] = (
         },
     ),
     (
-        "where tensors lie, and whether they are as they were",
+        "where tensors lie",
         True,
         {
-            "torch._C._dynamo": "guards as c_guards",
-            "torch._C._dynamo.guards": "TensorGuards, _empty_strided_cpu",
             "torch": "UntypedStorage._new_with_weak_ptr as new_with_weak_ptr",
         },
+    ),
+    (
+        "classes of parameters in graphs that turn gradients on or off",
+        False,
+        {"torch._C": "_set_grad_enabled"},
     ),
     (
         "names for TORCH_LOGS, and traces for tlparse",
         False,
         {
+            "torch._guards": "CompileContext",
             "torch._logging._internal": (
-                "getArtifactLogger, register_artifact, register_log, trace_log, trace_structured"
+                "getArtifactLogger, register_artifact, register_log, trace_structured"
             ),
         },
     ),
@@ -334,11 +295,18 @@ def is_missing(found: Any) -> bool:
 
 
 @functools.cache
-def require() -> None:
-    """Raise TorchVersionError if this torch lacks a name that is required."""
-    gone = [name for name, one in NAMES.items() if one.required and is_missing(find(name))]
-    if gone:
+def require(purpose: str = "") -> None:
+    """Raise TorchVersionError if this torch lacks a name that is required, or is for a purpose."""
+    wanted = [n for n, one in NAMES.items() if one.required or one.purpose == purpose]
+    if gone := [name for name in wanted if is_missing(find(name))]:
         raise _error(gone)
+
+
+@functools.cache
+def traces() -> bool:
+    """Tell whether this torch has every name by which steps are traced."""
+    names = [name for name, one in NAMES.items() if one.purpose == TRACING]
+    return not any([is_missing(globals().setdefault(name, find(name))) for name in names])
 
 
 def explain(error: BaseException) -> None:

@@ -31,8 +31,6 @@ from collage_fx.runtime.residuals.memory import has_memory
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.state_name import StateName
 from collage_fx.runtime.torch_private import (
-    BufferAOTInput,
-    ParamAOTInput,
     PlainAOTInput,
     SubclassGetAttrAOTInput,
     TracingContext,
@@ -249,11 +247,9 @@ def source_behind(descriptor: Any, placeholders: Sequence[int] | None) -> int | 
         if isinstance(whole, int | str):
             whole = Part(whole, ())
         return Part(whole.whole, (*whole.path, descriptor.attr)) if whole is not None else None
-    if isinstance(descriptor, ParamAOTInput | BufferAOTInput):
-        return descriptor.target
-    if not isinstance(descriptor, PlainAOTInput):
-        return None
-    return descriptor.idx if placeholders is None else placeholders[descriptor.idx]
+    if isinstance(descriptor, PlainAOTInput):
+        return descriptor.idx if placeholders is None else placeholders[descriptor.idx]
+    return getattr(descriptor, "target", None)  # of what is a parameter, or a buffer, of the graph
 
 
 class AotInputs:

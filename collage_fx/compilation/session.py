@@ -107,6 +107,8 @@ class Session:
     """The warnings, each with the function it was about, where there are several."""
     notes: set[str] = field(default_factory=set)
     """Remarks that a report has beside the warnings."""
+    breaks: list[str] = field(default_factory=list)
+    """Reasons and places, in the user's code, of graph breaks within a step."""
     patterns: Patterns = field(init=False)
 
     def __post_init__(self) -> None:

@@ -1,7 +1,6 @@
 """The Dynamo backend: from a Dynamo graph to a callable that binds residuals."""
 
 import functools
-import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
@@ -25,7 +24,7 @@ from collage_fx.config import CollageConfig
 from collage_fx.dynamo.options import split_options
 from collage_fx.dynamo.symbols import Symbols, writes_number
 from collage_fx.hooks import optimizer_hooks
-from collage_fx.hooks.dynamo_settings import recompile_reason, trace_without_numbers
+from collage_fx.hooks.dynamo_settings import trace_without_numbers
 from collage_fx.hooks.traces import traced_code
 from collage_fx.optimizer.checkpoints.history import history_of
 from collage_fx.optimizer.discovery import init_of_torch, makes_states
@@ -170,8 +169,9 @@ class Backend(Session):
             self.record_instead(_NUMBER)
         optimizer_hooks.count_graph(supervised=supervisor is not None)
         self.graphs += 1
-        if logs.LOG.isEnabledFor(logging.INFO) and (reason := recompile_reason()):
-            logs.LOG.info("%s: traced again, as %s", self.subject, reason)
+        reason: Any = gm.compile_subgraph_reason
+        if reason.graph_break:
+            self.breaks.append(_end_of(gm))
         divide_repeated(gm)
         if "denominator" not in self.config.without:
             one_denominator(gm)

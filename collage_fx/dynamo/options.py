@@ -17,6 +17,13 @@ OPTION_TYPES: dict[str, Any] = {
     "mode": str | None,
 }
 """Option -> what is given for it; `mode` is torch.compile's."""
+_TUNED = {"max_autotune": True, "coordinate_descent_tuning": True}
+MODES = {
+    "reduce-overhead": {"triton.cudagraphs": True},
+    "max-autotune-no-cudagraphs": _TUNED,
+    "max-autotune": {**_TUNED, "triton.cudagraphs": True},
+}
+"""Mode of torch.compile, but for the default -> the settings of Inductor that it is."""
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
@@ -83,12 +90,10 @@ def _refuse_unknown(names: Iterable[str], mine: list[str], beside: Iterable[str]
 
 
 def _options_of(mode: str) -> dict[str, Any]:
-    from collage_fx.runtime.torch_private import list_mode_options
-
-    try:
-        return dict(list_mode_options(mode))
-    except RuntimeError as error:
-        raise OptionError(f"mode={mode!r} is no mode of torch.compile: {error}") from error
+    if mode not in MODES:
+        known = ", ".join(("default", *MODES))
+        raise OptionError(f"mode={mode!r} is no mode of torch.compile that is served: {known}")
+    return dict(MODES[mode])
 
 
 def _refuse_eft_without_floats(choice: Choice) -> None:

@@ -15,8 +15,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from collage_fx.compilation.graph_inputs import sources_of
+from collage_fx.passes.codegen.inductor_compile import fake_mode_of
 from collage_fx.passes.dedup.graph_scan import overwrites
-from collage_fx.runtime.torch_private import FakeTensor, TracingContext, tracing
+from collage_fx.runtime.torch_private import TracingContext, tracing
 from collage_fx.runtime.trees import tree_leaves
 
 
@@ -30,9 +31,8 @@ class Symbols:
         """Position of a 0-d tensor, as which Dynamo hands in a float -> the symbol of its value."""
         self.sources = sources_of(gm)
         """Source of each argument, as Dynamo names it."""
-        fakes = (x for x in self.examples if isinstance(x, FakeTensor))
         # Dynamo's own, not the one that it begins for a backend: that has not seen these tensors.
-        self.fake_mode: Any = next((x.fake_mode for x in fakes), None)
+        self.fake_mode = fake_mode_of(self.examples)
         self.assumed: list[sympy.Expr] = []
         """Assumptions about the symbols, beyond Dynamo's guards, made by compiling it again."""
 

@@ -20,7 +20,7 @@ from torch import Tensor, hub
 
 from collage_fx.hooks.counted import Counted
 from collage_fx.runtime.expansion.eft import LOW_PRECISION
-from collage_fx.runtime.torch_private import CompileContext, _disable_current_modes
+from collage_fx.runtime.torch_private import TracingContext, _disable_current_modes
 
 _Names: TypeAlias = dict[Any, tuple[str, ...]]
 """Owner -> names of its attributes."""
@@ -144,7 +144,7 @@ def _flushing(method: Callable[..., Any], why: str) -> Callable[..., Any]:
     @torch.compiler.disable
     @functools.wraps(method)
     def read(*args: Any, **kwargs: Any) -> Any:
-        if _RECORDERS.steps and CompileContext.try_get() is None:
+        if _RECORDERS.steps and TracingContext.try_get() is None:
             if method.__name__ == "tolist" and args[0].dtype in LOW_PRECISION:
                 args = (args[0].detach().double(),)  # of whole values, as item() is
             flush, shared = _RECORDERS.steps[-1]

@@ -18,10 +18,7 @@ from collage_fx.runtime.errors import RoundingsLost, Warn
 from collage_fx.runtime.torch_private import (
     AsPythonConstantNotImplementedError,
     TensorifyScalarRestartAnalysis,
-    counters,
     dynamo_config,
-    get_metrics_context,
-    graph_break_reasons,
 )
 from collage_fx.runtime.torch_versions import TESTED
 
@@ -45,27 +42,6 @@ def trace_without_numbers() -> NoReturn:
     """Have Dynamo trace again what it is tracing, and end graphs at `tensor.item()`."""
     dynamo_config.capture_scalar_outputs = _Kept.settings["capture_scalar_outputs"]
     raise TensorifyScalarRestartAnalysis("a number that is read back enters no arithmetic")
-
-
-def graphs_compiled() -> int:
-    """Return the number of graphs that Dynamo has made in this process."""
-    return int(counters["stats"]["unique_graphs"])
-
-
-def graph_breaks(since: int) -> list[str]:
-    """Return reason and place of Dynamo's graph breaks in this process, from the given one on."""
-    return [
-        f"{reason.reason.splitlines()[0]}, at {frame.filename}:{frame.lineno}: {frame.line}"
-        for reason in graph_break_reasons[since:]
-        for frame in reason.user_stack[-1:]
-    ]
-
-
-def recompile_reason() -> str:
-    """Return the reason why Dynamo is tracing a function again; empty if it is the first time."""
-    # Beside its metrics it says so to its own log only, TORCH_LOGS=recompiles.
-    found = getattr(get_metrics_context(), "_metrics", {}).get("recompile_reason")
-    return " ".join(str(found).split()).partition(" User stack trace:")[0] if found else ""
 
 
 class _Kept:

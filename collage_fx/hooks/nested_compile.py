@@ -16,10 +16,13 @@ from collage_fx.runtime.torch_private import (
     CatchErrorsWrapper,
     ConvertFrameReturn,
     GlobalStateGuard,
+    _callback_from_stance,
     _len_torch_dispatch_stack,
     _len_torch_function_stack,
     callback_handler,
     eval_frame,
+    innermost_backend,
+    traces,
 )
 
 
@@ -33,7 +36,6 @@ class _Current(threading.local):
 
 
 _current = _Current()
-_by_stance = eval_frame._callback_from_stance
 # Before torch 2.13 all that is compiled of a function counts towards one limit.
 _set_region = getattr(eval_frame, "set_eval_frame_isolate_recompiles_id", lambda region: None)
 _ONE_BY_ONE = "torch._dynamo.backends.debugging"
@@ -99,7 +101,7 @@ def _of_step(callback: Any, session: Any) -> Any:
         _NESTED[session] = _Nested(next(_regions))
     nested = _NESTED[session]
     if callback not in nested.callbacks:
-        asked_for: Any = eval_frame.innermost_backend(callback)
+        asked_for: Any = innermost_backend(callback)
         compiler = getattr(asked_for, "compiler_fn", asked_for)
         frames: Any = callback._torchdynamo_orig_backend
         by_us = isinstance(compiler, type(session) | _Backend)
@@ -116,15 +118,15 @@ def _callback(callback: Any) -> Any:
     """Return the callback that compiles frames by torch.compiler.set_stance; see _of_step."""
     session = _current.session
     if session is None:
-        return _by_stance(callback)
+        return _callback_from_stance(callback)
     ours = _of_step(callback, session)
-    chosen: Any = _by_stance(ours)
+    chosen: Any = _callback_from_stance(ours)
     if chosen is False:  # it takes what any backend compiled
         compiles = isinstance(ours, CatchErrorsWrapper)
-        chosen = _Known(eval_frame.innermost_backend(ours)) if compiles else None
+        chosen = _Known(innermost_backend(ours)) if compiles else None
     elif chosen is not ours:
         chosen = _of_step(chosen, session)
-    if isinstance(backend := eval_frame.innermost_backend(chosen), _Backend):
+    if isinstance(backend := innermost_backend(chosen), _Backend):
         _set_region(backend.region)
     return chosen
 
@@ -222,7 +224,8 @@ def within_step() -> bool:
 @contextmanager
 def step_of(session: Any, *, compiled: bool) -> Iterator[None]:
     """Compile with session, or not at all, what a step compiles itself, within this context."""
-    eval_frame._callback_from_stance = _callback
+    if traces():
+        eval_frame._callback_from_stance = _callback
     with _set(session, forced=not compiled), nullcontext() if compiled else _FORCED.used():
         yield
 

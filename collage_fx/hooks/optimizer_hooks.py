@@ -25,11 +25,13 @@ from collage_fx.hooks.step_substitution import can_substitute, leave, substitute
 from collage_fx.hooks.traces import Traces, traced_code, tracer, warn_once, watch_traces
 from collage_fx.optimizer.ownership import live_optimizers, params_of
 from collage_fx.runtime.torch_private import (
+    TRACING,
     callback_handler,
     dynamo_config,
     explain,
     get_eval_frame_callback,
     innermost_backend,
+    require,
 )
 
 _LOG = logging.getLogger("torch._dynamo.convert_frame")
@@ -56,6 +58,7 @@ def install(backend: Any, compile: Callable[..., Any]) -> None:
         compile: called with an optimizer whose step is about to run, and the options; returns what
             is to do its steps, or None.
     """
+    require(TRACING)
     _look_again()
     watch_traces()
     if Traces.backend is not None:

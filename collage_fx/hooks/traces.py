@@ -3,6 +3,8 @@
 What each of these is for is in docs/stock-defects.md.
 """
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial, wraps
 from types import CodeType
@@ -18,22 +20,15 @@ from collage_fx.runtime.errors import WarningName, warn
 from collage_fx.runtime.torch_private import DTENSOR_SPEC_MATCH as _guard_shard
 from collage_fx.runtime.torch_private import (
     ArgMappingException,
-    AttrSource,
-    ChainedSource,
-    ConstDictKeySource,
-    DictGetItemSource,
     GuardBuilder,
     InstructionTranslator,
-    LazyVariableTracker,
     OptimizerSource,
     OptimizerVariable,
     SideEffects,
-    Source,
     TensorVariable,
-    VariableTracker,
-    get_verbose_code_parts,
-    install_guard,
-    is_from_optimizer_source,
+    TracingContext,
+    is_missing,
+    traces,
 )
 from collage_fx.runtime.torch_private import call_obj_hasattr as _has
 from collage_fx.runtime.torch_private import get_python_args as _args
@@ -77,6 +72,8 @@ def watch_traces() -> None:
 
     The sizes of DTensors it guards in all that it traces from then on.
     """
+    if not traces():
+        return
     _BUILDER.make_dupe_guard = _guard_of_two_names
     _EFFECTS.store_attr = _store_attr
     _TENSOR.call_obj_hasattr = _has_attr
@@ -177,12 +174,28 @@ def _guard_states(item: Any, tx: Any) -> None:
     first one that has any. See docs/stock-defects.md.
     """
     _guard_most(item, tx)
-    states = AttrSource(item.source, "state")
-    found = item.value.state.values() if _traced_for() is not None else ()
-    for index, state in enumerate(found):
-        if isinstance(state, dict) and (not state or _PLAIN & set(map(type, state.values()))):
-            source = DictGetItemSource(states, ConstDictKeySource(states, index))
-            LazyVariableTracker.realize_all(VariableTracker.build(tx, state, source))
+    if _traced_for() is None:
+        return
+    places = []
+    for at, state in enumerate(item.value.state.values()):
+        if isinstance(state, dict):
+            plain = [i for i, x in enumerate(state.values()) if type(x) in _PLAIN]
+            places += [(at, plain)] if plain or not state else []
+    tx.inline_user_function_return(item.build(tx, _look_at), [item, item.build(tx, places)], {})
+
+
+def _look_at(optimizer: Optimizer, places: list[tuple[int, list[int]]]) -> None:
+    """Compare states with a number: Dynamo, which traces this, guards what is looked at.
+
+    Args:
+        optimizer: whose states they are.
+        places: of a state among all, and of its values that are looked at.
+    """
+    states = list(optimizer.state.values())
+    for at, plain in places:
+        values = list(states[at].values())
+        for i in plain:
+            _ = values[i] == 0
 
 
 @wraps(_guard_shard)
@@ -198,7 +211,7 @@ def _guard_whole(builder: GuardBuilder, guard: Any) -> None:
         same: bool = spec.shape == traced.shape
         return same or not (_is_uneven(spec) or _is_uneven(traced))
 
-    parts = get_verbose_code_parts("sizes of unevenly sharded tensors", guard)
+    parts = ["sizes of unevenly sharded tensors"]
     builder.get_guard_manager(guard).add_lambda_guard(is_alike, parts, guard.user_stack)
 
 
@@ -228,7 +241,7 @@ def _refuse(message: str, optimizer: Optimizer | None = None) -> None:
         warn_once("traced-wrong", text, optimizer)
 
 
-def _guard_of_two_names(source: Source, first: Source | None) -> Any:
+def _guard_of_two_names(source: Any, first: Any) -> Any:
     """Return the builder of the guard that two names are still of one object, or install it.
 
     Dynamo leaves that out where one of them is a place in an optimizer, or where one is local and
@@ -240,12 +253,14 @@ def _guard_of_two_names(source: Source, first: Source | None) -> Any:
     if backend is None or first is None or first == source:
         return guard
     names = sorted((first, source), key=_is_listed, reverse=True)
-    stock = guard is not None and not any(map(is_from_optimizer_source, names))
+    of_optimizer = any(isinstance(s, OptimizerSource) for name in names for s in _along(name))
+    stock = guard is not None and not of_optimizer
     if stock or all(map(_is_listed, names)):
         return guard
     place, other = names
     same = partial(GuardBuilder.DUPLICATE_INPUT, source_b=_as_of_no_optimizer(place))
-    install_guard(_as_of_no_optimizer(other).make_guard(same))
+    guards: Any = TracingContext.get().guards_context.dynamo_guards
+    guards.add(_as_of_no_optimizer(other).make_guard(same))
     if backend is not Traces.backend:
         backend.refuse_each(other, place)
     return None
@@ -256,21 +271,28 @@ def _is_listed(source: Any) -> bool:
 
     A gradient is not: it is another tensor in each step.
     """
-    while isinstance(source, ChainedSource) and getattr(source, "member", "") != "grad":
-        if isinstance(source.base, OptimizerSource):
-            return getattr(source, "member", "") in ("param_groups", "state")
-        source = source.base
+    for place, inner in itertools.pairwise(_along(source)):
+        member = getattr(place, "member", "")
+        if member == "grad":
+            return False
+        if isinstance(inner, OptimizerSource):
+            return member in ("param_groups", "state")
     return False
 
 
-def _as_of_no_optimizer(source: Any) -> Source:
+def _along(source: Any) -> Iterator[Any]:
+    """Yield a place, what it is in, what that is in, and so on."""
+    while source is not None:
+        yield source
+        source = getattr(source, "base", None)
+
+
+def _as_of_no_optimizer(source: Any) -> Any:
     """Return the same place, at which Dynamo does not leave out guards."""
     if isinstance(source, OptimizerSource):
         return source.base
-    if isinstance(source, ChainedSource):
-        return replace(source, base=_as_of_no_optimizer(source.base))
-    found: Source = source
-    return found
+    base = getattr(source, "base", None)
+    return source if base is None else replace(source, base=_as_of_no_optimizer(base))
 
 
 def traced_code() -> CodeType | None:
@@ -281,6 +303,8 @@ def traced_code() -> CodeType | None:
 
 def tracer() -> Any:
     """Return Dynamo's current translator; None if it traces nothing."""
+    if is_missing(InstructionTranslator):
+        return None
     try:
         return InstructionTranslator.current_tx()
     except AttributeError:  # None in 2.11

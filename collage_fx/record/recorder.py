@@ -23,7 +23,6 @@ from collage_fx.runtime.errors import Warn
 from collage_fx.runtime.kernels import left_out
 from collage_fx.runtime.residuals.memory import has_memory
 from collage_fx.runtime.torch_private import (
-    FakeTensor,
     TorchDispatchMode,
     _disable_current_modes,
     _len_torch_dispatch_stack,
@@ -221,7 +220,8 @@ class Recorder:
         if self.passes_by:
             return func(*args, **kwargs)
         if not _PLAIN.issuperset(types) and (own := [t for t in types if _dispatches(t)]):
-            if FakeTensor in types:  # as DTensors use them, to find out how they are sharded
+            # As DTensors use them, to find out how they are sharded.
+            if any(hasattr(t, "fake_mode") for t in tensors_in(args, kwargs)):
                 return func(*args, **kwargs)
             for kind in own:
                 if not kind.__module__.startswith(_OF_TORCH):

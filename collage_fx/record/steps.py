@@ -11,7 +11,7 @@ from collage_fx.binding.bound_graph import BoundGraph
 from collage_fx.compilation.session import Session
 from collage_fx.compilation.side_inputs import Code, is_looked_at
 from collage_fx.hooks import nested_compile
-from collage_fx.hooks.dynamo_settings import Failures, graph_breaks
+from collage_fx.hooks.dynamo_settings import Failures
 from collage_fx.optimizer.checkpoints.agreement import check_loads
 from collage_fx.optimizer.checkpoints.history import History, history_of
 from collage_fx.optimizer.checkpoints.places import hand_on, note_places
@@ -139,7 +139,7 @@ class Steps:
 
     def forget_breaks(self) -> None:
         """Say of no graph break that Dynamo has met in this process that it cuts these steps."""
-        self.breaks_before = len(graph_breaks(0))
+        self.session.breaks.clear()
 
     def record_whole(self, *, traced: bool = False) -> None:
         """Record the whole of each step from now on.
@@ -539,7 +539,6 @@ class Steps:
         """Record steps whole of which a part was; ask Dynamo no more, unless its graphs do most."""
         traced = self.recorder.in_graphs > 2 * self.recorder.apart
         if not self.whole:
-            breaks = graph_breaks(self.breaks_before)
-            self.service.note_switch(breaks)
+            self.service.note_switch(self.session.breaks)
         if not (self.whole and traced):
             self.record_whole(traced=traced)

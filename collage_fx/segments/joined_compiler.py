@@ -25,7 +25,6 @@ from collage_fx.runtime.torch_private import (
     FakeTensorMode,
     TracingContext,
     functorch_config,
-    innermost_fn,
     select_decomp_table,
     tracing,
 )
@@ -229,6 +228,4 @@ def compile_joined(
         compiled: Any = compile_by(inner, gm, fakes, table, session.inductor)
     if len(whole) == 1:  # AOTAutograd has neither merged inputs nor left writes to its wrapper
         return whole[0]
-    # Dynamo is off where a segment runs, and need not be turned off once more.
-    function = innermost_fn(compiled)
-    return lambda args: function(*args)
+    return lambda args: compiled(*args)

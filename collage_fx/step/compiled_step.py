@@ -184,6 +184,8 @@ def _supervised(
     compiled = torch.compile(own, backend=session)
     session.supervisor, session.whole = weakref.ref(steps), codes(own)
     session.reads_numbers = "numbers" not in session.config.without
+    if not torch_private.traces():
+        steps.record_whole()
     guard = RecompileGuard(session, steps)
     is_closure = _is_function if few is None else callable
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from collage_fx.dynamo.backend import Backend
-from collage_fx.hooks.dynamo_settings import graphs_compiled
 from collage_fx.record.steps import Steps
 
 ROW = 5
@@ -51,5 +50,5 @@ class RecompileGuard:
             )
 
     def _compilations(self) -> int:
-        """Return the number of Dynamo's compilations in this process, failed ones included."""
-        return graphs_compiled() + self.supervisor.failures.count
+        """Return the number of graphs of the step that Dynamo has made, or failed to."""
+        return self.session.graphs + self.supervisor.failures.count

@@ -20,7 +20,13 @@ from collage_fx.passes.ir.graph_memory import base_of
 from collage_fx.passes.ir.program import is_tensor
 from collage_fx.runtime import cpp_compiler, progress
 from collage_fx.runtime.ops import collage
-from collage_fx.runtime.torch_private import TracingContext, detect_fake_mode, tracing
+from collage_fx.runtime.torch_private import TracingContext, tracing
+
+
+def fake_mode_of(values: Sequence[Any]) -> Any:
+    """Return the mode of the fake tensors among values; None if there are none."""
+    modes = (getattr(x, "fake_mode", None) for x in values)
+    return next((mode for mode in modes if mode is not None), None)
 
 
 def compile_functional(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -95,6 +101,6 @@ def _run(lowered: Graph, given: list[Tensor]) -> Sequence[Tensor]:
 
     graph = make_fx(step, tracing_mode="fake")(*given)
     fakes = [n.meta["val"] for n in graph.graph.find_nodes(op="placeholder")]
-    with tracing(TracingContext(detect_fake_mode(fakes))):
+    with tracing(TracingContext(fake_mode_of(fakes))):
         results: Sequence[Tensor] = _compiled(graph, fakes)(list(given))
     return results

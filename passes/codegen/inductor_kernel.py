@@ -19,11 +19,9 @@ from collage_fx.runtime.kernels.cpp_loop import loop_over
 from collage_fx.runtime.ops import collage
 from collage_fx.runtime.torch_private import (
     TracingContext,
-    _DisableTorchDispatch,
-    detect_fake_mode,
+    _disable_current_modes,
     inductor_config,
     tracing,
-    unset_fake_temporarily,
 )
 
 _SAMPLE = 96
@@ -48,7 +46,7 @@ def compile_by_inductor(
             inputs[i].copy_(new[result])
         return ()
 
-    with unset_fake_temporarily(), torch.no_grad():
+    with _disable_current_modes(), torch.no_grad():
         samples = [
             torch.zeros(() if one else (_SAMPLE,), dtype=dtype, device="cpu")
             for dtype, one in zip(dtypes, scalar, strict=True)
@@ -58,7 +56,7 @@ def compile_by_inductor(
         fakes = _with_size(graph, list(scalar).index(False))
         # Without assertions on sizes no tensor needs to be flat: the kernel takes addresses.
         # Inductor's cache of graphs keeps none without a context.
-        context = tracing(TracingContext(detect_fake_mode(fakes)))
+        context = tracing(TracingContext(inductor_compile.fake_mode_of(fakes)))
         with inductor_config.patch(size_asserts=False), context:
             compiled: Any = inductor_compile.compile_functional(graph, fakes)
         source: str = getattr(compiled, "source_code", "")
@@ -95,11 +93,9 @@ class CallPerMember:
 
     def run(self, columns: Sequence[Column], sizes: Sequence[int]) -> None:
         """Update all members; see `Runner.run`."""
-        for m, size in enumerate(sizes):
-            inputs = [column[m] for column in columns]
-            pairs = zip(inputs, self.scalar, strict=True)
-            # As for a kernel of our own, no mode sees tensors, of whatever class they are.
-            with _DisableTorchDispatch():
+        with _disable_current_modes():  # as for a kernel of our own
+            for m, size in enumerate(sizes):
+                pairs = zip((column[m] for column in columns), self.scalar, strict=True)
                 self.function(
                     [size, *(x if one else x.as_strided((size,), (1,)) for x, one in pairs)]
                 )

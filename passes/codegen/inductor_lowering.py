@@ -22,7 +22,6 @@ from collage_fx.runtime.ops import collage
 from collage_fx.runtime.torch_private import (
     Pointwise,
     TensorBox,
-    broadcast_tensors,
     lowerings,
     make_pointwise,
     register_lowering,
@@ -126,7 +125,7 @@ def _divide(x: Any, y: Any) -> TensorBox:
             )
         )
 
-    return make_pointwise(body)(*broadcast_tensors(*boxes))
+    return make_pointwise(body)(*lowerings[aten.broadcast_tensors.default](boxes))
 
 
 def _convert(x: TensorBox, dtype: torch.dtype) -> TensorBox:

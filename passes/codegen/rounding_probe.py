@@ -24,7 +24,6 @@ from collage_fx.runtime.storage.layouts import split
 from collage_fx.runtime.torch_private import (
     _disable_current_modes,
     inductor_config,
-    unset_fake_temporarily,
 )
 
 Run: TypeAlias = Callable[[Graph, list[Tensor]], Sequence[Tensor]]
@@ -105,7 +104,7 @@ def transformed(*xs: Tensor) -> tuple[Tensor, ...]:
 
 def _differing(device: torch.device, run: Run) -> list[str]:
     """Return the dtypes of the results in which compiled code and eager functions differ."""
-    with _disable_current_modes(), unset_fake_temporarily(), torch.no_grad():
+    with _disable_current_modes(), torch.no_grad():
         lowered = lowered_function(transformed, [(d, False) for d in _DTYPES for _ in range(2)])
         given = operands(device)
         expected = transformed(*given)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from collage_fx.runtime.torch_private import FakeTensor
 from collage_fx.runtime.torch_private import (
     inductor_prims as inductor_prims,  # registers torch.ops.prims.fma
 )
@@ -119,7 +118,7 @@ class _Rewriter:
     def __init__(self, graph: Graph, node: Node) -> None:
         self.graph, self.node = graph, node
         examples = (n.meta["example_value"] for n in node.all_input_nodes)
-        self.mode: Any = next(x.fake_mode for x in examples if isinstance(x, FakeTensor))
+        self.mode: Any = next(x.fake_mode for x in examples if hasattr(x, "fake_mode"))
 
     def as_in_step(self) -> Node:
         """Return the node that does the same on tensors.

@@ -10,7 +10,7 @@ from torch.fx.node import map_arg
 
 from collage_fx.passes.ir.exact import NotExact, operation
 from collage_fx.passes.ir.program import LOW_PRECISION, Slice, is_tensor, value_of
-from collage_fx.runtime.torch_private import unset_fake_temporarily
+from collage_fx.runtime.torch_private import _disable_current_modes
 
 aten = torch.ops.aten
 
@@ -43,7 +43,7 @@ def roundings_for_errors(part: Slice, whole: set[Node]) -> set[Node]:
                 candidates[node] = apart
     if not candidates:
         return set()
-    with unset_fake_temporarily(), torch.no_grad():
+    with _disable_current_modes(), torch.no_grad():
         exact, rounded = (_Values(part, rounds=rounds).found for rounds in (False, True))
         errors = [n for n in candidates if _is_zero(n, exact) and not _is_zero(n, rounded)]
     return set().union(*(candidates[node] for node in errors))

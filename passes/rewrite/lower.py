@@ -19,8 +19,8 @@ from collage_fx.runtime.expansion.eft import WIDER, computed_in
 from collage_fx.runtime.ops import collage
 from collage_fx.runtime.storage.layouts import LAST
 from collage_fx.runtime.torch_private import (
+    _disable_current_modes,
     select_decomp_table,
-    unset_fake_temporarily,
 )
 
 aten = torch.ops.aten
@@ -157,7 +157,7 @@ def _arithmetic(
 
 def _traced(function: Callable[..., Any], facts: Sequence[tuple[torch.dtype, bool]]) -> Graph:
     """Trace a function of tensors of these dtypes, 0-d or not, on real ones of two elements."""
-    with unset_fake_temporarily(), torch.no_grad():
+    with _disable_current_modes(), torch.no_grad():
         inputs = [torch.ones(() if scalar else (2,), dtype=dtype) for dtype, scalar in facts]
         traced = make_fx(function, decomposition_table=select_decomp_table())(*inputs).graph
     for node in traced.nodes:

@@ -9,10 +9,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from collage_fx.runtime.torch_private import (
-    _empty_strided_cpu,
-    new_with_weak_ptr,
-)
+from collage_fx.runtime.torch_private import new_with_weak_ptr
 
 _BASE: Any = Tensor.__base__
 address = _BASE.data_ptr
@@ -157,13 +154,7 @@ def span(size: Sequence[int], stride: Sequence[int], offset: int = 0) -> tuple[i
 def new_memory(
     size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return memory without values, on the CPU as Inductor's code has it: in a third of the time.
-
-    The size must be no torch.Size, but a tuple.
-    """
-    if device.type == "cpu":
-        made: Tensor = _empty_strided_cpu(size, stride, dtype)
-        return made
+    """Return memory without values."""
     return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 

@@ -7,9 +7,11 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 import collage_fx
 from collage_fx.errors import CollageError, TorchVersionError
@@ -21,8 +23,8 @@ from collage_fx.runtime.torch_versions import TESTED
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "runtime" / "torch_private.py"
-LOOKED_UP = {"_callback_from_stance", "_stance"}
-"""Attributes of a module of the table, which reads and replaces them there."""
+LOOKED_UP = {"_stance"}
+"""An attribute of a module of the table, which is read there."""
 
 
 def trees() -> Iterator[tuple[Path, ast.Module]]:
@@ -124,6 +126,47 @@ def test_so_does_one_of_a_hook_of_the_backend_string(monkeypatch: pytest.MonkeyP
         optimizer.step()
 
 
+@pytest.fixture
+def no_guards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A torch that lacks a name which only steps that Dynamo traces need."""
+    find, name = torch_private.find, "GuardBuilder"
+    gone = torch_private._Missing(name, (Exception,), {})
+    with monkeypatch.context() as patch:
+        patch.setattr(torch_private, "find", lambda n: gone if n == name else find(n))
+        patch.setattr(torch_private, name, gone)
+        for cached in (torch_private.traces, torch_private.require):
+            cached.cache_clear()
+        yield
+    for cached in (torch_private.traces, torch_private.require):
+        cached.cache_clear()
+
+
+def stepped() -> tuple[Any, str, int]:
+    """Return a step that was taken, its report, and how many graphs Dynamo has made of it."""
+    counters.clear()
+    p = torch.ones(3).bfloat16().requires_grad_()
+    step = collage_fx.compile(torch.optim.SGD([p], lr=1e-3))
+    for _ in range(3):
+        p.grad = torch.ones_like(p)
+        step()
+    assert torch.allclose(collage_fx.value(p), torch.tensor(0.997, dtype=torch.float64), atol=1e-5)
+    return step, str(collage_fx.report(step)), counters["stats"]["unique_graphs"]
+
+
+def test_without_a_name_of_dynamo_all_steps_are_recorded(no_guards: None) -> None:
+    step, report, graphs = stepped()
+    assert "torch has no torch._dynamo.guards.GuardBuilder: without steps traced" in report
+    assert "compensated: " in report and not graphs
+    with pytest.raises(TorchVersionError, match=r"GuardBuilder.*records them instead"):
+        torch.compile(step, backend="collage")()
+
+
+def test_with_all_names_steps_are_traced() -> None:
+    """The control."""
+    _, report, graphs = stepped()
+    assert "torch has no" not in report and graphs == 1
+
+
 @pytest.mark.slow
 def test_a_module_that_nobody_has_imported_is_found() -> None:
     code = (
@@ -146,9 +189,9 @@ def outcomes(*arguments: str) -> dict[str, str]:
 
 def test_ten_names_are_missed() -> None:
     """One of each kind; `make canary` hides all."""
-    others = ["a_name_that_nobody_uses", "trace_log", "V"]
-    required = ["dynamo_config", "TracingContext", "c_guards", "install_guard", "lowerings"]
-    required += ["FakeTensor", "TorchDispatchMode"]
+    others = ["a_name_that_nobody_uses", "trace_structured", "V", "c_guards", "GuardBuilder"]
+    required = ["dynamo_config", "TracingContext", "lowerings", "FakeTensorMode"]
+    required += ["TorchDispatchMode"]
     found = outcomes("--ways", "1", *others, *required)
     assert found == dict.fromkeys(others, "right") | dict.fromkeys(required, "refused")
 

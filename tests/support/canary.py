@@ -72,7 +72,7 @@ def adafactor(params: list[torch.Tensor]) -> Any:
     return torch.optim.Adafactor(params, lr=1e-4, eps=(1e-7, 1e-3))
 
 
-WAYS = ((adamw, "compile"), (adafactor, "compile"), (adamw, "string"), (adamw, "load"))
+WAYS = ((adamw, "compile"), (adafactor, "compile"), (adamw, "load"), (adamw, "string"))
 
 
 def outcome(ways: int) -> tuple[str, str]:
@@ -90,7 +90,7 @@ def outcome(ways: int) -> tuple[str, str]:
                 with without_compiler():
                     train(make, way, start)
         except CollageError as error:
-            return "refused", str(error)
+            return "refused", f"{way}: {error}"
         except AssertionError as error:
             return "wrong", str(error)
         except BaseException as error:

@@ -21,7 +21,6 @@ from collage_fx.runtime.torch_private import (
     TensorBox,
     TritonOverrides,
     V,
-    triton_type,
 )
 
 _KERNEL = """\
@@ -138,8 +137,22 @@ def _lines(lines: Iterable[str], depth: int) -> str:
     return ("\n" + depth * "    ").join(lines) or "pass"
 
 
+_TYPES = {
+    torch.bool: "int1",
+    torch.float8_e4m3fn: "float8e4nv",
+    torch.float8_e5m2: "float8e5",
+    torch.float8_e4m3fnuz: "float8e4b8",
+    torch.float8_e5m2fnuz: "float8e5b16",
+}
+"""dtype -> its name in Triton, where that is another."""
+
+
+def _type_of(dtype: torch.dtype) -> str:
+    return f"tl.{_TYPES.get(dtype) or str(dtype).removeprefix('torch.')}"
+
+
 def _address(i: int, dtype: torch.dtype) -> str:
-    return f"tl.load(row + {i}).to(tl.pointer_type({triton_type(dtype)}))"
+    return f"tl.load(row + {i}).to(tl.pointer_type({_type_of(dtype)}))"
 
 
 class _Printer(DefaultHandler):
@@ -175,7 +188,7 @@ class _Printer(DefaultHandler):
         return self._line(f"libdevice.pow({x}, {y})")
 
     def to_dtype_bitcast(self, x: str, dtype: torch.dtype, src_dtype: torch.dtype) -> str:
-        return self._line(f"{x}.to({triton_type(dtype)}, bitcast=True)")
+        return self._line(f"{x}.to({_type_of(dtype)}, bitcast=True)")
 
     def to_dtype(
         self,
@@ -188,7 +201,7 @@ class _Printer(DefaultHandler):
             return x  # a detour that `lower_round` makes for C++ kernels
         if dtype is torch.float8_e5m2 and use_compute_types:
             return self._line(f"narrow_e5m2({x})")
-        return self._line(f"{x} != 0" if dtype is torch.bool else f"{x}.to({triton_type(dtype)})")
+        return self._line(f"{x} != 0" if dtype is torch.bool else f"{x}.to({_type_of(dtype)})")
 
 
 def _body(
