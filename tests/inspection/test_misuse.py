@@ -9,9 +9,11 @@ import pytest
 import torch
 from interpreter import without_compiler
 from torch import nn
+from torch._inductor import list_mode_options
 
 import collage_fx
 from collage_fx.__main__ import main
+from collage_fx.dynamo.options import MODES
 from collage_fx.errors import CollageWarning, OptionError, ResidualError, SubjectError
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import EXPANSIONS, STORAGES
@@ -180,3 +182,9 @@ def test_a_model_beside_steps_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(STORE, "generation", 0)
     compiled: Any = torch.compile(nn.Linear(3, 3).bfloat16(), backend="collage")
     assert passes(compiled, steps=True) == []
+
+
+def test_modes_are_what_torch_makes_of_them() -> None:
+    """All but `lite`, which leaves operations to PyTorch."""
+    expected = {k: v for k, v in list_mode_options().items() if k not in ("default", "lite")}
+    assert expected == MODES
