@@ -76,10 +76,10 @@ WAYS = ((adamw, "compile"), (adafactor, "compile"), (adamw, "load"), (adamw, "st
 
 
 def outcome(ways: int) -> tuple[str, str]:
-    """Return what becomes of the first so many ways, and what was said."""
+    """Return what becomes of the first so many ways, and what was said, in which of them."""
     from collage_fx.errors import CollageError, CollageWarning
 
-    start = torch.linspace(-2, 2, 40).reshape(8, 5).bfloat16()
+    start, way = torch.linspace(-2, 2, 40).reshape(8, 5).bfloat16(), "import"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
