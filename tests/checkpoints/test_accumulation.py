@@ -1,4 +1,7 @@
-"""A run that is saved in the middle of accumulation, with its gradients, and goes on from there."""
+"""A run that is saved in the middle of accumulation, with its gradients, and goes on from there.
+
+For optimizer.checkpoints.state_dicts.
+"""
 
 import copy
 from collections.abc import Iterator

@@ -1,4 +1,7 @@
-"""States of two steps, in a state dict or in two processes: an error before anything changes."""
+"""States of two steps, in a state dict or in two processes: an error before anything changes.
+
+For optimizer.checkpoints.agreement.
+"""
 
 import copy
 import json

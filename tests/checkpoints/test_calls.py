@@ -2,6 +2,8 @@
 
 Each way gets a run after some steps, and gives a run that goes on. The parameters, the states and
 the residuals of three storages, all words, are compared after more steps with the unbroken run's.
+
+For optimizer.checkpoints.state_dicts and docs/checkpoints.md.
 """
 
 import copy

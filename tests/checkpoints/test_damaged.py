@@ -1,4 +1,7 @@
-"""Checkpoints that do not fit or are damaged: an error by name before anything has changed."""
+"""Checkpoints that do not fit or are damaged: an error by name before anything has changed.
+
+For optimizer.checkpoints.reading and optimizer.checkpoints.giving.
+"""
 
 import copy
 import json

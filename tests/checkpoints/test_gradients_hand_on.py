@@ -1,4 +1,7 @@
-"""Resumed steps that keep a parameter's new value in its gradient, and read that in between."""
+"""Resumed steps that keep a parameter's new value in its gradient, and read that in between.
+
+For optimizer.checkpoints.history.
+"""
 
 import copy
 from typing import Any

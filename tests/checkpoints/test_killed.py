@@ -1,4 +1,7 @@
-"""A run that is killed again and again goes on from its last whole checkpoint."""
+"""A run that is killed again and again goes on from its last whole checkpoint.
+
+For optimizer.checkpoints.state_dicts.
+"""
 
 import random
 import time

@@ -1,4 +1,7 @@
-"""Weights and states that a checkpoint has under two names: their residual is one."""
+"""Weights and states that a checkpoint has under two names: their residual is one.
+
+For optimizer.checkpoints.state_dicts.
+"""
 
 import copy
 from typing import Any

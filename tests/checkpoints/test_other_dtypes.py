@@ -1,4 +1,7 @@
-"""State dicts whose states have other dtypes than those of the optimizer that loads them."""
+"""State dicts whose states have other dtypes than those of the optimizer that loads them.
+
+For optimizer.checkpoints.saved_residuals and optimizer.checkpoints.giving.
+"""
 
 import copy
 import warnings

@@ -1,4 +1,7 @@
-"""DCP checkpoints whose residuals are not those that the run which loads them has."""
+"""DCP checkpoints whose residuals are not those that the run which loads them has.
+
+For hooks.distributed_state_dicts and optimizer.checkpoints.giving.
+"""
 
 import warnings
 from collections.abc import Iterator

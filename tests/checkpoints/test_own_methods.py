@@ -1,4 +1,7 @@
-"""Optimizers whose own load_state_dict() or state_dict() goes through what is in a checkpoint."""
+"""Optimizers whose own load_state_dict() or state_dict() goes through what is in a checkpoint.
+
+For optimizer.checkpoints.own_methods.
+"""
 
 import copy
 import warnings

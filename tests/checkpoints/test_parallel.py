@@ -3,6 +3,8 @@
 Four processes with gloo train by real backward passes, of two microbatches a step: replicas have
 equal batches, so that the mean of their gradients is each of them, and PyTorch's own schedule moves
 activations between stages. Whole values are those of one process that never stops.
+
+For optimizer.checkpoints.state_dicts and hooks.distributed_state_dicts.
 """
 
 import warnings

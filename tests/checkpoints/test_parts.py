@@ -2,6 +2,8 @@
 
 The container merges the flattened state dicts of all its optimizers, and gives each the whole. A
 checkpoint of two parts goes on as one part, and the other way round.
+
+For hooks.distributed_state_dicts.
 """
 
 import copy

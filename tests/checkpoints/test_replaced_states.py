@@ -1,4 +1,7 @@
-"""A run goes on from a checkpoint bit for bit if its steps put new tensors in place of states."""
+"""A run goes on from a checkpoint bit for bit if its steps put new tensors in place of states.
+
+For optimizer.checkpoints.state_dicts.
+"""
 
 import copy
 from typing import Any

@@ -2,6 +2,8 @@
 
 Two or four processes with gloo. In each stage some of them lay a model out anew, load what the
 stage before has saved, take steps and save. Whole values are those of one process that never stops.
+
+For hooks.distributed_state_dicts and runtime.residuals.dtensor.
 """
 
 import warnings

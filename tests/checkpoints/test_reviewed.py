@@ -1,4 +1,7 @@
-"""Losses at the edges that a reviewer of the first version found, each with its warning now."""
+"""Losses at the edges that a reviewer of the first version found, each with its warning now.
+
+For optimizer.checkpoints.reading and optimizer.checkpoints.giving.
+"""
 
 import copy
 import json

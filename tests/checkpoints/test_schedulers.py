@@ -1,4 +1,7 @@
-"""A run that is resumed under a learning rate schedule is the one that never stopped."""
+"""A run that is resumed under a learning rate schedule is the one that never stopped.
+
+For optimizer.checkpoints.history.
+"""
 
 import copy
 from collections.abc import Callable, Iterator

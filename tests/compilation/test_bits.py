@@ -1,4 +1,7 @@
-"""Whole compiled AdamW steps are bit-identical to the eager functions, on every kind of bits."""
+"""Whole compiled AdamW steps are bit-identical to the eager functions, on every kind of bits.
+
+For passes.rewrite.lower and passes.codegen.inductor_lowering.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,7 @@
-"""Steps of one operation, compiled, are bit-identical to the eager functions on any bits."""
+"""Steps of one operation, compiled, are bit-identical to the eager functions on any bits.
+
+For runtime.ops and passes.codegen.inductor_lowering.
+"""
 
 from collections.abc import Callable, Sequence
 

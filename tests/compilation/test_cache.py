@@ -1,4 +1,7 @@
-"""Inductor's cache of compiled graphs: it is used, and its key covers all that makes the code."""
+"""Inductor's cache of compiled graphs: it is used, and its key covers all that makes the code.
+
+For passes.codegen.kernel_cache, passes.codegen.inductor_compile and passes.ir.cache_key.
+"""
 
 import contextlib
 import json

@@ -1,4 +1,7 @@
-"""Parameters whose strides change between steps, of which neither Dynamo nor a version says so."""
+"""Parameters whose strides change between steps, of which neither Dynamo nor a version says so.
+
+For compilation.layout_guards and runtime.residuals.memory.
+"""
 
 import warnings
 from collections.abc import Callable

@@ -1,4 +1,7 @@
-"""Copies that a step makes: each has memory of its own, however it is made, and keeps its value."""
+"""Copies that a step makes: each has memory of its own, however it is made, and keeps its value.
+
+For passes.codegen.emit.
+"""
 
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -1,4 +1,7 @@
-"""One member of each class goes through AOTAutograd; what it stands for is updated all the same."""
+"""One member of each class goes through AOTAutograd; what it stands for is updated all the same.
+
+For passes.dedup.deduplicate, passes.dedup.graph_scan and passes.codegen.replicas.
+"""
 
 from collections.abc import Callable
 from typing import Any

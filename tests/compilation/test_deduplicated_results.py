@@ -1,4 +1,7 @@
-"""Narrow graphs: their results, their costs, and their refusals."""
+"""Narrow graphs: their results, their costs, and their refusals.
+
+For passes.dedup.deduplicate and passes.codegen.replicas.
+"""
 
 from typing import Any
 

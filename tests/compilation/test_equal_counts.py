@@ -1,4 +1,7 @@
-"""Python step counts, one for each parameter: members are alike as long as they are equal."""
+"""Python step counts, one for each parameter: members are alike as long as they are equal.
+
+For passes.dedup.equal_counts.
+"""
 
 from collections.abc import Sequence
 from typing import Any

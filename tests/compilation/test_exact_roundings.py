@@ -1,6 +1,8 @@
 """Roundings that our C++ kernels leave out change nothing: of all pairs of 16-bit numbers.
 
 The functions that round are those of the kernels; what they do is compared with PyTorch's.
+
+For passes.codegen.printers.exact_roundings and runtime.kernels.cpp_helpers.
 """
 
 import ctypes

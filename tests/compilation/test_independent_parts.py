@@ -1,4 +1,4 @@
-"""Graphs that do the same to many tensors: what Inductor gets of them, and that it is the same."""
+"""Graphs of alike parts. For passes.dedup.independent_parts and passes.dedup.single_tensors."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

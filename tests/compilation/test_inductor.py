@@ -1,4 +1,7 @@
-"""Calls of Inductor: again, and without fusion, where its fusion of a graph fails."""
+"""Calls of Inductor: again, and without fusion, where its fusion of a graph fails.
+
+For compilation.inductor.
+"""
 
 from typing import Any
 

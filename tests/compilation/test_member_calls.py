@@ -1,4 +1,7 @@
-"""Members that reduce or multiply matrices: one is compiled, and called for each of the others."""
+"""Members that reduce or multiply matrices: one is compiled, and called for each of the others.
+
+For compilation.aot and compilation.side_inputs.
+"""
 
 from collections.abc import Callable
 from typing import Any

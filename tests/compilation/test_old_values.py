@@ -1,6 +1,8 @@
 """Inputs that take over the old value of another input, which is overwritten first.
 
 PyTorch 2.13 itself stores the new value there: it leaves out `clone` (`torch.compile` of a swap).
+
+For passes.codegen.inductor_compile.
 """
 
 from typing import Any

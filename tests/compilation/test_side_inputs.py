@@ -1,4 +1,7 @@
-"""Side inputs: what calls of one graph bring past AOTAutograd does not mix, in threads neither."""
+"""Side inputs: what calls of one graph bring past AOTAutograd does not mix, in threads neither.
+
+For compilation.side_inputs.
+"""
 
 import threading
 from typing import Any

@@ -1,4 +1,7 @@
-"""Numbers that a scheduler changes: an input of the graph wherever the step uses them."""
+"""Numbers that a scheduler changes: an input of the graph wherever the step uses them.
+
+For passes.rewrite.symbolic_scalars and hooks.symbolic_numbers.
+"""
 
 from collections.abc import Callable
 

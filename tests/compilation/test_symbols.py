@@ -1,4 +1,7 @@
-"""A graph that is compiled again keeps its symbols: no number of one call stays in it."""
+"""A graph that is compiled again keeps its symbols: no number of one call stays in it.
+
+For dynamo.symbols and dynamo.backend.
+"""
 
 from typing import Any
 

@@ -1,4 +1,7 @@
-"""Two versions of collage_fx that share one cache folder: neither runs what the other compiled."""
+"""Two versions of collage_fx that share one cache folder: neither runs what the other compiled.
+
+For passes.ir.cache_key and passes.codegen.kernel_cache.
+"""
 
 import json
 import os

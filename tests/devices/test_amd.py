@@ -2,6 +2,8 @@
 
 A division and a root of fp32 are sequences of instructions there, with contractions of their own:
 how many is counted in kernels that do nothing else.
+
+For passes.codegen.printers.triton_kernel and passes.codegen.inductor_lowering.
 """
 
 import functools

@@ -1,4 +1,7 @@
-"""The C++ kernel of a class: bit for bit the eager functions, whatever the inputs are."""
+"""The C++ kernel of a class: bit for bit the eager functions, whatever the inputs are.
+
+For passes.codegen.printers.cpp_kernel.
+"""
 
 import re
 from subprocess import CalledProcessError

@@ -1,4 +1,7 @@
-"""Twenty steps by printed C++ kernels are those of the eager functions, bit for bit."""
+"""Twenty steps by printed C++ kernels are those of the eager functions, bit for bit.
+
+For passes.codegen.printers.cpp_kernel and runtime.kernels.cpp_loop.
+"""
 
 from typing import Any
 

@@ -2,6 +2,8 @@
 
 The device and the state of its stream are made up, and a kernel notes what it is launched with;
 that a graph which is captured so replays as it should is for test_gpu.py.
+
+For runtime.kernels.triton_launch, runtime.expansion.stochastic and compilation.session.
 """
 
 import contextlib

@@ -2,6 +2,8 @@
 
 Where there is no such device each test runs on the CPU, by way of the C++ kernels and without CUDA
 graphs, in as few cases as show that the test itself works.
+
+For runtime.kernels.triton_launch and passes.codegen.printers.triton_kernel.
 """
 
 from collections.abc import Callable

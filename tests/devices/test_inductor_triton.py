@@ -1,4 +1,7 @@
-"""Triton code that Inductor emits where each member of a class has a kernel of its own."""
+"""Triton code that Inductor emits where each member of a class has a kernel of its own.
+
+For passes.codegen.inductor_lowering and compilation.inductor.
+"""
 
 from typing import Any
 from unittest import mock

@@ -1,4 +1,8 @@
-"""The Triton kernel of a class, compiled for GPUs on a machine without one."""
+"""The Triton kernel of a class, compiled for GPUs on a machine without one.
+
+For passes.codegen.printers.triton_kernel, runtime.kernels.triton_launch and
+runtime.kernels.argument_table.
+"""
 
 import os
 import subprocess

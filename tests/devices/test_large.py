@@ -1,4 +1,7 @@
-"""A tensor of more than 2^31 elements; 13 GiB of memory and half a minute."""
+"""A tensor of more than 2^31 elements; 13 GiB of memory and half a minute.
+
+For runtime.kernels.cpp_loop.
+"""
 
 import os
 

@@ -1,4 +1,7 @@
-"""Bias corrections have equal bits in every way that a step is done, and are rounded once."""
+"""Bias corrections have equal bits in every way that a step is done, and are rounded once.
+
+For passes.rewrite.powers.
+"""
 
 import os
 import subprocess

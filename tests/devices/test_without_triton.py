@@ -1,4 +1,7 @@
-"""Devices that Triton cannot be used for: no crash, and one warning."""
+"""Devices that Triton cannot be used for: no crash, and one warning.
+
+For passes.codegen.multi_tensor_kernel and compilation.session.
+"""
 
 import inspect
 from unittest import mock

@@ -1,4 +1,7 @@
-"""collage_fx/diagnosis: what a doctor sees of the steps of optimizers that are not compiled."""
+"""collage_fx/diagnosis: what a doctor sees of the steps of optimizers that are not compiled.
+
+For diagnosis.looks and diagnosis.tally.
+"""
 
 import copy
 import random

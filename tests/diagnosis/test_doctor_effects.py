@@ -1,4 +1,7 @@
-"""collage_fx/diagnosis: a run with a doctor has no effects that it has not without one."""
+"""collage_fx/diagnosis: a run with a doctor has no effects that it has not without one.
+
+For diagnosis.doctor.
+"""
 
 import gc
 import weakref

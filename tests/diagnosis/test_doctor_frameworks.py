@@ -1,4 +1,7 @@
-"""collage_fx/diagnosis: runs of frameworks, sharded ones, and the scripts of docs/doctor.md."""
+"""collage_fx/diagnosis: runs of frameworks, sharded ones, and the scripts of docs/doctor.md.
+
+For diagnosis.doctor and examples/doctor.
+"""
 
 import json
 import re

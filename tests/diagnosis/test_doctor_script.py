@@ -1,4 +1,7 @@
-"""collage_fx/diagnosis/script: `python -m collage_fx doctor`, of scripts of all kinds."""
+"""collage_fx/diagnosis/script: `python -m collage_fx doctor`, of scripts of all kinds.
+
+For diagnosis.script and __main__.
+"""
 
 import json
 import sys

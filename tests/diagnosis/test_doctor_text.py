@@ -1,4 +1,7 @@
-"""collage_fx/diagnosis/finding and judgement: what is told of what a doctor has seen."""
+"""collage_fx/diagnosis/finding and judgement: what is told of what a doctor has seen.
+
+For diagnosis.finding and diagnosis.judgement.
+"""
 
 import copy
 

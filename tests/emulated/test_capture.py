@@ -1,4 +1,7 @@
-"""CUDA graphs that a user captures: their kernels and copies, how many, and their replays."""
+"""CUDA graphs that a user captures: their kernels and copies, how many, and their replays.
+
+For runtime.kernels.triton_launch.
+"""
 
 from typing import Any
 

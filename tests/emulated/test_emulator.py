@@ -1,4 +1,7 @@
-"""The emulated device itself: what it counts, its memory, and what a capture forbids."""
+"""The emulated device itself: what it counts, its memory, and what a capture forbids.
+
+For tests/support/cuda_emulator.
+"""
 
 import ctypes
 import gc

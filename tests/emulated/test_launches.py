@@ -2,6 +2,8 @@
 
 For comparison, AdamW of torch 2.11 without collage_fx, of 12 and of 300 tensors: fused 2 and 12
 kernels, foreach 8 and 37, one tensor at a time 96 and 2400.
+
+For runtime.kernels.triton_launch and binding.launches.
 """
 
 import sys

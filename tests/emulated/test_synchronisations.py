@@ -1,4 +1,7 @@
-"""Synchronisations of a step with the device: no more than those of plain PyTorch's step."""
+"""Synchronisations of a step with the device: no more than those of plain PyTorch's step.
+
+For record.recorder and runtime.kernels.left_out.
+"""
 
 from collections.abc import Callable
 from typing import Any

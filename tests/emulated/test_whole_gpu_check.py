@@ -1,4 +1,7 @@
-"""Every part of the GPU check runs whole on the emulated device: benchmarks/gpu_check.py."""
+"""Every part of the GPU check runs whole on the emulated device: benchmarks/gpu_check.py.
+
+For benchmarks/gpu_check.py.
+"""
 
 import json
 import os

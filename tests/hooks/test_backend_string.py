@@ -1,4 +1,7 @@
-"""`torch.compile(optimizer.step, backend="collage")` does what `collage_fx.compile` does."""
+"""`torch.compile(optimizer.step, backend="collage")` does what `collage_fx.compile` does.
+
+For hooks.step_substitution and hooks.optimizer_hooks.
+"""
 
 import gc
 import warnings

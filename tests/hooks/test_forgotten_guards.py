@@ -1,4 +1,7 @@
-"""Guards that Dynamo forgets: states that a step makes, uneven DTensors, counts in float64."""
+"""Guards that Dynamo forgets: states that a step makes, uneven DTensors, counts in float64.
+
+For hooks.traces.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any

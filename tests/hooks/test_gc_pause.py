@@ -1,4 +1,7 @@
-"""Full garbage collections wait until a step that may be compiled is over."""
+"""Full garbage collections wait until a step that may be compiled is over.
+
+For hooks.dynamo_settings.
+"""
 
 import gc
 import threading

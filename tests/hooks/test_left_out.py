@@ -1,4 +1,7 @@
-"""Steps and functions that Dynamo leaves out, where torch.compile was given our backend."""
+"""Steps and functions that Dynamo leaves out, where torch.compile was given our backend.
+
+For hooks.optimizer_hooks.
+"""
 
 from collections.abc import Callable
 from typing import Any

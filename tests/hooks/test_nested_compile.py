@@ -1,4 +1,7 @@
-"""A function that the step compiles itself, and that Dynamo has compiled for others before."""
+"""A function that the step compiles itself, and that Dynamo has compiled for others before.
+
+For hooks.nested_compile.
+"""
 
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -1,4 +1,7 @@
-"""Steps in some of which two parameters have one tensor as gradient, or one is that of another."""
+"""Steps in some of which two parameters have one tensor as gradient, or one is that of another.
+
+For hooks.traces.
+"""
 
 from collections.abc import Callable
 from typing import Any

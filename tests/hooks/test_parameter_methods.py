@@ -1,4 +1,7 @@
-"""Methods that update one parameter by itself: Dynamo's code for one is not that for others."""
+"""Methods that update one parameter by itself: Dynamo's code for one is not that for others.
+
+For hooks.traces.
+"""
 
 from typing import Any
 from unittest import mock

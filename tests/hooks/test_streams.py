@@ -1,6 +1,8 @@
 """Ordering of streams: earlier operations are done before, in the stream of then.
 
 There is no GPU here: the functions that order streams are made up, and note what memory holds.
+
+For hooks.data_reads.
 """
 
 from typing import Any

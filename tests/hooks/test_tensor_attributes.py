@@ -1,4 +1,7 @@
-"""States that are attributes of their parameters, under all names that a step has for those."""
+"""States that are attributes of their parameters, under all names that a step has for those.
+
+For hooks.traces and segments.memory.
+"""
 
 from collections.abc import Callable
 from typing import Any

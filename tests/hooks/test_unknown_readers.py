@@ -1,6 +1,8 @@
 """Nobody reads memory that has no data yet: where a reader is not known, nothing is put off.
 
 All tests run with such memory filled with NaN (`poison`); the controls let it be read.
+
+For hooks.data_reads and segments.operations.
 """
 
 import copy

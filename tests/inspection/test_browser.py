@@ -1,4 +1,7 @@
-"""The page in a real browser: what is clicked, pointed at, typed, and what becomes of it."""
+"""The page in a real browser: what is clicked, pointed at, typed, and what becomes of it.
+
+For inspection.page.page and inspection.page.plot.
+"""
 
 import tempfile
 from collections.abc import Iterator

@@ -1,4 +1,7 @@
-"""The monitor in Hugging Face's Trainer and in Lightning, on the models of the examples."""
+"""The monitor in Hugging Face's Trainer and in Lightning, on the models of the examples.
+
+For callbacks.
+"""
 
 import runpy
 from pathlib import Path

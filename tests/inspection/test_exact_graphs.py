@@ -1,4 +1,7 @@
-"""A graph done again in float64: the same numbers as by a float64 copy of the optimizer."""
+"""A graph done again in float64: the same numbers as by a float64 copy of the optimizer.
+
+For passes.ir.exact and inspection.monitor.
+"""
 
 import functools
 import math

@@ -1,4 +1,7 @@
-"""Logs of TORCH_LOGS and TORCH_TRACE, in processes that import torch with them set."""
+"""Logs of TORCH_LOGS and TORCH_TRACE, in processes that import torch with them set.
+
+For runtime.logs.
+"""
 
 import json
 import logging

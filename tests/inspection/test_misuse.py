@@ -1,4 +1,7 @@
-"""Misuse is said once, by the names of the model, or is an error of collage_fx."""
+"""Misuse is said once, by the names of the model, or is an error of collage_fx.
+
+For api and inspection.values.
+"""
 
 import copy
 import warnings

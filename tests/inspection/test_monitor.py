@@ -1,4 +1,7 @@
-"""monitor: its numbers beside a recomputation, where they go, and what it leaves alone."""
+"""monitor: its numbers beside a recomputation, where they go, and what it leaves alone.
+
+For inspection.monitor and step.watches.
+"""
 
 import warnings
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""monitor beside schedulers, other monitors, compiled code and failing loggers."""
+"""monitor beside schedulers, other monitors, compiled code and failing loggers.
+
+For inspection.monitor and step.watches.
+"""
 
 import gc
 import weakref

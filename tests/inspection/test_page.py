@@ -1,4 +1,9 @@
-"""The page of an explanation: its contents, and the links between its values."""
+"""The page of an explanation: its contents, and the links between its values.
+
+For inspection.page.page, inspection.page.classes, inspection.page.kernels, inspection.page.member,
+inspection.page.operations, inspection.page.readable, inspection.page.sources and
+inspection.page.states.
+"""
 
 import html
 import os

@@ -1,4 +1,7 @@
-"""Gradients are recorded, and errors measured on copies."""
+"""Gradients are recorded, and errors measured on copies.
+
+For inspection.gradients, inspection.replay and step.optimizer_clone.
+"""
 
 import copy
 import gc

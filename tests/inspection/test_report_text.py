@@ -1,4 +1,7 @@
-"""The text of explain and report: rows that say the same, names of the model, widths, machines."""
+"""The text of explain and report: rows that say the same, names of the model, widths, machines.
+
+For optimizer.state_table and optimizer.parameter_names.
+"""
 
 import json
 from typing import Any

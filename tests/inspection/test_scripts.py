@@ -1,4 +1,4 @@
-"""`python -m collage_fx explain`, of scripts and of files."""
+"""`python -m collage_fx explain`, of scripts and of files. For inspection.scripts and __main__."""
 
 import sys
 from pathlib import Path

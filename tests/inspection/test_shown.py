@@ -1,4 +1,7 @@
-"""Explanations, reports and monitors in a REPL and in a notebook; names of storages."""
+"""Explanations, reports and monitors in a REPL and in a notebook; names of storages.
+
+For inspection.explanation and runtime.storage.registry.
+"""
 
 from typing import Any
 

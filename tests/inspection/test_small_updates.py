@@ -1,4 +1,7 @@
-"""The warning about lost updates: beside a float64 trajectory, whom it names, and when."""
+"""The warning about lost updates: beside a float64 trajectory, whom it names, and when.
+
+For step.small_updates and runtime.residuals.lost_share.
+"""
 
 import warnings
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Callbacks of Hugging Face's Trainer, with a model of two tensors."""
+"""Callbacks of Hugging Face's Trainer, with a model of two tensors. For callbacks."""
 
 import warnings
 from collections.abc import Iterator

@@ -1,4 +1,7 @@
-"""The public functions, as a user meets them: options, explain, warnings and errors."""
+"""The public functions, as a user meets them: options, explain, warnings and errors.
+
+For api, config, dynamo.options and inspection.explain.
+"""
 
 import warnings
 from typing import Any

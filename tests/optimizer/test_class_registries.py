@@ -1,4 +1,7 @@
-"""Registries that take a class of optimizers: each is given one of collage_fx, with equal bits."""
+"""Registries that take a class of optimizers: each is given one of collage_fx, with equal bits.
+
+For optim.
+"""
 
 import importlib
 import sys

@@ -1,4 +1,7 @@
-"""Classes that compile their own step, in use: odd classes, wrapped steps, copies, checkpoints."""
+"""Classes that compile their own step, in use: odd classes, wrapped steps, copies, checkpoints.
+
+For optim and first_use.
+"""
 
 import abc
 import copy

@@ -1,4 +1,7 @@
-"""Classes that compile their own step: served as their originals are, and refused by name."""
+"""Classes that compile their own step: served as their originals are, and refused by name.
+
+For optim, classes and first_use.
+"""
 
 import gc
 import inspect

@@ -1,4 +1,7 @@
-"""Steps that communicate, in two processes: what each sends and receives, and what it keeps."""
+"""Steps that communicate, in two processes: what each sends and receives, and what it keeps.
+
+For step.distributed_wrappers.
+"""
 
 import contextlib
 import copy

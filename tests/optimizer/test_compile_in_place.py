@@ -1,4 +1,7 @@
-"""compile_(optimizer): the step is assigned, whatever stands around the optimizer already."""
+"""compile_(optimizer): the step is assigned, whatever stands around the optimizer already.
+
+For api and step.distributed_wrappers.
+"""
 
 import warnings
 from typing import Any

@@ -1,4 +1,7 @@
-"""PyTorch's own tests of each of its optimizers, on the compiled step in bf16."""
+"""PyTorch's own tests of each of its optimizers, on the compiled step in bf16.
+
+For step.compiled_step.
+"""
 
 import copy
 import io

@@ -1,6 +1,8 @@
 """A step that a number on the device leaves out: what does not look there asks, and ends it.
 
 Kernels on a GPU do look: `tests/support/interpreted.py` has that, `tests/emulated` the launches.
+
+For runtime.kernels.left_out and compilation.partition.
 """
 
 from collections.abc import Callable

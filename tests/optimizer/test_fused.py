@@ -1,4 +1,4 @@
-"""Optimizers constructed with fused=True are served by compiled graphs."""
+"""Optimizers constructed with fused=True are served by compiled graphs. For optimizer.fused."""
 
 import copy
 from collections.abc import Iterator

@@ -1,4 +1,7 @@
-"""Copies of an optimizer have its residuals; plain steps beside a compiled one are named."""
+"""Copies of an optimizer have its residuals; plain steps beside a compiled one are named.
+
+For optimizer.checkpoints.copying and optimizer.plain_steps.
+"""
 
 import copy
 import gc

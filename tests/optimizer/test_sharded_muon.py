@@ -1,4 +1,7 @@
-"""Muon over DTensors of two processes: its iterations take whole matrices, gathered in the step."""
+"""Muon over DTensors of two processes: its iterations take whole matrices, gathered in the step.
+
+For runtime.residuals.dtensor.
+"""
 
 from pathlib import Path
 from typing import Any

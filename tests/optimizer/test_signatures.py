@@ -1,4 +1,7 @@
-"""Public functions name the options that they take; a report names a step that is not assigned."""
+"""Public functions name the options that they take; a report names a step that is not assigned.
+
+For api.
+"""
 
 import dataclasses
 import inspect

@@ -1,4 +1,7 @@
-"""Residuals live as long as their tensors: over recompilations, checkpoints, foreign writes."""
+"""Residuals live as long as their tensors: over recompilations, checkpoints, foreign writes.
+
+For runtime.residuals.store and runtime.residuals.residual.
+"""
 
 import warnings
 from collections.abc import Callable

@@ -1,4 +1,7 @@
-"""A state has a kind and a parameter, whatever words their names have."""
+"""A state has a kind and a parameter, whatever words their names have.
+
+For runtime.storage.state_name.
+"""
 
 import copy
 import pickle

@@ -1,4 +1,7 @@
-"""Hugging Face's Trainer as it comes: fused AdamW, a cosine schedule that warms up from 0."""
+"""Hugging Face's Trainer as it comes: fused AdamW, a cosine schedule that warms up from 0.
+
+For optimizer.fused.
+"""
 
 from pathlib import Path
 from typing import Any

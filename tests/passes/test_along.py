@@ -1,6 +1,8 @@
 """States that are never compensated beside those that are: updated with them, and left as they are.
 
 All in one kernel for a class of parameters, equal to a kernel for each, against a run in float64.
+
+For passes.analysis.carried_path and passes.frontend.slice.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,7 @@
-"""A value that meets its own largest element, or median, meets the element that it has itself."""
+"""A value that meets its own largest element, or median, meets the element that it has itself.
+
+For passes.analysis.high_words and passes.frontend.single_elements.
+"""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,7 @@
-"""Copies that a step returns share no memory with what they are copies of."""
+"""Copies that a step returns share no memory with what they are copies of.
+
+For passes.codegen.emit.
+"""
 
 from collections.abc import Callable, Sequence
 from itertools import combinations

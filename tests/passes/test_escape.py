@@ -1,4 +1,7 @@
-"""Values that a graph cannot hand over whole: those parts of a step are recorded."""
+"""Values that a graph cannot hand over whole: those parts of a step are recorded.
+
+For passes.analysis.escape.
+"""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,7 @@
-"""Sums, norms and states of other shapes that scale a state enter with their low words."""
+"""Sums, norms and states of other shapes that scale a state enter with their low words.
+
+For passes.analysis.factors.
+"""
 
 import functools
 import warnings

@@ -1,4 +1,7 @@
-"""_foreach operations that the graphs of PyTorch's own optimizers do not have."""
+"""_foreach operations that the graphs of PyTorch's own optimizers do not have.
+
+For passes.frontend.decompose and passes.rewrite.op_schema.
+"""
 
 from collections.abc import Callable
 

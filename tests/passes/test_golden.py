@@ -1,6 +1,8 @@
 """The whole text of one small rewritten slice: SGD without momentum, in bf16.
 
 After a change on purpose: `EXPECTTEST_ACCEPT=1 pytest` on this file, and read the diff.
+
+For passes.rewrite.expand and passes.rewrite.lower.
 """
 
 from expecttest import assert_expected_inline

@@ -1,6 +1,8 @@
 """The whole text of slices of AdamW and of a user's own step; kernels and launches of all.
 
 After a change on purpose: `EXPECTTEST_ACCEPT=1 pytest` on this file, and read the diff.
+
+For passes.rewrite.expand, passes.codegen.emit and passes.codegen.scalar_kernel.
 """
 
 import pytest

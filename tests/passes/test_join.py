@@ -1,4 +1,7 @@
-"""Graphs that slices would lose something of are done on joined values; oracle: float64."""
+"""Graphs that slices would lose something of are done on joined values; oracle: float64.
+
+For passes.rewrite.join.
+"""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,7 @@
-"""Two states that mix, of which one chooses between factors of its old value."""
+"""Two states that mix, of which one chooses between factors of its old value.
+
+For passes.analysis.plan.
+"""
 
 import pytest
 import torch

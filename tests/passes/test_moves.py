@@ -1,4 +1,7 @@
-"""Moves: what a step indexes, flips or transposes is not rounded first, in arithmetic `wide`."""
+"""Moves: what a step indexes, flips or transposes is not rounded first, in arithmetic `wide`.
+
+For passes.frontend.moves.
+"""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,7 @@
-"""Classes that share a kernel: their members must not see each other's new values."""
+"""Classes that share a kernel: their members must not see each other's new values.
+
+For passes.codegen.multi_tensor_kernel and passes.codegen.inductor_kernel.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,4 +1,7 @@
-"""An average of states that are near each other: what it moves is in their low words."""
+"""An average of states that are near each other: what it moves is in their low words.
+
+For passes.analysis.escape.
+"""
 
 from collections.abc import Callable
 from typing import Any

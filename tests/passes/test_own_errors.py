@@ -1,4 +1,7 @@
-"""Steps that compute rounding errors themselves: two words, Kahan's summation, error feedback."""
+"""Steps that compute rounding errors themselves: two words, Kahan's summation, error feedback.
+
+For passes.ir.own_errors.
+"""
 
 from collections.abc import Callable
 from typing import Any

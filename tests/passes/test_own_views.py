@@ -1,4 +1,7 @@
-"""A state that comes back into its own new value through a view comes with its low word."""
+"""A state that comes back into its own new value through a view comes with its low word.
+
+For passes.analysis.escape.
+"""
 
 from collections.abc import Callable
 from typing import Any

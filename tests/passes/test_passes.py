@@ -1,4 +1,7 @@
-"""Rewrites of the steps of PyTorch's optimizers, and the cases in which passes must not act."""
+"""Rewrites of the steps of PyTorch's optimizers, and the cases in which passes must not act.
+
+For passes.pipeline, passes.frontend.capture and passes.frontend.canonicalize.
+"""
 
 from collections.abc import Callable
 from typing import Any

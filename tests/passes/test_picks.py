@@ -1,4 +1,7 @@
-"""An element that a step picks by its place, and meets its own tensor, is equal to itself."""
+"""An element that a step picks by its place, and meets its own tensor, is equal to itself.
+
+For passes.analysis.high_words.
+"""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,7 @@
-"""The runner of the passes: what it shows of each, what may be left out, what it checks."""
+"""The runner of the passes: what it shows of each, what may be left out, what it checks.
+
+For passes.pipeline and passes.ir.listing.
+"""
 
 from collections.abc import Callable
 

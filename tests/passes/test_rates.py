@@ -1,4 +1,7 @@
-"""Rates by which high words enter a state: small when a step is compiled, and large later."""
+"""Rates by which high words enter a state: small when a step is compiled, and large later.
+
+For passes.analysis.factors.
+"""
 
 import functools
 from collections.abc import Callable

@@ -1,4 +1,7 @@
-"""Numbers that a step reads back from tensors, and computes with."""
+"""Numbers that a step reads back from tensors, and computes with.
+
+For passes.frontend.read_numbers.
+"""
 
 import math
 import warnings

@@ -1,4 +1,7 @@
-"""Recurrences x' = a*x + B of states, and whether they call for a residual."""
+"""Recurrences x' = a*x + B of states, and whether they call for a residual.
+
+For passes.analysis.recurrence, passes.analysis.affine and passes.analysis.criticality.
+"""
 
 from collections.abc import Callable
 from typing import Any

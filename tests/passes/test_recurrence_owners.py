@@ -1,4 +1,7 @@
-"""Tensors that must not be compensated: a model's statistics, caches; averages of weights are."""
+"""Tensors that must not be compensated: a model's statistics, caches; averages of weights are.
+
+For passes.analysis.plan and optimizer.ownership.
+"""
 
 import warnings
 from typing import Any

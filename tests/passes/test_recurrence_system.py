@@ -1,4 +1,7 @@
-"""Selections, and states that are computed from each other: graphs first, then against float64."""
+"""Selections, and states that are computed from each other: graphs first, then against float64.
+
+For passes.analysis.coupled.
+"""
 
 from collections.abc import Callable
 from typing import Any

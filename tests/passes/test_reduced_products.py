@@ -1,6 +1,8 @@
 """Products in a row that the result of a reduction enters are rounded once.
 
 That is unless the step stores, casts, compares or clamps them, and may rely on their roundings.
+
+For passes.frontend.reductions.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,7 @@
-"""Results of reductions stay in fp32 until they are stored or meet larger tensors."""
+"""Results of reductions stay in fp32 until they are stored or meet larger tensors.
+
+For passes.frontend.reductions.
+"""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,7 @@
-"""passes/dedup/repeated_tensors: a list of `_foreach_*` has a tensor more than once."""
+"""passes/dedup/repeated_tensors: a list of `_foreach_*` has a tensor more than once.
+
+For passes.dedup.repeated_tensors.
+"""
 
 from typing import Any
 

@@ -1,4 +1,7 @@
-"""Each state's residual reaches its new value: what lo adds to x is a*lo in x' = a*x + B."""
+"""Each state's residual reaches its new value: what lo adds to x is a*lo in x' = a*x + B.
+
+For passes.rewrite.residual_inputs and passes.rewrite.expand.
+"""
 
 from typing import Any
 

@@ -1,4 +1,7 @@
-"""Every rule of eft arithmetic on a function of one line: what it becomes, and how exact it is."""
+"""Every rule of eft arithmetic on a function of one line: what it becomes, and how exact it is.
+
+For passes.rules.builder, passes.rules.linear, passes.rules.product and passes.rules.join_split.
+"""
 
 import functools
 from collections.abc import Callable, Iterator

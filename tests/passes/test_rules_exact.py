@@ -1,4 +1,7 @@
-"""Every rule against exact rationals, on random bits, cancelling pairs and the edges."""
+"""Every rule against exact rationals, on random bits, cancelling pairs and the edges.
+
+For passes.rules, passes.rules.linear and passes.rules.product.
+"""
 
 import functools
 from collections.abc import Callable

@@ -1,4 +1,7 @@
-"""Operations that move values: each component moves as PyTorch moves it, bit for bit."""
+"""Operations that move values: each component moves as PyTorch moves it, bit for bit.
+
+For passes.rules.structural.
+"""
 
 from collections.abc import Callable
 from typing import Any

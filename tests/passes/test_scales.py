@@ -1,4 +1,7 @@
-"""Numbers of 16 bits, about one, that scale a state: they are computed in fp32."""
+"""Numbers of 16 bits, about one, that scale a state: they are computed in fp32.
+
+For passes.frontend.reductions and passes.frontend.single_elements.
+"""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,7 @@
-"""Values that several operations read: one value, rounded, in the kernels of Inductor."""
+"""Values that several operations read: one value, rounded, in the kernels of Inductor.
+
+For passes.rewrite.roundings.
+"""
 
 from collections.abc import Callable
 from typing import Any

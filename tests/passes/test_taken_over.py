@@ -1,4 +1,7 @@
-"""Parameters that take over the values of other states, and values that are stored in several."""
+"""Parameters that take over the values of other states, and values that are stored in several.
+
+For passes.analysis.plan.
+"""
 
 from collections.abc import Callable
 from typing import Any

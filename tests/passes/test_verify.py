@@ -1,4 +1,7 @@
-"""The specification between passes: each way to break a program is noticed by name."""
+"""The specification between passes: each way to break a program is noticed by name.
+
+For passes.ir.verify, passes.ir.program and passes.ir.graph_memory.
+"""
 
 import copy
 import dataclasses

@@ -1,4 +1,7 @@
-"""Every public name is in docs/api.md, with its arguments and errors, and an example that runs."""
+"""Every public name is in docs/api.md, with its arguments and errors, and an example that runs.
+
+For collage_fx, errors and docs/api.md.
+"""
 
 import doctest
 import importlib

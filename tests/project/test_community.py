@@ -1,4 +1,7 @@
-"""Pages for visitors of the repository: issue forms, badges, the pages of a community."""
+"""Pages for visitors of the repository: issue forms, badges, the pages of a community.
+
+For .github/ISSUE_TEMPLATE and CONTRIBUTING.md.
+"""
 
 import re
 import tomllib

@@ -1,4 +1,7 @@
-"""The code in README and docs runs, what it prints is what is shown, and links lead somewhere."""
+"""The code in README and docs runs, what it prints is what is shown, and links lead somewhere.
+
+For README.md and docs.
+"""
 
 import contextlib
 import io

@@ -1,4 +1,7 @@
-"""Docstrings name their subject by a noun: first lines of code, texts of fields, genitives."""
+"""Docstrings name their subject by a noun: first lines of code, texts of fields, genitives.
+
+For collage_fx, passes, runtime, benchmarks, examples and tests.
+"""
 
 import ast
 import io

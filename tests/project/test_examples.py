@@ -1,4 +1,4 @@
-"""The examples, run as a reader would run them."""
+"""The examples, run as a reader would run them. For examples."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""Random optimizer programs: what is compensated is as close to float64 as its bits allow."""
+"""Random optimizer programs: what is compensated is as close to float64 as its bits allow.
+
+For tests/support/oracle.py.
+"""
 
 import re
 from dataclasses import replace

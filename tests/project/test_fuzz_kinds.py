@@ -1,6 +1,8 @@
 """Each kind of program that the fuzz draws beside plain steps is judged, and faults in it are seen.
 
 Each has an example which holds, and of which plain training would fail; and faults of its kind.
+
+For tests/support/programs.py.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,7 @@
-"""Random optimizer programs over two processes: parameters, states and gradients are DTensors."""
+"""Random optimizer programs over two processes: parameters, states and gradients are DTensors.
+
+For tests/support/fuzz.py.
+"""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""benchmarks/gpu_check.py does on a CPU what needs no GPU; a part that fails loses nothing else."""
+"""Parts that need no GPU run on a CPU, and fail alone. For benchmarks/gpu_check.py."""
 
 import argparse
 import ast

@@ -1,4 +1,7 @@
-"""gpu_model.py: what it reads off machine code, and what it makes of that."""
+"""gpu_model.py: what it reads off machine code, and what it makes of that.
+
+For benchmarks/gpu_model.py.
+"""
 
 import sys
 from collections import Counter

@@ -1,4 +1,7 @@
-"""Importing collage_fx costs nothing and changes nothing; what is in it is found all the same."""
+"""Importing collage_fx costs nothing and changes nothing; what is in it is found all the same.
+
+For collage_fx.
+"""
 
 import ast
 import inspect

@@ -1,4 +1,7 @@
-"""The interpreter of rewritten graphs does, bit for bit, what Inductor's kernels do."""
+"""The interpreter of rewritten graphs does, bit for bit, what Inductor's kernels do.
+
+For tests/support/interpreter.py.
+"""
 
 from collections.abc import Callable
 from typing import Any

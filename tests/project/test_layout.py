@@ -1,4 +1,7 @@
-"""Rules of the source tree as a whole: imports, sizes of folders, names of files."""
+"""Rules of the source tree as a whole: imports, sizes of folders, names of files.
+
+For collage_fx, passes and runtime.
+"""
 
 import ast
 import re

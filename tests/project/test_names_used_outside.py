@@ -1,4 +1,7 @@
-"""Benchmarks, examples and support of tests name only what the package has; few run in tests."""
+"""Benchmarks, examples and support of tests name only what the package has; few run in tests.
+
+For benchmarks, examples and tests/support.
+"""
 
 import ast
 import importlib.util

@@ -1,4 +1,7 @@
-"""The quickstart and its notebook: they run, and the losses say what README says of them."""
+"""The quickstart and its notebook: they run, and the losses say what README says of them.
+
+For examples/quickstart.py.
+"""
 
 import contextlib
 import importlib

@@ -1,4 +1,7 @@
-"""README: short, in PyTorch's words, and its numbers are those of the results files."""
+"""README: short, in PyTorch's words, and its numbers are those of the results files.
+
+For README.md.
+"""
 
 import json
 import re

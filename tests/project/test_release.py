@@ -1,4 +1,7 @@
-"""A release: one version everywhere, all files, links that lead somewhere."""
+"""A release: one version everywhere, all files, links that lead somewhere.
+
+For tests/support/release.py.
+"""
 
 import io
 import re

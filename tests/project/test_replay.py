@@ -1,4 +1,4 @@
-"""2000 AdamW steps on a recorded gradient stream, against float64."""
+"""2000 AdamW steps on a recorded gradient stream, against float64. For benchmarks/replay.py."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""The site of docs/: it builds without a warning, its links hold, and a browser shows it."""
+"""The site of docs/: it builds without a warning, its links hold, and a browser shows it.
+
+For mkdocs.yml.
+"""
 
 import functools
 import os

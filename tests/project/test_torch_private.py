@@ -1,4 +1,7 @@
-"""runtime/torch_private.py names all that is used of torch's private parts, and nothing else."""
+"""runtime/torch_private.py names all that is used of torch's private parts, and nothing else.
+
+For runtime.torch_private.
+"""
 
 import ast
 import json

@@ -1,4 +1,7 @@
-"""Code decides by kinds of verdicts, recurrences and names of states, and never by their text."""
+"""Code decides by kinds of verdicts, recurrences and names of states, and never by their text.
+
+For passes.ir.verdict and runtime.storage.state_name.
+"""
 
 import ast
 from collections.abc import Iterator

@@ -1,4 +1,7 @@
-"""The two measures of lost updates, on cases computed by hand."""
+"""The two measures of lost updates, on cases computed by hand.
+
+For tests/support/update_metrics.py.
+"""
 
 import pytest
 import torch

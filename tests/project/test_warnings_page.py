@@ -1,4 +1,7 @@
-"""Each warning has an entry in docs/warnings.md, and each entry is of a warning that is given."""
+"""Each warning has an entry in docs/warnings.md, and each entry is of a warning that is given.
+
+For runtime.errors and docs/warnings.md.
+"""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""The ways of stepping that benchmarks compare take the same steps."""
+"""The ways of stepping that benchmarks compare take the same steps. For benchmarks/ways.py."""
 
 import sys
 from pathlib import Path

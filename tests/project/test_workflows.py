@@ -1,4 +1,7 @@
-"""The workflows of hosted CI call targets of the Makefile, with what collage_fx is tested with."""
+"""The workflows of hosted CI call targets of the Makefile, with what collage_fx is tested with.
+
+For .github/workflows.
+"""
 
 import re
 import tomllib

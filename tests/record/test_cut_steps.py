@@ -1,4 +1,7 @@
-"""Steps that Dynamo traces in parts: what goes from one part to the next keeps its low word."""
+"""Steps that Dynamo traces in parts: what goes from one part to the next keeps its low word.
+
+For dynamo.backend.
+"""
 
 from typing import Any
 

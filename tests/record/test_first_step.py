@@ -1,4 +1,7 @@
-"""A first step that makes its states: it is recorded, and Dynamo does not see it."""
+"""A first step that makes its states: it is recorded, and Dynamo does not see it.
+
+For dynamo.backend and compilation.residual_binding.
+"""
 
 import warnings
 from typing import Any

@@ -1,4 +1,7 @@
-"""Dynamo graphs in recorded steps: noted as a whole, with the bits of their operations."""
+"""Dynamo graphs in recorded steps: noted as a whole, with the bits of their operations.
+
+For record.graph_effects and record.graph_notes.
+"""
 
 import copy
 from collections.abc import Callable, Iterator

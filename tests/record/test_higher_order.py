@@ -1,4 +1,7 @@
-"""Operations that take functions, in a step that is recorded."""
+"""Operations that take functions, in a step that is recorded.
+
+For record.at_once and record.modes.
+"""
 
 from collections.abc import Callable
 from typing import Any

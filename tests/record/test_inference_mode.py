@@ -1,4 +1,7 @@
-"""Steps that do a part in inference mode: what that makes cannot be written outside of it."""
+"""Steps that do a part in inference mode: what that makes cannot be written outside of it.
+
+For runtime.residuals.residual and runtime.residuals.components.
+"""
 
 from collections.abc import Iterator
 from typing import Any

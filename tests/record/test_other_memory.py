@@ -1,4 +1,4 @@
-"""Memory that is in no place where states are looked for: states in holders, and scratch memory."""
+"""Memory that no search for states finds. For record.known_states and segments.low_words."""
 
 import functools
 from collections import UserDict

@@ -1,4 +1,4 @@
-"""Steps, or parts of steps, that are in no Dynamo graph."""
+"""Steps, or parts of steps, that are in no Dynamo graph. For record.steps and record.service."""
 
 from collections import deque
 from typing import Any

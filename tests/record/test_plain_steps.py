@@ -1,4 +1,7 @@
-"""Steps without low words are plain PyTorch's: 16-bit temporaries are rounded."""
+"""Steps without low words are plain PyTorch's: 16-bit temporaries are rounded.
+
+For record.recorder.
+"""
 
 from contextlib import nullcontext
 from typing import Any

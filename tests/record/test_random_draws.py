@@ -1,4 +1,7 @@
-"""Recorded steps draw what eager PyTorch draws, and leave the generator where it does."""
+"""Recorded steps draw what eager PyTorch draws, and leave the generator where it does.
+
+For record.at_once.
+"""
 
 from collections.abc import Callable
 from typing import Any

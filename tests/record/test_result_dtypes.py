@@ -1,4 +1,7 @@
-"""Operations of recorded steps give results of the dtypes that eager PyTorch gives."""
+"""Operations of recorded steps give results of the dtypes that eager PyTorch gives.
+
+For record.at_once.
+"""
 
 import itertools
 from collections.abc import Callable, Iterator

@@ -1,4 +1,7 @@
-"""Parameters and states that are 0-d tensors: their values are no numbers of the host."""
+"""Parameters and states that are 0-d tensors: their values are no numbers of the host.
+
+For record.recorder and segments.low_words.
+"""
 
 from typing import Any
 

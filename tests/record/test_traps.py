@@ -1,4 +1,7 @@
-"""Recorded steps that would go wrong if data came too early, too late, or with one word only."""
+"""Recorded steps that would go wrong if data came too early, too late, or with one word only.
+
+For segments.low_words and record.notes.
+"""
 
 import copy
 import ctypes

@@ -1,4 +1,7 @@
-"""Operations that cannot be recorded are named if they take more than a tenth of a step."""
+"""Operations that cannot be recorded are named if they take more than a tenth of a step.
+
+For record.at_once and segments.trie.
+"""
 
 from collections.abc import Iterator
 from types import SimpleNamespace

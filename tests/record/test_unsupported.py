@@ -1,4 +1,7 @@
-"""Operations that have no rule, or whose rule fails, as a user sees them."""
+"""Operations that have no rule, or whose rule fails, as a user sees them.
+
+For passes.rules.builder and record.service.
+"""
 
 from typing import Any
 

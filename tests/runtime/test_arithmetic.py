@@ -1,4 +1,7 @@
-"""Error-free transformations and expansion arithmetic against exact values, over all exponents."""
+"""Error-free transformations and expansion arithmetic against exact values, over all exponents.
+
+For runtime.expansion.arithmetic and runtime.expansion.eft.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,6 +1,8 @@
 """Proven bounds of all operations on one, two and three components, against what random bits show.
 
 `pytest -s` prints the largest error seen beside each bound; `benchmarks/bounds.py` writes it down.
+
+For runtime.expansion.components and runtime.expansion.three_components.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,7 @@
-"""Checks of the words of tensors: which chunks have changed, whatever has been done to them."""
+"""Checks of the words of tensors: which chunks have changed, whatever has been done to them.
+
+For runtime.residuals.checks.
+"""
 
 from collections.abc import Callable
 

@@ -1,4 +1,7 @@
-"""Checksums of rows: beside Python's own integers, and what they tell apart."""
+"""Checksums of rows: beside Python's own integers, and what they tell apart.
+
+For runtime.residuals.checksum.
+"""
 
 import pytest
 import torch

@@ -1,6 +1,8 @@
 """Quotients and roots of two components: careless, approximate and special ones.
 
 test_bounds.py has the bounds.
+
+For runtime.expansion.arithmetic.
 """
 
 from collections.abc import Callable

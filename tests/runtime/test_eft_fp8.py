@@ -2,6 +2,8 @@
 
 PyTorch has no arithmetic in fp8. `Emulated` rounds every fp32 result to it, which is the correctly
 rounded one, since 24 >= 2p + 2; float64 is the wide dtype then.
+
+For runtime.expansion.eft.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,7 @@
-"""Steps in fp16, arithmetic eft: no intermediate is rounded to infinity at small learning rates."""
+"""Steps in fp16, arithmetic eft: no intermediate is rounded to infinity at small learning rates.
+
+For passes.frontend.decompose.
+"""
 
 from typing import Any
 

@@ -1,4 +1,7 @@
-"""fp8 words, all of them: conversions, splitting and joining, sums and products of two."""
+"""fp8 words, all of them: conversions, splitting and joining, sums and products of two.
+
+For runtime.storage.layouts and runtime.expansion.eft.
+"""
 
 from fractions import Fraction
 from itertools import pairwise

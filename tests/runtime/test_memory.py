@@ -1,4 +1,7 @@
-"""Tensors that share memory: by storage, and by address where two storages hold the same."""
+"""Tensors that share memory: by storage, and by address where two storages hold the same.
+
+For runtime.residuals.memory and runtime.kernels.tensor_snapshot.
+"""
 
 import itertools
 import random

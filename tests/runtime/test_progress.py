@@ -1,4 +1,7 @@
-"""Long work says what it is at, on stderr; short work, and the user's own, says nothing."""
+"""Long work says what it is at, on stderr; short work, and the user's own, says nothing.
+
+For runtime.progress.
+"""
 
 import gc
 import logging

@@ -1,4 +1,7 @@
-"""Ends of the arithmetic's promises: overflow, underflow, infinities and NaN."""
+"""Ends of the arithmetic's promises: overflow, underflow, infinities and NaN.
+
+For runtime.expansion.arithmetic and runtime.expansion.eft.
+"""
 
 from collections.abc import Callable
 

@@ -1,4 +1,7 @@
-"""Conversions between an expansion and one wide value, and constants as expansions."""
+"""Conversions between an expansion and one wide value, and constants as expansions.
+
+For runtime.storage.layouts and runtime.expansion.components.
+"""
 
 from fractions import Fraction
 

@@ -1,4 +1,7 @@
-"""Every storage: which values it holds, and that its words come back; exhaustive where finite."""
+"""Every storage: which values it holds, and that its words come back; exhaustive where finite.
+
+For runtime.storage.registry and runtime.storage.layouts.
+"""
 
 import pytest
 import torch

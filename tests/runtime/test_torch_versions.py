@@ -1,4 +1,7 @@
-"""The versions of torch that were tested: one list, and all that names them agrees with it."""
+"""The versions of torch that were tested: one list, and all that names them agrees with it.
+
+For runtime.torch_versions.
+"""
 
 import re
 import subprocess

@@ -1,4 +1,7 @@
-"""Sums over updates in compiled C++: those of PyTorch's operations, and of exact rationals."""
+"""Sums over updates in compiled C++: those of PyTorch's operations, and of exact rationals.
+
+For runtime.kernels.update_sums and inspection.update_stats.
+"""
 
 import math
 from fractions import Fraction

@@ -1,4 +1,7 @@
-"""Ways of doing recorded segments: which one is taken, and that their bits agree."""
+"""Ways of doing recorded segments: which one is taken, and that their bits agree.
+
+For segments.executors.
+"""
 
 import copy
 import io

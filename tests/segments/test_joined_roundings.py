@@ -1,4 +1,7 @@
-"""Compiled segments on whole values: no rounding is left out or done twice, no low word is lost."""
+"""Compiled segments on whole values: no rounding is left out or done twice, no low word is lost.
+
+For segments.joined_compiler.
+"""
 
 import math
 from typing import Any

@@ -1,4 +1,7 @@
-"""Operations that take no wide values are done in the step's dtypes, as eager PyTorch does them."""
+"""Operations that take no wide values are done in the step's dtypes, as eager PyTorch does them.
+
+For segments.segment.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,4 +1,7 @@
-"""Memory of a segment's last run: nothing in it is used that is not so any more."""
+"""Memory of a segment's last run: nothing in it is used that is not so any more.
+
+For segments.executors, segments.joined_compiler, segments.low_words and segments.segment_graph.
+"""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,7 @@
-"""States that lie in one memory, in that of a buffer, or in less than they have elements."""
+"""States that lie in one memory, in that of a buffer, or in less than they have elements.
+
+For segments.low_words and compilation.graph_inputs.
+"""
 
 import warnings
 from collections.abc import Callable

@@ -1,4 +1,7 @@
-"""Stochastic rounding on bits: the low word takes its place; other arithmetic on bits is left."""
+"""Stochastic rounding on bits: the low word takes its place; other arithmetic on bits is left.
+
+For segments.user_rounding.
+"""
 
 from typing import Any
 

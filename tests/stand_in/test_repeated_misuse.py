@@ -1,4 +1,7 @@
-"""Steps that may not be repeated, or not so: what a first version got wrong."""
+"""Steps that may not be repeated, or not so: what a first version got wrong.
+
+For stand_in.repeated_step.
+"""
 
 import warnings
 import weakref

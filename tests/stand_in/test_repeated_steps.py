@@ -1,4 +1,7 @@
-"""Steps that are done again as the last was, beside the same steps done as any other."""
+"""Steps that are done again as the last was, beside the same steps done as any other.
+
+For stand_in.repeated_step and binding.launches.
+"""
 
 import functools
 import gc

@@ -1,4 +1,7 @@
-"""Optimizers that are alike share what was compiled for one of them, and nothing else."""
+"""Optimizers that are alike share what was compiled for one of them, and nothing else.
+
+For stand_in.shared_graph, stand_in.alike and stand_in.torch_steps.
+"""
 
 import functools
 import importlib

@@ -1,4 +1,7 @@
-"""Optimizers that share what was compiled: odd tensors, threads, and what comes and goes."""
+"""Optimizers that share what was compiled: odd tensors, threads, and what comes and goes.
+
+For stand_in.shared_graph and stand_in.alike.
+"""
 
 import gc
 import threading

@@ -1,4 +1,7 @@
-"""Steps that are traced whole, and what becomes of the optimizer in those that are not."""
+"""Steps that are traced whole, and what becomes of the optimizer in those that are not.
+
+For stand_in.steps and stand_in.members.
+"""
 
 import functools
 import gc

@@ -1,4 +1,7 @@
-"""Steps of which Dynamo sees one parameter of each class: equal to those of which it sees all."""
+"""Steps of which Dynamo sees one parameter of each class: equal to those of which it sees all.
+
+For stand_in.stand_ins and stand_in.steps.
+"""
 
 import itertools
 import operator

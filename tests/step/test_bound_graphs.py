@@ -1,4 +1,7 @@
-"""Steps of users' optimizers that are done by one Dynamo graph, bound to its tensors."""
+"""Steps of users' optimizers that are done by one Dynamo graph, bound to its tensors.
+
+For binding.bound_graph, binding.bound_kernels and binding.backoff.
+"""
 
 import functools
 import gc

@@ -1,6 +1,8 @@
 """Subjects of `compile`, `explain` and `report`: methods, objects, wrapped optimizers; no models.
 
 Averages of weights are held against float64, with the plain average beside them.
+
+For step.subject.
 """
 
 import copy

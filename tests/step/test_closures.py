@@ -1,4 +1,4 @@
-"""Steps with a closure and without one, by turns."""
+"""Steps with a closure and without one, by turns. For step.compiled_step."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,7 @@
-"""A number that a 16-bit tensor is compared with is rounded first, as eager PyTorch does."""
+"""A number that a 16-bit tensor is compared with is rounded first, as eager PyTorch does.
+
+For passes.rewrite.comparisons and passes.frontend.decompose.
+"""
 
 from collections.abc import Callable
 from typing import Any

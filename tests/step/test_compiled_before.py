@@ -1,4 +1,7 @@
-"""A step whose code, or code that it shares with others, has been compiled plainly before."""
+"""A step whose code, or code that it shares with others, has been compiled plainly before.
+
+For step.recompile_guard and hooks.dynamo_settings.
+"""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,7 @@
-"""Steps where there is no C++ compiler, where it is killed, and where its paths have spaces."""
+"""Steps where there is no C++ compiler, where it is killed, and where its paths have spaces.
+
+For runtime.cpp_compiler.
+"""
 
 from pathlib import Path
 from unittest import mock

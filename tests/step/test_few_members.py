@@ -1,4 +1,7 @@
-"""Classes of few members: on a CPU our own kernels whatever their number, on a GPU Inductor's."""
+"""Classes of few members: on a CPU our own kernels whatever their number, on a GPU Inductor's.
+
+For passes.codegen.multi_tensor_kernel.
+"""
 
 from collections.abc import Callable
 from typing import Any

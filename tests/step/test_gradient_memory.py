@@ -1,4 +1,7 @@
-"""Gradients that lie in memory of states, or of one another, in some steps and not in others."""
+"""Gradients that lie in memory of states, or of one another, in some steps and not in others.
+
+For compilation.side_inputs and compilation.graph_inputs.
+"""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,7 @@
-"""States that are replaced between steps by tensors of the same values keep their residuals."""
+"""States that are replaced between steps by tensors of the same values keep their residuals.
+
+For optimizer.checkpoints.places and runtime.residuals.store.
+"""
 
 import copy
 import gc

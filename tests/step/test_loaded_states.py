@@ -1,4 +1,7 @@
-"""Steps after states have been loaded: by what was compiled for those of before."""
+"""Steps after states have been loaded: by what was compiled for those of before.
+
+For record.known_states and stand_in.shared_graph.
+"""
 
 import copy
 import gc

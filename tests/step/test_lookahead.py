@@ -1,4 +1,7 @@
-"""A wrapper that now and then puts a slow copy in the parameter's place: one value, two states."""
+"""A wrapper that now and then puts a slow copy in the parameter's place: one value, two states.
+
+For passes.analysis.plan.
+"""
 
 from typing import Any
 

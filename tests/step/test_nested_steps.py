@@ -1,4 +1,7 @@
-"""A compiled step within the step of another optimizer, or of a function: a part of that one."""
+"""A compiled step within the step of another optimizer, or of a function: a part of that one.
+
+For step.compiled_step.
+"""
 
 from collections.abc import Callable
 from typing import Any

@@ -3,6 +3,8 @@
 The weights are around 0 at scale 0.05, or around 1, where 16 bits lose nearly every update. The
 full value, high word and residual, has to be nearer to the float64 result than its rounding to 16
 bits is.
+
+For step.compiled_step.
 """
 
 import pytest

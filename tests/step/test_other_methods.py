@@ -1,4 +1,7 @@
-"""Methods of an optimizer beside its step: what they write keeps low words."""
+"""Methods of an optimizer beside its step: what they write keeps low words.
+
+For step.other_methods.
+"""
 
 import copy
 import gc

@@ -1,4 +1,7 @@
-"""Functions that update what they refer to: an optimizer, a model, or tensors around them."""
+"""Functions that update what they refer to: an optimizer, a model, or tensors around them.
+
+For optimizer.discovery and step.subject.
+"""
 
 import contextlib
 import gc

@@ -1,4 +1,7 @@
-"""Arguments of a function that are filled with other values between calls have no low word then."""
+"""Arguments of a function that are filled with other values between calls have no low word then.
+
+For compilation.residual_binding and runtime.residuals.residual.
+"""
 
 import warnings
 from collections.abc import Callable

@@ -1,4 +1,7 @@
-"""Weights that others write between steps, and that are what they were, keep their residuals."""
+"""Weights that others write between steps, and that are what they were, keep their residuals.
+
+For runtime.residuals.checks and runtime.residuals.residual.
+"""
 
 import copy
 import warnings

@@ -1,4 +1,7 @@
-"""Steps where the compiler leaves out roundings: what is compiled is tried before it is trusted."""
+"""Steps where the compiler leaves out roundings: what is compiled is tried before it is trusted.
+
+For passes.codegen.rounding_probe.
+"""
 
 from pathlib import Path
 

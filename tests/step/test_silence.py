@@ -1,4 +1,7 @@
-"""Steps that would lose updates without a word: each is compensated, or named in one warning."""
+"""Steps that would lose updates without a word: each is compensated, or named in one warning.
+
+For compilation.uncompensated.
+"""
 
 from contextlib import nullcontext
 from typing import Any

@@ -1,4 +1,7 @@
-"""`verify=n`: the first steps are held against the same steps in float64."""
+"""`verify=n`: the first steps are held against the same steps in float64.
+
+For step.first_steps and step.optimizer_clone.
+"""
 
 import random
 import re

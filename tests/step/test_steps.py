@@ -1,4 +1,7 @@
-"""Steps of users: hooks, several optimizers, functions, graph breaks, numbers that change."""
+"""Steps of users: hooks, several optimizers, functions, graph breaks, numbers that change.
+
+For step.compiled_step and optimizer.served.
+"""
 
 import math
 from typing import Any

@@ -1,4 +1,7 @@
-"""Methods that take the step of an optimizer within, as SAM's: they are steps themselves."""
+"""Methods that take the step of an optimizer within, as SAM's: they are steps themselves.
+
+For step.other_methods.
+"""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,7 @@
-"""A learning rate of 0, as every warmup from 0 has it first, gives what eager PyTorch gives."""
+"""A learning rate of 0, as every warmup from 0 has it first, gives what eager PyTorch gives.
+
+For passes.frontend.denominator.
+"""
 
 from typing import Any
 

@@ -1,4 +1,7 @@
-"""States of fp32 as two words of fp32, and only where they are asked for."""
+"""States of fp32 as two words of fp32, and only where they are asked for.
+
+For runtime.storage.registry and runtime.storage.layouts.
+"""
 
 import copy
 from fractions import Fraction

@@ -1,4 +1,7 @@
-"""Moments in fp8, with residuals: in graphs, of classes, operation by operation."""
+"""Moments in fp8, with residuals: in graphs, of classes, operation by operation.
+
+For runtime.storage.registry.
+"""
 
 import copy
 from typing import Any

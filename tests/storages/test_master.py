@@ -1,4 +1,7 @@
-"""Full-precision weights in and out, and residuals from one storage into another."""
+"""Full-precision weights in and out, and residuals from one storage into another.
+
+For optimizer.master_weights.
+"""
 
 import copy
 from typing import Any

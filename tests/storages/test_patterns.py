@@ -1,4 +1,7 @@
-"""Patterns that fit no state are named, with the states that there are; others are not."""
+"""Patterns that fit no state are named, with the states that there are; others are not.
+
+For optimizer.storage_patterns.
+"""
 
 import warnings
 from typing import Any

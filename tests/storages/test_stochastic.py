@@ -1,4 +1,7 @@
-"""Stochastic rounding of the last residual: unbiased, seeded, the same after a resume."""
+"""Stochastic rounding of the last residual: unbiased, seeded, the same after a resume.
+
+For runtime.expansion.stochastic.
+"""
 
 import dataclasses
 import io

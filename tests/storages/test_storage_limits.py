@@ -1,4 +1,7 @@
-"""Storages: checkpoints, what is refused or warned of, and what `explain` says."""
+"""Storages: checkpoints, what is refused or warned of, and what `explain` says.
+
+For runtime.storage.registry, runtime.residuals.components and inspection.explain.
+"""
 
 import copy
 from typing import Any

@@ -1,4 +1,7 @@
-"""Steps whose states have another storage than mcf2: in graphs, of classes, interpreted."""
+"""Steps whose states have another storage than mcf2: in graphs, of classes, interpreted.
+
+For runtime.storage.registry.
+"""
 
 from typing import Any
 
