@@ -13,8 +13,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # Two processes for two cores, of one thread each.
 PYTEST := -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test test-all test-torch test-nightly test-cuda-emulated canary tested-version fuzz lint \
-	docs lint-workflows release committed bench bench-peers gpu gpu-here gpu-prepared gpu-emulated a-gpu \
+.PHONY: demo test quick test-all test-torch test-nightly test-cuda-emulated canary tested-version fuzz \
+	lint docs lint-workflows release committed bench bench-peers gpu gpu-here gpu-prepared gpu-emulated a-gpu \
 	coverage engine-times clean
 
 demo: $(READY)
@@ -22,6 +22,12 @@ demo: $(READY)
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m "not slow"
+
+# While you work on the compiler: the first two tests of each file on passes and runtime, interpreted,
+# in under a minute. `test` has the others.
+quick: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m "not slow and not kernels" --few 2 \
+		tests/passes tests/runtime
 
 # All tests, and by the kernels that Inductor compiles, where `test` interprets graphs.
 test-all: lint $(FRAMEWORKS) $(DOCS)/.ready

@@ -34,6 +34,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run all graphs by the kernels that Inductor compiles, not those of `kernels` only",
     )
+    parser.addoption(
+        "--few",
+        type=int,
+        metavar="N",
+        help="of each file run the first case of its first N tests, of those that -m has left",
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -85,13 +91,28 @@ def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
     return made
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if few := config.getoption("few"):
+        left = _beyond(items, few)
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in left]
     old = installed() < (2, 13)
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device: unverified here"))
         if old and "test_golden.py" in item.nodeid:
             item.add_marker(pytest.mark.skip(reason="it has the graphs that torch 2.13 makes"))
+
+
+def _beyond(items: list[pytest.Item], few: int) -> set[pytest.Item]:
+    """Return all but the first case of the first few tests of each file."""
+    first: dict[Any, dict[str, pytest.Item]] = {}
+    for item in items:
+        tests = first.setdefault(item.path, {})
+        if len(tests) < few:
+            tests.setdefault(item.name.partition("[")[0], item)
+    return {*items} - {item for tests in first.values() for item in tests.values()}
 
 
 @pytest.fixture
