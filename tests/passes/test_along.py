@@ -2,7 +2,7 @@
 
 All in one kernel for a class of parameters, equal to a kernel for each, against a run in float64.
 
-For passes.analysis.carried_path and passes.frontend.slice.
+For passes.frontend.slice and passes.codegen.emit.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """Selections, and states that are computed from each other: graphs first, then against float64.
 
-For passes.analysis.coupled.
+For passes.analysis.coupled and passes.analysis.carried_path.
 """
 
 from collections.abc import Callable
