@@ -28,7 +28,8 @@ def tree_map(
         return function(tree)
     if isinstance(tree, dict):
         made = copy.copy(tree)  # of its own class
-        made.update({k: tree_map(function, v, is_leaf) for k, v in tree.items()})
+        for key, value in tree.items():  # a ModelOutput has no update()
+            made[key] = tree_map(function, value, is_leaf)
         return made
     parts = [tree_map(function, part, is_leaf) for part in tree]
     if isinstance(tree, list):

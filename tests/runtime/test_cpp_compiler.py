@@ -1,4 +1,7 @@
-"""runtime/cpp_compiler.py: what is compiled once, by one process or by several, and what anew."""
+"""Libraries that are compiled once, by one process or by several, and anew.
+
+For runtime.cpp_compiler.
+"""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""runtime/trees.py: leaves of nested containers, and containers with other leaves."""
+"""Leaves of nested containers, and containers with other leaves. For runtime.trees."""
 
 from collections import OrderedDict
 from typing import Any, NamedTuple
