@@ -1,4 +1,4 @@
-"""Dynamo's setting for errors while steps run. For hooks.dynamo_settings and hooks.counted."""
+"""Dynamo's setting for errors while steps run. For hooks.dynamo_settings."""
 
 import threading
 

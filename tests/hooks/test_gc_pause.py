@@ -1,6 +1,6 @@
 """Full garbage collections wait until a step that may be compiled is over.
 
-For hooks.dynamo_settings.
+For hooks.dynamo_settings and hooks.counted.
 """
 
 import gc
