@@ -17,6 +17,7 @@ PARTING |= {"removeprefix", "removesuffix", "find", "index", "count"}
 OTHERS = {
     "collage_fx/dynamo/backend.py": {"reason.reason"},  # Dynamo's
     "collage_fx/inspection/page/operations.py": {"schema.name"},
+    "collage_fx/record/at_once.py": {"key.name"},  # a dispatch key, as torch.library names it
     "collage_fx/segments/operations.py": {"schema.name", "t.name", "a.name"},
     "passes/analysis/affine.py": {"s.name"},  # a symbol
     "passes/rewrite/op_schema.py": {"op._schema.name"},
