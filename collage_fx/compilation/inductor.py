@@ -168,7 +168,7 @@ def compile_exactly(gm: GraphModule, inputs: list[Any], kwargs: dict[str, Any]) 
     with inductor_config.patch(_EXACT if gpu else {}):
         try:
             return inductor_compile.compile_functional(_copied(gm), inputs, **kwargs)
-        except Exception:
+        except RuntimeError:  # as Inductor raises what it fails by
             # 2.13 fuses the outer loops of a row-wise reduction and of the update behind it, and
             # looks for a read that a buffer's in-place user does not have (KeyError in cpp.py).
             with inductor_config.patch(max_fusion_size=1):
