@@ -169,6 +169,8 @@ class Backend(Session):
             self.record_instead(_NUMBER)
         optimizer_hooks.count_graph(supervised=supervisor is not None)
         self.graphs += 1
+        if getattr(logs.compilation(), "frame_compile_id", 0):
+            logs.LOG.info("%s: traced again; TORCH_LOGS=recompiles says why", self.subject)
         reason: Any = gm.compile_subgraph_reason
         if reason.graph_break:
             self.breaks.append(_end_of(gm))
