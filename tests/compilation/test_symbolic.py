@@ -95,6 +95,7 @@ def errors(found: list[Tensor], exact: list[Tensor]) -> dict[str, float]:
     return {n: float(o.norm() / m.norm()) for n, o, m in zip(FORMS, off, moved, strict=True)}
 
 
+@pytest.mark.slow
 def test_no_form_of_a_changing_number_makes_another_graph() -> None:
     exact, params, plain = start(torch.float64), start(torch.bfloat16), start(torch.bfloat16)
     run(exact, 6, lambda optimizer: optimizer.step)

@@ -75,6 +75,7 @@ def next_(x: Tensor) -> Tensor:
     return torch.nextafter(x, torch.tensor(torch.inf, dtype=x.dtype))
 
 
+@pytest.mark.slow
 def test_a_power_off_by_an_ulp_of_fp32_is_seen_and_by_two_of_float64_is_not() -> None:
     expected = trained("capturable", "interpreted", 12)
     with pushed(lambda x: next_(next_(x))):

@@ -69,6 +69,7 @@ def trained() -> list[Tensor]:
     return [collage_fx.value(p) for p in params]
 
 
+@pytest.mark.slow
 @pytest.mark.kernels
 def test_what_inductor_cannot_compile_is_recorded_and_that_is_said_once(
     monkeypatch: pytest.MonkeyPatch,

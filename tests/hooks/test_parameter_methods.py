@@ -246,6 +246,7 @@ class InGradient(Method):
         p.copy_(p.grad)
 
 
+@pytest.mark.slow
 def test_a_value_in_a_gradient_keeps_its_low_word_over_a_cut() -> None:
     exact, _ = run(InGradient, torch.float64, "plain", cut=False)
 

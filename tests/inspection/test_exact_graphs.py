@@ -186,6 +186,7 @@ def test_what_a_hook_writes_is_no_update_of_a_graph() -> None:
     assert monitor.problem and not monitor.history
 
 
+@pytest.mark.slow
 def test_nothing_is_copied_where_graphs_show_all(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> Any:
         raise MemoryError("a copy is made")

@@ -133,6 +133,7 @@ def test_what_only_computes_with_them_is_one_graph(update: Update, arithmetic: s
     assert error(found, exact) < 2 * error(recorded, exact) + 1e-5 < error(plain, exact) / 8
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("update", OTHER)
 @pytest.mark.quick("branches")

@@ -127,6 +127,7 @@ def foreach_numbers(p: Tensor, g: Tensor, state: Any) -> None:
     torch._foreach_addcdiv_([p], [state["m"]], root, torch.tensor([-1e-4]))
 
 
+@pytest.mark.slow
 def test_foreach_operations_take_numbers_in_every_place() -> None:
     improves(foreach_numbers)
 

@@ -67,6 +67,7 @@ def test_another_compiler_torch_or_processor_is_another_key(
     assert calls(folder) == 4
 
 
+@pytest.mark.slow
 def test_processes_may_compile_one_source_at_once(folder: Path) -> None:
     script(folder, 'sleep 5; exec g++ "$@"')
     settings = (str(folder / "a folder"), str(folder / "compiler"))

@@ -33,6 +33,7 @@ def data_of_one_result(p: Tensor, g: Tensor, state: Any) -> None:
     p.data = both[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"record": True}, {"record": True, "storage": "remainder16"}])
 @pytest.mark.parametrize("update", [halves_of_one_result, data_of_one_result])
 @pytest.mark.quick("halves_of_one_result-options0")

@@ -72,6 +72,7 @@ def train(make: Any, dtype: torch.dtype, inner: str, outer: str) -> tuple[Tensor
     return torch.stack(moved), optimizer if not inner else take
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [adamw, momentum, fused])
 @pytest.mark.parametrize("inner", ["mcf3", "ulp8"])
 @pytest.mark.quick("mcf3-fused")

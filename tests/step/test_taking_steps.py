@@ -97,6 +97,7 @@ def error(take: Any, restore: Any = copied) -> tuple[float, str]:
     return off(found, want, begin), str(collage_fx.report(optimizer))
 
 
+@pytest.mark.slow
 def test_the_halves_of_a_step_that_are_called_one_by_one_are_steps() -> None:
     found, report = error(called)
     assert found < 5e-3
