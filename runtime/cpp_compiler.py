@@ -37,11 +37,15 @@ def load(source: str, flags: Sequence[str] = ()) -> ctypes.CDLL:
     key = repr((source, command, version_of(compiler()), torch.__version__, processor()))
     name = hashlib.sha256(key.encode()).hexdigest()
     library = cache_dir() / "collage_fx" / f"{name}.so"
-    if not library.is_file():
-        library.parent.mkdir(parents=True, exist_ok=True)
-        made = library.with_suffix(f".{uuid.uuid4()}")  # other processes may compile it too
-        _run(*command, "-x", "c++", "-", "-o", str(made), given=source)
-        made.replace(library)
+    if library.is_file():
+        try:
+            return ctypes.CDLL(str(library))
+        except OSError:  # it is not whole, since a disk was full say
+            library.unlink(missing_ok=True)
+    library.parent.mkdir(parents=True, exist_ok=True)
+    made = library.with_suffix(f".{uuid.uuid4()}")  # other processes may compile it too
+    _run(*command, "-x", "c++", "-", "-o", str(made), given=source)
+    made.replace(library)
     return ctypes.CDLL(str(library))
 
 
@@ -67,8 +71,8 @@ def processor() -> str:
 def _run(*command: str, given: str = "") -> str:
     """Run a compiler, and return what it prints; CalledProcessError has that too."""
     out, both = subprocess.PIPE, subprocess.STDOUT
-    done = subprocess.run(command, input=given, stdout=out, stderr=both, text=True, check=True)
-    return done.stdout
+    done = subprocess.run(command, input=given.encode(), stdout=out, stderr=both, check=True)
+    return done.stdout.decode(errors="replace")
 
 
 def cache_dir() -> Path:

@@ -171,8 +171,8 @@ class Backend(Session):
         self.graphs += 1
         if getattr(logs.compilation(), "frame_compile_id", 0):
             logs.LOG.info("%s: traced again; TORCH_LOGS=recompiles says why", self.subject)
-        reason: Any = gm.compile_subgraph_reason
-        if reason.graph_break:
+        reason: Any = getattr(gm, "compile_subgraph_reason", None)
+        if reason is not None and reason.graph_break:
             self.breaks.append(_end_of(gm))
         divide_repeated(gm)
         if "denominator" not in self.config.without:

@@ -14,7 +14,7 @@ from torch.compiler import disable
 from torch.optim import Optimizer
 
 from collage_fx.dynamo.backend import Backend
-from collage_fx.errors import CollageError, OptionError
+from collage_fx.errors import CollageError, OptionError, SubjectError
 from collage_fx.hooks import distributed_state_dicts, nested_compile
 from collage_fx.hooks.dynamo_settings import FIRST, many_graphs, no_full_collection
 from collage_fx.hooks.step_substitution import apart, beneath_hooks, codes
@@ -35,7 +35,7 @@ from collage_fx.passes.ir.program import LOW_PRECISION
 from collage_fx.record.service import written_between_steps
 from collage_fx.record.steps import Steps
 from collage_fx.runtime import progress, torch_private
-from collage_fx.runtime.trees import tree_leaves
+from collage_fx.runtime.trees import tree_leaves, tree_pairs
 from collage_fx.stand_in.steps import StandInSteps
 from collage_fx.step.first_steps import StepCheck
 from collage_fx.step.other_methods import replace_functions, serve_methods
@@ -264,10 +264,17 @@ def in_place(function: Callable[..., Any], carries: tuple[str, ...]) -> Callable
     def update(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         results = function(*args, **kwargs)
-        single = not isinstance(results, tuple)
+        single = type(results) is not tuple  # a named one is a state
         results = (results,) if single else results
         old = tuple(bound.arguments[name] for name in carries)
-        for state, new in zip(tree_leaves(old), tree_leaves(results[: len(old)]), strict=True):
+        try:
+            pairs = tree_pairs(old, results[: len(old)])
+        except ValueError as error:
+            raise SubjectError(
+                f"carries={carries!r}: the first results do not have the structure of these "
+                f"arguments ({error})"
+            ) from error
+        for state, new in pairs:
             state.copy_(new)
         return old[0] if single else old + results[len(old) :]
 

@@ -334,9 +334,11 @@ def _meets(values: list[Node], choice: Node, after: set[Node], inside: set[Node]
     alone = after - beside
     # An element times another tensor is no element, from which nothing may remain.
     straight = alone if inside is None else alone & _straight(choice)
-    return any(
-        _compares(n, alone if n.target in _DECIDING else straight, beside) for n in after & beside
-    )
+    met = after & beside
+    if choice.target in _REDUCING:  # of one element perhaps: a share of a sum is none
+        met = {n for n in met if n.target in _COMPARING and n.target not in _INVERTING}
+        beside = {n for n in beside if is_tensor(n) and value_of(n).numel() != 1} | set(values)
+    return any(_compares(n, alone if n.target in _DECIDING else straight, beside) for n in met)
 
 
 def _straight(choice: Node) -> set[Node]:
@@ -373,4 +375,4 @@ def _compares(node: Node, after: set[Node], beside: set[Node]) -> bool:
     if node.target in _COMPARING:
         return True
     way = closure(chosen[0], lambda n: (a for a in n.all_input_nodes if a in after))
-    return any(n.target in _INVERTING for n in way)
+    return any(n.target in _INVERTING and n.args[-1] in after for n in way)

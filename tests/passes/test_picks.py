@@ -100,6 +100,8 @@ ALONE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "dot product": lambda p, u: u / (u.flatten().dot(u.flatten()).sqrt() + 1e-6),
     "global norm": lambda p, u: u / torch.cat([u.reshape(-1)]).norm().clamp(min=1),
     "cautious": lambda p, u: u * (u * p > 0) / (u * p > 0).to(u.dtype).mean().clamp(min=1e-3),
+    "kept share": lambda p, u: (u * (u * p > 0)) * (u.abs().sum() / (u * (u * p > 0)).abs().sum()),
+    "part of a sum": lambda p, u: u * (torch.where(FIFTH, u, 0).abs().sum() / 6),
     "masked norm": lambda p, u: u / torch.where(FIFTH, 0, u).square().sum().sqrt().clamp(min=1),
     "Newton-Schulz": lambda p, u: 1.5 * u - 0.5 * (u.view(4, -1) @ u.view(4, -1).T) @ u,
 }

@@ -67,6 +67,24 @@ def test_another_compiler_torch_or_processor_is_another_key(
     assert calls(folder) == 4
 
 
+@pytest.mark.parametrize("size", [0, 100])
+def test_a_library_that_is_not_whole_is_compiled_again(
+    folder: Path, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(cpp_compiler.ctypes, "CDLL", lambda path: None)  # which keeps it loaded
+        cpp_compiler.load(SEVEN)
+    (library,) = (folder / "a folder" / "collage_fx").iterdir()
+    library.write_bytes(library.read_bytes()[:size])
+    assert cpp_compiler.load(SEVEN).seven() == 7
+    assert calls(folder) == 2
+
+
+def test_a_compiler_may_print_what_is_no_text(folder: Path) -> None:
+    script(folder, r"""printf '\351\n'; exec g++ "$@" """)
+    assert cpp_compiler.load(SEVEN).seven() == 7
+
+
 @pytest.mark.slow
 def test_processes_may_compile_one_source_at_once(folder: Path) -> None:
     script(folder, 'sleep 5; exec g++ "$@"')

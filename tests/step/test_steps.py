@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import collage_fx
-from collage_fx.errors import CollageWarning, OptionError
+from collage_fx.errors import CollageWarning, OptionError, SubjectError
 from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS
 from collage_fx.runtime.kernels.cpp_loop import Loop
 
@@ -79,6 +79,26 @@ def test_states_that_a_function_returns_are_named_or_refused() -> None:
         exact -= 1e-3 * average
     assert close(collage_fx.value(m), average) and not close(m.double(), average, rtol=1e-4)
     assert close(1 - collage_fx.value(p), 1 - exact, rtol=0.05)
+
+
+@pytest.mark.parametrize("options", [{}, {"record": True}])
+def test_states_that_are_returned_belong_to_their_keys(options: dict[str, Any]) -> None:
+    def update(state: dict[str, Tensor], g: Tensor) -> dict[str, Tensor]:
+        m = 0.5 * state["m"] + g
+        return {"m": m, "p": state["p"] - 1e-3 * m}
+
+    state = {"p": torch.ones(4).bfloat16(), "m": torch.zeros(4).bfloat16()}
+    step = collage_fx.compile(update, carries=("state",), **options)
+    for _ in range(4):
+        state = step(state, torch.ones(4).bfloat16())
+    assert list(state) == ["p", "m"]
+    assert close(collage_fx.value(state["p"]), 1 - 1e-3 * (1 + 1.5 + 1.75 + 1.875))
+
+
+def test_results_of_another_structure_are_refused() -> None:
+    step = collage_fx.compile(lambda state: {"q": state["p"]}, carries=("state",), record=True)
+    with pytest.raises(SubjectError, match="do not have the structure"):
+        step({"p": torch.ones(4).bfloat16()})
 
 
 def test_a_function_that_steps_an_optimizer_may_return_what_its_model_makes(
