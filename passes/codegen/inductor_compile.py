@@ -13,7 +13,7 @@ from torch.compiler import config as compiler_config
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from collage_fx.passes.codegen.inductor_lowering import register_region
+from collage_fx.passes.codegen.inductor_lowering import register_lowerings, register_region
 from collage_fx.passes.codegen.rounding_probe import check_roundings
 from collage_fx.passes.ir.cache_key import source_digest
 from collage_fx.passes.ir.graph_memory import base_of
@@ -83,6 +83,7 @@ def _compiled(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
     from collage_fx.runtime.torch_private import compile_fx_inner
 
     cpp_compiler.quote_cache_dir()
+    register_lowerings()
     # A graph of another version may have the same text, and other code.
     tag = compiler_config.cache_key_tag + "collage_fx:" + source_digest()
     with (

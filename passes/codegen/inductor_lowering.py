@@ -8,6 +8,7 @@ arithmetic that it depends on; they are fused into one kernel, in which Inductor
 subexpression elimination leaves every operation once.
 """
 
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,6 +43,7 @@ def register_region(lowered: GraphModule) -> str:
     The key is a digest of the graph's text, so that equal graphs share it, in every process, and
     it stands for the graph in the key of Inductor's cache.
     """
+    register_lowerings()
     lines = [f"{n.format_node()} {n.meta.get('dtype')}" for n in lowered.graph.nodes]
     key = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
     _REGIONS.setdefault(key, lowered)
@@ -171,9 +173,6 @@ def lower_region(inputs: list[TensorBox], key: str) -> list[TensorBox]:
     return [_box(env[n], env[n].make_loader()) for n in results]
 
 
-register_lowering(collage.region.default, type_promotion_kind=None, broadcast=False)(lower_region)
-
-
 _DETOUR = torch_versions.drops_roundings()
 """True if a rounding goes by way of float64, for kernels drop one from fp32 to 16 bits and back."""
 
@@ -198,10 +197,8 @@ def lower_round(x: TensorBox, dtype: torch.dtype) -> TensorBox:
 
 def set_round_lowering(function: Callable[[TensorBox, torch.dtype], TensorBox]) -> None:
     """Make Inductor lower collage::round by function; tests put a wrong one here."""
+    register_lowerings()
     register_lowering(collage.round.default, type_promotion_kind=None)(function)
-
-
-set_round_lowering(lower_round)
 
 
 def lower_narrow(x: TensorBox, dtype: torch.dtype) -> TensorBox:
@@ -218,4 +215,11 @@ def lower_narrow(x: TensorBox, dtype: torch.dtype) -> TensorBox:
     return make_pointwise(body, override_return_dtype=dtype)(x)
 
 
-register_lowering(collage.narrow.default, type_promotion_kind=None)(lower_narrow)
+@functools.cache
+def register_lowerings() -> None:
+    """Make Inductor lower the operations of collage_fx, before it first compiles one."""
+    register_lowering(collage.region.default, type_promotion_kind=None, broadcast=False)(
+        lower_region
+    )
+    register_lowering(collage.round.default, type_promotion_kind=None)(lower_round)
+    register_lowering(collage.narrow.default, type_promotion_kind=None)(lower_narrow)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from collage_fx.passes.codegen.inductor_lowering import register_lowerings
 from collage_fx.passes.frontend.slice import elementwise, make_slice
 from collage_fx.passes.ir.graph_memory import depending, writes_only
 from collage_fx.passes.ir.program import (
@@ -123,6 +124,7 @@ def only_taken_by(part: Slice, member: Slice, *, or_returned: bool = False) -> b
 
 def _lower(part: Slice) -> GraphModule | None:
     """Return the graph of a part; None if an operation in it has no lowering by itself."""
+    register_lowerings()
     if any(node.target not in lowerings for node in part.nodes):
         return None
     graph = Graph()
