@@ -18,6 +18,7 @@ from torch.fx import Graph, GraphModule
 
 import collage_fx
 from collage_fx.passes.codegen import inductor_compile
+from collage_fx.runtime.torch_versions import installed
 
 aten = torch.ops.aten
 
@@ -77,6 +78,7 @@ def test_old_values_are_taken_over(update: Any, record: Any) -> None:
         assert torch.allclose(x, y, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.skipif(installed() >= (2, 15), reason="AOTAutograd keeps the clone there")
 @pytest.mark.parametrize("record", ["auto", True])
 def test_without_the_copy_they_are_not(record: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.compiler.reset()
