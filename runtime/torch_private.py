@@ -304,7 +304,7 @@ def require(purpose: str = "") -> None:
 
 @functools.cache
 def traces() -> bool:
-    """Tell whether this torch has every name by which steps are traced."""
+    """Return True if this torch has every name by which steps are traced."""
     names = [name for name, one in NAMES.items() if one.purpose == TRACING]
     return not any([is_missing(globals().setdefault(name, find(name))) for name in names])
 

@@ -208,7 +208,7 @@ def _alike(graph: Graph) -> dict[Node, list[Node]]:
 
 
 def _picks(node: Node) -> bool:
-    """Tell whether a node returns elements by their places: a masked sum may."""
+    """Return True if a node returns elements by their places: a masked sum may."""
     if node.target in _REDUCING:
         return any(n.target is aten.where.self or _mask(n) for n in _chosen_from(node))
     return node.target in _PICKING and not elementwise(node)
@@ -335,7 +335,7 @@ def _meets(values: list[Node], choice: Node, after: set[Node], inside: set[Node]
     # An element times another tensor is no element, from which nothing may remain.
     straight = alone if inside is None else alone & _straight(choice)
     met = after & beside
-    if choice.target in _REDUCING:  # of one element perhaps: a share of a sum is none
+    if choice.target in _REDUCING:  # A share of a sum is no element, and no total is compared.
         met = {n for n in met if n.target in _COMPARING and n.target not in _INVERTING}
         beside = {n for n in beside if is_tensor(n) and value_of(n).numel() != 1} | set(values)
     return any(_compares(n, alone if n.target in _DECIDING else straight, beside) for n in met)
