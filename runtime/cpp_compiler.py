@@ -6,13 +6,15 @@ import functools
 import getpass
 import hashlib
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sysconfig
 import tempfile
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -42,15 +44,13 @@ def load(source: str, flags: Sequence[str] = ()) -> ctypes.CDLL:
             return ctypes.CDLL(str(library))
         except OSError:  # it is not whole, since a disk was full say
             library.unlink(missing_ok=True)
-    library.parent.mkdir(parents=True, exist_ok=True)
-    made = library.with_suffix(f".{uuid.uuid4()}")  # other processes may compile it too
-    _run(*command, "-x", "c++", "-", "-o", str(made), given=source)
-    made.replace(library)
+    with _whole(library) as made:
+        _run(*command, "-x", "c++", "-", "-o", str(made), given=source)
     return ctypes.CDLL(str(library))
 
 
 def compiler() -> str:
-    """Return the name of the compiler: the first of Inductor's setting that there is."""
+    """Return the C++ compiler's name: the first installed one that Inductor's setting lists."""
     setting = inductor_config.cpp.cxx
     named = setting if isinstance(setting, tuple | list) else [setting]
     names = [str(name) for name in named if name] or ["g++"]
@@ -81,7 +81,7 @@ def cache_dir() -> Path:
         user = getpass.getuser()
     except (KeyError, ModuleNotFoundError, OSError):  # one without a name
         user = f"uid_{os.getuid()}"
-    default = Path(tempfile.gettempdir(), f"torchinductor_{user}")
+    default = Path(tempfile.gettempdir(), "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user))
     return Path(os.environ.get(_CACHE, default)).absolute()
 
 
@@ -103,9 +103,16 @@ def quote_cache_dir() -> None:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file of which no other process sees a part."""
+    with _whole(path) as made:
+        made.write_text(text)
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[Path]:
+    """Yield another path to write to, where other processes may write the same; then rename it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     made = path.with_suffix(f".{uuid.uuid4()}")
-    made.write_text(text)
+    yield made
     made.replace(path)
 
 

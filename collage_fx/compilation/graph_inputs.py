@@ -253,7 +253,7 @@ def source_behind(descriptor: Any, placeholders: Sequence[int] | None) -> int | 
 
 
 class AotInputs:
-    """Inputs of AOTAutograd's graph, whole or narrow, traced back to those of Dynamo's graph."""
+    """Inputs of an AOTAutograd graph, whole or narrow, mapped to inputs of the Dynamo graph."""
 
     def __init__(self, whole: Inputs, narrowed: Narrow | None) -> None:
         self.whole = whole

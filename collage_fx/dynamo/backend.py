@@ -95,9 +95,8 @@ class Backend(Session):
 
     def is_whole(self, gm: GraphModule) -> bool:
         """Return True if a graph that Dynamo has just made is all of an optimizer's step."""
-        reason: Any = gm.compile_subgraph_reason
         whole = self.whole if self.stand_ins is None else self.stand_ins.whole
-        return not reason.graph_break and traced_code() in whole
+        return not _is_broken_off(gm) and traced_code() in whole
 
     def hands_on(self, gm: GraphModule) -> bool:
         """Return True if a graph makes values for other parts of the step, out of high words only.
@@ -171,8 +170,7 @@ class Backend(Session):
         self.graphs += 1
         if getattr(logs.compilation(), "frame_compile_id", 0):
             logs.LOG.info("%s: traced again; TORCH_LOGS=recompiles says why", self.subject)
-        reason: Any = getattr(gm, "compile_subgraph_reason", None)
-        if reason is not None and reason.graph_break:
+        if _is_broken_off(gm):
             self.breaks.append(_end_of(gm))
         divide_repeated(gm)
         if "denominator" not in self.config.without:
@@ -510,9 +508,15 @@ def _made(gm: GraphModule) -> list[Tensor]:
     return [t for t in results if storage_key(t) not in given]
 
 
+def _is_broken_off(gm: GraphModule) -> bool:
+    """Return True if a graph break ends a graph; a graph that is not from Dynamo has none."""
+    reason: Any = getattr(gm, "compile_subgraph_reason", None)
+    return reason is not None and bool(reason.graph_break)
+
+
 def _end_of(gm: GraphModule) -> str:
     """Return the reason why a graph ends before its step, and where in the user's code."""
     reason: Any = gm.compile_subgraph_reason
-    why = str(reason.reason).partition("\n")[0] if reason.graph_break else "a function by itself"
+    why = str(reason.reason).partition("\n")[0] if _is_broken_off(gm) else "a function by itself"
     stack = reason.user_stack
     return f"{why}, {stack[-1].filename}:{stack[-1].lineno}" if stack else why

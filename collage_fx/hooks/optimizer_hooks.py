@@ -47,7 +47,7 @@ class _Watch:
     met = WeakIdKeyDictionary()
     """The optimizers that were seen in a trace."""
     patch: Any = None
-    """Patch of Dynamo's configuration while it compiles a step without gradients."""
+    """Dynamo configuration for compiling a step without gradients, restored afterwards."""
 
 
 def install(backend: Any, compile: Callable[..., Any]) -> None:

@@ -1,4 +1,4 @@
-"""Compilation of a functional graph: the one call of Inductor's compiler.
+"""Compilation of functional graphs by Inductor, which nothing else calls.
 
 All that collage_fx compiles goes through here, so that the key of Inductor's cache covers our
 lowerings, and tests can put an interpreter in its place.

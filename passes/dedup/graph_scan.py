@@ -67,7 +67,7 @@ _SCALAR_MODULES = ("_operator", "math", "builtins", "torch.fx.experimental.sym_n
 
 
 def _is_of_numbers(target: Any) -> bool:
-    """Return True if a function is one of Python's numbers, or of symbols: `torch.sym_max`."""
+    """Return True if a function computes with Python numbers or symbols, as `torch.sym_max`."""
     name = getattr(target, "__name__", "").lstrip("_")
     return getattr(target, "__module__", None) in _SCALAR_MODULES or name.startswith("sym_")
 

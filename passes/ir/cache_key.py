@@ -1,4 +1,4 @@
-"""Digest of this compiler's source, a part of the keys of Inductor's caches."""
+"""Digest of the source of collage_fx, a part of Inductor's cache keys."""
 
 import hashlib
 from collections.abc import Iterable

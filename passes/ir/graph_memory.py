@@ -12,7 +12,7 @@ from torch.fx.node import map_arg
 
 T = TypeVar("T")
 OpOverload: Any = type(torch.ops.aten.add.Tensor)
-"""The class of PyTorch's operators, one object for each overload."""
+"""Class of operator overloads such as `aten.add.Tensor`."""
 ORIGIN = "origin"
 """The key in a node's meta: the name of a node of the graph before, which is the source for the
 canonical graph, that for the expanded one, and that for the lowered one."""

@@ -78,7 +78,7 @@ def test_old_values_are_taken_over(update: Any, record: Any) -> None:
         assert torch.allclose(x, y, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.skipif(installed() >= (2, 15), reason="AOTAutograd keeps the clone there")
+@pytest.mark.skipif(installed() >= (2, 15), reason="torch keeps old values by itself there")
 @pytest.mark.parametrize("record", ["auto", True])
 def test_without_the_copy_they_are_not(record: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.compiler.reset()
