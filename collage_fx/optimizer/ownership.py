@@ -70,19 +70,24 @@ class Owned(Named):
         return "state" if self.of_optimizer else "tensor"
 
 
-def owned_tensors(optimizer: Optimizer) -> Iterator[Owned]:
-    """Yield every parameter of the optimizer and every tensor of its per-parameter states."""
-    states = _states_of(optimizer)
+def owned_parameters(optimizer: Optimizer) -> Iterator[Owned]:
+    """Yield every parameter of the optimizer."""
     index = 0
     for g, group in enumerate(groups_of(optimizer)):
         for p, param in enumerate(group["params"]):
-            name = f"param_groups[{g}].params[{p}]"
-            own = StateName(None, name)
+            own = StateName(None, f"param_groups[{g}].params[{p}]")
             yield Owned(shard_of(param), g, index, PARAM, own, sharded=param)
-            for key, tensor in tensors_in(states.get(param, {})):
-                own = StateName(key, name)
-                yield Owned(shard_of(tensor), g, index, key, own, sharded=tensor)
             index += 1
+
+
+def owned_tensors(optimizer: Optimizer) -> Iterator[Owned]:
+    """Yield every parameter of the optimizer and every tensor of its per-parameter states."""
+    states = _states_of(optimizer)
+    for param in owned_parameters(optimizer):
+        yield param
+        for key, tensor in tensors_in(states.get(param.whole, {})):
+            own = StateName(key, param.state_name.parameter)
+            yield Owned(shard_of(tensor), param.group, param.param, key, own, sharded=tensor)
 
 
 def compensated_tensors(optimizer: Optimizer) -> Iterator[tuple[Owned, Residual]]:

@@ -5,25 +5,23 @@ after the rate has warmed up, and again whenever the run is twice as long, since
 residual keep less the fuller they are.
 """
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.compiler import disable
 from torch.nn import Parameter
-from torch.nn.utils.rnn import pad_sequence
 from torch.optim import Optimizer
 
 from collage_fx.compilation.session import Session
-from collage_fx.optimizer.ownership import Owned, groups_of, owned_tensors
+from collage_fx.optimizer.ownership import Owned, groups_of, owned_parameters
 from collage_fx.optimizer.parameter_names import names_of, renamed
 from collage_fx.optimizer.served import way_lost
 from collage_fx.runtime.kernels.triton_launch import is_capturing
 from collage_fx.runtime.residuals.dtensor import shard_of
-from collage_fx.runtime.residuals.lost_share import elements, lost_share, power_of_two
-from collage_fx.runtime.residuals.residual import version
+from collage_fx.runtime.residuals.lost_share import elements_of_each, lost_share, power_of_two
+from collage_fx.runtime.residuals.residual import Residual, version
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import EXPANSIONS, FINEST, kept, value_in_float64
 
@@ -41,15 +39,25 @@ DECAYED = 0.25
 """The share of their largest size below which updates no longer matter: a rate has decayed."""
 
 
-@dataclass
-class _Seen:
-    """Moves of the sampled elements of a parameter, a tensor for each step."""
+class _Sample(NamedTuple):
+    """Elements of parameters of one storage, dtype and device: a row of ELEMENTS for each."""
 
-    owned: Owned
+    owned: list[Owned]
     storage: str
-    moved: list[Tensor] = field(default_factory=list)
+    value: Tensor
+    """In float64."""
+    last: Tensor
+    """The last words of their residuals, in float64."""
+
+
+class _Moves(NamedTuple):
+    """The moves of a sample in a step; matrices as in a sample."""
+
+    owned: list[Owned]
+    storage: str
+    moved: Tensor
     """The size of each move."""
-    least: list[Tensor] = field(default_factory=list)
+    least: Tensor
     """The smallest change that each element keeps; zero where the gradient is zero."""
 
 
@@ -65,8 +73,8 @@ class SmallUpdates:
         self.steps = 0
         self.next = FIRST
         """The next step that is looked at."""
-        self.looks = 0
-        self.seen: dict[str, _Seen] = {}
+        self.seen: list[list[_Moves]] = []
+        """The moves in each step that was looked at and wrote parameters."""
         self.rate: float | None = None
         """The largest rate when the first of these steps was taken."""
         self.largest: dict[str, float] = {}
@@ -90,68 +98,59 @@ class SmallUpdates:
         self.next = self.steps + EVERY
         if self.rate is None:
             self.rate = _rate(optimizer)
+        by_chance = self.session.config.rounds_by_chance
         with torch.no_grad():
-            by_chance = self.session.config.rounds_by_chance
-            values = ((o, _value(o.tensor)) for o in moving_parameters(optimizer))
-            before = [(o, version(o.tensor), v[1]) for o, v in values if v and not by_chance(v[0])]
+            samples = _samples(moving_parameters(optimizer))
+        samples = [s for s in samples if not by_chance(s.storage)]
+        versions = [[version(o.tensor) for o in sample.owned] for sample in samples]
         result = run(optimizer, *args, **kwargs)
-        with torch.no_grad():
-            written = [(o, old) for o, number, old in before if version(o.tensor) != number]
-            for owned, old in written:
-                self._see(owned, old)
+        written = [_written(*old) for old in zip(samples, versions, strict=True)]
         # Steps that a gradient scaler skips say nothing.
-        self.looks += bool(written)
-        if self.looks == LOOKS:
+        if any(written):
+            with torch.no_grad():
+                moves = [_moves(*old) for old in zip(samples, written, strict=True)]
+            self.seen.append([m for m in moves if m is not None])
+        if len(self.seen) == LOOKS:
             self._judge(optimizer)
         return result
-
-    def _see(self, owned: Owned, old: Tensor) -> None:
-        """Note a step's update of a parameter."""
-        gradient, found = owned.whole.grad, _value(owned.tensor)
-        shard = None if gradient is None else shard_of(gradient)
-        if found is None or type(shard) is not Tensor or shard.layout != torch.strided:
-            return
-        storage, new, last = found
-        dtype = owned.tensor.dtype
-        least = kept(dtype, storage) * power_of_two(new)
-        if storage in EXPANSIONS:
-            least = torch.minimum(least, kept(dtype) * power_of_two(last))
-        seen = self.seen.setdefault(owned.name, _Seen(owned, storage))
-        seen.moved.append((new - old).abs())
-        seen.least.append(least * (elements(shard, ELEMENTS) != 0))
 
     def _judge(self, optimizer: Optimizer) -> None:
         """Warn of what is lost, unless the rate still warms up, and will soon be large enough."""
         seen, rate = self.seen, self.rate
-        self.seen, self.rate, self.looks = {}, None, 0
+        self.seen, self.rate = [], None
         if rate is not None and _rate(optimizer) > rate:
             return
         self.next = 2 * self.steps
         losing = []
-        for one, (size, share) in zip(seen.values(), _judged(seen.values()), strict=True):
-            name = one.owned.name
+        for owned, storage, size, share in _judged(seen):
+            name = owned.name
             self.largest[name] = max(size, self.largest.get(name, 0.0))
             decayed = size < self.largest[name] * DECAYED
             if not decayed and share >= max(LOST, 2 * self.told.get(name, 0.0)):
                 self.told[name] = share
-                losing.append((one.owned.tensor.dtype, one.storage, (share, name)))
+                losing.append((owned.tensor.dtype, storage, (share, name)))
         for message in way_lost(losing, EVERY * LOOKS):
             self.session.warn_once("updates-lost", renamed(message, names_of(optimizer)))
 
 
-def _judged(seen: Collection[_Seen]) -> list[tuple[float, float]]:
-    """Return the size of the updates of each parameter and the share that is lost.
+def _judged(seen: Sequence[Collection[_Moves]]) -> list[tuple[Owned, str, float, float]]:
+    """Return each parameter, its storage, the size of its updates and the share that is lost.
 
     A device is waited for once.
     """
-    if not seen:
+    kinds = {o.name: (o, m.storage) for moves in seen for m in moves for o in m.owned}
+    if not kinds:
         return []
-    device = next(iter(seen)).moved[0].device
-    moved, least = (
-        pad_sequence([torch.cat([t.to(device) for t in x]) for x in xs], batch_first=True)
-        for xs in ([one.moved for one in seen], [one.least for one in seen])
-    )
-    return [(size, share) for size, share in torch.stack(lost_share(moved, least), 1).tolist()]
+    row = {name: i for i, name in enumerate(kinds)}
+    device = next(m.moved.device for moves in seen for m in moves)
+    moved = torch.zeros(len(row), len(seen), ELEMENTS, dtype=torch.float64, device=device)
+    least = torch.zeros_like(moved)
+    for step, moves in enumerate(seen):
+        for m in moves:
+            rows = [row[o.name] for o in m.owned]
+            moved[rows, step], least[rows, step] = m.moved.to(device), m.least.to(device)
+    found = torch.stack(lost_share(moved.flatten(1), least.flatten(1)), 1).tolist()
+    return [(*kind, size, share) for kind, (size, share) in zip(kinds.values(), found, strict=True)]
 
 
 def moving_parameters(optimizer: Optimizer) -> list[Owned]:
@@ -159,20 +158,77 @@ def moving_parameters(optimizer: Optimizer) -> list[Owned]:
     groups = groups_of(optimizer)
     groups = [g for g in groups if not _is_number(lr := g.get("lr")) or float(lr) != 0]
     moving = {id(p) for g in groups for p in g["params"]}
-    params = (o for o in owned_tensors(optimizer) if o.owner == "param" and id(o.whole) in moving)
+    params = (o for o in owned_parameters(optimizer) if id(o.whole) in moving)
     return [o for o in params if o.tensor.dtype in FINEST]
 
 
-def _value(tensor: Tensor) -> tuple[str, Tensor, Tensor] | None:
-    """Return the storage of some elements, what they are, and their last words, in float64.
+def _samples(parameters: Iterable[Owned]) -> list[_Sample]:
+    """Return samples of the parameters, by storage, dtype and device.
 
-    None for a tensor without a residual of its shape, and for one of a class of its own.
+    Left out are those without elements or a residual of their shape, and tensors of other classes.
     """
+    kinds: dict[Any, list[tuple[Owned, Residual]]] = {}
+    for owned in parameters:
+        tensor, residual = owned.tensor, _residual(owned.tensor)
+        if residual is not None:
+            kind = residual.storage, tensor.dtype, tensor.device
+            kinds.setdefault(kind, []).append((owned, residual))
+    return [_sample(storage, members) for (storage, *_), members in kinds.items()]
+
+
+def _residual(tensor: Tensor) -> Residual | None:
+    """Return the residual of a tensor; None for one that `_samples` leaves out."""
     residual = STORE.get(tensor) if type(tensor) in (Tensor, Parameter) else None
     if residual is None or not residual.is_shaped_as(tensor) or not tensor.numel():
         return None
-    high, *low = (elements(x, ELEMENTS) for x in (tensor, *residual.components))
-    return residual.storage, value_in_float64(residual.storage, high, low), low[-1].double()
+    return residual
+
+
+def _sample(storage: str, members: Collection[tuple[Owned, Residual]]) -> _Sample:
+    """Return the sample of parameters of one storage, dtype and device."""
+    words = zip(*((owned.tensor, *residual.components) for owned, residual in members), strict=True)
+    high, *low = (torch.stack(elements_of_each(word, ELEMENTS)) for word in words)
+    owned = [owned for owned, _ in members]
+    return _Sample(owned, storage, value_in_float64(storage, high, low), low[-1].double())
+
+
+def _written(sample: _Sample, versions: list[int]) -> list[int]:
+    """Return the rows of the parameters that were written since they had these versions."""
+    pairs = enumerate(zip(sample.owned, versions, strict=True))
+    return [row for row, (owned, number) in pairs if version(owned.tensor) != number]
+
+
+def _moves(old: _Sample, written: list[int]) -> _Moves | None:
+    """Return the moves of the written parameters of a sample that was taken before a step.
+
+    None if none of them has a residual of that storage and a dense gradient.
+    """
+    rows, members, gradients = [], [], []
+    for row in written:
+        owned = old.owned[row]
+        residual, gradient = _residual(owned.tensor), _gradient(owned)
+        if residual and residual.storage == old.storage and gradient is not None:
+            rows.append(row)
+            members.append((owned, residual))
+            gradients.append(gradient)
+    if not rows:
+        return None
+    storage, new = old.storage, _sample(old.storage, members)
+    dtype = new.owned[0].tensor.dtype
+    least = kept(dtype, storage) * power_of_two(new.value)
+    if storage in EXPANSIONS:
+        least = torch.minimum(least, kept(dtype) * power_of_two(new.last))
+    counts = torch.stack([g != 0 for g in elements_of_each(gradients, ELEMENTS)])
+    return _Moves(new.owned, storage, (new.value - old.value[rows]).abs(), least * counts)
+
+
+def _gradient(owned: Owned) -> Tensor | None:
+    """Return the gradient of a parameter, of one that is sharded this process's part of it.
+
+    None if there is none, or none that has an element for each of the parameter's.
+    """
+    shard = None if owned.whole.grad is None else shard_of(owned.whole.grad)
+    return shard if type(shard) is Tensor and shard.layout == torch.strided else None
 
 
 def _rate(optimizer: Optimizer) -> float:

@@ -1,6 +1,7 @@
 """Shares of updates that a storage loses, by the size of these, and samples that show the size."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -33,9 +34,9 @@ def lost_share(moved: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
     low, high = most / 64, most + 2 * moved.amax(1, keepdim=True)
     for _ in range(_HALVINGS):
         top = (low * high).sqrt()
-        less = (_rounded(top, least)[0] * counts).sum(1, keepdim=True) < there
+        less = (_mean(top, least) * counts).sum(1, keepdim=True) < there
         low, high = torch.where(less, top, low), torch.where(less, high, top)
-    product = (_rounded(high, least)[1] * counts).sum(1, keepdim=True)
+    product = (_product(high, least) * counts).sum(1, keepdim=True)
     some, gone = there > 0, least.where(moved == 0, 0).square().sum(1, keepdim=True)
     share = torch.where(some, 1 - 12 / 7 * product / (number * high * high), (number > 0).double())
     # No more than if all that are lost were as large as can be, beside those that are not.
@@ -53,30 +54,51 @@ def kept_share(size: Tensor, least: Tensor) -> Tensor:
         least: the smallest change that the storage keeps.
     """
     top = 4 / 3 * size
-    return 12 / 7 * _rounded(top, least)[1] / top.square()
+    return 12 / 7 * _product(top, least) / top.square()
 
 
-def _rounded(top: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
-    """Return E[a] and E[a u] of updates u, uniform from half the top to it, rounded to a."""
+def _mean(top: Tensor, least: Tensor) -> Tensor:
+    """Return E[a] of updates u, uniform from half the top to it, rounded to a."""
+    z, ends = _steps(top, least)
+    return 4 * z * sum((1 - end).clamp(min=0) for end in ends) * top
+
+
+def _product(top: Tensor, least: Tensor) -> Tensor:
+    """Return E[a u] of the same."""
+    z, ends = _steps(top, least)
+    return 2 * z * sum((1 - end * end).clamp(min=0) for end in ends) * top * top
+
+
+def _steps(top: Tensor, least: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Return z = least / top, and the u / top from each of which on a / top is larger by 2 z."""
     z = (least / top).clamp(min=0.1)  # finer ones change little
-    ends = [(k * z).clamp(min=0.5) for k in range(1, 11, 2)]  # from each on a is larger by 2 z
-    mean = sum((1 - end).clamp(min=0) for end in ends)
-    product = sum((1 - end * end).clamp(min=0) for end in ends)
-    return 4 * z * mean * top, 2 * z * product * top * top
+    return z, [(k * z).clamp(min=0.5) for k in range(1, 11, 2)]
 
 
 def elements(tensor: Tensor, number: int) -> Tensor:
     """Return some elements of a tensor, of the same places for all tensors of its size."""
-    count = tensor.numel()
+    return elements_of_each([tensor], number)[0]
+
+
+def elements_of_each(tensors: Sequence[Tensor], number: int) -> list[Tensor]:
+    """Return the `elements` of each tensor; the places are computed once for a size."""
+    kinds = {(t.numel(), t.device) for t in tensors}
+    places = {(count, device): _places(count, number, device) for count, device in kinds}
+    return [_taken(t, places[t.numel(), t.device]) for t in tensors]
+
+
+def _places(count: int, number: int, device: torch.device) -> Tensor:
+    """Return the places of elements in a tensor of `count`, as indices of all its elements."""
     stride = int(count * _GOLDEN)
     while (common := math.gcd(stride, count)) > 1 and common * number > count:
         stride += 1  # else places come twice before all have come
-    places = torch.arange(number, device=tensor.device).mul_(stride).remainder_(count)
-    return torch.take(tensor, places) if tensor.itemsize > 1 else _of_bytes(tensor, places)
+    return torch.arange(number, device=device).mul_(stride).remainder_(count)
 
 
-def _of_bytes(tensor: Tensor, places: Tensor) -> Tensor:
+def _taken(tensor: Tensor, places: Tensor) -> Tensor:
     """Return the elements of a tensor there; `take` knows no floats of 8 bits."""
+    if tensor.itemsize > 1:
+        return torch.take(tensor, places)
     return torch.take(bits_of(tensor), places).view(tensor.dtype)
 
 

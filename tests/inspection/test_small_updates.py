@@ -28,8 +28,8 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, float]]]:
     judge = SmallUpdates._judge
 
     def spy(self: SmallUpdates, optimizer: Any) -> None:
-        shares = [share for _, share in small_updates._judged(self.seen.values())]
-        found.append(dict(zip(self.seen, shares, strict=True)))
+        judged = small_updates._judged(self.seen)
+        found.append({owned.name: share for owned, _, _, share in judged})
         judge(self, optimizer)
 
     monkeypatch.setattr(SmallUpdates, "_judge", spy)
