@@ -2,7 +2,7 @@
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -181,16 +181,20 @@ def chosen(program: Program) -> Iterator[str]:
     that is picked by its place, where the pick has another shape than the slice.
     """
     graph = graph_of(program.canonical).graph
-    choices = [n for n in graph.nodes if _chooses(n) or _picks(n) or n.target in _SUMS]
-    if not choices:
+    choices = {n: _DECIDING for n in _compared(graph) if _may_pick(n)}
+    choices |= dict.fromkeys((n for n in graph.nodes if _chooses(n) or _picks(n)), _COMPARING)
+    sums = [n for n in graph.nodes if n.target in _SUMS and not _picks(n)]
+    if not choices and not sums:
         return
     wider, alike = stored_wider(program), _alike(graph)
     for rewritten in program.rewritten:
         unrounded: dict[Node, list[set[Node]]] = defaultdict(list)
         for value, slices in _unrounded(program, rewritten, wider).items():
             unrounded[alike[value][0]] += slices
-        for node in choices:
-            if of := _met(node, unrounded, alike):
+        found = [(node, _met(node, by, unrounded, alike)) for node, by in choices.items()]
+        found += [(node, _left_little(node, unrounded, alike)) for node in sums]
+        for node, of in found:
+            if of is not None:
                 yield f"{of} meets the result of {node.target}, which is of its rounding"
 
 
@@ -205,6 +209,26 @@ def _alike(graph: Graph) -> dict[Node, list[Node]]:
     for node, one in same.items():
         groups[one].append(node)
     return {node: groups[one] for node, one in same.items()}
+
+
+def _compared(graph: Graph) -> set[Node]:
+    """Return the tensors that are compared with another one, and what they are computed of."""
+    found: set[Node] = set()
+    for node in reversed(graph.nodes):
+        compares = node.target in _DECIDING and len(node.all_input_nodes) > 1
+        if compares or any(user in found for user in node.users):
+            found.add(node)
+    return found
+
+
+def _may_pick(node: Node) -> bool:
+    """Return True if an operation may return elements as they are: a product with ones and zeros.
+
+    What it is cannot be told of a mask that is computed, a scatter, a pool, a custom operator.
+    """
+    if node.target in _SUMS:
+        return any(n.target is aten.mul.Tensor for n in _chosen_from(node, products=True))
+    return node.op == "call_function" and not _is_of_each(node) and not _chooses(node)
 
 
 def _picks(node: Node) -> bool:
@@ -231,11 +255,17 @@ def _is_of_booleans(node: Node) -> bool:
     return is_tensor(node) and value_of(node).dtype == torch.bool
 
 
-def _chosen_from(choice: Node) -> set[Node]:
-    """Return a choice and the nodes of which it may return an element."""
+def _chosen_from(choice: Node, *, products: bool = False) -> set[Node]:
+    """Return a choice and the nodes of which it may return an element.
+
+    Args:
+        choice: the operation.
+        products: whether any product may be one with zeros and ones.
+    """
+    through = _KEPT | CHOOSING | ({aten.mul.Tensor} if products else set())
 
     def operands(node: Node) -> Iterator[Any]:
-        if node is choice or node.target in _KEPT | CHOOSING:
+        if node is choice or node.target in through:
             yield from node.all_input_nodes
         elif node.target is aten.where.self:
             yield from (a for a in node.args[1:] if isinstance(a, Node))
@@ -272,25 +302,41 @@ def _unrounded(
 
 
 def _met(
-    choice: Node, unrounded: dict[Node, list[set[Node]]], alike: dict[Node, list[Node]]
+    choice: Node,
+    by: Collection[Any],
+    unrounded: dict[Node, list[set[Node]]],
+    alike: dict[Node, list[Node]],
 ) -> Node | None:
     """Return the value that is chosen from and meets the choice by another way; None if none.
 
     What is picked by its place it meets within a slice, which has not the rounding of the pick.
+
+    Args:
+        choice: the operation that chooses, picks or may pick.
+        by: the operations by which the value meets it.
+        unrounded: the values of a class that slices have unrounded, with the nodes of these slices.
+        alike: node -> those that compute the same.
     """
-    values = {alike[n][0] for n in _chosen_from(choice)} & unrounded.keys()
-    picks = _picks(choice)
-    if choice.target in _SUMS and not picks:
-        return next((v for v in values if any(_less_a_share(n, choice) for n in alike[v])), None)
+    chosen_from = _chosen_from(choice, products=by is _DECIDING)
+    values = {alike[n][0] for n in chosen_from} & unrounded.keys()
     if not values:
         return None
+    picks = not _chooses(choice)
     # What is computed of several elements that are picked is none of them.
     after = closure(choice, lambda n: filter(_is_of_each, n.users) if picks else n.users)
     for value in values:
         ways = _that_read_rounded(choice, unrounded[value]) if picks else [None]
-        if any(_meets(alike[value], choice, after, inside) for inside in ways):
+        if any(_meets(alike[value], choice, after, inside, by) for inside in ways):
             return value
     return None
+
+
+def _left_little(
+    total: Node, unrounded: dict[Node, list[set[Node]]], alike: dict[Node, list[Node]]
+) -> Node | None:
+    """Return the value of which a share of its sum leaves little; None if none."""
+    values = {alike[n][0] for n in _chosen_from(total)} & unrounded.keys()
+    return next((v for v in values if any(_less_a_share(n, total) for n in alike[v])), None)
 
 
 def _is_of_each(node: Node) -> bool:
@@ -312,7 +358,13 @@ def _is_wide(node: Node) -> bool:
     return is_tensor(node) and value_of(node).dtype == torch.float32
 
 
-def _meets(values: list[Node], choice: Node, after: set[Node], inside: set[Node] | None) -> bool:
+def _meets(
+    values: list[Node],
+    choice: Node,
+    after: set[Node],
+    inside: set[Node] | None,
+    by: Collection[Any],
+) -> bool:
     """Return True if a value meets what comes of a choice: unrounded, if a slice is given.
 
     That is within the slice, and in fp32 on the way to it.
@@ -322,6 +374,7 @@ def _meets(values: list[Node], choice: Node, after: set[Node], inside: set[Node]
         choice: the operation that chooses.
         after: what comes of it.
         inside: the nodes of the slice.
+        by: the operations by which it meets it.
     """
 
     def others(node: Node) -> Iterator[Node]:
@@ -334,7 +387,7 @@ def _meets(values: list[Node], choice: Node, after: set[Node], inside: set[Node]
     alone = after - beside
     # An element times another tensor is no element, from which nothing may remain.
     straight = alone if inside is None else alone & _straight(choice)
-    met = after & beside
+    met = {n for n in after & beside if by is _COMPARING or n.target in by}
     if choice.target in _REDUCING:  # A share of a sum is no element, and no total is compared.
         met = {n for n in met if n.target in _COMPARING and n.target not in _INVERTING}
         beside = {n for n in beside if is_tensor(n) and value_of(n).numel() != 1} | set(values)

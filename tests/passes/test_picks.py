@@ -32,6 +32,10 @@ PICKS: dict[str, Callable[[Tensor], Tensor]] = {
     "times a mask": lambda u: (u * FIFTH.to(u.dtype)).sum(),
     "of ones": lambda u: torch.where(FIFTH, u, 1).prod(),
     "behind a mask": lambda u: torch.where(FIFTH, u, 0)[1, 2],
+    "times a computed mask": lambda u: (u * (1 - (~FIFTH).to(u.dtype))).sum(),
+    "scattered": lambda u: u.new_zeros(12).scatter(0, torch.arange(12), u.flatten())[5],
+    "by a matrix": lambda u: (torch.eye(4).to(u.dtype) @ u)[1, 2],
+    "pooled": lambda u: torch.nn.functional.max_pool1d(u.view(1, 1, 12), 1)[0, 0, 5],
 }
 DONE_AT_ONCE = ("index", "gathered", "taken")
 """Picks that recorded steps do at once, since an index may be out of range."""
@@ -76,7 +80,8 @@ def test_an_element_that_is_picked_by_its_place_is_itself(
     name: str, of: str, options: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not_itself(name, of, **options) == 0
-    monkeypatch.setattr(high_words, "_picks", lambda node: False)
+    for rule in ("_picks", "_may_pick"):
+        monkeypatch.setattr(high_words, rule, lambda node: False)
     torch.compiler.reset()
     right = bool(options) and name in DONE_AT_ONCE
     assert (not_itself(name, of, **options) == 0) is right
@@ -102,6 +107,8 @@ ALONE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "cautious": lambda p, u: u * (u * p > 0) / (u * p > 0).to(u.dtype).mean().clamp(min=1e-3),
     "kept share": lambda p, u: (u * (u * p > 0)) * (u.abs().sum() / (u * (u * p > 0)).abs().sum()),
     "part of a sum": lambda p, u: u * (torch.where(FIFTH, u, 0).abs().sum() / 6),
+    "reached share": lambda p, u: u * (u > p).to(u.dtype).mean() + u * (u * p).sum(),
+    "projected": lambda p, u: torch.where(u > 0, u - p * ((u * p).sum() / p.square().sum()), u),
     "masked norm": lambda p, u: u / torch.where(FIFTH, 0, u).square().sum().sqrt().clamp(min=1),
     "Newton-Schulz": lambda p, u: 1.5 * u - 0.5 * (u.view(4, -1) @ u.view(4, -1).T) @ u,
 }

@@ -64,6 +64,8 @@ _DIRECTIONS = {
         _NOT_ITSELF.format("u.take(torch.tensor(0))"),
         _NOT_ITSELF.format("torch.where(first, u, 0).sum()"),
         _NOT_ITSELF.format("u.masked_fill(~first, -torch.inf).amax()"),
+        _NOT_ITSELF.format("(u * (1 - (~first).to(u.dtype))).sum()"),
+        _NOT_ITSELF.format("u.new_zeros(1).index_add(0, torch.tensor([0]), u.flatten()[:1])"),
         "u = u - u.flatten()[-1]",
     ),
     "masks": (
