@@ -7,6 +7,7 @@ import doctest
 import importlib
 import inspect
 import re
+import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -56,9 +57,9 @@ def run(text: str, before: str = BEFORE, **known: Any) -> str:
         return "no example"
     said: list[str] = []
     flags = doctest.IGNORE_EXCEPTION_DETAIL  # modules, and long texts
-    doctest.DocTestRunner(verbose=False, optionflags=flags).run(
-        test, out=said.append, clear_globs=False
-    )
+    runner = doctest.DocTestRunner(verbose=False, optionflags=flags)
+    sys.modules["example"] = module  # Dynamo of torch 2.11 imports it
+    runner.run(test, out=said.append, clear_globs=False)
     return "".join(said)
 
 
