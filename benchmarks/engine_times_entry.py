@@ -102,7 +102,7 @@ class Served:
         self.before = self._counts()
 
     def _counts(self) -> dict[str, int]:
-        steps: Any = self.session.supervisor()
+        steps: Any = self.session.steps()
         runs = steps.executors.runs
         return {
             "graphs": self.session.calls - runs["rewritten"],
@@ -112,7 +112,7 @@ class Served:
 
     def each_step(self) -> dict[str, float]:
         """Return how often each way served a step since, and segments compiled in all."""
-        steps: Any = self.session.supervisor()
+        steps: Any = self.session.steps()
         count, after = len(self.run.times) - self.begin, self._counts()
         found = {k: round((n - self.before[k]) / count, 1) for k, n in after.items()}
         found["repeated"] = round(min(steps.service.repeats, count) / count, 1)

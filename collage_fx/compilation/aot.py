@@ -89,7 +89,7 @@ def compile_graph(
         joins=joins,
     )
     try:
-        if session.supervisor() is not None and inputs.share_memory_of_states():
+        if session.steps() is not None and inputs.share_memory_of_states():
             # The parts of a memory are known to the recorder.
             session.notes.add("recorded: a gradient, or another tensor, lies in memory of a state")
             return Code(gm, None, [], [], refused=True)
@@ -220,13 +220,13 @@ class Compilation:
         """Compile the graph; or say why a narrow one cannot be that of all."""
         start = time.perf_counter()
         chosen = self.narrow.inputs if self.narrow else range(len(example_inputs))
-        supervisor, dtypes = (
-            self.session.supervisor(),
+        steps, dtypes = (
+            self.session.steps(),
             compensable_dtypes(self.session.config.storage),
         )
         # Of few parameters Dynamo makes attributes of the graph.
         given = (*example_inputs, *self.whole.gm.parameters(), *self.whole.gm.buffers())
-        self.plain = (supervisor is not None and supervisor.plain) or not any(
+        self.plain = (steps is not None and steps.plain) or not any(
             isinstance(x, Tensor) and x.dtype in dtypes for x in given
         )
         function = self._compiled([example_inputs[i] for i in chosen])

@@ -57,7 +57,7 @@ class StandsForOthers(Protocol):
         """Return a graph of the few parameters as the narrow graph of all, or why it is not."""
 
 
-class Supervisor(Protocol):
+class StepRunner(Protocol):
     """Protocol of `record.steps.Steps`, which runs the steps of an optimizer or function."""
 
     waited: bool
@@ -90,7 +90,7 @@ class Session:
     compiled: list[Compiled] = field(default_factory=list)
     keep: bool = False
     """True if `compiled` is filled in; programs are large."""
-    supervisor: Callable[[], Supervisor | None] = lambda: None
+    steps: Callable[[], StepRunner | None] = lambda: None
     """A weak reference to what watches the steps, where `collage_fx.compile` made the step: it
     does what is not compiled. It holds the tensors, which Dynamo's cache must not keep alive."""
     stand_ins: StandsForOthers | None = None
@@ -193,7 +193,7 @@ class Session:
 
     def note_loss(self, lost: list[str]) -> None:
         """Report the values that a graph does not hand over whole, for which it is recorded."""
-        if self.supervisor() is not None:
+        if self.steps() is not None:
             self.notes.update(f"recorded, not compiled as traced: {one}" for one in lost)
         else:
             self.warn_once(

@@ -28,7 +28,7 @@ def written_outside(session: Session, gm: GraphModule) -> bool:
     dtypes = compensable_dtypes(session.config.storage)
     if not any(isinstance(v, Tensor) and v.dtype in dtypes for v in outer):
         return False
-    if session.supervisor() is None:
+    if session.steps() is None:
         session.warn_once(
             "data-write",
             "not compensated: parameters updated through .data; update them in place under "
@@ -43,7 +43,7 @@ def takes_one_for_two(session: Session, gm: GraphModule) -> bool:
     AOTAutograd makes one input of them, without a guard: it is so in each call from then on.
     """
     inputs = (n.meta.get("desc") for n in gm.graph.find_nodes(op="placeholder"))
-    if session.supervisor() is None or not any(map(is_merged, inputs)):
+    if session.steps() is None or not any(map(is_merged, inputs)):
         return False
     session.notes.add("recorded: the step writes tensors that share memory")
     return True
@@ -66,7 +66,7 @@ def differentiated(session: Session, gm: GraphModule, inputs: AotInputs) -> bool
     leave_alone(carried, session.config.states, is_step=session.optimizer() is not None)
     choice = session.config.storage
     names = [c.name for c in carried if not c.left_alone and compensable_in(c, choice)]
-    if names and session.supervisor() is None:  # else what this graph does is recorded
+    if names and session.steps() is None:  # else what this graph does is recorded
         session.warn_once(
             "differentiated",
             f"a graph that updates states ({', '.join(names)}) is part of a "
@@ -96,7 +96,7 @@ def warn_of_states(session: Session, program: Program) -> None:
     """Warn of states that the passes did not compensate, unless the graph is recorded instead."""
     if program.lost:
         session.note_loss(program.lost)
-    if session.supervisor() is not None:
+    if session.steps() is not None:
         return  # it does what this graph cannot do, and warns of the rest
     refused = [f"{s.name} ({s.reason})" for s in program.plan if s.refused]
     if refused:

@@ -50,7 +50,7 @@ from collage_fx.segments.memory import storage_key
 class Backend(Session):
     """A session that Dynamo calls for each of its graphs: what torch.compile gets as backend."""
 
-    supervisor: Callable[[], Steps | None] = lambda: None
+    steps: Callable[[], Steps | None] = lambda: None
     begun: set[int] = field(default_factory=set)
     """The ids of the parameters whose first states a recorded step made."""
     whole: frozenset[CodeType] = frozenset()
@@ -68,7 +68,7 @@ class Backend(Session):
         whole steps that may put new tensors in the place of states: it shows whether they do.
         """
         optimizer = self.optimizer()
-        if optimizer is None or self.supervisor() is None:
+        if optimizer is None or self.steps() is None:
             return False
         dtypes = compensable_dtypes(self.config.storage)
         scalars = any(not p.dim() for p in params_of(optimizer))
@@ -103,12 +103,12 @@ class Backend(Session):
 
         A graph that is all of the step does not: its results are new states.
         """
-        supervisor = self.supervisor()
-        if supervisor is None or self.optimizer() is None or self.is_whole(gm):
+        steps = self.steps()
+        if steps is None or self.optimizer() is None or self.is_whole(gm):
             return False
         dtypes = compensable_dtypes(self.config.storage)
         floats = (t for t in _made(gm) if t.is_floating_point())
-        return any(t.dtype in dtypes or supervisor.words.may_be_state(t) for t in floats)
+        return any(t.dtype in dtypes or steps.words.may_be_state(t) for t in floats)
 
     def _read_numbers(self, gm: GraphModule) -> None:
         """Compute in the graph what the step reads back; have it traced anew if that cannot be.
@@ -121,14 +121,14 @@ class Backend(Session):
             read_numbers(gm)
         except CannotRead:
             self.reads_numbers = False
-            if (supervisor := self.supervisor()) is not None:
-                supervisor.forget_breaks()  # there are others
+            if (steps := self.steps()) is not None:
+                steps.forget_breaks()  # there are others
             trace_without_numbers()
 
     def record_instead(self, why: str) -> None:
         """Have a step recorded that torch.compile does wrong; where that cannot be, warn."""
-        if (supervisor := self.supervisor()) is not None:
-            supervisor.record_whole()
+        if (steps := self.steps()) is not None:
+            steps.record_whole()
             self.notes.add(f"recorded: {why}")
         else:
             self.warn_once("traced-wrong", f"{why}; collage_fx.compile records such a step")
@@ -138,7 +138,7 @@ class Backend(Session):
 
         Raises SkipFrame then.
         """
-        if self.supervisor() is not None:
+        if self.steps() is not None:
             self.notes.add(f"recorded: {message}")
             raise SkipFrame(message)
 
@@ -151,22 +151,22 @@ class Backend(Session):
             argument: that of the function which Dynamo traces.
             part: the part of the optimizer that it is.
         """
-        code, supervisor = traced_code(), self.supervisor()
+        code, steps = traced_code(), self.steps()
         first = self.given.setdefault((code, argument), part)
-        if first != part and code is not None and supervisor is not None:
-            supervisor.record_whole()
+        if first != part and code is not None and steps is not None:
+            steps.record_whole()
             self.refuse(f"{own_name(code.co_name)} would be traced for each parameter by itself")
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one Dynamo graph; the callable that a Dynamo backend returns."""
         torch_private.require()
-        if (supervisor := self.supervisor()) is not None:
-            supervisor.look()
+        if (steps := self.steps()) is not None:
+            steps.look()
         if self.reads_numbers and reads_numbers(gm):
             self._read_numbers(gm)
         if writes_number(gm):
             self.record_instead(_NUMBER)
-        optimizer_hooks.count_graph(supervised=supervisor is not None)
+        optimizer_hooks.count_graph(recorded=steps is not None)
         self.graphs += 1
         if getattr(logs.compilation(), "frame_compile_id", 0):
             logs.LOG.info("%s: traced again; TORCH_LOGS=recompiles says why", self.subject)
@@ -240,30 +240,30 @@ class _Step:
         self.static = static_inputs(gm)
         self.returns = bool(gm.graph.output_node().all_input_nodes)
         """True if it has results: Dynamo's code goes on with them, and puts them into states."""
-        self.forward = _FORWARD_CALLS if session.supervisor() is None and _is_forward(gm) else 0
+        self.forward = _FORWARD_CALLS if session.steps() is None and _is_forward(gm) else 0
         """Number of calls left in which to warn of a mere forward pass; 0 for never."""
         self.symbols = Symbols(gm)
         self.layouts: Layouts | None = None
         """Layouts of the arguments of the first call."""
-        supervisor = session.supervisor()
+        steps = session.steps()
         optimizer = session.optimizer()
         self.shares_gradients = _shares_gradients(optimizer or optimizer_hooks.traced_optimizer())
         if optimizer is not None:
             # Dynamo puts its parameters into the graph, and may keep that.
             weakref.finalize(optimizer, gm._buffers.clear)
             weakref.finalize(optimizer, gm._parameters.clear)
-        if supervisor is not None:
-            supervisor.sources[self] = gm
+        if steps is not None:
+            steps.sources[self] = gm
             if session.stand_ins is None and session.hands_on(gm):
-                supervisor.record_rest(_end_of(gm))
-        recorded = self.waits or (supervisor is not None and not supervisor.compiles)
+                steps.record_rest(_end_of(gm))
+        recorded = self.waits or (steps is not None and not steps.compiles)
         self.code = _left_out(gm) if recorded else self._compile(gm, example_inputs)
         is_step = session.stand_ins is None and session.is_whole(gm)
         kinds = {plan.decision.kind for _, plan in self.code.states}
         ends = session.stand_ins is None and not is_step
-        if supervisor is not None and ends and VerdictKind.GRADIENT in kinds:
-            supervisor.record_rest(_end_of(gm))  # a gradient is memory for what others go on with
-        never = not is_step or supervisor is None or "repeat" in session.config.without
+        if steps is not None and ends and VerdictKind.GRADIENT in kinds:
+            steps.record_rest(_end_of(gm))  # a gradient is memory for what others go on with
+        never = not is_step or steps is None or "repeat" in session.config.without
         self.backoff = Backoff(session.notes.add, never=never)
 
     def _compile(
@@ -273,18 +273,18 @@ class _Step:
 
         For the arguments of a call it is so when Dynamo has done with the graph.
         """
-        supervisor = self.session.supervisor()
+        steps = self.session.steps()
         try:
-            with supervisor.recorder.paused() if supervisor is not None else nullcontext():
-                joins = supervisor is not None and self.session.config.on_unsupported == "join"
+            with steps.recorder.paused() if steps is not None else nullcontext():
+                joins = steps is not None and self.session.config.on_unsupported == "join"
                 return compile_graph(self.session, gm, inputs, args or (), joins=joins)
         except Exception as error:
-            if supervisor is None or (args is None and isinstance(error, TorchDynamoException)):
+            if steps is None or (args is None and isinstance(error, TorchDynamoException)):
                 raise  # Dynamo's own ask it to trace again
             if isinstance(error, CollageError):
                 self.error = error
             else:
-                supervisor.failures.note(error)
+                steps.failures.note(error)
             return _left_out(gm)
 
     def _again(self, gm: GraphModule, args: tuple[Any, ...], why: str) -> Code:
@@ -302,26 +302,26 @@ class _Step:
         written.
         """
         self.session.calls += 1
-        supervisor = self.session.supervisor()
-        again = supervisor.repeat(self, args) if supervisor is not None else None
+        steps = self.session.steps()
+        again = steps.repeat(self, args) if steps is not None else None
         if again is not None:
             self.backoff.held()
             return again
         stand_ins = self.session.stand_ins
-        if stand_ins is not None and stand_ins is not self.stand_ins() and supervisor is not None:
+        if stand_ins is not None and stand_ins is not self.stand_ins() and steps is not None:
             # A part of a step that Dynamo has not seen whole.
-            supervisor.waited = True
-            return supervisor.recorded(self, args)
+            steps.waited = True
+            return steps.recorded(self, args)
         if self.error is not None:
             raise self.error
         if self.layouts is None:
             self._look_at_sharing(args)
         elif self.forward:
             self._count_forward()
-        if supervisor is not None and supervisor.active and not supervisor.compiles:
-            return supervisor.recorded(self, args)
+        if steps is not None and steps.active and not steps.compiles:
+            return steps.recorded(self, args)
         self.layouts = self.layouts or Layouts(self.static, args)
-        if supervisor is None or not supervisor.active:
+        if steps is None or not steps.active:
             self.code.conclude(args)
             if names := self.code.drops_residual(args):
                 self.session.warn_once(
@@ -335,26 +335,26 @@ class _Step:
             self._check(self.layouts, args)
             self.session.patterns.after_graph(self, self.session.warn_once)
             return self.code.run(args)
-        supervisor.recorder.flush_outside()  # what the graph may need
+        steps.recorder.flush_outside()  # what the graph may need
         if self.code.wanted:
-            supervisor.want(find(args) for find in self.code.wanted)
+            steps.want(find(args) for find in self.code.wanted)
             self.code.wanted = []
         fits = self._fits(self.layouts, args)
-        if self._compile_again(supervisor.sources[self], args, fits=fits):
+        if self._compile_again(steps.sources[self], args, fits=fits):
             fits = self._fits(self.layouts, args)
-        if supervisor.switches:
-            self.code.refused |= supervisor.executors.computes_anew(self.code, args)
-        recorded = self.code.refused or supervisor.expands(args, writes=bool(self.code.states))
-        if recorded or not fits or not self._has_kernels(supervisor):
-            supervisor.waited |= bool(self.waits) or stand_ins is not None
+        if steps.switches:
+            self.code.refused |= steps.executors.computes_anew(self.code, args)
+        recorded = self.code.refused or steps.expands(args, writes=bool(self.code.states))
+        if recorded or not fits or not self._has_kernels(steps):
+            steps.waited |= bool(self.waits) or stand_ins is not None
             if stand_ins is not None and not self.returns:
                 # What Dynamo's code does after a graph without results is nothing to a state.
                 stand_ins.outcome = Outcome.TO_RECORD
                 return ()
-            return supervisor.recorded(self, args)
+            return steps.recorded(self, args)
         self.code.conclude(args)
         self.checked = STORE.generation
-        result = self._run(supervisor, args)
+        result = self._run(steps, args)
         if stand_ins is not None:
             stand_ins.outcome, stand_ins.code = Outcome.DONE, self.code
             stand_ins.sources = [] if self.symbols.guarded else self.symbols.sources
@@ -379,22 +379,22 @@ class _Step:
             return False
         return True
 
-    def _run(self, supervisor: Steps, args: tuple[Any, ...]) -> Any:
+    def _run(self, steps: Steps, args: tuple[Any, ...]) -> Any:
         """Run the graph; bind it to what it is given, if it is a step that may be done again."""
-        binds = self.backoff.is_due() and supervisor.recorder.asleep and not self.symbols.assumed
+        binds = self.backoff.is_due() and steps.recorder.asleep and not self.symbols.assumed
         if not binds or is_looked_at() or left_out.is_open():
-            return supervisor.run_graph(self.code, args)
+            return steps.run_graph(self.code, args)
         attributes = [t for find in self.static[1] if (t := find()) is not None]
         tensors = [t for t in (*args, *attributes) if isinstance(t, Tensor)]
         before, noted = list(map(version, tensors)), Noted()
         with looked_at(noted):
-            result = supervisor.run_graph(self.code, args)
+            result = steps.run_graph(self.code, args)
         written = [t for t, old in zip(tensors, before, strict=True) if version(t) != old]
         if noted.calls:
             found = args, noted.calls, attributes, written
             bind = functools.partial(BoundGraph, self, self.code, *found)
-            with supervisor.recorder.paused():
-                supervisor.bound = self.backoff.bind(bind)
+            with steps.recorder.paused():
+                steps.bound = self.backoff.bind(bind)
         return result
 
     def _count_forward(self) -> None:
@@ -418,13 +418,13 @@ class _Step:
             return
         self.session.record_instead(why)
 
-    def _has_kernels(self, supervisor: Steps) -> bool:
+    def _has_kernels(self, steps: Steps) -> bool:
         """Compile the kernels of the graph; where that fails, have the graph recorded."""
         try:
-            with supervisor.recorder.paused():  # Inductor makes tensors on the way
+            with steps.recorder.paused():  # Inductor makes tensors on the way
                 self.code.compile_kernels()
         except Exception as error:  # whatever the compiler raises; nothing is written yet
-            supervisor.failures.note(error)
+            steps.failures.note(error)
             self.code.refused = True
         return not self.code.refused
 

@@ -105,15 +105,15 @@ def has_foreign_hooks(optimizer: Optimizer) -> bool:
     return hooks not in ([], [_before])  # no generator: each step asks
 
 
-def count_graph(*, supervised: bool) -> None:
+def count_graph(*, recorded: bool) -> None:
     """Note a graph that the backend was given.
 
     Args:
-        supervised: whether what is not compiled is recorded.
+        recorded: whether what is not compiled is recorded.
     """
     _look_again()
     code = traced_code()
-    if code is not None and not supervised:
+    if code is not None and not recorded:
         function = f"{code.co_name!r} ({code.co_filename}:{code.co_firstlineno})"
         _Watch.functions[function] += 1
         silent = not _LOG.isEnabledFor(logging.WARNING)

@@ -98,18 +98,18 @@ def explain(
     session = Backend(config, inductor, named=True, keep=True)
     if isinstance(owner, Optimizer):
         session.optimizer = weakref.ref(owner)
-        supervised = compile_optimizer(owner, session)
+        compiled = compile_optimizer(owner, session)
         args = closure_for(step)
     else:
-        supervised = compile_function(step, session)
+        compiled = compile_function(step, session)
     with STORE.unheard(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             replayed = replay_steps(owner, config, inductor, replay)
             # Twice: some optimizers make their states in the first step and carry them later.
-            supervised(*_copied(args))
+            compiled(*_copied(args))
             before = [(o, full_value(o.tensor)) for o in _moving(owner)]
-            supervised(*_copied(args))
+            compiled(*_copied(args))
             found = ((o.name, _median_update(o, old, full_value(o.tensor))) for o, old in before)
             updates = {name: update for name, update in found if update is not None}
         except OptionError:
@@ -117,7 +117,7 @@ def explain(
         except Exception as error:
             raise CollageError(f"the step of {subject} cannot be explained: {error}") from error
     notes = [str(w.message) for w in caught if str(w.message).startswith("collage_fx")]
-    report = report_of(supervised)
+    report = report_of(compiled)
     explanation = _explanation(subject, config, session.compiled, report.states, notes)
     explanation.updates, explanation.replayed = updates, replayed
     explanation.memory = bytes_by_kind(owner) if isinstance(owner, Optimizer) else {}

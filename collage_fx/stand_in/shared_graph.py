@@ -259,7 +259,7 @@ class SharedGraph:
 
 def _unrecorded(session: Session) -> AbstractContextManager[Any]:
     """Have modes, within, as they are around a step."""
-    steps = session.supervisor()
+    steps = session.steps()
     assert isinstance(steps, Steps)
     return off_stack(steps.recorder)
 
@@ -288,27 +288,27 @@ class SharedStandIns(StandIns):
     @progress.apart
     def step(self) -> None:
         """Do the step by the graph, or note that it has to be recorded."""
-        supervisor, code = self.session.supervisor(), self.code
-        assert isinstance(supervisor, Steps) and code is not None
+        steps, code = self.session.steps(), self.code
+        assert isinstance(steps, Steps) and code is not None
         self.session.calls += 1
         groups = self.few.optimizer.param_groups
         found = [groups[g][key] for g, key in self.graph.numbers]
         numbers = tuple(map(number_tensor, found))
-        supervisor.recorder.flush_outside()
+        steps.recorder.flush_outside()
         tensors = (*self.params, *self.tensors, *(p.grad for p in self.params), *numbers)
         lies_as_before = code.lies_as_before(numbers, sized=True)
         if not lies_as_before:
             self.session.notes.add(f"recorded: {MOVED}")
         if (
-            not (supervisor.active and supervisor.compiles)
+            not (steps.active and steps.compiles)
             or not lies_as_before
-            or supervisor.executors.computes_anew(code, numbers)
-            or supervisor.expands(tensors, writes=True)
+            or steps.executors.computes_anew(code, numbers)
+            or steps.expands(tensors, writes=True)
         ):
             self.outcome = Outcome.TO_RECORD
             return
         code.conclude(numbers)
-        supervisor.run_graph(code, numbers)
+        steps.run_graph(code, numbers)
         self.outcome = Outcome.DONE
 
 

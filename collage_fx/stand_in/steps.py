@@ -219,8 +219,8 @@ class StandInSteps:
         """Have all parameters traced from now on, in this step too, of which nothing is done."""
         self.session.notes.add(f"Dynamo traces every parameter: {unlike.reason}")
         self.failed = ATTEMPTS
-        if (supervisor := self.session.supervisor()) is not None:
-            supervisor.waited = False
+        if (steps := self.session.steps()) is not None:
+            steps.waited = False
 
     def _plainly(self, optimizer: Optimizer) -> None:
         """Do a step as Python does it, to be recorded."""

@@ -64,10 +64,10 @@ def compile_optimizer(
     reference = weakref.ref(optimizer)
     states = OptimizerStates(lambda: _alive(reference))
     subject = f"the step of {type(optimizer).__name__}"
-    supervisor = Steps(session, states, subject)
+    steps = Steps(session, states, subject)
     few = StandInSteps(lambda: _alive(reference), session)
-    run = _supervised(plain, session, supervisor, few)
-    check = StepCheck(supervisor, session, session.config.verify)
+    run = _supervised(plain, session, steps, few)
+    check = StepCheck(steps, session, session.config.verify)
     repeat, prepare_repeat = disable(few.repeat), disable(few.prepare_repeat)
 
     def unfused(asks: bool, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -79,13 +79,13 @@ def compile_optimizer(
         return None
 
     def in_full(*args: Any, **kwargs: Any) -> Any:
-        optimizer, asks = _alive(reference), check.wanted or not supervisor.quiet
+        optimizer, asks = _alive(reference), check.wanted or not steps.quiet
         done = functools.partial(unfused, asks, run)
         if check.wanted:
             result = check.step(optimizer, done, args, kwargs)
         else:
             result = done(*args, **kwargs)
-        prepare_repeat(supervisor, wanted=not check.wanted)
+        prepare_repeat(steps, wanted=not check.wanted)
         return result
 
     def take(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -98,7 +98,7 @@ def compile_optimizer(
         return result
 
     small = SmallUpdates(session)
-    serve_methods(optimizer, supervisor)
+    serve_methods(optimizer, steps)
 
     @functools.wraps(type(optimizer).step)
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -106,7 +106,7 @@ def compile_optimizer(
             session.notes.add(_PART)
             plain_steps.called(family(self))
             return unfused(True, plain, *args, **kwargs)
-        if not supervisor.steps:
+        if not steps.steps:
             plain_steps.called(family(self))
             distributed_state_dicts.know_residuals()
         do: Callable[..., Any] = functools.partial(small.step, take) if small.due() else take
@@ -115,7 +115,7 @@ def compile_optimizer(
     step._collage = session  # type: ignore[attr-defined]
     # It does what schedulers wrap a step in a function for, before they are made too.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    step._report = functools.partial(_report, supervisor, session)  # type: ignore[attr-defined]
+    step._report = functools.partial(_report, steps, session)  # type: ignore[attr-defined]
     return types.MethodType(step, optimizer)
 
 
@@ -127,8 +127,8 @@ def compile_function(function: Callable[..., Any], session: Backend) -> Callable
     put: list[weakref.ref[Tensor]] = []
     names = _argument_names(function)
     states, subject = FunctionStates(lambda: arguments), name_of(function)
-    supervisor = Steps(session, states, subject)
-    run = _supervised(function, session, supervisor)
+    steps = Steps(session, states, subject)
+    run = _supervised(function, session, steps)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -138,14 +138,14 @@ def compile_function(function: Callable[..., Any], session: Backend) -> Callable
         arguments[:] = [*argument_tensors(names, args, kwargs), *tensors_of_callable(function)]
         old = {id(x) for x in (r() for r in put) if x is not None}
         if again := [o.name for o in arguments if id(o.tensor) in old]:
-            supervisor.warn("put-in-place", put_in_place(again))
+            steps.warn("put-in-place", put_in_place(again))
         try:
             return run(*args, **kwargs)
         finally:
             put[:] = map(weakref.ref, _put_in((args, kwargs), arguments))
             arguments.clear()
 
-    call._report = functools.partial(_report, supervisor, session)  # type: ignore[attr-defined]
+    call._report = functools.partial(_report, steps, session)  # type: ignore[attr-defined]
     return call
 
 
@@ -182,7 +182,7 @@ def _supervised(
     """
     own = apart(plain)
     compiled = torch.compile(own, backend=session)
-    session.supervisor, session.whole = weakref.ref(steps), codes(own)
+    session.steps, session.whole = weakref.ref(steps), codes(own)
     session.reads_numbers = "numbers" not in session.config.without
     if not torch_private.traces():
         steps.record_whole()
@@ -320,18 +320,18 @@ def session_of(step: Any) -> Backend | None:
     return session if isinstance(session, Backend) else None
 
 
-def _report(supervisor: Steps, session: Backend) -> Report:
-    supervisor.service.count_repeats()
-    written = (s for s in supervisor.service.served.values() if s.steps and not s.is_gradient)
+def _report(steps: Steps, session: Backend) -> Report:
+    steps.service.count_repeats()
+    written = (s for s in steps.service.served.values() if s.steps and not s.is_gradient)
     return Report(
-        supervisor.subject,
+        steps.subject,
         sorted(written, key=lambda s: sort_key(s.state_name)),
         [
             *sorted(session.warned | session.notes),
             *torch_private.left_out(),
-            *supervisor.executors.outside_graphs(),
-            *supervisor.recorder.unrecorded.notes(),
-            *written_between_steps(supervisor.states.find()),
+            *steps.executors.outside_graphs(),
+            *steps.recorder.unrecorded.notes(),
+            *written_between_steps(steps.states.find()),
         ],
-        supervisor.steps,
+        steps.steps,
     )

@@ -48,12 +48,12 @@ Values = dict[str, Tensor]
 class StepCheck:
     """The check of the first steps of one optimizer."""
 
-    def __init__(self, supervisor: Steps, session: Backend, steps: int) -> None:
-        self.supervisor = supervisor
+    def __init__(self, steps: Steps, session: Backend, count: int) -> None:
+        self.steps = steps
         self.session = session
-        self.left = steps
+        self.left = count
         """Number of steps that are still to be checked."""
-        self.last = steps + TRIED
+        self.last = count + TRIED
         """The step after which none is: the first may run without a graph."""
         self.done = 0
         self.right: list[str] = []
@@ -93,14 +93,14 @@ class StepCheck:
         if not wrong or not traced:
             return result
         snapshot.restore()
-        interpreted, self.supervisor.interpreted = self.supervisor.interpreted, True
+        interpreted, self.steps.interpreted = self.steps.interpreted, True
         result = run(*args, **kwargs)
         # The errors without a compiler: of a step that is not stable they are as large.
         again = values_of(optimizer)
         uncompiled = self._errors(optimizer, before, again, exact)
         alike = _beyond(self._errors(optimizer, before, found, again)).keys() & wrong.keys()
         if all(wrong[name][0] <= 4 * uncompiled[name][0] for name in alike):
-            self.supervisor.interpreted = interpreted
+            self.steps.interpreted = interpreted
             self._note(
                 f"step {self.done} is not as in float64, nor is it without a compiler: what "
                 f"it does to {listed(wrong, 3)} depends on their dtype, or is not stable"
@@ -108,9 +108,9 @@ class StepCheck:
             return result
         self.left = 0
         error, bound = max(wrong.values())
-        self.supervisor.warn(
+        self.steps.warn(
             "verify",
-            f"verify: in step {self.done} of {self.supervisor.subject} the compiled graph that "
+            f"verify: in step {self.done} of {self.steps.subject} the compiled graph that "
             f"updates {listed(wrong, 3)} is {error:.2g} of its update off from the same step done "
             f"by Python in float64, where {bound:.2g} is allowed. Nothing is lost: the step was "
             "undone, and it is done operation by operation from now on",

@@ -23,9 +23,9 @@ _MANY = 12
 class RecompileGuard:
     """Counter of the calls in a row that compiled something."""
 
-    def __init__(self, session: Backend, supervisor: Steps) -> None:
+    def __init__(self, session: Backend, steps: Steps) -> None:
         self.session = session
-        self.supervisor = supervisor
+        self.steps = steps
         self.calls = 0
         self.row = 0
 
@@ -33,14 +33,14 @@ class RecompileGuard:
     def watch(self) -> Iterator[bool]:
         """Watch one call; whether it should be compiled."""
         before = self._compilations()
-        yield self.supervisor.traces
+        yield self.steps.traces
         self.calls += 1
-        self.session.patterns.after_step(self.supervisor.discovery, self.session.warn_once)
+        self.session.patterns.after_step(self.steps.discovery, self.session.warn_once)
         compiled = self._compilations() > before
         self.row = self.row + 1 if compiled and self.calls > _SETTLING else 0
         many = self.row > 1 and self.session.graphs >= _MANY
-        if (self.row >= ROW or many) and self.supervisor.traces:
-            self.supervisor.record_whole()
+        if (self.row >= ROW or many) and self.steps.traces:
+            self.steps.record_whole()
             self.session.warn_once(
                 "new-graphs",
                 f"the step makes a new graph at each call ({self.session.graphs} so far): a Python "
@@ -51,4 +51,4 @@ class RecompileGuard:
 
     def _compilations(self) -> int:
         """Return the number of graphs of the step that Dynamo has made, or failed to."""
-        return self.session.graphs + self.supervisor.failures.count
+        return self.session.graphs + self.steps.failures.count

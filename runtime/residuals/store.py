@@ -219,7 +219,7 @@ class ResidualStore:
         """Write value, of a wider dtype than tensor, into tensor and its residual."""
         wide = value.to(WIDER[tensor.dtype])
         hi, *lows = STORAGES[storage].split(wide, tensor.dtype)
-        tensor.data.copy_(hi)  # the supervisor counts writes to tensor itself
+        tensor.data.copy_(hi)  # what serves the steps counts writes to tensor itself
         residual = self.adopt(tensor, None, storage, name)
         for component, lo in zip(residual.components, lows, strict=True):
             component.copy_(lo)

@@ -215,7 +215,7 @@ def test_plain_operations_are_put_off() -> None:
     _, step = error(lambda p, g, _: p.sub_(g.float().mul(LR).to(p.dtype)), record=True)
     # On a busy machine the profiler's mark may take a tenth of such a step, which is noted.
     assert not [n for n in collage_fx.report(step).notes if not n.startswith("profiler.")]
-    assert not step._collage.supervisor().recorder.all_at_once
+    assert not step._collage.steps().recorder.all_at_once
 
 
 def test_a_thread_that_torch_starts_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +236,7 @@ def test_a_thread_that_torch_starts_reads_nothing(monkeypatch: pytest.MonkeyPatc
             p.grad = torch.ones_like(p)
             step()
         assert bars.monitor is not None
-        found: bool = step._collage.supervisor().recorder.all_at_once
+        found: bool = step._collage.steps().recorder.all_at_once
         return found
 
     data_reads._begin_bars.cache_clear()
@@ -262,7 +262,7 @@ def test_a_resumed_run_knows_it() -> None:
             p.grad = torch.full_like(p, 0.3 + k)
             step()
             if k >= 3:
-                assert step._collage.supervisor().recorder.all_at_once
+                assert step._collage.steps().recorder.all_at_once
         runs.append(collage_fx.value(p))
     assert torch.equal(*runs)
 

@@ -87,9 +87,9 @@ def train(optimizer: Optimizer, step: Any, first: int, last: int, missing: int =
         for i, p in enumerate(params):
             grad = (0.5 + torch.rand(p.shape, generator=made)).to(p.dtype)
             p.grad = None if k == missing and i == 0 else grad
-        before = step._collage.supervisor().recorder.noted
+        before = step._collage.steps().recorder.noted
         step()
-        counts.append(step._collage.supervisor().recorder.noted - before)
+        counts.append(step._collage.steps().recorder.noted - before)
     return counts
 
 

@@ -149,5 +149,5 @@ def test_an_int_that_grows_is_a_number_and_not_a_structure(
     step = collage_fx.compile(Each([p], update), record=True)
     for _ in range(12):
         step()
-    executors = step._collage.supervisor().executors  # type: ignore[attr-defined]
+    executors = step._collage.steps().executors  # type: ignore[attr-defined]
     assert executors.count <= 3 and len(segments) == 1

@@ -46,7 +46,7 @@ MAKERS: dict[str, Callable[[list[Tensor]], Optimizer]] = {
 
 
 def executors_of(step: Any) -> Executors:
-    executors: Executors = step._collage.supervisor().executors
+    executors: Executors = step._collage.steps().executors
     return executors
 
 
@@ -84,7 +84,7 @@ def test_a_recorded_graph_is_bit_equal_to_a_traced_one(name: str, arithmetic: st
         step._collage.keep = True  # compile what is seen for the first time
         take(optimizer, step, 1, 6)
         assert all(s.graph == 5 for s in collage_fx.report(step).states)
-        assert (step._collage.supervisor().recorder.noted > 0) == (record is True)
+        assert (step._collage.steps().recorder.noted > 0) == (record is True)
         found.append(values(optimizer))
     assert all(map(torch.equal, *found))
 

@@ -49,7 +49,7 @@ def test_a_compiled_segment_has_the_bits_of_an_interpreted_one(
             params[0].view(-1)[:8] = edges.bfloat16()
         with torch.compiler.set_stance(stance):
             _, step = train(update, params=params, record=True, storage=storage, steps=6, **options)
-        executors = step._collage.supervisor().executors
+        executors = step._collage.steps().executors
         assert bool(executors.runs["joined"]) == (stance == "default"), executors.runs
         found.append(words(params))
     for compiled, interpreted in zip(*found, strict=True):
@@ -88,7 +88,7 @@ def test_a_parameter_that_is_given_new_memory_is_compiled(arithmetic: str) -> No
         params = start(torch.bfloat16, (16, 40))
         with torch.compiler.set_stance(stance):
             _, step = train(moved, params=params, record=True, arithmetic=arithmetic)
-        runs = step._collage.supervisor().executors.runs
+        runs = step._collage.steps().executors.runs
         assert (runs["joined"] >= 7) == (stance == "default"), runs
         found.append(words(params))
     exact = start(torch.float64, (16, 40))

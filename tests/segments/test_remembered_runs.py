@@ -110,7 +110,7 @@ def run(way: str, change: Callable[[Each], None], *storages: str) -> list[Tensor
             step()
     tensors = [*params, *(s[key] for s in optimizer.state.values() for key in "mv")]
     for step in steps:
-        assert step._collage.supervisor().executors.runs[way] > 5
+        assert step._collage.steps().executors.runs[way] > 5
     found = [(t, STORE.get(t)) for t in tensors]
     lows = [lo.float() for _, r in found if r is not None for lo in r.components]
     return [*(t.detach() for t in tensors), *lows]

@@ -222,7 +222,7 @@ def test_what_somebody_has_put_in_the_place_of_a_method_stays() -> None:
     collage_fx.compile_(optimizer)
     assert optimizer.eval is mine
     collage_fx.compile_(optimizer)
-    assert optimizer.train.steps() is optimizer.step._collage.supervisor()  # type: ignore[attr-defined]
+    assert optimizer.train.steps() is optimizer.step._collage.steps()  # type: ignore[attr-defined]
 
 
 def test_a_method_that_the_user_compiles_is_a_function() -> None:
