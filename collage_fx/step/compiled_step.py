@@ -58,65 +58,79 @@ def compile_optimizer(
         session: compiles it.
         hooked: whether the hooks of the optimizer are called in it.
     """
-    # The class's own step: optimizer.step may be wrapped by a scheduler, or be ours already.
-    own = unscaling(optimizer)
-    plain = types.MethodType(own if hooked else beneath_hooks(own), optimizer)
-    reference = weakref.ref(optimizer)
-    states = OptimizerStates(lambda: _alive(reference))
-    subject = f"the step of {type(optimizer).__name__}"
-    steps = Steps(session, states, subject)
-    few = StandInSteps(lambda: _alive(reference), session)
-    run = _supervised(plain, session, steps, few)
-    check = StepCheck(steps, session, session.config.verify)
-    repeat, prepare_repeat = disable(few.repeat), disable(few.prepare_repeat)
-
-    def unfused(asks: bool, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        if not is_fused(optimizer := _alive(reference)):
-            return run(*args, **kwargs)
-        session.notes.add(note_of(session.config))
-        with traceable(optimizer, asks=asks) as wanted:
-            return run(*args, **kwargs) if wanted else None
-        return None
-
-    def in_full(*args: Any, **kwargs: Any) -> Any:
-        optimizer, asks = _alive(reference), check.wanted or not steps.quiet
-        done = functools.partial(unfused, asks, run)
-        if check.wanted:
-            result = check.step(optimizer, done, args, kwargs)
-        else:
-            result = done(*args, **kwargs)
-        prepare_repeat(steps, wanted=not check.wanted)
-        return result
-
-    def take(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        repeated, called, result = repeat(args, kwargs)
-        if called:
-            in_full()
-        elif not repeated:
-            result = in_full(*args, **kwargs)
-        self._opt_called = True  # type: ignore[attr-defined]  # what schedulers look at
-        return result
-
-    small = SmallUpdates(session)
-    serve_methods(optimizer, steps)
+    own = CompiledStep(optimizer, session, hooked=hooked)
 
     @functools.wraps(type(optimizer).step)
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if nested_compile.within_step():
-            session.notes.add(_PART)
-            plain_steps.called(family(self))
-            return unfused(True, plain, *args, **kwargs)
-        if not steps.steps:
-            plain_steps.called(family(self))
-            distributed_state_dicts.know_residuals()
-        do: Callable[..., Any] = functools.partial(small.step, take) if small.due() else take
-        return watched(self, functools.partial(do, self))(*args, **kwargs)
+        return own.call(self, args, kwargs)
 
     step._collage = session  # type: ignore[attr-defined]
     # It does what schedulers wrap a step in a function for, before they are made too.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    step._report = functools.partial(_report, steps, session)  # type: ignore[attr-defined]
+    step._report = functools.partial(_report, own.steps, session)  # type: ignore[attr-defined]
     return types.MethodType(step, optimizer)
+
+
+class CompiledStep:
+    """The step of one optimizer: repeated, compiled, recorded, checked, or a part of another's."""
+
+    def __init__(self, optimizer: Optimizer, session: Backend, *, hooked: bool) -> None:
+        # The class's own step: optimizer.step may be wrapped by a scheduler, or be ours already.
+        own = unscaling(optimizer)
+        self.plain = types.MethodType(own if hooked else beneath_hooks(own), optimizer)
+        self.session = session
+        self.optimizer = reference = weakref.ref(optimizer)
+        states = OptimizerStates(lambda: _alive(reference))
+        self.steps = Steps(session, states, f"the step of {type(optimizer).__name__}")
+        few = StandInSteps(lambda: _alive(reference), session)
+        self.run = TracedCall(self.plain, session, self.steps, few)
+        self.check = StepCheck(self.steps, session, session.config.verify)
+        self.repeat, self.prepare_repeat = disable(few.repeat), disable(few.prepare_repeat)
+        self.small = SmallUpdates(session)
+        serve_methods(optimizer, self.steps)
+
+    def call(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do a step, with all that watches steps of this process."""
+        if nested_compile.within_step():
+            self.session.notes.add(_PART)
+            plain_steps.called(family(optimizer))
+            return self._unfused(True, self.plain, *args, **kwargs)
+        if not self.steps.steps:
+            plain_steps.called(family(optimizer))
+            distributed_state_dicts.know_residuals()
+        do: Callable[..., Any] = self._take
+        if self.small.due():
+            do = functools.partial(self.small.step, do)
+        return watched(optimizer, functools.partial(do, optimizer))(*args, **kwargs)
+
+    def _take(self, optimizer: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
+        """Repeat the last step, or do one in full."""
+        repeated, called, result = self.repeat(args, kwargs)
+        if called:
+            self._in_full()
+        elif not repeated:
+            result = self._in_full(*args, **kwargs)
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look at
+        return result
+
+    def _in_full(self, *args: Any, **kwargs: Any) -> Any:
+        asks = self.check.wanted or not self.steps.quiet
+        done = functools.partial(self._unfused, asks, self.run)
+        if self.check.wanted:
+            result = self.check.step(_alive(self.optimizer), done, args, kwargs)
+        else:
+            result = done(*args, **kwargs)
+        self.prepare_repeat(self.steps, wanted=not self.check.wanted)
+        return result
+
+    def _unfused(self, asks: bool, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Do a step by other kernels than torch's fused ones, which nothing can be put into."""
+        if not is_fused(optimizer := _alive(self.optimizer)):
+            return run(*args, **kwargs)
+        self.session.notes.add(note_of(self.session.config))
+        with traceable(optimizer, asks=asks) as wanted:
+            return run(*args, **kwargs) if wanted else None
+        return None
 
 
 def compile_function(function: Callable[..., Any], session: Backend) -> Callable[..., Any]:
@@ -128,7 +142,7 @@ def compile_function(function: Callable[..., Any], session: Backend) -> Callable
     names = _argument_names(function)
     states, subject = FunctionStates(lambda: arguments), name_of(function)
     steps = Steps(session, states, subject)
-    run = _supervised(function, session, steps)
+    run = TracedCall(function, session, steps)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -166,37 +180,80 @@ def _argument_names(function: Callable[..., Any]) -> list[str]:
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
-def _supervised(
-    plain: Callable[..., Any],
-    session: Backend,
-    steps: Steps,
-    few: StandInSteps | None = None,
-) -> Callable[..., Any]:
-    """Return plain compiled as far as Dynamo traces it, the rest being recorded.
+class TracedCall:
+    """Call of a step or function, compiled as far as Dynamo traces it, the rest being recorded."""
 
-    Args:
-        plain: a step, or a function.
-        session: compiles it.
-        steps: runs it.
-        few: does the steps of an optimizer of which Dynamo need not see all.
-    """
-    own = apart(plain)
-    compiled = torch.compile(own, backend=session)
-    session.steps, session.whole = weakref.ref(steps), codes(own)
-    session.reads_numbers = "numbers" not in session.config.without
-    if not torch_private.traces():
-        steps.record_whole()
-    guard = RecompileGuard(session, steps)
-    is_closure = _is_function if few is None else callable
+    def __init__(
+        self,
+        plain: Callable[..., Any],
+        session: Backend,
+        steps: Steps,
+        few: StandInSteps | None = None,
+    ) -> None:
+        """Compile nothing yet.
 
-    def traced(*args: Any, **kwargs: Any) -> Any:
-        if few is not None and few.tries:
-            return few.step(compiled, args, kwargs)
-        return compiled(*args, **kwargs)
+        Args:
+            plain: a step, or a function.
+            session: compiles it.
+            steps: runs it.
+            few: does the steps of an optimizer of which Dynamo need not see all.
+        """
+        self.plain, self.session, self.steps, self.few = plain, session, steps, few
+        own = apart(plain)
+        self.compiled = torch.compile(own, backend=session)
+        session.steps, session.whole = weakref.ref(steps), codes(own)
+        session.reads_numbers = "numbers" not in session.config.without
+        if not torch_private.traces():
+            steps.record_whole()
+        self.guard = RecompileGuard(session, steps)
+        self.is_closure = _is_function if few is None else callable
 
-    def excepted(closure: Callable[..., Any]) -> Callable[..., Any]:
-        # A closure runs the model, eagerly or as the user compiled it: no part of the step.
-        called = disable(steps.recorder.suspended(progress.apart(closure), steps.failures))
+    @disable  # where the whole training step is compiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Do the step, or call the function."""
+        torch_private.require()
+        try:
+            return self._call(args, kwargs)
+        except Exception as error:
+            torch_private.explain(error)
+            raise
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        steps, session = self.steps, self.session
+        steps.go_on()
+        early = self.guard.calls < FIRST
+        compiles = no_full_collection() if early else nullcontext()
+        with compiles, self.guard.watch() as calm:
+            begins = calm and session.begins_untraced()
+            by_dynamo = calm and not begins
+            with (
+                progress.work(self._doing, TRACING if by_dynamo else None)
+                if early
+                else nullcontext(),
+                steps.step(traced=by_dynamo, once=begins),
+                many_graphs(),
+                steps.failures.caught(reads_numbers=session.reads_numbers),
+                symbolic_numbers(session.optimizer()),
+                nested_compile.step_of(session, compiled=by_dynamo),
+            ):
+                args, kwargs = replace_functions((args, kwargs), self.is_closure, self._excepted)
+                result = self._traced(args, kwargs) if by_dynamo else self.plain(*args, **kwargs)
+                if self.few is None:
+                    steps.see_results(result)
+            if self.few is None:
+                steps.see_written()
+            return result
+
+    def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.few is not None and self.few.tries:
+            return self.few.step(self.compiled, args, kwargs)
+        return self.compiled(*args, **kwargs)
+
+    def _excepted(self, closure: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a closure that is no part of the step: it runs the model, eagerly or as the user
+        compiled it."""
+        recorder, failures = self.steps.recorder, self.steps.failures
+        called = disable(recorder.suspended(progress.apart(closure), failures))
 
         # Dynamo guards no disabled function, and would call None as one in the step after.
         def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -204,44 +261,10 @@ def _supervised(
 
         return guarded
 
-    def what() -> str:
-        optimizer = session.optimizer()
+    def _doing(self) -> str:
+        optimizer = self.session.optimizer()
         count = len(params_of(optimizer)) if optimizer else 0
-        return f"compiling {steps.subject}" + (f" ({count} parameters)" if count else "")
-
-    def taken(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        steps.go_on()
-        early = guard.calls < FIRST
-        compiles = no_full_collection() if early else nullcontext()
-        with compiles, guard.watch() as calm:
-            begins = calm and session.begins_untraced()
-            by_dynamo = calm and not begins
-            with (
-                progress.work(what, TRACING if by_dynamo else None) if early else nullcontext(),
-                steps.step(traced=by_dynamo, once=begins),
-                many_graphs(),
-                steps.failures.caught(reads_numbers=session.reads_numbers),
-                symbolic_numbers(session.optimizer()),
-                nested_compile.step_of(session, compiled=by_dynamo),
-            ):
-                args, kwargs = replace_functions((args, kwargs), is_closure, excepted)
-                result = (traced if by_dynamo else plain)(*args, **kwargs)
-                if few is None:
-                    steps.see_results(result)
-            if few is None:
-                steps.see_written()
-            return result
-
-    @disable  # where the whole training step is compiled
-    def run(*args: Any, **kwargs: Any) -> Any:
-        torch_private.require()
-        try:
-            return taken(args, kwargs)
-        except Exception as error:
-            torch_private.explain(error)
-            raise
-
-    return run
+        return f"compiling {self.steps.subject}" + (f" ({count} parameters)" if count else "")
 
 
 def _is_function(argument: Any) -> bool:
