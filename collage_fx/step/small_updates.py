@@ -45,7 +45,7 @@ class _Sample(NamedTuple):
     owned: list[Owned]
     storage: str
     value: Tensor
-    """In float64."""
+    """The values, in float64."""
     last: Tensor
     """The last words of their residuals, in float64."""
 
@@ -225,7 +225,7 @@ def _moves(old: _Sample, written: list[int]) -> _Moves | None:
 def _gradient(owned: Owned) -> Tensor | None:
     """Return the gradient of a parameter, of one that is sharded this process's part of it.
 
-    None if there is none, or none that has an element for each of the parameter's.
+    None if there is none, or a sparse one, of which elements have other places.
     """
     shard = None if owned.whole.grad is None else shard_of(owned.whole.grad)
     return shard if type(shard) is Tensor and shard.layout == torch.strided else None
