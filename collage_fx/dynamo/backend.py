@@ -34,6 +34,7 @@ from collage_fx.passes.dedup.repeated_tensors import divide_repeated
 from collage_fx.passes.frontend.denominator import one_denominator
 from collage_fx.passes.frontend.read_numbers import CannotRead, read_numbers, reads_numbers
 from collage_fx.passes.ir.verdict import VerdictKind
+from collage_fx.record.mode import Cause
 from collage_fx.record.steps import Steps
 from collage_fx.runtime import logs, progress, torch_private
 from collage_fx.runtime.errors import CollageError, OptionError, own_name
@@ -128,7 +129,7 @@ class Backend(Session):
     def record_instead(self, why: str) -> None:
         """Have a step recorded that torch.compile does wrong; where that cannot be, warn."""
         if (steps := self.steps()) is not None:
-            steps.record_whole()
+            steps.enter(Cause.TRACED_WRONG)
             self.notes.add(f"recorded: {why}")
         else:
             self.warn_once("traced-wrong", f"{why}; collage_fx.compile records such a step")
@@ -154,7 +155,7 @@ class Backend(Session):
         code, steps = traced_code(), self.steps()
         first = self.given.setdefault((code, argument), part)
         if first != part and code is not None and steps is not None:
-            steps.record_whole()
+            steps.enter(Cause.EACH_PARAMETER)
             self.refuse(f"{own_name(code.co_name)} would be traced for each parameter by itself")
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -16,8 +16,8 @@ from collage_fx.hooks.dynamo_settings import Failures
 from collage_fx.passes.dedup.repeated_tensors import divided, writes_list
 from collage_fx.passes.rewrite.powers import in_float64
 from collage_fx.record.at_once import AtOnce, Unrecorded, in_python, tensors_in
+from collage_fx.record.dispatch_modes import BesideDynamo, RecordingMode
 from collage_fx.record.graph_notes import GraphNotes
-from collage_fx.record.modes import BesideDynamo, Mode
 from collage_fx.record.notes import CannotNote, Notes, UnknownMemory
 from collage_fx.runtime.errors import Warn
 from collage_fx.runtime.kernels import left_out
@@ -138,7 +138,7 @@ class Recorder:
         return result
 
     def _mode(self) -> TorchDispatchMode:
-        return BesideDynamo(self) if self.beside_dynamo else Mode(self)
+        return BesideDynamo(self) if self.beside_dynamo else RecordingMode(self)
 
     def _wake_up(self) -> None:
         self.wake()
@@ -234,6 +234,8 @@ class Recorder:
         if func is _ASSERT:  # which FX drops, as if it had no effect
             func, args = _ASSERT_WITH_MESSAGE, (*args, "a tensor is not true, as asserted")
         operation = OPERATIONS[func]
+        if operation.kind == "label":  # of a profile: it touches no tensor
+            return func(*args, **kwargs)
         if operation.kind == "higher order":
             return self._higher_order(func, args, kwargs)
         if writes_list(func) and (parts := divided(args, kwargs)):

@@ -20,10 +20,12 @@ from collage_fx.optimizer.ownership import PARAM, Owned, params_of
 from collage_fx.optimizer.parameter_names import naming
 from collage_fx.optimizer.served import RETURNED, not_given
 from collage_fx.passes.ir.program import StatePlan
+from collage_fx.record.dispatch_modes import off_stack
 from collage_fx.record.known_states import KnownStates, OtherMemory, resumed
-from collage_fx.record.modes import off_stack
+from collage_fx.record.mode import Cause, Mode
 from collage_fx.record.recorder import Recorder
 from collage_fx.record.service import TRIED, Service
+from collage_fx.runtime import logs
 from collage_fx.runtime.errors import UnsupportedError
 from collage_fx.runtime.kernels import left_out
 from collage_fx.runtime.residuals.memory import has_memory
@@ -68,10 +70,7 @@ class Steps:
         """Number of steps with something to update, counted up to TRIED."""
         self.history = History()
         """History of the optimizer, from the first step on."""
-        self.whole = config.record is True
-        """True if the steps are recorded whole, Dynamo graphs too, and none is compiled."""
-        self.untraced = self.whole
-        """True if Dynamo is not asked."""
+        self.mode = Mode.COMPILED
         self.interpreted = False
         """True if nothing is compiled any more, by Dynamo or of what is recorded."""
         self.active = False
@@ -121,16 +120,18 @@ class Steps:
             self.other_memory.watched,
             record=config.record is not False,
         )
+        if config.record is True:
+            self.enter(Cause.ASKED)
 
     @property
     def traces(self) -> bool:
         """True if Dynamo is to trace the steps."""
-        return not (self.untraced or self.interpreted)
+        return self.mode is not Mode.RECORDED and not self.interpreted
 
     @property
     def compiles(self) -> bool:
         """True if Dynamo graphs are to be compiled."""
-        return self.traces and not self.whole
+        return self.mode is Mode.COMPILED and not self.interpreted
 
     @property
     def plain(self) -> bool:
@@ -141,15 +142,16 @@ class Steps:
         """Say of no graph break that Dynamo has met in this process that it cuts these steps."""
         self.session.breaks.clear()
 
-    def record_whole(self, *, traced: bool = False) -> None:
-        """Record the whole of each step from now on.
+    def enter(self, cause: Cause) -> None:
+        """Do the steps from now on in the mode that a cause leads to, if it is a later one."""
+        if cause.mode > self.mode:
+            self.mode = cause.mode
+            logs.LOG.info("%s: %s from now on: %s", self.subject, self.mode, cause)
+        self._note_mode()
 
-        Args:
-            traced: whether Dynamo goes on to trace the steps: what its graphs do is noted with less
-                time than operation by operation.
-        """
-        self.whole, self.untraced = True, self.untraced or not traced
-        if isinstance(self.discovery, OptimizerStates):
+    def _note_mode(self) -> None:
+        """Note the mode for checkpoints: a resumed run begins in it."""
+        if isinstance(self.discovery, OptimizerStates) and self.mode is not Mode.COMPILED:
             history = history_of(self.discovery.optimizer())
             history.recorded, history.traced = self.executors.changing, self.traces
 
@@ -160,7 +162,7 @@ class Steps:
             where: why, and where in the user's code.
         """
         if self.compiles and self.switches:
-            self.record_whole(traced=True)
+            self.enter(Cause.CUT)
             self.service.note_cut(where)
 
     @contextlib.contextmanager
@@ -283,8 +285,9 @@ class Steps:
             self.executors.changed_before = before
         if self.history.hand_on is not None:
             self.other_memory.hand_on = self.history.hand_on
-        if before is not None or self.untraced:
-            self.record_whole(traced=self.history.traced)
+        if before is not None:
+            self.enter(Cause.RESUMED_TRACED if self.history.traced else Cause.RESUMED)
+        self._note_mode()
 
     def _find_states(self) -> None:
         self.recorder.asleep = False
@@ -442,10 +445,9 @@ class Steps:
 
     def _chained(self, name: str) -> None:
         """Record the whole of the steps from now on, where such values keep their low words."""
-        if self.whole:
-            return
-        self.record_whole(traced=True)
-        self.service.warn_chained(name)
+        if self.mode is Mode.COMPILED:
+            self.enter(Cause.CHAINED)
+            self.service.warn_chained(name)
 
     # The end.
 
@@ -467,7 +469,7 @@ class Steps:
             return
         if unaccounted:
             self.quiet = False
-            self.record_whole()
+            self.enter(Cause.UNSEEN)
             self.service.warn_unaccounted(unaccounted)
         if self.steps == 1:
             self.service.say_what_level_leaves()
@@ -503,7 +505,7 @@ class Steps:
             if memory_key(owned.tensor) in self.returned:
                 self._chained(owned.name)
             elif self.compiles and self.switches and self.words.has_made(owned.tensor):
-                self.record_whole(traced=True)
+                self.enter(Cause.REPLACED)
                 service.note_replaced(owned.name)
         self.words.adopt(present)
         self.other_memory.adopt()
@@ -537,8 +539,7 @@ class Steps:
 
     def _go_on_recording(self) -> None:
         """Record steps whole of which a part was; ask Dynamo no more, unless its graphs do most."""
-        traced = self.recorder.in_graphs > 2 * self.recorder.apart
-        if not self.whole:
+        if self.mode is Mode.COMPILED:
             self.service.note_switch(self.session.breaks)
-        if not (self.whole and traced):
-            self.record_whole(traced=traced)
+        in_graphs = self.recorder.in_graphs > 2 * self.recorder.apart
+        self.enter(Cause.PARTLY_OUTSIDE if in_graphs else Cause.OUTSIDE)

@@ -13,13 +13,14 @@ from collage_fx.passes.rewrite.op_schema import written
 aten = torch.ops.aten
 
 Kind: TypeAlias = Literal[
-    "note", "view", "composite", "read", "metadata", "now", "foreign", "higher order"
+    "note", "view", "composite", "read", "metadata", "label", "now", "foreign", "higher order"
 ]
 """`note`: done later, with the rest of its segment. `view`: done at once, which moves no data, and
 noted. `composite`: replaced by the operations that it consists of. `read`: hands data to Python.
-`metadata`: needs no data of its operands, and is done at once. `now`: done at once, after what its
-operands wait for. `foreign`: an operator of another library, which may read any memory: done at
-once, after all that waits. `higher order`: takes functions."""
+`metadata`: needs no data of its operands, and is done at once. `label`: begins or ends a part of a
+profile. `now`: done at once, after what its operands wait for. `foreign`: an operator of another
+library, which may read any memory: done at once, after all that waits. `higher order`: takes
+functions."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +96,11 @@ def _classified(func: Any) -> Operation:
     odd |= name.startswith(("quantize_", "dequantize")) or "_quantized" in name
     # A tensor of numbers is read on the host.
     odd |= any(a.name == "scalars" and str(a.type) == "Tensor" for a in arguments)
-    if func.namespace not in ("aten", "prims", "profiler"):
+    if func.namespace == "profiler":
+        return Operation("label")
+    if func.namespace not in ("aten", "prims"):
         return Operation("foreign", places)
-    if func.namespace == "profiler" or solves or not tensors or odd:
+    if solves or not tensors or odd:
         return Operation("now", places)
     numbers = frozenset(
         key

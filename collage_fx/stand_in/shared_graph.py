@@ -29,7 +29,7 @@ from collage_fx.hooks.symbolic_numbers import numbers_if_traced
 from collage_fx.optimizer.checkpoints.history import history_of
 from collage_fx.optimizer.ownership import params_of
 from collage_fx.optimizer.parameter_names import naming
-from collage_fx.record.modes import off_stack
+from collage_fx.record.dispatch_modes import off_stack
 from collage_fx.record.steps import Steps
 from collage_fx.runtime import logs, progress
 from collage_fx.runtime.expansion.stochastic import Seeds

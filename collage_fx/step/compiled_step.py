@@ -32,6 +32,7 @@ from collage_fx.optimizer.ownership import (
 from collage_fx.optimizer.served import Report, put_in_place
 from collage_fx.optimizer.state_table import sort_key
 from collage_fx.passes.ir.program import LOW_PRECISION
+from collage_fx.record.mode import Cause
 from collage_fx.record.service import written_between_steps
 from collage_fx.record.steps import Steps
 from collage_fx.runtime import progress, torch_private
@@ -204,7 +205,7 @@ class TracedCall:
         session.steps, session.whole = weakref.ref(steps), codes(own)
         session.reads_numbers = "numbers" not in session.config.without
         if not torch_private.traces():
-            steps.record_whole()
+            steps.enter(Cause.NO_TRACING)
         self.guard = RecompileGuard(session, steps)
         self.is_closure = _is_function if few is None else callable
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from collage_fx.dynamo.backend import Backend
+from collage_fx.record.mode import Cause
 from collage_fx.record.steps import Steps
 
 ROW = 5
@@ -40,7 +41,7 @@ class RecompileGuard:
         self.row = self.row + 1 if compiled and self.calls > _SETTLING else 0
         many = self.row > 1 and self.session.graphs >= _MANY
         if (self.row >= ROW or many) and self.steps.traces:
-            self.steps.record_whole()
+            self.steps.enter(Cause.NEW_GRAPHS)
             self.session.warn_once(
                 "new-graphs",
                 f"the step makes a new graph at each call ({self.session.graphs} so far): a Python "

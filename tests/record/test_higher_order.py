@@ -1,6 +1,6 @@
 """Operations that take functions, in a step that is recorded.
 
-For record.at_once and record.modes.
+For record.at_once and record.dispatch_modes.
 """
 
 from collections.abc import Callable

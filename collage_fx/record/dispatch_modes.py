@@ -17,7 +17,7 @@ class Dispatches(Protocol):
         """Do or note an operation, and return what it makes."""
 
 
-class Mode(TorchDispatchMode):
+class RecordingMode(TorchDispatchMode):
     """A recorder where Dynamo is not asked, without a guard against it around each dispatch."""
 
     supports_higher_order_operators = True
@@ -44,15 +44,17 @@ class Mode(TorchDispatchMode):
 def off_stack(recorder: Dispatches) -> AbstractContextManager[Any]:
     """Have a recorder called for no operation within, as for each kernel of a compiled graph."""
     top = _get_current_dispatch_mode()
-    ours = isinstance(top, Mode) and top.recorder is recorder
+    ours = isinstance(top, RecordingMode) and top.recorder is recorder
     return _pop_mode_temporarily() if ours else nullcontext()
 
 
-class BesideDynamo(Mode):
+class BesideDynamo(RecordingMode):
     """A recorder under which Dynamo is on: it must not trace what an operation is noted by."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return True
 
-    __torch_dispatch__ = Mode.__torch_dispatch__  # what the base class puts the guard around
+    __torch_dispatch__ = (
+        RecordingMode.__torch_dispatch__
+    )  # what the base class puts the guard around
