@@ -17,7 +17,7 @@ from collage_fx.passes.dedup.repeated_tensors import divided, writes_list
 from collage_fx.passes.rewrite.powers import in_float64
 from collage_fx.record.at_once import AtOnce, Unrecorded, in_python, tensors_in
 from collage_fx.record.dispatch_modes import BesideDynamo, RecordingMode
-from collage_fx.record.graph_notes import GraphNotes
+from collage_fx.record.graphs.notes import GraphNotes
 from collage_fx.record.notes import CannotNote, Notes, UnknownMemory
 from collage_fx.runtime.errors import Warn
 from collage_fx.runtime.kernels import left_out

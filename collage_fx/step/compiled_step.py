@@ -73,7 +73,7 @@ def compile_optimizer(
 
 
 class CompiledStep:
-    """The step of one optimizer: repeated, compiled, recorded, checked, or a part of another's."""
+    """The step of one optimizer: repeated, compiled, recorded, checked, or within another."""
 
     def __init__(self, optimizer: Optimizer, session: Backend, *, hooked: bool) -> None:
         # The class's own step: optimizer.step may be wrapped by a scheduler, or be ours already.

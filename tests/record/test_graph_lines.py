@@ -1,6 +1,6 @@
 """Dynamo graphs in recorded steps: noted as a whole, with the bits of their operations.
 
-For record.graph_effects and record.graph_notes.
+For record.graphs.effects and record.graphs.notes.
 """
 
 import copy
@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import collage_fx
-from collage_fx.record import graph_effects, graph_notes
+from collage_fx.record.graphs import effects, notes
+from collage_fx.segments.executors import Executors
 
 SCALE = torch.full((3,), 0.5)
 
@@ -124,7 +125,7 @@ def test_a_line_does_what_its_operations_do(
 ) -> None:
     found, counts = run(update, missing=missing)
     assert counts[-1] == 2, "what Python does, and no more"
-    monkeypatch.setattr(graph_notes, "MOST", 0)
+    monkeypatch.setattr(notes, "MOST", 0)
     one_by_one, all_counts = run(update, missing=missing)
     assert all_counts[-1] > 2
     assert equal(found, one_by_one)
@@ -201,10 +202,13 @@ def numbered(update: Callable[..., Any]) -> tuple[list[Any], list[int]]:
 def test_numbers_of_a_graph_are_those_of_each_step(
     update: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Compiled kernels, which one of the two runs may get a step earlier, may round otherwise.
+    always = property(lambda executors: True, lambda executors, wanted: None)
+    monkeypatch.setattr(Executors, "interpreted_only", always, raising=False)
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         found, counts = numbered(update)
         assert (counts[-1] == 2) == (update is not read_back)
-        monkeypatch.setattr(graph_notes, "MOST", 0)
+        monkeypatch.setattr(notes, "MOST", 0)
         one_by_one, all_counts = numbered(update)
     assert all_counts[-1] > 2
     assert equal(found, one_by_one)
@@ -212,7 +216,7 @@ def test_numbers_of_a_graph_are_those_of_each_step(
 
 @pytest.mark.slow
 def test_a_float_that_is_taken_for_a_constant_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_effects, "same_number", lambda a, b: False)  # none is recognised
+    monkeypatch.setattr(effects, "same_number", lambda a, b: False)  # none is recognised
     assert numbered(by_count)[1][-1] > 2
     monkeypatch.undo()
     assert numbered(by_count)[1][-1] == 2
@@ -276,7 +280,7 @@ def test_a_tensor_of_the_graph_s_own_is_what_it_is_in_the_step(
         return list(found_in(optimizer))
 
     found = run()
-    monkeypatch.setattr(graph_notes, "MOST", 0)
+    monkeypatch.setattr(notes, "MOST", 0)
     assert equal(found, run())
 
 

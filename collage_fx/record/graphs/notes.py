@@ -9,7 +9,7 @@ from torch.autograd.graph import increment_version
 from torch.fx import GraphModule, Node
 
 from collage_fx.record.at_once import AtOnce
-from collage_fx.record.graph_effects import KnownGraph, Tracer, own_tensors
+from collage_fx.record.graphs.effects import KnownGraph, Tracer, own_tensors
 from collage_fx.record.notes import Notes, Region
 from collage_fx.runtime.residuals.residual import version
 from collage_fx.runtime.torch_private import _pop_mode_temporarily
