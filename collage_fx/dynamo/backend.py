@@ -517,7 +517,7 @@ def _is_broken_off(gm: GraphModule) -> bool:
 
 def _end_of(gm: GraphModule) -> str:
     """Return the reason why a graph ends before its step, and where in the user's code."""
-    reason: Any = gm.compile_subgraph_reason
+    reason: Any = getattr(gm, "compile_subgraph_reason", None)
     why = str(reason.reason).partition("\n")[0] if _is_broken_off(gm) else "a function by itself"
-    stack = reason.user_stack
+    stack = getattr(reason, "user_stack", ())
     return f"{why}, {stack[-1].filename}:{stack[-1].lineno}" if stack else why
