@@ -131,6 +131,16 @@ def _callback(callback: Any) -> Any:
     return chosen
 
 
+def _install() -> None:
+    eval_frame._callback_from_stance = _callback
+
+
+def _restore() -> None:
+    if eval_frame._callback_from_stance is _callback:
+        eval_frame._callback_from_stance = _callback_from_stance
+
+
+_INSTALLED = Counted(_install, _restore)
 _stances: list[Any] = []
 """Contexts that set the stance back, as long as a step of any thread is not to be compiled."""
 
@@ -224,9 +234,11 @@ def within_step() -> bool:
 @contextmanager
 def step_of(session: Any, *, compiled: bool) -> Iterator[None]:
     """Compile with session, or not at all, what a step compiles itself, within this context."""
-    if traces():
-        eval_frame._callback_from_stance = _callback
-    with _set(session, forced=not compiled), nullcontext() if compiled else _FORCED.used():
+    with (
+        _INSTALLED.used() if traces() else nullcontext(),
+        _set(session, forced=not compiled),
+        nullcontext() if compiled else _FORCED.used(),
+    ):
         yield
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import eval_frame
 from torch._inductor.compile_fx import compile_fx
 from torch.optim import Optimizer
 
@@ -137,3 +138,27 @@ def test_a_function_that_dynamo_optimizes_is_compiled_anew() -> None:
     exact, plain = train(optimized, torch.float64), train(optimized, torch.bfloat16)
     moved = train(optimized, torch.bfloat16, storage="mcf3")
     assert lost(moved, exact) < 5e-3 < 0.5 < lost(plain, exact)
+
+
+def test_the_hook_is_there_while_a_step_runs() -> None:
+    """And not between steps, nor after one that raises, where Dynamo's own is again."""
+    own = eval_frame._callback_from_stance
+    seen: list[bool] = []
+
+    @torch.compiler.disable
+    def look(fails: bool) -> None:
+        seen.append(eval_frame._callback_from_stance is not own)
+        if fails:
+            raise KeyError("in the step")
+
+    def update(p: Tensor, g: Tensor, fails: bool) -> None:
+        p.sub_(g, alpha=1e-3)
+        look(fails)
+
+    step = collage_fx.compile(update)
+    p, g = torch.ones(2, 4).bfloat16()
+    step(p, g, False)
+    assert eval_frame._callback_from_stance is own
+    with pytest.raises(KeyError):
+        step(p, g, True)
+    assert eval_frame._callback_from_stance is own and seen == [True, True]
