@@ -96,16 +96,24 @@ class Service:
         by_graph = {_memory(tensor) for tensor, _ in self.by_graph.values()}
         return [o for o in states if _memory(o.tensor) not in by_graph]
 
-    def unaccounted(self, states: Iterable[Tensor]) -> list[str]:
+    def unaccounted(self, states: Iterable[Tensor], written: Iterable[Tensor] = ()) -> list[str]:
         """Count and name those of these states that something has written nevertheless.
 
-        One that has other memory by now (`p.data = old`) is warned of, and loses its residual.
+        One that has other memory by now (`p.data = old`) is warned of, and loses its residual. One
+        that shares its version counter with a tensor that was written, as slices of one buffer do,
+        need not have been written itself.
+
+        Args:
+            states: those that no graph has written.
+            written: tensors that were written, those of graphs aside.
         """
         names: list[str] = []
         moved: list[str] = []
         for tensor in states:
             account = self.of_tensor[id(tensor)]
-            if account.version not in (None, version(tensor)):
+            if account.version not in (None, version(tensor)) and not self._is_beside(
+                tensor, written
+            ):
                 account.served.unaccounted += 1
                 same = account.memory == memory_key(tensor)
                 (names if same else moved).append(account.served.name)
@@ -118,6 +126,16 @@ class Service:
                 "p.data = old, and wrote it, which drops the low words: write p.copy_(old)",
             )
         return names
+
+    def _is_beside(self, tensor: Tensor, written: Iterable[Tensor]) -> bool:
+        """Return True if memory beside a tensor was written, and not the tensor, as far as is known.
+
+        Only its residual knows what it was.
+        """
+        others = (*written, *(t for t, _ in self.by_graph.values()))
+        residual = STORE.get(tensor)
+        beside = any(_memory(t)[0] == memory_key(tensor) for t in others)
+        return beside and (residual is None or residual.is_present(tensor))
 
     def count_graphs(self) -> None:
         """Count what graphs have written in this step."""

@@ -519,7 +519,8 @@ class Steps:
             if self.words.has_written(owned.tensor):
                 service.note(owned, self.executors.plans.get(id(owned.tensor)))
         service.warn_elsewhere(self.words.memory.lasting)
-        unaccounted = service.unaccounted(o.tensor for o in rest if id(o.tensor) not in outside)
+        others = [o.tensor for o in rest if id(o.tensor) not in outside]
+        unaccounted = service.unaccounted(others, [o.tensor for o in outside.values()])
         service.count_graphs()
         self.quiet = bool(service.by_graph) and not outside and not replaced
         settled = self.steps >= TRIED and self.switches and not (self.waited or self.forced)
