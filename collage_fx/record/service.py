@@ -128,10 +128,7 @@ class Service:
         return names
 
     def _is_beside(self, tensor: Tensor, written: Iterable[Tensor]) -> bool:
-        """Return True if memory beside a tensor was written, and not the tensor, as far as is known.
-
-        Only its residual knows what it was.
-        """
+        """Return True if memory beside a tensor was written, and the tensor was not."""
         others = (*written, *(t for t, _ in self.by_graph.values()))
         residual = STORE.get(tensor)
         beside = any(_memory(t)[0] == memory_key(tensor) for t in others)

@@ -133,7 +133,6 @@ def test_a_line_does_what_its_operations_do(
 
 @pytest.mark.slow
 def test_another_update_leaves_other_bits() -> None:
-    """The control."""
     assert not equal(run(average)[0], run(views)[0])
 
 
@@ -202,9 +201,8 @@ def numbered(update: Callable[..., Any]) -> tuple[list[Any], list[int]]:
 def test_numbers_of_a_graph_are_those_of_each_step(
     update: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Compiled kernels, which one of the two runs may get a step earlier, may round otherwise.
-    always = property(lambda executors: True, lambda executors, wanted: None)
-    monkeypatch.setattr(Executors, "interpreted_only", always, raising=False)
+    # A compiled kernel, which a run may get a step earlier than the other, may round otherwise.
+    monkeypatch.setattr(Executors, "interpreted_only", property(lambda e: True, lambda e, v: None))
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         found, counts = numbered(update)
         assert (counts[-1] == 2) == (update is not read_back)
@@ -242,8 +240,7 @@ def test_what_is_read_behind_the_dispatcher_has_its_data() -> None:
     step, expected = collage_fx.compile(optimizer, arithmetic="wide"), []
     for k in range(6):
         train(optimizer, step, k, k + 1)
-        norms = [p.grad.float().norm() for p in optimizer.param_groups[0]["params"]]
-        expected.append(float(sum(norms)))
+        expected.append(sum(float(p.grad.norm()) for p in optimizer.param_groups[0]["params"]))
     assert optimizer.made == pytest.approx(expected, rel=0.01)
 
 
