@@ -67,7 +67,7 @@ def test_the_ends_of_what_is_supported_are_tested() -> None:
     ("old", "new", "fault"),
     [
         (TESTED[0], "2.12.0", "torch 2.12.0"),
-        ("3.13", "3.14", "Python 3.14"),
+        ("3.14", "3.15", "Python 3.15"),
         ("make test-torch", "make tests", "make tests VERSION=${{ matrix.torch }}"),
         ("make test-torch VERSION=${{ matrix.torch }}", "python -m pytest", "python -m pytest"),
         ("matrix.torch }}", "matrix.tor }}", "make test-torch VERSION=${{ matrix.tor }}"),
