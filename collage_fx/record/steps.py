@@ -70,7 +70,7 @@ class Steps:
         """Number of steps with something to update, counted up to TRIED."""
         self.history = History()
         """History of the optimizer, from the first step on."""
-        self.mode = Mode.COMPILED
+        self.mode = Cause.ASKED.mode if config.record is True else Mode.COMPILED
         self.interpreted = False
         """True if nothing is compiled any more, by Dynamo or of what is recorded."""
         self.active = False
@@ -120,8 +120,6 @@ class Steps:
             self.other_memory.watched,
             record=config.record is not False,
         )
-        if config.record is True:
-            self.enter(Cause.ASKED)
 
     @property
     def traces(self) -> bool:

@@ -70,6 +70,12 @@ def test_mode_of_a_step(optimizer: type[SGD], options: Any, mode: Mode) -> None:
     assert steps_of(optimizer(params(), lr=1e-3), **options).mode is mode
 
 
+def test_a_step_that_never_runs_leaves_no_mode_to_the_next() -> None:
+    optimizer = SGD(params(), lr=1e-3)
+    collage_fx.compile_(optimizer, record=True)
+    assert steps_of(optimizer).mode is Mode.COMPILED
+
+
 def test_docs_name_each_cause_with_its_mode() -> None:
     rows = re.findall(r"^\| (.+) \| `(\w+)` \|$", DOCS, re.M)
     assert rows == [(str(cause), str(cause.mode)) for cause in Cause]
