@@ -68,6 +68,15 @@ _COMPARING = _DECIDING | {
     aten.rsub.Scalar,
     aten.sub.Tensor,
 }
+_MASKING = frozenset((aten.mul.Tensor, aten.div.Tensor, *ADDING))
+"""Operations that leave an element as it is where the other operand is a one, or a zero."""
+_STATISTICS = frozenset(
+    (
+        *("var", "std", "var_mean", "std_mean", "linalg_vector_norm", "_foreach_norm"),
+        *("_softmax", "_log_softmax", "logsumexp"),
+    )
+)
+"""Operations of which no result is an element of the operand."""
 _INVERTING = (aten.div.Tensor, aten.reciprocal.default, aten.rsqrt.default)
 _KEPT = (STRUCTURE - {aten.where.self}) | {aten.abs.default, aten.neg.default, CONVERT}
 """Operations that change no digit of a value, on the way to a choice, or only round it."""
@@ -181,8 +190,8 @@ def chosen(program: Program) -> Iterator[str]:
     that is picked by its place, where the pick has another shape than the slice.
     """
     graph = graph_of(program.canonical).graph
-    choices = {n: _DECIDING for n in _compared(graph) if _may_pick(n)}
-    choices |= dict.fromkeys((n for n in graph.nodes if _chooses(n) or _picks(n)), _COMPARING)
+    choices = [(n, _COMPARING) for n in graph.nodes if _chooses(n) or _picks(n)]
+    choices += [(n, _DECIDING) for n in _compared(graph) if _may_pick(n)]
     sums = [n for n in graph.nodes if n.target in _SUMS and not _picks(n)]
     if not choices and not sums:
         return
@@ -191,7 +200,7 @@ def chosen(program: Program) -> Iterator[str]:
         unrounded: dict[Node, list[set[Node]]] = defaultdict(list)
         for value, slices in _unrounded(program, rewritten, wider).items():
             unrounded[alike[value][0]] += slices
-        found = [(node, _met(node, by, unrounded, alike)) for node, by in choices.items()]
+        found = [(node, _met(node, by, unrounded, alike)) for node, by in choices]
         found += [(node, _left_little(node, unrounded, alike)) for node in sums]
         for node, of in found:
             if of is not None:
@@ -227,8 +236,16 @@ def _may_pick(node: Node) -> bool:
     What it is cannot be told of a mask that is computed, a scatter, a pool, a custom operator.
     """
     if node.target in _SUMS:
-        return any(n.target is aten.mul.Tensor for n in _chosen_from(node, products=True))
-    return node.op == "call_function" and not _is_of_each(node) and not _chooses(node)
+        before = _chosen_from(node, certain=False)
+        return any(n.target in _MASKING or n.target is aten.where.self for n in before)
+    return _is_opaque(node) or (node.target in _PICKING and not elementwise(node))
+
+
+def _is_opaque(node: Node) -> bool:
+    """Return True if elements of a result may be of any element of an operand, and equal to it."""
+    name = getattr(node.target, "_opname", "")
+    moves = node.op == "call_function" and not _is_of_each(node)
+    return moves and name not in _STATISTICS
 
 
 def _picks(node: Node) -> bool:
@@ -255,22 +272,25 @@ def _is_of_booleans(node: Node) -> bool:
     return is_tensor(node) and value_of(node).dtype == torch.bool
 
 
-def _chosen_from(choice: Node, *, products: bool = False) -> set[Node]:
+def _chosen_from(choice: Node, *, certain: bool = True) -> set[Node]:
     """Return a choice and the nodes of which it may return an element.
 
     Args:
         choice: the operation.
-        products: whether any product may be one with zeros and ones.
+        certain: whether it is known to return one, and each operation before it to change none. A
+            product, a sum or a quotient may change none, where its other operand is a mask.
     """
-    through = _KEPT | CHOOSING | ({aten.mul.Tensor} if products else set())
 
     def operands(node: Node) -> Iterator[Any]:
-        if node is choice or node.target in through:
+        if node is choice or node.target in _KEPT | CHOOSING:
             yield from node.all_input_nodes
         elif node.target is aten.where.self:
             yield from (a for a in node.args[1:] if isinstance(a, Node))
-        elif mask := _mask(node):
+        elif certain and (mask := _mask(node)):
             yield from set(node.all_input_nodes) - set(mask)
+        elif not certain and (_is_opaque(node) or node.target in _MASKING | _SUMS):
+            squares = node.target is aten.mul.Tensor and node.args[0] is node.args[1]
+            yield from () if squares else node.all_input_nodes
 
     return closure(choice, operands)
 
@@ -317,18 +337,31 @@ def _met(
         unrounded: the values of a class that slices have unrounded, with the nodes of these slices.
         alike: node -> those that compute the same.
     """
-    chosen_from = _chosen_from(choice, products=by is _DECIDING)
+    chosen_from = _chosen_from(choice, certain=by is not _DECIDING)
     values = {alike[n][0] for n in chosen_from} & unrounded.keys()
     if not values:
         return None
     picks = not _chooses(choice)
     # What is computed of several elements that are picked is none of them.
-    after = closure(choice, lambda n: filter(_is_of_each, n.users) if picks else n.users)
+    certain = by is not _DECIDING
+    after = closure(choice, lambda n: _after(n, certain=certain) if picks else n.users)
     for value in values:
         ways = _that_read_rounded(choice, unrounded[value]) if picks else [None]
         if any(_meets(alike[value], choice, after, inside, by) for inside in ways):
             return value
     return None
+
+
+def _after(pick: Node, *, certain: bool) -> Iterator[Node]:
+    """Yield the users of a pick whose results may be elements that are picked.
+
+    Args:
+        pick: or what comes of one.
+        certain: whether they are, each computed of one.
+    """
+    for user in pick.users:
+        if _is_of_each(user) or (not certain and (_is_opaque(user) or user.target in _SUMS)):
+            yield user
 
 
 def _left_little(

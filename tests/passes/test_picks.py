@@ -35,6 +35,10 @@ PICKS: dict[str, Callable[[Tensor], Tensor]] = {
     "times a computed mask": lambda u: (u * (1 - (~FIFTH).to(u.dtype))).sum(),
     "scattered": lambda u: u.new_zeros(12).scatter(0, torch.arange(12), u.flatten())[5],
     "by a matrix": lambda u: (torch.eye(4).to(u.dtype) @ u)[1, 2],
+    "by two matrices": lambda u: (torch.eye(4).to(u.dtype) @ u @ torch.eye(3).to(u.dtype))[1, 2],
+    "of sums": lambda u: torch.where(FIFTH, u, 0).sum(0).sum(),
+    "less all others": lambda u: (u - torch.where(FIFTH, 0, u)).sum(),
+    "largest by far": lambda u: (u + torch.where(FIFTH, 0, -1e4).to(u.dtype)).amax(),
     "pooled": lambda u: torch.nn.functional.max_pool1d(u.view(1, 1, 12), 1)[0, 0, 5],
 }
 DONE_AT_ONCE = ("index", "gathered", "taken")
@@ -80,7 +84,7 @@ def test_an_element_that_is_picked_by_its_place_is_itself(
     name: str, of: str, options: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not_itself(name, of, **options) == 0
-    for rule in ("_picks", "_may_pick"):
+    for rule in ("_picks", "_may_pick", "_chooses"):
         monkeypatch.setattr(high_words, rule, lambda node: False)
     torch.compiler.reset()
     right = bool(options) and name in DONE_AT_ONCE
@@ -94,7 +98,8 @@ def test_an_element_that_is_picked_by_its_place_is_itself(
 @pytest.mark.quick("computed twice-options0", "divided-options2")
 def test_so_it_is_by_other_ways(equal: str, options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not_itself("element", "update", equal, **options) == 0
-    monkeypatch.setattr(high_words, "_picks", lambda node: False)
+    for rule in ("_picks", "_may_pick"):
+        monkeypatch.setattr(high_words, rule, lambda node: False)
     torch.compiler.reset()
     assert not_itself("element", "update", equal, **options) > 0
 
@@ -109,6 +114,7 @@ ALONE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "part of a sum": lambda p, u: u * (torch.where(FIFTH, u, 0).abs().sum() / 6),
     "reached share": lambda p, u: u * (u > p).to(u.dtype).mean() + u * (u * p).sum(),
     "projected": lambda p, u: torch.where(u > 0, u - p * ((u * p).sum() / p.square().sum()), u),
+    "clipped by deviation": lambda p, u: torch.maximum(torch.minimum(u, 2 * u.std()), -2 * u.std()),
     "masked norm": lambda p, u: u / torch.where(FIFTH, 0, u).square().sum().sqrt().clamp(min=1),
     "Newton-Schulz": lambda p, u: 1.5 * u - 0.5 * (u.view(4, -1) @ u.view(4, -1).T) @ u,
 }
