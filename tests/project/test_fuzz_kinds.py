@@ -23,7 +23,7 @@ from programs import Line, Program
 from torch import Tensor
 
 from collage_fx.optimizer.checkpoints import copying
-from collage_fx.passes.analysis import high_words
+from collage_fx.passes.analysis import escape
 from collage_fx.record import at_once
 from collage_fx.runtime.residuals.residual import Residual
 from collage_fx.runtime.residuals.store import ResidualStore
@@ -212,7 +212,7 @@ FAULTS: dict[tuple[str, str], Callable[[pytest.MonkeyPatch], Any]] = {
     ),
     ("magnitudes", "not moved"): _instead(lines=(Line("u = g"), UPDATE)),
     ("a pick", "of the rounding"): lambda patch: patch.setattr(
-        high_words, "_picks", lambda node: False
+        escape, "chosen", lambda program: iter(())
     ),
     ("a holder", "begun anew"): _instead(
         lines=(Line("u = g"), replace(HELD, text=HELD.text.replace("p)", "p) * 0")), UPDATE)
