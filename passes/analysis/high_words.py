@@ -2,7 +2,7 @@
 
 import operator
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -190,8 +190,8 @@ def chosen(program: Program) -> Iterator[str]:
     that is picked by its place, where the pick has another shape than the slice.
     """
     graph = graph_of(program.canonical).graph
-    choices = [(n, _COMPARING) for n in graph.nodes if _chooses(n) or _picks(n)]
-    choices += [(n, _DECIDING) for n in _compared(graph) if _may_pick(n)]
+    choices = [(n, True) for n in graph.nodes if _chooses(n) or _picks(n)]
+    choices += [(n, False) for n in _compared(graph) if _may_pick(n)]
     sums = [n for n in graph.nodes if n.target in _SUMS and not _picks(n)]
     if not choices and not sums:
         return
@@ -200,7 +200,7 @@ def chosen(program: Program) -> Iterator[str]:
         unrounded: dict[Node, list[set[Node]]] = defaultdict(list)
         for value, slices in _unrounded(program, rewritten, wider).items():
             unrounded[alike[value][0]] += slices
-        found = [(node, _met(node, by, unrounded, alike)) for node, by in choices]
+        found = [(node, _met(node, certain, unrounded, alike)) for node, certain in choices]
         found += [(node, _left_little(node, unrounded, alike)) for node in sums]
         for node, of in found:
             if of is not None:
@@ -323,7 +323,7 @@ def _unrounded(
 
 def _met(
     choice: Node,
-    by: Collection[Any],
+    certain: bool,
     unrounded: dict[Node, list[set[Node]]],
     alike: dict[Node, list[Node]],
 ) -> Node | None:
@@ -333,21 +333,19 @@ def _met(
 
     Args:
         choice: the operation that chooses, picks or may pick.
-        by: the operations by which the value meets it.
+        certain: whether it does; what only may pick the value meets by a comparison alone.
         unrounded: the values of a class that slices have unrounded, with the nodes of these slices.
         alike: node -> those that compute the same.
     """
-    chosen_from = _chosen_from(choice, certain=by is not _DECIDING)
-    values = {alike[n][0] for n in chosen_from} & unrounded.keys()
+    values = {alike[n][0] for n in _chosen_from(choice, certain=certain)} & unrounded.keys()
     if not values:
         return None
     picks = not _chooses(choice)
     # What is computed of several elements that are picked is none of them.
-    certain = by is not _DECIDING
     after = closure(choice, lambda n: _after(n, certain=certain) if picks else n.users)
     for value in values:
         ways = _that_read_rounded(choice, unrounded[value]) if picks else [None]
-        if any(_meets(alike[value], choice, after, inside, by) for inside in ways):
+        if any(_meets(alike[value], choice, after, inside, certain) for inside in ways):
             return value
     return None
 
@@ -396,7 +394,7 @@ def _meets(
     choice: Node,
     after: set[Node],
     inside: set[Node] | None,
-    by: Collection[Any],
+    certain: bool,
 ) -> bool:
     """Return True if a value meets what comes of a choice: unrounded, if a slice is given.
 
@@ -407,7 +405,7 @@ def _meets(
         choice: the operation that chooses.
         after: what comes of it.
         inside: the nodes of the slice.
-        by: the operations by which it meets it.
+        certain: whether it chooses; if not, comparisons alone count.
     """
 
     def others(node: Node) -> Iterator[Node]:
@@ -420,7 +418,7 @@ def _meets(
     alone = after - beside
     # An element times another tensor is no element, from which nothing may remain.
     straight = alone if inside is None else alone & _straight(choice)
-    met = {n for n in after & beside if by is _COMPARING or n.target in by}
+    met = {n for n in after & beside if certain or n.target in _DECIDING}
     if choice.target in _REDUCING:  # A share of a sum is no element, and no total is compared.
         met = {n for n in met if n.target in _COMPARING and n.target not in _INVERTING}
         beside = {n for n in beside if is_tensor(n) and value_of(n).numel() != 1} | set(values)
