@@ -43,6 +43,7 @@ ONE = {"foreach": False}
 """PyTorch's default is another on a GPU than on a CPU, with another formula."""
 R16 = PLUS | {"storage": "remainder16"}
 REFERRED = tuple(name for name in CASES if name not in NO_REFERENCE)
+"""Cases of kernels whose words are compared."""
 WHOLE: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "AdamW, plus": (AdamW, ONE, PLUS),
     "AdamW, remainder16": (AdamW, ONE, R16),

@@ -220,10 +220,7 @@ class Compilation:
         """Compile the graph; or say why a narrow one cannot be that of all."""
         start = time.perf_counter()
         chosen = self.narrow.inputs if self.narrow else range(len(example_inputs))
-        steps, dtypes = (
-            self.session.steps(),
-            compensable_dtypes(self.session.config.storage),
-        )
+        steps, dtypes = self.session.steps(), compensable_dtypes(self.session.config.storage)
         # Of few parameters Dynamo makes attributes of the graph.
         given = (*example_inputs, *self.whole.gm.parameters(), *self.whole.gm.buffers())
         self.plain = (steps is not None and steps.plain) or not any(

@@ -26,10 +26,16 @@ class Cause(Enum):
     NEW_GRAPHS = Mode.RECORDED, "call after call needs a new graph"
     EACH_PARAMETER = Mode.RECORDED, "Dynamo would trace a method for each parameter by itself"
     TRACED_WRONG = Mode.RECORDED, "the step does what torch.compile does wrong"
-    OUTSIDE = Mode.RECORDED, "most of the step, writes of states too, is outside of Dynamo's graphs"
+    OUTSIDE = (
+        Mode.RECORDED,
+        "states are written outside of Dynamo's graphs, which do few of the operations",
+    )
     UNSEEN = Mode.RECORDED, "a state was written, by no graph and no operation that was seen"
     RESUMED = Mode.RECORDED, "the run that saved the checkpoint was recorded"
-    PARTLY_OUTSIDE = Mode.TRACED, "states are written outside of Dynamo's graphs"
+    PARTLY_OUTSIDE = (
+        Mode.TRACED,
+        "states are written outside of Dynamo's graphs, which do most of the operations",
+    )
     CUT = Mode.TRACED, "a graph ends, and others go on from values that it would round"
     CHAINED = Mode.TRACED, "a graph stores in a state what another has computed"
     REPLACED = Mode.TRACED, "a tensor that a graph made takes the place of a state"

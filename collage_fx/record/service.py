@@ -130,8 +130,7 @@ class Service:
     def _is_beside(self, tensor: Tensor, written: Iterable[Tensor]) -> bool:
         """Return True if memory beside a tensor was written, and the tensor was not."""
         others = (*written, *(t for t, _ in self.by_graph.values()))
-        residual = STORE.get(tensor)
-        beside = any(_memory(t)[0] == memory_key(tensor) for t in others)
+        residual, beside = STORE.get(tensor), memory_key(tensor) in map(memory_key, others)
         return beside and (residual is None or residual.is_present(tensor))
 
     def count_graphs(self) -> None:

@@ -1,4 +1,4 @@
-"""Digest of the source of collage_fx, a part of Inductor's cache keys."""
+"""Digest of the source code of collage_fx, for the cache keys of Inductor."""
 
 import hashlib
 from collections.abc import Iterable
