@@ -7,6 +7,7 @@ from torch import Tensor
 
 from collage_fx.passes.frontend.decompose import COMPARISONS, compare
 from collage_fx.passes.ir.program import LOW_PRECISION
+from collage_fx.runtime.expansion.eft import computed_in
 
 aten = torch.ops.aten
 _SINGLE = {op._opname: op for op in COMPARISONS}
@@ -24,16 +25,17 @@ def compared(op: Any, dtype: torch.dtype, x: Tensor, number: Any, *, out: Any = 
     Args:
         op: of which `rounds_number` holds for this dtype; in place, with `out`, or neither.
         dtype: that of the tensor in the step.
-        x: the tensor in a wider dtype.
+        x: the tensor, in a wider dtype where it has low words.
         number: may be symbolic.
         out: what an overload with such an argument writes.
     """
     single = _SINGLE[op._opname.removesuffix("_")]
-    found: Tensor
     if isinstance(number, int | float):
         found = compare(lambda target, *args: target(*args), single, x, number, dtype)
     else:
-        rounded = torch.scalar_tensor(number, dtype=torch.float64).to(dtype).to(x.dtype)
-        found = getattr(aten, single._opname).Tensor(x, rounded)
+        itself, both = COMPARISONS[single]
+        given, wide = torch.scalar_tensor(number, dtype=torch.float64), computed_in(x.dtype)
+        rounded = getattr(aten, single._opname).Tensor(x, given.to(dtype).to(x.dtype))
+        found = both(rounded, getattr(aten, itself._opname).Tensor(x.to(wide), given.to(wide)))
     place = x if op._opname.endswith("_") else out
     return found if place is None else place.copy_(found)

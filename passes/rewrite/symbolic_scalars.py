@@ -17,8 +17,9 @@ import torch
 from torch import SymFloat, Tensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
-from collage_fx.passes.frontend.decompose import DECOMPOSITIONS, is_rounded_power
+from collage_fx.passes.frontend.decompose import COMPARISONS, DECOMPOSITIONS, is_rounded_power
 from collage_fx.passes.ir.program import Value, value_of
+from collage_fx.passes.rewrite.comparisons import compared, rounds_number
 from collage_fx.passes.rewrite.op_schema import each, functional, is_foreach, written
 from collage_fx.runtime.expansion.eft import WIDER, computed_in
 from collage_fx.runtime.trees import tree_leaves, tree_map_only
@@ -49,7 +50,7 @@ def keep_symbols(table: Table) -> Table:
     packets = [getattr(aten, prefix + name) for name in _NAMES for prefix in ("", "_foreach_")]
     overloads = [getattr(packet, o) for packet in packets for o in packet.overloads()]
     ours = [op for op in overloads if not written(op) and not op._overloadname.endswith(_NOT_OURS)]
-    ours += [prims.fma.default, aten.full.default, aten.scalar_tensor.default]
+    ours += [prims.fma.default, aten.full.default, aten.scalar_tensor.default, *COMPARISONS]
     return table | {op: partial(_decomposed, op, table.get(op)) for op in ours}
 
 
@@ -59,6 +60,8 @@ def _decomposed(op: Any, other: Callable[..., Any] | None, *args: Any, **kwargs:
     symbolic = not truncated and _symbolic(kwargs if op in _TAKES_SYMBOLS else (args, kwargs))
     if not symbolic and op not in _LERP:
         return NotImplemented if other is None else other(*args, **kwargs)
+    if rounds_number(op, getattr(args[0], "dtype", None)):
+        return compared(op, args[0].dtype, *args)
     if is_foreach(op):
         return [_single(*one) for one in each(functional(op), args, kwargs)]
     return _single(op, args, kwargs)

@@ -1,6 +1,6 @@
 """An element that a step picks by its place, and meets its own tensor, is equal to itself.
 
-For passes.analysis.high_words.
+For passes.analysis.high_words and passes.rewrite.comparisons.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,9 @@ from torch import Tensor
 
 import collage_fx
 from collage_fx.passes.analysis import escape, high_words
+from collage_fx.passes.frontend.decompose import COMPARISONS
 
+aten = torch.ops.aten
 LR, STEPS = 1e-3, 6
 FIFTH = torch.arange(12).view(4, 3) == 5
 
@@ -51,6 +53,7 @@ EQUAL: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "compared": lambda x, pick: x == pick(x),
     "computed twice": lambda x, pick: (x * 1.7).nan_to_num() == pick((x * 1.7).nan_to_num()),
     "divided": lambda x, pick: (x % pick(x) == 0) & (x // pick(x) == 1),
+    "of a float": lambda x, pick: (x == pick(x)) & (-x >= -pick(x)) & (2 * x <= 2 * pick(x)),
 }
 """Conditions that hold for an element that is picked."""
 
@@ -62,7 +65,8 @@ def not_itself(name: str, of: str, equal: str = "compared", **options: Any) -> i
         u = g * 1.1 + 0.3
         p.sub_(g, alpha=LR)
         x = OF[of](p, u)
-        s.sub_(u, alpha=LR).sub_(torch.where(EQUAL[equal](x, PICKS[name]), 1.0, 0.0))
+        pick = {**PICKS, **READ}[name]
+        s.sub_(u, alpha=LR).sub_(torch.where(EQUAL[equal](x, pick), 1.0, 0.0))
 
     generator = torch.Generator().manual_seed(0)
     p = (torch.randn(4, 3, generator=generator) + 1).bfloat16()
@@ -72,6 +76,14 @@ def not_itself(name: str, of: str, equal: str = "compared", **options: Any) -> i
     assert collage_fx.residuals(p) and collage_fx.residuals(s)
     held = -s.double().round().view(4, 3)
     return int((STEPS - held[:, 2]).sum() if name == "column" else STEPS - held[1, 2])
+
+
+READ: dict[str, Callable[[Tensor], Any]] = {
+    "a number": lambda u: u[1, 2].item(),
+    "a list": lambda u: u.tolist()[1][2],
+    "converted": lambda u: float(u.flatten()[5]),
+}
+"""Picks that Python holds as floats."""
 
 
 @pytest.mark.parametrize("options", [{}, {"record": True}], ids=["graph", "recorded"])
@@ -102,6 +114,19 @@ def test_so_it_is_by_other_ways(equal: str, options: Any, monkeypatch: pytest.Mo
         monkeypatch.setattr(high_words, rule, lambda node: False)
     torch.compiler.reset()
     assert not_itself("element", "update", equal, **options) > 0
+
+
+@pytest.mark.parametrize("of", OF)
+@pytest.mark.parametrize("name", READ)
+@pytest.mark.quick("a number-update")
+def test_so_it_is_as_a_float_that_a_recorded_step_reads(
+    name: str, of: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not_itself(name, of, "of a float", record=True) == 0
+    for op in (aten.eq.Scalar, aten.ge.Scalar, aten.le.Scalar):
+        monkeypatch.setitem(COMPARISONS, op, (op, lambda rounded, itself: rounded))
+    torch.compiler.reset()
+    assert not_itself(name, of, "of a float", record=True) > 0
 
 
 ALONE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

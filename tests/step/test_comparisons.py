@@ -1,9 +1,9 @@
 """A number that a 16-bit tensor is compared with is rounded first, as eager PyTorch does.
 
-For passes.rewrite.comparisons and passes.frontend.decompose.
+For passes.rewrite.comparisons, passes.rewrite.symbolic_scalars and passes.frontend.decompose.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,9 +13,11 @@ from torch.optim import Optimizer
 
 import collage_fx
 from collage_fx.passes.frontend import decompose
+from collage_fx.passes.rewrite import symbolic_scalars
 
 NAMES = ("eq", "ne", "ge", "gt", "le", "lt")
 NUMBERS = (0.1, -0.3, 1e-3, 0.5, 257)
+TENTHS = (0.1, 0.1, 0.1)
 UNIT = 2.0**-11
 WAYS: dict[str, dict[str, Any]] = {
     "eft": {"multi_tensor": False},
@@ -64,24 +66,27 @@ class Compares(Optimizer):
 
 
 def moved(
-    number: float, dtype: torch.dtype, compile_: Callable[[Optimizer], Any], **kw: Any
+    numbers: Sequence[float], dtype: torch.dtype, compile_: Callable[[Optimizer], Any], **kw: Any
 ) -> Any:
-    """Return how far two steps have gone, in units: a bit for each comparison, times two."""
-    grads = neighbours(number, dtype)
+    """Return how far steps with these numbers have gone, in units: a bit for each comparison."""
     params = [torch.zeros(4, dtype=dtype) for _ in range(2)]
-    optimizer = Compares(params, number, **kw)
+    optimizer = Compares(params, numbers[0], **kw)
     step = compile_(optimizer)
-    for _ in range(3):
+    for number in numbers:
+        optimizer.param_groups[0]["number"] = number
         for p in params:
-            p.grad = grads.clone()
+            p.grad = neighbours(number, dtype)
         step()
-    return collage_fx.value(params[0]).double() / (3 * UNIT)
+    return collage_fx.value(params[0]).double() / UNIT
 
 
-def exact(number: float, dtype: torch.dtype) -> Tensor:
+def exact(numbers: Sequence[float], dtype: torch.dtype) -> Tensor:
     """Return the same by eager PyTorch's comparisons of 16-bit tensors."""
-    masks = Compares([torch.zeros(1)], number)._masks(neighbours(number, dtype), number)
-    return sum((mask.double() * 2**k for k, (mask, _) in enumerate(masks)), torch.zeros(4).double())
+    total = torch.zeros(4).double()
+    for number in numbers:
+        masks = Compares([torch.zeros(1)], number)._masks(neighbours(number, dtype), number)
+        total += sum(mask.double() * 2**k for k, (mask, _) in enumerate(masks))
+    return total
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -89,37 +94,56 @@ def exact(number: float, dtype: torch.dtype) -> Tensor:
 @pytest.mark.quick("-0.3-wide")
 def test_comparisons_are_those_of_eager_pytorch(number: float, way: str) -> None:
     for dtype in (torch.bfloat16, torch.float16) if "wide" not in way else (torch.bfloat16,):
-        found = moved(number, dtype, lambda o: collage_fx.compile(o, level="all", **WAYS[way]))
-        assert torch.equal(found, exact(number, dtype)), dtype
+        numbers = [number] * 3
+        found = moved(numbers, dtype, lambda o: collage_fx.compile(o, level="all", **WAYS[way]))
+        assert torch.equal(found, exact(numbers, dtype)), dtype
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.quick("wide", "recorded")
+def test_so_they_are_where_the_number_changes(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo makes a symbol of it."""
+    numbers = [0.1, 0.3, -0.7, 0.11, 0.2]
+
+    def found() -> Tensor:
+        return moved(numbers, torch.bfloat16, lambda o: collage_fx.compile(o, **WAYS[way]))
+
+    def unrounded(op: Any, dtype: torch.dtype, x: Tensor, number: Any) -> Tensor:
+        return getattr(torch.ops.aten, op._opname).Tensor(x.float(), torch.scalar_tensor(number))
+
+    assert torch.equal(found(), exact(numbers, torch.bfloat16))
+    monkeypatch.setattr(symbolic_scalars, "compared", unrounded)
+    torch.compiler.reset()
+    assert not torch.equal(found(), exact(numbers, torch.bfloat16))
 
 
 @pytest.mark.parametrize("record", ["auto", True])
 @pytest.mark.parametrize("cut", ["joined", "item"])
 @pytest.mark.quick("joined-auto")
 def test_joined_graphs_and_segments(cut: str, record: Any) -> None:
-    found = moved(0.1, torch.bfloat16, lambda o: collage_fx.compile(o, record=record), cut=cut)
-    assert torch.equal(found, exact(0.1, torch.bfloat16))
+    found = moved(TENTHS, torch.bfloat16, lambda o: collage_fx.compile(o, record=record), cut=cut)
+    assert torch.equal(found, exact(TENTHS, torch.bfloat16))
 
 
 def test_interpreted_steps() -> None:
     with torch.compiler.set_stance("force_eager"):
-        found = moved(0.1, torch.bfloat16, collage_fx.compile)
-    assert torch.equal(found, exact(0.1, torch.bfloat16))
+        found = moved(TENTHS, torch.bfloat16, collage_fx.compile)
+    assert torch.equal(found, exact(TENTHS, torch.bfloat16))
 
 
 @pytest.mark.slow
 @pytest.mark.kernels
 @pytest.mark.parametrize("way", ["eft", "class", "recorded wide"])
 def test_compiled_kernels(way: str) -> None:
-    found = moved(0.1, torch.bfloat16, lambda o: collage_fx.compile(o, **WAYS[way]))
-    assert torch.equal(found, exact(0.1, torch.bfloat16))
+    found = moved(TENTHS, torch.bfloat16, lambda o: collage_fx.compile(o, **WAYS[way]))
+    assert torch.equal(found, exact(TENTHS, torch.bfloat16))
 
 
 def test_a_number_that_is_not_rounded_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control."""
     monkeypatch.setattr(decompose, "_in_16_bits", lambda number, dtype: number)
-    found = moved(0.1, torch.bfloat16, collage_fx.compile)
-    assert not torch.equal(found, exact(0.1, torch.bfloat16))
+    found = moved(TENTHS, torch.bfloat16, collage_fx.compile)
+    assert not torch.equal(found, exact(TENTHS, torch.bfloat16))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -66,6 +66,7 @@ _DIRECTIONS = {
         _NOT_ITSELF.format("u.masked_fill(~first, -torch.inf).amax()"),
         _NOT_ITSELF.format("(u * (1 - (~first).to(u.dtype))).sum()"),
         _NOT_ITSELF.format("u.new_zeros(1).index_add(0, torch.tensor([0]), u.flatten()[:1])"),
+        _NOT_ITSELF.format("u.flatten()[0].item()"),
         "u = u - u.flatten()[-1]",
     ),
     "masks": (
