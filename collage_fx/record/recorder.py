@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from collage_fx.hooks import data_reads, nested_compile
 from collage_fx.hooks.dynamo_settings import Failures
 from collage_fx.passes.dedup.repeated_tensors import divided, writes_list
+from collage_fx.passes.frontend.decompose import DIVIDING, parts_of
 from collage_fx.passes.rewrite.powers import in_float64
 from collage_fx.record.at_once import AtOnce, Unrecorded, in_python, tensors_in
 from collage_fx.record.dispatch_modes import BesideDynamo, RecordingMode
@@ -344,6 +345,16 @@ class Recorder:
                 self.flush()  # the bits of a high word
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
+        if func in DIVIDING:
+            each = parts_of(func, source, args[1:], result)
+            for part, (op, *given) in zip(result, each, strict=True):
+                self._note_view(source, part, op, tuple(given), {})
+        else:
+            self._note_view(source, result, func, args, kwargs)
+        return result
+
+    def _note_view(self, source: Tensor, result: Any, func: Any, args: Any, kwargs: Any) -> None:
+        """Note a view of a tensor, as the result of an operation."""
         differs = source.dim() or func is aten.view.dtype
         noted = isinstance(result, Tensor) and has_memory(result) and differs
         saved = torch.is_grad_enabled() and source.requires_grad
@@ -355,7 +366,6 @@ class Recorder:
                 self._note_no_more(str(memory))
             except CannotNote:
                 self.flush()
-        return result
 
     def _noted(
         self, func: Any, operation: Operation, args: tuple[Any, ...], kwargs: Any

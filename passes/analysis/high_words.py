@@ -46,13 +46,9 @@ _CHOOSING = frozenset(
 """Operations that return some of the numbers that they are given, the first at least."""
 _PICKING = STRUCTURE | {
     aten.as_strided.default,
-    aten.chunk.default,
     aten.constant_pad_nd.default,
     aten.masked_select.default,
-    aten.split.Tensor,
-    aten.split_with_sizes.default,
     aten.take.default,
-    aten.unbind.int,
     aten.unfold.default,
 }
 """Operations that return elements by their places."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from collage_fx.passes.frontend.decompose import DECOMPOSITIONS, like
+from collage_fx.passes.frontend.decompose import DECOMPOSITIONS, DIVIDING, like, parts_of
 from collage_fx.passes.frontend.single_elements import combines_single_elements, returns_operand
 from collage_fx.passes.frontend.slice import shape_of
 from collage_fx.passes.ir.graph_memory import ORIGIN, OpOverload, base_of, note_origin
@@ -85,6 +85,7 @@ def canonicalize(program: Program) -> None:
       `prims.fma` becomes addcmul or add.
     - In 16 bits, operations that PyTorch computes in fp32 and rounds once (addcmul, addcdiv, add
       with alpha) become fp32 operations and one conversion, so that the rounding is in the graph.
+    - What `split` and `unbind` return are slices, and elements of an axis.
     - What reductions, sorts and views make of single elements is these elements: see
       `single_elements`. Their roundings are then those of the elements, and no comparison of an
       element with the largest, which it is itself, can tell them apart.
@@ -215,6 +216,12 @@ class _Builder:
             self.env[node] = self.env[node.args[0]][node.args[1]]  # type: ignore[index]
         elif name.startswith("aten::_foreach_") and name[6:] in FOREACH:
             self.env[node] = self._each(node, FOREACH[name[6:]])
+        elif node.target in DIVIDING:
+            vals, (x, *given) = node.meta["val"], node.args
+            parts = parts_of(node.target, self.env[x], given, vals)  # type: ignore[index]
+            self.env[node] = [
+                self.call(*one, val=val) for one, val in zip(parts, vals, strict=True)
+            ]
         elif is_tensor(node) and (
             node.target in DECOMPOSITIONS or node.target in _WITH_TENSOR or _has_symbol(node)
         ):

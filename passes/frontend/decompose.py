@@ -8,7 +8,8 @@ import ctypes
 import functools
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import torch
@@ -329,6 +330,29 @@ def _compare(op: Any, b: Builder, out: Tensor, x: Any, number: Any) -> Any:
     if dtype not in LOW_PRECISION or not isinstance(number, int | float):
         return b.call(op, x, number, val=out)
     return compare(lambda target, *args: b.call(target, *args, val=out), op, x, number, dtype)
+
+
+DIVIDING = frozenset((aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int))
+"""Operations that return all of a tensor, in views that have nothing in common."""
+
+
+def parts_of(
+    op: Any, x: Any, given: Sequence[Any], parts: Sequence[Tensor]
+) -> Iterator[tuple[Any, ...]]:
+    """Yield the operation that makes each part of a tensor alone, with its arguments.
+
+    Args:
+        op: one of DIVIDING.
+        x: the tensor, as these arguments have it.
+        given: the other arguments of `op`.
+        parts: the results of `op`, for their sizes.
+    """
+    axis = (*given, 0)[op is not aten.unbind.int]
+    if op is aten.unbind.int:
+        yield from ((aten.select.int, x, axis, k) for k in range(len(parts)))
+        return
+    for begin, end in pairwise(accumulate((part.shape[axis] for part in parts), initial=0)):
+        yield aten.slice.Tensor, x, axis, begin, end
 
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {

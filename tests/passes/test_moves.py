@@ -1,6 +1,6 @@
 """Moves: what a step indexes, flips or transposes is not rounded first, in arithmetic `wide`.
 
-For passes.frontend.moves.
+For passes.frontend.moves and passes.frontend.canonicalize.
 """
 
 from collections.abc import Callable
@@ -56,7 +56,25 @@ def moved_twice(u: Tensor) -> Tensor:
     return u.roll(1, 0) * (u.t().reshape(u.shape) * 1.3).flip(1)
 
 
-EACH = [indexed, flipped, transposed, put_together, with_a_gap, filled, moved_twice]
+def in_chunks(u: Tensor) -> Tensor:
+    return torch.cat([x * 0.5 for x in u.chunk(2)])
+
+
+def by_columns(u: Tensor) -> Tensor:
+    return torch.stack([x.flip(0) for x in u.unbind(1)], 1)
+
+
+EACH = [
+    indexed,
+    flipped,
+    transposed,
+    put_together,
+    with_a_gap,
+    filled,
+    moved_twice,
+    in_chunks,
+    by_columns,
+]
 
 
 def update(move: Callable[[Tensor], Tensor]) -> Callable[..., None]:
@@ -67,7 +85,7 @@ def update(move: Callable[[Tensor], Tensor]) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize("move", EACH)
-@pytest.mark.quick("moved_twice")
+@pytest.mark.quick("moved_twice", "in_chunks", "by_columns")
 def test_what_is_moved_is_not_rounded_first(move: Callable[[Tensor], Tensor]) -> None:
     exact, _ = train(update(move), F64)
     begin = torch.cat([x.detach().double().flatten() for x in start(F64)])

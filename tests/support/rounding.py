@@ -88,8 +88,9 @@ class Rounding(TorchDispatchMode):
         if written:
             scales = any(word in str(func) for word in ("mul_", "div_", "zero_", "fill_"))
             scales &= "addc" not in str(func)
-            for x, before in zip(written, old, strict=True):
-                self._updated(x, before, scales)
+            with self._in_its_dtype(func):
+                for x, before in zip(written, old, strict=True):
+                    self._updated(x, before, scales)
             return result
         if self.exact or func.is_view or str(func).split(".")[1] in _COPIES:
             return result
@@ -100,9 +101,20 @@ class Rounding(TorchDispatchMode):
                 return self.rounded(x, self._temporary(x, operands), noise=self.dithered)
             return x
 
-        return tree_map(one, result)
+        with self._in_its_dtype(func):
+            return tree_map(one, result)
+
+    @contextlib.contextmanager
+    def _in_its_dtype(self, func: Any) -> Iterator[None]:
+        """Round results to the dtype, within, where graphs do so in arithmetic `wide` too."""
+        before = self.arithmetic
+        if str(func).split(".")[1] in _UNKNOWN_TO_SLICES:
+            self.arithmetic = self.low
+        yield
+        self.arithmetic = before
 
 
+_UNKNOWN_TO_SLICES = {"addmm", "bmm", "dot", "index_add", "index_add_", "mm", "mv"}
 _COPIES = {"clone", "_to_copy", "zeros_like", "empty_like", "full_like", "ones_like", "detach"}
 
 
