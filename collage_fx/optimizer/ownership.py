@@ -119,9 +119,15 @@ def bytes_by_kind(optimizer: Optimizer) -> dict[str, int]:
     for owned in owned_tensors(optimizer):
         kind = "parameters" if owned.key == PARAM else owned.key
         found[kind] = found.get(kind, 0) + owned.tensor.nbytes
-    gradients = [p.grad for p in params_of(optimizer) if p.grad is not None]
-    found["gradients"] = sum(shard_of(g).nbytes for g in gradients)
+    gradients = [shard_of(p.grad) for p in params_of(optimizer) if p.grad is not None]
+    found["gradients"] = sum(map(_bytes_of, gradients))
     return found
+
+
+def _bytes_of(gradient: Tensor) -> int:
+    if not gradient.is_sparse:
+        return gradient.nbytes
+    return gradient._indices().nbytes + gradient._values().nbytes
 
 
 def all_tensors_of(optimizer: Optimizer) -> Iterator[Owned]:

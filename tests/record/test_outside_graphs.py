@@ -221,6 +221,8 @@ def test_sparse_gradients(make: Any) -> None:
         found[how] = collage_fx.value(p)
     rounded = error(found["exact"].bfloat16().double(), found["exact"])
     assert error(found["collage"], found["exact"]) < rounded / 4
+    indices, values = 2 * 8, 8 * 2
+    assert collage_fx.explain(optimizer).memory["gradients"] == indices + values
 
 
 def test_states_made_in_inference_mode() -> None:
