@@ -5,6 +5,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from collage_fx.binding.launches import Unrepeatable
+from collage_fx.compilation.session import Session
+from collage_fx.runtime import logs
 from collage_fx.runtime.kernels.triton_launch import is_capturing
 
 T = TypeVar("T")
@@ -13,14 +15,15 @@ T = TypeVar("T")
 class Backoff:
     """Counter of the steps until one is bound again: twice as many after each vain attempt."""
 
-    def __init__(self, note: Callable[[str], None], *, never: bool) -> None:
+    def __init__(self, session: Session, bound: str, *, never: bool) -> None:
         """Begin to count.
 
         Args:
-            note: told of an error in compiling the comparison.
+            session: whose step it is; it notes an error in compiling the comparison.
+            bound: words that the log has for a step that is bound.
             never: whether no step is bound at all.
         """
-        self.note = note
+        self.session, self.bound = session, bound
         self.left = sys.maxsize if never else 0
         self.before = 0
 
@@ -36,15 +39,18 @@ class Backoff:
             return None
         self.before = self.left = 2 * self.before + 1
         try:
-            return make()
+            made = make()
         except Unrepeatable:
             self.left = sys.maxsize
         except Exception as error:
             self.left = sys.maxsize
-            self.note(
+            self.session.notes.add(
                 f"each step is looked at in Python: {type(error).__name__} was raised in compiling "
                 "what would do so"
             )
+        else:
+            logs.LOG.info("%s: %s", self.session.subject, self.bound)
+            return made
         return None
 
     def held(self) -> None:

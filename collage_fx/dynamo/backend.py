@@ -265,7 +265,7 @@ class _Step:
         if steps is not None and ends and VerdictKind.GRADIENT in kinds:
             steps.record_rest(_end_of(gm))  # a gradient is memory for what others go on with
         never = not is_step or steps is None or "repeat" in session.config.without
-        self.backoff = Backoff(session.notes.add, never=never)
+        self.backoff = Backoff(session, _BOUND, never=never)
 
     def _compile(
         self, gm: GraphModule, inputs: Sequence[Any], args: tuple[Any, ...] | None = None
@@ -459,6 +459,7 @@ class _Step:
 _TWO_STORAGES = (
     "the step has a NumPy array and a tensor on the same memory, which torch.compile does not know"
 )
+_BOUND = "a graph is bound to its tensors: repeated behind Dynamo's guards"
 _NUMBER = "a float64 tensor without dimensions is written, which torch.compile forgets"
 _FORWARD = (
     "the backend 'collage' compiles what autograd differentiates, as a model's forward pass, and "

@@ -317,6 +317,7 @@ class Steps:
 
     def _unknown_reader(self, why: str) -> None:
         """Note why operations are done one by one, for the report and for a resumed run."""
+        logs.LOG.info("%s: done operation by operation from now on: %s", self.subject, why)
         self.executors.interpreted_only = True
         self.history.at_once = why
         self.service.note_at_once(why)

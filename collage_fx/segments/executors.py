@@ -1,6 +1,5 @@
 """Runs of recorded segments: rewritten by the passes, compiled on joined values, or interpreted."""
 
-import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -39,7 +38,7 @@ from collage_fx.segments.segment_graph import (
     float_guard,
     graph_of_segment,
     number_tensor,
-    why_compiled,
+    why_again,
     with_fakes,
 )
 from collage_fx.segments.trie import on_one_line
@@ -154,6 +153,8 @@ class Executors:
             pass  # nothing is compensated: as in eager PyTorch, to the bit
         elif obstacle:
             self.left[segment] = obstacle
+            if history.runs == 1:
+                self._log(segment, f"interpreted: {obstacle}")
         elif history.runs >= self.seen and not self._waits(segment, history, call):
             self.readers.discard(segment)
             for name in self.ways:
@@ -166,6 +167,10 @@ class Executors:
             self.readers.add(segment, call)
         self.runs["interpreted"] += 1
         run_joined(segment, call, self.words)
+
+    def _log(self, segment: Segment, became: str) -> None:
+        what = f"a recorded segment of {len(segment.lines)} operations is {became}"
+        logs.LOG.info("%s: %s", self.session.subject, what)
 
     def _waits(self, segment: Segment, history: _History, call: Call) -> bool:
         """Return True if a segment is to be compiled after others that only read what it writes.
@@ -229,11 +234,11 @@ class Executors:
             if self.count >= MOST:
                 return f"{MOST} parts of the step have been compiled, and no more are"
             self.count += 1
-            if logs.LOG.isEnabledFor(logging.INFO):
-                last = next(iter(way.compiled), None)
-                logs.LOG.info("%s", why_compiled(segment, last, given, call.floats))
+            last = next(iter(way.compiled), None)
+            self._log(segment, f"compiled, {name}{why_again(last, given, call.floats)}")
             made = self._compile(compile_, segment, history, given, call)
             if isinstance(made, str):
+                self._log(segment, f"not {name}: {made}")
                 way.refused = made
                 return made
             compiled = made

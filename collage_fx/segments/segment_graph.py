@@ -149,20 +149,19 @@ class Compiled:
         self.tensors = list(map(number_tensor, values))
 
 
-def why_compiled(segment: Segment, last: Compiled | None, given: Given, floats: list[float]) -> str:
-    """Return the reason why a segment is compiled for a call, maybe again, for the log."""
-    what = f"a recorded segment of {len(segment.lines)} operations is compiled"
+def why_again(last: Compiled | None, given: Given, floats: list[float]) -> str:
+    """Return the reason why a segment is compiled again for a call; none without a last one."""
     if last is None:
-        return what
+        return ""
     if last.structure != given.structure:
-        return f"{what} again, as the low words of its states are others"
+        return " again, as the low words of its states are others"
     before = last.numbers
     changed = [
         f"{old} -> {new}"
         for i, (old, new) in enumerate(zip(before.floats, floats, strict=True))
         if not same_number(old, new) and before.same[i] not in before.changing
     ]
-    return f"{what} again, as numbers in it have changed: {', '.join(changed) or 'a guard fails'}"
+    return f" again, as numbers in it have changed: {', '.join(changed) or 'a guard fails'}"
 
 
 def same_number(a: float, b: float) -> bool:

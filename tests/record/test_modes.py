@@ -1,9 +1,10 @@
 """Steps go from one mode to a later one, by causes that logs and docs name.
 
-For record.mode and record.steps.
+For record.mode, record.steps and binding.backoff.
 """
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,15 @@ DOCS = (Path(__file__).parents[2] / "docs" / "recording.md").read_text()
 def steps_of(optimizer: Optimizer, count: int = 4, **options: Any) -> Any:
     """Return the runner of the steps of an optimizer, which has taken some."""
     collage_fx.compile_(optimizer, **options)
+    stepped(optimizer, count)
+    return optimizer.step._collage.steps()  # type: ignore[attr-defined]
+
+
+def stepped(optimizer: Optimizer, count: int = 4) -> None:
     for _ in range(count):
         for p in optimizer.param_groups[0]["params"]:
             p.grad = torch.ones_like(p)
         optimizer.step()
-    return optimizer.step._collage.steps()  # type: ignore[attr-defined]
 
 
 def params() -> list[Tensor]:
@@ -79,6 +84,62 @@ def test_a_step_that_never_runs_leaves_no_mode_to_the_next() -> None:
 def test_docs_name_each_cause_with_its_mode() -> None:
     rows = re.findall(r"^\| (.+) \| `(\w+)` \|$", DOCS, re.M)
     assert rows == [(str(cause), str(cause.mode)) for cause in Cause]
+
+
+class Own(SGD):
+    """SGD by a loop of its own."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Take a step."""
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad, alpha=1e-3)
+
+
+class Pointing(Own):
+    """The same beside code that has a pointer to the parameters."""
+
+    def step(self, closure: Any = None) -> Any:
+        """Take a step."""
+        self.param_groups[0]["params"][0].data_ptr()
+        return super().step(closure)
+
+
+def alike() -> None:
+    both = [SGD(params()), SGD(params())]
+    for optimizer in both:
+        collage_fx.compile_(optimizer)
+    for optimizer in both:
+        stepped(optimizer)
+
+
+def without_a_compiler() -> None:
+    with torch.compiler.set_stance("force_eager"):
+        steps_of(Own(params()))
+
+
+WAYS: dict[str, Callable[[], Any]] = {
+    "repeated": lambda: steps_of(SGD(params())),
+    "bound graph": lambda: steps_of(Own(params())),
+    "compiled graph": alike,
+    "recorded segment": lambda: steps_of(Outside(params())),
+    "interpreted": without_a_compiler,
+    "at once": lambda: steps_of(Pointing(params()), record=True),
+}
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("way", WAYS)
+def test_docs_name_each_way_with_its_line(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    rows = dict(re.findall(r"^\| ([a-z ]+) \| [^|]+ \| [^|]+ \| ([^|]+) \|$", DOCS, re.M))
+    assert {*WAYS} == {*rows} - {"way"}
+    monkeypatch.setattr(logs.LOG, "info", lambda text, *given: said.append(text % given))
+    monkeypatch.setattr(logs.LOG, "isEnabledFor", lambda level: True)
+    WAYS[way]()
+    for line in rows[way].split("; "):
+        pattern = re.sub(r"\d+", r"\\d+", re.escape(line))
+        assert re.search(pattern, "\n".join(said)), said
 
 
 @torch.compiler.disable
