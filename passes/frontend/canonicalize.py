@@ -166,6 +166,10 @@ def _has_symbol(node: Node) -> bool:
     )
 
 
+def _has_known_sizes(vals: Sequence[Tensor]) -> bool:
+    return all(type(size) is int for val in vals for size in val.shape)
+
+
 class _Builder:
     """Builder of the canonical graph, node by node."""
 
@@ -216,7 +220,7 @@ class _Builder:
             self.env[node] = self.env[node.args[0]][node.args[1]]  # type: ignore[index]
         elif name.startswith("aten::_foreach_") and name[6:] in FOREACH:
             self.env[node] = self._each(node, FOREACH[name[6:]])
-        elif node.target in DIVIDING:
+        elif node.target in DIVIDING and _has_known_sizes(node.meta["val"]):
             vals, (x, *given) = node.meta["val"], node.args
             parts = parts_of(node.target, self.env[x], given, vals)  # type: ignore[index]
             self.env[node] = [

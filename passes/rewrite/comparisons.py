@@ -34,7 +34,8 @@ def compared(op: Any, dtype: torch.dtype, x: Tensor, number: Any, *, out: Any = 
         found = compare(lambda target, *args: target(*args), single, x, number, dtype)
     else:
         itself, both = COMPARISONS[single]
-        given, wide = torch.scalar_tensor(number, dtype=torch.float64), computed_in(x.dtype)
+        given = torch.ones((), dtype=torch.float64, device=x.device) * number
+        wide = computed_in(x.dtype)
         rounded = getattr(aten, single._opname).Tensor(x, given.to(dtype).to(x.dtype))
         found = both(rounded, getattr(aten, itself._opname).Tensor(x.to(wide), given.to(wide)))
     place = x if op._opname.endswith("_") else out

@@ -58,9 +58,12 @@ def _decomposed(op: Any, other: Callable[..., Any] | None, *args: Any, **kwargs:
     filled = op in (aten.full.default, aten.scalar_tensor.default)
     truncated = filled and not (kwargs.get("dtype") or torch.float32).is_floating_point
     symbolic = not truncated and _symbolic(kwargs if op in _TAKES_SYMBOLS else (args, kwargs))
+    if op in COMPARISONS:
+        symbolic = isinstance(args[1], SymFloat | torch.SymInt)
+        symbolic = symbolic and rounds_number(op, getattr(args[0], "dtype", None))
     if not symbolic and op not in _LERP:
         return NotImplemented if other is None else other(*args, **kwargs)
-    if rounds_number(op, getattr(args[0], "dtype", None)):
+    if op in COMPARISONS:
         return compared(op, args[0].dtype, *args)
     if is_foreach(op):
         return [_single(*one) for one in each(functional(op), args, kwargs)]

@@ -14,6 +14,7 @@ from recorded_steps import Each, off, start, train
 from torch import Tensor
 from torch.fx import Graph
 
+import collage_fx
 from collage_fx.passes.ir.program import Program, Settings, graph_of, is_tensor
 
 F64 = torch.float64
@@ -95,6 +96,21 @@ def test_what_is_moved_is_not_rounded_first(move: Callable[[Tensor], Tensor]) ->
 
     assert error() < 2e-5 < 1e-4 < error(without=("moves",))
     assert error(record=True) < 2e-5
+
+
+@pytest.mark.filterwarnings("error")
+def test_parts_whose_sizes_are_symbols() -> None:
+    def update(p: Tensor, g: Tensor) -> None:
+        parts = (g * 0.37).split([2, len(g) - 2])
+        p.sub_(torch.cat([*reversed(parts)]), alpha=LR)
+
+    call = collage_fx.compile(update)
+    for rows in (6, 8, 10):
+        p, g = torch.ones(rows, 2).bfloat16(), torch.full((rows, 2), 1.1).bfloat16()
+        call(p, g)
+        wanted = 1 - LR * 0.37 * g.double()
+        assert torch.allclose(collage_fx.value(p).double(), wanted, rtol=0, atol=5e-5)
+        assert not torch.equal(p, torch.ones_like(p)), "the control: it moves"
 
 
 def test_a_view_of_the_same_shape_is_no_move() -> None:

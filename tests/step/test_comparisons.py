@@ -100,10 +100,12 @@ def test_comparisons_are_those_of_eager_pytorch(number: float, way: str) -> None
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.quick("wide", "recorded")
-def test_so_they_are_where_the_number_changes(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("numbers", [(0.1, 0.3, -0.7, 0.11, 0.2), (3, 257, -259, 7, 1001)])
+@pytest.mark.quick("numbers0-wide", "numbers0-recorded", "numbers1-eft", "numbers1-recorded")
+def test_so_they_are_where_the_number_changes(
+    numbers: Sequence[float], way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Dynamo makes a symbol of it."""
-    numbers = [0.1, 0.3, -0.7, 0.11, 0.2]
 
     def found() -> Tensor:
         return moved(numbers, torch.bfloat16, lambda o: collage_fx.compile(o, **WAYS[way]))
