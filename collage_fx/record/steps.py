@@ -45,6 +45,8 @@ _NO_SWAP = (
     "nothing is swapped"
 )
 
+_AT_ONCE = "operations are done when they are called"
+
 
 class Steps:
     """Runner of steps: by the graphs that Dynamo makes of them, and recorded where it makes none.
@@ -300,10 +302,18 @@ class Steps:
         self.service.begin(present)
         at_once = self.session.keep or (self.steps == 1 and resumed(present))
         joins = self.session.config.on_unsupported == "join"
-        # What is recorded beside Dynamo graphs is soon recorded with them, or over.
-        soon_over = joins and self.compiles and self.steps <= TRIED
-        only = self.interpreted or self.forced or soon_over or self.recorder.all_at_once
-        self.executors.begin(interpreted_only=only, at_once=at_once)
+        reasons = {
+            "torch.compiler.set_stance asks for no compiler": self.forced,
+            "no C++ compiler works": self.failures.no_compiler,
+            "compiled steps were not as in float64": self.interpreted,
+            _AT_ONCE: self.recorder.all_at_once,
+            # It is soon recorded with them, or over.
+            "it is beside graphs, in the first steps": joins
+            and self.compiles
+            and self.steps <= TRIED,
+        }
+        why = next((reason for reason, holds in reasons.items() if holds), "")
+        self.executors.begin(interpreted=why, at_once=at_once)
 
     def _storage_for(self, owned: Owned) -> str:
         served = self.service.served.get(owned.place)
@@ -318,7 +328,7 @@ class Steps:
     def _unknown_reader(self, why: str) -> None:
         """Note why operations are done one by one, for the report and for a resumed run."""
         logs.LOG.info("%s: done operation by operation from now on: %s", self.subject, why)
-        self.executors.interpreted_only = True
+        self.executors.interpreted = _AT_ONCE
         self.history.at_once = why
         self.service.note_at_once(why)
 

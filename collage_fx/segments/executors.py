@@ -91,7 +91,10 @@ class Executors:
     """Function that is told of an error in compiling."""
     unseen: Callable[[Tensor], None]
     """Function that is told of what may be a parameter, is written, and is none of the states."""
-    interpreted_only: bool = False
+    interpreted: str = ""
+    """Reason why nothing is compiled in this step; empty if something may be."""
+    logged: set[str] = field(default_factory=set)
+    """Reasons that the log has."""
     changing: list[list[int]] = field(default_factory=list)
     """Number of floats of each segment of this step, with the positions of those that change."""
     changed_before: list[list[int]] = field(default_factory=list)
@@ -120,11 +123,11 @@ class Executors:
         # Who wants an error for an operation without a rule gets it in the first step.
         self.seen = SEEN if self.session.config.on_unsupported == "join" else 1
 
-    def begin(self, *, interpreted_only: bool, at_once: bool) -> None:
+    def begin(self, *, interpreted: str, at_once: bool) -> None:
         """Begin a step.
 
         Args:
-            interpreted_only: whether nothing is to be compiled.
+            interpreted: the reason why nothing is to be compiled; empty if something may be.
             at_once: whether from now on what is seen for the first time is compiled: by who wants
                 to see graphs, and after a checkpoint, to be bit-equal to the run that goes on
                 unbroken, whose segments are compiled by now.
@@ -132,7 +135,7 @@ class Executors:
         self.plans.clear()
         self.left.clear()
         self.changing.clear()
-        self.interpreted_only = interpreted_only
+        self.interpreted = interpreted
         if at_once:
             self.seen = 1
 
@@ -153,7 +156,8 @@ class Executors:
             pass  # nothing is compensated: as in eager PyTorch, to the bit
         elif obstacle:
             self.left[segment] = obstacle
-            if history.runs == 1:
+            if obstacle not in self.logged:
+                self.logged.add(obstacle)
                 self._log(segment, f"interpreted: {obstacle}")
         elif history.runs >= self.seen and not self._waits(segment, history, call):
             self.readers.discard(segment)
@@ -185,8 +189,8 @@ class Executors:
 
     def _obstacle(self, segment: Segment) -> str:
         """Return the reason why a segment is not to be compiled at all; empty if it is."""
-        if self.interpreted_only:
-            return "what the step does differs too often from step to step"
+        if self.interpreted:
+            return self.interpreted
         if segment.opaque:
             return "an operation in it cannot stand in a graph"
         # AOTAutograd's callables count versions, which inference tensors do not have.

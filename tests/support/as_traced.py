@@ -36,11 +36,11 @@ def recorded_and_traced(program: Program) -> tuple[Run, Run] | None:
     first = 1 if program.states and not program.in_init else 0
     begin, begun = Executors.begin, list[Executors]()
 
-    def begin_as_traced(self: Executors, *, interpreted_only: bool, at_once: bool) -> None:
+    def begin_as_traced(self: Executors, *, interpreted: str, at_once: bool) -> None:
         """Do the first step of states on whole values, and the others by the passes at first."""
         anew = first == 1 and not begun  # of a resumed run there are states
         begun.append(self)
-        begin(self, interpreted_only=interpreted_only or anew, at_once=True)
+        begin(self, interpreted=interpreted or "begins" * anew, at_once=True)
 
     runs = []
     for way in ("record", "compile"):
