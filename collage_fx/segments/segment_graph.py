@@ -154,14 +154,14 @@ def why_again(last: Compiled | None, given: Given, floats: list[float]) -> str:
     if last is None:
         return ""
     if last.structure != given.structure:
-        return " again, as the low words of its states are others"
+        return "; again, as the low words of its states are others"
     before = last.numbers
     changed = [
         f"{old} -> {new}"
         for i, (old, new) in enumerate(zip(before.floats, floats, strict=True))
         if not same_number(old, new) and before.same[i] not in before.changing
     ]
-    return f" again, as numbers in it have changed: {', '.join(changed) or 'a guard fails'}"
+    return f"; again, as numbers in it have changed: {', '.join(changed) or 'a guard fails'}"
 
 
 def same_number(a: float, b: float) -> bool:

@@ -34,8 +34,7 @@ from collage_fx.stand_in.shared_graph import SharedGraph, SharedStandIns, share,
 from collage_fx.stand_in.stand_ins import StandIns
 from collage_fx.stand_in.torch_steps import make_states, of_one_shape, serves, without_hooks
 
-BOUND = "bound to its tensors: repeated while nothing changes, without its Python"
-"""Words of the log for a step that is repeated."""
+_BOUND = "bound to its tensors: repeated while nothing changes, without its Python"
 ATTEMPTS = 3
 """Steps in a row that may come to nothing, until all parameters are traced."""
 
@@ -55,7 +54,7 @@ class StandInSteps:
         """Graph without the tensors, to be bound to others."""
         self.observed: tuple[StandIns, Noted] | None = None
         """The arguments of the graph of the last step, and the inputs of its kernels, if noted."""
-        self.backoff = Backoff(session, BOUND, never="repeat" in session.config.without)
+        self.backoff = Backoff(session, _BOUND, never="repeat" in session.config.without)
         self.graphs: list[SharedGraph] = []
         """Graphs that were compiled for this one, the latest last, and others may use."""
         self.residuals: tuple[int, Hashable] = (-1, None)

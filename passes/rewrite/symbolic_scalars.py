@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import SymFloat, Tensor
+from torch import SymFloat, SymInt, Tensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from collage_fx.passes.frontend.decompose import COMPARISONS, DECOMPOSITIONS, is_rounded_power
@@ -50,24 +50,27 @@ def keep_symbols(table: Table) -> Table:
     packets = [getattr(aten, prefix + name) for name in _NAMES for prefix in ("", "_foreach_")]
     overloads = [getattr(packet, o) for packet in packets for o in packet.overloads()]
     ours = [op for op in overloads if not written(op) and not op._overloadname.endswith(_NOT_OURS)]
-    ours += [prims.fma.default, aten.full.default, aten.scalar_tensor.default, *COMPARISONS]
-    return table | {op: partial(_decomposed, op, table.get(op)) for op in ours}
+    ours += [prims.fma.default, aten.full.default, aten.scalar_tensor.default]
+    comparisons = {op: partial(_compared, op, table.get(op)) for op in COMPARISONS}
+    return table | {op: partial(_decomposed, op, table.get(op)) for op in ours} | comparisons
 
 
 def _decomposed(op: Any, other: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
     filled = op in (aten.full.default, aten.scalar_tensor.default)
     truncated = filled and not (kwargs.get("dtype") or torch.float32).is_floating_point
     symbolic = not truncated and _symbolic(kwargs if op in _TAKES_SYMBOLS else (args, kwargs))
-    if op in COMPARISONS:
-        symbolic = isinstance(args[1], SymFloat | torch.SymInt)
-        symbolic = symbolic and rounds_number(op, getattr(args[0], "dtype", None))
     if not symbolic and op not in _LERP:
         return NotImplemented if other is None else other(*args, **kwargs)
-    if op in COMPARISONS:
-        return compared(op, args[0].dtype, *args)
     if is_foreach(op):
         return [_single(*one) for one in each(functional(op), args, kwargs)]
     return _single(op, args, kwargs)
+
+
+def _compared(op: Any, other: Callable[..., Any] | None, x: Any, number: Any) -> Any:
+    """Compare with a number, rounded as eager PyTorch does, if it is a symbol."""
+    if isinstance(number, SymFloat | SymInt) and rounds_number(op, getattr(x, "dtype", None)):
+        return compared(op, x.dtype, x, number)
+    return NotImplemented if other is None else other(x, number)
 
 
 def _single(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
