@@ -142,7 +142,8 @@ def test_trace_has_recorded_segments_which_have_no_number(logged: Run, folder: P
 @pytest.mark.slow
 def test_logs_have_a_line_for_each_compilation(logged: Run) -> None:
     lines = [line for line in logged.stderr.splitlines() if line.startswith("I")]
-    (first, *_) = [line for line in lines if "the step of SGD: " in line]
+    (first, *_) = [line for line in lines if "states compensated" in line]
+    assert "the step of SGD: " in first
     assert re.search(r"8 of 16 states compensated; classes of 8 members, 1 with one ke", first)
     assert re.search(r"passes \d\.\d\d s; \d+\.\d\d s$", first)
     assert any("a recorded segment of" in line for line in lines)
