@@ -55,7 +55,7 @@ class Rounding(TorchDispatchMode):
         near = torch.round(x / unit + (self._noise(x) if noise else 0)) * unit
         return torch.where(x.isfinite(), near, x)
 
-    def _updated(self, x: Tensor, old: Tensor, scales: bool) -> None:
+    def _updated(self, func: Any, x: Tensor, old: Tensor, scales: bool) -> None:
         """Round what has been written to a tensor."""
         if x.dtype != torch.float64:
             return
@@ -63,15 +63,17 @@ class Rounding(TorchDispatchMode):
         bits = self.bits.get(name, self.low)
         if not name:
             if not self.exact:
-                x.copy_(self.rounded(x, self._temporary(x, [])))
+                x.copy_(self.rounded(x, self._temporary(func, x, [])))
             return
         if bits > self.low and not scales:
             step = (x - old) * (1 + self._noise(x) * 2.0 ** (1 - self.arithmetic))
             x.copy_(torch.where(step.isfinite(), old + step, x))
         x.copy_(self.rounded(x, bits, noise=bits > self.low or self.dithered))
 
-    def _temporary(self, x: Tensor, operands: list[Any]) -> int:
+    def _temporary(self, func: Any, x: Tensor, operands: list[Any]) -> int:
         """Return the bits of a result that is no state; of numbers from numbers, those of fp32."""
+        if str(func).split(".")[1] in _UNKNOWN_TO_SLICES:
+            return self.low
         given = [a for a in operands if isinstance(a, Tensor)]
         return 24 if given and not any(a.dim() for a in given) and not x.dim() else self.arithmetic
 
@@ -88,9 +90,8 @@ class Rounding(TorchDispatchMode):
         if written:
             scales = any(word in str(func) for word in ("mul_", "div_", "zero_", "fill_"))
             scales &= "addc" not in str(func)
-            with self._in_its_dtype(func):
-                for x, before in zip(written, old, strict=True):
-                    self._updated(x, before, scales)
+            for x, before in zip(written, old, strict=True):
+                self._updated(func, x, before, scales)
             return result
         if self.exact or func.is_view or str(func).split(".")[1] in _COPIES:
             return result
@@ -98,23 +99,14 @@ class Rounding(TorchDispatchMode):
 
         def one(x: Any) -> Any:
             if isinstance(x, Tensor) and x.dtype == torch.float64:
-                return self.rounded(x, self._temporary(x, operands), noise=self.dithered)
+                return self.rounded(x, self._temporary(func, x, operands), noise=self.dithered)
             return x
 
-        with self._in_its_dtype(func):
-            return tree_map(one, result)
-
-    @contextlib.contextmanager
-    def _in_its_dtype(self, func: Any) -> Iterator[None]:
-        """Round results to the dtype, within, where graphs do so in arithmetic `wide` too."""
-        before = self.arithmetic
-        if str(func).split(".")[1] in _UNKNOWN_TO_SLICES:
-            self.arithmetic = self.low
-        yield
-        self.arithmetic = before
+        return tree_map(one, result)
 
 
 _UNKNOWN_TO_SLICES = {"addmm", "bmm", "dot", "index_add", "index_add_", "mm", "mv"}
+"""Operations whose results graphs round to the dtype in arithmetic `wide` too, if no states."""
 _COPIES = {"clone", "_to_copy", "zeros_like", "empty_like", "full_like", "ones_like", "detach"}
 
 
