@@ -28,13 +28,13 @@ class Cause(Enum):
     TRACED_WRONG = Mode.RECORDED, "the step does what torch.compile does wrong"
     OUTSIDE = (
         Mode.RECORDED,
-        "states are written outside of Dynamo's graphs, which do few of the operations",
+        "more than a third of the operations, writes of states too, are outside of Dynamo's graphs",
     )
     UNSEEN = Mode.RECORDED, "a state was written, by no graph and no operation that was seen"
     RESUMED = Mode.RECORDED, "the run that saved the checkpoint was recorded"
     PARTLY_OUTSIDE = (
         Mode.TRACED,
-        "states are written outside of Dynamo's graphs, which do most of the operations",
+        "a third of the operations at most, writes of states too, are outside of Dynamo's graphs",
     )
     CUT = Mode.TRACED, "a graph ends, and others go on from values that it would round"
     CHAINED = Mode.TRACED, "a graph stores in a state what another has computed"

@@ -301,19 +301,22 @@ class Steps:
             return
         self.service.begin(present)
         at_once = self.session.keep or (self.steps == 1 and resumed(present))
+        self.executors.begin(interpreted=self._why_interpreted(), at_once=at_once)
+
+    def _why_interpreted(self) -> str:
+        """Return the reason why nothing recorded is compiled in this step; empty if it may be."""
+        if self.forced:
+            return "torch.compiler.set_stance asks for no compiler"
+        if self.failures.no_compiler:
+            return "no C++ compiler works"
+        if self.interpreted:
+            return "compiled steps were not as in float64"
+        if self.recorder.all_at_once:
+            return _AT_ONCE
+        # What is recorded beside Dynamo graphs is soon recorded with them, or over.
         joins = self.session.config.on_unsupported == "join"
-        reasons = {
-            "torch.compiler.set_stance asks for no compiler": self.forced,
-            "no C++ compiler works": self.failures.no_compiler,
-            "compiled steps were not as in float64": self.interpreted,
-            _AT_ONCE: self.recorder.all_at_once,
-            # It is soon recorded with them, or over.
-            "it is beside graphs, in the first steps": joins
-            and self.compiles
-            and self.steps <= TRIED,
-        }
-        why = next((reason for reason, holds in reasons.items() if holds), "")
-        self.executors.begin(interpreted=why, at_once=at_once)
+        soon_over = joins and self.compiles and self.steps <= TRIED
+        return "it is beside graphs, in the first steps" if soon_over else ""
 
     def _storage_for(self, owned: Owned) -> str:
         served = self.service.served.get(owned.place)

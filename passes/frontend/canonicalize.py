@@ -167,6 +167,7 @@ def _has_symbol(node: Node) -> bool:
 
 
 def _has_known_sizes(vals: Sequence[Tensor]) -> bool:
+    """Return True if no size is a symbol, which would stand in no node of the graph."""
     return all(type(size) is int for val in vals for size in val.shape)
 
 
@@ -221,11 +222,7 @@ class _Builder:
         elif name.startswith("aten::_foreach_") and name[6:] in FOREACH:
             self.env[node] = self._each(node, FOREACH[name[6:]])
         elif node.target in DIVIDING and _has_known_sizes(node.meta["val"]):
-            vals, (x, *given) = node.meta["val"], node.args
-            parts = parts_of(node.target, self.env[x], given, vals)  # type: ignore[index]
-            self.env[node] = [
-                self.call(*one, val=val) for one, val in zip(parts, vals, strict=True)
-            ]
+            self.env[node] = self._parts(node)
         elif is_tensor(node) and (
             node.target in DECOMPOSITIONS or node.target in _WITH_TENSOR or _has_symbol(node)
         ):
@@ -306,6 +303,13 @@ class _Builder:
             op = single_overload(target, args)
             results.append(self._single(op, val, args, kwargs))
         return results
+
+    def _parts(self, node: Node) -> list[Node]:
+        """Return one node for each part that an operation divides a tensor into."""
+        vals, (x, *given) = node.meta["val"], node.args
+        assert isinstance(x, Node)
+        parts = parts_of(node.target, self.env[x], given, vals)
+        return [self.call(*one, val=val) for one, val in zip(parts, vals, strict=True)]
 
     def _single(self, op: Any, val: Tensor, args: Any, kwargs: Any) -> Any:
         op = _with_tensors(op, args)
