@@ -10,9 +10,9 @@ from torch import Tensor
 from collage_fx.runtime.errors import CaptureError
 
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
-_HALF = 0xFFFF
-_FACTORS = (0x6C8D, 0x5A35, 0x7369, 0x4F3B)
-"""Odd, of 15 bits: times 16 bits, and 16 bits more, they stay below 2^31."""
+_FACTORS = (0x21F0AAAD, 0x735A2D97)
+_SPREAD = 0x9E3779B9 - (1 << 32)
+"""2^32 divided by the golden ratio, odd: what neighbours are apart in the hash."""
 
 
 def seed_of(seed: int, draw: int) -> int:
@@ -71,16 +71,19 @@ def advance(seed: Tensor) -> None:
     seed.copy_((seed.to(torch.int64) * 48271 + 1) % 0x7FFFFFFF)
 
 
-def chance(x: Tensor, seed: Tensor) -> Tensor:
+def chance(x: Tensor, seed: Tensor, position: Tensor | None = None) -> Tensor:
     """Return 16 random bits for each element of x: a hash of its value, with the seed as key.
 
-    Equal values get equal bits, so that the copies of a parameter in data-parallel training stay
-    equal, however they are sharded and in whatever order elements are visited. It is a Feistel
-    network of four rounds on the halves of the value's bits, which no int32 overflows in.
+    Equal values get equal bits, those at one position if there are positions, so that the copies of
+    a parameter in data-parallel training stay equal, however they are sharded and in whatever order
+    elements are visited. It is the hash "lowbias32" (shifts by 16 and 15 and factors of the
+    hash-prospector project), of which the upper half is taken; int32 wraps around.
 
     Args:
         x: fp32 or fp64, of any shape.
         seed: int32, 0-d, 31 bits.
+        position: int32, of the shape of x: the number of each element in the whole tensor, modulo
+            2^32.
 
     Returns:
         int32 of the shape of x, from 0 to 2^16 - 1.
@@ -88,12 +91,12 @@ def chance(x: Tensor, seed: Tensor) -> Tensor:
     bits = x.view(_INTEGERS[x.dtype])
     if x.dtype == torch.float64:
         bits = ((bits ^ (bits >> 31)) & 0x7FFFFFFF).to(torch.int32)
-    left, right = (bits >> 16) & _HALF, bits & _HALF
-    keys = (seed & _HALF, (seed >> 15) & _HALF)
-    for i, factor in enumerate(_FACTORS):
-        mixed = (right ^ keys[i % 2]) * factor + keys[(i + 1) % 2]
-        left, right = right, left ^ ((mixed >> 9) & _HALF)
-    return right
+    key = seed if position is None else position * _SPREAD + seed
+    first, second = _FACTORS
+    mixed = bits ^ key
+    mixed = (mixed ^ ((mixed >> 16) & 0xFFFF)) * first
+    mixed = (mixed ^ ((mixed >> 15) & 0x1FFFF)) * second
+    return (mixed >> 16) & 0xFFFF
 
 
 def round_by_chance(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
@@ -107,15 +110,20 @@ def round_by_chance(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
         dtype: fp8, bf16, fp16 or fp32.
         bits: int32, 16 random bits for each element.
     """
+    return moved_by_chance(x, dtype, bits).to(dtype)
+
+
+def moved_by_chance(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
+    """Return `round_by_chance` in the dtype of x."""
     places = round(math.log2(torch.finfo(dtype).eps / torch.finfo(x.dtype).eps))
-    magnitude = x.abs()
-    tiny = torch.finfo(dtype).tiny
-    if tiny > torch.finfo(x.dtype).tiny:  # below, the last place of dtype stays where it is
-        anchor = (magnitude < tiny).to(x.dtype) * tiny
-        magnitude = magnitude + anchor
-    word = magnitude.view(_INTEGERS[x.dtype])
-    noise = bits >> (16 - places) if places <= 16 else bits.to(word.dtype) << (places - 16)
-    rounded = ((word + noise) & -(1 << places)).view(x.dtype)
-    if tiny > torch.finfo(x.dtype).tiny:
-        rounded = rounded - anchor
-    return torch.where(x < 0, -rounded, rounded).to(dtype)
+    integers, tiny = _INTEGERS[x.dtype], torch.finfo(dtype).tiny
+    noise = bits >> (16 - places) if places < 16 else bits
+    if places > 16:
+        noise = bits.to(integers) << (places - 16)
+    if tiny == torch.finfo(x.dtype).tiny:  # of bits with a sign the magnitude grows
+        return ((x.view(integers) + noise) & -(1 << places)).view(x.dtype)
+    magnitude = x.abs()  # below tiny the last place of dtype stays where it is
+    anchor = (magnitude < tiny).to(x.dtype) * tiny
+    word = (magnitude + anchor).view(integers)
+    rounded = ((word + noise) & -(1 << places)).view(x.dtype) - anchor
+    return torch.where(x < 0, -rounded, rounded)

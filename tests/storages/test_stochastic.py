@@ -64,13 +64,22 @@ def uniform(found: Tensor) -> bool:
     return spread < 63 + 5 * (2 * 63) ** 0.5 and abs(serial) < 5 / len(found) ** 0.5
 
 
+def same(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.isnan(), other.isnan()) and torch.equal(
+        one.nan_to_num(0), other.nan_to_num(0)
+    )
+
+
 def test_chance_is_uniform_over_draws_and_over_neighbours() -> None:
     neighbours = (torch.arange(1 << 14, dtype=torch.int32) + 0x3F800000).view(torch.float32)
     coarse = (torch.arange(0x3000, 0x4F00, dtype=torch.int32) << 16).view(torch.float32)
     for x in (neighbours, coarse, coarse.double()):
         assert uniform(chance(x, of(3)))
         assert torch.equal(chance(x, of(1)), chance(x.flip(0), of(1)).flip(0))
-    assert uniform(chance(torch.full((8192,), 3.14159), all_of(8192)))
+    constant = torch.full((8192,), 3.14159)
+    assert uniform(chance(constant, all_of(8192)))
+    at = torch.arange(8192, dtype=torch.int32) + 2**31 - 4096  # of more positions than int32 has
+    assert uniform(chance(constant, of(1), at)) and not uniform(chance(constant, of(1)))
     assert not uniform(neighbours.view(torch.int32) & 0xFFFF)
     draws = torch.stack([chance(neighbours, of(d)).double() for d in range(4)])
     assert float((torch.corrcoef(draws) - torch.eye(4)).abs().max()) < 0.05
@@ -84,16 +93,18 @@ def test_a_storage_keeps_the_value_on_average(storage: str, dtype: torch.dtype) 
     x = torch.randn(64, generator=torch.Generator().manual_seed(1)) * 3
     assert s.split_by_chance is not None
     draws = 4096
-    found = s.join(*s.split_by_chance(x.expand(draws, 64), dtype, all_of(draws)[:, None]))
+    at = [torch.arange(64, dtype=torch.int32)] if s.alone else []
+    found = s.join(*s.split_by_chance(x.expand(draws, 64), dtype, all_of(draws)[:, None], *at))
     bound = 5 * 2.0 ** -s.precision[dtype] * x.abs() / draws**0.5 + 2.0**-24 / draws**0.5
     assert bool(((found.double().mean(0) - x.double()).abs() <= bound).all())
     nearest = s.join(*s.split(x, dtype))
     assert not bool(((nearest.double() - x.double()).abs() <= bound).all())
     assert bool(((found - x).abs() <= 4 * 2.0 ** -s.precision[dtype] * x.abs() + 2.0**-24).all())
     for special in (float("inf"), -float("inf"), float("nan"), 3.4e38, 0.0):
-        hi, lo = s.split_by_chance(torch.tensor([special]), dtype, of(0))
-        assert torch.equal(hi, torch.tensor([special]).to(dtype)) or special != special
-        assert bool(lo.isfinite().all()) and (not hi.isfinite().all()) <= (not lo.any())
+        hi, *lows = s.split_by_chance(torch.tensor([special]), dtype, of(0), *(p[:1] for p in at))
+        assert same(hi, torch.tensor([special]).to(dtype))
+        assert all(bool(lo.isfinite().all()) for lo in lows)
+        assert bool(hi.isfinite().all()) or not any(lo.any() for lo in lows)
 
 
 @WAYS
