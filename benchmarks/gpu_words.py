@@ -32,7 +32,7 @@ from collage_fx.runtime.torch_versions import minor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
 from interpreted import members_of, reference, renewed
-from kernels import CASES, NO_REFERENCE, Case, kernel_of, misaligned, rewritten
+from kernels import CASES, NO_REFERENCE, Case, columns_of, kernel_of, misaligned, rewritten
 
 SUPPORT = Path(__file__).parents[1] / "tests/support"
 LAUNCHES, STEPS = 3, 10
@@ -108,7 +108,7 @@ def _launched(case: Case, device: str, *, aligned: bool) -> tuple[list[list[Tens
     members = [[place(x.clone().to(device)) for x in inputs] for inputs in members]
     for step in range(LAUNCHES):
         sizes = [max(x.numel() for x in inputs) for inputs in members]
-        kernel.run([list(column) for column in zip(*members, strict=True)], sizes)
+        kernel.run(columns_of(kernel, members), sizes)
         for inputs in members:
             for i in kernel.read:
                 renewed(inputs[i], step)

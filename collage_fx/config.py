@@ -170,6 +170,8 @@ class CollageConfig(Settings):
             object.__setattr__(self, "arithmetic", arithmetic)
 
     def rounds_by_chance(self, storage: str) -> bool:
-        """Return True if the last residual of a storage is rounded by chance."""
+        """Return True if the last word of a storage is rounded by chance."""
         known = STORAGES.get(storage)
-        return self.stochastic_rounding and known is not None and known.split_by_chance is not None
+        if known is None or known.split_by_chance is None:
+            return False
+        return self.stochastic_rounding or known.alone

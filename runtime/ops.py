@@ -69,20 +69,29 @@ JOIN: dict[str, Any] = {}
 SPLIT: dict[str, Any] = {}
 """Storage -> the operation (value, dtype of hi) -> (hi, *residuals)."""
 SPLIT_BY_CHANCE: dict[str, Any] = {}
-"""Storage -> the operation (value, dtype of hi, seed) -> (hi, *residuals), where it has one."""
+"""Storage -> the operation (value, dtype of hi, seed) -> (hi, *residuals), where it has one; of a
+storage without residuals (value, dtype, seed, positions) -> hi."""
 
 
 def _define_storage(s: registry.Storage) -> None:
-    overload = "" if s.name == "mcf2" else f".{s.name}"
+    # With one more overload of `join` PyTorch's registry fails as the process ends.
+    overload = "" if s.name == "mcf2" else "_alone" if s.alone else f".{s.name}"
     (count,) = {len(r) for r in s.residuals.values()}
     low = "".join(f", Tensor lo{i or ''}" for i in range(count))
     JOIN[s.name] = _define(f"join{overload}(Tensor hi{low}) -> Tensor", s.join)
-    results = "Tensor" + ", Tensor" * count
-    split = f"split{overload}(Tensor x, ScalarType dtype) -> ({results})"
-    SPLIT[s.name] = _define(split, s.split)
+    results = f"({', '.join(['Tensor'] * (1 + count))})"
+
+    def words(split: Any) -> Any:
+        """Return the function that splits, as an operation has it: one word is no tuple."""
+        return split if count else lambda *operands: split(*operands)[0]
+
+    SPLIT[s.name] = _define(
+        f"split{overload}(Tensor x, ScalarType dtype) -> {results}", words(s.split)
+    )
     if s.split_by_chance is not None:
-        split = f"split_by_chance{overload}(Tensor x, ScalarType dtype, Tensor seed) -> ({results})"
-        SPLIT_BY_CHANCE[s.name] = _define(split, s.split_by_chance)
+        operands = f"Tensor x, ScalarType dtype, Tensor seed{', Tensor position' * s.alone}"
+        split = f"split_by_chance{overload}({operands}) -> {results}"
+        SPLIT_BY_CHANCE[s.name] = _define(split, words(s.split_by_chance))
 
 
 for _storage in registry.STORAGES.values():

@@ -53,6 +53,7 @@ def launches(
     places: list[int],
     tensors: list[Any],
     first: int,
+    snapshot: TensorSnapshot,
     checks: dict[int, Checks],
 ) -> Launches:
     """Return the calls of kernels, to be done again.
@@ -63,12 +64,13 @@ def launches(
         tensors: for each number what was there, None for a seed, a fake tensor for what Inductor's
             part makes.
         first: the place of the first address that is another in each step.
+        snapshot: the last of its addresses is 0, from which positions are counted.
         checks: those of tensors, by the ids of these. Kernels that note some take them out.
 
     Raises Unrepeatable.
     """
     devices = {call.device for call in calls}
-    rows = [_Rows(call, places, tensors, first) for call in calls]
+    rows = [_Rows(call, places, tensors, first, snapshot) for call in calls]
     taken = {n for one in rows for column in one.numbers.values() for n in column}
     if len(devices) != 1 or any(
         [places[n] < first and tensors[n].device not in devices for n in taken]
@@ -85,7 +87,14 @@ def launches(
 class _Rows:
     """The operands of one call: for each member and input an address, and bytes from there on."""
 
-    def __init__(self, call: KernelCall, places: list[int], tensors: list[Any], first: int) -> None:
+    def __init__(
+        self,
+        call: KernelCall,
+        places: list[int],
+        tensors: list[Any],
+        first: int,
+        snapshot: TensorSnapshot,
+    ) -> None:
         kernel = MULTI_TENSOR_KERNELS[call.key]
         written, read, vectors = call.operands
         self.numbers: dict[int, Any] = {**kernel.columns(written, read)}
@@ -99,6 +108,9 @@ class _Rows:
         for i, number in zip(kernel.vectors, vectors, strict=True):
             width = kernel.dtypes[i].itemsize
             self.entries[i] = [(places[number], m * width) for m in range(len(self.sizes))]
+        if kernel.position is not None:
+            zero = len(snapshot.addresses) - 1
+            self.entries[kernel.position] = [(zero, start) for start in call.starts]
         self.full = [i for i in self.numbers if not kernel.scalar[i]]
         """The inputs of which each member has a tensor of as many elements as it has itself."""
         self.written = kernel.written

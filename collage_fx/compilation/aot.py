@@ -170,8 +170,10 @@ def _compile_narrow(session: Session, inputs: Inputs, example_inputs: Sequence[A
         with no_full_collection():
             # A guard that Dynamo compiles anew behind pays where it saves many members.
             unify_equal_counts(inputs.gm, MEMBERS)
-            fact, calls = partial(inputs.fact, settings=config), not config.stochastic_rounding
-            narrowed = narrow(inputs.gm, fact, least, dtypes, calls=calls)
+            fact = partial(inputs.fact, settings=config)
+            states = (owned.tensor for _, owned in inputs.owners.values())
+            by_chance = session.rounds_by_chance(states)
+            narrowed = narrow(inputs.gm, fact, least, dtypes, calls=not by_chance)
         if narrowed is not None:
             code = _compile_parts(session, inputs, narrowed, example_inputs)
             return None if isinstance(code, Unlike) else code

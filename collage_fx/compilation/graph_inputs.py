@@ -27,6 +27,7 @@ from collage_fx.passes.ir.program import (
     Unlike,
     compensable_in,
 )
+from collage_fx.runtime.residuals.dtensor import place_of
 from collage_fx.runtime.residuals.memory import has_memory
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.state_name import StateName
@@ -179,6 +180,8 @@ class Inputs:
         tensor = self.tensor(source)
         carried = self._named(index, path, called, tensor, val)
         carried.static = static
+        if carried.place is None and isinstance(source, Part):
+            carried.place = place_of(self.tensor(source.whole))
         residual = STORE.get(tensor) if isinstance(tensor, Tensor) else None
         carried.present = "" if residual is None else residual.storage
         certain = residual is not None and not residual.provisional
@@ -211,7 +214,9 @@ class Inputs:
         """Return a carried state by the name that its optimizer has for it, else by its source."""
         owned = self.owners.get(id(tensor))
         if owned is not None:
-            return Carried(index, owned[1].state_name, owned[1].owner, False, val, owned=True)
+            one = owned[1]
+            place = place_of(one.whole)
+            return Carried(index, one.state_name, one.owner, False, val, owned=True, place=place)
         called = pretty(path) or called
         owner: Owner = "buffer" if is_buffer(path) else owner_of(tensor)
         if owner == "tensor" and id(tensor) in self.elsewhere:

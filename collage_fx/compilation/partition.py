@@ -30,6 +30,8 @@ class KernelCall:
     operands: list[list[int]]
     key: str
     device: torch.device
+    starts: list[int]
+    """Position of the first element of each member, if the kernel takes positions."""
     full: list[list[int]]
     """Positions of the members' tensors, for each input of the kernel that is given and not 0-d."""
 
@@ -45,7 +47,7 @@ class KernelCall:
     def run(self, values: list[Any]) -> None:
         """Update all members."""
         written, read, vectors = ([values[i] for i in at] for at in self.operands)
-        run_multi_tensor(written, read, vectors, self.key)
+        run_multi_tensor(written, read, vectors, self.starts, self.key)
 
 
 @dataclass
@@ -161,13 +163,13 @@ def split(gm: GraphModule) -> Direct | None:
 
 
 def _call(node: Node, number: dict[Node, int], first_made: int) -> KernelCall:
-    *operands, key = node.args
+    *operands, starts, key = node.args
     device = value_of(node.all_input_nodes[0]).device
     numbers = [[number[n] for n in nodes] for nodes in operands]  # type: ignore[union-attr, index]
     kernel = MULTI_TENSOR_KERNELS[str(key)]
     columns = kernel.columns(numbers[0], numbers[1])
     full = [list(c) for i, c in columns.items() if not kernel.scalar[i] and max(c) < first_made]
-    return KernelCall(numbers, str(key), device, full)
+    return KernelCall(numbers, str(key), device, list(starts), full)  # type: ignore[arg-type]
 
 
 def _rest(

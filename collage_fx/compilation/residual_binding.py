@@ -93,7 +93,7 @@ class Residuals:
         self.introduced = True
         if self.ensured != (generation, found):
             found = [
-                STORE.ensure(tensor, self._storage(c), c.state_name, residual)
+                STORE.ensure(tensor, self._storage(c), c.state_name, residual, c.place)
                 for tensor, c, residual in zip(tensors, self.carried, found, strict=True)
             ]
             self.ensured = STORE.generation, found

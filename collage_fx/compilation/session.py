@@ -2,11 +2,12 @@
 
 import dataclasses
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from torch import Tensor
 from torch.fx import GraphModule
 from torch.optim import Optimizer
 
@@ -20,6 +21,8 @@ from collage_fx.passes.dedup.deduplicate import Narrow
 from collage_fx.passes.ir.program import Program, Settings, Unlike
 from collage_fx.runtime import logs
 from collage_fx.runtime.errors import WarningName, warn
+from collage_fx.runtime.residuals.store import STORE
+from collage_fx.runtime.storage.registry import STORAGES, named_in
 from collage_fx.runtime.torch_versions import warn_if_untested
 
 if TYPE_CHECKING:
@@ -124,6 +127,14 @@ class Session:
         if optimizer is not None:
             return f"the step of {type(optimizer).__name__}"
         return optimizer_hooks.traced_function() or "a function"
+
+    def rounds_by_chance(self, states: Iterable[Tensor]) -> bool:
+        """Return True if a step with these states may round some of them by chance."""
+        if self.config.stochastic_rounding:
+            return True
+        names = {r.storage for r in STORE.of(list(states)) if r is not None}
+        names.update(named_in(self.config.storage))
+        return any(STORAGES[name].alone for name in names if name in STORAGES)
 
     @property
     def deduplicates(self) -> bool:

@@ -212,18 +212,22 @@ class Explanation:
         yield f"operations before: {_listed(_count(self.before))}{self.alike}"
         yield f"operations after:  {_listed(_count(self.lowered))}"
         yield from self._about_kernels()
+        kinds = Counter(s.verdict for s in self.plan)
         yield (
             f"residuals: {self.residual_bytes:,} bytes for "
-            f"{sum(s.compensated for s in self.plan)} of {len(self.plan)} carried states"
+            f"{kinds['compensated']} of {len(self.plan)} carried states"
         )
         for group in grouped(self.refused, lambda s: s.reason):
             yield f"refused: {group.label}: {group.states[0].reason}"
         by_chance = [s for s in self.plan if self.config.rounds_by_chance(s.storage)]
         if by_chance:
+            with_residuals = len(by_chance) - kinds["by chance"]
+            what = f"the residuals of {with_residuals} states" if with_residuals else ""
+            if alone := kinds["by chance"]:
+                what += f"{' and ' * bool(what)}{alone} states, which have none"
             yield (
-                f"rounded by chance, with seed {self.config.seed}: the residuals of "
-                f"{len(by_chance)} states; what is smaller than their storage keeps, and not than "
-                "fp32 does, is kept on average"
+                f"rounded by chance, with seed {self.config.seed}: {what}; what is smaller than "
+                "their storage keeps, and not than fp32 does, is kept on average"
             )
         yield from self._too_small()
         if self.joined:

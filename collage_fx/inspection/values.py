@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collage_fx.errors import OptionError, SubjectError
+from collage_fx.errors import OptionError, ResidualError, SubjectError
 from collage_fx.hooks import optimizer_hooks
 from collage_fx.optimizer.ownership import owners_of
 from collage_fx.runtime.residuals.components import storage_of
@@ -114,6 +114,8 @@ def load_residuals(
     name = _name_of(_checked(tensor, "load_residuals"))
     components = [shard_of(_checked(c, "load_residuals")) for c in components]
     tensor = shard_of(tensor)
+    if not components and not draws:
+        raise ResidualError(f"{name} was given no residual, and no draws: there is nothing to load")
     storage = storage_of(tensor, components, str(name))
     STORE.load(tensor, components, storage=storage, name=name, draws=draws)
 

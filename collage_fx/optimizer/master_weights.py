@@ -15,7 +15,7 @@ from collage_fx.optimizer.parameter_names import naming
 from collage_fx.optimizer.storage_patterns import Patterns, warn_now
 from collage_fx.passes.ir.program import LOW_PRECISION
 from collage_fx.runtime.errors import CheckpointError, OptionError
-from collage_fx.runtime.residuals.dtensor import placed, shard_of, sharded_like
+from collage_fx.runtime.residuals.dtensor import place_of, placed, shard_of, sharded_like
 from collage_fx.runtime.residuals.residual import Residual, clear_stale
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import (
@@ -66,6 +66,7 @@ def load_master_weights(
     if not isinstance(weights, Mapping):
         weights = _in_order(targets, model_or_optimizer, weights)
     _check(targets, weights)
+    places = {name: place_of(tensor) for name, tensor in targets.items()}
     targets = {name: shard_of(tensor) for name, tensor in targets.items()}
     plan = {n: s for n, t in targets.items() if (s := _storage_for(t, storage))}
     for name, kept in plan.items():
@@ -75,7 +76,7 @@ def load_master_weights(
             given = shard_of(weights[name])
             if name in plan:
                 whole = given.detach().to(tensor.device)
-                STORE.assign(tensor, whole, plan[name], StateName(None, name))
+                STORE.assign(tensor, whole, plan[name], StateName(None, name), places[name])
             else:
                 tensor.copy_(given)
 
@@ -156,7 +157,7 @@ def convert_residuals(optimizer: Optimizer, storage: str | Mapping[str, str]) ->
         ((o.tensor, r) for o, r in compensated_tensors(optimizer)), naming(lambda: optimizer)
     )
     for owned, name in plan:
-        STORE.convert(owned.tensor, name)
+        STORE.convert(owned.tensor, name, place_of(owned.whole))
     patterns.conclude(warn_now)
 
 

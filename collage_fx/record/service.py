@@ -183,7 +183,9 @@ class Service:
         if residual is not None and served.joined > 2 * TRIED and not served.judged:
             residual.provisional = False  # nobody will judge it
         if not served.judged or (residual is not None and not served.compensated):
-            served.decision = _PLAIN if residual is None else _NOT_JUDGED
+            served.decision = (
+                _PLAIN if residual is None else _NOT_JUDGED.in_storage(residual.storage)
+            )
         if owned.owner == "tensor" and residual is not None:
             STORE.share_by_memory(tensor)
         return None

@@ -57,8 +57,6 @@ class Joining:
         That is so for fp8, whose rounding has a way of its own, for rounding by chance, and where a
         state has moved.
         """
-        if self.session.config.stochastic_rounding:
-            return "it is rounded by chance"
         tensors = [*[given.data for given in call.inputs], *call.memory]
         before = self.before.get(call.at)
         if before is not None and before.segment is segment:
@@ -72,8 +70,8 @@ class Joining:
         left = segment.only_in(call.plain)
         for at, given, written in zip(segment.inputs, call.inputs, segment.writes, strict=True):
             parts = [] if at in left else self._parts(given, lows, written=written)
-            if parts is None:
-                return "a state has moved in memory"
+            if isinstance(parts, str):
+                return parts
             found.append(parts)
         for at, t in zip(segment.live, call.memory, strict=True):
             mine = () if at in left else self.words.lows_of_result(t)
@@ -82,10 +80,10 @@ class Joining:
         before = self.before[call.at] = _Before.of(segment, call, found, wide)
         return Given(tensors, lows, before.structure, call.plain, found)
 
-    def _parts(self, given: Input, lows: list[Tensor], *, written: bool) -> list[Part] | None:
+    def _parts(self, given: Input, lows: list[Tensor], *, written: bool) -> list[Part] | str:
         """Return the parts of memory that have low words, or, where it is written, get some.
 
-        These are added to `lows`. None if it is written, and a state in it has moved.
+        These are added to `lows`. Text, if it is written as no compiled segment does: the reason.
         """
         layout = given.layout
         if mine := self.words.between(given, written=written):
@@ -94,10 +92,12 @@ class Joining:
         found = []
         for piece in given.pieces:
             if piece.moved and written:
-                return None
+                return "a state has moved in memory"
             if written:
                 self.words.mark_written(piece.owned)
                 piece.residual = self.words.ensure(piece.owned)
+                if piece.residual is not None and self.words.by_chance(piece.residual.storage):
+                    return "it is rounded by chance"
             if (r := piece.residual) is not None:
                 lows += r.components
                 found.append(Part(layout, piece.layout, r.storage, len(r.components)))

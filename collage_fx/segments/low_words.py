@@ -1,5 +1,6 @@
 """Low words that a recorded step knows: of states, and of values between two segments."""
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from collage_fx.optimizer.ownership import Owned
 from collage_fx.runtime.expansion.eft import FP8, WIDER, wider_dtypes
 from collage_fx.runtime.expansion.stochastic import Seeds
+from collage_fx.runtime.residuals.dtensor import place_of
 from collage_fx.runtime.residuals.memory import empty_as
 from collage_fx.runtime.residuals.residual import Residual, clear_stale, next_draw
 from collage_fx.runtime.residuals.store import STORE
@@ -259,7 +261,7 @@ class LowWords:
         if residual is None:
             data.copy_(x)
             return
-        hi, *lows = self._split(STORAGES[residual.storage], x, tensor.dtype, residual)
+        hi, *lows = self._split(STORAGES[residual.storage], x, owned, residual)
         data.copy_(hi)
         residual.expected = None
         for component, lo in zip(residual.components, lows, strict=True):
@@ -274,7 +276,7 @@ class LowWords:
         name = self.storage_for(owned)
         if not name or tensor.dtype not in STORAGES[name].residuals:
             return None
-        residual = STORE.ensure(tensor, name, owned.state_name, before)
+        residual = STORE.ensure(tensor, name, owned.state_name, before, place_of(owned.whole))
         residual.provisional |= before is None
         residual.found |= before is None and owned.group == NOWHERE
         residual.ensured = self._ensured(owned)
@@ -286,11 +288,13 @@ class LowWords:
         return self.who, STORE.generation, owned.key, owned.state_name, owned.tensor.dtype
 
     def _split(
-        self, storage: Storage, x: Tensor, dtype: torch.dtype, residual: Residual
+        self, storage: Storage, x: Tensor, owned: Owned, residual: Residual
     ) -> tuple[Tensor, ...]:
+        dtype = owned.tensor.dtype
         if storage.split_by_chance is not None and self.by_chance(storage.name):
             (seed,) = Seeds(self.seed, [x.device]).draw(next_draw([residual]))
-            return storage.split_by_chance(x.to(WIDER[dtype]), dtype, seed)
+            place = functools.partial(place_of, owned.whole)
+            return storage.draw(x.to(WIDER[dtype]), dtype, seed, place)
         return split_into(storage.name, x, dtype)
 
     def keep(self, t: Tensor, wide: Tensor) -> None:

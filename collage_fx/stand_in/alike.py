@@ -12,7 +12,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from collage_fx.classes import class_of
 from collage_fx.compilation.session import Session
+from collage_fx.runtime.residuals.dtensor import place_of, shard_of
 from collage_fx.runtime.residuals.store import STORE
+from collage_fx.runtime.storage.positions import place_in_order
 from collage_fx.runtime.storage.registry import compensable_dtypes
 from collage_fx.stand_in.members import GRAD, Members
 from collage_fx.stand_in.torch_steps import code_of_step
@@ -144,6 +146,16 @@ def residuals_of(members: Members) -> Hashable:
     found = STORE.of([t for row in rows for t in row if isinstance(t, Tensor)])
     kinds = [(r.storage, r.provisional) if r is not None else None for r in found]
     return tuple(kinds), tuple(map(len, rows))
+
+
+def starts_of(members: Members) -> list[int | None]:
+    """Return the position of the first element of each parameter in the whole, where the others
+    follow it one by one."""
+    params = (member.whole for group in members for member, _ in group)
+    return [
+        place_in_order(shard.shape, place_of(p)) if (shard := shard_of(p)).is_contiguous() else None
+        for p in params
+    ]
 
 
 def constants(values: Iterable[Any]) -> list[bool]:

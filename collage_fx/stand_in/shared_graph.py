@@ -37,7 +37,7 @@ from collage_fx.runtime.residuals.memory import overlapping
 from collage_fx.runtime.residuals.residual import Residual, clear_stale, fit
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.segments.segment_graph import number_tensor
-from collage_fx.stand_in.alike import residuals_of, shares, signature
+from collage_fx.stand_in.alike import residuals_of, shares, signature, starts_of
 from collage_fx.stand_in.members import GRAD, Member, Members, members_of
 from collage_fx.stand_in.repeated_step import (
     ByKernels,
@@ -107,6 +107,9 @@ class SharedGraph:
         self.inputs = [self.place[id(t)] for t in high]
         """Place of each input of the kernels, or number; residuals come after them."""
         self._take_up(code, observed)
+        counts = any(call.starts for call in self.direct.calls)
+        self.starts = starts_of(members) if counts else None
+        """Positions of the first elements of the parameters, if kernels count these."""
 
     def _take_up(self, code: Code, observed: Observed) -> None:
         """Note the kernels of the graph, and their operands."""
@@ -165,6 +168,7 @@ class SharedGraph:
         """
         with torch.no_grad(), _unrecorded(session):  # as in a step
             same = self.globals.same_within_modes()
+        same = same and (self.starts is None or self.starts == starts_of(members))
         return same and signature(optimizer, session, self.numbers, members) == self.signature
 
     def repeated(

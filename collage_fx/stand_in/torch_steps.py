@@ -13,6 +13,7 @@ from collage_fx.compilation.session import Session
 from collage_fx.hooks.step_substitution import layers, with_own_code
 from collage_fx.optimizer.discovery import init_states
 from collage_fx.optimizer.fused import unscaled
+from collage_fx.optimizer.ownership import owned_tensors
 
 ALIKE = frozenset({Adam, Adamax, AdamW, NAdam, SGD})
 """Classes, not those that users derive, whose step treats each parameter of a group by itself."""
@@ -30,8 +31,10 @@ def serves(optimizer: Optimizer, session: Session) -> bool:
     """Return True if the steps of an optimizer may be done with stand-ins."""
     if not session.deduplicates:
         return False
-    if of_one_shape(optimizer) and session.config.stochastic_rounding:
-        return False
+    if of_one_shape(optimizer):
+        states = (o.tensor for o in owned_tensors(optimizer))
+        if session.rounds_by_chance(states):
+            return False
     if class_of(optimizer) not in ALIKE | SHAPED or "_init_group" in vars(optimizer):
         return False
     if optimizer.defaults.get("differentiable"):

@@ -19,6 +19,7 @@ from collage_fx.passes.ir.program import (
     Program,
     compensable_in,
     graph_of,
+    is_alone,
     is_tensor,
     value_of,
 )
@@ -55,13 +56,15 @@ def escape(program: Program) -> None:
     owned = any(c.owned and c.owner in ("param", "state") for c in program.carried)
     if owned or program.is_step:
         states = _states(program, ("param", "state"))
-        sums, results = list(_sums(program, states)), list(_results(program, states))
+        sums = list(_sums(program, _with_low_words(program, states)))
+        results = list(_results(program, states))
         program.lost = list(dict.fromkeys([*sums, *(text for _, text in results)]))
         takers = {taker for taker, _ in results}
         if not sums and -1 not in takers:
             program.takers = frozenset(takers)
     elif any(s.compensated for s in program.plan):  # and not the forward pass of a model, say
         states, place = _states(program, ("param", "state", "tensor")), _place(program)
+        states = _with_low_words(program, states)
         every = states | _rounded(program)
         entered = entering(program, states, place)
         factors, certain = scaling(program, every), place.keys() | (every.keys() - states.keys())
@@ -90,6 +93,12 @@ def _states(program: Program, owners: tuple[Owner, ...]) -> dict[Node, Carried]:
     return found
 
 
+def _with_low_words(program: Program, states: dict[Node, Carried]) -> dict[Node, Carried]:
+    """Return the states whose high word is not all that there is of them."""
+    choice = program.settings.storage
+    return {node: c for node, c in states.items() if not is_alone(c, choice)}
+
+
 def _rounded(program: Program) -> dict[Node, Carried]:
     """Return the states that the graph updates without a residual, and that may have one."""
     compensated = {s.index for s in program.plan if s.compensated}
@@ -100,6 +109,7 @@ def _rounded(program: Program) -> dict[Node, Carried]:
         if c.index not in compensated
         and not c.left_alone
         and compensable_in(c, program.settings.storage)
+        and not is_alone(c, program.settings.storage)
     }
 
 

@@ -26,6 +26,7 @@ from collage_fx.passes.ir.program import (
 )
 from collage_fx.passes.ir.verdict import UNKNOWN, Verdict, VerdictKind
 from collage_fx.runtime.errors import StorageError
+from collage_fx.runtime.storage.positions import place_in_order
 from collage_fx.runtime.storage.registry import STORAGES, Choice, check_compensable
 
 _LEFT_BY_LEVEL = "level light compensates parameters only"
@@ -199,7 +200,8 @@ def _by_compensated(
         if storages:
             new = Rewritten([], storages, group.recurrences, group.representative)
             # What cannot be updated together must not keep the others from it.
-            layout = flat(member), value_of(member.nodes[0]).device
+            ordered = new.positional and all(in_order(c) is not None for c, _, _ in member.states)
+            layout = flat(member), ordered, value_of(member.nodes[0]).device
             found.setdefault((*storages.items(), layout), new).members.append(member)
     return list(found.values())
 
@@ -223,6 +225,17 @@ def flat(member: Slice) -> bool:
         )
         and torch.ops.aten.is_non_overlapping_and_dense(first)
     )
+
+
+def in_order(carried: Carried) -> int | None:
+    """Return the position of the first element of a state if the others follow it in memory.
+
+    That is its number in the whole tensor, row by row; None if they are in another order there.
+    """
+    sizes = carried.val.shape
+    if not carried.val.is_contiguous() or not all(map(is_concrete_int, sizes)):
+        return None
+    return place_in_order([int(size) for size in sizes], carried.place)
 
 
 def storage_of(carried: Carried, choice: Choice) -> str:
@@ -303,7 +316,10 @@ def _entry(carried: Carried, found: Found | None, program: Program) -> StatePlan
     unknown = dtype.is_complex or (dtype.is_floating_point and dtype.itemsize == 1)
     if carried.refusal and (compensable or unknown):
         decision = Verdict(VerdictKind.REFUSED, decision.cause)
-    storage = storage_of(carried, program.settings.storage) if decision.compensated else ""
+    storage = ""
+    if decision.compensated:
+        storage = storage_of(carried, program.settings.storage)
+        decision = decision.in_storage(storage)
     return StatePlan(
         carried.state_name,
         dtype,

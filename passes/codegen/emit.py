@@ -3,14 +3,17 @@
 import functools
 import itertools
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 from collage_fx.passes.analysis.affine import LERP
+from collage_fx.passes.analysis.plan import in_order
 from collage_fx.passes.codegen.inductor_lowering import register_region
 from collage_fx.passes.codegen.multi_tensor_kernel import (
     MULTI_TENSOR_KERNELS,
@@ -27,9 +30,12 @@ from collage_fx.passes.frontend.decompose import like
 from collage_fx.passes.frontend.slice import inverse
 from collage_fx.passes.ir.graph_memory import fake_mode_of, mutations
 from collage_fx.passes.ir.program import (
+    CONVERT,
+    Carried,
     Program,
     Rewritten,
     Slice,
+    Unlike,
     graph_of,
     other_outputs,
     value_of,
@@ -37,6 +43,7 @@ from collage_fx.passes.ir.program import (
 from collage_fx.passes.rewrite.residual_inputs import add_residuals
 from collage_fx.passes.rewrite.roundings import keep_shared_roundings
 from collage_fx.runtime.ops import collage
+from collage_fx.runtime.storage.positions import Place, contiguous_strides
 
 aten = torch.ops.aten
 
@@ -75,10 +82,15 @@ class _Stamp:
     residuals: list[Node]
     others: list[LeftOutMember]
     """The members for which it stands."""
-    seed: list[Node] = field(default_factory=list)
-    """The seed, if it takes one."""
+    chance: list[Node] = field(default_factory=list)
+    """The seed, and positions unless a kernel counts them, if it takes these."""
     made: dict[int, Node] = field(default_factory=dict)
     """Positions of the lowered graph's results -> those of them that are in the graph."""
+
+    @property
+    def state(self) -> Carried:
+        """A compensated state of it, by whose place elements are numbered."""
+        return self.member.states[next(iter(self.rewritten.storages))][0]
 
     @property
     def pending(self) -> list[int]:
@@ -177,7 +189,29 @@ class _Emitter:
         # The last inputs, behind all residuals.
         for stamp in itertools.chain(self.stamps, *self.together.values()):
             if stamp.rewritten.seeded:
-                stamp.seed = [self._seed(value_of(stamp.residuals[0]).device)]
+                stamp.chance = [self._seed(stamp.state.val.device)]
+        for stamp in self.stamps:
+            if stamp.rewritten.positional:
+                stamp.chance.append(self._positions(stamp.state))
+
+    def _positions(self, state: Carried) -> Node:
+        """Append the operations that number the elements of a state."""
+        val, sizes = state.val, [int(size) for size in state.val.shape]
+        start, strides = state.place or Place(0, contiguous_strides(sizes))
+        options = {"dtype": torch.int64, "device": val.device}
+        found = self._made(aten.full.default, [], start, **options)
+        for at, (size, stride) in enumerate(zip(sizes, strides, strict=True)):
+            number = {"start": 0, "step": stride, "requires_grad": False}
+            row = self._made(torch.ops.prims.iota.default, size, **number, **options)
+            column = self._made(aten.view.default, row, [size, *(1 for _ in sizes[at + 1 :])])
+            found = self._made(aten.add.Tensor, found, column)
+        return self._made(CONVERT, found, torch.int32)
+
+    def _made(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        """Append an operation on nodes."""
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta["val"] = target(*map_arg(args, lambda n: n.meta["val"]), **kwargs)
+        return node
 
     def _seed(self, device: torch.device) -> Node:
         """Return the input that is the seed on a device."""
@@ -225,23 +259,37 @@ class _Emitter:
             vectors: inputs of their slices that come as one vector for all members.
         """
         key = rewritten.multi_tensor = register_multi_tensor(rewritten, list(vectors))
-        calls = []
+        calls, starts = [], list[int]()
+        positions: list[Any] = [None] * rewritten.positional
         for stamp in stamps:
+            if positions:
+                starts += self._starts(stamp.state)
             new = other_outputs(stamp.member)
             memory = [self._memory(value_of(n)) for n in new]
             self.env |= dict(zip(new, memory, strict=True))
             inputs = [self.env.get(n, n) for n in stamp.member.inputs]
-            inputs += [*stamp.residuals, *stamp.seed, *memory]
+            inputs += [*stamp.residuals, *stamp.chance, *positions, *memory]
             for other in stamp.others:
                 for n, mine in zip(new, memory, strict=True):
                     its = self._memory(like(other.like, value_of(n).dtype))
                     other.instead[mine] = its
                     self.others.made.setdefault(n, []).append(its)
             calls.append((inputs, stamp.others))
-        self._call(key, calls, list(vectors.values()))
+        self._call(key, calls, list(vectors.values()), starts)
+
+    def _starts(self, state: Carried) -> list[int]:
+        """Return the positions of the first elements of a member and of those it stands for."""
+        found = [in_order(c) for c in self.program.alike(state)]
+        if None in found:
+            self.others.note(Unlike("the elements of a member do not lie in order"))
+        return [start or 0 for start in found]
 
     def _call(
-        self, key: str, calls: list[tuple[list[Node], list[LeftOutMember]]], vectors: list[Node]
+        self,
+        key: str,
+        calls: list[tuple[list[Node], list[LeftOutMember]]],
+        vectors: list[Node],
+        starts: Sequence[int] = (),
     ) -> None:
         """Append the operation that runs a kernel.
 
@@ -249,6 +297,7 @@ class _Emitter:
             key: the kernel's.
             calls: for each member in the graph its inputs of the kernel, and whom it stands for.
             vectors: those that the kernel reads or makes.
+            starts: positions of the first elements of all members, if the kernel takes these.
         """
         kernel = MULTI_TENSOR_KERNELS[key]
         written: list[Node] = []
@@ -259,7 +308,7 @@ class _Emitter:
             for own in (inputs, *(other.operands(inputs) for other in others)):
                 written += [own[i] for i in kernel.written]
                 read += [own[i] for i in kernel.read]
-        operands = (written, read, vectors, key)
+        operands = (written, read, vectors, list(starts), key)
         node = self.graph.call_function(collage.multi_tensor.default, operands)
         node.meta["val"] = None
 
@@ -327,7 +376,7 @@ class _Emitter:
     def _regions(self, stamp: _Stamp) -> None:
         """Append one region for all pending results of a member whose inputs are there."""
         outputs = stamp.member.outputs
-        sources = [self.env.get(n) for n in stamp.member.inputs] + stamp.residuals + stamp.seed
+        sources = [self.env.get(n) for n in stamp.member.inputs] + stamp.residuals + stamp.chance
         have = {i for i, n in enumerate(sources) if n is not None}
         needs = self.needs(stamp.rewritten)
         ready = tuple(i for i in stamp.pending if needs[i] <= have)

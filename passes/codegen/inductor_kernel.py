@@ -95,7 +95,8 @@ class CallPerMember:
         """Update all members; see `Runner.run`."""
         with _disable_current_modes():  # as for a kernel of our own
             for m, size in enumerate(sizes):
-                pairs = zip((column[m] for column in columns), self.scalar, strict=True)
+                row: list[Any] = [column[m] for column in columns]
+                pairs = zip(row, self.scalar, strict=True)
                 self.function(
                     [size, *(x if one else x.as_strided((size,), (1,)) for x, one in pairs)]
                 )

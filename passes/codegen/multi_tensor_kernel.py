@@ -10,6 +10,7 @@ kernel.
 import functools
 import hashlib
 import time
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -19,11 +20,15 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from collage_fx.passes.analysis.plan import flat
+from collage_fx.passes.analysis.plan import flat, in_order
 from collage_fx.passes.codegen import kernel_cache
 from collage_fx.passes.codegen.inductor_kernel import compile_by_inductor
 from collage_fx.passes.codegen.inductor_lowering import region_graph, register_region
-from collage_fx.passes.codegen.printers.cpp_kernel import Unprintable, print_cpp_kernel
+from collage_fx.passes.codegen.printers.cpp_kernel import (
+    Unprintable,
+    names_in_cpp,
+    print_cpp_kernel,
+)
 from collage_fx.passes.codegen.printers.triton_kernel import print_triton_kernel
 from collage_fx.passes.codegen.rounding_probe import check_roundings
 from collage_fx.passes.codegen.scalar_kernel import Scalars, only_taken_by
@@ -38,7 +43,13 @@ from collage_fx.passes.ir.program import (
     value_of,
 )
 from collage_fx.runtime import logs, progress
-from collage_fx.runtime.kernels.argument_table import Column, Runner, check_sizes, device_of
+from collage_fx.runtime.kernels.argument_table import (
+    Column,
+    Runner,
+    check_sizes,
+    device_of,
+    some_of,
+)
 from collage_fx.runtime.kernels.cpp_loop import compile_loop
 from collage_fx.runtime.kernels.triton_launch import Launch
 
@@ -59,7 +70,8 @@ def least_members(settings: Settings, device: torch.device) -> int:
 
 _LIBRARY = torch.library.Library("collage", "FRAGMENT")
 _LIBRARY.define(
-    "multi_tensor(Tensor(a!)[] written, Tensor[] read, Tensor(b!)[] vectors, str key) -> ()",
+    "multi_tensor(Tensor(a!)[] written, Tensor[] read, Tensor(b!)[] vectors, int[] starts, str key)"
+    " -> ()",
     # Inductor's CUDA graphs leave it out: it is one launch, whose table of addresses they would
     # have in their own memory, and a copy of each gradient in a place that stays the same.
     tags=(torch.Tag.cudagraph_unsafe,),
@@ -86,6 +98,8 @@ class MultiTensorKernel:
     """Kind of device -> the source of what runs there."""
     single: bool = False
     """True if each member has one element: the 0-d work of a class."""
+    position: int | None = None
+    """The input that is the position of each element, of which a member gives that of its first."""
     by_inductor: str = ""
     """Reason why the kernel for a CPU is Inductor's; empty if it is ours."""
     made_in: Any = field(default_factory=logs.compilation)
@@ -99,7 +113,7 @@ class MultiTensorKernel:
     @functools.cached_property
     def read(self) -> list[int]:
         """The inputs that are only read, and of which each member has its own."""
-        others = {*self.written, *self.vectors}
+        others = {*self.written, *self.vectors, self.position}
         return [i for i in range(len(self.dtypes)) if i not in others]
 
     @property
@@ -140,14 +154,18 @@ class MultiTensorKernel:
 
     def launch(self) -> Launch:
         """Return the launch of the kernel on a GPU."""
-        return Launch(self.triton(), self.scalar)
+        return Launch(self.triton(), self.numbers)
+
+    @property
+    def numbers(self) -> list[bool]:
+        """Flag of each input: True if it is a number for each member, as the first position is."""
+        return [one or i == self.position for i, one in enumerate(self.scalar)]
 
     def triton(self) -> str:
         """Return the source of the Triton kernel."""
         if "cuda" not in self.sources:
-            self.sources["cuda"] = print_triton_kernel(
-                self.region, self.dtypes, self.scalar, self.stored, self.results
-            )
+            operands = (self.region, self.dtypes, self.scalar, self.stored, self.results)
+            self.sources["cuda"] = print_triton_kernel(*operands, self.position)
         return self.sources["cuda"]
 
     def _kept_or_compiled(self) -> tuple[Runner, str]:
@@ -166,14 +184,14 @@ class MultiTensorKernel:
 
     def text(self) -> str:
         """Return the text that determines all that is compiled of it."""
-        order = (self.scalar, self.written, self.results, self.vectors, self.single)
+        order = (self.scalar, self.written, self.results, self.vectors, self.single, self.position)
         return repr((self.region, self.dtypes, *order))
 
     def run(self, columns: list[Column], sizes: list[int]) -> None:
         """Update members; see `Runner.run`. Those without elements are left out."""
         if not all(sizes):
             inside = [m for m, size in enumerate(sizes) if size]
-            columns = [[column[m] for m in inside] for column in columns]
+            columns = [some_of(column, inside) for column in columns]
             sizes = [sizes[m] for m in inside]
         if sizes:
             device = device_of(columns[self.scalar.index(False)])
@@ -209,12 +227,15 @@ def _compiled_for_cpu(kernel: MultiTensorKernel) -> tuple[Runner, str, str]:
             kernel.scalar,
             kernel.stored,
             kernel.results,
+            kernel.position,
             single=kernel.single,
         )
     except Unprintable as why:
         operands = (kernel.region, kernel.dtypes, kernel.scalar, kernel.stored, kernel.results)
         return *compile_by_inductor(*operands), str(why)
     widths = [0 if kernel.scalar[i] else kernel.dtypes[i].itemsize for i in order]
+    if kernel.position in order:  # a number that goes up by one
+        widths[order.index(kernel.position)] = 1
     return compile_loop(source, order, widths), source, ""
 
 
@@ -244,15 +265,19 @@ def register_multi_tensor(rewritten: Rewritten, vectors: Sequence[int] = ()) -> 
     """
     part, residuals, seeds = rewritten.members[0], rewritten.residual_count, rewritten.seeded
     new = other_outputs(part)
-    lows, memory = len(part.inputs), len(part.inputs) + residuals + seeds
+    lows = len(part.inputs)
+    at = lows + residuals + seeds
+    memory = at + rewritten.positional
     written = [at for _, at, _ in part.states]
     written += [*range(lows, lows + residuals), *range(memory, memory + len(new))]
     results = [part.outputs.index(value) for _, _, value in part.states]
     results += range(len(part.outputs), len(part.outputs) + residuals)
     results += map(part.outputs.index, new)
     scalar = [value_of(n).dim() == 0 for n in part.inputs] + [False] * residuals
-    scalar += [True] * seeds + [False] * len(new)
-    return _register(graph_of(rewritten.lowered), new, scalar, written, results, list(vectors))
+    scalar += [True] * seeds + [False] * (rewritten.positional + len(new))
+    position = at if rewritten.positional else None
+    lowered = graph_of(rewritten.lowered)
+    return _register(lowered, new, scalar, written, results, list(vectors), position=position)
 
 
 def register_scalar_kernel(scalars: Scalars) -> str:
@@ -274,11 +299,14 @@ def _register(
     vectors: list[int],
     *,
     single: bool = False,
+    position: int | None = None,
 ) -> str:
     graph = with_memory(lowered.graph, (value_of(n).dtype for n in new))
     dtypes = [n.meta["dtype"] for n in graph.find_nodes(op="placeholder")]
     region = register_region(GraphModule(torch.nn.Module(), graph))
-    kernel = MultiTensorKernel(region, dtypes, scalar, written, results, vectors, single=single)
+    kernel = MultiTensorKernel(
+        region, dtypes, scalar, written, results, vectors, single=single, position=position
+    )
     if kernel.key not in MULTI_TENSOR_KERNELS:
         MULTI_TENSOR_KERNELS[kernel.key] = kernel
         progress.expect("kernel")
@@ -296,6 +324,9 @@ def obstacle(rewritten: Rewritten, settings: Settings) -> str:
         return "the graph goes on with what a member computes"
     if not all(flat(m) for m in members):
         return "the tensors of a member differ in shape or strides, or are not dense"
+    states = (c for m in members for c, _, _ in m.states)
+    if rewritten.positional and any(in_order(c) is None for c in states):
+        return "the elements of a member do not lie in order"
     values = [value_of(n) for m in members for n in m.inputs]
     devices = {v.device for v in values if v.dim()}
     scalars = {v.device for v in values if not v.dim()}
@@ -303,7 +334,21 @@ def obstacle(rewritten: Rewritten, settings: Settings) -> str:
         return "the members are not on one device"
     device = devices.pop()
     least = least_members(settings, device)
-    return f"fewer than {least} members" if rewritten.count < least else unreachable(device)
+    if rewritten.count < least:
+        return f"fewer than {least} members"
+    return unreachable(device) or _uncounted(rewritten, device)
+
+
+def _uncounted(rewritten: Rewritten, device: torch.device) -> str:
+    """Return the reason why Inductor's kernel has to do, which counts no elements of a class."""
+    if device.type != "cpu" or not rewritten.positional:
+        return ""
+    graph = graph_of(rewritten.lowered).graph
+    try:  # whether an input is 0-d or not makes no difference to what can be printed
+        names_in_cpp(graph, [False for _ in graph.find_nodes(op="placeholder")])
+    except Unprintable as why:
+        return f"positions are counted in kernels of our own only: {why}"
+    return ""
 
 
 def unreachable(device: torch.device) -> str:
@@ -347,7 +392,11 @@ def conflicts(readers: Readers, parts: Sequence[Slice]) -> set[Slice]:
 
 
 def run_multi_tensor(
-    written: list[Tensor], read: list[Tensor], vectors: list[Tensor], key: str
+    written: list[Tensor],
+    read: list[Tensor],
+    vectors: list[Tensor],
+    starts: Sequence[int],
+    key: str,
 ) -> None:
     """Update all members of a class: the operation `collage::multi_tensor`.
 
@@ -356,22 +405,29 @@ def run_multi_tensor(
         read: the others that each member has of its own, likewise.
         vectors: with one element for each member; read by `register_multi_tensor`, made by
             `register_scalar_kernel`.
+        starts: for each member the position of its first element, if the kernel takes positions.
         key: what the two return.
     """
     kernel = MULTI_TENSOR_KERNELS[key]
     columns: dict[int, Column] = {**kernel.columns(written, read)}
     columns |= dict(zip(kernel.vectors, vectors, strict=True))
-    own = columns[[*kernel.written, *kernel.read][0]]
+    if kernel.position is not None:
+        columns[kernel.position] = array("q", starts)
+    own = (written or read)[:: len(kernel.written or kernel.read)]
     kernel.run([columns[i] for i in range(len(columns))], [t.numel() for t in own])
 
 
 def _run_checked(
-    written: list[Tensor], read: list[Tensor], vectors: list[Tensor], key: str
+    written: list[Tensor],
+    read: list[Tensor],
+    vectors: list[Tensor],
+    starts: Sequence[int],
+    key: str,
 ) -> None:
     columns = MULTI_TENSOR_KERNELS[key].columns(written, read)
     full = (c for i, c in columns.items() if not MULTI_TENSOR_KERNELS[key].scalar[i])
     check_sizes([t.numel() for t in column] for column in full)
-    run_multi_tensor(written, read, vectors, key)
+    run_multi_tensor(written, read, vectors, starts, key)
 
 
 _LIBRARY.impl("multi_tensor", _run_checked, "CompositeExplicitAutograd")

@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 
 from collage_fx.passes.ir.verdict import Change, Judged
 from collage_fx.runtime.expansion.eft import LOW_PRECISION as LOW_PRECISION
+from collage_fx.runtime.storage.positions import Place
 from collage_fx.runtime.storage.registry import (
     EXPANSIONS,
     STORAGES,
@@ -93,6 +94,8 @@ class Carried(Named):
     """True if it is updated in a slice of others and never compensated, being in fp32 say."""
     takes_over: bool = False
     """True if it takes over the value of a state that is compensated."""
+    place: Place | None = None
+    """The place in the whole tensor, if it is a shard."""
     feeds_parameter: bool = False
     """True if it holds what a parameter is, which keeps too little of itself: see `feeding`."""
 
@@ -214,11 +217,12 @@ class Rewritten:
     """The slice of which the recurrences speak: the representative of the class."""
     expanded: GraphModule | None = None
     """Inputs: those of the slice, then the residuals of the compensated states in order, then the
-    seed if there is one. Outputs: those of the slice, then the new residuals in the same order."""
+    seed and the positions of elements if it has them. Outputs: those of the slice, then the new
+    residuals in the same order."""
     lowered: GraphModule | None = None
     """Lowered graph of the same signature; all 16-bit roundings are collage::round, else fp32."""
     seeded: bool = False
-    """True if a residual is rounded by chance, for which the step takes a seed."""
+    """True if a word is rounded by chance, for which the step takes a seed."""
     joined: list[str] = field(default_factory=list)
     """Operations on a carried path that have no rule and ran as join - op - split."""
     multi_tensor: str = ""
@@ -237,6 +241,11 @@ class Rewritten:
         """Return the dtypes of the residuals of state i."""
         dtype = self.model.states[i][0].val.dtype
         return STORAGES[self.storages[i]].residuals[dtype]
+
+    @property
+    def positional(self) -> bool:
+        """True if a state without residuals is rounded by chance, which takes positions."""
+        return any(STORAGES[storage].alone for storage in self.storages.values())
 
     @property
     def residual_count(self) -> int:
@@ -363,6 +372,12 @@ def compensable_in(carried: Carried, choice: Choice) -> str:
     if low and (choice == "auto" or carried.present != "remainder16") and carried.present:
         return carried.present
     return chosen(choice, carried.state_name, carried.val.dtype, scalar=carried.val.dim() == 0)
+
+
+def is_alone(carried: Carried, choice: Choice) -> bool:
+    """Return True if the storage for a state has no residuals: it is rounded by chance."""
+    storage = STORAGES.get(compensable_in(carried, choice))
+    return storage is not None and storage.alone
 
 
 def graph_of(module: GraphModule | None) -> GraphModule:

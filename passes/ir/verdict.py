@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from collage_fx.runtime.storage.registry import STORAGES
 from collage_fx.runtime.storage.state_name import Named, StateName
 
 
@@ -13,6 +14,8 @@ class VerdictKind(enum.Enum):
     """The verdict that a state is compensated, or the reason that it is not."""
 
     COMPENSATED = enum.auto()
+    BY_CHANCE = enum.auto()
+    """A state without residuals that is rounded by chance, which keeps its updates on average."""
     REFUSED = enum.auto()
     """A state that should be compensated, and cannot be."""
     PLAIN = enum.auto()
@@ -38,8 +41,13 @@ class Verdict:
 
     @property
     def compensated(self) -> bool:
-        """True if the state has residuals."""
-        return self.kind is VerdictKind.COMPENSATED
+        """True if the state has residuals, or is rounded by chance."""
+        return self.kind in (VerdictKind.COMPENSATED, VerdictKind.BY_CHANCE)
+
+    def in_storage(self, name: str) -> "Verdict":
+        """Return the same of a state that is compensated, in a storage."""
+        alone = STORAGES[name].alone
+        return Verdict(VerdictKind.BY_CHANCE, self.cause) if alone else self
 
 
 class Change(NamedTuple):
@@ -75,12 +83,15 @@ class Judged(Named):
 
     @property
     def verdict(self) -> str:
-        """`compensated`, `plain`, or `refused`: what should be compensated and cannot be."""
+        """`compensated`, `by chance` (without residuals), `plain`, or `refused`: what should be
+        compensated and cannot be."""
+        if self.decision.kind is VerdictKind.BY_CHANCE:
+            return "by chance"
         return "compensated" if self.compensated else "refused" if self.refused else "plain"
 
     @property
     def compensated(self) -> bool:
-        """True if it has residuals."""
+        """True if it has residuals, or is rounded by chance."""
         return self.decision.compensated
 
     @property

@@ -141,7 +141,10 @@ def _lowered(program: Program) -> None:
 def _signature(r: Rewritten, module: GraphModule | None) -> None:
     part, extra, graph = r.model, r.residual_count, graph_of(module).graph
     inputs = len(graph.find_nodes(op="placeholder"))
-    _demand(inputs == len(part.inputs) + extra + r.seeded, "a rewritten slice has other inputs")
+    _demand(
+        inputs == len(part.inputs) + extra + r.seeded + r.positional,
+        "a rewritten slice has other inputs",
+    )
     outputs: Any = graph.output_node().args[0]
     _demand(len(outputs) == len(part.outputs) + extra, "a rewritten slice has other outputs")
 

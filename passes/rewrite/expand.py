@@ -26,6 +26,7 @@ from collage_fx.passes.rules.join_split import join_op_split
 from collage_fx.runtime.errors import RuleError, UnsupportedError, own_name
 from collage_fx.runtime.expansion.eft import WIDER, computed_in
 from collage_fx.runtime.ops import JOIN, SPLIT, SPLIT_BY_CHANCE
+from collage_fx.runtime.storage.registry import STORAGES
 
 aten = torch.ops.aten
 
@@ -60,8 +61,10 @@ def expand(program: Program) -> None:
     """
     wider = stored_wider(program)
     for rewritten in program.rewritten:
-        if program.settings.stochastic_rounding:
-            rewritten.seeded = any(s in SPLIT_BY_CHANCE for s in rewritten.storages.values())
+        by_chance = program.settings.stochastic_rounding
+        rewritten.seeded = rewritten.positional or (
+            by_chance and any(s in SPLIT_BY_CHANCE for s in rewritten.storages.values())
+        )
         storage, reason = eft_storage(program, rewritten, wider)
         if reason:
             rewritten.joined.append(reason)
@@ -90,7 +93,9 @@ class _Expander:
         return node
 
     def several(self, target: Any, *args: Any, dtypes: tuple[torch.dtype, ...]) -> Components:
-        """Append an operation that returns values of these dtypes."""
+        """Append an operation that returns values of these dtypes, or one as it is."""
+        if len(dtypes) == 1:
+            return (self.op(target, *args, dtype=dtypes[0]),)
         all_ = self.op(target, *args, dtype=dtypes[0])
         return tuple(self.op(_getitem, all_, i, dtype=dtype) for i, dtype in enumerate(dtypes))
 
@@ -244,10 +249,7 @@ class _Wide(_Expander):
                 join = JOIN[storages[node]]
                 new = self.op(join, new, *residuals[node], dtype=WIDER[dtype])
             self.env[node] = self.convert(new, self._wide(dtype))
-        seed = None
-        if self.rewritten.seeded:
-            seed = self.graph.placeholder("seed")
-            seed.meta.update(dtype=torch.int32, scalar=True)
+        chance = self._chance()
         compensated = {self.part.states[i][2] for i in self.rewritten.storages}
         rounded = roundings_for_errors(self.part, compensated)
         for node in self.part.nodes:
@@ -256,7 +258,19 @@ class _Wide(_Expander):
             if node in rounded:
                 x = self.convert(self.convert(x, value_of(node).dtype), x.meta["dtype"])
             self.env[node] = x
-        return self._outputs(seed)
+        return self._outputs(chance)
+
+    def _chance(self) -> list[Node]:
+        """Append the inputs by which values are rounded by chance: a seed, and positions."""
+        states = (self.part.states[i][0].val for i in self.rewritten.storages)
+        scalar = {"seed": True} if self.rewritten.seeded else {}
+        if self.rewritten.positional:
+            scalar["position"] = not any(val.dim() for val in states)
+        made = []
+        for name, is_scalar in scalar.items():
+            made.append(self.graph.placeholder(name))
+            made[-1].meta.update(dtype=torch.int32, scalar=is_scalar)
+        return made
 
     def _wide_op(self, node: Node) -> Node:
         dtype = value_of(node).dtype
@@ -274,15 +288,16 @@ class _Wide(_Expander):
             return lerp(self, start, end, weight, wide)
         return self.op(node.target, *args, dtype=wide, **kwargs)
 
-    def _outputs(self, seed: Node | None) -> GraphModule:
+    def _outputs(self, chance: list[Node]) -> GraphModule:
         whole = {}
         for i, storage in self.rewritten.storages.items():
             self.origin = new = self.part.states[i][2]
             dtype = value_of(new).dtype
             dtypes = (dtype, *self.rewritten.residuals(i))
             value = self.convert(self.env[new], WIDER[dtype])
-            by_chance = SPLIT_BY_CHANCE.get(storage) if seed is not None else None
-            args = (value, dtype, *((seed,) if by_chance else ()))
+            by_chance = SPLIT_BY_CHANCE.get(storage) if chance else None
+            given = chance if STORAGES[storage].alone else chance[:1]
+            args = (value, dtype, *(given if by_chance else ()))
             whole[new] = self.several(by_chance or SPLIT[storage], *args, dtypes=dtypes)
         outputs = []
         for n in self.part.outputs:

@@ -24,6 +24,7 @@ from collage_fx.passes.ir.program import (
     StatePlan,
     Unlike,
     compensable_in,
+    is_alone,
     is_tensor,
     value_of,
 )
@@ -104,8 +105,9 @@ def _obstacle(program: Program, read: dict[Node, Carried]) -> str:
     """Return the reason why a graph cannot be done on joined values; empty if it can."""
     graph = program.source.graph
     inputs = graph.find_nodes(op="placeholder")
-    if program.settings.stochastic_rounding:
-        return "residuals are rounded by chance"
+    choice = program.settings.storage
+    if program.settings.stochastic_rounding or any(is_alone(c, choice) for c in program.carried):
+        return "states are rounded by chance"
     written = mutations(graph)
     results = [n for n in graph.output_node().all_input_nodes if n not in written.values()]
     states = {inputs[c.index] for c in program.carried} | read.keys()

@@ -1,5 +1,6 @@
 """One input of all members of a class: a column of the table that a kernel over them walks."""
 
+from array import array
 from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeAlias
 
@@ -9,8 +10,9 @@ from torch import Tensor
 from collage_fx.runtime.errors import CollageError
 from collage_fx.runtime.residuals.memory import address
 
-Column: TypeAlias = Tensor | Sequence[Tensor]
-"""A tensor for each member, or one vector with an element for each."""
+Column: TypeAlias = "Tensor | Sequence[Tensor] | array[int]"
+"""A tensor for each member, one vector with an element for each, or for each the position of its
+first element, which stands where others have an address."""
 
 
 class Runner(Protocol):
@@ -27,7 +29,9 @@ class Runner(Protocol):
 
 
 def addresses(column: Column) -> Sequence[int]:
-    """Return the address of each member's input."""
+    """Return the address of each member's input, or the position that it begins at."""
+    if isinstance(column, array):
+        return column
     if isinstance(column, Tensor):
         first, size = address(column), column.element_size()
         return range(first, first + size * column.numel(), size)
@@ -36,7 +40,15 @@ def addresses(column: Column) -> Sequence[int]:
 
 def device_of(column: Column) -> torch.device:
     """Return the device of the first member's tensor."""
+    assert not isinstance(column, array)
     return column.device if isinstance(column, Tensor) else column[0].device
+
+
+def some_of(column: Column, members: Sequence[int]) -> Column:
+    """Return the inputs of some members."""
+    if isinstance(column, array):
+        return array("q", [column[m] for m in members])
+    return [column[m] for m in members]
 
 
 def check_sizes(sizes: Iterable[list[int]]) -> None:

@@ -1,6 +1,7 @@
 """One Triton kernel over many tensors in one launch, by way of a table of their addresses."""
 
 import contextlib
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from collage_fx.runtime.errors import CaptureError
-from collage_fx.runtime.kernels.argument_table import Column, addresses, device_of
+from collage_fx.runtime.kernels.argument_table import Column, addresses, device_of, some_of
 from collage_fx.runtime.kernels.left_out import number_on
 from collage_fx.runtime.torch_private import PyCodeCache
 
@@ -91,7 +92,7 @@ class Launch:
 
     source: str
     scalar: Sequence[bool]
-    """Flag of each input: True if it is 0-d; such inputs may be on the CPU."""
+    """Flag of each input: True if it is 0-d; such inputs may be on the CPU. True for positions."""
     kernel: Any = field(init=False)
     ready: dict[Members, Ready] = field(default_factory=dict)
     captured: list[tuple[Geometry, Table]] = field(default_factory=list)
@@ -111,7 +112,7 @@ class Launch:
         for aligned, at in self.groups(full, sizes).items():
             some = columns
             if len(at) < len(sizes):
-                some = [[column[m] for m in at] for column in columns]
+                some = [some_of(column, at) for column in columns]
             self._launch(some, Members(tuple(sizes[m] for m in at), aligned, device))
 
     def groups(
@@ -230,7 +231,9 @@ def _chunks(sizes: tuple[int, ...]) -> Geometry:
 
 
 def _is_near(column: Column, device: torch.device) -> bool:
-    """Return True if all of a column is on the device."""
+    """Return True if all of a column is on the device, or no tensors."""
+    if isinstance(column, array):
+        return True
     return all(t.device == device for t in ([column] if isinstance(column, Tensor) else column))
 
 
@@ -239,7 +242,7 @@ def _near(column: Column, device: torch.device, kept: list[Tensor]) -> Column:
 
     A tensor that many members share, as a learning rate, is copied once.
     """
-    if _is_near(column, device):
+    if isinstance(column, array) or _is_near(column, device):
         return column
     if isinstance(column, Tensor):
         return _moved(column, device, kept)

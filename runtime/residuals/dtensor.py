@@ -1,11 +1,15 @@
 """Sharded tensors: the state of a DTensor is, to us, the shard that this process has of it."""
 
+import operator
 import sys
 from collections.abc import Hashable, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.nn import Parameter
+
+from collage_fx.runtime.storage.positions import Place, contiguous_strides
+from collage_fx.runtime.torch_private import _disable_current_modes
 
 
 def is_sharded(tensor: object) -> bool:
@@ -44,6 +48,18 @@ def sharding_of(tensor: Tensor) -> Hashable:
 def spec_of(tensor: Tensor) -> object:
     """Return the layout of a DTensor, shape and dtype included; None for any other tensor."""
     return getattr(tensor, SPEC) if is_sharded(tensor) else None
+
+
+def place_of(tensor: Tensor) -> Place | None:
+    """Return the place of this process's shard of a DTensor; None for any other tensor."""
+    sharded: Any = tensor
+    if not is_sharded(tensor):
+        return None
+    strides = contiguous_strides(tensor.shape)
+    with _disable_current_modes():  # it is asked while a graph is compiled, too
+        for chunk in sharded.__create_chunk_list__():
+            return Place(sum(map(operator.mul, chunk.offsets, strides)), strides)
+    return Place(0, strides)  # of a process that has nothing of it
 
 
 def is_partial(tensor: Tensor) -> bool:

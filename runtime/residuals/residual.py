@@ -54,7 +54,7 @@ class Residual:
     name: StateName
     components: tuple[Tensor, ...] = field(init=False)
     draws: int = 0
-    """Number of roundings by chance of the last component; each takes another seed."""
+    """Number of roundings by chance of the last word; each takes another seed."""
     expected: Expected | None = None
     """Expectation of both at the next step, if the residual is from a checkpoint."""
     ensured: Any = None
@@ -211,7 +211,12 @@ class Residual:
         return same and not (self.lent and self._written_by_borrower())
 
     def is_present(self, tensor: Tensor) -> bool:
-        """Return True if it is of tensor's present value; one of a checkpoint is looked at."""
+        """Return True if it is of tensor's present value; one of a checkpoint is looked at.
+
+        One without components is of any.
+        """
+        if not self.components:
+            return True
         if self.expected is None:
             if self.belongs(tensor):
                 return True
@@ -320,17 +325,18 @@ def clear_stale(
         named: returns what to call a tensor, of the name that its residual has.
     """
     cleared, partly = dict[tuple[str, str], list[str]](), dict[str, int]()
-    unsure = [(t, r) for t, r in pairs if r.expected is not None or not r.belongs(t)]
+    held = [(t, r) for t, r in pairs if r.components]
+    unsure = [(t, r) for t, r in held if r.expected is not None or not r.belongs(t)]
     all_fit = fit(unsure)
-    held: dict[int, Expected] = {}
+    met: dict[int, Expected] = {}
     """Expectations that were met, by the ids of residuals: a residual may stand in several pairs,
     with tied weights or with two tensors on one memory."""
     for tensor, residual in unsure:
-        expected, then = residual.expected or held.get(id(residual)), _IN_TIME
+        expected, then = residual.expected or met.get(id(residual)), _IN_TIME
         if not all_fit and not fit([(tensor, residual)]):  # `ensure` replaces it
             why = _CHANGED if residual.has_content() else ""
         elif expected is not None and expected(tensor, *residual.components):
-            why, residual.expected, held[id(residual)] = "", None, expected
+            why, residual.expected, met[id(residual)] = "", None, expected
         elif expected is None and residual.kept is None and residual.is_present(tensor):
             why = ""
         elif expected is None and residual.knows_elements(tensor):

@@ -12,10 +12,18 @@ from torch.utils.weak import WeakIdRef
 
 from collage_fx.runtime.errors import warn
 from collage_fx.runtime.expansion.eft import WIDER
+from collage_fx.runtime.expansion.stochastic import Seeds
 from collage_fx.runtime.residuals.checksum import bits_of
 from collage_fx.runtime.residuals.components import check_components, storage_of
 from collage_fx.runtime.residuals.memory import is_laid_out_as, tensor_on
-from collage_fx.runtime.residuals.residual import Expected, Residual, clear_stale, warn_of_cleared
+from collage_fx.runtime.residuals.residual import (
+    Expected,
+    Residual,
+    clear_stale,
+    next_draw,
+    warn_of_cleared,
+)
+from collage_fx.runtime.storage.positions import Place
 from collage_fx.runtime.storage.registry import (
     STORAGES,
     check_compensable,
@@ -137,11 +145,17 @@ class ResidualStore:
         return bool(self._of_memory)
 
     def ensure(
-        self, tensor: Tensor, storage: str, name: StateName, found: Residual | None = None
+        self,
+        tensor: Tensor,
+        storage: str,
+        name: StateName,
+        found: Residual | None = None,
+        place: Place | None = None,
     ) -> Residual:
         """Return the residual of tensor, made of zeros if there was none of this shape yet.
 
-        One of another storage is converted. `found` is what `get` has returned, if that was asked.
+        One of another storage is converted. `found` is what `get` has returned, if that was asked;
+        `place` that of a shard in the whole tensor.
         """
         residual = found or self.get(tensor)
         if residual is not None and not residual.fits(tensor):
@@ -153,7 +167,7 @@ class ResidualStore:
         self.follow(tensor, residual)
         if residual.storage != storage:
             self._warn_coarser(residual, storage, tensor.dtype)
-            return self.convert(tensor, storage)
+            return self.convert(tensor, storage, place)
         return residual
 
     def _warn_coarser(self, residual: Residual, storage: str, dtype: torch.dtype) -> None:
@@ -204,23 +218,44 @@ class ResidualStore:
             del self._of_memory[key]
         self.generation += 1
 
-    def convert(self, tensor: Tensor, storage: str) -> Residual:
+    def convert(self, tensor: Tensor, storage: str, place: Place | None = None) -> Residual:
         """Lay out the whole value of tensor, which has a residual, in another storage.
 
-        The high word changes where the storages round it differently.
+        The high word changes where the storages round it differently. `place` is as in `assign`.
         """
         _, old = self._residuals[id(tensor)]
         check_compensable(tensor.dtype, storage, str(old.name))
         clear_stale([(tensor, old)])
         with torch.no_grad(), _disable_current_modes():
-            return self.assign(tensor, old.whole(tensor), storage, old.name)
+            return self.assign(tensor, old.whole(tensor), storage, old.name, place)
 
-    def assign(self, tensor: Tensor, value: Tensor, storage: str, name: StateName) -> Residual:
-        """Write value, of a wider dtype than tensor, into tensor and its residual."""
-        wide = value.to(WIDER[tensor.dtype])
-        hi, *lows = STORAGES[storage].split(wide, tensor.dtype)
-        tensor.data.copy_(hi)  # what serves the steps counts writes to tensor itself
+    def assign(
+        self,
+        tensor: Tensor,
+        value: Tensor,
+        storage: str,
+        name: StateName,
+        place: Place | None = None,
+    ) -> Residual:
+        """Write value, of a wider dtype than tensor, into tensor and its residual.
+
+        Where there is no residual, it is rounded by chance, which keeps it on average.
+
+        Args:
+            tensor: of low precision, or fp32.
+            value: of its shape.
+            storage: the layout of its residual.
+            name: what the residual is said to be of.
+            place: that of tensor in the whole tensor, if it is a shard.
+        """
+        wide, kind = value.to(WIDER[tensor.dtype]), STORAGES[storage]
         residual = self.adopt(tensor, None, storage, name)
+        if kind.alone:
+            (seed,) = Seeds(0, [wide.device]).draw(next_draw([residual]))
+            hi, *lows = kind.draw(wide, tensor.dtype, seed, lambda: place)
+        else:
+            hi, *lows = kind.split(wide, tensor.dtype)
+        tensor.data.copy_(hi)  # what serves the steps counts writes to tensor itself
         for component, lo in zip(residual.components, lows, strict=True):
             component.copy_(lo)
         return residual

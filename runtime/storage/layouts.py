@@ -7,7 +7,7 @@ from torch import Tensor
 
 from collage_fx.runtime.expansion.arithmetic import Expansion, finite_or_zero
 from collage_fx.runtime.expansion.eft import FP8, WIDER
-from collage_fx.runtime.expansion.stochastic import chance, round_by_chance
+from collage_fx.runtime.expansion.stochastic import chance, moved_by_chance, round_by_chance
 
 Components = tuple[Tensor, ...]
 """hi and its residuals."""
@@ -78,6 +78,36 @@ def split_by_chance(x: Tensor, dtype: torch.dtype, seed: Tensor) -> Components:
         return split8(x, dtype, 1, seed)
     hi, rest = split_exact(x, dtype)
     return hi, round_by_chance(rest, dtype, chance(x, seed))
+
+
+def join_alone(hi: Tensor) -> Tensor:
+    """Return hi in the wide dtype: the value of a state without residuals."""
+    return hi.to(WIDER[hi.dtype])
+
+
+def split_alone(x: Tensor, dtype: torch.dtype) -> Components:
+    """Return x rounded to nearest, and no residual."""
+    return (x.to(dtype),)
+
+
+def round_alone(x: Tensor, dtype: torch.dtype, seed: Tensor, position: Tensor) -> Components:
+    """Return x rounded up or down by chance, and no residual: on average over the seeds it is x.
+
+    Elements at two positions round apart, where they are equal too. From the largest number of fp16
+    and fp8 on x is rounded to nearest, since by chance it could become infinite where it should not
+    (bf16 ends within a 256th of where fp32 does).
+
+    Args:
+        x: fp32.
+        dtype: bf16, fp16 or fp8.
+        seed: int32, 0-d, 31 bits.
+        position: int32, of the shape of x; see `stochastic.chance`.
+    """
+    by_chance = moved_by_chance(x, dtype, chance(x, seed, position))
+    if dtype is torch.bfloat16:
+        return (torch.where(x == x, by_chance, math.nan).to(dtype),)
+    inside = x.abs() < torch.finfo(dtype).max
+    return (torch.where(inside, by_chance, x).to(dtype),)
 
 
 def split3(x: Tensor, dtype: torch.dtype) -> Components:

@@ -14,16 +14,20 @@ from collage_fx.runtime.storage.layouts import (
     Components,
     added,
     join,
+    join_alone,
     join_exact,
     join_remainder16,
     join_ulp8,
+    round_alone,
     split,
     split3,
+    split_alone,
     split_by_chance,
     split_exact,
     split_remainder16,
     split_ulp8,
 )
+from collage_fx.runtime.storage.positions import Place, positions
 from collage_fx.runtime.storage.state_name import StateName
 
 
@@ -41,13 +45,34 @@ class Storage:
     split: Callable[[Tensor, torch.dtype], Components]
     """(a value of the wide dtype, dtype of hi) -> (hi, *residuals). In all layouts residuals of
     zero stand for hi itself."""
-    split_by_chance: Callable[[Tensor, torch.dtype, Tensor], Components] | None = None
-    """`split` with a seed, an int32 of 31 bits: the last residual is rounded up or down by chance,
-    which is right on average. None where nothing is left to round."""
+    split_by_chance: Callable[..., Components] | None = None
+    """`split` with a seed, an int32 of 31 bits: the last word is rounded up or down by chance,
+    which is right on average. Of a storage without residuals it takes the positions of elements
+    too, int32. None where nothing is left to round."""
 
     def residual_bytes(self, tensor: Tensor) -> int:
         """Return the bytes that the residuals of tensor take."""
         return sum(r.itemsize for r in self.residuals[tensor.dtype]) * tensor.numel()
+
+    def draw(
+        self, x: Tensor, dtype: torch.dtype, seed: Tensor, place: Callable[[], Place | None]
+    ) -> Components:
+        """Return `split_by_chance` of a value, with the positions that it may take.
+
+        Args:
+            x: of the wide dtype.
+            dtype: of hi.
+            seed: int32, 0-d, 31 bits.
+            place: function that returns the place of x in the whole tensor, None if it is whole.
+        """
+        assert self.split_by_chance is not None
+        counted = (positions(x, place()),) if self.alone else ()
+        return self.split_by_chance(x, dtype, seed, *counted)
+
+    @property
+    def alone(self) -> bool:
+        """True if there are no residuals: the state itself is rounded by chance, always."""
+        return not any(self.residuals.values())
 
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -83,11 +108,20 @@ STORAGES = {
             split_ulp8,
         ),
         Storage("double_single", {_FP32: (_FP32,)}, {_FP32: 49}, join, split),
+        Storage(
+            "sr",
+            {d: () for d in LOW_PRECISION},
+            {_BF16: 8, _FP16: 11, _E4M3: 4, _E5M2: 3},
+            join_alone,
+            split_alone,
+            round_alone,
+        ),
     )
 }
 """name -> storage. `mcf2` is the paper's: hi and lo in one dtype, about 2p + 1 bits. `remainder16`
 is that of Transformer Engine and apex, `ulp8` that of FlashOptim. `double_single` is mcf2 of fp32
-under the name that it has there, so that fp32 states are left alone unless it is asked for."""
+under the name that it has there, so that fp32 states are left alone unless it is asked for. `sr`
+is plain stochastic rounding."""
 
 TRANSIENT = {
     wide: Storage(

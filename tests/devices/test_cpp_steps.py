@@ -32,9 +32,10 @@ CASES: dict[str, dict[str, Any]] = {
         ("remainder16", "wide", False),
         ("ulp8", "wide", False),
         ("ulp8", "wide", True),
+        ("sr", "wide", False),
     )
 }
-EVERY_DAY = ("plus-mcf2-eft", "all-remainder16-wide", "light-ulp8-by-chance-wide")
+EVERY_DAY = ("plus-mcf2-eft", "all-remainder16-wide", "light-ulp8-by-chance-wide", "all-sr-wide")
 
 
 def trained(options: dict[str, Any], steps: int = 20) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from graphs import differing
 from interpreted import members_of, reference, renewed
-from kernels import CASES, kernel_of, rewritten
+from kernels import CASES, columns_of, kernel_of, rewritten
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
@@ -45,7 +45,7 @@ def test_launches_are_the_steps_of_the_eager_reference(device: str, name: str) -
     assert all(x.data_ptr() % 16 for x in ours[-1] if x.dim())  # a second launch, two bytes at once
     for step in range(LAUNCHES):
         sizes = [max(x.numel() for x in inputs) for inputs in ours]
-        kernel.run([list(column) for column in zip(*ours, strict=True)], sizes)
+        kernel.run(columns_of(kernel, ours), sizes)
         for theirs in references:
             for m, n in zip(ours, theirs, strict=True):
                 reference(of_class, n)

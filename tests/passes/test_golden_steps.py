@@ -158,7 +158,9 @@ def test_a_class_is_one_operation() -> None:
     """Two operations for nine parameters: one does what each does with its step count."""
     program = capture_optimizer(AdamW, shapes=((2, 2),) * 9).program()
     calls = (n for n in program.result.graph.nodes if n.op == "call_function")  # type: ignore[union-attr]
-    lines = [f"{n.target}({', '.join(map(_operand, n.args[:-1]))})" for n in calls]
+    lines = [
+        f"{n.target}({', '.join(map(_operand, n.args[: min(3, len(n.args) - 1)]))})" for n in calls
+    ]
     assert_expected_inline(
         "\n".join(lines),
         """\

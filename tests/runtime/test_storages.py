@@ -22,14 +22,14 @@ from collage_fx.runtime.storage.registry import (
 
 EVERY = [(s, d) for s in STORAGES.values() for d in s.residuals]
 E4M3, E5M2 = FP8
-BYTES = {"mcf2": 2, "mcf3": 4, "remainder16": 2, "ulp8": 1, "double_single": 4}
+BYTES = {"mcf2": 2, "mcf3": 4, "remainder16": 2, "ulp8": 1, "double_single": 4, "sr": 0}
 """Bytes of a residual; half as many of an fp8 state."""
 LOWEST = {
     torch.bfloat16: {"*": 2.0**-100},
     torch.float16: {"*": 2.0**-8, "mcf2": 1.0, "mcf3": 1.0},
     torch.float32: {"*": 2.0**-100},
-    E4M3: {"mcf2": 2.0**-5, "mcf3": 2.0**-4},
-    E5M2: {"mcf2": 2.0**-13, "mcf3": 2.0**-12},
+    E4M3: {"mcf2": 2.0**-5, "mcf3": 2.0**-4, "sr": 2.0**-6},
+    E5M2: {"mcf2": 2.0**-13, "mcf3": 2.0**-12, "sr": 2.0**-14},
 }
 """Smallest value at which a storage has its precision: below, a last word is no normal number."""
 COUNT = 10**6
@@ -209,5 +209,7 @@ def test_remainder16_does_not_hold_ties_that_go_to_even() -> None:
 
 
 def test_a_dtype_that_it_cannot_hold_is_refused_with_those_that_can() -> None:
-    with pytest.raises(StorageError, match=r"remainder16.*w, which is float16; 'mcf2'.*'ulp8' can"):
+    with pytest.raises(
+        StorageError, match=r"remainder16.*w, which is float16; 'mcf2'.*'ulp8', 'sr' can"
+    ):
         check_compensable(torch.float16, "remainder16", "w")

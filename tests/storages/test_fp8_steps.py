@@ -119,5 +119,5 @@ def test_other_formats_of_8_bits_are_refused_by_name() -> None:
 @pytest.mark.parametrize("storage", ["remainder16", "ulp8"])
 def test_a_storage_that_cannot_hold_fp8_says_which_can(storage: str) -> None:
     optimizer = Adam8(start(1, torch.bfloat16))
-    with pytest.warns(CollageWarning, match=r"exp_avg.*float8_e4m3fn; 'mcf2', 'mcf3' can"):
+    with pytest.warns(CollageWarning, match=r"exp_avg.*float8_e4m3fn; 'mcf2', 'mcf3', 'sr' can"):
         steps(optimizer, collage_fx.compile(optimizer, storage=storage), 0, 2)

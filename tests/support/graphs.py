@@ -27,6 +27,7 @@ from collage_fx.passes.ir.program import (
 )
 from collage_fx.passes.pipeline import PASSES, run_passes
 from collage_fx.passes.rewrite.symbolic_scalars import keep_symbols
+from collage_fx.runtime.storage.positions import Place, positions
 from collage_fx.runtime.storage.state_name import StateName
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -231,6 +232,10 @@ def verdicts(program: Program) -> dict[str, StatePlan]:
     return {s.state_name.kind if s.state_name.parameter else "param": s for s in program.plan}
 
 
+FIRST = Place((1 << 32) - 500, (1,))
+"""A place in a whole tensor, of which positions are counted modulo 2^32."""
+
+
 def random_inputs(module: GraphModule | None, size: int = 1000) -> list[Tensor]:
     """Return inputs for an expanded or lowered graph: values near one, residuals below an ulp."""
     assert module is not None
@@ -241,7 +246,8 @@ def random_inputs(module: GraphModule | None, size: int = 1000) -> list[Tensor]:
         dtype = node.meta["dtype"]
         value = torch.rand(shape, generator=generator, dtype=torch.float64) + 0.5
         tiny = torch.finfo(dtype).eps / 4 if node.name.endswith("_lo") else 1.0
-        inputs.append((value * tiny).to(dtype))
+        value = (value * tiny).to(dtype)
+        inputs.append(positions(value, FIRST) if node.name == "position" else value)
     return inputs
 
 

@@ -14,6 +14,7 @@ from kernels import (
     CASES,
     Case,
     captured,
+    columns_of,
     kernel_of,
     misaligned,
     repaired_interpreter,
@@ -31,6 +32,7 @@ from collage_fx.runtime.expansion.eft import FP8, LOW_PRECISION, WIDER
 from collage_fx.runtime.expansion.stochastic import seed_of
 from collage_fx.runtime.kernels.left_out import left_out_if
 from collage_fx.runtime.kernels.triton_launch import BLOCK, CHUNKS, Launch
+from collage_fx.runtime.storage.positions import positions
 
 pytestmark = pytest.mark.kernels
 
@@ -112,6 +114,7 @@ def members_of(of_class: Rewritten, scale: float = 1.0, device: str = "cpu") -> 
             shape = () if node.meta["scalar"] else (size,)
             x = torch.rand(shape, generator=generator, dtype=torch.float64) + 0.5
             x = _residual(node, x) if "_lo" in node.name else (x * scale).to(dtype(node))
+            x = positions(x) if node.name == "position" else x
             inputs.append(x.to(device))
         members.append(inputs)
     members[-1] = [misaligned(x) if x.dim() else x for x in members[-1]]
@@ -130,12 +133,12 @@ def reference(of_class: Rewritten, inputs: list[Tensor]) -> None:
 def steps(of_class: Rewritten, source: str, count: int) -> list[int]:
     """Return, for each step, at how many elements the kernel differs from the reference."""
     kernel = kernel_of(of_class)
-    launch = Launch(source, kernel.scalar)
+    launch = Launch(source, kernel.numbers)
     ours, theirs = members_of(of_class), members_of(of_class)
     found = []
     for step in range(count):
         sizes = [max(x.numel() for x in inputs) for inputs in ours]
-        launch.run([list(column) for column in zip(*ours, strict=True)], sizes)
+        launch.run(columns_of(kernel, ours), sizes)
         for inputs in theirs:
             reference(of_class, inputs)
         pairs = [
@@ -219,7 +222,7 @@ def test_the_comparison_can_fail() -> None:
 def test_a_step_that_is_left_out_changes_nothing(case: Case) -> None:
     of_class = rewritten(case)
     kernel = kernel_of(of_class)
-    launch = Launch(kernel.triton(), kernel.scalar)
+    launch = kernel.launch()
 
     def after(number: float | None) -> list[Tensor]:
         """Return all operands after a step with gradients that are not finite, if that is asked."""
@@ -231,7 +234,7 @@ def test_a_step_that_is_left_out_changes_nothing(case: Case) -> None:
         sizes = [max(x.numel() for x in m) for m in members]
         found = contextlib.nullcontext() if number is None else left_out_if(torch.tensor(number))
         with found:
-            launch.run([list(column) for column in zip(*members, strict=True)], sizes)
+            launch.run(columns_of(kernel, members), sizes)
         return [m[i] for m in members for i in kernel.written]
 
     before = [m[i] for m in members_of(of_class) for i in kernel.written]

@@ -22,6 +22,7 @@ What equality to expect, and what `test_interpreter.py` checks:
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -40,10 +41,30 @@ from collage_fx.passes.codegen.inductor_lowering import _REGIONS
 from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS, MultiTensorKernel
 from collage_fx.passes.codegen.printers import measured_kernel
 from collage_fx.passes.ir.program import CONVERT
-from collage_fx.runtime.kernels.argument_table import Runner
+from collage_fx.runtime.kernels.argument_table import Column, Runner, addresses
 from collage_fx.runtime.ops import collage
+from collage_fx.runtime.storage.positions import Place, positions
 
 aten = torch.ops.aten
+
+
+@dataclass
+class _Interpreted(CallPerMember):
+    """A class's function, called for each member, with its positions as a tensor."""
+
+    position: int | None = None
+
+    def run(self, columns: Sequence[Column], sizes: Sequence[int]) -> None:
+        """Update all members."""
+        columns = list(columns)
+        if self.position is not None:
+            firsts = addresses(columns[self.position])
+            each = zip(firsts, sizes, strict=True)
+            with _disable_current_modes():  # as around a kernel of our own
+                columns[self.position] = [
+                    positions(torch.empty(n), Place(first, (1,))) for first, n in each
+                ]
+        super().run(columns, sizes)
 
 
 @contextlib.contextmanager
@@ -61,7 +82,7 @@ def without_compiler() -> Iterator[list[GraphModule]]:
 
     def of_a_class(kernel: MultiTensorKernel) -> tuple[Runner, str, str]:
         found.append(_REGIONS[kernel.region])
-        return CallPerMember(_member(kernel), kernel.scalar), "", ""
+        return _Interpreted(_member(kernel), kernel.scalar, kernel.position), "", ""
 
     original = inductor_compile.compile_functional
     runners = {k: s.runners for k, s in MULTI_TENSOR_KERNELS.items()}

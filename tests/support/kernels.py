@@ -10,6 +10,7 @@ import re
 import subprocess
 import tempfile
 import types
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -37,6 +38,7 @@ from collage_fx.passes.codegen.multi_tensor_kernel import (
     register_multi_tensor,
 )
 from collage_fx.passes.ir.program import Arithmetic, Level, Rewritten, Settings, graph_of
+from collage_fx.runtime.kernels.argument_table import Column
 from collage_fx.runtime.kernels.triton_launch import BLOCK, CHUNKS, WARPS
 
 SM90 = GPUTarget("cuda", 90, 32)
@@ -91,6 +93,7 @@ CASES = {
     "adamw-remainder16": Case(optim.AdamW, {}, "plus", 22, "remainder16"),
     "adamw-mcf3": Case(optim.AdamW, {}, "plus", 30, "mcf3"),
     "adamw-ulp8": Case(optim.AdamW, {}, "plus", 18, "ulp8"),
+    "adamw-sr": Case(optim.AdamW, {}, "plus", 14, "sr"),
     "adamw-mcf2-by-chance": Case(optim.AdamW, {}, "plus", 22, "mcf2", by_chance=True),
     "adamw-double-single": Case(optim.AdamW, {}, "all", 52, "double_single", torch.float32),
     "adam-e4m3fn": Case(Adam8, {"moments": torch.float8_e4m3fn}, "plus", 18),
@@ -128,6 +131,15 @@ def rewritten(case: Case) -> Rewritten:
 def kernel_of(rewritten: Rewritten) -> MultiTensorKernel:
     """Return the kernel over a class."""
     return MULTI_TENSOR_KERNELS[register_multi_tensor(rewritten)]
+
+
+def columns_of(kernel: MultiTensorKernel, members: Sequence[Sequence[Tensor]]) -> list[Column]:
+    """Return the inputs of all members as a kernel takes them: positions by the first of each."""
+    columns: list[Column] = [list(column) for column in zip(*members, strict=True)]
+    if kernel.position is not None:
+        firsts = (int(inputs[kernel.position][0]) for inputs in members)
+        columns[kernel.position] = array("q", firsts)
+    return columns
 
 
 def assembled(

@@ -12,6 +12,7 @@ from collage_fx.optimizer.checkpoints.saved_residuals import SavedResidual
 from collage_fx.optimizer.ownership import PARAM, Owned, owned_tensors, params_of
 from collage_fx.passes.ir.program import LOW_PRECISION
 from collage_fx.runtime.errors import listed
+from collage_fx.runtime.residuals.dtensor import place_of
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import FINEST, Choice, chosen, refusal
 
@@ -99,5 +100,5 @@ def _assign(owned: Owned, value: Tensor, choice: Choice) -> None:
     storage = chosen(choice, owned.state_name, tensor.dtype) if choice else ""
     if not storage or refusal(tensor.dtype, storage, owned.name):
         storage = FINEST[tensor.dtype]
-    residual = STORE.assign(tensor, value, storage, owned.state_name)
+    residual = STORE.assign(tensor, value, storage, owned.state_name, place_of(owned.whole))
     residual.provisional = True  # a state that no verdict compensates has no use for it

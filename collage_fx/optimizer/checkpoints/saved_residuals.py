@@ -6,6 +6,8 @@ Of `exp_avg` in storage `remainder16` there are, in the state of its parameter,
     collage_fx.exp_avg.remainder16.rows   checksums of the rows of both, int8
     collage_fx.exp_avg.remainder16.draws  how often it was rounded by chance, if ever
 
+Of one in storage `sr` there is the last alone.
+
 Where exp_avg is a DTensor the first two are, so that torch.distributed.checkpoint saves, loads and
 reshards them as it does exp_avg. PyTorch casts states to the dtype of their parameter where nothing
 of this package keeps it from that: so integers travel as bits of that dtype where it is as wide,
@@ -101,12 +103,14 @@ def entries_of(
         f"{name}.{n}": sharded_like(_as_bits(component, param), tensor)
         for n, component in enumerate(residual.components)
     }
+    if residual.draws or not residual.components:
+        draws = torch.tensor([residual.draws], dtype=torch.int64, device=shard.device)
+        found[f"{name}.{_DRAWS}"] = draws.view(param)
+    if not residual.components:
+        return found
     known = has_whole_rows(tensor)
     rows = row_checksums(shard, *residual.components) if known else _unknown_rows(tensor)
     found[f"{name}.{_ROWS}"] = rows_like(_as_bits(rows, param), tensor)
-    if residual.draws:
-        draws = torch.tensor([residual.draws], dtype=torch.int64, device=shard.device)
-        found[f"{name}.{_DRAWS}"] = draws.view(param)
     return found
 
 

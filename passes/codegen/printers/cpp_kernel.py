@@ -55,6 +55,7 @@ def print_cpp_kernel(
     scalar: Sequence[bool],
     stored: Sequence[int],
     results: Sequence[int],
+    position: int | None = None,
     *,
     single: bool = False,
     libm: bool = False,
@@ -69,6 +70,8 @@ def print_cpp_kernel(
         scalar: for each of its inputs whether it is 0-d.
         stored: the inputs that are overwritten.
         results: for each of them the position of its new value among the results.
+        position: the input that is the number of each element, if there is one: in the place of its
+            address the function takes the number of the first.
         single: whether members have one element each, so that no vectors of them are needed.
         libm: whether functions of the C library may stand for PyTorch's, which may differ from them
             by a unit in the last place.
@@ -86,8 +89,14 @@ def print_cpp_kernel(
     values = [printer.names[outputs[k]] for k in results]
     read = [i for i, node in enumerate(inputs) if node.users]
     order = sorted({*read, *stored})
-    casts = [f"auto* p{i} = static_cast<{_type(inputs[i])}*>(a{i});" for i in order]
-    loops = [f"const {_type(inputs[i])} x{i} = p{i}[i];" for i in read if not scalar[i]]
+    casts = [
+        f"auto* p{i} = static_cast<{_type(inputs[i])}*>(a{i});" for i in order if i != position
+    ]
+    full = [i for i in read if not scalar[i] and i != position]
+    loops = [f"const {_type(inputs[i])} x{i} = p{i}[i];" for i in full]
+    if position in read:
+        casts.append(f"const uint32_t first = reinterpret_cast<uintptr_t>(a{position});")
+        loops.append(f"const int32_t x{position} = int32_t(first + uint32_t(i));")
     for i in (i for i in read if scalar[i]):
         number = f"plain_nan(*p{i})" if inputs[i].meta["dtype"] in _FLOATS else f"*p{i}"
         casts.append(f"const {_type(inputs[i])} x{i} = {number};")

@@ -11,7 +11,8 @@ numbers, infinite ones and NaN included (`tests/compilation/test_exact_roundings
 
 The error of a product needs its rounding below 2^-118 (bf16), so that stays too.
 
-A number without its low half, or NaN, as `split_remainder16` makes it, is one of bf16.
+A number without its low half, or NaN, as `split_remainder16` and `round_alone` make it, is one of
+bf16.
 """
 
 import math
@@ -104,9 +105,14 @@ def _of_high_half(rounding: Node) -> dict[Node, Node | None]:
 
 
 def _is_high_half(node: Node) -> bool:
-    """Return True if a node is fp32 of bits less ((bits & 0xffff) ^ 0x8000) - 0x8000."""
+    """Return True if a node is fp32 of bits that end in 16 zeros.
+
+    Those are bits less ((bits & 0xffff) ^ 0x8000) - 0x8000, and bits & ~0xffff.
+    """
     if node.target is not aten.view.dtype or node.args[1] is not torch.float32:
         return False
+    if _args_of(node.args[0], aten.bitwise_and.Scalar)[1] == ~0xFFFF:
+        return True
     bits, low = _args_of(node.args[0], aten.sub.Tensor)
     signed, half = _args_of(low, aten.sub.Tensor)
     masked, sign = _args_of(signed, aten.bitwise_xor.Scalar)

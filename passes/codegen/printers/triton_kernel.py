@@ -97,6 +97,7 @@ def print_triton_kernel(
     scalar: Sequence[bool],
     written: Sequence[int],
     results: Sequence[int],
+    position: int | None = None,
 ) -> str:
     """Return the source of a Triton kernel `multi_tensor`: a lowered slice over many members.
 
@@ -112,23 +113,29 @@ def print_triton_kernel(
         scalar: for each of them whether it is 0-d.
         written: the inputs that are overwritten.
         results: for each of them the position of its new value among the results.
+        position: the input that is the number of each element, if there is one: in the table there
+            is that of a member's first.
     """
     lines, values, used = _body(region, dtypes, scalar)
     values = [values[k] for k in results]
-    full = [i for i in used if not scalar[i]]
+    full = [i for i in used if not scalar[i] and i != position]
+    counted = [i for i in used if i == position]
+    count = [f"x{i} = (first{i} + start + i).to(tl.int32)" for i in counted]
+    firsts = [f"first{i} = tl.load(row + {i})" for i in counted]
+    numbers = [f"x{i} = tl.load({_address(i, dtypes[i])})" for i in used if scalar[i]]
     pointers = sorted({*full, *written})
     return _KERNEL.format(
         arity=len(dtypes),
         inputs=", ".join(f"x{i}" for i in used),
         body=_lines(lines, 1),
         results=", ".join(values) + ",",
-        scalars=_lines((f"x{i} = tl.load({_address(i, dtypes[i])})" for i in used if scalar[i]), 1),
+        scalars=_lines([*numbers, *firsts], 1),
         pointers=_lines((f"p{i} = {_address(i, dtypes[i])} + start" for i in pointers), 1),
         aligned=_lines((f"p{i} = tl.multiple_of(p{i}, 16)" for i in pointers), 2),
-        loads=_lines((f"x{i} = tl.load(p{i} + i)" for i in full), 3),
+        loads=_lines([*(f"x{i} = tl.load(p{i} + i)" for i in full), *count], 3),
         news=", ".join(f"y{i}" for i in written) + ",",
         stores=_lines((f"tl.store(p{i} + i, y{i})" for i in written), 3),
-        masked_loads=_lines((f"x{i} = tl.load(p{i} + i, mask=inside)" for i in full), 3),
+        masked_loads=_lines([*(f"x{i} = tl.load(p{i} + i, mask=inside)" for i in full), *count], 3),
         masked_stores=_lines((f"tl.store(p{i} + i, y{i}, mask=inside)" for i in written), 3),
     )
 
