@@ -116,7 +116,7 @@ class Tally:
 
 def storages_for(dtype: torch.dtype) -> list[str]:
     """Return the names of the storages that can hold a state of a dtype."""
-    return [s.name for s in STORAGES.values() if dtype in s.residuals]
+    return [s.name for s in STORAGES.values() if dtype in s.residuals and not s.alone]
 
 
 def note(changes: Sequence[Change], step: int) -> None:

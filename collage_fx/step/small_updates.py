@@ -98,10 +98,9 @@ class SmallUpdates:
         self.next = self.steps + EVERY
         if self.rate is None:
             self.rate = _rate(optimizer)
-        by_chance = self.session.config.rounds_by_chance
         with torch.no_grad():
-            samples = _samples(moving_parameters(optimizer))
-        samples = [s for s in samples if not by_chance(s.storage)]
+            by_chance = self.session.config.rounds_by_chance
+            samples = _samples(moving_parameters(optimizer), by_chance)
         versions = [[version(o.tensor) for o in sample.owned] for sample in samples]
         result = run(optimizer, *args, **kwargs)
         written = [_written(*old) for old in zip(samples, versions, strict=True)]
@@ -162,15 +161,16 @@ def moving_parameters(optimizer: Optimizer) -> list[Owned]:
     return [o for o in params if o.tensor.dtype in FINEST]
 
 
-def _samples(parameters: Iterable[Owned]) -> list[_Sample]:
+def _samples(parameters: Iterable[Owned], by_chance: Callable[[str], bool]) -> list[_Sample]:
     """Return samples of the parameters, by storage, dtype and device.
 
-    Left out are those without elements or a residual of their shape, and tensors of other classes.
+    Left out are those without elements or a residual of their shape, tensors of other classes, and
+    those in storages that are rounded by chance, which lose nothing on average.
     """
     kinds: dict[Any, list[tuple[Owned, Residual]]] = {}
     for owned in parameters:
         tensor, residual = owned.tensor, _residual(owned.tensor)
-        if residual is not None:
+        if residual is not None and not by_chance(residual.storage):
             kind = residual.storage, tensor.dtype, tensor.device
             kinds.setdefault(kind, []).append((owned, residual))
     return [_sample(storage, members) for (storage, *_), members in kinds.items()]

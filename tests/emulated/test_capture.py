@@ -17,6 +17,7 @@ from collage_fx.errors import CaptureError
 OPTIONS: dict[str, dict[str, Any]] = {
     "eft": {"level": "plus"},
     "wide": {"level": "plus", "arithmetic": "wide", "stochastic_rounding": True},
+    "sr": {"level": "plus", "storage": "sr"},
 }
 
 

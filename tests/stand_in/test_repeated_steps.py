@@ -41,11 +41,12 @@ CASES = [
     (SGD, {"lr": 1e-2, "momentum": 0.9}, "mcf2"),
     (NAdam, {"lr": 1e-3}, "remainder16"),
     (AdamW, {"lr": 1e-3, "by_chance": True}, "mcf2"),
+    (AdamW, {"lr": 1e-3}, "sr"),
 ]
 
 
 @pytest.mark.parametrize(("kind", "options", "storage"), CASES)
-@pytest.mark.quick("AdamW-options5-*")
+@pytest.mark.quick("AdamW-options6-*")
 def test_same_bits(
     monkeypatch: pytest.MonkeyPatch, kind: Any, options: dict[str, Any], storage: str
 ) -> None:

@@ -16,6 +16,7 @@ from storage_runs import MEMBERS, WAYS, compiled, start, steps
 from torch import Tensor
 
 import collage_fx
+from collage_fx.diagnosis.tally import storages_for
 from collage_fx.errors import CollageWarning, ResidualError
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.positions import Place, place_in_order, positions
@@ -184,6 +185,20 @@ def test_a_write_from_outside_is_no_loss() -> None:
     for p in params:
         residual = STORE.get(p)
         assert residual is not None and (residual.checks, residual.kept) == (None, None)
+
+
+def test_small_updates_are_not_warned_of() -> None:
+    """Those of which rounding to nearest loses all, in the steps that are looked at."""
+    params = [torch.ones(64, dtype=BF16).requires_grad_() for _ in range(2)]
+    optimizer = torch.optim.SGD(params, lr=2.0**-16)
+    step = collage_fx.compile(optimizer, storage={"*": "sr"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CollageWarning)
+        for _ in range(220):
+            for p in params:
+                p.grad = -torch.ones_like(p)
+            step()
+    assert "sr" not in storages_for(BF16)  # the doctor weighs those that round to nearest
 
 
 WORDS: list[Any] = ["sr", {"param": "remainder16", "*": "sr"}, {"param": "sr", "*": "ulp8"}]
