@@ -3,7 +3,8 @@
 The bound on the error of a compensated run is a *model* of it: the same program in float64, where
 each result of an operation is rounded to as many bits as collage_fx says that it has there:
 
-- a state, at each update in place, to those of its storage, or of its dtype if it has no residual;
+- a state, at each update in place, to those of its storage, or of its dtype if it has no residual,
+  by chance where the run does so;
 - what an update adds to it, to those of the arithmetic (8 of bf16 in `eft`, 24 in `wide`);
 - every other result likewise; but not what stands on the way of a state from its old value to its
   new one (`programs.Line.carried`), which holds the precision of the state.
@@ -165,8 +166,9 @@ def limits(
     light = dict(program.options)["level"] == "light"
     low = {k: LOW_BITS[program.dtype_of(k)] for k in run.bits}
     least = {k: min(KEPT[program.dtype_of(k)].values()) for k in run.bits}
-    parameters = {k: max(n, least[k]) if kind_of(k) == "p" else n for k, n in run.bits.items()}
-    whole = {k: max(n, least[k]) for k, n in run.bits.items()}
+    rest = {k: n for k, n in run.bits.items() if k not in run.by_chance}
+    parameters = run.bits | {k: max(n, least[k]) for k, n in rest.items() if kind_of(k) == "p"}
+    whole = run.bits | {k: max(n, least[k]) for k, n in rest.items()}
 
     # Of few elements a few models are lucky together.
     count = MODELS * (3 if any(x.numel() < FEW for x in exact.values()) else 1)

@@ -27,6 +27,8 @@ class Rounding(TorchDispatchMode):
         self.dtype: torch.dtype = getattr(torch, narrowest)
         self.smallest = max(SMALLEST[dtype] for dtype in dtypes)
         self.states: dict[int, tuple[str, Tensor]] = {}
+        self.by_chance: set[str] = set()
+        """The kinds of states that are rounded by chance always."""
         self.exact = 0
         self.dithered = bool(seed % 2)
         """True if results and states without residuals are rounded by chance too."""
@@ -68,7 +70,8 @@ class Rounding(TorchDispatchMode):
         if bits > self.low and not scales:
             step = (x - old) * (1 + self._noise(x) * 2.0 ** (1 - self.arithmetic))
             x.copy_(torch.where(step.isfinite(), old + step, x))
-        x.copy_(self.rounded(x, bits, noise=bits > self.low or self.dithered))
+        noise = bits > self.low or self.dithered or kind_of(name) in self.by_chance
+        x.copy_(self.rounded(x, bits, noise=noise))
 
     def _temporary(self, func: Any, x: Tensor, operands: list[Any]) -> int:
         """Return the bits of a result that is no state; of numbers from numbers, those of fp32."""
@@ -148,6 +151,7 @@ def _modelled(
     # The first step knows states by their kind only.
     kinds = {kind_of(name): n for name, n in sorted(bits.items(), key=lambda item: item[1])}
     mode = Rounding(kinds | bits, first, dtypes, seed)
+    mode.by_chance = set(map(kind_of, run.by_chance))
     numbers = contextlib.nullcontext() if program.way == "engine" else _traced_numbers()
 
     def compiled(x: Any) -> Any:

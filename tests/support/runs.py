@@ -95,6 +95,8 @@ class Run:
     bits: dict[str, int] = field(default_factory=dict)
     """Number of bits of each state, by its name and parameter."""
     compensated: set[str] = field(default_factory=set)
+    by_chance: set[str] = field(default_factory=set)
+    """The states without residuals that are rounded by chance."""
     warned: list[str] = field(default_factory=list)
     error: CollageError | None = None
     graphs: int = 0
@@ -156,7 +158,9 @@ def compensated(program: Program, *, interpreted: bool = True) -> Run:
             run.bits[name] = LOW_BITS[program.dtype_of(name)]  # until it was cast
             continue
         residual = STORE.get(shard_of(x))
-        if residual is not None and collage_fx.residuals(x):
+        if residual is not None and residual.storage == "sr":
+            run.by_chance.add(name)
+        elif residual is not None and collage_fx.residuals(x):
             run.bits[name] = KEPT[program.dtype_of(name)][residual.storage]
             run.compensated.add(name)
     torch.compiler.reset()
