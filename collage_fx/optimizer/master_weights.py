@@ -25,6 +25,7 @@ from collage_fx.runtime.storage.registry import (
     Choice,
     check_compensable,
     chosen,
+    rounded_by_chance,
 )
 from collage_fx.runtime.storage.state_name import StateName
 
@@ -82,15 +83,24 @@ def load_master_weights(
 
 
 def master_state_dict(
-    model: nn.Module, optimizer: Optimizer | None = None, *, dtype: torch.dtype = torch.float32
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    stochastic: bool = False,
+    seed: int = 0,
 ) -> dict[str, Tensor]:
     """Return the model's state dict with each 16-bit parameter as its whole value.
 
     Args:
         model: the module.
         optimizer: its optimizer; needed if residuals that it has loaded are not in use yet.
-        dtype: of the values that the parameters get, torch.float32 or torch.float64. Other entries
-            keep theirs.
+        dtype: of the values that the parameters get, torch.float32 or torch.float64; with
+            `stochastic` torch.bfloat16 or torch.float16. Other entries keep theirs.
+        stochastic: True to round values to a 16-bit dtype up or down by chance, which keeps on
+            average what rounding to nearest loses. In all processes and however parameters are
+            sharded the same values are rounded alike.
+        seed: of the rounding.
 
     Returns:
         Copies, by the names of `model.state_dict()`.
@@ -103,9 +113,11 @@ def master_state_dict(
         >>> weights = collage_fx.master_state_dict(model, optimizer)
         >>> weights["weight"].dtype
         torch.float32
+        >>> half = collage_fx.master_state_dict(model, dtype=torch.bfloat16, stochastic=True)
+        >>> half["weight"].dtype
+        torch.bfloat16
     """
-    if dtype not in (torch.float32, torch.float64):
-        raise OptionError(f"dtype={dtype} is not torch.float32 or torch.float64")
+    _check_dtype(dtype, stochastic)
     if optimizer is not None:
         state_dicts.attach(optimizer)
         hand_on(optimizer)
@@ -117,9 +129,24 @@ def master_state_dict(
         low = tensor.dtype in LOW_PRECISION or residual is not None
         whole = shard.detach() if residual is None else residual.whole(shard)
         held = low and isinstance(tensor, nn.Parameter)
-        whole = whole.to(dtype if held else tensor.dtype, copy=True)
+        if held and stochastic:
+            whole = rounded_by_chance(whole.float(), dtype, place_of(tensor), seed)
+        else:
+            whole = whole.to(dtype if held else tensor.dtype, copy=True)
         result[name] = sharded_like(whole, tensor)
     return result
+
+
+def _check_dtype(dtype: torch.dtype, stochastic: bool) -> None:
+    """Raise OptionError unless values can be given in a dtype, rounded by chance or as they are."""
+    known = (torch.bfloat16, torch.float16) if stochastic else (torch.float32, torch.float64)
+    if dtype not in known:
+        words = f"dtype={dtype} is not {known[0]} or {known[1]}"
+        if stochastic:
+            words += ", to which stochastic=True rounds"
+        elif dtype in (torch.bfloat16, torch.float16):
+            words += "; stochastic=True rounds to it by chance, model.state_dict() has the nearest"
+        raise OptionError(words)
 
 
 def convert_residuals(optimizer: Optimizer, storage: str | Mapping[str, str]) -> None:

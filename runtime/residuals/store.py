@@ -12,7 +12,6 @@ from torch.utils.weak import WeakIdRef
 
 from collage_fx.runtime.errors import warn
 from collage_fx.runtime.expansion.eft import WIDER
-from collage_fx.runtime.expansion.stochastic import Seeds
 from collage_fx.runtime.residuals.checksum import bits_of
 from collage_fx.runtime.residuals.components import check_components, storage_of
 from collage_fx.runtime.residuals.memory import is_laid_out_as, tensor_on
@@ -27,6 +26,7 @@ from collage_fx.runtime.storage.positions import Place
 from collage_fx.runtime.storage.registry import (
     STORAGES,
     check_compensable,
+    rounded_by_chance,
 )
 from collage_fx.runtime.storage.state_name import StateName
 from collage_fx.runtime.torch_private import _disable_current_modes
@@ -251,8 +251,8 @@ class ResidualStore:
         wide, kind = value.to(WIDER[tensor.dtype]), STORAGES[storage]
         residual = self.adopt(tensor, None, storage, name)
         if kind.alone:
-            (seed,) = Seeds(0, [wide.device]).draw(next_draw([residual]))
-            hi, *lows = kind.draw(wide, tensor.dtype, seed, lambda: place)
+            hi = rounded_by_chance(wide, tensor.dtype, place, 0, next_draw([residual]))
+            lows = []
         else:
             hi, *lows = kind.split(wide, tensor.dtype)
         tensor.data.copy_(hi)  # what serves the steps counts writes to tensor itself

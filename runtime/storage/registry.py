@@ -10,6 +10,7 @@ from torch import Tensor
 
 from collage_fx.runtime.errors import StorageError
 from collage_fx.runtime.expansion.eft import FP8, LOW_PRECISION, WIDER
+from collage_fx.runtime.expansion.stochastic import Seeds
 from collage_fx.runtime.storage.layouts import (
     Components,
     added,
@@ -227,6 +228,23 @@ def split_into(storage: str, x: Tensor, dtype: torch.dtype) -> Components:
     if storage in STORAGES and not transforms(dtype, storage):
         x = x.to(WIDER[dtype])
     return _LAYOUTS[storage].split(x, dtype)
+
+
+def rounded_by_chance(
+    x: Tensor, dtype: torch.dtype, place: Place | None, seed: int, draw: int = 0
+) -> Tensor:
+    """Return a value in a dtype of low precision, rounded up or down by chance.
+
+    Args:
+        x: fp32.
+        dtype: bf16, fp16 or fp8.
+        place: that of x in the whole tensor, if it is a shard.
+        seed: of the rounding, with the number of the draw.
+        draw: that number.
+    """
+    (key,) = Seeds(seed, [x.device]).draw(draw)
+    (hi,) = STORAGES["sr"].draw(x, dtype, key, lambda: place)
+    return hi
 
 
 def rounds_residuals(storage: str, dtype: torch.dtype) -> bool:

@@ -119,6 +119,30 @@ def test_bad_options_are_refused() -> None:
         collage_fx.load_master_weights(model(torch.float16), masters(), storage="remainder16")
     with pytest.raises(OptionError, match="bfloat16"):
         collage_fx.master_state_dict(model(torch.bfloat16), dtype=torch.bfloat16)
+    with pytest.raises(OptionError, match=r"float32.*stochastic=True rounds"):
+        collage_fx.master_state_dict(model(torch.bfloat16), stochastic=True)
+
+
+def test_an_export_by_chance_keeps_what_one_to_nearest_loses() -> None:
+    """A fine-tune that has moved each weight by a 32nd of a unit in the last place."""
+    begin = nn.Linear(64, 64, bias=False).bfloat16()
+    weights = begin.weight.detach().double()
+    moved = weights * (1 + 2.0**-13)
+    collage_fx.load_master_weights(begin, {"weight": moved})
+
+    def kept(exported: Tensor) -> float:
+        return float(((exported.detach().double() - weights) / (moved - weights)).mean())
+
+    by_chance = [
+        collage_fx.master_state_dict(begin, dtype=torch.bfloat16, stochastic=True, seed=seed)
+        for seed in (0, 0, 1)
+    ]
+    one, again, other = (found["weight"] for found in by_chance)
+    assert one.dtype == torch.bfloat16 and torch.equal(one, again) and not torch.equal(one, other)
+    assert abs(kept(one) - 1) < 0.4  # of 4096 elements, four standard errors
+    assert kept(begin.weight) < 0.05  # the control
+    whole = collage_fx.master_state_dict(begin)["weight"]
+    assert abs(kept(whole) - 1) < 1e-3
 
 
 def trained(storage: str) -> tuple[nn.Module, torch.optim.Optimizer]:
