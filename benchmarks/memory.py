@@ -26,6 +26,7 @@ NAMES = (
     "light eft",
     "plus eft",
     "remainder16",
+    "sr",
     "master compiled",
     "master",
 )

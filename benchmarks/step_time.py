@@ -58,7 +58,7 @@ SETS: dict[str, dict[str, Shapes]] = {
 }
 
 
-COMPENSATED = ("light", "plus", "remainder16")
+COMPENSATED = ("light", "plus", "remainder16", "sr")
 
 
 def first_steps(shapes: Shapes, device: str, names: list[str], count: int) -> dict[str, float]:

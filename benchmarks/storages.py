@@ -84,6 +84,12 @@ VARIANTS: dict[str, tuple[torch.dtype, dict[str, Any] | None]] = {
     "fp32": (torch.float32, None),
     "fp32, compiled": (torch.float32, STOCK),
     "plain bf16": (torch.bfloat16, None),
+    "sr": (torch.bfloat16, {"level": "all", "storage": "sr"}),
+    "sr, ulp8": (torch.bfloat16, {"level": "all", "storage": {"param": "ulp8", "*": "sr"}}),
+    "sr, remainder16": (
+        torch.bfloat16,
+        {"level": "all", "storage": {"param": "remainder16", "*": "sr"}},
+    ),
     "mcf2, eft": (torch.bfloat16, {"level": "all", "storage": "mcf2"}),
     "mcf2, wide": (torch.bfloat16, {"level": "all", "storage": "mcf2", "arithmetic": "wide"}),
     "mcf2, by chance": (

@@ -7,7 +7,7 @@
     light, plus       collage_fx at that level, in eft or wide arithmetic; "each" compiles a kernel
                       for each tensor (multi_tensor=False), the others one for all; "foreach" and
                       "fused" say how the optimizer was constructed, both are plus in wide
-    remainder16       level plus in that storage, which holds fp32 exactly (and is wide)
+    remainder16, sr   level plus in that storage: exactly fp32; no residuals, rounded by chance
 
 and, where they are installed (`make bench-peers`):
 
@@ -127,6 +127,7 @@ WAYS: dict[str, Way] = {
     ),
     "plus fused": Way(_collage(level="plus", storage="mcf2", optimizer={"fused": True}), 22, 12),
     "remainder16": Way(_collage(level="plus", storage="remainder16"), 22, 12),
+    "sr": Way(_collage(level="plus", storage="sr"), 14, 8),
     "plus eft each": Way(_collage(level="plus", storage="mcf2", multi_tensor=False), 22, 12),
 }
 

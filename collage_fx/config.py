@@ -76,16 +76,17 @@ class CollageConfig(Settings):
     storage: Choice = DEFAULT
     """The layout of an expansion in memory. `auto` is the default; a state with a residual (master
     weights, a checkpoint) keeps the storage of that residual then. `auto`: the most precise storage
-    of as many bytes again, `remainder16` for bf16, `mcf2` for fp16 and fp8. `remainder16`: bf16
-    and the int16 that fp32 has beyond, exactly fp32 in four bytes; `fp32` is another name of it.
+    of as many bytes again, `remainder16` for bf16, `mcf2` for fp16 and fp8. `remainder16`: bf16 and
+    the int16 that fp32 has beyond, exactly fp32 in four bytes; `fp32` is another name of it.
     `mcf2`, the paper's, or `bf16x2`: hi and lo in the state's dtype, 17 bits in bf16; the default
     with `arithmetic="eft"` and with `stochastic_rounding=True`. `ulp8`: 8 more bits in an int8.
-    `mcf3`: two residuals in the state's dtype. `double_single`: hi and lo in fp32, for states of
-    fp32, which are left alone unless it is named. Others than `mcf2` and `mcf3` are for arithmetic
-    `wide`, which they imply, as fp8 states do. A dict gives each state its own, by patterns (as in
-    fnmatch) for its kind (`param`, `exp_avg_sq`) or its name, in order: {"param": "remainder16",
-    "*": "ulp8"}; `auto` for what no pattern fits. States of different storages that are updated
-    together are in arithmetic `wide` too."""
+    `sr`: no residual; the step is computed in fp32 and each store rounded up or down by chance,
+    which keeps small updates on average. `mcf3`: two residuals in the state's dtype.
+    `double_single`: hi and lo in fp32, for states of fp32, which are left alone unless it is named.
+    Others than `mcf2` and `mcf3` are for arithmetic `wide`, which they imply, as fp8 states do. A
+    dict gives each state its own, by patterns (as in fnmatch) for its kind (`param`, `exp_avg_sq`)
+    or its name, in order: {"param": "remainder16", "*": "ulp8"}; `auto` for what no pattern fits.
+    States of different storages that are updated together are in arithmetic `wide` too."""
     on_unsupported: OnUnsupported = "join"
     """Treatment of an operation on a carried path that has no rule in `eft`: `join` applies it in
     fp32 to the joined value, splits its result, and `explain` lists it; `error` raises
@@ -102,8 +103,8 @@ class CollageConfig(Settings):
     stochastic_rounding: bool = False
     """True to round the last residual of a state up or down by chance, so that updates too
     small for its storage are kept on average, down to the 2^-24 of a value that fp32 keeps, in
-    which they are computed; for storages `mcf2` and `ulp8`, with arithmetic `wide`, which it
-    implies: `eft` beside it is an error."""
+    which they are computed; for storages `mcf2` and `ulp8` (`sr` is so by itself), with arithmetic
+    `wide`, which it implies: `eft` beside it is an error."""
     without: tuple[str, ...] = field(default=(), kw_only=True)
     """Passes that are left out, by name, to find out which one does something: `denominator`,
     `deduplicate`, `escape`, `join`, `moves`, `numbers`, `reductions`, `repeat`, `share`. The page
