@@ -68,6 +68,7 @@ KERNELS = {
     "plus eft": ("adamw-plus", CASES["adamw-plus"].settings),
     "plus wide": ("adamw-plus", WIDE),
     "remainder16": ("adamw-remainder16", CASES["adamw-remainder16"].settings),
+    "sr": ("adamw-sr", CASES["adamw-sr"].settings),
 }
 SIZES = {"26M": 26_000_000, "7B shapes, 1.6B": 1_620_000_000}
 CHUNKS = (4096, 8192, 16384)
