@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from collage_fx.passes.ir.graph_memory import representatives
+from collage_fx.passes.ir.graph_memory import behind, representatives
 from collage_fx.passes.ir.program import CONVERT
 from collage_fx.passes.rewrite.lower import EXACT
 from collage_fx.passes.rewrite.op_schema import COLLECTIVE
@@ -22,6 +22,7 @@ ROUNDED = SIXTEEN_BITS
 """The dtypes of high words whose rounding Inductor can be made to carry out."""
 _FUSED = frozenset({torch.Tag.pointwise, torch.Tag.reduction})
 _SAME_DIGITS = STRUCTURE | EXACT
+_MOVING = STRUCTURE - {torch.ops.aten.where.self}
 _NOTED = "low_precision_pointwise_barrier"
 """The key by which torch notes them in the meta of a node."""
 
@@ -57,7 +58,7 @@ def keep_shared_roundings(gm: GraphModule) -> None:
         val = node.meta.get("val")
         if not isinstance(val, Tensor) or val.dtype not in ROUNDED:
             continue
-        if node.target is CONVERT and shared.intersection((node, node.args[0])):
+        if node.target is CONVERT and shared.intersection((node, *_moved(node.args[0]))):
             kept.append(node)
         elif node in shared and _is_fused(node):
             kept.append(_round_again(gm, node, val))
@@ -79,6 +80,11 @@ def _shared(graph: Graph) -> set[Node]:
         ):
             shared.add(node)
     return {node for node in graph.nodes if same[node] in shared}
+
+
+def _moved(node: Any) -> tuple[Any, Any]:
+    """Return a value, and the one that it has its elements of."""
+    return node, behind(node, _MOVING)
 
 
 def _is_fused(node: Node) -> bool:
