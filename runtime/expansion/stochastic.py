@@ -11,8 +11,8 @@ from collage_fx.runtime.errors import CaptureError
 
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 _FACTORS = (0x21F0AAAD, 0x735A2D97)
-_SPREAD = 0x9E3779B9 - (1 << 32)
-"""2^32 divided by the golden ratio, odd: what neighbours are apart in the hash."""
+_SPREAD = 0x79B9
+"""Odd, of 15 bits: times 16 bits it stays below 2^31."""
 
 
 def seed_of(seed: int, draw: int) -> int:
@@ -91,7 +91,9 @@ def chance(x: Tensor, seed: Tensor, position: Tensor | None = None) -> Tensor:
     bits = x.view(_INTEGERS[x.dtype])
     if x.dtype == torch.float64:
         bits = ((bits ^ (bits >> 31)) & 0x7FFFFFFF).to(torch.int32)
-    key = seed if position is None else position * _SPREAD + seed
+    key = seed
+    if position is not None:  # compilers know how far it goes: nothing of it may overflow
+        key = seed ^ (position >> 16) ^ ((position & 0xFFFF) * _SPREAD)
     first, second = _FACTORS
     mixed = bits ^ key
     mixed = (mixed ^ ((mixed >> 16) & 0xFFFF)) * first
