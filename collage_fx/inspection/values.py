@@ -114,6 +114,8 @@ def load_residuals(
     name = _name_of(_checked(tensor, "load_residuals"))
     components = [shard_of(_checked(c, "load_residuals")) for c in components]
     tensor = shard_of(tensor)
+    if draws is not None and draws < 0:
+        raise ResidualError(f"{name} was given {draws} draws: less than none")
     if not components and not draws:
         raise ResidualError(f"{name} was given no residual, and no draws: there is nothing to load")
     storage = storage_of(tensor, components, str(name))

@@ -71,6 +71,9 @@ class LowWords:
     """True if no state was of a dtype with low words when the step began."""
     scalars: bool = False
     """True if a state of such a dtype was a 0-d tensor when the step began."""
+    drawn: int = 0
+    """Roundings by chance that a state had when the step began, at most: one that a tensor made in
+    the step replaces goes on from there, with another seed in each step."""
     who: object = field(default_factory=object)
     """Object that stands for this in what others remember, and keeps nothing alive."""
 
@@ -100,6 +103,7 @@ class LowWords:
                 self.of_tensor[id(tensor)] = KnownState(tensor, residual, STORE.generation)
                 fitting.append((tensor, residual))
         clear_stale([*stale, *fitting], self.named)
+        self.drawn = max((residual.draws for _, residual in fitting), default=0)
 
     def take_up(self, found: Iterable[Owned]) -> None:
         """Know states that the step has made, if they are not known yet."""
@@ -292,6 +296,7 @@ class LowWords:
     ) -> tuple[Tensor, ...]:
         dtype = owned.tensor.dtype
         if storage.split_by_chance is not None and self.by_chance(storage.name):
+            residual.draws = max(residual.draws, self.drawn)
             (seed,) = Seeds(self.seed, [x.device]).draw(next_draw([residual]))
             place = functools.partial(place_of, owned.whole)
             return storage.draw(x.to(WIDER[dtype]), dtype, seed, place)

@@ -17,11 +17,11 @@ class Place(NamedTuple):
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor of a shape."""
+    """Return the strides of a contiguous tensor of a shape; none of them is 0."""
     strides, size = [], 1
     for extent in reversed(shape):
         strides.append(size)
-        size *= extent
+        size *= max(extent, 1)
     return tuple(reversed(strides))
 
 

@@ -1,10 +1,9 @@
 """States without residuals that are rounded by chance: unbiased, the same however they lie.
 
-For runtime.storage.positions and runtime.storage.layouts.
+For runtime.storage.layouts.
 """
 
 import io
-import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +18,6 @@ import collage_fx
 from collage_fx.diagnosis.tally import storages_for
 from collage_fx.errors import CollageWarning, ResidualError
 from collage_fx.runtime.residuals.store import STORE
-from collage_fx.runtime.storage.positions import Place, place_in_order, positions
 from collage_fx.runtime.storage.registry import STORAGES
 
 SEEDS, STEPS = 64, 24
@@ -82,57 +80,6 @@ def test_equal_elements_round_apart(way: str) -> None:
     assert len(by_value.unique()) == 1  # the control
 
 
-def stepped(
-    tensors: list[Tensor], kind: Any = torch.optim.AdamW, *, plain: bool = False, **options: Any
-) -> list[Tensor]:
-    """The parameters and states after four steps."""
-    params = [t.clone().requires_grad_() for t in tensors]
-    options = {"storage": "sr", "level": "all"} | options
-    optimizer = kind(params, lr=1e-4)
-    step = optimizer.step if plain else collage_fx.compile(optimizer, **options)
-    for k in range(4):
-        generator = torch.Generator().manual_seed(k)
-        for p in params:
-            p.grad = torch.empty_like(p).copy_(torch.randn(p.shape, generator=generator))
-        step()
-    return [t.detach() for p in params for t in (p, *optimizer.state[p].values())]
-
-
-@pytest.mark.kernels
-def test_kernels_of_classes_and_of_inductor_round_alike() -> None:
-    """Positions are counted in the one, and computed by operations in the other."""
-    whole = [torch.randn(5, 3, generator=torch.Generator().manual_seed(k)).to(BF16) for k in (0, 1)]
-    one, other = (stepped(whole, multi_tensor=many) for many in (True, False))
-    assert all(map(torch.equal, one, other))
-    assert not all(map(torch.equal, one, stepped(whole, seed=3)))
-
-
-def test_elements_round_by_their_place_and_not_by_their_memory() -> None:
-    values = torch.randn(4, 3, 5, 2, generator=torch.Generator().manual_seed(0)).to(BF16)
-    for laid_out in (
-        values.to(memory_format=torch.channels_last),
-        values.transpose(0, 2).contiguous().transpose(0, 2),
-        torch.stack([values, values])[1],
-    ):
-        assert all(map(torch.equal, stepped([laid_out] * 2), stepped([values] * 2)))
-    turned = values.transpose(0, 2)
-    found, expected = stepped([turned])[0].transpose(0, 2), stepped([values])[0]
-    assert not torch.equal(found, expected)  # the control: other places
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, BF16])
-@pytest.mark.parametrize("shape", [(), (0, 3), (1,), (7, 5)], ids=str)
-def test_any_shape_and_dtype_is_as_near_as_its_neighbours(
-    shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-    found = stepped([values] * 2, torch.optim.SGD)[0]
-    exact = stepped([values.double()], torch.optim.SGD, plain=True)[0]
-    off = (found.double() - exact).abs()
-    assert bool((off <= 4 * torch.finfo(dtype).eps * exact.abs()).all())
-    assert found.shape == shape and found.dtype == dtype
-
-
 def test_fp8_moments_have_no_residual() -> None:
     def run(storage: Any) -> tuple[list[Tensor], Any]:
         params = start(2, BF16)
@@ -188,7 +135,7 @@ def test_a_write_from_outside_is_no_loss() -> None:
 
 
 def test_small_updates_are_not_warned_of() -> None:
-    """Those of which rounding to nearest loses all, in the steps that are looked at."""
+    """Updates of which rounding to nearest loses all, in the steps that are looked at."""
     params = [torch.ones(64, dtype=BF16).requires_grad_() for _ in range(2)]
     optimizer = torch.optim.SGD(params, lr=2.0**-16)
     step = collage_fx.compile(optimizer, storage={"*": "sr"})
@@ -269,27 +216,46 @@ def test_it_is_converted_to_and_from_every_other_storage(other: str) -> None:
     assert abs(float((before.to(BF16) - before).mean())) > 2.0**-11  # to nearest, the control
 
 
+class Replaces(torch.optim.Optimizer):
+    """An average in a new tensor in each step."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            state["m"] = 0.99 * state.get("m", torch.zeros_like(p)) + 0.01 * p.grad
+            p.add_(state["m"], alpha=-1e-3)
+
+
+@pytest.mark.parametrize("record", ["auto", True])
+def test_a_state_that_is_replaced_takes_another_seed_in_each_step(record: Any) -> None:
+    p = torch.ones(1024, dtype=BF16).requires_grad_()
+    optimizer, count = Replaces([p], {}), 120
+    step = collage_fx.compile(optimizer, storage="sr", level="all", record=record)
+    for _ in range(count):
+        p.grad = torch.ones_like(p)
+        step()
+    average = optimizer.state[p]["m"]
+    assert collage_fx.draws(average) == count
+    assert abs(float(average.double().mean()) / (1 - 0.99**count) - 1) < 0.01
+
+
+def test_a_checkpoint_of_a_plain_run_loses_nothing() -> None:
+    plain, other = ([torch.ones(8, dtype=BF16).requires_grad_()] for _ in range(2))
+    before, after = torch.optim.AdamW(plain), torch.optim.AdamW(other)
+    steps(before, before.step, 0, 1)
+    step = collage_fx.compile(after, storage="sr", level="all")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CollageWarning)
+        after.load_state_dict(before.state_dict())
+        steps(after, step, 1, 2)
+
+
 def test_residuals_of_nothing_are_given_with_their_draws_only() -> None:
     p = torch.ones(3, dtype=BF16)
     with pytest.raises(ResidualError, match="no residual, and no draws"):
         collage_fx.load_residuals(p, ())
+    with pytest.raises(ResidualError, match="-3 draws"):
+        collage_fx.load_residuals(p, (), draws=-3)
     collage_fx.load_residuals(p, (), draws=7)
     assert collage_fx.draws(p) == 7 and collage_fx.residuals(p) == ()
-
-
-SHAPE = (6, 5, 4)
-
-
-@pytest.mark.parametrize("cut", [(slice(2, 5),), (slice(None), slice(1, 4)), (slice(1, 6), 2)])
-def test_positions_of_a_shard_are_those_that_it_has_in_the_whole(cut: Any) -> None:
-    whole = torch.arange(120, dtype=torch.int32).view(SHAPE)
-    shard = whole[cut]
-    keeps = [isinstance(c, slice) for c in (*cut, *[slice(None)] * (3 - len(cut)))]
-    strides = tuple(itertools.compress(whole.stride(), keeps))
-    place = Place(int(shard.flatten()[0]), strides)
-    assert torch.equal(positions(shard, place), shard)
-    first, in_order = int(shard.flatten()[0]), torch.arange(shard.numel()).view(shard.shape)
-    follows = torch.equal(shard - first, in_order.to(torch.int32))
-    assert place_in_order(shard.shape, place) == (first if follows else None)
-    assert not torch.equal(positions(shard), shard)  # the control
-    assert torch.equal(positions(whole), whole) and place_in_order(SHAPE, None) == 0

@@ -14,7 +14,7 @@ from collage_fx.passes.ir.program import LOW_PRECISION
 from collage_fx.runtime.errors import listed
 from collage_fx.runtime.residuals.dtensor import place_of
 from collage_fx.runtime.residuals.store import STORE
-from collage_fx.runtime.storage.registry import FINEST, Choice, chosen, refusal
+from collage_fx.runtime.storage.registry import FINEST, STORAGES, Choice, chosen, refusal
 
 
 def give(optimizer: Optimizer, loaded: Loaded, storage: Choice) -> Iterator[str]:
@@ -39,7 +39,7 @@ def give(optimizer: Optimizer, loaded: Loaded, storage: Choice) -> Iterator[str]
         elif place in loaded.values:
             _assign(owned, loaded.values[place](), storage)
         elif owned.key != PARAM or residual is None or not residual.is_present(owned.tensor):
-            if owned.tensor.dtype in LOW_PRECISION:
+            if owned.tensor.dtype in LOW_PRECISION and not _has_none(owned, storage):
                 new.append(owned.name)
             if residual is not None:
                 if residual.has_content():
@@ -57,6 +57,12 @@ def give(optimizer: Optimizer, loaded: Loaded, storage: Choice) -> Iterator[str]
         )
     if loaded.cast or loaded.dropped:
         yield _about_casts(loaded)
+
+
+def _has_none(owned: Owned, choice: Choice) -> bool:
+    """Return True if a state is to be in a storage without residuals."""
+    name = chosen(choice, owned.state_name, owned.tensor.dtype) if choice else ""
+    return name in STORAGES and STORAGES[name].alone
 
 
 def _about_casts(loaded: Loaded) -> str:
