@@ -91,7 +91,7 @@ class Backend(Session):
         new = stateless(optimizer) - self.begun
         self.begun |= new
         if new:
-            self.notes.add("the first step was recorded: its new states have both words")
+            self.notes.add("the first step was recorded, since it made states")
         return bool(new)
 
     def is_whole(self, gm: GraphModule) -> bool:

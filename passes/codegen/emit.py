@@ -89,8 +89,9 @@ class _Stamp:
 
     @property
     def state(self) -> Carried:
-        """A compensated state of it, by whose place elements are numbered."""
-        return self.member.states[next(iter(self.rewritten.storages))][0]
+        """A compensated state of it, by whose place elements are numbered: no 0-d one if it can."""
+        found = [self.member.states[i][0] for i in self.rewritten.storages]
+        return next((c for c in found if c.val.dim()), found[0])
 
     @property
     def pending(self) -> list[int]:
