@@ -31,6 +31,8 @@ from collage_fx.runtime.storage.registry import STORAGES
 aten = torch.ops.aten
 
 _getitem = operator.getitem
+_COPIES = {aten.clone.default, aten.alias.default}
+"""Operations whose result is their operand, perhaps laid out otherwise in memory."""
 
 
 def expand(program: Program) -> None:
@@ -193,8 +195,11 @@ class Eft(_Expander, Builder):
         trace = node.meta.get("stack_trace") or "unknown: it has no stack trace"
         return f"node {node.name}, on the path of {', '.join(states)}; written at {_line_of(trace)}"
 
-    def _plain_op(self, node: Node) -> Node:
+    def _plain_op(self, node: Node) -> Any:
         dtype = value_of(node).dtype
+        if node.target in _COPIES:
+            (of,) = node.all_input_nodes
+            return self.settled(of) if isinstance(self.env[of], Decayed) else self.env[of]
         whole = [a for a in node.all_input_nodes if isinstance(self.env[a], tuple | Decayed)]
         if whole:
             self.dtype = self.settled(whole[0])[0].meta["dtype"]

@@ -15,6 +15,7 @@ from virtual_gpu import on_gpu, virtual_gpu
 import collage_fx
 from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS
 from collage_fx.passes.ir.program import Settings
+from collage_fx.passes.rewrite import expand
 
 STEPS = 12
 KINDS: dict[str, Callable[[list[Tensor]], Any]] = {
@@ -115,3 +116,44 @@ def test_on_a_gpu_the_choice_is_by_number(count: int, multi_tensor: Any) -> None
     with virtual_gpu():
         classes = on_gpu(capture, settings).rewritten
     assert [r.apart for r in classes] == ["fewer than 8 members" if count == 7 else ""]
+
+
+class Beside(torch.optim.Optimizer):
+    """A slow copy in another memory format, which the parameter is drawn to."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            h = p.grad + 0.1 * p
+            state["z"].sub_(1e-3 * (h / (h.abs() + 1e-8)))
+            p.lerp_(state["z"], 0.1)
+
+
+def test_a_value_is_whole_where_it_is_copied_into_another_format(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def compiled(optimizer: torch.optim.Optimizer) -> Any:
+        return collage_fx.compile(optimizer, storage="mcf2")
+
+    def error() -> float:
+        torch.compiler.reset()
+        values = 1 + torch.randn(2, 3, 2, 2, generator=torch.Generator().manual_seed(0)) / 4
+        low = values.bfloat16().to(memory_format=torch.channels_last)
+        runs = []
+        for p in (low.requires_grad_(), low.detach().double().requires_grad_()):
+            optimizer = Beside([p], {})
+            optimizer.state[p]["z"] = p.detach().clone(memory_format=torch.contiguous_format)
+            step = optimizer.step if p.dtype == torch.float64 else compiled(optimizer)
+            runs.append((p, step))
+        for k in range(10):
+            g = torch.randn(low.shape, generator=torch.Generator().manual_seed(k)).bfloat16()
+            for p, step in runs:
+                p.grad = torch.empty_like(p).copy_(g)
+                step()
+        ours, exact = (collage_fx.value(p) for p, _ in runs)
+        return float((ours - exact).abs().max())
+
+    assert error() < 1.5e-4  # updates are rounded to bf16 by eft
+    monkeypatch.setattr(expand, "_COPIES", frozenset())
+    assert error() > 5e-4
