@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.node import map_arg
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from collage_fx.passes.analysis.affine import LERP
 from collage_fx.passes.analysis.plan import in_order
@@ -30,7 +30,6 @@ from collage_fx.passes.frontend.decompose import like
 from collage_fx.passes.frontend.slice import inverse
 from collage_fx.passes.ir.graph_memory import fake_mode_of, mutations
 from collage_fx.passes.ir.program import (
-    CONVERT,
     Carried,
     Program,
     Rewritten,
@@ -43,7 +42,8 @@ from collage_fx.passes.ir.program import (
 from collage_fx.passes.rewrite.residual_inputs import add_residuals
 from collage_fx.passes.rewrite.roundings import keep_shared_roundings
 from collage_fx.runtime.ops import collage
-from collage_fx.runtime.storage.positions import Place, contiguous_strides
+from collage_fx.runtime.storage.positions import positions
+from collage_fx.runtime.torch_private import select_decomp_table
 
 aten = torch.ops.aten
 
@@ -197,21 +197,11 @@ class _Emitter:
 
     def _positions(self, state: Carried) -> Node:
         """Append the operations that number the elements of a state."""
-        val, sizes = state.val, [int(size) for size in state.val.shape]
-        start, strides = state.place or Place(0, contiguous_strides(sizes))
-        options = {"dtype": torch.int64, "device": val.device}
-        found = self._made(aten.full.default, [], start, **options)
-        for at, (size, stride) in enumerate(zip(sizes, strides, strict=True)):
-            number = {"start": 0, "step": stride, "requires_grad": False}
-            row = self._made(torch.ops.prims.iota.default, size, **number, **options)
-            column = self._made(aten.view.default, row, [size, *(1 for _ in sizes[at + 1 :])])
-            found = self._made(aten.add.Tensor, found, column)
-        return self._made(CONVERT, found, torch.int32)
-
-    def _made(self, target: Any, *args: Any, **kwargs: Any) -> Node:
-        """Append an operation on nodes."""
-        node = self.graph.call_function(target, args, kwargs)
-        node.meta["val"] = target(*map_arg(args, lambda n: n.meta["val"]), **kwargs)
+        like = torch.empty([int(size) for size in state.val.shape], device=state.val.device)
+        table = select_decomp_table()
+        traced = make_fx(lambda: positions(like, state.place), decomposition_table=table)()
+        made: Any = self.graph.graph_copy(traced.graph, {})
+        node: Node = made
         return node
 
     def _seed(self, device: torch.device) -> Node:
