@@ -63,12 +63,13 @@ class BoundKernels:
         self.taken = sorted(place for place in taken if place >= self.first)
         """The addresses from `first` on that kernels take."""
         slots = {place: self.first + k for k, place in enumerate(self.taken)}
+        zero = self.first + len(self.taken)  # of one more, which nobody sets
         self.snapshot = TensorSnapshot(contents, len(self.taken) + 1)
         ends = (*self.direct.constants, *(n.meta["val"] for n in self.direct.made))
         tensors = [*observed.inputs, *(None for _ in self._devices), *memory, *ends]
         unchecked = {id(t): r.checks for t, r in observed.residuals.current if r.checks}
         at = [slots.get(p, p) for p in places]
-        self.launches = launches(calls, at, tensors, self.first, self.snapshot, unchecked)
+        self.launches = launches(calls, at, tensors, self.first, zero, unchecked)
         self.settle = settling(self.snapshot, observed.residuals, unchecked)
 
     def _places(self, inputs: Sequence[Any], every: list[Any], memory: list[Tensor]) -> list[int]:

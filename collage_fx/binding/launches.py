@@ -53,7 +53,7 @@ def launches(
     places: list[int],
     tensors: list[Any],
     first: int,
-    snapshot: TensorSnapshot,
+    zero: int,
     checks: dict[int, Checks],
 ) -> Launches:
     """Return the calls of kernels, to be done again.
@@ -64,13 +64,13 @@ def launches(
         tensors: for each number what was there, None for a seed, a fake tensor for what Inductor's
             part makes.
         first: the place of the first address that is another in each step.
-        snapshot: the last of its addresses is 0, from which positions are counted.
+        zero: the place of an address that is 0, from which positions are counted.
         checks: those of tensors, by the ids of these. Kernels that note some take them out.
 
     Raises Unrepeatable.
     """
     devices = {call.device for call in calls}
-    rows = [_Rows(call, places, tensors, first, snapshot) for call in calls]
+    rows = [_Rows(call, places, tensors, first, zero) for call in calls]
     taken = {n for one in rows for column in one.numbers.values() for n in column}
     if len(devices) != 1 or any(
         [places[n] < first and tensors[n].device not in devices for n in taken]
@@ -93,7 +93,7 @@ class _Rows:
         places: list[int],
         tensors: list[Any],
         first: int,
-        snapshot: TensorSnapshot,
+        zero: int,
     ) -> None:
         kernel = MULTI_TENSOR_KERNELS[call.key]
         written, read, vectors = call.operands
@@ -109,7 +109,6 @@ class _Rows:
             width = kernel.dtypes[i].itemsize
             self.entries[i] = [(places[number], m * width) for m in range(len(self.sizes))]
         if kernel.position is not None:
-            zero = len(snapshot.addresses) - 1
             self.entries[kernel.position] = [(zero, start) for start in call.starts]
         self.full = [i for i in self.numbers if not kernel.scalar[i]]
         """The inputs of which each member has a tensor of as many elements as it has itself."""

@@ -163,13 +163,14 @@ def split(gm: GraphModule) -> Direct | None:
 
 
 def _call(node: Node, number: dict[Node, int], first_made: int) -> KernelCall:
-    *operands, starts, key = node.args
+    args: Any = node.args
+    *operands, starts, key = args
     device = value_of(node.all_input_nodes[0]).device
-    numbers = [[number[n] for n in nodes] for nodes in operands]  # type: ignore[union-attr, index]
-    kernel = MULTI_TENSOR_KERNELS[str(key)]
+    numbers = [[number[n] for n in nodes] for nodes in operands]
+    kernel = MULTI_TENSOR_KERNELS[key]
     columns = kernel.columns(numbers[0], numbers[1])
     full = [list(c) for i, c in columns.items() if not kernel.scalar[i] and max(c) < first_made]
-    return KernelCall(numbers, str(key), device, list(starts), full)  # type: ignore[arg-type]
+    return KernelCall(numbers, key, device, list(starts), full)
 
 
 def _rest(

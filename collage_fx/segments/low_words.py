@@ -1,6 +1,5 @@
 """Low words that a recorded step knows: of states, and of values between two segments."""
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Any
@@ -298,8 +297,7 @@ class LowWords:
         if storage.split_by_chance is not None and self.by_chance(storage.name):
             residual.draws = max(residual.draws, self.drawn)
             (seed,) = Seeds(self.seed, [x.device]).draw(next_draw([residual]))
-            place = functools.partial(place_of, owned.whole)
-            return storage.draw(x.to(WIDER[dtype]), dtype, seed, place)
+            return storage.draw(x.to(WIDER[dtype]), dtype, seed, place_of(owned.whole))
         return split_into(storage.name, x, dtype)
 
     def keep(self, t: Tensor, wide: Tensor) -> None:

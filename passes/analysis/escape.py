@@ -19,7 +19,7 @@ from collage_fx.passes.ir.program import (
     Program,
     compensable_in,
     graph_of,
-    is_alone,
+    has_no_residual,
     is_tensor,
     value_of,
 )
@@ -96,7 +96,7 @@ def _states(program: Program, owners: tuple[Owner, ...]) -> dict[Node, Carried]:
 def _with_low_words(program: Program, states: dict[Node, Carried]) -> dict[Node, Carried]:
     """Return the states whose high word is not all that there is of them."""
     choice = program.settings.storage
-    return {node: c for node, c in states.items() if not is_alone(c, choice)}
+    return {node: c for node, c in states.items() if not has_no_residual(c, choice)}
 
 
 def _rounded(program: Program) -> dict[Node, Carried]:
@@ -109,7 +109,7 @@ def _rounded(program: Program) -> dict[Node, Carried]:
         if c.index not in compensated
         and not c.left_alone
         and compensable_in(c, program.settings.storage)
-        and not is_alone(c, program.settings.storage)
+        and not has_no_residual(c, program.settings.storage)
     }
 
 

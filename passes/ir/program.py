@@ -20,6 +20,7 @@ from collage_fx.runtime.storage.registry import (
     Choice,
     Unnamed,
     chosen,
+    is_alone,
     kept,
     named_in,
 )
@@ -245,7 +246,7 @@ class Rewritten:
     @property
     def positional(self) -> bool:
         """True if a state without residuals is rounded by chance, which takes positions."""
-        return any(STORAGES[storage].alone for storage in self.storages.values())
+        return any(map(is_alone, self.storages.values()))
 
     @property
     def residual_count(self) -> int:
@@ -374,10 +375,9 @@ def compensable_in(carried: Carried, choice: Choice) -> str:
     return chosen(choice, carried.state_name, carried.val.dtype, scalar=carried.val.dim() == 0)
 
 
-def is_alone(carried: Carried, choice: Choice) -> bool:
+def has_no_residual(carried: Carried, choice: Choice) -> bool:
     """Return True if the storage for a state has no residuals: it is rounded by chance."""
-    storage = STORAGES.get(compensable_in(carried, choice))
-    return storage is not None and storage.alone
+    return is_alone(compensable_in(carried, choice))
 
 
 def graph_of(module: GraphModule | None) -> GraphModule:

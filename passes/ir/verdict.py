@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from collage_fx.runtime.storage.registry import STORAGES
+from collage_fx.runtime.storage.registry import is_alone
 from collage_fx.runtime.storage.state_name import Named, StateName
 
 
@@ -46,8 +46,7 @@ class Verdict:
 
     def in_storage(self, name: str) -> "Verdict":
         """Return the same of a state that is compensated, in a storage."""
-        alone = STORAGES[name].alone
-        return Verdict(VerdictKind.BY_CHANCE, self.cause) if alone else self
+        return Verdict(VerdictKind.BY_CHANCE, self.cause) if is_alone(name) else self
 
 
 class Change(NamedTuple):

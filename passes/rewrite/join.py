@@ -24,7 +24,7 @@ from collage_fx.passes.ir.program import (
     StatePlan,
     Unlike,
     compensable_in,
-    is_alone,
+    has_no_residual,
     is_tensor,
     value_of,
 )
@@ -106,7 +106,9 @@ def _obstacle(program: Program, read: dict[Node, Carried]) -> str:
     graph = program.source.graph
     inputs = graph.find_nodes(op="placeholder")
     choice = program.settings.storage
-    if program.settings.stochastic_rounding or any(is_alone(c, choice) for c in program.carried):
+    if program.settings.stochastic_rounding or any(
+        has_no_residual(c, choice) for c in program.carried
+    ):
         return "states are rounded by chance"
     written = mutations(graph)
     results = [n for n in graph.output_node().all_input_nodes if n not in written.values()]

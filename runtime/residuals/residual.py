@@ -325,18 +325,19 @@ def clear_stale(
         named: returns what to call a tensor, of the name that its residual has.
     """
     cleared, partly = dict[tuple[str, str], list[str]](), dict[str, int]()
-    held = [(t, r) for t, r in pairs if r.components]
-    unsure = [(t, r) for t, r in held if r.expected is not None or not r.belongs(t)]
+    unsure = [
+        (t, r) for t, r in pairs if r.components and (r.expected is not None or not r.belongs(t))
+    ]
     all_fit = fit(unsure)
-    met: dict[int, Expected] = {}
+    held: dict[int, Expected] = {}
     """Expectations that were met, by the ids of residuals: a residual may stand in several pairs,
     with tied weights or with two tensors on one memory."""
     for tensor, residual in unsure:
-        expected, then = residual.expected or met.get(id(residual)), _IN_TIME
+        expected, then = residual.expected or held.get(id(residual)), _IN_TIME
         if not all_fit and not fit([(tensor, residual)]):  # `ensure` replaces it
             why = _CHANGED if residual.has_content() else ""
         elif expected is not None and expected(tensor, *residual.components):
-            why, residual.expected, met[id(residual)] = "", None, expected
+            why, residual.expected, held[id(residual)] = "", None, expected
         elif expected is None and residual.kept is None and residual.is_present(tensor):
             why = ""
         elif expected is None and residual.knows_elements(tensor):

@@ -55,19 +55,17 @@ class Storage:
         """Return the bytes that the residuals of tensor take."""
         return sum(r.itemsize for r in self.residuals[tensor.dtype]) * tensor.numel()
 
-    def draw(
-        self, x: Tensor, dtype: torch.dtype, seed: Tensor, place: Callable[[], Place | None]
-    ) -> Components:
+    def draw(self, x: Tensor, dtype: torch.dtype, seed: Tensor, place: Place | None) -> Components:
         """Return `split_by_chance` of a value, with the positions that it may take.
 
         Args:
             x: of the wide dtype.
             dtype: of hi.
             seed: int32, 0-d, 31 bits.
-            place: function that returns the place of x in the whole tensor, None if it is whole.
+            place: that of x in the whole tensor, if it is a shard.
         """
         assert self.split_by_chance is not None
-        counted = (positions(x, place()),) if self.alone else ()
+        counted = (positions(x, place),) if self.alone else ()
         return self.split_by_chance(x, dtype, seed, *counted)
 
     @property
@@ -195,6 +193,11 @@ def named_in(choice: Choice) -> list[str]:
     return [choice] if isinstance(choice, str) else [name for _, name in choice]
 
 
+def is_alone(storage: str) -> bool:
+    """Return True if a name is that of a storage without residuals; "" and `auto` are of none."""
+    return storage in STORAGES and STORAGES[storage].alone
+
+
 def fits(pattern: str, name: StateName) -> bool:
     """Return True if a pattern, as in fnmatch, is one for a state by its kind or its name."""
     return fnmatchcase(name.kind, pattern) or fnmatchcase(str(name), pattern)
@@ -243,7 +246,7 @@ def rounded_by_chance(
         draw: that number.
     """
     (key,) = Seeds(seed, [x.device]).draw(draw)
-    (hi,) = STORAGES["sr"].draw(x, dtype, key, lambda: place)
+    (hi,) = STORAGES["sr"].draw(x, dtype, key, place)
     return hi
 
 

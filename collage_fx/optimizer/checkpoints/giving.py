@@ -14,7 +14,7 @@ from collage_fx.passes.ir.program import LOW_PRECISION
 from collage_fx.runtime.errors import listed
 from collage_fx.runtime.residuals.dtensor import place_of
 from collage_fx.runtime.residuals.store import STORE
-from collage_fx.runtime.storage.registry import FINEST, STORAGES, Choice, chosen, refusal
+from collage_fx.runtime.storage.registry import FINEST, Choice, chosen, is_alone, refusal
 
 
 def give(optimizer: Optimizer, loaded: Loaded, storage: Choice) -> Iterator[str]:
@@ -61,8 +61,7 @@ def give(optimizer: Optimizer, loaded: Loaded, storage: Choice) -> Iterator[str]
 
 def _has_none(owned: Owned, choice: Choice) -> bool:
     """Return True if a state is to be in a storage without residuals."""
-    name = chosen(choice, owned.state_name, owned.tensor.dtype) if choice else ""
-    return name in STORAGES and STORAGES[name].alone
+    return bool(choice) and is_alone(chosen(choice, owned.state_name, owned.tensor.dtype))
 
 
 def _about_casts(loaded: Loaded) -> str:
