@@ -26,7 +26,7 @@ from collage_fx.passes.rules.join_split import join_op_split
 from collage_fx.runtime.errors import RuleError, UnsupportedError, own_name
 from collage_fx.runtime.expansion.eft import WIDER, computed_in
 from collage_fx.runtime.ops import JOIN, SPLIT, SPLIT_BY_CHANCE
-from collage_fx.runtime.storage.registry import STORAGES
+from collage_fx.runtime.storage.registry import is_alone
 
 aten = torch.ops.aten
 
@@ -63,15 +63,14 @@ def expand(program: Program) -> None:
     """
     wider = stored_wider(program)
     for rewritten in program.rewritten:
-        by_chance = program.settings.stochastic_rounding
-        rewritten.seeded = rewritten.positional or (
-            by_chance and any(s in SPLIT_BY_CHANCE for s in rewritten.storages.values())
-        )
+        asked = SPLIT_BY_CHANCE if program.settings.stochastic_rounding else ()
+        by_chance = {s for s in rewritten.storages.values() if s in asked or is_alone(s)}
+        rewritten.seeded = bool(by_chance)
         storage, reason = eft_storage(program, rewritten, wider)
         if reason:
             rewritten.joined.append(reason)
         on_paths = program.settings.on_unsupported
-        expander = Eft(rewritten, storage, on_paths) if storage else _Wide(rewritten)
+        expander = Eft(rewritten, storage, on_paths) if storage else _Wide(rewritten, by_chance)
         rewritten.expanded = expander.run()
 
 
@@ -234,8 +233,10 @@ def _line_of(trace: str) -> str:
 class _Wide(_Expander):
     """Everything in fp32, or float64 for states of fp32; split or rounded once at the end."""
 
-    def __init__(self, rewritten: Rewritten) -> None:
+    def __init__(self, rewritten: Rewritten, by_chance: set[str]) -> None:
         super().__init__(rewritten)
+        self.by_chance = by_chance
+        """The storages that are rounded by chance."""
         dtypes = (self.part.states[i][0].val.dtype for i in rewritten.storages)
         self.double = any(WIDER[dtype] == torch.float64 for dtype in dtypes)
 
@@ -300,10 +301,11 @@ class _Wide(_Expander):
             dtype = value_of(new).dtype
             dtypes = (dtype, *self.rewritten.residuals(i))
             value = self.convert(self.env[new], WIDER[dtype])
-            by_chance = SPLIT_BY_CHANCE.get(storage) if chance else None
-            given = chance if STORAGES[storage].alone else chance[:1]
-            args = (value, dtype, *(given if by_chance else ()))
-            whole[new] = self.several(by_chance or SPLIT[storage], *args, dtypes=dtypes)
+            split, given = SPLIT[storage], list[Node]()
+            if storage in self.by_chance:
+                split = SPLIT_BY_CHANCE[storage]
+                given = chance if is_alone(storage) else chance[:1]
+            whole[new] = self.several(split, value, dtype, *given, dtypes=dtypes)
         outputs = []
         for n in self.part.outputs:
             self.origin = n

@@ -80,6 +80,27 @@ def test_equal_elements_round_apart(way: str) -> None:
     assert len(by_value.unique()) == 1  # the control
 
 
+@WAYS
+@pytest.mark.quick("shared")
+def test_a_storage_beside_it_rounds_to_nearest_unless_it_is_asked_not_to(way: str) -> None:
+    """Beside momenta that have nothing to be rounded: they go down by halves."""
+
+    def weights(seed: int, **options: Any) -> list[Tensor]:
+        params = start(MEMBERS[way], BF16)
+        storage = {"param": "ulp8", "*": "sr"}
+        optimizer = torch.optim.SGD(params, lr=1e-3, momentum=0.5)
+        step = compiled(optimizer, way, storage=storage, level="all", seed=seed, **options)
+        for k in range(3):
+            for p in params:
+                p.grad = torch.full_like(p, float(k == 0))
+            step()
+        return [collage_fx.value(p) for p in params]
+
+    assert all(map(torch.equal, weights(0), weights(1)))
+    asked = (weights(seed, stochastic_rounding=True) for seed in (0, 1))
+    assert not all(map(torch.equal, *asked))
+
+
 def test_fp8_moments_have_no_residual() -> None:
     def run(storage: Any) -> tuple[list[Tensor], Any]:
         params = start(2, BF16)
