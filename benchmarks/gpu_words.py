@@ -109,7 +109,8 @@ def _launched(case: Case, device: str, *, aligned: bool) -> tuple[list[list[Tens
     members = [[place(x.clone().to(device)) for x in inputs] for inputs in members]
     for step in range(LAUNCHES):
         sizes = [max(x.numel() for x in inputs) for inputs in members]
-        kernel.run(columns_of(kernel, members), sizes)
+        with columns_of(kernel, members) as columns:
+            kernel.run(columns, sizes)
         for inputs in members:
             for i in kernel.read:
                 renewed(inputs[i], step)

@@ -175,4 +175,4 @@ class CollageConfig(Settings):
         known = STORAGES.get(storage)
         if known is None or known.split_by_chance is None:
             return False
-        return self.stochastic_rounding or known.alone
+        return self.stochastic_rounding or known.by_chance

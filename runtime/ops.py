@@ -69,13 +69,14 @@ JOIN: dict[str, Any] = {}
 SPLIT: dict[str, Any] = {}
 """Storage -> the operation (value, dtype of hi) -> (hi, *residuals)."""
 SPLIT_BY_CHANCE: dict[str, Any] = {}
-"""Storage -> the operation (value, dtype of hi, seed) -> (hi, *residuals), where it has one; of a
-storage without residuals (value, dtype, seed, positions) -> hi."""
+"""Storage -> the operation (value, dtype of hi, seed) -> (hi, *residuals), where it has one; with
+positions as a fourth operand if the storage is rounded by chance in any case."""
 
 
 def _define_storage(s: registry.Storage) -> None:
     # With one more overload of `join` PyTorch's registry fails as the process ends.
-    overload = "" if s.name == "mcf2" else "_alone" if s.alone else f".{s.name}"
+    packets = {"mcf2": "", "sr": "_alone", "ulp4": "_ulp4"}
+    overload = packets.get(s.name, f".{s.name}")
     (count,) = {len(r) for r in s.residuals.values()}
     low = "".join(f", Tensor lo{i or ''}" for i in range(count))
     JOIN[s.name] = _define(f"join{overload}(Tensor hi{low}) -> Tensor", s.join)
@@ -89,7 +90,7 @@ def _define_storage(s: registry.Storage) -> None:
         f"split{overload}(Tensor x, ScalarType dtype) -> {results}", words(s.split)
     )
     if s.split_by_chance is not None:
-        operands = f"Tensor x, ScalarType dtype, Tensor seed{', Tensor position' * s.alone}"
+        operands = f"Tensor x, ScalarType dtype, Tensor seed{', Tensor position' * s.by_chance}"
         split = f"split_by_chance{overload}({operands}) -> {results}"
         SPLIT_BY_CHANCE[s.name] = _define(split, words(s.split_by_chance))
 

@@ -99,7 +99,7 @@ class _Rows:
         written, read, vectors = call.operands
         self.numbers: dict[int, Any] = {**kernel.columns(written, read)}
         """Input -> for each member, the number of its operand; vectors are left out."""
-        own = self.numbers[[*kernel.written, *kernel.read][0]]
+        own = self.numbers[kernel.full[0]]
         self.sizes = [tensors[n].numel() for n in own]
         if not all([type(size) is int and size for size in self.sizes]):
             raise Unrepeatable("its kernels have nothing to do for some members, or sizes change")
@@ -111,7 +111,7 @@ class _Rows:
         if kernel.position is not None:
             self.entries[kernel.position] = [(zero, start) for start in call.starts]
         self.full = [i for i in self.numbers if not kernel.scalar[i]]
-        """The inputs of which each member has a tensor of as many elements as it has itself."""
+        """The inputs of which each member has a tensor that is no number."""
         self.written = kernel.written
         self.at = places, tensors, first
 

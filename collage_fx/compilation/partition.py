@@ -33,7 +33,7 @@ class KernelCall:
     starts: list[int]
     """Position of the first element of each member, if the kernel takes positions."""
     full: list[list[int]]
-    """Positions of the members' tensors, for each input of the kernel that is given and not 0-d."""
+    """Positions of the members' tensors, for each input of their size that is given."""
 
     def prepare(self, values: list[Any]) -> None:
         """Compile what runs on the device, unless that is done; raise CollageError if it must not.
@@ -169,7 +169,7 @@ def _call(node: Node, number: dict[Node, int], first_made: int) -> KernelCall:
     numbers = [[number[n] for n in nodes] for nodes in operands]
     kernel = MULTI_TENSOR_KERNELS[key]
     columns = kernel.columns(numbers[0], numbers[1])
-    full = [list(c) for i, c in columns.items() if not kernel.scalar[i] and max(c) < first_made]
+    full = [list(columns[i]) for i in kernel.full if max(columns[i]) < first_made]
     return KernelCall(numbers, key, device, list(starts), full)
 
 

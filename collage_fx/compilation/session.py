@@ -22,7 +22,7 @@ from collage_fx.passes.ir.program import Program, Settings, Unlike
 from collage_fx.runtime import logs
 from collage_fx.runtime.errors import WarningName, warn
 from collage_fx.runtime.residuals.store import STORE
-from collage_fx.runtime.storage.registry import is_alone, named_in
+from collage_fx.runtime.storage.registry import is_by_chance, named_in
 from collage_fx.runtime.torch_versions import warn_if_untested
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class Session:
         """Return True if a step with these states may round some of them by chance."""
         held = (r.storage for r in STORE.of(list(states)) if r is not None)
         names = (*named_in(self.config.storage), *held)
-        return self.config.stochastic_rounding or any(map(is_alone, names))
+        return self.config.stochastic_rounding or any(map(is_by_chance, names))
 
     @property
     def deduplicates(self) -> bool:

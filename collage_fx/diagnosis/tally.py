@@ -115,8 +115,8 @@ class Tally:
 
 
 def storages_for(dtype: torch.dtype) -> list[str]:
-    """Return the names of the storages that can hold a state of a dtype."""
-    return [s.name for s in STORAGES.values() if dtype in s.residuals and not s.alone]
+    """Return the names of the storages that can hold a state of a dtype, rounded to nearest."""
+    return [s.name for s in STORAGES.values() if dtype in s.residuals and not s.by_chance]
 
 
 def note(changes: Sequence[Change], step: int) -> None:

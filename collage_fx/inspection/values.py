@@ -20,8 +20,9 @@ def residuals(tensor: Tensor) -> tuple[Tensor, ...]:
     """Return the residual components of tensor, themselves, not copies; () if it has none.
 
     Each has the shape and device of tensor, and the dtype that its storage says: that of tensor
-    for `mcf2`, whose value is the sum of both. A residual whose tensor was written since from
-    outside does not count, nor does that of a checkpoint beside other values than it was saved
+    for `mcf2`, whose value is the sum of both. In `ulp4` there are bytes, one for two elements in
+    the order of rows; of a DTensor those of this process. A residual whose tensor was written since
+    from outside does not count, nor does that of a checkpoint beside other values than it was saved
     with; the next step clears it. Where it is known which elements were written, only these do not
     count, and the components are copies until the next step.
 
@@ -38,8 +39,10 @@ def residuals(tensor: Tensor) -> tuple[Tensor, ...]:
         >>> collage_fx.residuals(torch.ones(2))
         ()
     """
-    _, components = _present(tensor, "residuals")
-    return tuple(sharded_like(c, tensor) for c in components or ())
+    residual, components = _present(tensor, "residuals")
+    if residual is None or components is None:
+        return ()
+    return components if residual.packed else tuple(sharded_like(c, tensor) for c in components)
 
 
 def value(tensor: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -96,7 +99,8 @@ def load_residuals(
     Args:
         tensor: bf16 or fp16, any shape.
         components: what `residuals(tensor)` returned when it was saved, in any storage; the next
-            step converts them to its own.
+            step converts them to its own. In the place of the bytes of `ulp4` there may be an int8
+            for each element, a 256th of a unit in the last place, as `ulp8` has them.
         draws: what `draws(tensor)` returned then, for steps with stochastic rounding: each takes
             another seed, and without it they go on from what the tensor has, or begin anew.
 

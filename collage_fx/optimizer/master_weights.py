@@ -25,7 +25,7 @@ from collage_fx.runtime.storage.registry import (
     Choice,
     check_compensable,
     chosen,
-    rounded_by_chance,
+    split_by_chance_into,
 )
 from collage_fx.runtime.storage.state_name import StateName
 
@@ -130,7 +130,7 @@ def master_state_dict(
         whole = shard.detach() if residual is None else residual.whole(shard)
         held = low and isinstance(tensor, nn.Parameter)
         if held and stochastic:
-            whole = rounded_by_chance(whole.float(), dtype, place_of(tensor), seed)
+            (whole,) = split_by_chance_into("sr", whole.float(), dtype, place_of(tensor), seed)
         else:
             whole = whole.to(dtype if held else tensor.dtype, copy=True)
         result[name] = sharded_like(whole, tensor)

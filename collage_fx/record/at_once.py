@@ -226,9 +226,13 @@ class AtOnce:
         if func._opname.startswith("resize"):  # which low words have not
             self.words.overwritten(args[0])
         residual = self.words.exact(args[0]) if func in TURNS else None
+        words = residual.words(args[0]) if residual is not None else ()
         result = func(*args, **kwargs)
-        for component in residual.components if residual is not None else ():
-            func(component, *args[1:], **kwargs)
+        for word in words:
+            func(word, *args[1:], **kwargs)
+        if residual is not None:
+            residual.hold(words)
+            residual.shape = args[0].shape
         return result
 
 

@@ -230,7 +230,7 @@ class Memories(dict[int, KnownMemory]):
         """Return the same of one that has a residual; that is empty if others fill the tensor."""
         owned = self.meet(t, residual.name)
         expected, residual.expected = residual.expected, None
-        if expected(t, *residual.components) if expected else residual.belongs(t):
+        if expected(t, *residual.words(t)) if expected else residual.belongs(t):
             residual.found = False
             residual.settle(t)
             self.lasting.append(owned)

@@ -3,7 +3,7 @@
 import functools
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,7 +42,9 @@ from collage_fx.passes.ir.program import (
 from collage_fx.passes.rewrite.residual_inputs import add_residuals
 from collage_fx.passes.rewrite.roundings import keep_shared_roundings
 from collage_fx.runtime.ops import collage
+from collage_fx.runtime.storage import nibbles
 from collage_fx.runtime.storage.positions import positions
+from collage_fx.runtime.storage.registry import STORAGES, Storage
 from collage_fx.runtime.torch_private import select_decomp_table
 
 aten = torch.ops.aten
@@ -80,10 +82,13 @@ class _Stamp:
     rewritten: Rewritten
     member: Slice
     residuals: list[Node]
+    """Inputs of the graph, as memory holds them."""
     others: list[LeftOutMember]
     """The members for which it stands."""
     chance: list[Node] = field(default_factory=list)
     """The seed, and positions unless a kernel counts them, if it takes these."""
+    lows: list[Node] = field(default_factory=list)
+    """The residuals as a region takes them: of the shape of their states."""
     made: dict[int, Node] = field(default_factory=dict)
     """Positions of the lowered graph's results -> those of them that are in the graph."""
 
@@ -92,6 +97,13 @@ class _Stamp:
         """A compensated state of it, by whose place elements are numbered: no 0-d one if it can."""
         found = [self.member.states[i][0] for i in self.rewritten.storages]
         return next((c for c in found if c.val.dim()), found[0])
+
+    @property
+    def kinds(self) -> list[tuple[Carried, Storage]]:
+        """For each residual the state and the storage that it is of."""
+        own = self.rewritten
+        states = {i: self.member.states[i][0] for i in own.storages}
+        return [(c, STORAGES[own.storages[i]]) for i, c in states.items() for _ in own.residuals(i)]
 
     @property
     def pending(self) -> list[int]:
@@ -194,13 +206,27 @@ class _Emitter:
         for stamp in self.stamps:
             if stamp.rewritten.positional:
                 stamp.chance.append(self._positions(stamp.state))
+            stamp.lows = list(map(self._unpacked, stamp.residuals, stamp.kinds))
 
     def _positions(self, state: Carried) -> Node:
         """Append the operations that number the elements of a state."""
-        like = torch.empty([int(size) for size in state.val.shape], device=state.val.device)
-        table = select_decomp_table()
-        traced = make_fx(lambda: positions(like, state.place), decomposition_table=table)()
-        made: Any = self.graph.graph_copy(traced.graph, {})
+        like = _whole_like(state)
+        return self._traced(lambda: positions(like, state.place))
+
+    def _unpacked(self, residual: Node, kind: tuple[Carried, Storage]) -> Node:
+        """Return a residual in the shape of its state."""
+        state, storage = kind
+        if not storage.packed:
+            return residual
+        like = _whole_like(state)
+        return self._traced(lambda bytes_: nibbles.unpacked(bytes_, like), residual)
+
+    def _traced(self, function: Callable[..., Tensor], *operands: Node) -> Node:
+        """Append the operations of a function of tensors."""
+        own = [torch.empty_like(value_of(n)) for n in operands]
+        traced = make_fx(function, decomposition_table=select_decomp_table())(*own).graph
+        env = dict(zip(traced.find_nodes(op="placeholder"), operands, strict=True))
+        made: Any = self.graph.graph_copy(traced, env)
         node: Node = made
         return node
 
@@ -333,13 +359,13 @@ class _Emitter:
         others = self.others.of(member)
         for i in rewritten.storages:
             carried, at, _ = member.states[i]
-            name, dtypes = f"{member.inputs[at].name}_lo", rewritten.residuals(i)
-            ours = add_residuals(self.program, self.graph, carried, name, dtypes)
+            name, storage = f"{member.inputs[at].name}_lo", rewritten.storages[i]
+            ours = add_residuals(self.program, self.graph, carried, name, storage)
             residuals += ours
             its = self.program.others.get(carried.index, [])
             for other, c in zip(others, its, strict=True):
                 its_name = f"{name}_other{c.index}_"
-                lows = add_residuals(self.program, self.graph, c, its_name, dtypes)
+                lows = add_residuals(self.program, self.graph, c, its_name, storage)
                 other.instead |= dict(zip(ours, lows, strict=True))
         return _Stamp(rewritten, member, residuals, others)
 
@@ -367,7 +393,7 @@ class _Emitter:
     def _regions(self, stamp: _Stamp) -> None:
         """Append one region for all pending results of a member whose inputs are there."""
         outputs = stamp.member.outputs
-        sources = [self.env.get(n) for n in stamp.member.inputs] + stamp.residuals + stamp.chance
+        sources = [self.env.get(n) for n in stamp.member.inputs] + stamp.lows + stamp.chance
         have = {i for i, n in enumerate(sources) if n is not None}
         needs = self.needs(stamp.rewritten)
         ready = tuple(i for i in stamp.pending if needs[i] <= have)
@@ -386,9 +412,18 @@ class _Emitter:
 
     def _write_residuals(self) -> None:
         for stamp in self.stamps:
-            for i, lo in enumerate(stamp.residuals, len(stamp.member.outputs)):
-                node = self.graph.call_function(aten.copy_.default, (lo, stamp.made[i]))
+            pairs = zip(stamp.residuals, stamp.kinds, strict=True)
+            for i, (lo, (_, storage)) in enumerate(pairs, len(stamp.member.outputs)):
+                new = stamp.made[i]
+                if storage.packed:
+                    new = self._traced(nibbles.packed, new)
+                node = self.graph.call_function(aten.copy_.default, (lo, new))
                 node.meta["val"] = lo.meta["val"]
+
+
+def _whole_like(state: Carried) -> Tensor:
+    """Return a tensor of the shape of a state, without symbols."""
+    return torch.empty([int(size) for size in state.val.shape], device=state.val.device)
 
 
 def _region_of(rewritten: Rewritten, results: tuple[int, ...]) -> tuple[list[int], str]:

@@ -52,6 +52,8 @@ from collage_fx.runtime.kernels.argument_table import (
 )
 from collage_fx.runtime.kernels.cpp_loop import compile_loop
 from collage_fx.runtime.kernels.triton_launch import Launch
+from collage_fx.runtime.storage import nibbles
+from collage_fx.runtime.storage.registry import STORAGES
 
 MEMBERS = 8
 """Members from which on a class on a GPU has one kernel, where the user leaves the choice."""
@@ -100,6 +102,8 @@ class MultiTensorKernel:
     """True if each member has one element: the 0-d work of a class."""
     position: int | None = None
     """The input that is the position of each element, of which a member gives that of its first."""
+    packed: tuple[int, ...] = ()
+    """The inputs of which memory holds two elements to a byte."""
     by_inductor: str = ""
     """Reason why the kernel for a CPU is Inductor's; empty if it is ours."""
     made_in: Any = field(default_factory=logs.compilation)
@@ -120,6 +124,20 @@ class MultiTensorKernel:
     def stored(self) -> list[int]:
         """The inputs that get the results."""
         return [*self.written, *self.vectors][: len(self.results)]
+
+    def bits(self, i: int) -> int:
+        """Return the bits from one element of an input to the next, 0 for a number."""
+        if self.scalar[i]:
+            return 0
+        if i == self.position:  # it goes up by one, as an address does after 8 bits
+            return 8
+        return nibbles.BITS if i in self.packed else 8 * self.dtypes[i].itemsize
+
+    @property
+    def full(self) -> list[int]:
+        """The inputs, no vectors, of which a member has a tensor of its own size."""
+        own = [*self.written, *self.read]
+        return [i for i in own if not (self.scalar[i] or i in self.packed)]
 
     def columns(self, written: Sequence[T], read: Sequence[T]) -> dict[int, Sequence[T]]:
         """Return, for each input that is no vector, those of all members."""
@@ -165,7 +183,7 @@ class MultiTensorKernel:
         """Return the source of the Triton kernel."""
         if "cuda" not in self.sources:
             operands = (self.region, self.dtypes, self.scalar, self.stored, self.results)
-            self.sources["cuda"] = print_triton_kernel(*operands, self.position)
+            self.sources["cuda"] = print_triton_kernel(*operands, self.position, self.packed)
         return self.sources["cuda"]
 
     def _kept_or_compiled(self) -> tuple[Runner, str]:
@@ -184,8 +202,8 @@ class MultiTensorKernel:
 
     def text(self) -> str:
         """Return the text that determines all that is compiled of it."""
-        order = (self.scalar, self.written, self.results, self.vectors, self.single, self.position)
-        return repr((self.region, self.dtypes, *order))
+        order = (self.scalar, self.written, self.results, self.vectors, self.single)
+        return repr((self.region, self.dtypes, *order, self.position, self.packed))
 
     def run(self, columns: list[Column], sizes: list[int]) -> None:
         """Update members; see `Runner.run`. Those without elements are left out."""
@@ -228,15 +246,13 @@ def _compiled_for_cpu(kernel: MultiTensorKernel) -> tuple[Runner, str, str]:
             kernel.stored,
             kernel.results,
             kernel.position,
+            kernel.packed,
             single=kernel.single,
         )
     except Unprintable as why:
         operands = (kernel.region, kernel.dtypes, kernel.scalar, kernel.stored, kernel.results)
         return *compile_by_inductor(*operands), str(why)
-    widths = [0 if kernel.scalar[i] else kernel.dtypes[i].itemsize for i in order]
-    if kernel.position in order:  # a number that goes up by one
-        widths[order.index(kernel.position)] = 1
-    return compile_loop(source, order, widths), source, ""
+    return compile_loop(source, order, list(map(kernel.bits, order))), source, ""
 
 
 def _run_probe(lowered: Graph, given: list[Tensor]) -> list[Tensor]:
@@ -276,8 +292,11 @@ def register_multi_tensor(rewritten: Rewritten, vectors: Sequence[int] = ()) -> 
     scalar = [value_of(n).dim() == 0 for n in part.inputs] + [False] * residuals
     scalar += [True] * seeds + [False] * (rewritten.positional + len(new))
     position = at if rewritten.positional else None
+    storages = [STORAGES[s] for i, s in rewritten.storages.items() for _ in rewritten.residuals(i)]
+    packed = tuple(lows + k for k, s in enumerate(storages) if s.packed)
     lowered = graph_of(rewritten.lowered)
-    return _register(lowered, new, scalar, written, results, list(vectors), position=position)
+    operands = (lowered, new, scalar, written, results, list(vectors))
+    return _register(*operands, position=position, packed=packed)
 
 
 def register_scalar_kernel(scalars: Scalars) -> str:
@@ -300,13 +319,13 @@ def _register(
     *,
     single: bool = False,
     position: int | None = None,
+    packed: tuple[int, ...] = (),
 ) -> str:
     graph = with_memory(lowered.graph, (value_of(n).dtype for n in new))
     dtypes = [n.meta["dtype"] for n in graph.find_nodes(op="placeholder")]
     region = register_region(GraphModule(torch.nn.Module(), graph))
-    kernel = MultiTensorKernel(
-        region, dtypes, scalar, written, results, vectors, single=single, position=position
-    )
+    operands = (region, dtypes, scalar, written, results, vectors)
+    kernel = MultiTensorKernel(*operands, single=single, position=position, packed=packed)
     if kernel.key not in MULTI_TENSOR_KERNELS:
         MULTI_TENSOR_KERNELS[kernel.key] = kernel
         progress.expect("kernel")
@@ -409,12 +428,13 @@ def run_multi_tensor(
         key: what the two return.
     """
     kernel = MULTI_TENSOR_KERNELS[key]
-    columns: dict[int, Column] = {**kernel.columns(written, read)}
+    given = kernel.columns(written, read)
+    columns: dict[int, Column] = {**given}
     columns |= dict(zip(kernel.vectors, vectors, strict=True))
     if kernel.position is not None:
         columns[kernel.position] = array("q", starts)
-    own = (written or read)[:: len(kernel.written or kernel.read)]
-    kernel.run([columns[i] for i in range(len(columns))], [t.numel() for t in own])
+    sizes = [t.numel() for t in given[kernel.full[0]]]
+    kernel.run([columns[i] for i in range(len(columns))], sizes)
 
 
 def _run_checked(
@@ -424,9 +444,9 @@ def _run_checked(
     starts: Sequence[int],
     key: str,
 ) -> None:
-    columns = MULTI_TENSOR_KERNELS[key].columns(written, read)
-    full = (c for i, c in columns.items() if not MULTI_TENSOR_KERNELS[key].scalar[i])
-    check_sizes([t.numel() for t in column] for column in full)
+    kernel = MULTI_TENSOR_KERNELS[key]
+    columns = kernel.columns(written, read)
+    check_sizes([t.numel() for t in columns[i]] for i in kernel.full)
     run_multi_tensor(written, read, vectors, starts, key)
 
 

@@ -9,6 +9,7 @@ import functools
 import math
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
@@ -48,9 +49,12 @@ def is_scalar(x: Any, out: Tensor) -> bool:
     return not is_value(x) or (value_of(x).dim() == 0 and out.dim() > 0)
 
 
-def like(val: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor without data that has the shape of val and this dtype."""
+def like(val: Tensor, dtype: torch.dtype, size: int | None = None) -> Tensor:
+    """Return a tensor without data of this dtype that has the shape of val, or just a size."""
     mode = getattr(val, "fake_mode", None)
+    if size is not None:
+        with mode or nullcontext():
+            return torch.empty(size, dtype=dtype, device=val.device if mode else "meta")
     if mode is None and val.layout == torch.strided:
         return _without_data(val.size(), val.stride(), dtype)
     if mode is None:

@@ -21,7 +21,7 @@ from collage_fx.passes.ir.program import (
     graph_of,
     value_of,
 )
-from collage_fx.runtime.storage.registry import value_in_float64
+from collage_fx.runtime.storage.registry import STORAGES, value_in_float64
 
 aten = torch.ops.aten
 LARGEST = 5000
@@ -58,6 +58,12 @@ class Words(NamedTuple):
     def flat(self) -> "Words":
         """Return a view of one dimension, in the order of the memory, of a dense tensor."""
         return self.each(lambda t: t.as_strided((t.numel(),), (1,))) if self.full else self
+
+    def unpacked(self) -> "Words":
+        """Return the same with low words of the shape of the high one."""
+        if not self.lows:
+            return self
+        return self._replace(lows=STORAGES[self.storage].words(self.high, self.lows))
 
     def value(self) -> Any:
         """Return the value, in float64 if it is floating."""
@@ -224,7 +230,7 @@ class Member:
     def new(self) -> list[Words]:
         """16-bit states after the call."""
         carried = (c.index for c, _ in narrow_states(self.part))
-        return [self.call.words[self.row.get(i, i)] for i in carried]
+        return [self.call.words[self.row.get(i, i)].unpacked() for i in carried]
 
     @functools.cached_property
     def alike(self) -> bool:
@@ -269,7 +275,7 @@ class Member:
             return Words(self._value(node))
         index = self.call.graph.place[node]
         index = self.row.get(index, index)
-        return self.call.before.get(index) or self.call.words[index]
+        return (self.call.before.get(index) or self.call.words[index]).unpacked()
 
     def _value(self, node: Node) -> Any:
         if node.op == "placeholder":

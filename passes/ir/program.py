@@ -21,6 +21,7 @@ from collage_fx.runtime.storage.registry import (
     Unnamed,
     chosen,
     is_alone,
+    is_by_chance,
     kept,
     named_in,
 )
@@ -239,14 +240,14 @@ class Rewritten:
         return len(self.members) + self.left_out
 
     def residuals(self, i: int) -> tuple[torch.dtype, ...]:
-        """Return the dtypes of the residuals of state i."""
+        """Return the dtypes of the residuals of state i, as they are computed with."""
         dtype = self.model.states[i][0].val.dtype
         return STORAGES[self.storages[i]].residuals[dtype]
 
     @property
     def positional(self) -> bool:
-        """True if a state without residuals is rounded by chance, which takes positions."""
-        return any(map(is_alone, self.storages.values()))
+        """True if a state is in a storage that is rounded by chance, which takes positions."""
+        return any(map(is_by_chance, self.storages.values()))
 
     @property
     def residual_count(self) -> int:
@@ -373,6 +374,11 @@ def compensable_in(carried: Carried, choice: Choice) -> str:
     if low and (choice == "auto" or carried.present != "remainder16") and carried.present:
         return carried.present
     return chosen(choice, carried.state_name, carried.val.dtype, scalar=carried.val.dim() == 0)
+
+
+def is_stored_by_chance(carried: Carried, choice: Choice) -> bool:
+    """Return True if the storage for a state is rounded by chance, asked for or not."""
+    return is_by_chance(compensable_in(carried, choice))
 
 
 def has_no_residual(carried: Carried, choice: Choice) -> bool:

@@ -26,7 +26,7 @@ from collage_fx.passes.rules.join_split import join_op_split
 from collage_fx.runtime.errors import RuleError, UnsupportedError, own_name
 from collage_fx.runtime.expansion.eft import WIDER, computed_in
 from collage_fx.runtime.ops import JOIN, SPLIT, SPLIT_BY_CHANCE
-from collage_fx.runtime.storage.registry import is_alone
+from collage_fx.runtime.storage.registry import is_by_chance
 
 aten = torch.ops.aten
 
@@ -64,7 +64,7 @@ def expand(program: Program) -> None:
     wider = stored_wider(program)
     for rewritten in program.rewritten:
         asked = SPLIT_BY_CHANCE if program.settings.stochastic_rounding else ()
-        by_chance = {s for s in rewritten.storages.values() if s in asked or is_alone(s)}
+        by_chance = {s for s in rewritten.storages.values() if s in asked or is_by_chance(s)}
         rewritten.seeded = bool(by_chance)
         storage, reason = eft_storage(program, rewritten, wider)
         if reason:
@@ -304,7 +304,7 @@ class _Wide(_Expander):
             split, given = SPLIT[storage], list[Node]()
             if storage in self.by_chance:
                 split = SPLIT_BY_CHANCE[storage]
-                given = chance if is_alone(storage) else chance[:1]
+                given = chance if is_by_chance(storage) else chance[:1]
             whole[new] = self.several(split, value, dtype, *given, dtypes=dtypes)
         outputs = []
         for n in self.part.outputs:

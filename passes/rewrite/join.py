@@ -24,7 +24,7 @@ from collage_fx.passes.ir.program import (
     StatePlan,
     Unlike,
     compensable_in,
-    has_no_residual,
+    is_stored_by_chance,
     is_tensor,
     value_of,
 )
@@ -107,7 +107,7 @@ def _obstacle(program: Program, read: dict[Node, Carried]) -> str:
     inputs = graph.find_nodes(op="placeholder")
     choice = program.settings.storage
     if program.settings.stochastic_rounding or any(
-        has_no_residual(c, choice) for c in program.carried
+        is_stored_by_chance(c, choice) for c in program.carried
     ):
         return "states are rounded by chance"
     written = mutations(graph)
@@ -210,11 +210,10 @@ class _Joiner:
         self.program.reads = {i: n for i, n in self.program.reads.items() if i not in known}
 
     def _residuals(self, node: Node, carried: Carried, storage: str) -> list[Node]:
-        dtypes = STORAGES[storage].residuals[carried.val.dtype]
-        mine = add_residuals(self.program, self.graph, carried, f"{node.name}_lo", dtypes)
+        mine = add_residuals(self.program, self.graph, carried, f"{node.name}_lo", storage)
         for other in self.program.others.get(carried.index, []):
             name = f"{node.name}_other{other.index}_lo"
-            add_residuals(self.program, self.graph, other, name, dtypes)
+            add_residuals(self.program, self.graph, other, name, storage)
         return mine
 
     def _entered(self, x: Node, lows: Sequence[Node], storage: str | None) -> Node:

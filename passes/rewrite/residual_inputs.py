@@ -2,15 +2,15 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch.fx import Graph, Node
 
 from collage_fx.passes.frontend.decompose import like
 from collage_fx.passes.ir.program import Carried, Program
+from collage_fx.runtime.storage.registry import STORAGES
 
 
 def add_residuals(
-    program: Program, graph: Graph, carried: Carried, name: str, dtypes: Sequence[torch.dtype]
+    program: Program, graph: Graph, carried: Carried, name: str, storage: str
 ) -> list[Node]:
     """Append the residuals of a state to the inputs of a graph, and note them in the program.
 
@@ -19,14 +19,16 @@ def add_residuals(
         graph: that graph.
         carried: the state.
         name: how the inputs are called, with a number from the second on.
-        dtypes: those of the residuals.
+        storage: that of the residuals.
     """
-    lows = []
+    lows, kind = [], STORAGES[storage]
+    dtypes = kind.in_memory(carried.val.dtype)
     first = len(graph.find_nodes(op="placeholder"))
     program.residual_places[carried.index] = [first + k for k in range(len(dtypes))]
     for k, dtype in enumerate(dtypes):
         lows.append(graph.placeholder(f"{name}{k or ''}"))
-        lows[-1].meta["val"] = like(carried.val, dtype)
+        (size,) = kind.shape_in_memory(carried.val.shape) if kind.packed else (None,)
+        lows[-1].meta["val"] = like(carried.val, dtype, size)
         program.static_residuals.append(carried.static)
     program.residual_inputs.append(carried)
     return lows

@@ -64,7 +64,7 @@ extern "C" void run(void* kernel, const int64_t* table, const int64_t* sizes, co
     const int64_t s = start[t], left = sizes[member[t]] - s, size = left < CHUNK ? left : CHUNK;
     reinterpret_cast<Kernel>(kernel)({arguments}size);
     for (int64_t k = 0; k < count; ++k) {{
-      const int64_t column = checked[k], width = widths[column];
+      const int64_t column = checked[k], width = widths[column] / 8;
       check(reinterpret_cast<char*>(at[column] + s * width), size, width,
             reinterpret_cast<uint64_t*>(checks[member[t] * count + k]) + s / {each});
     }}
@@ -85,7 +85,7 @@ class Loop:
     order: tuple[int, ...]
     """Position among the inputs of the slice, for each pointer that it takes."""
     widths: tuple[int, ...]
-    """Bytes from one element to the next, for each pointer: 0 for a scalar."""
+    """Bits from one element to the next, for each pointer: 0 for a scalar."""
     driver: Any
     """The compiled loop."""
     library: str
@@ -137,7 +137,7 @@ def _driver(arity: int) -> str:
         + _DRIVER.format(
             pointers="void*, " * arity,
             arguments="".join(
-                f"reinterpret_cast<void*>(at[{k}] + s * widths[{k}]), " for k in range(arity)
+                f"reinterpret_cast<void*>(at[{k}] + s * widths[{k}] / 8), " for k in range(arity)
             ),
             arity=arity,
             each=CHECKED,
@@ -193,5 +193,5 @@ def _loop(
     if path is None or not known or args[-1] != size:
         return None
     order = tuple(place[p] for p in pointers)
-    widths = tuple(samples[i].element_size() if samples[i].dim() else 0 for i in order)
+    widths = tuple(8 * samples[i].element_size() if samples[i].dim() else 0 for i in order)
     return Loop.of(path, order, widths)

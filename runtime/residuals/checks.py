@@ -88,15 +88,14 @@ class Checks:
         self.address = address(self.found)
 
     @classmethod
-    def of(cls, tensor: Tensor, component: Tensor) -> "Checks | None":
+    def of(cls, tensor: Tensor) -> "Checks | None":
         """Return checks for a tensor with a residual; None where there can be none.
 
-        Args:
-            tensor: whose words have checks.
-            component: of its residual, dense: chunks are of memory.
+        Chunks are of memory: the tensor has to be dense.
         """
-        on_cpu = tensor.device.type == "cpu" and tensor.numel() > 0
-        if not on_cpu or tensor.stride() != component.stride() or _library() is None:
+        if tensor.device.type != "cpu" or not tensor.numel() or _library() is None:
+            return None
+        if not (tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor)):
             return None
         with torch.inference_mode(False):
             return cls(tensor)

@@ -14,15 +14,20 @@ def zeros(tensor: Tensor, storage: str) -> tuple[Tensor, ...]:
 
     What is made in inference mode cannot be written outside of it, as the next step will.
     """
-    dtypes = STORAGES[storage].residuals[tensor.dtype]
+    kind, device = STORAGES[storage], tensor.device
+    dtypes = kind.in_memory(tensor.dtype)
     with torch.inference_mode(False):
+        if kind.packed:
+            shape = kind.shape_in_memory(tensor.shape)
+            return tuple(torch.zeros(shape, dtype=d, device=device) for d in dtypes)
         return tuple(torch.zeros_like(tensor, dtype=d, requires_grad=False) for d in dtypes)
 
 
 def storage_of(tensor: Tensor, components: Sequence[Tensor], name: str) -> str:
     """Return the storage that these are residuals in; raises ResidualError if there is none."""
     found = tuple(c.dtype for c in components)
-    known = {s.residuals.get(tensor.dtype): s.name for s in STORAGES.values()}
+    fitting = (s for s in STORAGES.values() if tensor.dtype in s.residuals)
+    known = {s.in_memory(tensor.dtype): s.name for s in fitting}
     if found not in known:
         raise ResidualError(
             f"{name}, {tensor.dtype}, was given residuals of {list(found)}; a storage for that "
@@ -32,7 +37,10 @@ def storage_of(tensor: Tensor, components: Sequence[Tensor], name: str) -> str:
 
 
 def check_components(tensor: Tensor, components: Sequence[Tensor], storage: str, name: str) -> None:
-    """Raise ResidualError unless components are residuals that tensor can have in this storage."""
+    """Raise ResidualError unless components are residuals that tensor can have in this storage.
+
+    Packed ones may be as memory holds them, or of the shape of tensor.
+    """
     known = STORAGES.get(storage)
     if known is None:
         raise ResidualError(
@@ -46,8 +54,10 @@ def check_components(tensor: Tensor, components: Sequence[Tensor], storage: str,
             f"{name} was given {len(components)} residual components; "
             f"storage {storage!r} has {len(dtypes)}"
         )
-    for component, dtype in zip(components, dtypes, strict=True):
-        if component.shape != tensor.shape or component.dtype != dtype:
+    shape = torch.Size(known.shape_in_memory(tensor.shape))
+    in_memory = [(shape, dtype) for dtype in known.in_memory(tensor.dtype)]
+    for component, dtype, held in zip(components, dtypes, in_memory, strict=True):
+        if (component.shape, component.dtype) not in ((tensor.shape, dtype), held):
             raise ResidualError(
                 f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}; its residual is "
                 f"{component.dtype} of shape {tuple(component.shape)}"

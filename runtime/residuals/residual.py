@@ -14,7 +14,7 @@ from collage_fx.runtime.residuals.checks import Checks
 from collage_fx.runtime.residuals.checksum import bits_of, same_bits
 from collage_fx.runtime.residuals.components import zeros
 from collage_fx.runtime.residuals.memory import address
-from collage_fx.runtime.storage.registry import STORAGES, value_in_float64
+from collage_fx.runtime.storage.registry import STORAGES, Storage, value_in_float64
 from collage_fx.runtime.storage.state_name import StateName
 from collage_fx.runtime.torch_private import _disable_current_modes
 
@@ -30,7 +30,7 @@ _FROM_NOW_ON = (
     "write leaves as they are, or restores, keep theirs."
 )
 Expected = Callable[..., bool]
-"""(tensor, *components) -> whether they are as they were saved together."""
+"""(tensor, *words) -> whether they are as they were saved together."""
 
 
 def version(tensor: Tensor) -> int:
@@ -82,6 +82,9 @@ class Residual:
     """The elements of which later writes have cleared a residual; on the device of the tensor, so
     that nobody waits for it."""
     address: int = field(init=False)
+    shape: torch.Size = field(init=False)
+    packed: bool = field(init=False)
+    """True if components are not laid out as the tensor, but bytes for two elements each."""
     _versions: "array[int]" = field(init=False)
     _slot: int = field(default=0, init=False)
     _dtype: torch.dtype = field(init=False)
@@ -89,8 +92,13 @@ class Residual:
     def __post_init__(self, tensor: Tensor) -> None:
         self.components = zeros(tensor, self.storage)
         self._versions = array("q", [-1])
-        self._dtype = tensor.dtype
+        self._dtype, self.shape = tensor.dtype, tensor.shape
+        self.packed = self._kind.packed
         self.settle(tensor)
+
+    @property
+    def _kind(self) -> Storage:
+        return STORAGES[self.storage]
 
     @property
     def version(self) -> int:
@@ -124,7 +132,7 @@ class Residual:
 
     def new_checks(self, tensor: Tensor) -> Checks | None:
         """Return checks for the words of tensor; None where there can be none."""
-        return Checks.of(tensor, self.components[0]) if self.components else None
+        return Checks.of(tensor) if self.components else None
 
     def clear_changed(self, tensor: Tensor) -> Tensor:
         """Clear the elements that a write from outside may have changed; return how many had any.
@@ -133,11 +141,25 @@ class Residual:
         """
         with torch.no_grad(), _disable_current_modes():
             changed = self._changed(tensor)
-            lost = torch.zeros_like(changed)
-            for component in map(bits_of, self.components):
-                lost |= changed & (component != 0)
-                component.masked_fill_(changed, 0)
+            lost, words = torch.zeros_like(changed), self.words(tensor)
+            for word in map(bits_of, words):
+                lost |= changed & (word != 0)
+                word.masked_fill_(changed, 0)
+            self.hold(words)
             return lost.sum()
+
+    def words(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Return the components in the shape of tensor; copies of those that are packed."""
+        return self._kind.words(tensor, self.components) if self.packed else self.components
+
+    def hold(self, components: Sequence[Tensor]) -> None:
+        """Have the values of components: as memory holds them, or what `words` has returned."""
+        given = tuple(components)
+        if self.packed and any(c.dtype != torch.uint8 for c in given):
+            given = self._kind.stored(given)
+        for mine, theirs in zip(self.components, given, strict=True):
+            if theirs is not mine:
+                mine.copy_(theirs)
 
     def _changed(self, tensor: Tensor) -> Tensor:
         """Return the mask of bits of tensor that are not those that are kept, or may be others."""
@@ -159,8 +181,8 @@ class Residual:
         changed = self._changed(tensor)
         if bool(changed.all()):
             return None
-        found = [bits_of(c).masked_fill(changed, 0).view(c.dtype) for c in self.components]
-        return tuple(found)
+        words = self.words(tensor)
+        return self._kind.stored([bits_of(w).masked_fill(changed, 0).view(w.dtype) for w in words])
 
     def has_content(self) -> bool:
         """Return True if any component is not zero."""
@@ -178,8 +200,8 @@ class Residual:
 
     def is_shaped_as(self, tensor: Tensor) -> bool:
         """Return True if tensor is of the residual's shape and dtype, and has data."""
-        shapes = [c.shape == tensor.shape for c in self.components]
-        return all(shapes) and tensor.dtype is self._dtype and not tensor.is_meta
+        same = tensor.shape == self.shape and tensor.dtype is self._dtype
+        return same and not tensor.is_meta
 
     def lay_out(self, tensor: Tensor) -> None:
         """Have the strides that tensor has got since, and be of no present value.
@@ -222,7 +244,7 @@ class Residual:
                 return True
             return self.knows_elements(tensor) and not bool(self._changed(tensor).any())
         # It stays what it is: the values that it was saved with may be loaded after it.
-        return self.expected(tensor, *self.components)
+        return self.expected(tensor, *self.words(tensor))
 
     def knows_elements(self, tensor: Tensor) -> bool:
         """Return True if it is known which elements of tensor have changed since it was settled."""
@@ -251,8 +273,7 @@ class Residual:
 
     def load(self, tensor: Tensor, components: Sequence[Tensor], expected: Expected | None) -> None:
         """Take over components; what the tensor is to fulfil is checked at the next step."""
-        for mine, theirs in zip(self.components, components, strict=True):
-            mine.copy_(theirs)
+        self.hold(components)
         self.expected = expected
         self.settle(tensor)
 
@@ -260,13 +281,12 @@ class Residual:
 def fit(pairs: Iterable[tuple[Tensor, Residual]]) -> bool:
     """Return True if each tensor can have the components of its residual."""
     for tensor, residual in pairs:
-        dtypes = STORAGES[residual.storage].residuals.get(tensor.dtype, ())
-        shape, device = tensor.shape, tensor.device
-        for c, dtype in zip(residual.components, dtypes, strict=False):
-            if c.dtype is not dtype or c.shape != shape or c.device != device:
-                return False
-        if len(dtypes) != len(residual.components) or tensor.dtype is not residual._dtype:
+        if tensor.dtype is not residual._dtype or tensor.shape != residual.shape:
             return False
+        device = tensor.device
+        for c in residual.components:
+            if c.device != device:
+                return False
     return True
 
 
@@ -336,7 +356,7 @@ def clear_stale(
         expected, then = residual.expected or held.get(id(residual)), _IN_TIME
         if not all_fit and not fit([(tensor, residual)]):  # `ensure` replaces it
             why = _CHANGED if residual.has_content() else ""
-        elif expected is not None and expected(tensor, *residual.components):
+        elif expected is not None and expected(tensor, *residual.words(tensor)):
             why, residual.expected, held[id(residual)] = "", None, expected
         elif expected is None and residual.kept is None and residual.is_present(tensor):
             why = ""

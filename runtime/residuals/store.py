@@ -26,7 +26,9 @@ from collage_fx.runtime.storage.positions import Place
 from collage_fx.runtime.storage.registry import (
     STORAGES,
     check_compensable,
-    rounded_by_chance,
+    is_by_chance,
+    split_by_chance_into,
+    split_into,
 )
 from collage_fx.runtime.storage.state_name import StateName
 from collage_fx.runtime.torch_private import _disable_current_modes
@@ -121,7 +123,7 @@ class ResidualStore:
     def follow(self, tensor: Tensor, residual: Residual) -> None:
         """Have a residual laid out as its tensor is by now: kernels walk over both."""
         strides = tensor.stride()
-        for component in residual.components:
+        for component in () if residual.packed else residual.components:
             if component.stride() != strides and not is_laid_out_as(component, tensor):
                 residual.lay_out(tensor)
                 self.generation += 1
@@ -239,7 +241,7 @@ class ResidualStore:
     ) -> Residual:
         """Write value, of a wider dtype than tensor, into tensor and its residual.
 
-        Where there is no residual, it is rounded by chance, which keeps it on average.
+        A storage that is rounded by chance keeps it on average.
 
         Args:
             tensor: of low precision, or fp32.
@@ -248,13 +250,13 @@ class ResidualStore:
             name: what the residual is said to be of.
             place: that of tensor in the whole tensor, if it is a shard.
         """
-        wide, kind = value.to(WIDER[tensor.dtype]), STORAGES[storage]
+        wide, dtype = value.to(WIDER[tensor.dtype]), tensor.dtype
         residual = self.adopt(tensor, None, storage, name)
-        if kind.alone:
-            hi = rounded_by_chance(wide, tensor.dtype, place, 0, next_draw([residual]))
-            lows = []
+        if is_by_chance(storage):
+            draw = next_draw([residual])
+            hi, *lows = split_by_chance_into(storage, wide, dtype, place, 0, draw)
         else:
-            hi, *lows = kind.split(wide, tensor.dtype)
+            hi, *lows = split_into(storage, wide, dtype)
         tensor.data.copy_(hi)  # what serves the steps counts writes to tensor itself
         for component, lo in zip(residual.components, lows, strict=True):
             component.copy_(lo)

@@ -212,17 +212,40 @@ def split_ulp8(x: Tensor, dtype: torch.dtype, seed: Tensor | None = None) -> Com
     is what is nearest to that, ties away from zero. Below the normal numbers of dtype the last
     place stays where it is. Where hi is not finite, lo is zero.
     """
+    return _split_ulp(x, dtype, 8, None if seed is None else chance(x, seed))
+
+
+def split_ulp4(x: Tensor, dtype: torch.dtype) -> Components:
+    """Return (hi, lo): `split_ulp8` to 4 more bits, which are the upper ones of the int8 lo."""
+    return _split_ulp(x, dtype, 4, None)
+
+
+def round_ulp4(x: Tensor, dtype: torch.dtype, seed: Tensor, position: Tensor) -> Components:
+    """Return `split_ulp4` by chance: on average over the seeds hi + lo is x.
+
+    Elements at two positions round apart, where they are equal too; see `stochastic.chance`.
+    """
+    return _split_ulp(x, dtype, 4, chance(x, seed, position))
+
+
+def _split_ulp(x: Tensor, dtype: torch.dtype, more: int, random: Tensor | None) -> Components:
+    """Return (hi, lo) with so many more bits than dtype has, the upper ones of the int8 lo.
+
+    Args:
+        x: fp32.
+        dtype: bf16 or fp16.
+        more: 8 at most.
+        random: int32, 16 random bits for each element; None to round to nearest.
+    """
     places = _PLACES[dtype]
     bits, anchor = _bits(x), torch.zeros((), dtype=x.dtype, device=x.device)
     sign = bits & _SIGN
     if dtype is torch.float16:  # subnormals end where the numbers from 2^-14 to 2^-13 end
         anchor = (x.abs() < _NORMAL).to(x.dtype) * _NORMAL
         bits = _bits(x.abs() + anchor)
-    unit = 1 << (places - 8)
-    if seed is None:
-        up = (unit // 2 - 1) + ((bits >> (places - 8)) & 1)
-    else:
-        up = chance(x, seed) >> (16 - (places - 8))
+    below = places - more
+    unit = 1 << below
+    up = (unit // 2 - 1) + ((bits >> below) & 1) if random is None else random >> (16 - below)
     nearest, lo = _low_bits((bits + up) & -unit, places)
     if dtype is torch.float16:
         nearest = _float(_bits(nearest - anchor) | sign)

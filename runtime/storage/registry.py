@@ -1,6 +1,7 @@
 """Storages: their layouts, the states that each can hold, and the choice of one for a state."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -11,6 +12,7 @@ from torch import Tensor
 from collage_fx.runtime.errors import StorageError
 from collage_fx.runtime.expansion.eft import FP8, LOW_PRECISION, WIDER
 from collage_fx.runtime.expansion.stochastic import Seeds
+from collage_fx.runtime.storage import nibbles
 from collage_fx.runtime.storage.layouts import (
     Components,
     added,
@@ -20,12 +22,14 @@ from collage_fx.runtime.storage.layouts import (
     join_remainder16,
     join_ulp8,
     round_alone,
+    round_ulp4,
     split,
     split3,
     split_alone,
     split_by_chance,
     split_exact,
     split_remainder16,
+    split_ulp4,
     split_ulp8,
 )
 from collage_fx.runtime.storage.positions import Place, positions
@@ -38,7 +42,8 @@ class Storage:
 
     name: str
     residuals: dict[torch.dtype, tuple[torch.dtype, ...]]
-    """dtype of a state that it can hold -> those of its residuals, of the state's shape each."""
+    """dtype of a state that it can hold -> those of its residuals, of the state's shape each; in
+    memory those that are packed are bytes: see `stored`."""
     precision: dict[torch.dtype, int]
     """dtype -> the significant bits of the whole, for numbers far from the ends of its range."""
     join: Callable[..., Tensor]
@@ -48,15 +53,38 @@ class Storage:
     zero stand for hi itself."""
     split_by_chance: Callable[..., Components] | None = None
     """`split` with a seed, an int32 of 31 bits: the last word is rounded up or down by chance,
-    which is right on average. Of a storage without residuals it takes the positions of elements
-    too, int32. None where nothing is left to round."""
+    which is right on average. None where nothing is left to round."""
+    by_chance: bool = False
+    """True if each store is rounded by chance, asked for or not; by the positions of elements too,
+    int32, which `split_by_chance` then takes."""
+    packed: bool = False
+    """True if the residual, int8, has four bits, of which memory holds two elements to a byte."""
 
     def residual_bytes(self, tensor: Tensor) -> int:
         """Return the bytes that the residuals of tensor take."""
-        return sum(r.itemsize for r in self.residuals[tensor.dtype]) * tensor.numel()
+        (size,), own = self.shape_in_memory((tensor.numel(),)), self.in_memory(tensor.dtype)
+        return sum(r.itemsize for r in own) * size
+
+    def in_memory(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+        """Return the dtypes of the residuals of a state of a dtype as memory holds them."""
+        return (torch.uint8,) if self.packed else self.residuals[dtype]
+
+    def shape_in_memory(self, shape: Sequence[int]) -> Sequence[int]:
+        """Return the shape that the residuals of a state of a shape have in memory."""
+        return (nibbles.size_of(math.prod(shape)),) if self.packed else shape
+
+    def stored(self, lows: Sequence[Tensor]) -> Components:
+        """Return residuals of the state's shape as memory holds them."""
+        return tuple(map(nibbles.packed, lows)) if self.packed else tuple(lows)
+
+    def words(self, hi: Tensor, residuals: Sequence[Tensor]) -> Components:
+        """Return residuals, as memory holds them or in the shape of hi, in the latter."""
+        if not self.packed:
+            return tuple(residuals)
+        return tuple(nibbles.unpacked(r, hi) if r.dtype == torch.uint8 else r for r in residuals)
 
     def draw(self, x: Tensor, dtype: torch.dtype, seed: Tensor, place: Place | None) -> Components:
-        """Return `split_by_chance` of a value, with the positions that it may take.
+        """Return `split_by_chance` of a value as memory holds it, with the positions that it takes.
 
         Args:
             x: of the wide dtype.
@@ -65,12 +93,13 @@ class Storage:
             place: that of x in the whole tensor, if it is a shard.
         """
         assert self.split_by_chance is not None
-        counted = (positions(x, place),) if self.alone else ()
-        return self.split_by_chance(x, dtype, seed, *counted)
+        counted = (positions(x, place),) if self.by_chance else ()
+        hi, *lows = self.split_by_chance(x, dtype, seed, *counted)
+        return hi, *self.stored(lows)
 
     @property
     def alone(self) -> bool:
-        """True if there are no residuals: the state itself is rounded by chance, always."""
+        """True if there are no residuals: the state itself is rounded by chance."""
         return not any(self.residuals.values())
 
 
@@ -106,6 +135,16 @@ STORAGES = {
             split_ulp8,
             split_ulp8,
         ),
+        Storage(
+            "ulp4",
+            {_BF16: (torch.int8,), _FP16: (torch.int8,)},
+            {_BF16: 12, _FP16: 15},
+            join_ulp8,
+            split_ulp4,
+            round_ulp4,
+            by_chance=True,
+            packed=True,
+        ),
         Storage("double_single", {_FP32: (_FP32,)}, {_FP32: 49}, join, split),
         Storage(
             "sr",
@@ -114,13 +153,14 @@ STORAGES = {
             join_alone,
             split_alone,
             round_alone,
+            by_chance=True,
         ),
     )
 }
 """name -> storage. `mcf2` is the paper's: hi and lo in one dtype, about 2p + 1 bits. `remainder16`
-is that of Transformer Engine and apex, `ulp8` that of FlashOptim. `double_single` is mcf2 of fp32
-under the name that it has there, so that fp32 states are left alone unless it is asked for. `sr`
-is plain stochastic rounding."""
+is that of Transformer Engine and apex, `ulp8` that of FlashOptim, `ulp4` the upper half of its
+bits, rounded by chance. `double_single` is mcf2 of fp32 under the name that it has there, so that
+fp32 states are left alone unless it is asked for. `sr` is plain stochastic rounding."""
 
 TRANSIENT = {
     wide: Storage(
@@ -198,6 +238,11 @@ def is_alone(storage: str) -> bool:
     return storage in STORAGES and STORAGES[storage].alone
 
 
+def is_by_chance(storage: str) -> bool:
+    """Return True if a name is that of a storage that is rounded by chance, asked for or not."""
+    return storage in STORAGES and STORAGES[storage].by_chance
+
+
 def fits(pattern: str, name: StateName) -> bool:
     """Return True if a pattern, as in fnmatch, is one for a state by its kind or its name."""
     return fnmatchcase(name.kind, pattern) or fnmatchcase(str(name), pattern)
@@ -222,32 +267,34 @@ def join_in(dtype: torch.dtype, storage: str, hi: Tensor, *lows: Tensor) -> Tens
     sum is rounded at 2^-53.
     """
     if dtype is WIDER[hi.dtype] or not transforms(hi.dtype, storage):
-        return _LAYOUTS[storage].join(hi, *lows).to(dtype)
+        kind = _LAYOUTS[storage]
+        return kind.join(hi, *kind.words(hi, lows)).to(dtype)
     return added(dtype, hi, *lows)
 
 
 def split_into(storage: str, x: Tensor, dtype: torch.dtype) -> Components:
-    """Return the words of dtype in which a storage holds x, which is in the wide one or float64."""
+    """Return what memory holds of x, in the wide dtype or float64: hi of dtype, and residuals."""
     if storage in STORAGES and not transforms(dtype, storage):
         x = x.to(WIDER[dtype])
-    return _LAYOUTS[storage].split(x, dtype)
+    hi, *lows = _LAYOUTS[storage].split(x, dtype)
+    return hi, *_LAYOUTS[storage].stored(lows)
 
 
-def rounded_by_chance(
-    x: Tensor, dtype: torch.dtype, place: Place | None, seed: int, draw: int = 0
-) -> Tensor:
-    """Return a value in a dtype of low precision, rounded up or down by chance.
+def split_by_chance_into(
+    storage: str, x: Tensor, dtype: torch.dtype, place: Place | None, seed: int, draw: int = 0
+) -> Components:
+    """Return what memory holds of a value in a storage that is rounded by chance.
 
     Args:
+        storage: its name.
         x: fp32.
-        dtype: bf16, fp16 or fp8.
+        dtype: of low precision, one that the storage can hold.
         place: that of x in the whole tensor, if it is a shard.
         seed: of the rounding, with the number of the draw.
         draw: that number.
     """
     (key,) = Seeds(seed, [x.device]).draw(draw)
-    (hi,) = STORAGES["sr"].draw(x, dtype, key, place)
-    return hi
+    return STORAGES[storage].draw(x, dtype, key, place)
 
 
 def rounds_residuals(storage: str, dtype: torch.dtype) -> bool:
@@ -287,8 +334,8 @@ def value_in_float64(storage: str, hi: Tensor, components: Sequence[Tensor]) -> 
     Args:
         storage: how they are laid out; "" if there are none.
         hi: the tensor.
-        components: of its shape each.
+        components: as memory holds them, or of its shape each.
     """
     if components and (hi.dtype in FP8 or any(c.dtype != hi.dtype for c in components)):
-        return STORAGES[storage].join(hi, *components).to(torch.float64)
+        return join_in(torch.float64, storage, hi, *components)
     return functools.reduce(torch.add, components, hi.to(torch.float64, copy=True))

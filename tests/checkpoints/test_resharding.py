@@ -38,7 +38,7 @@ PATHS = {
     "in order": ["one", "fsdp 2", "fsdp 4", "one"],
     "all": ["fsdp 2", "one", "fsdp 2", "fsdp 4", "hsdp", "fsdp of tp", "tp", "fsdp 4", "one"],
 }
-CASES = [("two", "AdamW"), ("two", "by chance")]
+CASES = [("two", "AdamW"), ("two", "by chance"), ("two", "four bits")]
 SLOW = [
     ("quick", "AdamW"),
     ("in order", "AdamW"),
@@ -46,6 +46,8 @@ SLOW = [
     ("all", "SGD"),
     ("in order", "by chance"),
     ("all", "by chance"),
+    ("in order", "four bits"),
+    ("all", "four bits"),
     ("quick", "plain SGD"),
 ]
 

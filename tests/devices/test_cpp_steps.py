@@ -32,10 +32,11 @@ CASES: dict[str, dict[str, Any]] = {
         ("remainder16", "wide", False),
         ("ulp8", "wide", False),
         ("ulp8", "wide", True),
+        ("ulp4", "wide", False),
         ("sr", "wide", False),
     )
 }
-EVERY_DAY = ("plus-mcf2-eft", "all-remainder16-wide", "light-ulp8-by-chance-wide", "all-sr-wide")
+EVERY_DAY = ("plus-mcf2-eft", "all-remainder16-wide", "light-ulp8-by-chance-wide", "all-ulp4-wide")
 
 
 def trained(options: dict[str, Any], steps: int = 20) -> list[torch.Tensor]:

@@ -45,7 +45,8 @@ def test_launches_are_the_steps_of_the_eager_reference(device: str, name: str) -
     assert all(x.data_ptr() % 16 for x in ours[-1] if x.dim())  # a second launch, two bytes at once
     for step in range(LAUNCHES):
         sizes = [max(x.numel() for x in inputs) for inputs in ours]
-        kernel.run(columns_of(kernel, ours), sizes)
+        with columns_of(kernel, ours) as columns:
+            kernel.run(columns, sizes)
         for theirs in references:
             for m, n in zip(ours, theirs, strict=True):
                 reference(of_class, n)

@@ -18,6 +18,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "eft": {"level": "plus"},
     "wide": {"level": "plus", "arithmetic": "wide", "stochastic_rounding": True},
     "sr": {"level": "plus", "storage": "sr"},
+    "ulp4": {"level": "plus", "storage": "ulp4"},
 }
 
 

@@ -136,7 +136,7 @@ def turned(move: str, storage: str) -> int:
     return count
 
 
-@pytest.mark.parametrize("storage", ["remainder16", "ulp8", "sr"])
+@pytest.mark.parametrize("storage", ["remainder16", "ulp8", "ulp4", "sr"])
 @pytest.mark.parametrize("move", MOVES)
 @pytest.mark.quick("transposed-*", "rolled-sr")
 def test_a_value_is_one_of_its_own_elements_where_it_is_moved_later(

@@ -21,7 +21,6 @@ OTHERS = {
     "collage_fx/segments/operations.py": {"schema.name", "t.name", "a.name"},
     "passes/analysis/affine.py": {"s.name"},  # a symbol
     "passes/rewrite/op_schema.py": {"op._schema.name"},
-    "runtime/ops.py": {"s.name"},  # a storage
 }
 """Names that are no state's: of operators and their arguments, symbols, storages."""
 

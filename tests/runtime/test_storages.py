@@ -22,7 +22,9 @@ from collage_fx.runtime.storage.registry import (
 
 EVERY = [(s, d) for s in STORAGES.values() for d in s.residuals]
 E4M3, E5M2 = FP8
-BYTES = {"mcf2": 2, "mcf3": 4, "remainder16": 2, "ulp8": 1, "double_single": 4, "sr": 0}
+BYTES = {"mcf2": 2, "mcf3": 4, "remainder16": 2, "ulp8": 1, "double_single": 4, "sr": 0} | {
+    "ulp4": 8 / 15
+}
 """Bytes of a residual; half as many of an fp8 state."""
 LOWEST = {
     torch.bfloat16: {"*": 2.0**-100},
@@ -83,6 +85,9 @@ def test_words_are_of_the_dtypes_and_bytes_that_it_says(
     assert hi.dtype == dtype
     assert tuple(lo.dtype for lo in lows) == storage.residuals[dtype]
     assert storage.residual_bytes(hi) == 15 * BYTES[storage.name] // (1 + (dtype in FP8))
+    stored = storage.stored(lows)
+    assert tuple(one.dtype for one in stored) == storage.in_memory(dtype)
+    assert sum(one.nbytes for one in stored) == storage.residual_bytes(hi)
 
 
 @every
@@ -210,6 +215,6 @@ def test_remainder16_does_not_hold_ties_that_go_to_even() -> None:
 
 def test_a_dtype_that_it_cannot_hold_is_refused_with_those_that_can() -> None:
     with pytest.raises(
-        StorageError, match=r"remainder16.*w, which is float16; 'mcf2'.*'ulp8', 'sr' can"
+        StorageError, match=r"remainder16.*w, which is float16; 'mcf2'.*'ulp8', 'ulp4', 'sr' can"
     ):
         check_compensable(torch.float16, "remainder16", "w")

@@ -42,11 +42,12 @@ CASES = [
     (NAdam, {"lr": 1e-3}, "remainder16"),
     (AdamW, {"lr": 1e-3, "by_chance": True}, "mcf2"),
     (AdamW, {"lr": 1e-3}, "sr"),
+    (AdamW, {"lr": 1e-3}, "ulp4"),
 ]
 
 
 @pytest.mark.parametrize(("kind", "options", "storage"), CASES)
-@pytest.mark.quick("AdamW-options6-*")
+@pytest.mark.quick("AdamW-options7-*")
 def test_same_bits(
     monkeypatch: pytest.MonkeyPatch, kind: Any, options: dict[str, Any], storage: str
 ) -> None:

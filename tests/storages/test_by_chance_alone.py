@@ -43,39 +43,45 @@ def standard_errors(step: Callable[[Tensor, Tensor], None], **options: Any) -> f
     exact = begin.double()
     for _ in range(STEPS):
         step(exact, gradient.double())
-    x, errors = begin.clone(), []
+    errors, low = [], [torch.zeros(48, dtype=torch.uint8)] * (options.get("storage") == "ulp4")
     run = collage_fx.compile(step, states=("x",), **options) if options else step
-    for _ in range(SEEDS):
-        x.copy_(begin)
+    for seed in range(SEEDS):
+        x = begin.clone()
+        if options:
+            collage_fx.load_residuals(x, low, draws=1 + STEPS * seed)
         for _ in range(STEPS):
             run(x, gradient)
-        errors.append((x.double() - exact).mean())
+        errors.append((collage_fx.value(x) - exact).mean())
     found = torch.stack(errors)
     return float(found.mean() / (found.std() / SEEDS**0.5 + 2.0**-60))
 
 
+@pytest.mark.parametrize("storage", ["sr", "ulp4"])
 @pytest.mark.parametrize("step", [sum_up, average])
-def test_a_sum_and_an_average_are_right_on_average(step: Any) -> None:
-    assert abs(standard_errors(step, storage="sr", level="all")) < 4
+def test_a_sum_and_an_average_are_right_on_average(step: Any, storage: str) -> None:
+    assert abs(standard_errors(step, storage=storage, level="all")) < 4
     assert abs(standard_errors(step)) > 100  # rounded to nearest, the control
 
 
 @WAYS
-@pytest.mark.quick("shared")
-def test_equal_elements_round_apart(way: str) -> None:
+@pytest.mark.parametrize("storage", ["sr", "ulp4"])
+@pytest.mark.quick("sr-shared", "ulp4-eager")
+def test_equal_elements_round_apart(way: str, storage: str) -> None:
     def rounded(**options: Any) -> list[Tensor]:
         params = [torch.ones(64, 64, dtype=BF16).requires_grad_() for _ in range(MEMBERS[way])]
-        step = compiled(torch.optim.SGD(params, lr=2.0**-10), way, **options)
+        step = compiled(torch.optim.SGD(params, lr=2.0**-7 / unit / 8), way, **options)
         for p in params:
             p.grad = -torch.ones_like(p)
         step()
-        return [p.detach() for p in params]
+        return [collage_fx.value(p) for p in params]
 
-    found = rounded(storage="sr")
+    unit = 16 if storage == "ulp4" else 1
+    found = rounded(storage=storage)
     for p in found:  # an eighth of a unit in the last place each
         assert abs(float((p > 1).double().mean()) - 0.125) < 4 * (0.125 * 0.875 / 4096) ** 0.5
     assert all(torch.equal(p, found[0]) for p in found)  # copies of a parameter stay equal
-    assert not torch.equal(found[0], rounded(storage="sr", seed=1)[0])
+    assert not torch.equal(found[0], rounded(storage=storage, seed=1)[0])
+    unit = 256
     by_value = rounded(storage="ulp8", stochastic_rounding=True)[0]
     assert len(by_value.unique()) == 1  # the control
 
@@ -169,11 +175,17 @@ def test_small_updates_are_not_warned_of() -> None:
     assert "sr" not in storages_for(BF16)  # the doctor weighs those that round to nearest
 
 
-WORDS: list[Any] = ["sr", {"param": "remainder16", "*": "sr"}, {"param": "sr", "*": "ulp8"}]
+WORDS: list[Any] = [
+    "sr",
+    "ulp4",
+    {"param": "remainder16", "*": "sr"},
+    {"param": "sr", "*": "ulp8"},
+    {"param": "ulp4", "*": "sr"},
+]
 
 
 @pytest.mark.parametrize("storage", WORDS, ids=str)
-@pytest.mark.quick("sr")
+@pytest.mark.quick("sr", "ulp4")
 def test_a_resumed_run_draws_what_it_would_have_drawn(storage: Any) -> None:
     def make(params: list[Tensor], **options: Any) -> tuple[torch.optim.Optimizer, Any]:
         optimizer = torch.optim.AdamW(params, lr=1e-5)

@@ -93,7 +93,7 @@ def test_a_storage_keeps_the_value_on_average(storage: str, dtype: torch.dtype) 
     x = torch.randn(64, generator=torch.Generator().manual_seed(1)) * 3
     assert s.split_by_chance is not None
     draws = 4096
-    at = [torch.arange(64, dtype=torch.int32)] if s.alone else []
+    at = [torch.arange(64, dtype=torch.int32)] if s.by_chance else []
     found = s.join(*s.split_by_chance(x.expand(draws, 64), dtype, all_of(draws)[:, None], *at))
     bound = 5 * 2.0 ** -s.precision[dtype] * x.abs() / draws**0.5 + 2.0**-24 / draws**0.5
     assert bool(((found.double().mean(0) - x.double()).abs() <= bound).all())

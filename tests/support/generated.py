@@ -109,7 +109,7 @@ def own(
 @st.composite
 def options(draw: DrawFn, dtype: str) -> tuple[tuple[str, Any], ...]:
     """Options of collage_fx."""
-    storages: list[Any] = ["mcf2", "mcf3", "ulp8", "auto", "sr"]
+    storages: list[Any] = ["mcf2", "mcf3", "ulp8", "auto", "sr", "ulp4"]
     storages += ["remainder16"] if dtype == "bfloat16" else []
     mixed = draw(st.sampled_from(storages)), draw(st.sampled_from(storages))
     storages += [{"param": mixed[0], "*": mixed[1]}] if mixed[0] != mixed[1] else []

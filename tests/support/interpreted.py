@@ -15,6 +15,7 @@ from kernels import (
     Case,
     captured,
     columns_of,
+    cut,
     kernel_of,
     misaligned,
     repaired_interpreter,
@@ -116,6 +117,7 @@ def members_of(of_class: Rewritten, scale: float = 1.0, device: str = "cpu") -> 
             x = _residual(node, x) if "_lo" in node.name else (x * scale).to(dtype(node))
             x = positions(x) if node.name == "position" else x
             inputs.append(x.to(device))
+        cut(kernel_of(of_class), inputs)
         members.append(inputs)
     members[-1] = [misaligned(x) if x.dim() else x for x in members[-1]]
     return members
@@ -138,7 +140,8 @@ def steps(of_class: Rewritten, source: str, count: int) -> list[int]:
     found = []
     for step in range(count):
         sizes = [max(x.numel() for x in inputs) for inputs in ours]
-        launch.run(columns_of(kernel, ours), sizes)
+        with columns_of(kernel, ours) as columns:
+            launch.run(columns, sizes)
         for inputs in theirs:
             reference(of_class, inputs)
         pairs = [
@@ -233,8 +236,8 @@ def test_a_step_that_is_left_out_changes_nothing(case: Case) -> None:
                     m[i].view(-1)[::2], m[i].view(-1)[1::2] = torch.inf, torch.nan
         sizes = [max(x.numel() for x in m) for m in members]
         found = contextlib.nullcontext() if number is None else left_out_if(torch.tensor(number))
-        with found:
-            launch.run(columns_of(kernel, members), sizes)
+        with found, columns_of(kernel, members) as columns:
+            launch.run(columns, sizes)
         return [m[i] for m in members for i in kernel.written]
 
     before = [m[i] for m in members_of(of_class) for i in kernel.written]

@@ -43,6 +43,7 @@ from collage_fx.passes.codegen.printers import measured_kernel
 from collage_fx.passes.ir.program import CONVERT
 from collage_fx.runtime.kernels.argument_table import Column, Runner, addresses
 from collage_fx.runtime.ops import collage
+from collage_fx.runtime.storage import nibbles
 from collage_fx.runtime.storage.positions import Place, positions
 
 aten = torch.ops.aten
@@ -82,7 +83,8 @@ def without_compiler() -> Iterator[list[GraphModule]]:
 
     def of_a_class(kernel: MultiTensorKernel) -> tuple[Runner, str, str]:
         found.append(_REGIONS[kernel.region])
-        return _Interpreted(_member(kernel), kernel.scalar, kernel.position), "", ""
+        as_they_are = [one or i in kernel.packed for i, one in enumerate(kernel.scalar)]
+        return _Interpreted(_member(kernel), as_they_are, kernel.position), "", ""
 
     original = inductor_compile.compile_functional
     runners = {k: s.runners for k, s in MULTI_TENSOR_KERNELS.items()}
@@ -231,14 +233,18 @@ def _member(kernel: MultiTensorKernel) -> Callable[[list[Any]], None]:
 
     def run(args: list[Any]) -> None:
         inputs = args[1:]
+        words = [
+            nibbles.unpacked(x, inputs[kernel.full[0]]) if i in kernel.packed else x
+            for i, x in enumerate(inputs)
+        ]
         with (
             _writable(inputs),
             _disable_current_modes(),
             _unsafe_preserve_version_counter(_counted(inputs)),
         ):
-            results = region(inputs, kernel.region)
+            results = region(words, kernel.region)
             for i, k in zip(kernel.stored, kernel.results, strict=True):
-                inputs[i].copy_(results[k])
+                inputs[i].copy_(nibbles.packed(results[k]) if i in kernel.packed else results[k])
 
     return run
 

@@ -40,6 +40,7 @@ from collage_fx.passes.codegen.multi_tensor_kernel import (
 from collage_fx.passes.ir.program import Arithmetic, Level, Rewritten, Settings, graph_of
 from collage_fx.runtime.kernels.argument_table import Column
 from collage_fx.runtime.kernels.triton_launch import BLOCK, CHUNKS, WARPS
+from collage_fx.runtime.storage import nibbles
 
 SM90 = GPUTarget("cuda", 90, 32)
 GFX942 = GPUTarget("hip", "gfx942", 64)
@@ -93,6 +94,7 @@ CASES = {
     "adamw-remainder16": Case(optim.AdamW, {}, "plus", 22, "remainder16"),
     "adamw-mcf3": Case(optim.AdamW, {}, "plus", 30, "mcf3"),
     "adamw-ulp8": Case(optim.AdamW, {}, "plus", 18, "ulp8"),
+    "adamw-ulp4": Case(optim.AdamW, {}, "plus", 16, "ulp4"),
     "adamw-sr": Case(optim.AdamW, {}, "plus", 14, "sr"),
     "adamw-mcf2-by-chance": Case(optim.AdamW, {}, "plus", 22, "mcf2", by_chance=True),
     "adamw-double-single": Case(optim.AdamW, {}, "all", 52, "double_single", torch.float32),
@@ -133,13 +135,31 @@ def kernel_of(rewritten: Rewritten) -> MultiTensorKernel:
     return MULTI_TENSOR_KERNELS[register_multi_tensor(rewritten)]
 
 
-def columns_of(kernel: MultiTensorKernel, members: Sequence[Sequence[Tensor]]) -> list[Column]:
-    """Return the inputs of all members as a kernel takes them: positions by the first of each."""
+@contextlib.contextmanager
+def columns_of(
+    kernel: MultiTensorKernel, members: Sequence[Sequence[Tensor]]
+) -> Iterator[list[Column]]:
+    """Yield the inputs of all members as a kernel takes them: positions by the first of each.
+
+    What it writes to packed ones is unpacked into the members.
+    """
     columns: list[Column] = [list(column) for column in zip(*members, strict=True)]
     if kernel.position is not None:
         firsts = (int(inputs[kernel.position][0]) for inputs in members)
         columns[kernel.position] = array("q", firsts)
-    return columns
+    for i in kernel.packed:
+        columns[i] = [nibbles.packed(inputs[i]) for inputs in members]
+    yield columns
+    for i in kernel.packed:
+        for inputs, bytes_ in zip(members, columns[i], strict=True):
+            assert isinstance(bytes_, Tensor)
+            inputs[i].copy_(nibbles.unpacked(bytes_, inputs[i]))
+
+
+def cut(kernel: MultiTensorKernel, inputs: Sequence[Tensor]) -> None:
+    """Leave of packed inputs what memory holds of them."""
+    for i in kernel.packed:
+        inputs[i].copy_(nibbles.unpacked(nibbles.packed(inputs[i]), inputs[i]))
 
 
 def assembled(

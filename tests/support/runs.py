@@ -31,6 +31,8 @@ KEPT = {
     "float32": {"double_single": 48, "plain": 24},
 }
 """The bits of a state in each storage, as the README says."""
+BY_CHANCE = {"bfloat16": {"sr": 8, "ulp4": 12}, "float16": {"sr": 11, "ulp4": 15}}
+"""The same of those that are rounded by chance, asked for or not."""
 SMALLEST = {"bfloat16": -133, "float16": -24, "float32": -149}
 """The exponent of the smallest number of the dtype."""
 
@@ -158,10 +160,15 @@ def compensated(program: Program, *, interpreted: bool = True) -> Run:
             run.bits[name] = LOW_BITS[program.dtype_of(name)]  # until it was cast
             continue
         residual = STORE.get(shard_of(x))
-        if residual is not None and residual.storage == "sr":
+        if residual is None:
+            continue
+        dtype, storage = program.dtype_of(name), residual.storage
+        if storage in BY_CHANCE.get(dtype, ()):
             run.by_chance.add(name)
-        elif residual is not None and collage_fx.residuals(x):
-            run.bits[name] = KEPT[program.dtype_of(name)][residual.storage]
+            run.bits[name] = BY_CHANCE[dtype][storage]
+        elif collage_fx.residuals(x):
+            run.bits[name] = KEPT[dtype][storage]
+        if collage_fx.residuals(x):
             run.compensated.add(name)
     torch.compiler.reset()
     return run

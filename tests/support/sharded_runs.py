@@ -30,6 +30,7 @@ KINDS: dict[str, Any] = {
     "AdamW": (torch.optim.AdamW, {"lr": 1e-3}, {"level": "plus"}),
     "SGD": (torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9}, {"storage": "remainder16"}),
     "by chance": (torch.optim.AdamW, {"lr": 1e-3}, {"storage": "sr", "level": "all"}),
+    "four bits": (torch.optim.AdamW, {"lr": 1e-3}, {"storage": "ulp4", "level": "all"}),
     "plain SGD": (torch.optim.SGD, {"lr": 1e-3}, {"storage": "ulp8"}),
 }
 

@@ -252,6 +252,9 @@ def inductor(program: Program) -> Emitted:
     scope: dict[str, Any] = {}
     with mock.patch.object(AsyncCompile, "triton", keep), _without_cuda():
         exec(code, scope)
+    scope["empty_strided_cuda"] = lambda size, stride, dtype: torch.empty_strided(
+        size, stride, dtype=dtype
+    )
 
     def call(inputs: list[torch.Tensor]) -> Any:
         with _without_cuda():

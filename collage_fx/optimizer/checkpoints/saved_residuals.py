@@ -99,17 +99,17 @@ def entries_of(
     """
     name = f"{PREFIX}{key}.{residual.storage}"
     shard = shard_of(tensor)
+    words = residual.words(shard)  # of the shape of the tensor, so that they are cut as it is
     found = {
-        f"{name}.{n}": sharded_like(_as_bits(component, param), tensor)
-        for n, component in enumerate(residual.components)
+        f"{name}.{n}": sharded_like(_as_bits(word, param), tensor) for n, word in enumerate(words)
     }
-    if residual.draws or not residual.components:
+    if residual.draws or not words:
         draws = torch.tensor([residual.draws], dtype=torch.int64, device=shard.device)
         found[f"{name}.{_DRAWS}"] = draws.view(param)
-    if not residual.components:
+    if not words:
         return found
     known = has_whole_rows(tensor)
-    rows = row_checksums(shard, *residual.components) if known else _unknown_rows(tensor)
+    rows = row_checksums(shard, *words) if known else _unknown_rows(tensor)
     found[f"{name}.{_ROWS}"] = rows_like(_as_bits(rows, param), tensor)
     return found
 

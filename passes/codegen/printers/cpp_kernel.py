@@ -6,7 +6,7 @@ rounds element by element, through memory.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast
 
 import torch
@@ -44,6 +44,37 @@ extern "C" void kernel({pointers}int64_t count) {{
   }}
 }}
 """
+_PACKED = """
+constexpr int64_t BLOCK = 1024;
+// Two elements are in a byte, each of them the upper half of an int8 with zeros.
+static void unpack(const uint8_t* from, int64_t size, int8_t* to) {{
+  for (int64_t i = 0; i < (size + 1) / 2; ++i) {{
+    to[2 * i] = int8_t(from[i] << 4);
+    to[2 * i + 1] = int8_t(from[i] & 0xf0);
+  }}
+}}
+static void pack(int8_t* from, int64_t size, uint8_t* to) {{
+  if (size % 2) from[size] = 0;
+  for (int64_t i = 0; i < (size + 1) / 2; ++i)
+    to[i] = uint8_t((from[2 * i] >> 4 & 0xf) | (from[2 * i + 1] & 0xf0));
+}}
+
+extern "C" void kernel({pointers}int64_t count) {{
+  {casts}
+  for (int64_t begin = 0; begin < count; begin += BLOCK) {{
+    const int64_t left = count - begin, size = left < BLOCK ? left : BLOCK, end = begin + size;
+    {unpacked}
+    #pragma omp simd
+    for (int64_t i = begin; i < end; ++i) {{
+      {loads}
+      {body}
+      {stores}
+    }}
+    {packed}
+  }}
+}}
+"""
+"""The same with packed inputs, of which a block at a time is unpacked, and packed again."""
 
 
 class Unprintable(Exception):
@@ -56,6 +87,7 @@ def print_cpp_kernel(
     stored: Sequence[int],
     results: Sequence[int],
     position: int | None = None,
+    packed: Collection[int] = (),
     *,
     single: bool = False,
     libm: bool = False,
@@ -72,6 +104,8 @@ def print_cpp_kernel(
         results: for each of them the position of its new value among the results.
         position: the input that is the number of each element, if there is one: in the place of its
             address the function takes the number of the first.
+        packed: the inputs of int8 whose upper four bits are in memory, two elements to a byte; the
+            first element is then the first of its byte.
         single: whether members have one element each, so that no vectors of them are needed.
         libm: whether functions of the C library may stand for PyTorch's, which may differ from them
             by a unit in the last place.
@@ -89,25 +123,35 @@ def print_cpp_kernel(
     values = [printer.names[outputs[k]] for k in results]
     read = [i for i, node in enumerate(inputs) if node.users]
     order = sorted({*read, *stored})
-    casts = [
-        f"auto* p{i} = static_cast<{_type(inputs[i])}*>(a{i});" for i in order if i != position
-    ]
+    types = {i: "uint8_t" if i in packed else _type(inputs[i]) for i in order}
+    casts = [f"auto* p{i} = static_cast<{types[i]}*>(a{i});" for i in order if i != position]
     full = [i for i in read if not scalar[i] and i != position]
-    loops = [f"const {_type(inputs[i])} x{i} = p{i}[i];" for i in full]
+    loops = [f"const {_type(inputs[i])} x{i} = {_element(i, packed)};" for i in full]
     if position in read:
         casts.append(f"const uint32_t first = reinterpret_cast<uintptr_t>(a{position});")
         loops.append(f"const int32_t x{position} = int32_t(first + uint32_t(i));")
     for i in (i for i in read if scalar[i]):
         number = f"plain_nan(*p{i})" if inputs[i].meta["dtype"] in _FLOATS else f"*p{i}"
         casts.append(f"const {_type(inputs[i])} x{i} = {number};")
-    kernel = _KERNEL.format(
+    blocks = [f"int8_t b{i}[BLOCK];" for i in order if i in packed]
+    blocks += [f"unpack(p{i} + begin / 2, size, b{i});" for i in full if i in packed]
+    kernel = (_PACKED if blocks else _KERNEL).format(
         pointers="".join(f"void* a{i}, " for i in order),
         casts="\n  ".join(casts),
         loads="\n    ".join(loops),
         body="\n    ".join(printer.lines),
-        stores="\n    ".join(f"p{i}[i] = {v};" for i, v in zip(stored, values, strict=True)),
+        stores="\n    ".join(
+            f"{_element(i, packed)} = {v};" for i, v in zip(stored, values, strict=True)
+        ),
+        unpacked="\n    ".join(blocks),
+        packed="\n    ".join(f"pack(b{i}, size, p{i} + begin / 2);" for i in stored if i in packed),
     )
     return ("#include <cmath>\n" if "std::" in kernel else "") + HELPERS + kernel, order
+
+
+def _element(i: int, packed: Collection[int]) -> str:
+    """Return the text of an element of an input that is no number."""
+    return f"b{i}[i - begin]" if i in packed else f"p{i}[i]"
 
 
 def names_in_cpp(graph: Graph, scalar: Sequence[bool], *, single: bool = False) -> dict[Node, str]:

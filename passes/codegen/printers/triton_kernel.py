@@ -5,7 +5,7 @@ overrides write that down. Division and conversions are printed here: `a / b` in
 up to 2 ulp, and every rounding has to stay.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import sympy
@@ -53,7 +53,7 @@ def narrow_e5m2(x):
     return (bits >> 8).to(tl.int8).to(tl.float8e5, bitcast=True)
 
 
-@triton.jit
+{helpers}@triton.jit
 def body({inputs}):
     {body}
     return {results}
@@ -91,6 +91,28 @@ def multi_tensor(
 """
 
 
+_NIBBLES = """\
+@triton.jit
+def unpack(pointer, at, left, BLOCK: tl.constexpr):
+    # Two elements are in a byte, each of them the upper half of an int8 with zeros.
+    i = at // 2 + tl.arange(0, BLOCK // 2)
+    pairs = tl.load(pointer + i, mask=i * 2 < left)
+    first, second = pairs << 4, pairs & 0xF0
+    return tl.interleave(first, second).to(tl.int8, bitcast=True)
+
+
+@triton.jit
+def pack(pointer, at, left, y, BLOCK: tl.constexpr):
+    i = at + tl.arange(0, BLOCK)
+    bits = tl.where(i < left, y, 0).to(tl.uint8, bitcast=True)
+    first, second = tl.split(tl.reshape(bits, (BLOCK // 2, 2)))
+    i = at // 2 + tl.arange(0, BLOCK // 2)
+    tl.store(pointer + i, (first >> 4) | (second & 0xF0), mask=i * 2 < left)
+
+
+"""
+
+
 def print_triton_kernel(
     region: str,
     dtypes: Sequence[torch.dtype],
@@ -98,6 +120,7 @@ def print_triton_kernel(
     written: Sequence[int],
     results: Sequence[int],
     position: int | None = None,
+    packed: Collection[int] = (),
 ) -> str:
     """Return the source of a Triton kernel `multi_tensor`: a lowered slice over many members.
 
@@ -115,6 +138,7 @@ def print_triton_kernel(
         results: for each of them the position of its new value among the results.
         position: the input that is the number of each element, if there is one: in the table there
             is that of a member's first.
+        packed: the inputs of int8 whose upper four bits are in memory, two elements to a byte.
     """
     lines, values, used = _body(region, dtypes, scalar)
     values = [values[k] for k in results]
@@ -124,19 +148,36 @@ def print_triton_kernel(
     firsts = [f"first{i} = tl.load(row + {i})" for i in counted]
     numbers = [f"x{i} = tl.load({_address(i, dtypes[i])})" for i in used if scalar[i]]
     pointers = sorted({*full, *written})
+
+    def address(i: int) -> str:
+        if i in packed:
+            return f"{_address(i, torch.uint8)} + start // 2"
+        return f"{_address(i, dtypes[i])} + start"
+
+    def loads(mask: str) -> list[str]:
+        found = {i: f"tl.load(p{i} + i{mask})" for i in full}
+        found |= {i: f"unpack(p{i}, at, left, BLOCK)" for i in full if i in packed}
+        return [*(f"x{i} = {text}" for i, text in found.items()), *count]
+
+    def stores(mask: str) -> list[str]:
+        found = {i: f"tl.store(p{i} + i, y{i}{mask})" for i in written}
+        found |= {i: f"pack(p{i}, at, left, y{i}, BLOCK)" for i in written if i in packed}
+        return list(found.values())
+
     return _KERNEL.format(
         arity=len(dtypes),
         inputs=", ".join(f"x{i}" for i in used),
         body=_lines(lines, 1),
         results=", ".join(values) + ",",
         scalars=_lines([*numbers, *firsts], 1),
-        pointers=_lines((f"p{i} = {_address(i, dtypes[i])} + start" for i in pointers), 1),
+        helpers=_NIBBLES if packed else "",
+        pointers=_lines((f"p{i} = {address(i)}" for i in pointers), 1),
         aligned=_lines((f"p{i} = tl.multiple_of(p{i}, 16)" for i in pointers), 2),
-        loads=_lines([*(f"x{i} = tl.load(p{i} + i)" for i in full), *count], 3),
+        loads=_lines(loads(""), 3),
         news=", ".join(f"y{i}" for i in written) + ",",
-        stores=_lines((f"tl.store(p{i} + i, y{i})" for i in written), 3),
-        masked_loads=_lines([*(f"x{i} = tl.load(p{i} + i, mask=inside)" for i in full), *count], 3),
-        masked_stores=_lines((f"tl.store(p{i} + i, y{i}, mask=inside)" for i in written), 3),
+        stores=_lines(stores(""), 3),
+        masked_loads=_lines(loads(", mask=inside"), 3),
+        masked_stores=_lines(stores(", mask=inside"), 3),
     )
 
 
