@@ -210,7 +210,8 @@ def split_ulp8(x: Tensor, dtype: torch.dtype, seed: Tensor | None = None) -> Com
 
     That is 16 bits for bf16 and 19 for fp16, to nearest, ties to even, or with a seed by chance; hi
     is what is nearest to that, ties away from zero. Below the normal numbers of dtype the last
-    place stays where it is. Where hi is not finite, lo is zero.
+    place stays where it is. Of what bf16 rounds to infinity lo keeps the rest, as `remainder16`
+    does; where else hi is not finite, lo is zero.
     """
     return _split_ulp(x, dtype, 8, None if seed is None else chance(x, seed))
 
@@ -237,22 +238,31 @@ def _split_ulp(x: Tensor, dtype: torch.dtype, more: int, random: Tensor | None) 
         more: 8 at most.
         random: int32, 16 random bits for each element; None to round to nearest.
     """
-    places = _PLACES[dtype]
-    bits, anchor = _bits(x), torch.zeros((), dtype=x.dtype, device=x.device)
-    sign = bits & _SIGN
-    if dtype is torch.float16:  # subnormals end where the numbers from 2^-14 to 2^-13 end
-        anchor = (x.abs() < _NORMAL).to(x.dtype) * _NORMAL
-        bits = _bits(x.abs() + anchor)
-    below = places - more
-    unit = 1 << below
-    up = (unit // 2 - 1) + ((bits >> below) & 1) if random is None else random >> (16 - below)
-    nearest, lo = _low_bits((bits + up) & -unit, places)
     if dtype is torch.float16:
-        nearest = _float(_bits(nearest - anchor) | sign)
-    hi = nearest.to(dtype)
+        return _split_ulp_of_fp16(x, more, random)
+    nearest, lo = _low_bits(_rounded_bits(_bits(x), 16 - more, random), 16)
+    number = x == x  # the low half of an infinite one is zero
+    hi, lo = torch.where(number, nearest, math.nan), torch.where(number, lo >> 8, 0)
+    return hi.to(dtype), lo.to(torch.int8)
+
+
+def _split_ulp_of_fp16(x: Tensor, more: int, random: Tensor | None) -> Components:
+    """Return `_split_ulp` of fp16, whose subnormals end where numbers from 2^-14 to 2^-13 end."""
+    anchor = (x.abs() < _NORMAL).to(x.dtype) * _NORMAL
+    places = _PLACES[torch.float16]
+    bits = _rounded_bits(_bits(x.abs() + anchor), places - more, random)
+    nearest, lo = _low_bits(bits, places)
+    hi = _float(_bits(nearest - anchor) | (_bits(x) & _SIGN)).half()
     finite = (x.abs() < math.inf) & (hi.abs() < math.inf)
     lo = torch.where(finite, lo >> (places - 8), 0)
-    return torch.where(finite, hi, x.to(dtype)), lo.to(torch.int8)
+    return torch.where(finite, hi, x.half()), lo.to(torch.int8)
+
+
+def _rounded_bits(bits: Tensor, below: int, random: Tensor | None) -> Tensor:
+    """Return the bits of fp32 numbers with so many of the last rounded off, to nearest even or by
+    16 random bits."""
+    up = (1 << below - 1) - 1 + ((bits >> below) & 1) if random is None else random >> (16 - below)
+    return (bits + up) & -(1 << below)
 
 
 _SIGN = -(1 << 31)

@@ -53,10 +53,10 @@ static void unpack(const uint8_t* from, int64_t size, int8_t* to) {{
     to[2 * i + 1] = int8_t(from[i] & 0xf0);
   }}
 }}
-static void pack(int8_t* from, int64_t size, uint8_t* to) {{
-  if (size % 2) from[size] = 0;
-  for (int64_t i = 0; i < (size + 1) / 2; ++i)
+static void pack(const int8_t* from, int64_t size, uint8_t* to) {{
+  for (int64_t i = 0; i < size / 2; ++i)
     to[i] = uint8_t((from[2 * i] >> 4 & 0xf) | (from[2 * i + 1] & 0xf0));
+  if (size % 2) to[size / 2] = uint8_t(from[size - 1] >> 4 & 0xf);
 }}
 
 extern "C" void kernel({pointers}int64_t count) {{
