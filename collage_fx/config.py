@@ -6,7 +6,14 @@ from typing import Any, Literal, get_args
 
 from collage_fx.passes.ir.program import OPTIONAL, Arithmetic, Level, OnUnsupported, Settings
 from collage_fx.runtime.errors import OptionError, meant
-from collage_fx.runtime.storage.registry import ALIASES, DEFAULT, STORAGES, Choice, Unnamed
+from collage_fx.runtime.storage.registry import (
+    ALIASES,
+    DEFAULT,
+    STORAGES,
+    Choice,
+    Unnamed,
+    is_by_chance,
+)
 
 _ALLOWED: dict[str, tuple[Any, ...]] = {
     "level": get_args(Level),
@@ -80,6 +87,7 @@ class CollageConfig(Settings):
     the int16 that fp32 has beyond, exactly fp32 in four bytes; `fp32` is another name of it.
     `mcf2`, the paper's, or `bf16x2`: hi and lo in the state's dtype, 17 bits in bf16; the default
     with `arithmetic="eft"` and with `stochastic_rounding=True`. `ulp8`: 8 more bits in an int8.
+    `ulp4`: 4 more bits, two elements to a byte, rounded up or down by chance.
     `sr`: no residual; the step is computed in fp32 and each store rounded up or down by chance,
     which keeps small updates on average. `mcf3`: two residuals in the state's dtype.
     `double_single`: hi and lo in fp32, for states of fp32, which are left alone unless it is named.
@@ -103,8 +111,8 @@ class CollageConfig(Settings):
     stochastic_rounding: bool = False
     """True to round the last residual of a state up or down by chance, so that updates too
     small for its storage are kept on average, down to the 2^-24 of a value that fp32 keeps, in
-    which they are computed; for storages `mcf2` and `ulp8` (`sr` is so by itself), with arithmetic
-    `wide`, which it implies: `eft` beside it is an error."""
+    which they are computed; for storages `mcf2` and `ulp8` (`ulp4` and `sr` are so by themselves),
+    with arithmetic `wide`, which it implies: `eft` beside it is an error."""
     without: tuple[str, ...] = field(default=(), kw_only=True)
     """Passes that are left out, by name, to find out which one does something: `denominator`,
     `deduplicate`, `escape`, `join`, `moves`, `numbers`, `reductions`, `repeat`, `share`. The page
@@ -172,7 +180,4 @@ class CollageConfig(Settings):
 
     def rounds_by_chance(self, storage: str) -> bool:
         """Return True if the last word of a storage is rounded by chance."""
-        known = STORAGES.get(storage)
-        if known is None or known.split_by_chance is None:
-            return False
-        return self.stochastic_rounding or known.by_chance
+        return is_by_chance(storage, asked=self.stochastic_rounding)

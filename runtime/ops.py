@@ -69,8 +69,8 @@ JOIN: dict[str, Any] = {}
 SPLIT: dict[str, Any] = {}
 """Storage -> the operation (value, dtype of hi) -> (hi, *residuals)."""
 SPLIT_BY_CHANCE: dict[str, Any] = {}
-"""Storage -> the operation (value, dtype of hi, seed) -> (hi, *residuals), where it has one; with
-positions as a fourth operand if the storage is rounded by chance in any case."""
+"""Storage -> the operation (value, dtype of hi, seed, positions) -> (hi, *residuals), where it has
+one."""
 
 
 def _define_storage(s: registry.Storage) -> None:
@@ -90,7 +90,7 @@ def _define_storage(s: registry.Storage) -> None:
         f"split{overload}(Tensor x, ScalarType dtype) -> {results}", words(s.split)
     )
     if s.split_by_chance is not None:
-        operands = f"Tensor x, ScalarType dtype, Tensor seed{', Tensor position' * s.by_chance}"
+        operands = "Tensor x, ScalarType dtype, Tensor seed, Tensor position"
         split = f"split_by_chance{overload}({operands}) -> {results}"
         SPLIT_BY_CHANCE[s.name] = _define(split, words(s.split_by_chance))
 

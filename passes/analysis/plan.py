@@ -17,6 +17,7 @@ from collage_fx.passes.ir.program import (
     Program,
     Recurrence,
     Rewritten,
+    Settings,
     Slice,
     StateClass,
     StatePlan,
@@ -27,7 +28,7 @@ from collage_fx.passes.ir.program import (
 from collage_fx.passes.ir.verdict import UNKNOWN, Verdict, VerdictKind
 from collage_fx.runtime.errors import StorageError
 from collage_fx.runtime.storage.positions import place_in_order
-from collage_fx.runtime.storage.registry import STORAGES, Choice, check_compensable
+from collage_fx.runtime.storage.registry import STORAGES, Choice, check_compensable, is_by_chance
 
 _LEFT_BY_LEVEL = "level light compensates parameters only"
 Found = tuple[Verdict, Recurrence]
@@ -49,7 +50,7 @@ def plan(program: Program) -> None:
             for i in feed:
                 member.states[i][0].feeds_parameter = True
             verdicts.update(_member(program, group, member))
-        program.rewritten += _by_compensated(group, verdicts, program.settings.storage)
+        program.rewritten += _by_compensated(group, verdicts, program.settings)
     for carried in program.carried:
         entry = _entry(carried, verdicts.get(carried.index), program)
         others = program.others.get(carried.index, [])
@@ -191,16 +192,19 @@ def _keeps_beside(part: Slice, which: int, other: Node) -> bool:
 
 
 def _by_compensated(
-    group: StateClass, verdicts: dict[int, Found], choice: Choice
+    group: StateClass, verdicts: dict[int, Found], settings: Settings
 ) -> list[Rewritten]:
     found: dict[Any, Rewritten] = {}
     for member in group.members:
         states = enumerate(c for c, _, _ in member.states)
-        storages = {i: storage_of(c, choice) for i, c in states if verdicts[c.index][0].compensated}
+        compensated = {i: c for i, c in states if verdicts[c.index][0].compensated}
+        storages = {i: storage_of(c, settings.storage) for i, c in compensated.items()}
         if storages:
-            new = Rewritten([], storages, group.recurrences, group.representative)
+            asked = settings.stochastic_rounding
+            by_chance = frozenset(s for s in storages.values() if is_by_chance(s, asked=asked))
+            new = Rewritten([], storages, group.recurrences, group.representative, by_chance)
             # What cannot be updated together must not keep the others from it.
-            ordered = new.positional and all(in_order(c) is not None for c, _, _ in member.states)
+            ordered = by_chance and all(in_order(c) is not None for c, _, _ in member.states)
             layout = flat(member), ordered, value_of(member.nodes[0]).device
             found.setdefault((*storages.items(), layout), new).members.append(member)
     return list(found.values())

@@ -201,10 +201,10 @@ class _Emitter:
                 self.together[rewritten] = stamps
         # The last inputs, behind all residuals.
         for stamp in itertools.chain(self.stamps, *self.together.values()):
-            if stamp.rewritten.seeded:
+            if stamp.rewritten.by_chance:
                 stamp.chance = [self._seed(stamp.state.val.device)]
         for stamp in self.stamps:
-            if stamp.rewritten.positional:
+            if stamp.rewritten.by_chance:
                 stamp.chance.append(self._positions(stamp.state))
             stamp.lows = list(map(self._unpacked, stamp.residuals, stamp.kinds))
 
@@ -277,7 +277,7 @@ class _Emitter:
         """
         key = rewritten.multi_tensor = register_multi_tensor(rewritten, list(vectors))
         calls, starts = [], list[int]()
-        positions: list[Any] = [None] * rewritten.positional
+        positions: list[Any] = [None] * bool(rewritten.by_chance)
         for stamp in stamps:
             if positions:
                 starts += self._starts(stamp.state)

@@ -279,19 +279,20 @@ def register_multi_tensor(rewritten: Rewritten, vectors: Sequence[int] = ()) -> 
         rewritten: the class.
         vectors: the 0-d inputs that come as one vector for all members.
     """
-    part, residuals, seeds = rewritten.members[0], rewritten.residual_count, rewritten.seeded
+    part, residuals = rewritten.members[0], rewritten.residual_count
+    by_chance = bool(rewritten.by_chance)
     new = other_outputs(part)
     lows = len(part.inputs)
-    at = lows + residuals + seeds
-    memory = at + rewritten.positional
+    at = lows + residuals + by_chance  # of positions, after the seed
+    memory = at + by_chance
     written = [at for _, at, _ in part.states]
     written += [*range(lows, lows + residuals), *range(memory, memory + len(new))]
     results = [part.outputs.index(value) for _, _, value in part.states]
     results += range(len(part.outputs), len(part.outputs) + residuals)
     results += map(part.outputs.index, new)
     scalar = [value_of(n).dim() == 0 for n in part.inputs] + [False] * residuals
-    scalar += [True] * seeds + [False] * (rewritten.positional + len(new))
-    position = at if rewritten.positional else None
+    scalar += [True] * by_chance + [False] * (by_chance + len(new))
+    position = at if by_chance else None
     storages = [STORAGES[s] for i, s in rewritten.storages.items() for _ in rewritten.residuals(i)]
     packed = tuple(lows + k for k, s in enumerate(storages) if s.packed)
     lowered = graph_of(rewritten.lowered)
@@ -344,7 +345,7 @@ def obstacle(rewritten: Rewritten, settings: Settings) -> str:
     if not all(flat(m) for m in members):
         return "the tensors of a member differ in shape or strides, or are not dense"
     states = (c for m in members for c, _, _ in m.states)
-    if rewritten.positional and any(in_order(c) is None for c in states):
+    if rewritten.by_chance and any(in_order(c) is None for c in states):
         return "the elements of a member do not lie in order"
     values = [value_of(n) for m in members for n in m.inputs]
     devices = {v.device for v in values if v.dim()}
@@ -360,7 +361,7 @@ def obstacle(rewritten: Rewritten, settings: Settings) -> str:
 
 def _uncounted(rewritten: Rewritten, device: torch.device) -> str:
     """Return the reason why Inductor's kernel has to do, which counts no elements of a class."""
-    if device.type != "cpu" or not rewritten.positional:
+    if device.type != "cpu" or not rewritten.by_chance:
         return ""
     graph = graph_of(rewritten.lowered).graph
     try:  # whether an input is 0-d or not makes no difference to what can be printed

@@ -217,14 +217,14 @@ class Rewritten:
     recurrences: list[Recurrence]
     model: Slice
     """The slice of which the recurrences speak: the representative of the class."""
+    by_chance: frozenset[str] = frozenset()
+    """Storages that are rounded by chance, for which the step takes a seed and positions."""
     expanded: GraphModule | None = None
     """Inputs: those of the slice, then the residuals of the compensated states in order, then the
     seed and the positions of elements if it has them. Outputs: those of the slice, then the new
     residuals in the same order."""
     lowered: GraphModule | None = None
     """Lowered graph of the same signature; all 16-bit roundings are collage::round, else fp32."""
-    seeded: bool = False
-    """True if a word is rounded by chance, for which the step takes a seed."""
     joined: list[str] = field(default_factory=list)
     """Operations on a carried path that have no rule and ran as join - op - split."""
     multi_tensor: str = ""
@@ -243,11 +243,6 @@ class Rewritten:
         """Return the dtypes of the residuals of state i, as they are computed with."""
         dtype = self.model.states[i][0].val.dtype
         return STORAGES[self.storages[i]].residuals[dtype]
-
-    @property
-    def positional(self) -> bool:
-        """True if a state is in a storage that is rounded by chance, which takes positions."""
-        return any(map(is_by_chance, self.storages.values()))
 
     @property
     def residual_count(self) -> int:
@@ -377,7 +372,7 @@ def compensable_in(carried: Carried, choice: Choice) -> str:
 
 
 def is_stored_by_chance(carried: Carried, choice: Choice) -> bool:
-    """Return True if the storage for a state is rounded by chance, asked for or not."""
+    """Return True if the storage for a state is rounded by chance in any case."""
     return is_by_chance(compensable_in(carried, choice))
 
 

@@ -142,7 +142,7 @@ def _signature(r: Rewritten, module: GraphModule | None) -> None:
     part, extra, graph = r.model, r.residual_count, graph_of(module).graph
     inputs = len(graph.find_nodes(op="placeholder"))
     _demand(
-        inputs == len(part.inputs) + extra + r.seeded + r.positional,
+        inputs == len(part.inputs) + extra + 2 * bool(r.by_chance),
         "a rewritten slice has other inputs",
     )
     outputs: Any = graph.output_node().args[0]

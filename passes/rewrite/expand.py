@@ -26,7 +26,6 @@ from collage_fx.passes.rules.join_split import join_op_split
 from collage_fx.runtime.errors import RuleError, UnsupportedError, own_name
 from collage_fx.runtime.expansion.eft import WIDER, computed_in
 from collage_fx.runtime.ops import JOIN, SPLIT, SPLIT_BY_CHANCE
-from collage_fx.runtime.storage.registry import is_by_chance
 
 aten = torch.ops.aten
 
@@ -63,14 +62,11 @@ def expand(program: Program) -> None:
     """
     wider = stored_wider(program)
     for rewritten in program.rewritten:
-        asked = SPLIT_BY_CHANCE if program.settings.stochastic_rounding else ()
-        by_chance = {s for s in rewritten.storages.values() if s in asked or is_by_chance(s)}
-        rewritten.seeded = bool(by_chance)
         storage, reason = eft_storage(program, rewritten, wider)
         if reason:
             rewritten.joined.append(reason)
         on_paths = program.settings.on_unsupported
-        expander = Eft(rewritten, storage, on_paths) if storage else _Wide(rewritten, by_chance)
+        expander = Eft(rewritten, storage, on_paths) if storage else _Wide(rewritten)
         rewritten.expanded = expander.run()
 
 
@@ -233,10 +229,8 @@ def _line_of(trace: str) -> str:
 class _Wide(_Expander):
     """Everything in fp32, or float64 for states of fp32; split or rounded once at the end."""
 
-    def __init__(self, rewritten: Rewritten, by_chance: set[str]) -> None:
+    def __init__(self, rewritten: Rewritten) -> None:
         super().__init__(rewritten)
-        self.by_chance = by_chance
-        """The storages that are rounded by chance."""
         dtypes = (self.part.states[i][0].val.dtype for i in rewritten.storages)
         self.double = any(WIDER[dtype] == torch.float64 for dtype in dtypes)
 
@@ -268,10 +262,10 @@ class _Wide(_Expander):
 
     def _chance(self) -> list[Node]:
         """Append the inputs by which values are rounded by chance: a seed, and positions."""
+        if not self.rewritten.by_chance:
+            return []
         states = (self.part.states[i][0].val for i in self.rewritten.storages)
-        scalar = {"seed": True} if self.rewritten.seeded else {}
-        if self.rewritten.positional:
-            scalar["position"] = not any(val.dim() for val in states)
+        scalar = {"seed": True, "position": not any(val.dim() for val in states)}
         made = []
         for name, is_scalar in scalar.items():
             made.append(self.graph.placeholder(name))
@@ -301,10 +295,9 @@ class _Wide(_Expander):
             dtype = value_of(new).dtype
             dtypes = (dtype, *self.rewritten.residuals(i))
             value = self.convert(self.env[new], WIDER[dtype])
-            split, given = SPLIT[storage], list[Node]()
-            if storage in self.by_chance:
-                split = SPLIT_BY_CHANCE[storage]
-                given = chance if is_by_chance(storage) else chance[:1]
+            by_chance = storage in self.rewritten.by_chance
+            split = SPLIT_BY_CHANCE[storage] if by_chance else SPLIT[storage]
+            given = chance if by_chance else ()
             whole[new] = self.several(split, value, dtype, *given, dtypes=dtypes)
         outputs = []
         for n in self.part.outputs:

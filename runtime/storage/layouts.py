@@ -69,15 +69,15 @@ def split_exact(x: Tensor, dtype: torch.dtype) -> Components:
     return hi, finite_or_zero(x - hi.to(x.dtype))
 
 
-def split_by_chance(x: Tensor, dtype: torch.dtype, seed: Tensor) -> Components:
+def split_by_chance(x: Tensor, dtype: torch.dtype, seed: Tensor, position: Tensor) -> Components:
     """Return (hi, lo) of dtype with hi = RN(x) and lo = x - hi rounded up or down by chance.
 
     On average over the seeds hi + lo is x; see `stochastic.round_by_chance`.
     """
     if dtype in FP8:
-        return split8(x, dtype, 1, seed)
+        return split8(x, dtype, 1, chance(x, seed, position))
     hi, rest = split_exact(x, dtype)
-    return hi, round_by_chance(rest, dtype, chance(x, seed))
+    return hi, round_by_chance(rest, dtype, chance(rest, seed, position))
 
 
 def join_alone(hi: Tensor) -> Tensor:
@@ -135,10 +135,10 @@ def join8(hi: Tensor, *lows: Tensor) -> Tensor:
     return total
 
 
-def split8(x: Tensor, dtype: torch.dtype, count: int, seed: Tensor | None = None) -> Components:
+def split8(x: Tensor, dtype: torch.dtype, count: int, random: Tensor | None = None) -> Components:
     """Return (hi, *lows) of an fp8 dtype, each to nearest even: hi = RN(x), lows[i] = RN(r_i).
 
-    With a seed the last is rounded up or down by chance.
+    With 16 random bits for each element the last is rounded up or down by chance.
 
     r_i is what the words before leave of x, times 2^(p*(i+1)) for precision p (4 in e4m3fn, 3 in
     e5m2): without that it would mostly be below the smallest fp8 number. Scaled it is at most as
@@ -154,15 +154,15 @@ def split8(x: Tensor, dtype: torch.dtype, count: int, seed: Tensor | None = None
         x: fp32.
         dtype: of hi and of the lows.
         count: how many lows.
-        seed: int32, 0-d.
+        random: int32, of the shape of x.
     """
     words = [x.to(dtype)]
     most = _MOST[dtype]
     rest = torch.where(x.abs() <= LAST[dtype], x.clamp(-most, most) - words[0].to(x.dtype), 0.0)
     for k in range(count):
         rest = rest * 2.0 ** FP8[dtype]
-        if seed is not None and k == count - 1:
-            words.append(round_by_chance(rest, dtype, chance(x, seed)))
+        if random is not None and k == count - 1:
+            words.append(round_by_chance(rest, dtype, random))
         else:
             words.append(rest.to(dtype))
         rest = rest - words[-1].to(x.dtype)
@@ -205,15 +205,23 @@ def join_ulp8(hi: Tensor, lo: Tensor) -> Tensor:
     return _float(_bits(_float(_bits(magnitude + anchor) + below) - anchor) | sign)
 
 
-def split_ulp8(x: Tensor, dtype: torch.dtype, seed: Tensor | None = None) -> Components:
+def split_ulp8(x: Tensor, dtype: torch.dtype) -> Components:
     """Return (hi, lo): x rounded to 8 more bits than dtype has, the int8 lo being those.
 
-    That is 16 bits for bf16 and 19 for fp16, to nearest, ties to even, or with a seed by chance; hi
-    is what is nearest to that, ties away from zero. Below the normal numbers of dtype the last
+    That is 16 bits for bf16 and 19 for fp16, to nearest, ties to even; hi is what is nearest to
+    that, ties away from zero. Below the normal numbers of dtype the last
     place stays where it is. Of what bf16 rounds to infinity lo keeps the rest, as `remainder16`
     does; where else hi is not finite, lo is zero.
     """
-    return _split_ulp(x, dtype, 8, None if seed is None else chance(x, seed))
+    return _split_ulp(x, dtype, 8, None)
+
+
+def round_ulp8(x: Tensor, dtype: torch.dtype, seed: Tensor, position: Tensor) -> Components:
+    """Return `split_ulp8` by chance: on average over the seeds hi + lo is x.
+
+    See `stochastic.chance`; of what is above the largest number of bf16 hi may be infinite.
+    """
+    return _split_ulp(x, dtype, 8, chance(x, seed, position))
 
 
 def split_ulp4(x: Tensor, dtype: torch.dtype) -> Components:
@@ -222,10 +230,7 @@ def split_ulp4(x: Tensor, dtype: torch.dtype) -> Components:
 
 
 def round_ulp4(x: Tensor, dtype: torch.dtype, seed: Tensor, position: Tensor) -> Components:
-    """Return `split_ulp4` by chance: on average over the seeds hi + lo is x.
-
-    Elements at two positions round apart, where they are equal too; see `stochastic.chance`.
-    """
+    """Return `split_ulp4` by chance, as `round_ulp8`."""
     return _split_ulp(x, dtype, 4, chance(x, seed, position))
 
 
@@ -261,8 +266,9 @@ def _split_ulp_of_fp16(x: Tensor, more: int, random: Tensor | None) -> Component
 def _rounded_bits(bits: Tensor, below: int, random: Tensor | None) -> Tensor:
     """Return the bits of fp32 numbers with so many of the last rounded off, to nearest even or by
     16 random bits."""
-    up = (1 << below - 1) - 1 + ((bits >> below) & 1) if random is None else random >> (16 - below)
-    return (bits + up) & -(1 << below)
+    unit = 1 << below
+    to_even = unit // 2 - 1 + ((bits >> below) & 1)
+    return (bits + (to_even if random is None else random & (unit - 1))) & -unit
 
 
 _SIGN = -(1 << 31)
@@ -286,5 +292,5 @@ def _low_bits(bits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     They count from -2^(count-1) on, in the direction of the magnitude: ties away from zero.
     """
     half = 1 << (count - 1)
-    low = ((bits & (2 * half - 1)) ^ half) - half
-    return _float(bits - low), low
+    nearest = (bits + half) & -(2 * half)
+    return _float(nearest), bits - nearest

@@ -23,6 +23,7 @@ from collage_fx.runtime.storage.layouts import (
     join_ulp8,
     round_alone,
     round_ulp4,
+    round_ulp8,
     split,
     split3,
     split_alone,
@@ -52,11 +53,11 @@ class Storage:
     """(a value of the wide dtype, dtype of hi) -> (hi, *residuals). In all layouts residuals of
     zero stand for hi itself."""
     split_by_chance: Callable[..., Components] | None = None
-    """`split` with a seed, an int32 of 31 bits: the last word is rounded up or down by chance,
-    which is right on average. None where nothing is left to round."""
+    """`split` with a seed, an int32 of 31 bits, and the positions of elements, int32: the last word
+    is rounded up or down by chance, which is right on average. None where nothing is left to
+    round."""
     by_chance: bool = False
-    """True if each store is rounded by chance, asked for or not; by the positions of elements too,
-    int32, which `split_by_chance` then takes."""
+    """True if each store is rounded by chance, asked for or not."""
     packed: bool = False
     """True if the residual, int8, has four bits, of which memory holds two elements to a byte."""
 
@@ -84,7 +85,7 @@ class Storage:
         return tuple(nibbles.unpacked(r, hi) if r.dtype == torch.uint8 else r for r in residuals)
 
     def draw(self, x: Tensor, dtype: torch.dtype, seed: Tensor, place: Place | None) -> Components:
-        """Return `split_by_chance` of a value as memory holds it, with the positions that it takes.
+        """Return `split_by_chance` of a value as memory holds it.
 
         Args:
             x: of the wide dtype.
@@ -93,8 +94,7 @@ class Storage:
             place: that of x in the whole tensor, if it is a shard.
         """
         assert self.split_by_chance is not None
-        counted = (positions(x, place),) if self.by_chance else ()
-        hi, *lows = self.split_by_chance(x, dtype, seed, *counted)
+        hi, *lows = self.split_by_chance(x, dtype, seed, positions(x, place))
         return hi, *self.stored(lows)
 
     @property
@@ -133,7 +133,7 @@ STORAGES = {
             {_BF16: 16, _FP16: 19},
             join_ulp8,
             split_ulp8,
-            split_ulp8,
+            round_ulp8,
         ),
         Storage(
             "ulp4",
@@ -238,9 +238,11 @@ def is_alone(storage: str) -> bool:
     return storage in STORAGES and STORAGES[storage].alone
 
 
-def is_by_chance(storage: str) -> bool:
-    """Return True if a name is that of a storage that is rounded by chance, asked for or not."""
-    return storage in STORAGES and STORAGES[storage].by_chance
+def is_by_chance(storage: str, *, asked: bool = False) -> bool:
+    """Return True if a name is that of a storage that is rounded by chance, where that is asked for
+    or in any case."""
+    kind = STORAGES.get(storage)
+    return kind is not None and (kind.by_chance or (asked and kind.split_by_chance is not None))
 
 
 def fits(pattern: str, name: StateName) -> bool:
