@@ -13,6 +13,7 @@ from collage_fx.runtime.residuals.components import storage_of
 from collage_fx.runtime.residuals.dtensor import shard_of, sharded_like
 from collage_fx.runtime.residuals.residual import Residual
 from collage_fx.runtime.residuals.store import STORE
+from collage_fx.runtime.storage.registry import STORAGES
 from collage_fx.runtime.storage.state_name import StateName
 
 
@@ -92,7 +93,11 @@ def draws(tensor: Tensor) -> int:
 
 
 def load_residuals(
-    tensor: Tensor, components: Sequence[Tensor], *, draws: int | None = None
+    tensor: Tensor,
+    components: Sequence[Tensor],
+    *,
+    draws: int | None = None,
+    storage: str | None = None,
 ) -> None:
     """Give tensor the residual components that were saved with its present value.
 
@@ -100,11 +105,14 @@ def load_residuals(
         tensor: bf16 or fp16, any shape.
         components: what `residuals(tensor)` returned when it was saved, in any storage; the next
             step converts them to its own. In the place of the bytes of `ulp4` there may be an int8
-            for each element, a 256th of a unit in the last place, as `ulp8` has them.
+            for each element, as checkpoints have them: 256ths of a unit in the last place.
         draws: what `draws(tensor)` returned then, for steps with stochastic rounding: each takes
             another seed, and without it they go on from what the tensor has, or begin anew.
+        storage: that of the components, where their dtypes leave it open: an int8 for each element
+            is of `ulp8` unless the tensor is in `ulp4` by now, or this says so.
 
     Raises:
+        OptionError: no such storage.
         ResidualError: the components do not fit the tensor.
         SubjectError: no tensor.
 
@@ -122,8 +130,22 @@ def load_residuals(
         raise ResidualError(f"{name} was given {draws} draws: less than none")
     if not components and not draws:
         raise ResidualError(f"{name} was given no residual, and no draws: there is nothing to load")
-    storage = storage_of(tensor, components, str(name))
+    storage = _storage_of(tensor, components, str(name), storage)
     STORE.load(tensor, components, storage=storage, name=name, draws=draws)
+
+
+def _storage_of(
+    tensor: Tensor, components: Sequence[Tensor], name: str, storage: str | None
+) -> str:
+    """Return the storage of components, by their dtypes where it is not given."""
+    if storage is not None and storage not in STORAGES:
+        raise OptionError(f"storage={storage!r} is not one of {', '.join(map(repr, STORAGES))}")
+    residual = STORE.get(tensor)
+    packed = residual is not None and residual.packed and residual.fits(tensor)
+    if storage is None and residual is not None and packed:
+        wanted = STORAGES[residual.storage].residuals[tensor.dtype]
+        storage = residual.storage if [c.dtype for c in components] == [*wanted] else None
+    return storage or storage_of(tensor, components, name)
 
 
 def _checked(tensor: Any, function: str) -> Tensor:

@@ -232,7 +232,7 @@ class AtOnce:
             func(word, *args[1:], **kwargs)
         if residual is not None:
             residual.hold(words)
-            residual.shape = args[0].shape
+            residual.shape, residual.stride = args[0].shape, args[0].stride()
         return result
 
 

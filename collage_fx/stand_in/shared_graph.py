@@ -221,8 +221,11 @@ class SharedGraph:
         tensors = [rows[place.param][place.at] for place, _ in self.carried]
         found = STORE.of(tensors)
         current = [(t, r) for t, r in zip(tensors, found, strict=True) if r is not None]
-        strided = [(t, c) for t, r in current if not r.packed for c in r.components]
-        strides = [c.stride() == t.stride() for t, c in strided]
+        strides = [
+            (r.stride if r.packed else c.stride()) == t.stride()
+            for t, r in current
+            for c in r.components
+        ]
         whole = len(current) == len(tensors) and all(strides) and fit(current)
         others = STORE.of([rows[place.param][place.at] for place in self.plain])
         return current if whole and not any(others) else None

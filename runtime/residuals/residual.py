@@ -83,6 +83,9 @@ class Residual:
     that nobody waits for it."""
     address: int = field(init=False)
     shape: torch.Size = field(init=False)
+    stride: tuple[int, ...] = field(init=False)
+    """The strides of the tensor when the residual was last settled: from others its elements would
+    be read in another order, in memory that has not changed."""
     packed: bool = field(init=False)
     """True if components are not laid out as the tensor, but bytes for two elements each."""
     _versions: "array[int]" = field(init=False)
@@ -230,6 +233,7 @@ class Residual:
     def belongs(self, tensor: Tensor) -> bool:
         """Return True if tensor is as it was when the residual was last settled."""
         same = self._versions[self._slot] == version(tensor) and self.address == address(tensor)
+        same = same and tensor.stride() == self.stride and tensor.shape == self.shape
         return same and not (self.lent and self._written_by_borrower())
 
     def is_present(self, tensor: Tensor) -> bool:
@@ -299,7 +303,7 @@ def settle(pairs: Sequence[tuple[Tensor, Residual]]) -> None:
     noted: list[tuple[int, Checks]] = []
     for (tensor, residual), number in zip(pairs, versions, strict=True):
         residual._versions[residual._slot] = number
-        residual.address, residual.lent = address(tensor), ()
+        residual.address, residual.lent, residual.stride = address(tensor), (), tensor.stride()
         found = residual.checks  # and not found.fit(tensor): for each state in each step
         if residual.kept is not None:
             residual.keep(tensor)

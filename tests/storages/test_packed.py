@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import collage_fx
-from collage_fx.errors import CollageWarning, ResidualError
+from collage_fx.errors import CollageWarning, OptionError, ResidualError
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.nibbles import packed, size_of, unpacked
 from collage_fx.runtime.storage.registry import STORAGES
@@ -144,6 +144,41 @@ def test_a_tensor_that_is_turned_in_place_takes_its_residual_along() -> None:
     assert not torch.equal(p.detach().double(), exact)
 
 
+@pytest.mark.parametrize("storage", ["ulp4", "ulp8", "remainder16", "sr"])
+@pytest.mark.parametrize("record", ["auto", True])
+@pytest.mark.quick("auto-ulp4", "auto-ulp8", "True-ulp4")
+def test_strides_that_change_leave_no_element_another_ones_residual(
+    storage: str, record: Any
+) -> None:
+    """Through `.data`, which changes no version and no address."""
+    begin = torch.randn(6, 6, generator=torch.Generator().manual_seed(0)).to(BF16)
+    optimizer, step = adamw([begin] * 2, storage=storage, record=record)
+    p = optimizer.param_groups[0]["params"][0]
+    p.data = p.data.t()
+    stored = p.detach().double()
+    assert torch.equal(collage_fx.value(p), stored)
+    optimizer.param_groups[0]["lr"] = 0.0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", CollageWarning)
+        steps(optimizer, step, 3, 4)
+    assert torch.equal(collage_fx.value(p), stored)
+    assert any("was cleared" in str(w.message) for w in caught) or storage == "sr"
+
+
+@pytest.mark.parametrize("storage", ["ulp4", "remainder16"])
+def test_a_part_of_a_tensor_has_not_the_residuals_of_its_first_elements(storage: str) -> None:
+    model = torch.nn.Linear(8, 6, bias=False, dtype=BF16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    steps(optimizer, collage_fx.compile(optimizer, storage=storage), 0, 3)
+    p = model.weight
+    p.data = p.data[:, :3]
+    assert torch.equal(collage_fx.value(p), p.detach().double())
+    with pytest.warns(CollageWarning, match="another shape"):
+        found = collage_fx.master_state_dict(model, optimizer)["weight"]
+    assert torch.equal(found, p.detach().float())
+    assert not [k for s in optimizer.state_dict()["state"].values() for k in s if "collage" in k]
+
+
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.quick("remainder16", "ulp8")
 def test_it_is_converted_to_and_from_every_other_storage(other: str) -> None:
@@ -175,10 +210,21 @@ def test_residuals_are_loaded_as_bytes_and_as_elements() -> None:
     optimizer, _ = adamw([torch.ones(7, 5, dtype=BF16)] * 2)
     p = optimizer.param_groups[0]["params"][0]
     (bytes_,) = collage_fx.residuals(p)
-    for given in (bytes_, unpacked(bytes_, p)):
+    for given, storage in (
+        (bytes_, None),
+        (unpacked(bytes_, p), None),
+        (unpacked(bytes_, p), "ulp4"),
+    ):
         tensor = p.detach().clone()
-        collage_fx.load_residuals(tensor, [given], draws=3)
+        collage_fx.load_residuals(tensor, [given], draws=3, storage=storage)
         assert torch.equal(collage_fx.value(tensor), collage_fx.value(p))
+        known = STORE.get(tensor)
+        elements = given.dtype == torch.int8 and storage is None
+        assert known is not None and known.storage == ("ulp8" if elements else "ulp4")
+    collage_fx.load_residuals(p, [unpacked(bytes_, p)], draws=3)  # which is in ulp4 by now
+    assert torch.equal(collage_fx.residuals(p)[0], bytes_)
+    with pytest.raises(OptionError, match="'ulp4'"):
+        collage_fx.load_residuals(p, [bytes_], storage="ulp5")
     for wrong in (bytes_[:-1], bytes_.view(torch.int8), unpacked(bytes_, p)[:6], p.detach()[0]):
         with pytest.raises(ResidualError):
             collage_fx.load_residuals(p.detach().clone(), [wrong])

@@ -137,6 +137,7 @@ def _save(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     found = list(compensated_tensors(optimizer))
     pairs = ((owned.tensor, residual) for owned, residual in found)
     clear_stale(pairs, naming(lambda: optimizer))
+    found = [(owned, residual) for owned, residual in found if residual.fits(owned.tensor)]
     STORE.lend(residual for _, residual in found)
     params, ids = params_of(optimizer), _ids(state_dict)
     state_dict["state"] = states = dict(state_dict["state"])
