@@ -47,7 +47,7 @@ VARIANTS: dict[str, Way] = {
     **{name: WAYS[name] for name in ("plus eft", "remainder16", "plus wide", "light eft")},
     "by chance": _adamw(22, 12, storage="mcf2", arithmetic="wide", stochastic_rounding=True),
     "ulp8": _adamw(18, 10, storage="ulp8"),
-    "sr": WAYS["sr"],
+    **{name: WAYS[name] for name in ("sr", "ulp4", "remainder16, ulp4")},
     "mcf3": _adamw(30, 16, storage="mcf3"),
     "light wide": WAYS["light wide"],
     "SGD": Way(_compiled(_sgd, level="light", storage="mcf2"), 14, 8),

@@ -69,6 +69,7 @@ KERNELS = {
     "plus wide": ("adamw-plus", WIDE),
     "remainder16": ("adamw-remainder16", CASES["adamw-remainder16"].settings),
     "sr": ("adamw-sr", CASES["adamw-sr"].settings),
+    "ulp4": ("adamw-ulp4", CASES["adamw-ulp4"].settings),
 }
 SIZES = {"26M": 26_000_000, "7B shapes, 1.6B": 1_620_000_000}
 CHUNKS = (4096, 8192, 16384)

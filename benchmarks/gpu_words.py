@@ -53,6 +53,7 @@ WHOLE: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "AdamW, all": (AdamW, ONE, PLUS | {"level": "all"}),
     "AdamW, mcf3": (AdamW, ONE, PLUS | {"storage": "mcf3"}),
     "AdamW, ulp8": (AdamW, ONE, PLUS | {"storage": "ulp8"}),
+    "AdamW, ulp4": (AdamW, ONE, PLUS | {"storage": "ulp4"}),
     "AdamW, sr": (AdamW, ONE, PLUS | {"storage": "sr"}),
     "AdamW, by chance": (AdamW, ONE, PLUS | {"arithmetic": "wide", "stochastic_rounding": True}),
     "AdamW, plus, foreach": (AdamW, {"foreach": True}, PLUS),

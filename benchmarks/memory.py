@@ -27,6 +27,8 @@ NAMES = (
     "plus eft",
     "remainder16",
     "sr",
+    "ulp4",
+    "remainder16, ulp4",
     "master compiled",
     "master",
 )

@@ -2,8 +2,8 @@
 
 The stream of benchmarks/replay.py drives the optimizer in float64, in fp32 (parameters and states,
 eagerly and by stock torch.compile, and in double_single), in plain bf16 and with each storage at
-level all; AdamW besides with its moments in fp8, of one to three words. Printed and
-written to benchmarks/results/storages.json and storages.md:
+level all (the default at its own); AdamW besides with its moments in fp8, of one to three words.
+Printed and written to benchmarks/results/storages.json and storages.md:
 
     E_theta = |theta - theta64| / |theta64 - theta0|,   E_v = |v - v64| / |v64|  (AdamW)
     EDQ = <d, d_hat> / |d|^2, the mean over all steps, with d the step of float64 and d_hat the
@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
 from update_metrics import edq
 
 RATES = (1e-3, 1e-4, 1e-5, 1e-6)
+RESULTS = Path(__file__).parent / "results/storages.json"
 
 
 class Adam8(Optimizer):
@@ -85,10 +86,23 @@ VARIANTS: dict[str, tuple[torch.dtype, dict[str, Any] | None]] = {
     "fp32, compiled": (torch.float32, STOCK),
     "plain bf16": (torch.bfloat16, None),
     "sr": (torch.bfloat16, {"level": "all", "storage": "sr"}),
-    "sr, ulp8": (torch.bfloat16, {"level": "all", "storage": {"param": "ulp8", "*": "sr"}}),
+    "sr, ulp4": (torch.bfloat16, {"level": "all", "storage": {"param": "ulp4", "*": "sr"}}),
+    "sr, ulp8, by chance": (
+        torch.bfloat16,
+        {
+            "level": "all",
+            "storage": {"param": "ulp8", "*": "sr"},
+            "stochastic_rounding": True,
+        },
+    ),
     "sr, remainder16": (
         torch.bfloat16,
         {"level": "all", "storage": {"param": "remainder16", "*": "sr"}},
+    ),
+    "ulp4": (torch.bfloat16, {"level": "all", "storage": "ulp4"}),
+    "ulp4, remainder16": (
+        torch.bfloat16,
+        {"level": "all", "storage": {"param": "remainder16", "*": "ulp4"}},
     ),
     "mcf2, eft": (torch.bfloat16, {"level": "all", "storage": "mcf2"}),
     "mcf2, wide": (torch.bfloat16, {"level": "all", "storage": "mcf2", "arithmetic": "wide"}),
@@ -102,6 +116,11 @@ VARIANTS: dict[str, tuple[torch.dtype, dict[str, Any] | None]] = {
         {"level": "all", "storage": "ulp8", "stochastic_rounding": True},
     ),
     "remainder16": (torch.bfloat16, {"level": "all", "storage": "remainder16"}),
+    "default": (torch.bfloat16, {"level": "auto"}),
+    "default, ulp4": (
+        torch.bfloat16,
+        {"level": "all", "storage": {"exp_avg": "ulp4", "momentum_buffer": "ulp4"}},
+    ),
     "mcf3, eft": (torch.bfloat16, {"level": "all", "storage": "mcf3"}),
     "mcf3, wide": (
         torch.bfloat16,
@@ -129,7 +148,7 @@ def run(
     make: Callable[[list[Tensor]], Optimizer],
     dtype: torch.dtype,
     options: dict[str, Any] | None,
-) -> tuple[Path_, Tensor, int]:
+) -> tuple[Path_, Tensor, float]:
     """Return the way of the parameters, the second moments, and bytes per parameter."""
     params = [s.clone().to(dtype).requires_grad_() for s in start]
     optimizer = make(params)
@@ -149,7 +168,7 @@ def run(
     second = whole(v) if v else torch.zeros(1)
     if roots:
         second = (whole(roots) / optimizer.param_groups[0]["scale"]).square()
-    return way, second, size // sum(p.numel() for p in params)
+    return way, second, round(size / sum(p.numel() for p in params), 1)
 
 
 def _is_full(t: Any) -> bool:
@@ -161,7 +180,7 @@ def whole(tensors: list[Tensor]) -> Tensor:
     return torch.cat([collage_fx.value(t).detach().flatten() for t in tensors])
 
 
-def row(exact: tuple[Path_, Tensor, int], found: tuple[Path_, Tensor, int]) -> dict[str, Any]:
+def row(exact: tuple[Path_, Tensor, float], found: tuple[Path_, Tensor, float]) -> dict[str, Any]:
     """Return the numbers of one variant."""
     (path64, v64, _), (path, v, size) = exact, found
     steps = range(len(path) - 1)
@@ -189,7 +208,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             if not mine:
                 continue
             cells = [f"{r['E_theta']:.1e}, {r['EDQ']:.3f}" for r in mine]
-            lines.append("| " + " | ".join([variant, str(mine[0]["bytes"]), *cells]) + " |")
+            lines.append("| " + " | ".join([variant, f"{mine[0]['bytes']:g}", *cells]) + " |")
         lines.append("")
     return "\n".join(lines)
 
@@ -242,7 +261,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--only", default="*", help="pattern of variants; other rows are kept")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/storages.json")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     rows = []
     for one in measured(args.only, args.steps):

@@ -8,6 +8,8 @@
                       for each tensor (multi_tensor=False), the others one for all; "foreach" and
                       "fused" say how the optimizer was constructed, both are plus in wide
     remainder16, sr   level plus in that storage: exactly fp32; no residuals, rounded by chance
+    ulp4              level all in that storage: four bits more, rounded by chance;
+                      "remainder16, ulp4": weights in the first, moments in the other
 
 and, where they are installed (`make bench-peers`):
 
@@ -128,6 +130,10 @@ WAYS: dict[str, Way] = {
     "plus fused": Way(_collage(level="plus", storage="mcf2", optimizer={"fused": True}), 22, 12),
     "remainder16": Way(_collage(level="plus", storage="remainder16"), 22, 12),
     "sr": Way(_collage(level="plus", storage="sr"), 14, 8),
+    "ulp4": Way(_collage(level="all", storage="ulp4"), 17, 9.5),
+    "remainder16, ulp4": Way(
+        _collage(level="all", storage={"param": "remainder16", "*": "ulp4"}), 20, 11
+    ),
     "plus eft each": Way(_collage(level="plus", storage="mcf2", multi_tensor=False), 22, 12),
 }
 
