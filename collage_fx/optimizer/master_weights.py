@@ -127,8 +127,10 @@ def master_state_dict(
         shard = shard_of(tensor)
         residual = STORE.get(shard)
         low = tensor.dtype in LOW_PRECISION or residual is not None
-        fits = residual is not None and residual.fits(shard)
-        whole = residual.whole(shard) if residual is not None and fits else shard.detach()
+        if residual is not None and residual.fits(shard):
+            whole = residual.whole(shard)
+        else:
+            whole = shard.detach()
         held = low and isinstance(tensor, nn.Parameter)
         if held and stochastic:
             (whole,) = split_by_chance_into("sr", whole.float(), dtype, place_of(tensor), seed)

@@ -243,6 +243,8 @@ class Residual:
         """
         if not self.components:
             return True
+        if not self.fits(tensor):
+            return False
         if self.expected is None:
             if self.belongs(tensor):
                 return True

@@ -270,3 +270,14 @@ def test_the_store_drops_it_where_the_shape_changes() -> None:
     residual = STORE.get(p)
     assert residual is not None and residual.fits(p) and residual.has_content()
     assert not residual.fits(p.detach().view(4, 6))
+
+
+@pytest.mark.parametrize("storage", ["ulp4", "remainder16"])
+def test_what_was_loaded_for_another_shape_is_not_read(storage: str) -> None:
+    optimizer, _ = adamw([torch.ones(6, 6, dtype=BF16)] * 2, storage=storage)
+    optimizer.load_state_dict(optimizer.state_dict())
+    p = optimizer.param_groups[0]["params"][0]
+    for shape in ((9, 9), (2, 2)):
+        p.data = torch.ones(shape, dtype=BF16)
+        assert collage_fx.residuals(p) == ()
+        assert torch.equal(collage_fx.value(p), p.detach().double())
