@@ -305,11 +305,12 @@ def settle(pairs: Sequence[tuple[Tensor, Residual]]) -> None:
     noted: list[tuple[int, Checks]] = []
     for (tensor, residual), number in zip(pairs, versions, strict=True):
         residual._versions[residual._slot] = number
-        residual.address, residual.lent, residual.stride = address(tensor), (), tensor.stride()
+        stride = tensor.stride()
+        residual.address, residual.lent, residual.stride = address(tensor), (), stride
         found = residual.checks  # and not found.fit(tensor): for each state in each step
         if residual.kept is not None:
             residual.keep(tensor)
-        elif found is None or found.stride != tensor.stride() or found.shape != tensor.shape:
+        elif found is None or found.stride != stride or found.shape != tensor.shape:
             found = residual.checks = residual.new_checks(tensor)
         if found is not None:
             noted.append((residual.address, found))
