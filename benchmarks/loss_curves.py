@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pictures import IMAGES, THEMES, picture
 from steps import conditions
 from torch import Tensor, nn
 
@@ -41,14 +42,9 @@ import train_bytes  # noqa: E402
 STEPS, PRETRAINING, HELD_OUT, EVERY = 600, 1500, 40, 40
 LR, SIZE = 1e-5, byte_model.Size(width=64)
 WAYS = ("bf16", "default", "paper", "fp32")
-THEMES = {  # background, text, and a colour for each way
-    "light": ("#ffffff", "#1f2328", ("#cf222e", "#54aeff", "#0550ae", "#1f2328")),
-    "dark": ("#0d1117", "#e6edf3", ("#ff7b72", "#1f6feb", "#a5d6ff", "#ffffff")),
-}
 LINES = (("-", 2.6), ("-", 7.0), ("--", 2.6), (":", 2.2))
 """Style and width: lines that lie on each other stay visible."""
 RESULTS = ROOT / "benchmarks/results/loss_curves_cpu.json"
-IMAGES = ROOT / "docs/images"
 
 
 def prose() -> tuple[Tensor, Tensor]:
@@ -149,18 +145,9 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def draw(found: dict[str, Any], theme: str, path: Path) -> None:
+def draw(found: dict[str, Any], theme: str, axes: Any) -> None:
     """Draw the mean loss of each way, and a band from the least to the most of all seeds."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    background, text, colors = THEMES[theme]
-    plt.rcParams.update({"font.size": 15, "font.family": "DejaVu Sans", "text.color": text})
-    plt.rcParams.update({f"{name}.color": text for name in ("xtick", "ytick")})
-    figure, axes = plt.subplots(figsize=(10, 4.6), layout="constrained", facecolor=background)
-    axes.set_facecolor(background)
+    _, text, colors = THEMES[theme]
     for way, color, (style, width) in zip(WAYS, colors, LINES, strict=True):
         curves = [row["losses"] for row in found["runs"] if row["way"] == way]
         steps = [step for step, _ in curves[0]]
@@ -199,10 +186,6 @@ def draw(found: dict[str, Any], theme: str, path: Path) -> None:
         loc="left",
         fontsize=15,
     )
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(text)
-    figure.savefig(path, dpi=120, facecolor=background)
-    plt.close(figure)
 
 
 def main() -> None:
@@ -228,7 +211,8 @@ def main() -> None:
                 found |= {"summary": summary(rows), "runs": rows}
                 args.out.write_text(json.dumps(found, indent=1) + "\n")
     for theme in THEMES:
-        draw(json.loads(args.out.read_text()), theme, args.images / f"loss_curves_{theme}.png")
+        with picture(args.images / f"loss_curves_{theme}.png", theme, 4.6, 15) as axes:
+            draw(json.loads(args.out.read_text()), theme, axes)
 
 
 if __name__ == "__main__":

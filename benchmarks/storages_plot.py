@@ -13,10 +13,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from loss_curves import THEMES
+from pictures import IMAGES, THEMES, picture
 from storages import RATES, RESULTS
 
-IMAGES = Path(__file__).parents[1] / "docs/images"
 OURS = {
     "sr, ulp4": "ulp4 + sr",
     "sr, ulp8, by chance": "ulp8 + sr",
@@ -39,18 +38,9 @@ def frontier(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return best
 
 
-def draw(rows: list[dict[str, Any]], theme: str, path: Path) -> None:
+def draw(rows: list[dict[str, Any]], theme: str, axes: Any) -> None:
     """Draw the errors of AdamW at each rate."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     background, text, colors = THEMES[theme]
-    plt.rcParams.update({"font.size": 13, "font.family": "DejaVu Sans", "text.color": text})
-    plt.rcParams.update({f"{name}.color": text for name in ("xtick", "ytick")})
-    figure, axes = plt.subplots(figsize=(10, 5.6), layout="constrained", facecolor=background)
-    axes.set_facecolor(background)
     names = OURS | PEERS
     for lr, color in zip(RATES, colors, strict=True):
         found = {r["variant"]: (r["bytes"], r["E_theta"]) for r in rows if r["lr"] == lr}
@@ -71,10 +61,6 @@ def draw(rows: list[dict[str, Any]], theme: str, path: Path) -> None:
     axes.plot([], [], "s", color=text, mfc=background, label="others', as implemented here")
     legend = axes.legend(loc="upper left", bbox_to_anchor=(0.52, 1.02), frameon=False, fontsize=11)
     legend.set_title("AdamW", prop={"size": 12})
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(text)
-    figure.savefig(path, dpi=120, facecolor=background)
-    plt.close(figure)
 
 
 def main() -> None:
@@ -87,7 +73,8 @@ def main() -> None:
     rows = [r for r in rows if r["optimizer"] == "AdamW"]
     for theme in THEMES:
         path = args.images / f"storages_{theme}.png"
-        draw(rows, theme, path)
+        with picture(path, theme, 5.6, 13) as axes:
+            draw(rows, theme, axes)
         print(f"written to {path}")
 
 
