@@ -141,8 +141,7 @@ def _storage_of(
     if storage is not None and storage not in STORAGES:
         raise OptionError(f"storage={storage!r} is not one of {', '.join(map(repr, STORAGES))}")
     residual = STORE.get(tensor)
-    packed = residual is not None and residual.packed and residual.fits(tensor)
-    if storage is None and residual is not None and packed:
+    if storage is None and residual is not None and residual.packed and residual.fits(tensor):
         wanted = STORAGES[residual.storage].residuals[tensor.dtype]
         storage = residual.storage if [c.dtype for c in components] == [*wanted] else None
     return storage or storage_of(tensor, components, name)

@@ -267,8 +267,7 @@ class LowWords:
         hi, *lows = self._split(STORAGES[residual.storage], x, owned, residual)
         data.copy_(hi)
         residual.expected = None
-        for component, lo in zip(residual.components, lows, strict=True):
-            component.copy_(lo)
+        residual.hold(lows)
 
     def ensure(self, owned: Owned) -> Residual | None:
         """Return the residual of a state, made if it has none; None for one that stays plain."""
@@ -294,7 +293,7 @@ class LowWords:
         self, storage: Storage, x: Tensor, owned: Owned, residual: Residual
     ) -> tuple[Tensor, ...]:
         dtype = owned.tensor.dtype
-        if storage.split_by_chance is not None and self.by_chance(storage.name):
+        if self.by_chance(storage.name):
             residual.draws = max(residual.draws, self.drawn)
             (seed,) = Seeds(self.seed, [x.device]).draw(next_draw([residual]))
             return storage.draw(x.to(WIDER[dtype]), dtype, seed, place_of(owned.whole))

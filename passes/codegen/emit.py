@@ -44,7 +44,7 @@ from collage_fx.passes.rewrite.roundings import keep_shared_roundings
 from collage_fx.runtime.ops import collage
 from collage_fx.runtime.storage import nibbles
 from collage_fx.runtime.storage.positions import positions
-from collage_fx.runtime.storage.registry import STORAGES, Storage
+from collage_fx.runtime.storage.registry import Storage
 from collage_fx.runtime.torch_private import select_decomp_table
 
 aten = torch.ops.aten
@@ -101,9 +101,8 @@ class _Stamp:
     @property
     def kinds(self) -> list[tuple[Carried, Storage]]:
         """For each residual the state and the storage that it is of."""
-        own = self.rewritten
-        states = {i: self.member.states[i][0] for i in own.storages}
-        return [(c, STORAGES[own.storages[i]]) for i, c in states.items() for _ in own.residuals(i)]
+        states = self.member.states
+        return [(states[i][0], storage) for i, storage in self.rewritten.residual_storages]
 
     @property
     def pending(self) -> list[int]:

@@ -53,7 +53,6 @@ from collage_fx.runtime.kernels.argument_table import (
 from collage_fx.runtime.kernels.cpp_loop import compile_loop
 from collage_fx.runtime.kernels.triton_launch import Launch
 from collage_fx.runtime.storage import nibbles
-from collage_fx.runtime.storage.registry import STORAGES
 
 MEMBERS = 8
 """Members from which on a class on a GPU has one kernel, where the user leaves the choice."""
@@ -293,8 +292,8 @@ def register_multi_tensor(rewritten: Rewritten, vectors: Sequence[int] = ()) -> 
     scalar = [value_of(n).dim() == 0 for n in part.inputs] + [False] * residuals
     scalar += [True] * by_chance + [False] * (by_chance + len(new))
     position = at if by_chance else None
-    storages = [STORAGES[s] for i, s in rewritten.storages.items() for _ in rewritten.residuals(i)]
-    packed = tuple(lows + k for k, s in enumerate(storages) if s.packed)
+    storages = enumerate(rewritten.residual_storages, lows)
+    packed = tuple(k for k, (_, storage) in storages if storage.packed)
     lowered = graph_of(rewritten.lowered)
     operands = (lowered, new, scalar, written, results, list(vectors))
     return _register(*operands, position=position, packed=packed)

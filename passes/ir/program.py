@@ -18,10 +18,10 @@ from collage_fx.runtime.storage.registry import (
     EXPANSIONS,
     STORAGES,
     Choice,
+    Storage,
     Unnamed,
     chosen,
     is_alone,
-    is_by_chance,
     kept,
     named_in,
 )
@@ -245,9 +245,14 @@ class Rewritten:
         return STORAGES[self.storages[i]].residuals[dtype]
 
     @property
+    def residual_storages(self) -> list[tuple[int, Storage]]:
+        """For each residual of a member the state that it is of, and how it is laid out."""
+        return [(i, STORAGES[s]) for i, s in self.storages.items() for _ in self.residuals(i)]
+
+    @property
     def residual_count(self) -> int:
         """Number of residuals of a member."""
-        return sum(len(self.residuals(i)) for i in self.storages)
+        return len(self.residual_storages)
 
 
 @dataclass(eq=False)
@@ -369,11 +374,6 @@ def compensable_in(carried: Carried, choice: Choice) -> str:
     if low and (choice == "auto" or carried.present != "remainder16") and carried.present:
         return carried.present
     return chosen(choice, carried.state_name, carried.val.dtype, scalar=carried.val.dim() == 0)
-
-
-def is_stored_by_chance(carried: Carried, choice: Choice) -> bool:
-    """Return True if the storage for a state is rounded by chance in any case."""
-    return is_by_chance(compensable_in(carried, choice))
 
 
 def has_no_residual(carried: Carried, choice: Choice) -> bool:

@@ -24,7 +24,6 @@ from collage_fx.passes.ir.program import (
     StatePlan,
     Unlike,
     compensable_in,
-    is_stored_by_chance,
     is_tensor,
     value_of,
 )
@@ -36,6 +35,7 @@ from collage_fx.runtime.expansion.eft import FP8, wider_dtypes
 from collage_fx.runtime.storage.registry import (
     STORAGES,
     compensable_dtypes,
+    is_by_chance,
     join_in,
     refusal,
     split_into,
@@ -107,7 +107,7 @@ def _obstacle(program: Program, read: dict[Node, Carried]) -> str:
     inputs = graph.find_nodes(op="placeholder")
     choice = program.settings.storage
     if program.settings.stochastic_rounding or any(
-        is_stored_by_chance(c, choice) for c in program.carried
+        is_by_chance(compensable_in(c, choice)) for c in program.carried
     ):
         return "states are rounded by chance"
     written = mutations(graph)

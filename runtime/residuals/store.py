@@ -258,8 +258,7 @@ class ResidualStore:
         else:
             hi, *lows = split_into(storage, wide, dtype)
         tensor.data.copy_(hi)  # what serves the steps counts writes to tensor itself
-        for component, lo in zip(residual.components, lows, strict=True):
-            component.copy_(lo)
+        residual.hold(lows)
         return residual
 
     def load(
