@@ -28,13 +28,13 @@ class Cause(Enum):
     TRACED_WRONG = Mode.RECORDED, "the step does what torch.compile does wrong"
     OUTSIDE = (
         Mode.RECORDED,
-        "states are written outside of Dynamo's graphs, with more than a third of the operations",
+        "a write of a state, and more than a third of all operations, outside of Dynamo's graphs",
     )
     UNSEEN = Mode.RECORDED, "a state was written, by no graph and no operation that was seen"
     RESUMED = Mode.RECORDED, "the run that saved the checkpoint was recorded"
     PARTLY_OUTSIDE = (
         Mode.TRACED,
-        "states are written outside of Dynamo's graphs, with at most a third of the operations",
+        "a write of a state, and at most a third of all operations, outside of Dynamo's graphs",
     )
     CUT = Mode.TRACED, "a graph ends, and others go on from values that it would round"
     CHAINED = Mode.TRACED, "a graph stores in a state what another has computed"
