@@ -12,7 +12,7 @@ from collage_fx.compilation.session import Session
 from collage_fx.optimizer.checkpoints import state_dicts
 from collage_fx.optimizer.ownership import Owned, owners_of
 from collage_fx.optimizer.parameter_names import naming
-from collage_fx.passes.ir.program import Carried, StatePlan
+from collage_fx.passes.ir.program import Carried, StatePlan, goes_on
 from collage_fx.runtime.residuals.residual import Residual, clear_stale, settle_at_end
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import STORAGES
@@ -115,6 +115,20 @@ class Residuals:
         """Return the storage of a state: by its verdict, or as it is where it is only read."""
         plan = self.plan.get(carried.index)
         return plan.storage if plan is not None else carried.present
+
+    def keeps_otherwise(self, args: tuple[Any, ...]) -> bool:
+        """Return True if a state has a residual in which it is to go on, of another storage."""
+        states = [
+            (t, c)
+            for find, c in zip(self.locate, self.carried, strict=True)
+            if (t := find(args)) is not None
+        ]
+        found = zip(states, STORE.of([t for t, _ in states]), strict=True)
+        choice = self.session.config.storage
+        return any(
+            r is not None and r.storage != self._storage(c) and goes_on(choice, t.dtype, r.storage)
+            for (t, c), r in found
+        )
 
     def _introduce(self, tensors: list[Tensor]) -> list[Tensor]:
         """Attach the optimizers of tensors that are seen for the first time; return the others."""

@@ -380,8 +380,10 @@ class Code:
             self.concluded = True
 
     def misses_residual(self, args: tuple[Any, ...]) -> bool:
-        """Return True if a state of a call has a residual that the graph would need or drop."""
-        return bool(self.drops_residual(args) or self.reads_residual(args))
+        """Return True if a state of a call has a residual that the graph would need or drop, or in
+        another storage than the graph has it in."""
+        kept_otherwise = any(side.residuals.keeps_otherwise(args) for side in self._sides())
+        return bool(kept_otherwise or self.drops_residual(args) or self.reads_residual(args))
 
     def reads_residual(self, args: tuple[Any, ...]) -> list[str]:
         """Return the names of states that it reads with a low word that the graph would need."""

@@ -17,6 +17,7 @@ from collage_fx.runtime.residuals.dtensor import (
     sharding_of,
     shards_of,
 )
+from collage_fx.runtime.residuals.store import STORE
 
 GRAD = 1
 """Position of the gradient among a member's tensors."""
@@ -86,6 +87,12 @@ class Member:
             facts.append((type(t), t.dtype, full, t.requires_grad))
         layouts = [(*t.shape, *t.stride()) for t in values] if shaped else ()
         return (*facts, *layouts, *self.state) if holds else None
+
+    def storages(self) -> tuple[str, ...]:
+        """Return the storages of the residuals of its tensors; empty for those without."""
+        values = self.tensors()
+        found = STORE.of([t for at, t in enumerate(values) if at != GRAD])
+        return tuple("" if r is None else r.storage for r in found)
 
     def finder(self, at: int) -> Callable[[Any], Tensor | None]:
         """Return the function that finds one of its tensors, whatever the arguments of a graph."""

@@ -177,7 +177,7 @@ class StandIns:
                 if not shaped:
                     member.check()
                 kind = member.kind(member.tensors(), held, shaped=shaped)
-                at = p.device, (g, kind)
+                at = p.device, (g, kind, member.storages())
                 if kind is not None and not member.param.numel():
                     empty.append((at, p))
                 elif kind is not None:

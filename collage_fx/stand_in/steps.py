@@ -63,6 +63,10 @@ class StandInSteps:
             register(optimizer(), session)
         self.signature: Any = inspect.signature(type(optimizer()).step) if self.tries else None
 
+    def begin_anew(self) -> None:
+        """Trace representatives anew: others than before are alike, as storages have changed."""
+        self.known, self.last, self.graph, self.graphs = [], None, None, []
+
     @property
     def tries(self) -> bool:
         """True if steps are to be tried in this way."""

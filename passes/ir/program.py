@@ -18,6 +18,7 @@ from collage_fx.runtime.storage.registry import (
     EXPANSIONS,
     STORAGES,
     Choice,
+    Initial,
     Storage,
     Unnamed,
     chosen,
@@ -138,7 +139,10 @@ class Recurrence:
     @property
     def change(self) -> Change:
         """The kind and the text of the recurrence, without the graph."""
-        return Change(self.kind, self.text)
+        factor = (
+            float(self.a) if self.kind == "linear" and isinstance(self.a, int | float) else None
+        )
+        return Change(self.kind, self.text, factor)
 
     def steps(self, old: Node) -> dict[Node, Node]:
         """Return each node of the path of a state with this old value -> the node before it."""
@@ -369,11 +373,18 @@ class Program:
 
 def compensable_in(carried: Carried, choice: Choice) -> str:
     """Return the storage for a state, which may not be able to hold it; empty to leave it alone."""
-    low = carried.val.dtype in LOW_PRECISION and isinstance(choice, Unnamed)
-    # Where `eft` or chance was asked for, of which remainder16 has neither, it is converted.
-    if low and (choice == "auto" or carried.present != "remainder16") and carried.present:
+    if goes_on(choice, carried.val.dtype, carried.present):
         return carried.present
     return chosen(choice, carried.state_name, carried.val.dtype, scalar=carried.val.dim() == 0)
+
+
+def goes_on(choice: Choice, dtype: torch.dtype, present: str) -> bool:
+    """Return True if a state of a dtype goes on in the storage of the residual that it has."""
+    if dtype not in LOW_PRECISION or not isinstance(choice, Unnamed | Initial):
+        return False
+    # Where `eft` or chance was asked for, of which remainder16 has neither, it is converted.
+    converts = isinstance(choice, Unnamed) and choice != "auto" and present == "remainder16"
+    return bool(present) and not converts
 
 
 def has_no_residual(carried: Carried, choice: Choice) -> bool:

@@ -54,6 +54,8 @@ class Change(NamedTuple):
 
     kind: Literal["unknown", "overwritten", "unchanged", "linear", "selected", "nonlinear"]
     text: str
+    factor: float | None = None
+    """The number a of x' = a*x + B; None if it is none."""
 
 
 UNKNOWN = Change("unknown", "")

@@ -195,6 +195,10 @@ class Unnamed(str):
         return f"{super().__repr__()} (by default)"
 
 
+class Initial(tuple[tuple[str, str], ...]):
+    """Patterns with the storages that states begin in: those with residuals go on in their own."""
+
+
 DEFAULT = Unnamed("auto")
 AUTO = {_BF16: "remainder16", **dict.fromkeys((_FP16, *FP8), "mcf2")}
 """dtype -> what keeps most of a state for as many bytes again; fp32 states stay as they are."""
