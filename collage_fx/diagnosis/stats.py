@@ -21,6 +21,7 @@ class UpdateStats:
     dot: float = 0.0
     ulps_log2: float = 0.0
     residual_square: float = 0.0
+    noise_square: float = 0.0
     infinities: float = 0.0
     """Elements that are infinite or NaN after the step."""
 
@@ -49,6 +50,11 @@ class UpdateStats:
         return self.dot / self.exact_square if self.exact_square else 0.0
 
     @property
+    def noise(self) -> float:
+        """Length of what storing the updates has added to them, relative to the exact update."""
+        return math.sqrt(self.noise_square / self.exact_square) if self.exact_square else 0.0
+
+    @property
     def ulps(self) -> float:
         """Geometric mean of the exact updates, in units of the last place of the high word."""
         return 2.0 ** (self.ulps_log2 / self.count) if self.count else 0.0
@@ -60,8 +66,8 @@ class UpdateStats:
 
     def to_dict(self) -> dict[str, float]:
         """Return the reported numbers by name."""
-        names = ("lost_plain", "lost", "edq_plain", "edq", "ulps", "residual_norm", "infinities")
-        return {name: float(getattr(self, name)) for name in names}
+        names = ("lost_plain", "lost", "edq_plain", "edq", "noise", "ulps", "residual_norm")
+        return {name: float(getattr(self, name)) for name in (*names, "infinities")}
 
 
 _all_of = operator.attrgetter(*(f.name for f in fields(UpdateStats)))

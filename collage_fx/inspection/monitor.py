@@ -79,10 +79,10 @@ class Monitor(Watch):
         if found is None:
             why = f"; {self.problem}" if self.problem else ""
             return f"collage_fx monitor: nothing measured in {self.steps} steps{why}"
-        rows = [("state", "lost", "lost_plain", "edq", "edq_plain")]
+        rows = [("state", "lost", "lost_plain", "edq", "edq_plain", "noise")]
         for kind, s in found.kinds().items():
             shares = f"{s.lost:.1%}", f"{s.lost_plain:.1%}", f"{s.edq:.3f}", f"{s.edq_plain:.3f}"
-            rows.append((kind, *shares))
+            rows.append((kind, *shares, f"{s.noise:.1e}"))
         return "\n".join([f"collage_fx monitor: step {found.step}", "", *table(rows)])
 
     def _repr_html_(self) -> str:

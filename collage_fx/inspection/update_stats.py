@@ -192,6 +192,7 @@ def _sums(high: Tensor, whole: Tensor, now: Tensor, after: Tensor, exact: Tensor
         update.dot(stored),
         _log2_of_ulps(update, high) - zeros * least,
         residual.dot(residual),
+        (stored - update).square().sum(),
     )
     return torch.stack([one.double() for one in found])
 

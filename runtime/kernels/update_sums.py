@@ -13,13 +13,13 @@ from collage_fx.runtime import cpp_compiler, logs
 from collage_fx.runtime.kernels.cpp_helpers import HELPERS
 from collage_fx.runtime.kernels.cpp_loop import FLAGS
 
-COUNT = 9
+COUNT = 10
 """Number of sums of a state; see `update_sums`."""
 
 SUMS = """namespace sums_of_updates {
 
 constexpr int64_t BLOCK = 512;
-constexpr int64_t COUNT = 9;
+constexpr int64_t COUNT = 10;
 
 struct bf16 {
   static constexpr uint32_t least = 1;  // exponent, as fp32 has it, of the smallest normal number
@@ -57,12 +57,12 @@ static void add_block(const uint16_t* high, const double* whole, const uint16_t*
     plain_update[i] = (double)Type::rounded((float)(x + (exact[i] - whole[i]))) - x;
   }
   double moved = 0, lost_plain = 0, lost = 0, square = 0, plain = 0, stored = 0, residual = 0,
-         infinite = 0, product = 1;
+         noise = 0, infinite = 0, product = 1;
   int64_t exponents = 0;
   const double most = 1 / least;
   // Each lane of a vector has sums of its own.
-  #pragma omp simd reduction(+:moved,lost_plain,lost,square,plain,stored,residual,infinite) \
-      reduction(+:exponents) reduction(*:product)
+  #pragma omp simd reduction(+:moved,lost_plain,lost,square,plain,stored,residual,noise) \
+      reduction(+:infinite,exponents) reduction(*:product)
   for (int64_t i = 0; i < count; ++i) {
     const double y = after_high[i], p = plain_update[i];
     const double u = exact[i] - whole[i], v = after[i] - whole[i], r = y - after[i];
@@ -75,6 +75,7 @@ static void add_block(const uint16_t* high, const double* whole, const uint16_t*
     plain += finite ? u * p : zero;
     stored += finite ? u * v : zero;
     residual += finite ? r * r : zero;
+    noise += finite ? (v - u) * (v - u) : zero;
     infinite += y - y == zero ? zero : 1.0;
     const double share = (u < zero ? -u : u) * inverse[i];
     const double bounded = share < least ? least : share > most ? most : share;
@@ -86,7 +87,7 @@ static void add_block(const uint16_t* high, const double* whole, const uint16_t*
   }
   const double logs = __builtin_log2(product) + (double)(exponents - 1023 * count);
   const double sums[COUNT] = {moved,  lost_plain, lost,     square,  plain,
-                              stored, logs,       residual, infinite};
+                              stored, logs,       residual, noise,   infinite};
   for (int64_t i = 0; i < COUNT; ++i) found[i] += sums[i];
 }
 
@@ -138,8 +139,8 @@ def update_sums(states: Sequence[Tensor], least: float) -> list[float] | None:
     Returns:
         The number of updates u = e - w that are not 0; of those of which r, x + u rounded, is x; of
         those of which v is w; the sums of u^2, u (r - x), u (v - w), the binary logarithm of |u| in
-        units of the first place of x, and (y - v)^2; the number of y that are not finite. None
-        where there is no compiler.
+        units of the first place of x, (y - v)^2 and (v - e)^2; the number of y that are not finite.
+        None where there is no compiler.
     """
     dtype, wide = states[0].dtype, torch.float64
     library = _library(dtype)

@@ -95,7 +95,7 @@ def test_the_numbers_are_those_of_a_float64_copy(name: str, storage: str) -> Non
     assert not problem and isinstance(by_copy, dict) and found.keys() == by_copy.keys()
     for state, stats in by_copy.items():
         one, other = found[state].to_dict(), stats.to_dict()
-        assert one == pytest.approx(other, rel=1e-4, abs=1e-6), state
+        assert one == pytest.approx(other, rel=1e-4, abs=4e-6), state
         assert math.isfinite(one["ulps"]) and found[state].count
     lost = {state for state, stats in found.items() if stats.lost_plain > stats.lost}
     assert lost, "the control: plain bf16 would have lost some"
@@ -257,4 +257,4 @@ def test_a_graph_that_optimizers_share_shows_each_its_own_states() -> None:
         assert isinstance(by_copy, dict) and not problem and not monitor.problem
         assert found.keys() == by_copy.keys() and len(found) == 3
         for state, stats in by_copy.items():
-            assert found[state].to_dict() == pytest.approx(stats.to_dict(), rel=1e-4, abs=1e-6)
+            assert found[state].to_dict() == pytest.approx(stats.to_dict(), rel=1e-4, abs=4e-6)

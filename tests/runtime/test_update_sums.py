@@ -41,8 +41,8 @@ def test_sums_are_those_of_pytorch(size: int, dtype: torch.dtype) -> None:
     # In units of the first place, not of the last.
     found[6] -= math.log2(torch.finfo(dtype).eps) * found[0]
     assert found.pop(6) == pytest.approx(expected.pop(6), rel=1e-5, abs=1e-4), "in fp32 there"
-    assert found[:7] == pytest.approx(expected, rel=1e-5, abs=1e-300)
-    assert found[7] == 0
+    assert found[:8] == pytest.approx(expected, rel=1e-5, abs=1e-300)
+    assert found[8] == 0
     if size == 5000:
         assert 0 < found[2] < found[1] < found[0] < size, "the control: all kinds are there"
 
@@ -56,6 +56,8 @@ def test_squares_are_those_of_rationals() -> None:
     assert found[3] == pytest.approx(float(sum(u * u for u in updates)), rel=1e-9)
     pairs = zip(updates, stored, strict=True)
     assert found[5] == pytest.approx(float(sum(u * s for u, s in pairs)), rel=1e-9)
+    pairs = zip(updates, stored, strict=True)
+    assert found[8] == pytest.approx(float(sum((s - u) ** 2 for u, s in pairs)), rel=1e-6)
 
 
 @pytest.mark.parametrize("compiler", [True, False])
