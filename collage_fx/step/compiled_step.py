@@ -6,7 +6,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -49,8 +49,25 @@ TRACING = "Dynamo traces"
 _PART = "within a step of another it is a part of that step, which has its own options"
 
 
+class Look(Protocol):
+    """Observer of some of an optimizer's steps."""
+
+    def due(self, optimizer: Optimizer) -> bool:
+        """Count a step; return whether it is one to look at."""
+
+    def step(
+        self, run: Callable[..., Any], optimizer: Optimizer, /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Do a step of the optimizer by `run`, and look at what it does."""
+
+
+Looks: TypeAlias = Callable[[Backend, Steps, Callable[[], object]], Look]
+"""Function that makes an observer, of a session, what runs its steps, and a function that has
+representatives of the parameters chosen anew."""
+
+
 def compile_optimizer(
-    optimizer: Optimizer, session: Backend, *, hooked: bool = True
+    optimizer: Optimizer, session: Backend, *, hooked: bool = True, look: Looks | None = None
 ) -> Callable[..., Any]:
     """Return a method bound to the optimizer that runs its class's step compiled.
 
@@ -58,8 +75,9 @@ def compile_optimizer(
         optimizer: whose step it is.
         session: compiles it.
         hooked: whether the hooks of the optimizer are called in it.
+        look: makes one more observer of the steps.
     """
-    own = CompiledStep(optimizer, session, hooked=hooked)
+    own = CompiledStep(optimizer, session, hooked=hooked, look=look)
 
     @functools.wraps(type(optimizer).step)
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -75,7 +93,9 @@ def compile_optimizer(
 class CompiledStep:
     """The step of one optimizer: repeated, compiled, recorded, checked, or within another."""
 
-    def __init__(self, optimizer: Optimizer, session: Backend, *, hooked: bool) -> None:
+    def __init__(
+        self, optimizer: Optimizer, session: Backend, *, hooked: bool, look: Looks | None
+    ) -> None:
         # The class's own step: optimizer.step may be wrapped by a scheduler, or be ours already.
         own = unscaling(optimizer)
         self.plain = types.MethodType(own if hooked else beneath_hooks(own), optimizer)
@@ -87,7 +107,9 @@ class CompiledStep:
         self.run = TracedCall(self.plain, session, self.steps, few)
         self.check = StepCheck(self.steps, session, session.config.verify)
         self.repeat, self.prepare_repeat = disable(few.repeat), disable(few.prepare_repeat)
-        self.small = SmallUpdates(session)
+        self.looks: list[Look] = [SmallUpdates(session)]
+        if look is not None:
+            self.looks.append(look(session, self.steps, few.begin_anew))
         serve_methods(optimizer, self.steps)
 
     def call(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -100,8 +122,9 @@ class CompiledStep:
             plain_steps.called(family(optimizer))
             distributed_state_dicts.know_residuals()
         do: Callable[..., Any] = self._take
-        if self.small.due():
-            do = functools.partial(self.small.step, do)
+        for look in self.looks:
+            if look.due(optimizer):
+                do = functools.partial(look.step, do)
         return watched(optimizer, functools.partial(do, optimizer))(*args, **kwargs)
 
     def _take(self, optimizer: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
@@ -138,6 +161,8 @@ def compile_function(function: Callable[..., Any], session: Backend) -> Callable
     """Return the function compiled, and recorded where Dynamo does not trace it."""
     if session.config.verify:
         raise OptionError("verify=n checks the steps of optimizers, not calls of functions")
+    if session.config.budget is not None:
+        raise OptionError("budget= is for the states of an optimizer, not calls of functions")
     arguments: list[Owned] = []
     put: list[weakref.ref[Tensor]] = []
     names = _argument_names(function)

@@ -13,21 +13,13 @@ what can be undone takes their bytes once more.
 """
 
 import math
-import pickle
-import random
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
-try:
-    import numpy
-except ImportError:  # PyTorch does without it
-    numpy = None  # type: ignore[assignment]
 import torch
 from torch import Tensor
-from torch.compiler import set_stance
 from torch.optim import Optimizer
 
 from collage_fx.dynamo.backend import Backend
@@ -39,7 +31,7 @@ from collage_fx.runtime.errors import listed
 from collage_fx.runtime.residuals.dtensor import shard_of, sharded_like
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import kept
-from collage_fx.step.optimizer_clone import clone_of
+from collage_fx.step.optimizer_clone import clone_of, rehearsal
 
 Values = dict[str, Tensor]
 """Name of a state -> its value, in float64."""
@@ -194,7 +186,7 @@ def exact_step(
     if has_foreign_hooks(optimizer):
         return "steps with hooks are not compared, which would run twice"
     try:
-        with _rehearsal(optimizer) as drawn:
+        with rehearsal(optimizer) as drawn:
             twin = clone_of(optimizer, in_float64, residuals=False)
             types.MethodType(type(twin).step, twin)(*(() if loss is None else (loss,)))
     except Exception as error:  # whatever code of the user's raises that wants 16 bits
@@ -202,32 +194,6 @@ def exact_step(
     if drawn():
         return "steps that draw random numbers are not compared"
     return {name: t.detach().double() for name, t in _floating(twin)}
-
-
-@contextmanager
-def _rehearsal(optimizer: Optimizer) -> Iterator[Callable[[], bool]]:
-    """Run within what copies of an optimizer do, in Python and without drawing random numbers.
-
-    It gives a function that tells whether some have been drawn, once that is undone.
-    """
-    # Not of all devices, on each of which it would begin a context.
-    devices = {shard_of(p).device for p in params_of(optimizer)}
-    cuda = sorted({d.index for d in devices if d.type == "cuda"})
-    chance = random.getstate()
-    numpys: Any = numpy.random.get_state() if numpy else None
-    saved = pickle.dumps(numpys)
-    drawn = [False]
-    with torch.random.fork_rng(cuda), set_stance("force_eager"):
-        state = torch.get_rng_state()
-        try:
-            yield lambda: drawn[0]
-        finally:
-            drawn[0] = random.getstate() != chance
-            random.setstate(chance)
-            if numpy:
-                drawn[0] |= pickle.dumps(numpy.random.get_state()) != saved
-                numpy.random.set_state(numpys)
-            drawn[0] |= not torch.equal(state, torch.get_rng_state())
 
 
 def values_of(optimizer: Optimizer) -> Values:

@@ -1,17 +1,26 @@
 """A copy of an optimizer that has parameters, states and gradients of its own."""
 
 import copy
-from collections.abc import Callable
+import pickle
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+try:
+    import numpy
+except ImportError:  # PyTorch does without it
+    numpy = None  # type: ignore[assignment]
 import torch
 from torch import Tensor
+from torch.compiler import set_stance
 from torch.optim import Optimizer
 
 from collage_fx.classes import FIRST_USE
 from collage_fx.optimizer import plain_steps
 from collage_fx.optimizer.checkpoints.copying import copy_residuals
 from collage_fx.optimizer.ownership import family, params_of, tensors_in
+from collage_fx.runtime.residuals.dtensor import shard_of
 
 _OWN = ("step", "__getstate__", FIRST_USE)
 """Attributes that are of one optimizer, and of no copy."""
@@ -57,3 +66,29 @@ def with_some_gradient(optimizer: Optimizer) -> None:
     if all(p.grad is None for p in params):
         for p in (p for p in params if p.requires_grad):
             p.grad = torch.zeros_like(p)
+
+
+@contextmanager
+def rehearsal(optimizer: Optimizer) -> Iterator[Callable[[], bool]]:
+    """Run within what copies of an optimizer do, in Python and without drawing random numbers.
+
+    It gives a function that tells whether some have been drawn, once that is undone.
+    """
+    # Not of all devices, on each of which it would begin a context.
+    devices = {shard_of(p).device for p in params_of(optimizer)}
+    cuda = sorted({d.index for d in devices if d.type == "cuda"})
+    chance = random.getstate()
+    numpys: Any = numpy.random.get_state() if numpy else None
+    saved = pickle.dumps(numpys)
+    drawn = [False]
+    with torch.random.fork_rng(cuda), set_stance("force_eager"):
+        state = torch.get_rng_state()
+        try:
+            yield lambda: drawn[0]
+        finally:
+            drawn[0] = random.getstate() != chance
+            random.setstate(chance)
+            if numpy:
+                drawn[0] |= pickle.dumps(numpy.random.get_state()) != saved
+                numpy.random.set_state(numpys)
+            drawn[0] |= not torch.equal(state, torch.get_rng_state())

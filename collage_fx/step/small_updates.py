@@ -82,7 +82,7 @@ class SmallUpdates:
         self.told: dict[str, float] = {}
         """Parameter -> the share that was told."""
 
-    def due(self) -> bool:
+    def due(self, optimizer: Optimizer) -> bool:
         """Count a step; return whether it is one to look at."""
         self.steps += 1
         return self.steps >= self.next
