@@ -8,6 +8,8 @@ from torch.compiler import disable
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from collage_fx.budget.plan import beginning
+from collage_fx.budget.step import BudgetedSteps
 from collage_fx.classes import refuse_compensated
 from collage_fx.config import CollageConfig
 from collage_fx.dynamo import backend
@@ -23,6 +25,7 @@ from collage_fx.optimizer.ownership import family
 from collage_fx.optimizer.parameter_names import names_of
 from collage_fx.optimizer.served import Report
 from collage_fx.step.compiled_step import (
+    Looks,
     compile_function,
     compile_optimizer,
     in_place,
@@ -107,7 +110,7 @@ def compile_own(
     config = _begin(optimizer, config, options)
     plain_steps.watch(family(optimizer))
     session = Backend(config, inductor, optimizer=weakref.ref(optimizer))
-    return compile_optimizer(optimizer, session)
+    return compile_optimizer(optimizer, session, look=_look(config))
 
 
 @disable  # where the whole training step is compiled
@@ -152,10 +155,16 @@ def compile_(optimizer: OptimizerT, *, mode: str | None = None, **options: Any) 
 def _begin(optimizer: Optimizer, config: CollageConfig, options: dict[str, Any]) -> CollageConfig:
     """Have checkpoints of an optimizer hold residuals; return the configuration for its step."""
     distributed_state_dicts.know_residuals()
+    config = beginning(config, optimizer)
     for one in family(optimizer):
         state_dicts.attach(one, config.storage)
         share_history(optimizer, one)
     return as_its_kernel(config, options, optimizer)
+
+
+def _look(config: CollageConfig) -> Looks | None:
+    """Return what makes an observer of steps that a configuration asks for."""
+    return None if config.budget is None else BudgetedSteps
 
 
 def _compile_for_backend(
@@ -171,7 +180,7 @@ def _compile_for_backend(
     backend.refuse_verify(config)
     config = _begin(optimizer, config, options or {})
     session = Backend(config, inductor, optimizer=weakref.ref(optimizer))
-    return compile_optimizer(optimizer, session, hooked=False)
+    return compile_optimizer(optimizer, session, hooked=False, look=_look(config))
 
 
 def __getattr__(name: str) -> Any:

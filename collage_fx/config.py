@@ -1,5 +1,7 @@
 """The user's configuration: frozen and validated."""
 
+import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -11,6 +13,7 @@ from collage_fx.runtime.storage.registry import (
     DEFAULT,
     STORAGES,
     Choice,
+    Initial,
     Unnamed,
     is_by_chance,
 )
@@ -56,6 +59,37 @@ def _names(option: str, value: Any) -> tuple[str, ...]:
     if not isinstance(names, list | tuple) or not all(isinstance(n, str) for n in names):
         raise OptionError(f"{option}={value!r} is not a sequence of names or patterns")
     return tuple(names)
+
+
+_UNITS = {"": 1} | {
+    f"{prefix}{i}B": (1024 if i else 1000) ** power
+    for power, prefix in enumerate(("k", "M", "G", "T"), 1)
+    for i in ("", "i")
+}
+_UNITS |= {"B": 1, "KB": 1000, "KiB": 1024}
+
+
+def checked_budget(budget: Any) -> float | str:
+    """Return a budget as it was given.
+
+    Raises:
+        OptionError: it is no number above zero, nor a text such as `40GiB`.
+    """
+    if isinstance(budget, str) and total_bytes(budget) > 0:
+        return budget
+    is_number = isinstance(budget, int | float) and not isinstance(budget, bool)
+    if is_number and 0 < budget < math.inf:
+        return float(budget)
+    raise OptionError(
+        f"budget={budget!r} is neither bytes for each element of the parameters, such as 9.0, nor "
+        "bytes of this process, such as '40GiB'"
+    )
+
+
+def total_bytes(budget: str) -> float:
+    """Return the bytes of a text such as `40GiB`; zero if it is none."""
+    found = re.fullmatch(r"\s*(\d+\.?\d*)\s*([A-Za-z]*)\s*", budget)
+    return float(found[1]) * _UNITS.get(found[2], 0) if found else 0.0
 
 
 @dataclass(frozen=True)
@@ -132,7 +166,16 @@ class CollageConfig(Settings):
     step whole, and Dynamo is not asked; `False` does each operation at once, for what reads the
     data of tensors behind PyTorch's back. With `collage_fx.compile` only."""
 
+    budget: float | str | None = field(default=None, kw_only=True)
+    """Bytes for each element of the parameters that they, their states and residuals may take,
+    gradients apart, such as 9.0; or the bytes of this process, such as "40GiB". The storage of each
+    state of each parameter is then chosen for the least error of the parameters, from how values
+    move in the first hundred steps; residuals are rounded by chance. For `storage="auto"`, with
+    `collage_fx.compile` of an optimizer only."""
+
     def __post_init__(self) -> None:
+        if self.budget is not None:
+            self._set_budget()
         if self.stochastic_rounding and self.arithmetic == "eft":
             raise OptionError(
                 "stochastic_rounding=True with arithmetic='eft', which rounds each operation to "
@@ -167,9 +210,28 @@ class CollageConfig(Settings):
                 f"computed as it is and rounds nothing; it is for {can}"
             )
 
+    def _set_budget(self) -> None:
+        """Have all states begin in storage `sr`, and what decides on storages set for a budget."""
+        object.__setattr__(self, "budget", checked_budget(self.budget))
+        free = {"storage": ("auto",), "level": ("auto", "all"), "arithmetic": (None, "wide")}
+        for name, allowed in free.items():
+            value = getattr(self, name)
+            if value not in allowed and not isinstance(value, Initial):
+                raise OptionError(
+                    f"{name}={value!r} beside budget={self.budget!r}, which chooses the storage of "
+                    "each state and computes in arithmetic 'wide'; leave one of them out"
+                )
+        initial = self.storage if isinstance(self.storage, Initial) else Initial((("*", "sr"),))
+        object.__setattr__(self, "storage", initial)
+        object.__setattr__(self, "level", "all")
+        object.__setattr__(self, "arithmetic", "wide")
+        object.__setattr__(self, "stochastic_rounding", True)
+
     def _set_storage(self) -> None:
         """Choose the storage, and the arithmetic that goes with it, where they are not given."""
         given = self.storage
+        if isinstance(given, Initial):
+            return
         if isinstance(given, Unnamed):
             paper = self.arithmetic == "eft" or self.stochastic_rounding
             given = Unnamed("mcf2") if paper else DEFAULT

@@ -1,6 +1,7 @@
 """The error classes of collage_fx: one per cause, all derived from CollageError."""
 
 from collage_fx.runtime.errors import (
+    BudgetError,
     CaptureError,
     CheckpointError,
     CollageError,
@@ -19,6 +20,7 @@ from collage_fx.runtime.errors import (
 )
 
 __all__ = [
+    "BudgetError",
     "CaptureError",
     "CheckpointError",
     "CollageError",

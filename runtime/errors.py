@@ -45,6 +45,17 @@ class SubjectError(OptionError, TypeError):
     """
 
 
+class BudgetError(OptionError):
+    """A budget that an optimizer's states do not fit in, whatever their storages.
+
+    Examples:
+        >>> train(collage_fx.compile_(optimizer, budget=5.0))
+        Traceback (most recent call last):
+            ...
+        BudgetError: budget=5.0: 6 bytes for each element of the parameters is the least that ...
+    """
+
+
 class CheckpointError(CollageError, ValueError):
     """Residuals in a checkpoint that do not fit the optimizer that loads them.
 

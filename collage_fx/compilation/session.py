@@ -108,6 +108,8 @@ class Session:
     """True if the session is for all functions that are compiled with one configuration."""
     said: set[tuple[str, CodeType | None]] = field(default_factory=set)
     """The warnings, each with the function it was about, where there are several."""
+    budgeted: Callable[[], Any] = lambda: None
+    """A weak reference to the `BudgetedSteps` of the optimizer, where it has a budget."""
     notes: set[str] = field(default_factory=set)
     """Remarks that a report has beside the warnings."""
     breaks: list[str] = field(default_factory=list)

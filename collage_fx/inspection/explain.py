@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from collage_fx.budget.plan import beginning
+from collage_fx.budget.prediction import Prediction
 from collage_fx.compilation.residual_binding import of_size
 from collage_fx.compilation.session import Compiled
 from collage_fx.config import CollageConfig
@@ -39,7 +41,12 @@ from collage_fx.runtime.errors import CollageError, OptionError
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import chosen
 from collage_fx.runtime.trees import tree_map
-from collage_fx.step.compiled_step import compile_function, compile_optimizer, report_of
+from collage_fx.step.compiled_step import (
+    compile_function,
+    compile_optimizer,
+    report_of,
+    session_of,
+)
 from collage_fx.step.distributed_wrappers import wrapped_optimizers
 from collage_fx.step.optimizer_clone import clone_of, with_some_gradient
 from collage_fx.step.small_updates import moving_parameters
@@ -87,6 +94,7 @@ def explain(
         >>> print(state.name, state.recurrence, state.verdict)
         exp_avg_sq of weight x' = 0.999*x + B compensated
     """
+    budget = _prediction_of(optimizer_or_function)
     subject, step, known, names = _prepare(optimizer_or_function, args, model)
     config, inductor = split_options(options, known=known)
     # What was given counts, and what the step was given, unless that is for another storage.
@@ -94,7 +102,7 @@ def explain(
     options = options if other else {**known, **options}
     owner = getattr(step, "__self__", None)
     if isinstance(owner, Optimizer):
-        config = as_its_kernel(config, options, owner)
+        config = beginning(as_its_kernel(config, options, owner), owner)
     session = Backend(config, inductor, named=True, keep=True)
     if isinstance(owner, Optimizer):
         session.optimizer = weakref.ref(owner)
@@ -122,10 +130,20 @@ def explain(
     explanation.updates, explanation.replayed = updates, replayed
     explanation.memory = bytes_by_kind(owner) if isinstance(owner, Optimizer) else {}
     explanation.remarks = [note for note in report.notes if note not in session.warned]
-    explanation.verbose = verbose
+    explanation.verbose, explanation.budget = verbose, budget
     explanation.plan = _sized(explanation.plan, owner)
     _rename(explanation, names)
     return explanation
+
+
+def _prediction_of(subject: Any) -> Prediction | None:
+    """Return what is predicted of the storages that were chosen for a budget, if there is one."""
+    session = session_of(subject)
+    optimizer = None if session is None else session.optimizer()
+    if session is None or optimizer is None or session.budgeted() is None:
+        return None
+    found: Prediction = session.budgeted().prediction(optimizer)
+    return found
 
 
 def _rename(explanation: Explanation, names: dict[str, str]) -> None:
@@ -134,6 +152,8 @@ def _rename(explanation: Explanation, names: dict[str, str]) -> None:
     explanation.plan = [replace(s, state_name=renamed_state(s.state_name, names)) for s in plan]
     explanation.engine = {renamed(name, names): how for name, how in engine.items()}
     explanation.updates = {renamed(n, names): size for n, size in explanation.updates.items()}
+    if explanation.budget is not None:
+        explanation.budget = explanation.budget.renamed(names)
     explanation.notes = [renamed(note, names) for note in explanation.notes]
     explanation.remarks = [renamed(remark, names) for remark in explanation.remarks]
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+from collage_fx.budget.prediction import Prediction
 from collage_fx.compilation.session import Compiled
 from collage_fx.config import CollageConfig
 from collage_fx.inspection.replay import Replay
@@ -24,7 +25,7 @@ from collage_fx.optimizer.state_table import (
     wrapped,
 )
 from collage_fx.passes.ir.program import StatePlan
-from collage_fx.runtime.storage.registry import Choice, kept
+from collage_fx.runtime.storage.registry import kept
 
 
 @dataclass(repr=False)
@@ -88,6 +89,8 @@ class Explanation:
     """The graphs on their way through the passes."""
     memory: dict[str, int] = field(default_factory=dict)
     """Bytes of the optimizer's tensors by kind: parameters, gradients, and each kind of state."""
+    budget: Prediction | None = None
+    """The storages that were chosen for a budget so far, and the error that they make."""
     replayed: Replay | None = None
     """The error of plain and compensated steps on the same gradients, if that was asked for."""
 
@@ -139,6 +142,7 @@ class Explanation:
             "operations_after": dict(_count(self.lowered)),
             "residual_bytes": self.residual_bytes,
             "joined_operations": sorted(set(self.joined)),
+            "budget": None if self.budget is None else self.budget.to_dict(),
             "too_small": self._too_small(),
             "remarks": self.remarks,
             "warnings": self.notes,
@@ -174,9 +178,11 @@ class Explanation:
         width = terminal_width()
         head = (
             f"collage_fx: {self.subject}, level={self.config.level}, arithmetic="
-            f"{self.config.arithmetic}, storage={_written(self.config.storage)}"
+            f"{self.config.arithmetic}, {_written(self.config)}"
         )
         lines = [*wrapped(head, width), "", *self._table(width), ""]
+        if self.budget is not None:
+            lines += [*self.budget.lines(width), ""]
         for line in self._below():
             lines += wrapped(line, width)
         return "\n".join(lines)
@@ -252,8 +258,12 @@ class Explanation:
             )
 
 
-def _written(choice: Choice) -> str:
-    return choice if isinstance(choice, str) else ", ".join(f"{p}: {s}" for p, s in choice)
+def _written(config: CollageConfig) -> str:
+    choice = config.storage
+    if config.budget is not None:
+        return f"budget={config.budget}"
+    pairs = [] if isinstance(choice, str) else [f"{p}: {s}" for p, s in choice]
+    return f"storage={choice if isinstance(choice, str) else ', '.join(pairs)}"
 
 
 def _count(modules: list[GraphModule]) -> Counter[str]:

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Generic, TypeVar
 
-from collage_fx.passes.ir.verdict import Judged
-from collage_fx.runtime.storage.state_name import StateName
+from collage_fx.runtime.storage.state_name import Named, StateName
 
 PARAMETER = "parameter"
 """The kind of a state that is a parameter itself, in tables."""
@@ -19,7 +18,7 @@ ROWS = 24
 NARROWEST, WIDEST = 90, 120
 """Columns of a terminal that a table fits into; of one that is wider, it uses no more."""
 T = TypeVar("T")
-S = TypeVar("S", bound=Judged)
+S = TypeVar("S", bound=Named)
 
 
 def sort_key(name: StateName) -> list[tuple[bool, int, str]]:

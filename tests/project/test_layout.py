@@ -19,7 +19,8 @@ LAYERS = ("collage_fx", "passes", "runtime")
 """The folders with the code, from the top to the bottom."""
 PACKAGES = [
     *("__main__", "callbacks", "optim", "first_use", "api"),
-    *("inspection", "diagnosis", "step", "dynamo", "stand_in", "record", "segments", "binding"),
+    *("inspection", "diagnosis", "budget", "step", "dynamo", "stand_in"),
+    *("record", "segments", "binding"),
     "compilation",
     "hooks",
     *("optimizer", "config", "classes", "errors"),

@@ -1,0 +1,136 @@
+"""Budgets: the error of what is chosen for so many bytes, beside the error that is predicted.
+
+The stream of benchmarks/replay.py drives AdamW, SGD, Lion and Adafactor with `budget=`, at four
+learning rates. Printed and written to benchmarks/results/budgets.json and budgets.md:
+
+    E_theta = |theta - theta64| / |theta64 - theta0| after the last step
+    predicted = what `explain` says of the steps from the first that was looked at to the last one,
+                beside the error that fp32 makes
+    bytes = those of a parameter with its states and residuals, without the gradient
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from replay import conditions, record
+from storages import RATES, whole
+from torch import Tensor
+from torch.optim import Optimizer
+
+import collage_fx
+
+RESULTS = Path(__file__).parent / "results/budgets.json"
+
+
+class Lion(Optimizer):
+    """Lion as its paper has it (arXiv 2302.06675), a parameter after the other."""
+
+    def __init__(self, params: list[Tensor], lr: float) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": 0.01})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        """Take a step."""
+        for group in self.param_groups:
+            lr, (beta1, beta2) = group["lr"], group["betas"]
+            for p in group["params"]:
+                m = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                update = torch.sign(m * beta1 + p.grad * (1 - beta1))
+                p.mul_(1 - lr * group["weight_decay"]).sub_(update, alpha=lr)
+                m.lerp_(p.grad, 1 - beta2)
+
+
+OPTIMIZERS: dict[str, tuple[Callable[..., Optimizer], tuple[float, ...]]] = {
+    "AdamW": (
+        lambda params, lr: torch.optim.AdamW(params, lr=lr, foreach=True),
+        (6, 6.5, 7, 7.5, 8, 9, 10, 12),
+    ),
+    "SGD": (
+        lambda params, lr: torch.optim.SGD(params, lr=100 * lr, momentum=0.9, foreach=True),
+        (4.5, 5, 6, 6.5, 8),
+    ),
+    "Lion": (Lion, (4.5, 5, 6, 6.5, 8)),
+    "Adafactor": (
+        lambda params, lr: torch.optim.Adafactor(params, lr=lr, eps=(1e-7, 1e-3)),
+        (2.6, 3.1, 4.2),
+    ),
+}
+"""Optimizer -> how it is made, and the budgets it is given."""
+
+
+def run(
+    params: list[Tensor], stream: list[list[Tensor]], optimizer: Optimizer, budget: float | None
+) -> dict[str, Any]:
+    """Take the steps; return what `explain` says of the budget, if there is one."""
+    if budget is not None:
+        collage_fx.compile_(optimizer, budget=budget)
+    for gradients in stream:
+        for p, g in zip(params, gradients, strict=True):
+            p.grad = g.to(p.dtype)
+        optimizer.step()
+    if budget is None:
+        return {}
+    found: dict[str, Any] = collage_fx.explain(optimizer).to_dict()["budget"]
+    return found
+
+
+def measured(steps: int, only: str) -> Iterator[dict[str, Any]]:
+    """Yield a row for each optimizer, rate and budget."""
+    start, stream = record(steps)
+    for name, (make, budgets) in OPTIMIZERS.items():
+        for lr in RATES if only in ("", name) else ():
+            exact = [s.clone().double().requires_grad_() for s in start]
+            run(exact, stream, make(exact, lr), None)
+            way = whole(exact) - whole(start)
+            for budget in budgets:
+                torch.compiler.reset()
+                params = [s.clone().requires_grad_() for s in start]
+                about = run(params, stream, make(params, lr), budget)
+                error = float((whole(params) - whole(exact)).norm() / way.norm())
+                row = {"optimizer": name, "lr": lr, "budget": budget, "E_theta": error}
+                row |= {"predicted": about["error"], "bytes": about["bytes_per_element"]}
+                print(
+                    ", ".join(f"{k} {v:.3g}" if k != "optimizer" else v for k, v in row.items()),
+                    flush=True,
+                )
+                yield row
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return measured and predicted errors, a row for each budget."""
+    lines = []
+    for name in OPTIMIZERS:
+        lines += [f"| {name} | " + " | ".join(f"{lr:.0e}" for lr in RATES) + " |"]
+        lines += ["|---" * (1 + len(RATES)) + "|"]
+        for budget in dict.fromkeys(r["budget"] for r in rows if r["optimizer"] == name):
+            mine = [r for r in rows if (r["optimizer"], r["budget"]) == (name, budget)]
+            cells = [f"{r['E_theta']:.1e} ({r['predicted']:.1e})" for r in mine]
+            lines.append(f"| {budget:g} bytes | " + " | ".join(cells) + " |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run every combination, print it and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--only", default="", help="one of the optimizers; other rows are kept")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    known = json.loads(args.out.read_text())["rows"] if args.out.exists() else []
+    rows = [r for r in known if args.only and r["optimizer"] != args.only]
+    rows += measured(args.steps, args.only)
+    rows.sort(key=lambda r: (list(OPTIMIZERS).index(r["optimizer"]), -r["lr"], r["budget"]))
+    about = conditions(args.steps, [])
+    args.out.write_text(json.dumps({"conditions": about, "rows": rows}, indent=1) + "\n")
+    notes = "\n".join(f"- {k}: {v}" for k, v in about.items())
+    head = "E_theta after the last step, in brackets what is predicted of it."
+    args.out.with_suffix(".md").write_text(f"{head}\n\n{table(rows)}\n{notes}\n")
+
+
+if __name__ == "__main__":
+    main()

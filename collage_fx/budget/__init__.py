@@ -1,0 +1,1 @@
+"""Budgets: storages of states that are chosen for the least error within some bytes."""

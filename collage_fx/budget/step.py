@@ -1,0 +1,185 @@
+"""Steps of an optimizer with a budget: what they do is looked at, and a plan is made and kept."""
+
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.compiler import disable
+from torch.optim import Optimizer
+
+from collage_fx.budget.error_model import Moves, Way, expected_way
+from collage_fx.budget.plan import States, agreed, carry_out, states_within
+from collage_fx.budget.prediction import PLANNED, Prediction
+from collage_fx.budget.samples import (
+    Sample,
+    moves_between,
+    moves_by_last_places,
+    samples,
+    states_of,
+)
+from collage_fx.dynamo.backend import Backend
+from collage_fx.optimizer.checkpoints.history import history_of
+from collage_fx.optimizer.ownership import groups_of, owned_parameters
+from collage_fx.record.steps import Steps
+from collage_fx.runtime.kernels.triton_launch import is_capturing
+
+EVERY = 10
+"""Steps from one look to the next, until storages are decided on."""
+HORIZON = 2000
+"""Number of steps after which the error is to be least."""
+
+
+class BudgetedSteps:
+    """Observer of an optimizer's steps, which decides on the storages of its states.
+
+    Steps are looked at at ever larger intervals once there is a plan, for what `explain` predicts.
+    """
+
+    def __init__(self, session: Backend, steps: Steps, begin_anew: Callable[[], object]) -> None:
+        """Look at nothing yet.
+
+        Args:
+            session: of the optimizer, with the budget among its options.
+            steps: runs the steps.
+            begin_anew: has representatives of the parameters chosen anew.
+        """
+        assert session.config.budget is not None
+        self.budget = session.config.budget
+        self.steps = steps
+        self.begin_anew = begin_anew
+        session.budgeted = weakref.ref(self)
+        self.moves: dict[str, Moves] = {}
+        """Name of a state -> its moves since the first look."""
+        self.start: list[Sample] = []
+        """The values before that step, from which the ways of parameters count."""
+        self.looked: tuple[int, int] = 0, 0
+        """The number of steps before the first look, and at the last one."""
+        self.lengths: dict[str, float] = {}
+        """Name of a parameter -> its way from there to the last look: root of the mean square."""
+
+    def due(self, optimizer: Optimizer) -> bool:
+        """Count a step; return whether it is one to look at."""
+        known = _known(optimizer)
+        known["steps"] += 1
+        n = known["steps"]
+        if n <= PLANNED:
+            return n <= 2 or n % EVERY == 0
+        return n % _interval(n) == 0
+
+    @disable  # where the whole training step is compiled
+    def step(
+        self, run: Callable[..., Any], optimizer: Optimizer, /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Do a step of the optimizer, look at what it does, and plan if it is time to.
+
+        Raises:
+            BudgetError: the states do not fit in the budget, whatever their storages.
+        """
+        # A CUDA graph that is being captured writes nothing yet, and nothing of it can be read.
+        if is_capturing():
+            return run(optimizer, *args, **kwargs)
+        known = _known(optimizer)
+        with torch.no_grad():
+            if known["steps"] > 1 and not known["planned"]:
+                self._states(optimizer, {}, together=True).check(self.budget, self.steps.subject)
+            before = samples(states_of(optimizer))
+        result = run(optimizer, *args, **kwargs)
+        with torch.no_grad():
+            after = samples(states_of(optimizer))
+            found = agreed(optimizer, moves_between(before, after))
+            if known["steps"] == 1:  # what has made states is not compiled yet, as a rule
+                self._plan(optimizer, found, after)
+            elif known["steps"] > 2:  # averages have only begun in the second
+                self._note(optimizer, found, before, after)
+            if not known["planned"] and known["steps"] >= PLANNED:
+                moves = {name: Moves(*sums) for name, sums in known["moves"].items()}
+                self._plan(optimizer, moves, after)
+                known |= {"planned": True, "moves": {}}
+        return result
+
+    def _note(
+        self,
+        optimizer: Optimizer,
+        found: dict[str, Moves],
+        before: list[Sample],
+        after: list[Sample],
+    ) -> None:
+        """Add the moves of a step to those before."""
+        known = _known(optimizer)
+        n = known["steps"]
+        if not self.start:
+            self.start, self.looked = before, (n - 1, n)
+        self.looked = self.looked[0], n
+        way = moves_between(self.start, after)
+        self.lengths = {name: moves.length for name, moves in way.items()}
+        rates = rates_to_come(optimizer)
+        for name, moves in found.items():
+            many = moves.times(_interval(n))
+            self.moves[name] = self.moves.get(name, Moves()) + many
+            if not known["planned"]:
+                many = many.at_rate(rates.get(name, 1.0))
+                known["moves"][name] = (Moves(*known["moves"].get(name, ())) + many).listed()
+
+    def _plan(self, optimizer: Optimizer, moves: dict[str, Moves], samples: list[Sample]) -> None:
+        """Have the states in the storages of the least error, unless none are small enough.
+
+        What has not moved yet is taken for what moves by units in the last place.
+        """
+        moved = {name: one for name, one in moves.items() if one.squares}
+        assumed = agreed(optimizer, moves_by_last_places(samples))
+        states = self._states(optimizer, assumed | moved, together=True)
+        if states.fit:
+            params = states.parameters().items()
+            carry_out(states.choose({i: expected_way(p.moves, HORIZON) for i, p in params}))
+            self.begin_anew()
+
+    def _states(self, optimizer: Optimizer, moves: dict[str, Moves], *, together: bool) -> States:
+        served = self.steps.service.served
+        return states_within(optimizer, self.budget, moves, served, together=together)
+
+    def prediction(self, optimizer: Optimizer) -> Prediction:
+        """Return the storages of now with the errors that they make, in this process."""
+        states = self._states(optimizer, self.moves, together=False)
+        first, last = self.looked
+        params = states.parameters().items()
+        lengths = {i: self.lengths.get(p.owned.name, 0.0) for i, p in params}
+        ways = {i: Way(last - first, p.moves, lengths[i]) for i, p in params}
+        return Prediction(
+            self.budget,
+            states.per_element(self.budget),
+            _known(optimizer)["planned"],
+            last - first,
+            states.predicted(ways),
+        )
+
+
+def _interval(n: int) -> int:
+    """Return the steps from one look to the next: four as often as the run is twice as long."""
+    if n <= PLANNED:
+        return EVERY
+    return max(PLANNED * 2 ** int(math.log2((n - 1) / PLANNED)) // 4, 1)
+
+
+def rates_to_come(optimizer: Optimizer) -> dict[str, float]:
+    """Return by name by how much the moves of parameters will be larger at the largest rate.
+
+    A group whose rate warms up has the largest one beside it, as PyTorch's schedulers leave it.
+    """
+    found = {}
+    for owned in owned_parameters(optimizer):
+        group = groups_of(optimizer)[owned.group]
+        rate, *others = (group.get(key) for key in ("lr", "initial_lr", "max_lr"))
+        if isinstance(rate, int | float) and rate > 0:
+            known = [other for other in others if isinstance(other, int | float)]
+            found[owned.name] = max([rate, *known]) / rate
+    return found
+
+
+def _known(optimizer: Optimizer) -> dict[str, Any]:
+    """Return what checkpoints keep: the number of steps, and moves until there is a plan."""
+    history = history_of(optimizer)
+    if history.budget is None:
+        history.budget = {"steps": 0, "planned": False, "moves": {}}
+    return history.budget
