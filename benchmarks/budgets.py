@@ -5,7 +5,7 @@ learning rates. Printed and written to benchmarks/results/budgets.json and budge
 
     E_theta = |theta - theta64| / |theta64 - theta0| after the last step
     predicted = what `explain` says of the steps from the first that was looked at to the last one,
-                beside the error that fp32 makes
+                to which the error that fp32 makes comes (their squares add up)
     bytes = those of a parameter with its states and residuals, without the gradient
 """
 
@@ -86,13 +86,20 @@ def measured(steps: int, only: str) -> Iterator[dict[str, Any]]:
             exact = [s.clone().double().requires_grad_() for s in start]
             run(exact, stream, make(exact, lr), None)
             way = whole(exact) - whole(start)
+            single = [s.clone().float().requires_grad_() for s in start]
+            run(single, stream, make(single, lr), None)
+            fp32 = float((whole(single) - whole(exact)).norm() / way.norm())
             for budget in budgets:
                 torch.compiler.reset()
                 params = [s.clone().requires_grad_() for s in start]
                 about = run(params, stream, make(params, lr), budget)
                 error = float((whole(params) - whole(exact)).norm() / way.norm())
                 row = {"optimizer": name, "lr": lr, "budget": budget, "E_theta": error}
-                row |= {"predicted": about["error"], "bytes": about["bytes_per_element"]}
+                row |= {
+                    "fp32": fp32,
+                    "predicted": about["error"],
+                    "bytes": about["bytes_per_element"],
+                }
                 print(
                     ", ".join(f"{k} {v:.3g}" if k != "optimizer" else v for k, v in row.items()),
                     flush=True,

@@ -10,6 +10,7 @@
     remainder16, sr   level plus in that storage: exactly fp32; no residuals, rounded by chance
     ulp4              level all in that storage: four bits more, rounded by chance;
                       "remainder16, ulp4": weights in the first, moments in the other
+    budget 7.5, 9     the storages that are chosen for so many bytes without the gradient
 
 and, where they are installed (`make bench-peers`):
 
@@ -134,6 +135,8 @@ WAYS: dict[str, Way] = {
     "remainder16, ulp4": Way(
         _collage(level="all", storage={"param": "remainder16", "*": "ulp4"}), 20, 11
     ),
+    "budget 7.5": Way(_collage(budget=7.5), 17, 9.5),
+    "budget 9": Way(_collage(budget=9.0), 20, 11),
     "plus eft each": Way(_collage(level="plus", storage="mcf2", multi_tensor=False), 22, 12),
 }
 
