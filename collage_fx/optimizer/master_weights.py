@@ -16,7 +16,7 @@ from collage_fx.optimizer.storage_patterns import Patterns, warn_now
 from collage_fx.passes.ir.program import LOW_PRECISION
 from collage_fx.runtime.errors import CheckpointError, OptionError
 from collage_fx.runtime.residuals.dtensor import place_of, placed, shard_of, sharded_like
-from collage_fx.runtime.residuals.residual import Residual, clear_stale
+from collage_fx.runtime.residuals.residual import Residual
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import (
     ALIASES,
@@ -183,7 +183,7 @@ def convert_residuals(optimizer: Optimizer, storage: str | Mapping[str, str]) ->
     plan = [(o, _chosen_for(o, r, choice)) for o, r in compensated_tensors(optimizer)]
     for owned, name in plan:
         check_compensable(owned.tensor.dtype, name, owned.name)
-    clear_stale(
+    STORE.clear_stale(
         ((o.tensor, r) for o, r in compensated_tensors(optimizer)), naming(lambda: optimizer)
     )
     for owned, name in plan:
@@ -203,7 +203,7 @@ def _clear_stale(tensors: dict[str, Tensor]) -> None:
     """Clear residuals of other values than tensors have, with one warning that has their names."""
     found = {n: (t, r) for n, t in tensors.items() if (r := STORE.get(t)) is not None}
     names = {str(residual.name): name for name, (_, residual) in found.items()}
-    clear_stale(found.values(), lambda name: names.get(name, name))
+    STORE.clear_stale(found.values(), lambda name: names.get(name, name))
 
 
 def _storage_for(tensor: Tensor, wanted: str | None) -> str:

@@ -191,7 +191,7 @@ class LowWords:
         if residual is not None and not residual.fits(tensor):
             return None  # it goes when the state is written
         if residual is not None and (known := self._state(tensor)).residual is None:
-            clear_stale([(tensor, residual)], self.named)
+            STORE.clear_stale([(tensor, residual)], self.named)
             known.remember(residual)
         return residual
 

@@ -84,8 +84,8 @@ class Residual:
     address: int = field(init=False)
     shape: torch.Size = field(init=False)
     stride: tuple[int, ...] = field(init=False)
-    """The strides of the tensor when the residual was last settled: from others its elements would
-    be read in another order, in memory that has not changed."""
+    """The strides of the tensor when the residual was last settled or laid out: from others its
+    elements would be read in another order, in memory that has not changed."""
     packed: bool = field(init=False)
     """True if components are not laid out as the tensor, but bytes for two elements each."""
     _versions: "array[int]" = field(init=False)
@@ -213,6 +213,7 @@ class Residual:
         """
         new = zeros(tensor, self.storage)
         self.components = tuple(n.copy_(c) for n, c in zip(new, self.components, strict=True))
+        self.stride = tensor.stride()
         self.forget_tensor()
 
     def forget_tensor(self) -> None:
@@ -231,9 +232,11 @@ class Residual:
         return value_in_float64(self.storage, tensor.detach(), found)
 
     def belongs(self, tensor: Tensor) -> bool:
-        """Return True if tensor is as it was when the residual was last settled."""
+        """Return True if tensor is as it was when the residual was last settled.
+
+        Its layout is not looked at here, for each state in each step: see `ResidualStore.follow`.
+        """
         same = self._versions[self._slot] == version(tensor) and self.address == address(tensor)
-        same = same and tensor.stride() == self.stride and tensor.shape == self.shape
         return same and not (self.lent and self._written_by_borrower())
 
     def is_present(self, tensor: Tensor) -> bool:
@@ -246,7 +249,7 @@ class Residual:
         if not self.fits(tensor):
             return False
         if self.expected is None:
-            if self.belongs(tensor):
+            if tensor.stride() == self.stride and self.belongs(tensor):
                 return True
             return self.knows_elements(tensor) and not bool(self._changed(tensor).any())
         # It stays what it is: the values that it was saved with may be loaded after it.
@@ -341,6 +344,8 @@ def clear_stale(
     pairs: Iterable[tuple[Tensor, Residual]], named: Callable[[str], str] = str
 ) -> None:
     """Clear every residual that no longer belongs to its tensor, with one warning for all.
+
+    Who does not know that each is laid out as its tensor calls `ResidualStore.clear_stale`.
 
     A write that leaves the checks of a tensor as they were, where it has any, has restored it. From
     the first other one on its bits are kept, and a later one clears no more than the elements that

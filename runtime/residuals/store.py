@@ -1,7 +1,7 @@
 """The residual store: which tensor has which residual."""
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -121,13 +121,29 @@ class ResidualStore:
         residual.renewed = True
 
     def follow(self, tensor: Tensor, residual: Residual) -> None:
-        """Have a residual laid out as its tensor is by now: kernels walk over both."""
+        """Have a residual laid out as its tensor is by now: kernels walk over both.
+
+        It is of no present value then. A graph that serves other strides ensures its residuals.
+        """
         strides = tensor.stride()
-        for component in () if residual.packed else residual.components:
-            if component.stride() != strides and not is_laid_out_as(component, tensor):
-                residual.lay_out(tensor)
-                self.generation += 1
-                return
+        same = strides == residual.stride
+        for component in () if residual.packed or not same else residual.components:
+            same = same and (component.stride() == strides or is_laid_out_as(component, tensor))
+        if not same:
+            residual.lay_out(tensor)
+            self.generation += 1
+
+    def clear_stale(
+        self, pairs: Iterable[tuple[Tensor, Residual]], named: Callable[[str], str] = str
+    ) -> None:
+        """Clear residuals as the function `clear_stale`, of tensors of whatever layout by now."""
+        found = list(pairs)
+        for tensor, residual in found:
+            if residual.is_shaped_as(tensor):
+                self.follow(tensor, residual)
+            else:
+                residual.forget_tensor()
+        clear_stale(found, named)
 
     def share_by_memory(self, tensor: Tensor) -> None:
         """Let later tensors on the same memory have the residual of this one."""
@@ -227,7 +243,7 @@ class ResidualStore:
         """
         _, old = self._residuals[id(tensor)]
         check_compensable(tensor.dtype, storage, str(old.name))
-        clear_stale([(tensor, old)])
+        self.clear_stale([(tensor, old)])
         with torch.no_grad(), _disable_current_modes():
             return self.assign(tensor, old.whole(tensor), storage, old.name, place)
 

@@ -5,6 +5,7 @@ For compilation.layout_guards and runtime.residuals.memory.
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from torch import Tensor
 import collage_fx
 from collage_fx.errors import CollageWarning
 from collage_fx.runtime.residuals.memory import is_laid_out_as
-from collage_fx.runtime.residuals.residual import Residual
 from collage_fx.runtime.residuals.store import STORE, ResidualStore
 from collage_fx.runtime.storage.state_name import StateName
 
@@ -74,16 +74,32 @@ def test_a_parameter_of_other_strides_trains_on(
 
 
 def test_a_residual_that_keeps_its_old_strides_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control: without their part in this, kernels walk over two orders."""
-
-    def by_memory(residual: Residual, tensor: Tensor) -> bool:
-        return (residual.version, residual.address) == (tensor._version, tensor.data_ptr())
-
-    monkeypatch.setattr(Residual, "belongs", by_memory)
+    """The negative control: without its part in this, kernels walk over two orders."""
     monkeypatch.setattr(ResidualStore, "follow", lambda *_: None)
     with warnings.catch_warnings(), pytest.raises(AssertionError):
         warnings.simplefilter("ignore")
         trained(9, transposed_view)
+
+
+@pytest.mark.parametrize("record", ["auto", True])
+def test_rows_that_close_up_in_the_same_memory(record: Any) -> None:
+    """A residual is dense beside either, and of other elements."""
+    memory = torch.full((2 * SIDE * SIDE,), 1.5).bfloat16()
+    p = torch.nn.Parameter(memory.view(SIDE, 2 * SIDE)[:, :SIDE])
+    optimizer = torch.optim.SGD([p], lr=LR)
+    step = collage_fx.compile(optimizer, record=record)
+    for k in range(6):
+        if k == 3:
+            address = p.data_ptr()
+            p.data = memory[: SIDE * SIDE].view(SIDE, SIDE)
+            assert p.data_ptr() == address and not collage_fx.residuals(p)
+            want = p.detach().double()
+        p.grad = gradient()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CollageWarning)
+            step()
+    want -= 3 * LR * gradient().double()
+    torch.testing.assert_close(collage_fx.value(p), want, rtol=2.0**-16, atol=0)
 
 
 def test_components_are_laid_out_as_zeros_like_the_tensor() -> None:

@@ -43,7 +43,6 @@ from collage_fx.optimizer.ownership import (
 from collage_fx.optimizer.parameter_names import names_of, naming, renamed
 from collage_fx.runtime.errors import WarningName, listed, warn
 from collage_fx.runtime.residuals.memory import has_memory
-from collage_fx.runtime.residuals.residual import clear_stale
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import Choice
 from collage_fx.runtime.torch_private import _disable_current_modes
@@ -136,7 +135,7 @@ def _save(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     hand_on(optimizer)
     found = list(compensated_tensors(optimizer))
     pairs = ((owned.tensor, residual) for owned, residual in found)
-    clear_stale(pairs, naming(lambda: optimizer))
+    STORE.clear_stale(pairs, naming(lambda: optimizer))
     found = [(owned, residual) for owned, residual in found if residual.fits(owned.tensor)]
     STORE.lend(residual for _, residual in found)
     params, ids = params_of(optimizer), _ids(state_dict)
