@@ -1,5 +1,7 @@
 """Hooks on functions that read data or order streams without the dispatcher: they flush first.
 
+Those that make a tensor of Python's numbers say of which, since dispatch sees rounded ones.
+
 A recorded step hands out tensors whose data come later. `.item()` and operations are seen by its
 dispatch mode; these methods are not. A TorchFunctionMode would see them, and each `p.grad` too,
 which costs 5 ms a step for 100 parameters. What was called before a stream is set, waited for or
@@ -13,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -20,7 +23,11 @@ from torch import Tensor, hub
 
 from collage_fx.hooks.counted import Counted
 from collage_fx.runtime.expansion.eft import LOW_PRECISION
-from collage_fx.runtime.torch_private import TracingContext, _disable_current_modes
+from collage_fx.runtime.torch_private import (
+    TracingContext,
+    _disable_current_modes,
+    _len_torch_dispatch_stack,
+)
 
 _Names: TypeAlias = dict[Any, tuple[str, ...]]
 """Owner -> names of its attributes."""
@@ -40,6 +47,8 @@ _SHARERS: _Names = {
 """Methods after which somebody may read a tensor's memory, or any, whenever they want."""
 _CONSTRUCTORS: _Names = {torch: ("tensor", "as_tensor", "asarray")}
 """Functions of torch that take elements from tensors: torch.tensor([a.norm(), b.norm()])."""
+_MAKERS = {"tensor": 0, "as_tensor": 0, "asarray": 0, "new_tensor": 1}
+"""Those that take numbers, by the position of these."""
 _OF_A_STREAM = ("query", "record_event", "synchronize", "wait_event", "wait_stream")
 _STREAMS: _Names = {
     torch.cuda: ("set_stream", "synchronize"),
@@ -50,14 +59,25 @@ _STREAMS: _Names = {
 """Functions and methods that order what is done by streams; `torch.cuda.stream` calls them."""
 
 
-class _Recorders(threading.local):
-    """The recorded steps that are under way in a thread, the innermost last: of each two functions.
+@dataclass
+class Step:
+    """What a recorded step has to do with its data in these functions."""
 
-    The first does what waits, the second is told who may read memory from now on.
-    """
+    flush: Callable[[], None]
+    """Does what waits."""
+    shared: Callable[[str], None]
+    """Is told what lets others read memory whenever they want, before it is called."""
+    read: Callable[[Any, Tensor], None]
+    """Is told numbers that were read of a tensor."""
+    made: Callable[[Tensor, Any], None]
+    """Is told of a tensor that was made, and of what."""
+
+
+class _Recorders(threading.local):
+    """The recorded steps that are under way in a thread, the innermost last."""
 
     def __init__(self) -> None:
-        self.steps: list[tuple[Callable[[], None], Callable[[str], None]]] = []
+        self.steps: list[Step] = []
 
 
 _RECORDERS = _Recorders()
@@ -96,6 +116,8 @@ class _Patch:
 _OF_TENSORS = _Patch(_READERS, _SHARERS)
 _OF_TORCH = _Patch(_CONSTRUCTORS)
 _OF_STREAMS = _Patch(_STREAMS)
+constructors = _OF_TORCH.used
+"""Context in which constructors are hooks, where they are left alone else: while a graph runs."""
 
 
 def _patches(*, beside_dynamo: bool) -> list[_Patch]:
@@ -108,21 +130,18 @@ def _patches(*, beside_dynamo: bool) -> list[_Patch]:
 
 
 @contextmanager
-def flushed_by(
-    flush: Callable[[], None], shared: Callable[[str], None], *, beside_dynamo: bool
-) -> Iterator[None]:
-    """Call flush, within this context, before a tensor's data are read or streams are ordered.
+def flushed_by(step: Step, *, beside_dynamo: bool) -> Iterator[None]:
+    """Flush a step, within this context, before a tensor's data are read or streams are ordered.
 
     Args:
-        flush: does what waits.
-        shared: is told what lets others read memory whenever they want, before it is called.
+        step: that is under way.
         beside_dynamo: whether Dynamo may trace functions of torch, which are left alone then.
     """
     _begin_bars()
     with ExitStack() as patched:
         for patch in _patches(beside_dynamo=beside_dynamo):
             patched.enter_context(patch.used())
-        _RECORDERS.steps.append((flush, shared))
+        _RECORDERS.steps.append(step)
         try:
             yield
         finally:
@@ -138,20 +157,32 @@ def _begin_bars() -> None:
     hub.tqdm(total=0, disable=True)  # type: ignore[attr-defined]  # it is FX's own import
 
 
+def _made_of(args: Any, kwargs: Any, position: int) -> Any:
+    """Return what a tensor is made of: the argument `data`, or `obj`, of its maker."""
+    return args[position] if len(args) > position else kwargs.get("data", kwargs.get("obj"))
+
+
 @functools.cache
 def _flushing(method: Callable[..., Any], why: str) -> Callable[..., Any]:
     # Dynamo would trace it, and have what it compiles for numpy() call it again, without an end.
     @torch.compiler.disable
     @functools.wraps(method)
     def read(*args: Any, **kwargs: Any) -> Any:
-        if _RECORDERS.steps and TracingContext.try_get() is None:
-            if method.__name__ == "tolist" and args[0].dtype in LOW_PRECISION:
-                args = (args[0].detach().double(),)  # of whole values, as item() is
-            flush, shared = _RECORDERS.steps[-1]
-            shared(why) if why else flush()
-            if method.__name__ == "share_memory_":  # it copies from storage to storage
-                with _disable_current_modes():
-                    return method(*args, **kwargs)
-        return method(*args, **kwargs)
+        if not _RECORDERS.steps or TracingContext.try_get() is not None:
+            return method(*args, **kwargs)
+        name, step = method.__name__, _RECORDERS.steps[-1]
+        if name == "tolist" and args[0].dtype in LOW_PRECISION:
+            args = (args[0].detach().double(),)  # of whole values, as item() is
+        step.shared(why) if why else step.flush()
+        if name == "share_memory_":  # it copies from storage to storage
+            with _disable_current_modes():
+                return method(*args, **kwargs)
+        result = method(*args, **kwargs)
+        if _len_torch_dispatch_stack():  # and not from within an operation
+            if name == "tolist":
+                step.read(result, args[0])
+            elif name in _MAKERS:
+                step.made(result, _made_of(args, kwargs, _MAKERS[name]))
+        return result
 
     return read

@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from collage_fx.passes.rewrite.comparisons import compared, rounds_number
 from collage_fx.passes.rewrite.op_schema import COLLECTIVE, TURNS, by_name, is_foreach, received
 from collage_fx.record.notes import Notes
+from collage_fx.record.numbers_read import NumbersRead
 from collage_fx.runtime.residuals.memory import has_memory
 from collage_fx.runtime.trees import tree_leaves, tree_map_only
 from collage_fx.segments.low_words import LowWords
@@ -55,9 +56,17 @@ class AtOnce:
     words: LowWords
     notes: Notes
     """Notes of the step, which learn of random bits."""
+    numbers: NumbersRead
+    """Numbers that the step reads."""
 
     def do(self, func: Any, operation: Operation, args: Any, kwargs: Any) -> Any:
         """Do an operation, with what low words its operands have; return what it makes."""
+        result = self._done(func, operation, args, kwargs)
+        if func is _ITEM:
+            self.numbers.note(result, args[0])
+        return result
+
+    def _done(self, func: Any, operation: Operation, args: Any, kwargs: Any) -> Any:
         if getattr(func, "namespace", "") in COLLECTIVE:
             return self._communicate(func, args, kwargs)
         if func in TURNS or torch.Tag.inplace_view in getattr(func, "tags", ()):

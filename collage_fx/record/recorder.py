@@ -20,6 +20,7 @@ from collage_fx.record.at_once import AtOnce, Unrecorded, in_python, tensors_in
 from collage_fx.record.dispatch_modes import BesideDynamo, RecordingMode
 from collage_fx.record.graphs.notes import GraphNotes
 from collage_fx.record.notes import CannotNote, Notes, UnknownMemory
+from collage_fx.record.numbers_read import NumbersRead
 from collage_fx.runtime.errors import Warn
 from collage_fx.runtime.kernels import left_out
 from collage_fx.runtime.residuals.memory import has_memory
@@ -99,7 +100,8 @@ class Recorder:
 
     def __post_init__(self, record: bool) -> None:
         self.notes = Notes(self.words, all_at_once=not record)
-        self.at_once = AtOnce(self.words, self.notes)
+        self.numbers = NumbersRead(self.words)
+        self.at_once = AtOnce(self.words, self.notes, self.numbers)
         self.graphs = GraphNotes(self.notes, self.at_once)
 
     @property
@@ -124,7 +126,7 @@ class Recorder:
         """Note a Dynamo graph, of which nothing else can read results on the way."""
         left_out.ask()
         beside_dynamo = self.beside_dynamo
-        with self._set("beside_dynamo", False):
+        with self._set("beside_dynamo", False), data_reads.constructors():
             if self.all_at_once or self.passes_by:
                 return graph(*args)
             if self.asleep:
@@ -151,6 +153,7 @@ class Recorder:
         self.beside_dynamo = beside_dynamo
         self.in_graphs = self.apart = 0
         self.graphs.steps += 1
+        self.numbers.seen.clear()
         with self.unrecorded.step(), self._mode(), contextlib.ExitStack() as self.reads:
             if not self.asleep:
                 self._watch_reads()
@@ -165,9 +168,11 @@ class Recorder:
 
     def _watch_reads(self) -> None:
         """Have operations flushed before their results are read in other ways."""
-        watch = data_reads.flushed_by(
-            self.flush_outside, self.see_unknown_reader, beside_dynamo=self.beside_dynamo
+        numbers = self.numbers
+        step = data_reads.Step(
+            self.flush_outside, self.see_unknown_reader, numbers.note, numbers.keep
         )
+        watch = data_reads.flushed_by(step, beside_dynamo=self.beside_dynamo)
         self.reads.enter_context(watch)
 
     def suspended(self, closure: Callable[..., Any], failures: Failures) -> Callable[..., Any]:

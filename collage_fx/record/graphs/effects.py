@@ -17,6 +17,7 @@ from collage_fx.segments.segment_graph import same_number
 from collage_fx.segments.trie import Place, layout_of, meta_of
 
 _ITEM = torch.ops.aten._local_scalar_dense.default
+_CONSTRUCTORS = (torch.tensor, torch.as_tensor, torch.asarray)
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 
 
@@ -193,11 +194,18 @@ class Tracer(Interpreter):
         """Run a node; find out which of its numbers the floats are that it is noted with."""
         before = len(self.notes.floats)
         result = super().run_node(n)
-        if n.target in (torch.tensor, torch.as_tensor) and not n.all_input_nodes:
+        if n.target in _CONSTRUCTORS and not n.all_input_nodes:
             self.constants.append(result)
+            self.spoiled |= self.notes.words.known(result)  # of a number that the step has read
         if n.op != "output" and n not in self.known.nodes:
             self._see(n, self.notes.floats[before:])
         return result
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function; a constructor as torch has it by now, which may be a hook."""
+        if target in _CONSTRUCTORS:
+            target = getattr(torch, target.__name__)
+        return super().call_function(target, args, kwargs)
 
     def _see(self, n: Node, floats: list[float]) -> None:
         """Note the floats of an operation.
