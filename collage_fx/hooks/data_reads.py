@@ -48,7 +48,7 @@ _SHARERS: _Names = {
 _CONSTRUCTORS: _Names = {torch: ("tensor", "as_tensor", "asarray")}
 """Functions of torch that take elements from tensors: torch.tensor([a.norm(), b.norm()])."""
 _MAKERS = {"tensor": 0, "as_tensor": 0, "asarray": 0, "new_tensor": 1}
-"""Those that take numbers, by the position of these."""
+"""Functions that make a tensor of numbers, with the position of these among their arguments."""
 _OF_A_STREAM = ("query", "record_event", "synchronize", "wait_event", "wait_stream")
 _STREAMS: _Names = {
     torch.cuda: ("set_stream", "synchronize"),
@@ -61,16 +61,16 @@ _STREAMS: _Names = {
 
 @dataclass
 class Step:
-    """What a recorded step has to do with its data in these functions."""
+    """Callbacks of a recorded step for these functions."""
 
     flush: Callable[[], None]
-    """Does what waits."""
+    """Function that does what waits."""
     shared: Callable[[str], None]
-    """Is told what lets others read memory whenever they want, before it is called."""
+    """Function that is told, before the call, what lets others read memory whenever they want."""
     read: Callable[[Any, Tensor], None]
-    """Is told numbers that were read of a tensor."""
+    """Function that is told numbers that were read of a tensor."""
     made: Callable[[Tensor, Any], None]
-    """Is told of a tensor that was made, and of what."""
+    """Function that is told of a tensor that was made, and of what."""
 
 
 class _Recorders(threading.local):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from collage_fx.runtime.residuals.memory import has_memory
 from collage_fx.runtime.torch_private import _disable_current_modes
 from collage_fx.segments.low_words import LowWords
 
@@ -23,7 +24,7 @@ class NumbersRead:
 
     words: LowWords
     seen: set[float] = field(default_factory=set)
-    """Their significands: what x, -x and 2 * x have in common."""
+    """The significands of these: x, -x and 2 * x have one."""
 
     def note(self, number: Any, t: Tensor) -> None:
         """Note a number, or a nested list of them, that was read of a tensor."""
@@ -35,9 +36,10 @@ class NumbersRead:
 
         What is made of a tensor or an array, dispatch sees.
         """
-        if self.words.plain or type(made) is not Tensor or made.dtype not in self.words.wide:
+        if self.words.plain or made.dtype not in self.words.wide:
             return
-        if not isinstance(data, int | float | Sequence):
+        plain = type(made) is Tensor and has_memory(made)  # and no stand-in for one
+        if not plain or not isinstance(data, int | float | Sequence):
             return
         numbers = [float(x) for x in _leaves(data) if isinstance(x, int | float)]
         read = [_significand(x) in self.seen for x in numbers]

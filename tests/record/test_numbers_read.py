@@ -60,7 +60,7 @@ HELD_BEFORE: dict[str, Callable[[Tensor], Tensor]] = {
     "fill_": lambda u: u == torch.empty_like(u).fill_(u[1, 2].item()),
     "fp32": lambda u: u == torch.tensor([u[1, 2].item()]),
 }
-"""Those that dispatch sees with their numbers, or that round less."""
+"""Tensors that dispatch sees made of their numbers, or that round less."""
 
 
 def times_held(holds: Callable[[Tensor], Tensor], **options: Any) -> int:
