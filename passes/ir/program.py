@@ -380,11 +380,12 @@ def compensable_in(carried: Carried, choice: Choice) -> str:
 
 def goes_on(choice: Choice, dtype: torch.dtype, present: str) -> bool:
     """Return True if a state of a dtype goes on in the storage of the residual that it has."""
-    if dtype not in LOW_PRECISION or not isinstance(choice, Unnamed | Initial):
+    held = present in STORAGES and dtype in STORAGES[present].residuals  # it was cast, maybe
+    if dtype not in LOW_PRECISION or not held or not isinstance(choice, Unnamed | Initial):
         return False
     # Where `eft` or chance was asked for, of which remainder16 has neither, it is converted.
     converts = isinstance(choice, Unnamed) and choice != "auto" and present == "remainder16"
-    return bool(present) and not converts
+    return not converts
 
 
 def has_no_residual(carried: Carried, choice: Choice) -> bool:
