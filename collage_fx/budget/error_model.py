@@ -20,10 +20,10 @@ from collage_fx.runtime.storage.registry import is_by_chance, kept
 STRAIGHT = 0.3
 """The way of a parameter in so many steps, as a share of what it is if no step goes back. It was
 0.12 to 0.63 for SGD, AdamW, Adafactor and Lion on the stream of benchmarks/storages.py."""
-PASSED_ON = {False: 0.5, True: 0.7}
+PASSED_ON = {False: 0.5, True: 0.9}
 """State is negative somewhere -> the share of its relative error that an update has: half from what
-never is, such as a second moment, of which the root counts. Of others it was 0.85 (SGD, AdamW) and
-0.5 (Lion, whose updates are made of the gradient beside it) on the same stream."""
+never is, such as a second moment, of which the root counts. Of others it was 1 (SGD) and 0.5 (Lion,
+whose updates are made of the gradient beside it) on the same stream."""
 _MOST = 1 / 6
 """The average of f (1 - f) for moves of many units."""
 _UNKNOWN_DECAY = 0.99

@@ -14,7 +14,7 @@ from collage_fx.runtime.residuals.residual import Residual
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import value_in_float64
 
-ELEMENTS = 256
+ELEMENTS = 2048
 """Elements of a state in a sample; of a smaller one some come twice."""
 
 
@@ -56,6 +56,16 @@ def _values(tensor: Tensor, residual: Residual | None) -> Tensor:
         return high.double()
     low = [elements(word, ELEMENTS) for word in residual.words(tensor)]
     return value_in_float64(residual.storage, high, low)
+
+
+def parameters_in(found: Iterable[Sample]) -> list[Sample]:
+    """Return samples without the states of the parameters."""
+    left = []
+    for one in found:
+        rows = [i for i, o in enumerate(one.owned) if o.key == PARAM]
+        if rows:
+            left.append(Sample([one.owned[i] for i in rows], one.values[rows]))
+    return left
 
 
 def moves_between(before: Iterable[Sample], after: Iterable[Sample]) -> dict[str, Moves]:

@@ -16,6 +16,7 @@ from collage_fx.budget.samples import (
     Sample,
     moves_between,
     moves_by_last_places,
+    parameters_in,
     samples,
     states_of,
 )
@@ -110,7 +111,7 @@ class BudgetedSteps:
         known = _known(optimizer)
         n = known["steps"]
         if not self.start:
-            self.start, self.looked = before, (n - 1, n)
+            self.start, self.looked = parameters_in(before), (n - 1, n)
         self.looked = self.looked[0], n
         way = moves_between(self.start, after)
         self.lengths = {name: moves.length for name, moves in way.items()}
