@@ -5,6 +5,7 @@ For budget.plan, budget.prediction and budget.step.
 
 import copy
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -144,7 +145,7 @@ def test_other_options_beside_a_budget() -> None:
     assert "storage=ulp8" in str(collage_fx.explain(optimizer, storage="ulp8"))
 
 
-def test_explain_and_monitor_show_the_error() -> None:
+def test_explain_and_monitor_show_the_error(tmp_path: Path) -> None:
     model, optimizer = made(budget=7.5)
     train(model, optimizer, 1)
     assert "is made anew after step" in str(collage_fx.explain(optimizer))
@@ -158,6 +159,8 @@ def test_explain_and_monitor_show_the_error() -> None:
     assert "predicted error of the parameters after" in text
     assert about["bytes_per_element"] == pytest.approx(size(optimizer))
     assert {one["name"] for one in about["states"]} >= {"0.weight", "exp_avg of 0.weight"}
+    page = explanation.save(tmp_path / "step.html").read_text()
+    assert "budget 7.5: parameters" in page
     # What a monitor measures of a state is what is predicted, and not that of another one.
     found = {str(name): stats.noise for name, stats in monitor.latest.found.items()}
     noise = {s["name"]: s["noise"] for s in about["states"]}
